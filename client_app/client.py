@@ -1,0 +1,166 @@
+"""The only NumPyClient: one download in, merge, evaluate, train, evaluate, upload; every method is a LocalUpdate inside it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from flwr.compat.client.numpy_client import NumPyClient
+from flwr.compat.common.typing import Config, NDArrays
+
+from client_app.state import State, StateStore, state_root
+from fl_app import wire
+from fl_app.config import RunConfig, Scalar
+from fl_app.data import ClientData, open_client
+from fl_app.errors import UserError
+from fl_app.layout import Layout, Model
+from fl_app.wire import Download, Upload
+from strategies.base import Method, RunContext
+
+log = logging.getLogger("corolla")
+
+
+class CorollaClient(NumPyClient):
+    """One client of a run. Failures are reported to the server by name instead of raised."""
+
+    def __init__(self, config: RunConfig, method: Method[Any], client_id: int, data_path: str) -> None:
+        self.config, self.method, self.client_id, self.data_path = config, method, client_id, data_path
+        self._timings: dict[str, float] = {}
+
+    def get_properties(self, config: Config) -> Config:
+        """Say who this is and what data it has, or why it cannot take part. Does not import torch on a CPU."""
+        try:
+            info = self.data.info
+            if self.config.device.startswith("cuda"):
+                from client_app.train import resolve_device
+
+                resolve_device(self.config.device)
+        except Exception as error:
+            log.debug("properties", exc_info=True)
+            return {"client-id": self.client_id, wire.ERROR: describe(error)}
+        return {
+            "client-id": self.client_id,
+            "num-clients": self.config.num_clients,
+            "in-channels": info.in_channels,
+            "image-size": info.image_size,
+            "num-classes": info.num_classes,
+            "train-samples": len(self.data.y_train),
+            "test-samples": len(self.data.y_test),
+        }
+
+    def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
+        """Train one round ("train") or hand out the personal model ("collect")."""
+        try:
+            download = wire.decode_download(parameters, config)
+            upload = self._collect(download) if download.task == "collect" else self._train(download)
+            arrays, num_examples, metrics = wire.encode_upload(upload)
+            return arrays, num_examples, dict(metrics)
+        except Exception as error:
+            log.exception("client %d failed", self.client_id)
+            return [], 0, {wire.ERROR: describe(error)}
+
+    def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
+        """Evaluate the personalized model; with finetune-epochs also after fine-tuning a copy."""
+        try:
+            download = wire.decode_download(parameters, config)
+            ctx, state, trainer = self._context(download)
+            model = self._personal(download, state, ctx)
+            loss, accuracy = trainer.evaluate(model)
+            metrics: dict[str, Scalar] = {
+                "accuracy": accuracy,
+                "sha256": hashlib.sha256(model.params.tobytes()).hexdigest(),
+            }
+            return loss, len(self.data.y_test), dict(metrics)
+        except Exception as error:
+            log.exception("client %d failed", self.client_id)
+            return 0.0, 0, {wire.ERROR: describe(error)}
+
+    @cached_property
+    def data(self) -> ClientData:
+        """This client's part of the data."""
+        return open_client(self.config, self.client_id, data_path=self.data_path)
+
+    def _personal(self, download: Download, state: State, ctx: RunContext[Any]) -> Model:
+        update = self.method.local_update()
+        return update.personal(update.merge(download.model, state, ctx), state, ctx)
+
+    def _collect(self, download: Download) -> Upload:
+        ctx, state, _ = self._context(download)
+        return Upload(self._personal(download, state, ctx), num_examples=ctx.num_samples)
+
+    def _train(self, download: Download) -> Upload:
+        ctx, state, trainer = self._context(download)
+        update = self.method.local_update()
+        start = self._timed("merge", lambda: update.merge(download.model, state, ctx))
+        personal = update.personal(start, state, ctx)
+        loss_before, before = self._timed("evaluate", lambda: trainer.evaluate(personal))
+        trained = self._timed("train", lambda: update.train(start, state, ctx))
+        train_loss = trainer.last_loss
+        personal = update.personal(trained, state, ctx)
+        loss_after, after = self._timed("evaluate", lambda: trainer.evaluate(personal))
+        upload = self._timed("score", lambda: update.upload(start, trained, state, ctx))
+        version = self._timed("state", lambda: self._save(state, download))
+        metrics: dict[str, Scalar] = {
+            "accuracy-before": before,
+            "accuracy-after": after,
+            "loss": train_loss,
+            "loss-before": loss_before,
+            "loss-after": loss_after,
+            "test-samples": len(self.data.y_test),
+            "state-version": version,
+            **{f"seconds-{name}": seconds for name, seconds in self._timings.items()},
+            **upload.metrics,
+        }
+        return Upload(upload.model, upload.mask, upload.extras, metrics, ctx.num_samples)
+
+    def _context(self, download: Download) -> tuple[RunContext[Any], State, Any]:
+        """Build what the method's client half works with."""
+        from client_app.train import LocalTrainer
+        from fl_app import models
+
+        info = self.data.info
+        module = models.build(
+            self.config.model,
+            in_channels=info.in_channels,
+            num_classes=info.num_classes,
+            image_size=info.image_size,
+            norm=self.config.norm,
+            seed=self.config.seed,
+        )
+        layout = Layout.of(module)
+        initial = models.read(module)
+        shared = self.method.shared(layout, self.config.params)
+        received = layout.subset(shared)
+        if (download.model.params.size, download.model.buffers.size) != (received.d, received.b):
+            raise UserError(
+                f"received {download.model.params.size} parameters and {download.model.buffers.size} buffer elements, this "
+                f"client's model {self.config.model} shares {received.d} and {received.b}: is it the server's model?"
+            )
+        trainer = LocalTrainer(module, self.config, self.data, download.round, self.client_id)
+        self._store = StateStore(state_root(self.config.state_dir), download.experiment, self.client_id)
+        state = self._store.load(download.state_version)
+        context = RunContext(
+            self.config, self.config.params, download.round, self.client_id, layout, shared, lambda: initial, trainer,
+            len(self.data.y_train), download.extras,
+        )
+        return context, state, trainer
+
+    def _save(self, state: State, download: Download) -> str:
+        version = self._store.save(state, download.round, download.attempt)
+        self._store.delete_before(download.keep_from)
+        return version
+
+    def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
+        started = time.perf_counter()
+        result = work()
+        self._timings[phase] = self._timings.get(phase, 0.0) + time.perf_counter() - started
+        return result
+
+
+def describe(error: Exception) -> str:
+    """Return one readable line for an exception."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,125 @@
+"""Durable client state: immutable generations on the client's disk.
+
+A generation is one file, `<state dir>/<experiment>/client-<id>/<round>-<attempt>.state`: a sha256 and then safetensors bytes,
+written to a temporary file, synced and renamed. A client loads exactly the generation the server names, never the latest:
+after a server crash or a repeated round the client may be ahead of the server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.errors import UserError
+
+_SUFFIX = ".state"
+
+
+@dataclass
+class State:
+    """Named arrays a client keeps between its rounds (strategies.base.ClientState)."""
+
+    arrays: MutableMapping[str, NDArray[Any]] = field(default_factory=dict)
+
+
+def state_root(state_dir: str) -> Path:
+    """Return the configured directory, $COROLLA_STATE_DIR, or the user's state directory."""
+    if state_dir or os.environ.get("COROLLA_STATE_DIR"):
+        return Path(state_dir or os.environ["COROLLA_STATE_DIR"]).expanduser()
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "corolla"
+
+
+class StateStore:
+    """The generations of one client in one experiment."""
+
+    def __init__(self, root: Path, experiment: str, client_id: int) -> None:
+        self.client_id = client_id
+        self.directory = root / experiment / f"client-{client_id:04d}"
+
+    def load(self, version: str) -> State:
+        """Read a generation; "" is the empty state. Raises UserError if it is missing or its checksum is wrong."""
+        if not version:
+            return State()
+        path = self._path(version)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"client {self.client_id}: state of {version} is missing: {path} ({error.strerror})") from None
+        if hashlib.sha256(data[32:]).digest() != data[:32]:
+            raise UserError(f"client {self.client_id}: state of {version} is damaged (checksum): {path}")
+        from safetensors.numpy import load
+
+        return State(dict(load(data[32:])))
+
+    def save(self, state: State, round: int, attempt: int) -> str:
+        """Write a generation and return its version; nothing is written for an empty state ("")."""
+        if not state.arrays:
+            return ""
+        from safetensors.numpy import save
+
+        version = f"{round:06d}-{attempt:02d}"
+        payload = save({name: np.ascontiguousarray(array) for name, array in state.arrays.items()})
+        path = self._path(version)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".tmp{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                file.write(hashlib.sha256(payload).digest())
+                file.write(payload)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
+        return version
+
+    def delete_before(self, version: str) -> None:
+        """Delete the generations older than `version`; "" deletes none."""
+        if version and self.directory.is_dir():
+            for path in self.directory.glob(f"*{_SUFFIX}"):
+                if path.stem < version:
+                    path.unlink(missing_ok=True)
+
+    def _path(self, version: str) -> Path:
+        return self.directory / f"{version}{_SUFFIX}"
+
+
+@dataclass(frozen=True)
+class StoredExperiment:
+    """Client state one experiment left on this machine."""
+
+    experiment: str
+    clients: int
+    nbytes: int
+    modified: float
+
+
+def stored(root: Path) -> list[StoredExperiment]:
+    """List the experiments with client state under a state directory, oldest first."""
+    found = []
+    for directory in root.iterdir() if root.is_dir() else []:
+        files = list(directory.glob(f"client-*/*{_SUFFIX}"))
+        if files:
+            stats = [f.stat() for f in files]
+            clients = len({f.parent for f in files})
+            found.append(
+                StoredExperiment(directory.name, clients, sum(s.st_size for s in stats), max(s.st_mtime for s in stats))
+            )
+    return sorted(found, key=lambda e: e.modified)
+
+
+def remove(root: Path, experiment: str) -> None:
+    """Delete one experiment's client state. Raises UserError if there is none."""
+    if experiment not in {e.experiment for e in stored(root)}:
+        raise UserError(f"no client state of experiment {experiment!r} under {root}")
+    shutil.rmtree(root / experiment)

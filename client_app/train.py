@@ -1,0 +1,220 @@
+"""Local training and evaluation: a plain torch loop with the data resident on the device.
+
+The module's parameters and gradients are views into one flat vector each, so an SGD step, a proximal term and reading the
+model are single operations. Batches come from an own generator seeded by (seed, round, client id, purpose).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, pad
+
+from fl_app import rng
+from fl_app.config import RunConfig
+from fl_app.data import ClientData
+from fl_app.errors import UserError
+from fl_app.layout import Layout, Model, Vector
+
+_EVALUATION_BATCH = 512
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device a config asks for. Raises UserError if it is a GPU this machine does not have."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device: {name} asked for, this machine has {torch.cuda.device_count()} usable GPUs")
+    return device
+
+
+class LocalTrainer:
+    """Trains and evaluates one client's models (strategies.base.Trainer)."""
+
+    def __init__(self, module: nn.Module, config: RunConfig, data: ClientData, round: int, client_id: int) -> None:
+        torch.set_num_threads(config.client_threads)
+        self.config, self.round, self.client_id = config, round, client_id
+        self.device = resolve_device(config.device)
+        self.layout = Layout.of(module)
+        self.module = module.to(self.device)
+        self.last_loss = float("nan")
+        self._flatten()
+        self._batchnorms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self._x_train, self._y_train = self._resident(data.x_train), self._resident(data.y_train)
+        self._x_test, self._y_test = self._resident(data.x_test), self._resident(data.y_test)
+        stats = config.normalize == "mean-std"
+        self._mean = torch.tensor(data.info.mean if stats else [0.0], device=self.device).view(1, -1, 1, 1)
+        self._std = torch.tensor(data.info.std if stats else [1.0], device=self.device).view(1, -1, 1, 1)
+
+    def _resident(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.array(array)).to(self.device)
+
+    def _flatten(self) -> None:
+        """Make every parameter and gradient a view into `self.weights` and `self.gradient`."""
+        parameters = list(self.module.parameters())
+        self.weights = torch.empty(self.layout.d, device=self.device)
+        self.gradient = torch.zeros(self.layout.d, device=self.device)
+        for slot, parameter in zip(self.layout.params, parameters, strict=True):
+            view = self.weights[slot.start : slot.stop].view(slot.shape)
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.grad = self.gradient[slot.start : slot.stop].view(slot.shape)
+        buffers = dict(self.module.named_buffers())
+        self._buffers = [buffers[slot.name] for slot in self.layout.buffers]
+
+    def load(self, model: Model) -> None:
+        """Put a model's values into the module."""
+        with torch.no_grad():
+            self.weights.copy_(torch.from_numpy(np.asarray(model.params)))
+            for slot, buffer in zip(self.layout.buffers, self._buffers, strict=True):
+                buffer.copy_(torch.from_numpy(model.buffers[slot.start : slot.stop].reshape(slot.shape)))
+
+    def read(self) -> Model:
+        """Copy the module's values out."""
+        params = self.weights.to("cpu", copy=True).numpy()
+        flat = [b.reshape(-1) for b in self._buffers]
+        buffers = torch.cat(flat).cpu().numpy() if flat else np.zeros(0, np.float32)
+        return Model(params, buffers)
+
+    @property
+    def learning_rate(self) -> float:
+        """This round's learning rate."""
+        return self.config.learning_rate * self.config.learning_rate_decay ** (self.round - 1)
+
+    def train(
+        self,
+        start: Model,
+        *,
+        epochs: int | None = None,
+        purpose: str = "train",
+        proximal: tuple[float, Vector] | None = None,
+        frozen: frozenset[str] = frozenset(),
+    ) -> Model:
+        """Run local SGD and return the trained model; `last_loss` is the last epoch's mean training loss.
+
+        start: where training begins. epochs: default local-epochs. purpose: names the random stream. proximal: (mu, center
+        float32 [d]) adds mu/2 ||w - center||^2 to the loss. frozen: tensors that neither train nor change.
+        """
+        self.load(start)
+        center = None
+        if proximal is not None:
+            mu, vector = proximal
+            center = torch.from_numpy(np.asarray(vector)).to(self.device)
+        still = self._freeze(frozen)
+        velocity = torch.zeros_like(self.weights) if self.config.momentum else None
+        self.module.train()
+        epoch_loss, samples = torch.zeros((), device=self.device), 0
+        for first_batch, x, y in self.minibatches(epochs or self.config.local_epochs, purpose):
+            if first_batch:
+                epoch_loss, samples = torch.zeros((), device=self.device), 0
+            loss = self.gradient_of_loss(x, y)
+            epoch_loss += loss * len(y)
+            samples += len(y)
+            if center is not None:
+                self.gradient.add_(self.weights - center, alpha=mu)
+            if still is not None:
+                self.gradient.masked_fill_(still, 0)
+            self.step(velocity, still)
+        self.module.requires_grad_(True)
+        self.last_loss = float(epoch_loss) / max(samples, 1)
+        trained = self.read()
+        if frozen:  # statistics of frozen layers
+            trained = self.layout.put(trained, self.layout.take(start, frozen), frozen)
+        return trained
+
+    def gradient_of_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Leave the mean cross-entropy's gradient in `self.gradient`; return the loss (detached, on the device)."""
+        self.gradient.zero_()
+        alone = len(y) == 1 and bool(self._batchnorms)
+        if alone:  # BatchNorm cannot normalise a single sample: use its running statistics
+            for layer in self._batchnorms:
+                layer.eval()
+        loss = cross_entropy(self.module(x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if alone:
+            for layer in self._batchnorms:
+                layer.train()
+        return loss.detach()
+
+    def step(self, velocity: torch.Tensor | None, still: torch.Tensor | None = None) -> None:
+        """One SGD step on the flat vectors, as torch.optim.SGD does it (weight decay, then momentum)."""
+        with torch.no_grad():
+            update = self.gradient
+            if self.config.weight_decay:
+                update = update.add(self.weights, alpha=self.config.weight_decay)
+                if still is not None:
+                    update.masked_fill_(still, 0)
+            if velocity is not None:
+                update = velocity.mul_(self.config.momentum).add_(update)
+            self.weights.add_(update, alpha=-self.learning_rate)
+
+    def _freeze(self, frozen: frozenset[str]) -> torch.Tensor | None:
+        if not frozen:
+            return None
+        return torch.from_numpy(self.layout.indices(frozen)).to(self.device)
+
+    def minibatches(self, epochs: int, purpose: str) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
+        """Yield (first of its epoch, inputs, labels) over shuffled epochs.
+
+        With BatchNorm a last batch of one sample joins the batch before it.
+        """
+        seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
+        generator = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)  # for a user's model with dropout
+        n, size = len(self._y_train), self.config.batch_size
+        starts = list(range(0, n, size))
+        if self._batchnorms and size > 1 and len(starts) > 1 and n - starts[-1] == 1:
+            starts.pop()
+        for _ in range(epochs):
+            order = torch.randperm(n, generator=generator).to(self.device)
+            for i, start in enumerate(starts):
+                chosen = order[start : starts[i + 1] if i + 1 < len(starts) else n]
+                x = self._inputs(self._x_train[chosen])
+                if self.config.augment == "crop-flip":
+                    x = crop_flip(x, generator)
+                yield i == 0, x, self._y_train[chosen]
+
+    def _inputs(self, images: torch.Tensor) -> torch.Tensor:
+        x = images.float().div_(255)
+        if self.config.normalize == "mean-std":
+            x = x.sub_(self._mean).div_(self._std)
+        return x
+
+    @torch.no_grad()
+    def evaluate(self, model: Model) -> tuple[float, float]:
+        """Return (mean cross-entropy, accuracy) on the test data; NaN where there is none."""
+        if not len(self._y_test):
+            return float("nan"), float("nan")
+        self.load(model)
+        self.module.eval()
+        loss = torch.zeros((), device=self.device, dtype=torch.float64)
+        correct = torch.zeros((), device=self.device, dtype=torch.int64)
+        for start in range(0, len(self._y_test), _EVALUATION_BATCH):
+            y = self._y_test[start : start + _EVALUATION_BATCH]
+            logits = self.module(self._inputs(self._x_test[start : start + _EVALUATION_BATCH]))
+            loss += cross_entropy(logits, y, reduction="sum").double()
+            correct += (logits.argmax(1) == y).sum()
+        return float(loss) / len(self._y_test), int(correct) / len(self._y_test)
+
+
+def crop_flip(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Randomly crop after zero padding by an eighth of the side, and flip horizontally, per image.
+
+    x: float32 [n, C, S, S] on any device; the random numbers come from the CPU generator, so they are the same on every
+    device. Returns the same shape.
+    """
+    n, _, side, _ = x.shape
+    margin = max(1, side // 8)
+    top, left = (torch.randint(0, 2 * margin + 1, (n,), generator=generator).to(x.device) for _ in range(2))
+    flip = (torch.rand(n, generator=generator) < 0.5).to(x.device)
+    columns = torch.arange(side, device=x.device)
+    rows = top[:, None] + columns
+    across = left[:, None] + torch.where(flip[:, None], columns.flip(0), columns)
+    padded = pad(x, (margin,) * 4)
+    image = torch.arange(n, device=x.device)[:, None, None, None]
+    channel = torch.arange(x.shape[1], device=x.device)[None, :, None, None]
+    return padded[image, channel, rows[:, None, :, None], across[:, None, None, :]]

@@ -1,0 +1,1 @@
+"""Foundations every half of Corolla shares: configuration, layout, wire, models, data, results and the command line."""

@@ -1,0 +1,283 @@
+"""The run configuration: frozen, typed, parsed once, every problem reported together.
+
+Keys are Flower's run config: flat, kebab-case, values bool, int, float or str (no lists, no null: "" and 0 stand for "not
+set", each key says so). A method's parameters live in its own table, `fedcac.tau`. One declaration per key serves the
+parser, docs/config.md, `corolla methods` and the defaults in pyproject.toml; a test keeps the four equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from fl_app.errors import UserError
+
+Scalar = bool | int | float | str
+
+TORCHVISION_DATASETS = ("mnist", "fashion-mnist", "emnist", "svhn", "cifar10", "cifar100")
+DATASETS = ("digits", *TORCHVISION_DATASETS, "tiny-imagenet", "node")
+PATH_DATASETS = ("folder:", "npz:", "tiny-imagenet:")
+MODELS = ("mlp", "cnn", "resnet8", "resnet10", "resnet18", "resnet34")
+PARTITIONS = ("dirichlet-client", "dirichlet", "pathological", "iid")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must satisfy, and how docs and errors call it."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def admits(self, value: float) -> bool:
+        """Tell whether `value` lies in the interval; NaN never does."""
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below and not math.isinf(value)
+
+    def __str__(self) -> str:
+        """Return the interval as documentation and errors print it."""
+        if self.high == math.inf:
+            return "any" if self.low == -math.inf else f"{'>' if self.low_open else '>='} {self.low:g}"
+        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+
+
+POSITIVE = Rule(low=0, low_open=True)
+NOT_NEGATIVE = Rule(low=0)
+AT_LEAST_ONE = Rule(low=1)
+RATIO = Rule(low=0, high=1)
+POSITIVE_RATIO = Rule(low=0, high=1, low_open=True)
+BELOW_ONE = Rule(low=0, high=1, high_open=True)
+
+
+def key(default: Scalar, doc: str, rule: Rule | None = None) -> Any:
+    """Declare one configuration key: its default, its sentence in the documentation and its range."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "rule": rule})
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """A key as declared: name in kebab case with its table, type, allowed choices, range, default, sentence."""
+
+    name: str
+    field: str
+    type: type
+    choices: tuple[str, ...]
+    rule: Rule | None
+    default: Scalar
+    doc: str
+
+    @property
+    def range(self) -> str:
+        """The allowed values in words."""
+        if self.choices:
+            return ", ".join(f"`{c}`" for c in self.choices)
+        return str(self.rule) if self.rule else ("`true`, `false`" if self.type is bool else "any")
+
+
+def specs(cls: type, table: str = "") -> list[KeySpec]:
+    """List the keys a parameter dataclass declares, in order."""
+    hints, out = get_type_hints(cls), []
+    for f in dataclasses.fields(cls):
+        if "doc" not in f.metadata:
+            continue
+        hint = hints[f.name]
+        choices = tuple(get_args(hint)) if get_origin(hint) is Literal else ()
+        name = (f"{table}." if table else "") + f.name.replace("_", "-")
+        kind = str if choices else hint
+        default: Any = f.default
+        out.append(KeySpec(name, f.name, kind, choices, f.metadata["rule"], default, f.metadata["doc"]))
+    return out
+
+
+@dataclass(frozen=True)
+class NoParams:
+    """For methods without parameters."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a run is defined by. See docs/config.md for every key."""
+
+    # the experiment
+    method: str = key("fedcac", "Federated learning method; `corolla methods` lists them with their parameters.")
+    num_server_rounds: int = key(30, "Rounds T.", AT_LEAST_ONE)
+    num_clients: int = key(
+        0, "Clients N of the experiment; `corolla run --clients` sets it. 0: the SuperNodes' `num-partitions`.", NOT_NEGATIVE
+    )
+    fraction_train: float = key(
+        1.0, "Fraction of the clients sampled for each round (at least one is).", POSITIVE_RATIO
+    )
+    seed: int = key(0, "Seed of everything random: partition, initial weights, sampling, batches.", NOT_NEGATIVE)
+    # data
+    dataset: str = key(
+        "digits",
+        "`digits`, `mnist`, `fashion-mnist`, `emnist`, `svhn`, `cifar10`, `cifar100`, `tiny-imagenet:/path`, "
+        "`folder:/path`, `npz:/path` or `node` (each SuperNode's own `data-path`).",
+    )
+    classes: str = key(
+        "", "Comma-separated class names in label order; required by `node`, optional for `folder:`. Empty: sorted names."
+    )
+    image_size: int = key(
+        0,
+        "Side in pixels to which the images of a `folder:`, `tiny-imagenet:` or `node` folder are resized (short side) "
+        "and centre-cropped; 0: as they are, all equal and square.",
+        Rule(low=0, high=512),
+    )
+    partition: str = key(
+        "dirichlet-client", "`dirichlet-client`, `dirichlet`, `pathological`, `iid` or `file:/path.npz`."
+    )
+    dirichlet_alpha: float = key(0.1, "Concentration per class of both Dirichlet partitions.", POSITIVE)
+    classes_per_client: int = key(2, "Classes each client holds in the `pathological` partition.", AT_LEAST_ONE)
+    train_samples: int = key(
+        100, "Training samples per client (`dirichlet-client`, `pathological`, `iid`); 0: an equal share of all.",
+        NOT_NEGATIVE,
+    )
+    test_samples: int = key(
+        40, "Test samples per client (`dirichlet-client`, `pathological`, `iid`); 0: an equal share of all.",
+        NOT_NEGATIVE,
+    )
+    min_samples: int = key(10, "Smallest number of samples a client may get in the `dirichlet` partition.", AT_LEAST_ONE)
+    test_ratio: float = key(0.25, "Part of each client's samples used for test in the `dirichlet` partition.", BELOW_ONE)
+    normalize: Literal["unit", "mean-std"] = key(
+        "unit", "Inputs scaled to [0, 1], or then shifted and scaled per channel by the training data's mean and std."
+    )
+    augment: Literal["none", "crop-flip"] = key(
+        "none", "`crop-flip`: random crop after padding by an eighth of the side, and horizontal flip, on the device."
+    )
+    data_dir: str = key("", "Directory of prepared data sets. Empty: `$COROLLA_DATA_DIR`, or the user's cache.")
+    # model
+    model: str = key("mlp", "`mlp`, `cnn`, `resnet8`, `resnet10`, `resnet18`, `resnet34`, or your own `module:factory`.")
+    norm: Literal["batch", "group"] = key("batch", "Normalisation layers of the ResNets.")
+    initial_weights: str = key("", "Safetensors file the run starts from, read by the server. Empty: from the seed.")
+    # local training
+    local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE)
+    batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE)
+    learning_rate: float = key(0.1, "SGD learning rate.", POSITIVE)
+    learning_rate_decay: float = key(1.0, "Factor on the learning rate after every round.", POSITIVE_RATIO)
+    momentum: float = key(0.0, "SGD momentum; it starts at zero in every round.", BELOW_ONE)
+    weight_decay: float = key(0.0, "SGD weight decay.", NOT_NEGATIVE)
+    device: str = key("auto", "`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:k`.")
+    client_threads: int = key(1, "Threads of one client's training; the results' bits depend on it.", AT_LEAST_ONE)
+    # server
+    evaluate_every: int = key(0, "Evaluate all clients every so many rounds; 0: only after the last.", NOT_NEGATIVE)
+    min_available_clients: int = key(
+        0, "Clients that must be connected before a round starts; 0: `num-clients`.", NOT_NEGATIVE
+    )
+    available_timeout: float = key(
+        120.0, "Seconds to wait for `min-available-clients` before the run fails.", POSITIVE
+    )
+    round_timeout: float = key(3600.0, "Seconds to wait for the replies of a round.", POSITIVE)
+    # files
+    run_name: str = key("", "Name of the run's folder. Empty: time, method and data set.")
+    output_dir: str = key("runs", "Directory of run folders; made absolute by `corolla run`.")
+    state_dir: str = key(
+        "", "Directory of client state on each client. Empty: `$COROLLA_STATE_DIR`, or the user's state directory."
+    )
+    collect_personal_models: bool = key(
+        False, "Upload every client's personal model at the end; off, parts that never travel stay on the clients."
+    )
+    # the chosen method's parameter dataclass, and all of the resolved keys
+    params: Any = dataclasses.field(default=NoParams())
+    resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+
+
+def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
+    """Parse a flat run config into a RunConfig.
+
+    raw: keys as in docs/config.md; missing ones take their default. methods: parameter dataclass per method name.
+    Raises UserError naming every problem at once (key, value, rule).
+    """
+    problems: list[str] = []
+    known = {spec.name: spec for spec in specs(RunConfig)}
+    for name, cls in methods.items():
+        known |= {spec.name: spec for spec in specs(cls, name)}
+    for name in raw:
+        if name not in known:
+            problems.append(f"{name}: unknown key{_nearest(name, known)}")
+    values = {name: _value(spec, raw[name], problems) if name in raw else spec.default for name, spec in known.items()}
+    _check_words(values, methods, problems)
+    if not problems:
+        _check_together(values, problems)
+    if problems:
+        raise UserError("invalid configuration:\n" + "\n".join(f"  {p}" for p in problems))
+    top = {s.field: values[s.name] for s in specs(RunConfig)}
+    method = str(values["method"])
+    cls = methods[method]
+    params = cls(**{s.field: values[s.name] for s in specs(cls, method)})
+    return RunConfig(**top, params=params, resolved=values)  # type: ignore[arg-type]
+
+
+def _nearest(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _value(spec: KeySpec, value: Scalar, problems: list[str]) -> Scalar:
+    if spec.type is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not spec.type:
+        want = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[spec.type]
+        problems.append(f"{spec.name}: expected {want}, got {value!r}")
+        return spec.default
+    if spec.choices and value not in spec.choices:
+        problems.append(f"{spec.name}: must be one of {', '.join(spec.choices)}, got {value!r}")
+        return spec.default
+    if spec.rule and isinstance(value, (int, float)) and not spec.rule.admits(value):
+        problems.append(f"{spec.name}: must be {spec.rule}, got {value!r}")
+        return spec.default
+    return value
+
+
+def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
+    def complain(name: str, allowed: tuple[str, ...], more: str = "") -> None:
+        value = values[name]
+        hint = _nearest(str(value), allowed)
+        problems.append(f"{name}: must be one of {', '.join(allowed)}{more}, got {value!r}{hint}")
+
+    if values["method"] not in methods:
+        complain("method", tuple(methods))
+    dataset, partition, model = str(values["dataset"]), str(values["partition"]), str(values["model"])
+    if dataset == "tiny-imagenet":
+        problems.append("dataset: tiny-imagenet needs its folder: tiny-imagenet:/path/to/tiny-imagenet-200")
+    elif dataset not in DATASETS and not _has_path(dataset, PATH_DATASETS):
+        complain("dataset", tuple(d for d in DATASETS if d != "tiny-imagenet"), " or folder:/path, npz:/path")
+    if partition not in PARTITIONS and not _has_path(partition, ("file:",)):
+        complain("partition", PARTITIONS, " or file:/path.npz")
+    if model not in MODELS and not re.fullmatch(r"[\w.]+:\w+", model):
+        complain("model", MODELS, " or module:factory")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
+        problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
+    if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):
+        problems.append(f"run-name: letters, digits and _.+=,@- only, not starting with a dot, got {values['run-name']!r}")
+    names = class_names(str(values["classes"]))
+    if len(set(names)) != len(names):
+        problems.append(f"classes: every name once, got {values['classes']!r}")
+    if dataset == "node" and len(names) < 2:
+        problems.append(f"classes: dataset node needs at least two class names, got {values['classes']!r}")
+
+
+def _has_path(value: str, prefixes: tuple[str, ...]) -> bool:
+    return any(value.startswith(p) and len(value) > len(p) for p in prefixes)
+
+
+def _check_together(values: Mapping[str, Any], problems: list[str]) -> None:
+    if values["min-available-clients"] > values["num-clients"] > 0:
+        problems.append(
+            f"min-available-clients: must be at most num-clients ({values['num-clients']}), "
+            f"got {values['min-available-clients']}"
+        )
+    if values["initial-weights"] and not Path(str(values["initial-weights"])).is_absolute():
+        problems.append(f"initial-weights: must be an absolute path, got {values['initial-weights']!r}")
+
+
+def class_names(classes: str) -> tuple[str, ...]:
+    """Split the `classes` key."""
+    return tuple(name.strip() for name in classes.split(",") if name.strip())

@@ -1,0 +1,180 @@
+"""Messages between the ServerApp and its clients: who is connected, short polling, replies as they arrive.
+
+Flower's node ids are random and change when a SuperNode restarts; they stay inside this module. Everything else speaks of
+client ids (a SuperNode's partition-id).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fl_app import wire
+from fl_app.config import RunConfig, Scalar
+from fl_app.errors import UserError
+
+log = logging.getLogger("corolla")
+
+POLL_SECONDS = 0.1
+QUERY = "get_properties"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One client's answer: its content, or the cause why there is none."""
+
+    client_id: int
+    content: RecordDict | None
+    cause: str = ""
+
+
+class Exchange:
+    """A grid wrapper that knows clients by id.
+
+    progress(what, done, total) is called as replies arrive.
+    """
+
+    def __init__(self, grid: Grid, config: RunConfig, progress: Callable[[str, int, int], None]) -> None:
+        self.grid = grid
+        self.config = config
+        self.progress = progress
+        self.num_clients = config.num_clients  # 0 until a node says how many there are
+        self.properties: dict[int, dict[str, Scalar]] = {}
+        self._nodes: dict[int, int] = {}  # client id -> node id
+        self._asked: dict[int, str] = {}  # node id -> id of the pending query, "" once answered
+        self._refused: dict[str, str] = {}  # who -> why its properties were refused
+
+    @property
+    def client_ids(self) -> list[int]:
+        """Connected clients whose properties are known, sorted."""
+        return sorted(self._nodes)
+
+    @property
+    def minimum(self) -> int:
+        """Clients that must be connected before a round starts."""
+        return self.config.min_available_clients or self.num_clients or 1
+
+    def wait_for_clients(self) -> None:
+        """Return when `minimum` clients are connected and every connected node has said who it is.
+
+        Raises UserError after `available-timeout` without enough of them, or when a node's properties are refused.
+        """
+        started = time.monotonic()
+        told = -1
+        while True:
+            self._refresh()
+            if self._refused:
+                reasons = "\n".join(f"  {who}: {why}" for who, why in sorted(self._refused.items()))
+                self._refused = {}
+                raise UserError(f"clients that cannot take part:\n{reasons}")
+            pending = any(self._asked.values())
+            waited = time.monotonic() - started
+            if len(self._nodes) >= self.minimum and (not pending or waited > self.config.available_timeout):
+                return
+            if len(self._nodes) != told:
+                told = len(self._nodes)
+                self.progress("clients connected", told, self.minimum)
+            limit = self.config.round_timeout if pending else self.config.available_timeout
+            if waited > limit:
+                raise UserError(
+                    f"min-available-clients: {self.minimum} clients must be connected, {len(self._nodes)} were after "
+                    f"{waited:.0f} s (client ids {self.client_ids})"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def refresh(self) -> None:
+        """Take in nodes that came or went since the last round; waits only if fewer than `minimum` are left."""
+        self._refresh()
+        for who, why in self._refused.items():
+            log.warning("%s cannot take part: %s", who, why)
+        self._refused = {}
+        if len(self._nodes) < self.minimum:
+            self.wait_for_clients()
+
+    def _refresh(self) -> None:
+        online = set(self.grid.get_node_ids())
+        for client_id, node_id in list(self._nodes.items()):
+            if node_id not in online:
+                log.warning("client %d is gone", client_id)
+                del self._nodes[client_id]
+        self._asked = {node: message for node, message in self._asked.items() if node in online}
+        new = [Message(wire.encode_query(), node, QUERY) for node in sorted(online - set(self._asked))]
+        if new:
+            nodes = [m.metadata.dst_node_id for m in new]
+            self._asked |= {n: i or "" for n, i in zip(nodes, self.grid.push_messages(new), strict=True)}
+        by_message = {message: node for node, message in self._asked.items() if message}
+        if not by_message:
+            return
+        answered: dict[int, int] = {}
+        for message in self.grid.pull_messages(list(by_message)):
+            node = by_message[message.metadata.reply_to_message_id]
+            self._asked[node] = ""
+            self._introduce(node, message, answered)
+
+    def _introduce(self, node: int, message: Message, answered: dict[int, int]) -> None:
+        who = "a node"
+        try:
+            if message.has_error():
+                raise wire.WireError(f"no properties: {message.error.reason}")
+            properties = wire.decode_properties(message.content)
+            who = f"client {properties.get('client-id', '?')}"
+            if properties.get(wire.ERROR):
+                raise wire.WireError(str(properties[wire.ERROR]))
+            client_id, partitions = properties.get("client-id"), properties.get("num-clients")
+            self.num_clients = self.num_clients or (partitions if isinstance(partitions, int) else 0)
+            if partitions != self.num_clients:
+                raise wire.WireError(f"num-partitions must be the run's {self.num_clients} clients, got {partitions!r}")
+            if not isinstance(client_id, int) or not 0 <= client_id < self.num_clients:
+                raise wire.WireError(f"partition-id must be in [0, {self.num_clients}), got {client_id!r}")
+            if client_id in answered:
+                raise wire.WireError("two SuperNodes carry this partition-id")
+        except wire.WireError as error:
+            self._refused[who] = str(error)
+            return
+        if client_id in self._nodes:
+            log.warning("client %d is now another SuperNode", client_id)
+        answered[client_id] = node
+        self._nodes[client_id] = node
+        self.properties[client_id] = properties
+
+    def message(self, client_id: int, content: RecordDict, kind: str, round: int) -> Message:
+        """Address a message to a client."""
+        return Message(content, self._nodes[client_id], kind, group_id=str(round), ttl=self.config.round_timeout + 60)
+
+    def ask(self, what: str, requests: Iterable[Message], timeout: float) -> Iterator[Reply]:
+        """Send messages, built one at a time, and yield every reply as it arrives, failures included.
+
+        timeout: seconds after which clients that have not replied are given up, counted from the last message sent.
+        """
+        client_of_node = {node: client for client, node in self._nodes.items()}
+        waiting: dict[str, int] = {}
+        total = 0
+        for message in requests:
+            total += 1
+            client_id = client_of_node[message.metadata.dst_node_id]
+            message_id = next(iter(self.grid.push_messages([message])), None)
+            if message_id:
+                waiting[message_id] = client_id
+            else:
+                yield Reply(client_id, None, "the message could not be delivered")
+        done = total - len(waiting)
+        deadline = time.monotonic() + timeout
+        while waiting and time.monotonic() < deadline:
+            messages = list(self.grid.pull_messages(list(waiting)))
+            for message in messages:
+                client_id = waiting.pop(message.metadata.reply_to_message_id)
+                done += 1
+                self.progress(what, done, total)
+                if message.has_error():
+                    yield Reply(client_id, None, f"error {message.error.code}: {message.error.reason}")
+                else:
+                    yield Reply(client_id, message.content)
+            if not messages:
+                time.sleep(POLL_SECONDS)
+        for client_id in waiting.values():
+            yield Reply(client_id, None, f"no reply within {timeout:g} s")

@@ -1,0 +1,445 @@
+"""Who holds which samples: seeded partitions, written once as an index file, the same in every process.
+
+All indices point into the concatenation [train; test] of a data set: sample i < num_train is x_train[i], any other is
+x_test[i - num_train]. The partitions:
+
+- `dirichlet-client` (FedCAC, ICCV 2023, after Hsu et al. 2019): client i draws q_i ~ Dir(alpha * prior) over the
+  classes and holds exactly `train_samples` training and `test_samples` test samples with these proportions. `prior` is
+  the training set's class frequencies scaled to mean one over its classes, so alpha is the concentration per class.
+- `dirichlet` (Li et al. 2022; flwr-datasets' DirichletPartitioner): each class of all data is divided over the clients
+  by Dir(alpha); `test_ratio` of each client's samples, drawn at random, are its test set.
+- `pathological` (McMahan et al. 2017): `classes_per_client` classes per client, the same for training and test. Not
+  flwr-datasets' PathologicalPartitioner, which neither fixes sizes nor uses all classes equally often.
+- `iid`: disjoint uniform shares (flwr-datasets' IidPartitioner on shuffled data).
+- `file:/path.npz`: the user's own.
+
+`dirichlet-client` and `pathological` deal each class from a shuffled pool, disjointly over clients while it lasts; then
+it is reshuffled and dealt again, so clients may share samples (as in the FedCAC authors' code) but none holds one
+twice.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.rng import generator, seed_sequence
+
+Indices = NDArray[np.int64]
+Share = tuple[Indices, Indices]
+FORMAT = 1
+DIRICHLET_RESTARTS = 10
+
+
+@dataclass(frozen=True)
+class Partition:
+    """All clients' indices: flat int64 [total]; offsets int64 [2N + 1]: training, test of client 0, of client 1, ..."""
+
+    flat: Indices
+    offsets: Indices
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients N."""
+        return (len(self.offsets) - 1) // 2
+
+    def client(self, client_id: int) -> Share:
+        """Return (train, test) indices of one client, int64 [n] and [m], into [train; test]."""
+        start, middle, stop = (int(o) for o in self.offsets[2 * client_id : 2 * client_id + 3])
+        return np.array(self.flat[start:middle]), np.array(self.flat[middle:stop])
+
+
+def partition(
+    config: RunConfig, y_train: Indices, y_test: Indices, num_classes: int, dataset_key: str, root: Path
+) -> Partition:
+    """Open the partition `config` describes, computing and writing it first if no process has yet.
+
+    y_train, y_test: int64 [n], [m], read only when it must be computed. dataset_key: `Prepared.key`. root: data
+    directory. Raises UserError as `split` does.
+    """
+    target = root / "partitions" / _key(config, dataset_key)
+
+    def build(directory: Path) -> None:
+        shares = split(
+            config.partition, y_train, y_test, num_classes, num_clients=config.num_clients, seed=config.seed,
+            alpha=config.dirichlet_alpha, classes_per_client=config.classes_per_client,
+            train_samples=config.train_samples, test_samples=config.test_samples, min_samples=config.min_samples,
+            test_ratio=config.test_ratio, dataset=config.dataset,
+        )  # fmt: skip
+        parts = [part for share in shares for part in share]
+        np.save(directory / "offsets.npy", np.cumsum([0, *map(len, parts)], dtype=np.int64))
+        np.save(directory / "flat.npy", np.concatenate(parts))
+
+    build_once(target, build)
+    return Partition(np.load(target / "flat.npy", mmap_mode="r"), np.load(target / "offsets.npy"))
+
+
+def _key(config: RunConfig, dataset_key: str) -> str:
+    """Name a partition by exactly what defines it."""
+    sizes = ("train_samples", "test_samples")
+    matters: dict[str, tuple[str, ...]] = {
+        "dirichlet-client": ("seed", "dirichlet_alpha", *sizes),
+        "dirichlet": ("seed", "dirichlet_alpha", "min_samples", "test_ratio"),
+        "pathological": ("seed", "classes_per_client", *sizes),
+        "iid": ("seed", *sizes),
+    }
+    parts: list[Any] = [dataset_key, config.partition, config.num_clients]
+    parts += [getattr(config, field) for field in matters.get(config.partition, ())]
+    name = config.partition
+    if config.partition.startswith("file:"):
+        name = "file"
+        path = Path(config.partition.removeprefix("file:")).expanduser()
+        if not path.is_file():
+            raise UserError(f"partition: no file {path}")
+        parts += [str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size]
+    return cache_key(f"{name}-{config.num_clients}", parts)
+
+
+def split(
+    name: str, y_train: Indices, y_test: Indices, num_classes: int, *, num_clients: int, seed: int, alpha: float,
+    classes_per_client: int, train_samples: int, test_samples: int, min_samples: int, test_ratio: float,
+    dataset: str = "the data set",
+) -> list[Share]:  # fmt: skip
+    """Divide a data set over clients; a pure function of its arguments (and of the file named by `file:`).
+
+    name: one of config.PARTITIONS or `file:/path.npz`. y_train, y_test: int64 [n], [m] in [0, num_classes).
+    train_samples, test_samples: per client, 0 for an equal share. dataset: its name in errors. Returns per client
+    (train, test): int64 indices into [train; test], sorted (as in the file for `file:`). Raises UserError naming the
+    key, the rule and the value where the data cannot be divided so.
+    """
+    task = _Task(np.asarray(y_train), np.asarray(y_test), num_classes, num_clients, seed, dataset)
+    if name.startswith("file:"):
+        return _file(task, Path(name.removeprefix("file:")).expanduser())
+    if num_clients > len(y_train):
+        raise UserError(f"num-clients: must be at most {dataset}'s {len(y_train)} training samples, got {num_clients}")
+    sizes = (train_samples, test_samples)
+    if name == "dirichlet-client":
+        shares = _dirichlet_client(task, alpha, sizes)
+    elif name == "dirichlet":
+        shares = _dirichlet(task, alpha, min_samples, test_ratio)
+    elif name == "pathological":
+        shares = _pathological(task, classes_per_client, sizes)
+    elif name == "iid":
+        shares = _iid(task, sizes)
+    else:
+        raise UserError(f"partition: unknown {name!r}")
+    return [(np.sort(train), np.sort(test)) for train, test in shares]
+
+
+@dataclass(frozen=True)
+class _Task:
+    y_train: Indices
+    y_test: Indices
+    num_classes: int
+    num_clients: int
+    seed: int
+    dataset: str
+
+    @property
+    def sides(self) -> tuple[tuple[str, str, Indices, int], ...]:
+        """(key prefix, word in errors, labels, offset into the concatenation) of training and test set."""
+        return ("train", "training", self.y_train, 0), ("test", "test", self.y_test, len(self.y_train))
+
+    def rng(self, what: str) -> np.random.Generator:
+        return generator(self.seed, f"partition-{what}")
+
+
+def _dirichlet_client(task: _Task, alpha: float, sizes: tuple[int, int]) -> list[Share]:
+    prior = np.bincount(task.y_train, minlength=task.num_classes)
+    mixes = client_mixes(prior, alpha, task.num_clients, task.seed)
+    dealt = []
+    for (side, word, labels, offset), asked in zip(task.sides, sizes, strict=True):
+        size = asked or len(labels) // task.num_clients
+        if size > len(labels):
+            raise UserError(
+                f"{side}-samples: every client needs {size} samples but {task.dataset}'s {word} set has {len(labels)}"
+            )
+        room = np.bincount(labels, minlength=task.num_classes)
+        counts = np.stack([allocate(q, size, room) for q in mixes])
+        dealt.append([offset + mine for mine in deal(counts, labels, task.rng(side))])
+    return list(zip(*dealt, strict=True))
+
+
+def client_mixes(prior: NDArray[np.generic], alpha: float, num_clients: int, seed: int) -> NDArray[np.float64]:
+    """Draw each client's class proportions q ~ Dir(alpha * prior), prior scaled to mean one over its positive entries.
+
+    prior: [K], not negative. Returns float64 [N, K], rows summing to 1, zero where the prior is. Source: FedCAC §4.1.
+    """
+    present = np.flatnonzero(prior)
+    weights = np.asarray(prior, np.float64)[present]
+    mixes = np.zeros((num_clients, len(prior)))
+    rng = generator(seed, "partition-mixes")
+    mixes[:, present] = rng.dirichlet(alpha * weights / weights.mean(), size=num_clients)
+    return mixes
+
+
+def allocate(q: NDArray[np.float64], total: int, room: NDArray[np.int64], spill: bool = True) -> NDArray[np.int64]:
+    """Turn proportions into counts with the exact sum `total`, no class above its room.
+
+    q: [K], not negative. room: int64 [K]. Rounding by largest remainder; what a full class cannot give moves to the
+    other classes by q and then, if spill, to any class by the room left. Returns int64 [K]; its sum falls short of
+    `total` only where the classes allowed have no more.
+    """
+    counts = np.zeros(len(q), np.int64)
+    while (left := total - int(counts.sum())) > 0:
+        weights = np.where(counts < room, q, 0.0)
+        if weights.sum() == 0:
+            if not spill or not np.any(counts < room):
+                break
+            weights = (room - counts).astype(np.float64)
+        counts += np.minimum(_largest_remainder(weights, left), room - counts)
+    return counts
+
+
+def _largest_remainder(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+    exact = weights / weights.sum() * total
+    counts: NDArray[np.int64] = np.floor(exact).astype(np.int64)
+    fractions = np.where(weights > 0, exact - counts, -1.0)
+    # rounding can leave one more than there are classes with weight: cycle over them, largest fraction first
+    order = np.argsort(-fractions, kind="stable")[: np.count_nonzero(weights)]
+    np.add.at(counts, np.resize(order, max(0, total - int(counts.sum()))), 1)
+    return counts
+
+
+def deal(counts: NDArray[np.int64], labels: Indices, rng: np.random.Generator) -> list[Indices]:
+    """Deal samples class by class from shuffled pools; a pool that is used up is reshuffled and dealt again.
+
+    counts: int64 [N, K], none above the class's number of samples. labels: int64 [n]. Returns per client int64 indices
+    into labels, none twice.
+    """
+    hands: list[list[Indices]] = [[] for _ in counts]
+    for k in range(counts.shape[1]):
+        if not counts[:, k].any():
+            continue
+        samples = np.flatnonzero(labels == k)
+        pool = rng.permutation(samples)
+        for hand, count in zip(hands, counts[:, k], strict=True):
+            mine, pool = pool[:count], pool[count:]
+            if len(mine) < count:
+                fresh = rng.permutation(samples)
+                held = np.isin(fresh, mine)
+                fresh = np.concatenate([fresh[~held], fresh[held]])  # what this client holds goes to the next ones
+                more = count - len(mine)
+                mine, pool = np.concatenate([mine, fresh[:more]]), fresh[more:]
+            hand.append(mine)
+    return [np.concatenate(hand) if hand else np.zeros(0, np.int64) for hand in hands]
+
+
+def _pathological(task: _Task, classes_per_client: int, sizes: tuple[int, int]) -> list[Share]:
+    present = np.flatnonzero(np.bincount(task.y_train, minlength=task.num_classes))
+    if classes_per_client > len(present):
+        raise UserError(
+            f"classes-per-client: must be at most the data set's {len(present)} classes, got {classes_per_client}"
+        )
+    if 0 < sizes[0] < classes_per_client:
+        raise UserError(f"train-samples: must be at least classes-per-client ({classes_per_client}), got {sizes[0]}")
+    holds = assign_classes(present, task.num_classes, task.num_clients, classes_per_client, task.rng("classes"))
+    dealt = []
+    for (side, word, labels, offset), size in zip(task.sides, sizes, strict=True):
+        room = np.bincount(labels, minlength=task.num_classes)
+        if size:
+            counts = np.stack([allocate(h.astype(np.float64), size, room, spill=False) for h in holds])
+        else:  # every class divided evenly over its holders, the first ones getting one more
+            holders, turn = np.maximum(holds.sum(0), 1), np.cumsum(holds, 0) - 1
+            counts = holds * (room // holders + (turn < room % holders))
+        sums = counts.sum(1)
+        short = np.flatnonzero((sums < size) | ((sums == 0) & (side == "train")))
+        if len(short):
+            i = int(short[0])
+            names = ", ".join(str(c) for c in np.flatnonzero(holds[i]))
+            raise UserError(
+                f"{side}-samples: client {i} needs {size or 'some'} samples but its classes ({names}) have "
+                f"{sums[i]} for it in {task.dataset}'s {word} set"
+            )
+        dealt.append([offset + mine for mine in deal(counts, labels, task.rng(side))])
+    return list(zip(*dealt, strict=True))
+
+
+def assign_classes(
+    present: NDArray[np.int64], num_classes: int, num_clients: int, per_client: int, rng: np.random.Generator
+) -> NDArray[np.bool_]:
+    """Give each client `per_client` distinct classes, every class equally often up to one.
+
+    present: int64, the classes that have samples. Returns bool [N, K].
+    """
+    holds = np.zeros((num_clients, num_classes), bool)
+    used = np.zeros(len(present), np.int64)
+    for row in holds:
+        tie = rng.permutation(len(present))
+        chosen = np.lexsort((tie, used))[:per_client]
+        used[chosen] += 1
+        row[present[chosen]] = True
+    return holds
+
+
+def _iid(task: _Task, sizes: tuple[int, int]) -> list[Share]:
+    from flwr_datasets.partitioner import IidPartitioner
+
+    dealt: list[list[Indices]] = []
+    for (side, word, labels, offset), size in zip(task.sides, sizes, strict=True):
+        need = size * task.num_clients
+        if need > len(labels):
+            raise UserError(
+                f"{side}-samples: {task.num_clients} clients with {size} each need {need} samples but {task.dataset}'s "
+                f"{word} set has {len(labels)}"
+            )
+        order = offset + task.rng(side).permutation(len(labels))[: need or None]
+        if len(order) < task.num_clients:  # fewer test samples than clients: some have none
+            dealt.append(np.array_split(order, task.num_clients))
+        else:
+            dealt.append(_parts(IidPartitioner(task.num_clients), order))
+    return list(zip(*dealt, strict=True))
+
+
+def _dirichlet(task: _Task, alpha: float, min_samples: int, test_ratio: float) -> list[Share]:
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    labels = np.concatenate([task.y_train, task.y_test])
+    need = task.num_clients * min_samples
+    if need > len(labels):
+        raise UserError(
+            f"min-samples: {task.num_clients} clients with {min_samples} each need {need} samples but {task.dataset} "
+            f"has {len(labels)}"
+        )
+    order = task.rng("order").permutation(len(labels))
+    seeds = seed_sequence(task.seed, "partition-dirichlet").generate_state(DIRICHLET_RESTARTS)
+    for seed in seeds:  # it gives up after eleven draws, too early for small alpha and many clients
+        partitioner = DirichletPartitioner(
+            task.num_clients, "label", alpha, min_samples, self_balancing=False, shuffle=True, seed=int(seed)
+        )
+        try:
+            parts = _parts(partitioner, order, labels[order])
+            break
+        except ValueError:
+            continue
+    else:
+        raise UserError(
+            f"min-samples: no draw of {11 * len(seeds)} gave each of {task.num_clients} clients at least {min_samples} "
+            f"of {task.dataset}'s {len(labels)} samples with dirichlet-alpha {alpha:g}; lower min-samples or "
+            "num-clients, or raise dirichlet-alpha"
+        )
+    shares = []
+    for part in parts:
+        num_test = min(round(len(part) * test_ratio), len(part) - 1)
+        shares.append((part[num_test:], part[:num_test]))
+    return shares
+
+
+def _parts(partitioner: Any, indices: Indices, labels: Indices | None = None) -> list[Indices]:
+    """Run a flwr-datasets Partitioner over `indices` (and their labels); return every partition's indices, int64."""
+    from datasets import Dataset
+
+    columns = {"index": indices} if labels is None else {"index": indices, "label": labels}
+    partitioner.dataset = Dataset.from_dict(columns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one for every draw below the minimum size; we report the outcome
+        count = partitioner.num_partitions
+        return [np.asarray(partitioner.load_partition(i).with_format("numpy")["index"][:], np.int64) for i in range(count)]
+
+
+def _file(task: _Task, path: Path) -> list[Share]:
+    if not path.is_file():
+        raise UserError(f"partition: no file {path}")
+    try:
+        with np.load(path, allow_pickle=False) as npz:
+            arrays = {name: npz[name] for name in npz.files if name.startswith(("train_idx", "test_idx"))}
+    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"partition: {path} is not a readable npz file ({error})") from error
+    sides = []
+    for side, word, labels, offset in task.sides:
+        rows = _rows(path, side, arrays)
+        if len(rows) != task.num_clients:
+            raise UserError(f"num-clients: must be {len(rows)}, {path}'s {side}_idx clients, got {task.num_clients}")
+        for i, row in enumerate(rows):
+            bad = row[(row < 0) | (row >= len(labels))]
+            if len(bad):
+                raise UserError(
+                    f"partition: {path}: client {i}: {side} index {bad[0]} is not in [0, {len(labels)}) of "
+                    f"{task.dataset}'s {word} set"
+                )
+            if side == "train" and not len(row):
+                raise UserError(f"partition: {path}: client {i} has no training samples")
+        sides.append([offset + row.astype(np.int64) for row in rows])
+    return list(zip(*sides, strict=True))
+
+
+def _rows(path: Path, side: str, arrays: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
+    """Return one index array per client of `train_idx` [N, n] or of `train_idx_0`, `train_idx_1`, ..."""
+    name = f"{side}_idx"
+    ragged = [key for key in arrays if re.fullmatch(rf"{name}_\d+", key)]
+    expected = [f"{name}_{i}" for i in range(len(ragged))]
+    if name not in arrays and (not ragged or set(expected) - set(ragged)):
+        missing = next((key for key in expected if key not in arrays), f"{name}, nor {name}_0")
+        raise UserError(f"partition: {path} has no {missing}")
+    for key in [name] if name in arrays else expected:
+        ndim = 2 if key == name else 1
+        if arrays[key].ndim != ndim:
+            raise UserError(f"partition: {path}: {key} must have {ndim} dimensions, got shape {arrays[key].shape}")
+        if arrays[key].dtype.kind not in "iu" and arrays[key].size:
+            raise UserError(f"partition: {path}: {key} must hold integers, got {arrays[key].dtype}")
+    return list(arrays[name]) if name in arrays else [arrays[key] for key in expected]
+
+
+def cache_key(prefix: str, parts: Sequence[Any]) -> str:
+    """Return a directory name: a readable prefix and 16 hex digits of the sha256 of `parts` (as JSON)."""
+    digest = hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', prefix)}-{digest[:16]}"
+
+
+def build_once(target: Path, build: Callable[[Path], None], force: bool = False) -> None:
+    """Let `build` fill a fresh directory and rename it to `target`, once over all processes of this file system.
+
+    Others wait on a lock file beside it. Nothing unfinished ever bears the name; what an interrupted build left is
+    removed by the next one. force: build again and replace. Raises what `build` raises and UserError if the disk
+    refuses.
+    """
+    if target.is_dir() and not force:
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(target.parent / f".{target.name}.lock", "w")
+    except OSError as error:
+        raise UserError(f"data-dir: cannot write under {target.parent} ({error.strerror})") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for stale in target.parent.glob(f".{target.name}.tmp-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        if target.is_dir() and not force:
+            return
+        fresh = target.parent / f".{target.name}.tmp-{os.getpid()}"
+        fresh.mkdir()
+        try:
+            build(fresh)
+            _sync(fresh)
+            if target.is_dir():
+                os.rename(target, f"{fresh}.old")
+            os.rename(fresh, target)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(f"{fresh}.old", ignore_errors=True)
+
+
+def _sync(directory: Path) -> None:
+    """Force a directory's files to disk, so that a rename never survives a crash that its content does not."""
+    for path in [*directory.iterdir(), directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

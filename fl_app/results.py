@@ -1,0 +1,133 @@
+"""The run folder: config.toml, metrics.jsonl (one line per round), summary.json and the final models."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fl_app.config import RunConfig, Scalar
+from fl_app.errors import UserError
+from fl_app.layout import Layout, Model
+
+CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+MODELS = "models"
+
+
+class RunFolder:
+    """One run's folder, created empty; every write is whole or not at all."""
+
+    def __init__(self, path: Path, experiment: str) -> None:
+        self.path = path
+        self.experiment = experiment
+
+    @classmethod
+    def create(cls, config: RunConfig, experiment: str) -> RunFolder:
+        """Create `output-dir/<run-name>`. Raises UserError if it exists already or cannot be created."""
+        name = config.run_name or default_name(config)
+        path = Path(config.output_dir).expanduser().resolve() / name
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            raise UserError(f"run-name: {path} exists already; choose another name or remove it") from None
+        except OSError as error:
+            raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
+        folder = cls(path, experiment)
+        resolved = {**config.resolved, "run-name": name}
+        folder.write(CONFIG, f'# experiment = "{experiment}"\n' + to_toml(resolved))
+        return folder
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append one round to metrics.jsonl."""
+        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, allow_nan=False) + "\n")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a text file atomically."""
+        temporary = self.path / f".{name}.tmp"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.path / name)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write summary.json; its presence says that the run is complete."""
+        self.write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+
+    def save_model(self, name: str, layout: Layout, model: Model) -> None:
+        """Write models/<name>.safetensors."""
+        from fl_app.models import save_safetensors
+
+        directory = self.path / MODELS
+        directory.mkdir(exist_ok=True)
+        save_safetensors(directory / f"{name}.safetensors", layout, model)
+
+
+def default_name(config: RunConfig) -> str:
+    """Time, method and data set."""
+    dataset = config.dataset.split(":")[0]
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-{dataset}-seed{config.seed}"
+
+
+def to_toml(flat: Mapping[str, Scalar]) -> str:
+    """Render dotted keys as TOML with one level of tables."""
+    top = {k: v for k, v in flat.items() if "." not in k}
+    lines = [f"{key} = {_toml_value(value)}" for key, value in top.items()]
+    for table in dict.fromkeys(k.split(".")[0] for k in flat if "." in k):
+        lines += ["", f"[{table}]"]
+        lines += [f"{k.split('.', 1)[1]} = {_toml_value(v)}" for k, v in flat.items() if k.startswith(f"{table}.")]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_value(value: Scalar) -> str:
+    return json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else repr(value)
+
+
+def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rounds of a run folder."""
+    path = run / METRICS
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """Read summary.json. Raises UserError if the run is not complete."""
+    try:
+        result: dict[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{run} has no {SUMMARY}: not a run folder, or the run did not finish") from None
+    return result
+
+
+def summarize(config: RunConfig, experiment: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Summary of a finished run from its metrics."""
+    final = rounds[-1]["evaluation"]
+
+    def best(name: str) -> float | None:
+        return max((r[name] for r in rounds if r[name] is not None), default=None)
+
+    return {
+        "method": config.method,
+        "dataset": config.dataset,
+        "model": config.model,
+        "num-clients": config.num_clients,
+        "seed": config.seed,
+        "experiment": experiment,
+        "rounds": len(rounds),
+        "final-accuracy": final["accuracy"],
+        "final-accuracy-pooled": final["accuracy-pooled"],
+        "best-accuracy": best("accuracy-before"),
+        "best-accuracy-pooled": best("accuracy-before-pooled"),
+        "digest": final["digest"],
+        "absent": final["absent"],
+        "upload-bytes": sum(r["upload-bytes"] for r in rounds),
+        "download-bytes": sum(r["download-bytes"] for r in rounds),
+        "failures": sum(len(r["failures"]) for r in rounds),
+        "seconds": round(sum(r["seconds"]["round"] for r in rounds), 3),
+    }

@@ -1,0 +1,24 @@
+"""Random generators derived from (seed, round, client id, purpose), equal in every process and on every machine."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+NO_CLIENT = -1
+
+
+def seed_sequence(seed: int, purpose: str, round: int = 0, client_id: int = NO_CLIENT) -> np.random.SeedSequence:
+    """Return the seed sequence of one purpose; distinct arguments give independent streams."""
+    return np.random.SeedSequence([seed, round, client_id + 1, zlib.crc32(purpose.encode())])
+
+
+def generator(seed: int, purpose: str, round: int = 0, client_id: int = NO_CLIENT) -> np.random.Generator:
+    """Return a NumPy generator for one purpose."""
+    return np.random.default_rng(seed_sequence(seed, purpose, round, client_id))
+
+
+def torch_seed(seed: int, purpose: str, round: int = 0, client_id: int = NO_CLIENT) -> int:
+    """Return a 63-bit seed for torch.Generator.manual_seed."""
+    return int(seed_sequence(seed, purpose, round, client_id).generate_state(1, np.uint64)[0] >> 1)

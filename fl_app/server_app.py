@@ -1,0 +1,120 @@
+"""Flower's entry point on the server, `fl_app.server_app:app`, and the composition root: the one place that joins config,
+model, method, clients and run folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from fl_app import models
+from fl_app.config import RunConfig, parse
+from fl_app.errors import UserError
+from fl_app.exchange import Exchange
+from fl_app.layout import Layout
+from fl_app.results import RunFolder, read_metrics, summarize
+from strategies import METHOD_PARAMS, METHODS
+from strategies.base import PersonalizedStrategy
+
+log = logging.getLogger("corolla")
+app = ServerApp()
+
+Progress = Callable[[str, int, int], None]
+LOG_MARK = "corolla: "
+ERROR_MARK = "error: "
+FOLDER_MARK = "run folder: "
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run the experiment the run config describes."""
+    configure_logging()
+    try:
+        run(grid, parse(context.run_config, METHOD_PARAMS), LineProgress())
+    except UserError as error:
+        for line in str(error).splitlines():
+            log.error("%s%s", ERROR_MARK, line)
+        raise
+
+
+def run(grid: Grid, config: RunConfig, progress: Progress) -> RunFolder:
+    """Wait for clients, build the model from what they say about their data, run the method, write the results.
+
+    Raises UserError before anything is written if the model or a client's data does not fit.
+    """
+    exchange = Exchange(grid, config, progress)
+    exchange.wait_for_clients()
+    config = dataclasses.replace(
+        config, num_clients=exchange.num_clients, resolved={**config.resolved, "num-clients": exchange.num_clients}
+    )
+    method = METHODS[config.method]
+    module = models.build(config.model, norm=config.norm, seed=config.seed, **common_shape(exchange))
+    layout = Layout.of(module)
+    initial = models.initial_model(module, config.initial_weights) if config.initial_weights else models.read(module)
+    shared = method.shared(layout, config.params)
+    experiment = uuid.uuid4().hex[:12]
+    folder = RunFolder.create(config, experiment)
+    log.info("%s%s", FOLDER_MARK, folder.path)
+    strategy = method.strategy(config, config.params, layout, initial, shared, folder)
+    strategy.start(exchange)
+    save_models(strategy, exchange, folder)
+    folder.write_summary(summarize(config, experiment, list(read_metrics(folder.path))))
+    return folder
+
+
+def common_shape(exchange: Exchange) -> dict[str, int]:
+    """Return in_channels, num_classes, image_size, on which all clients must agree (UserError names those that differ)."""
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for client_id, properties in sorted(exchange.properties.items()):
+        shape = tuple(int(properties[name]) for name in ("in-channels", "num-classes", "image-size"))
+        shapes.setdefault(shape, []).append(client_id)
+    if len(shapes) > 1:
+        lines = [f"  clients {ids}: {s[0]} channels, {s[1]} classes, {s[2]} pixels" for s, ids in shapes.items()]
+        raise UserError("clients' data must have the same channels, classes and image size:\n" + "\n".join(lines))
+    in_channels, num_classes, image_size = next(iter(shapes))
+    return {"in_channels": in_channels, "num_classes": num_classes, "image_size": image_size}
+
+
+def save_models(strategy: PersonalizedStrategy[Any], exchange: Exchange, folder: RunFolder) -> None:
+    """Write the final models: global, per client where the server holds them, and collected personal models."""
+    config = strategy.config
+    if strategy.has_global_model():
+        folder.save_model("global", strategy.layout, strategy.global_model)
+    if config.collect_personal_models:
+        for client_id, model in strategy.collect(exchange, config.num_server_rounds).items():
+            folder.save_model(f"client-{client_id}", strategy.full_layout, model)
+    else:
+        for client_id in sorted(strategy.personal):
+            folder.save_model(f"client-{client_id}", strategy.layout, strategy.model_for(client_id))
+
+
+class LineProgress:
+    """Progress as log lines, at most one a second; `corolla run` turns them into a bar."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Log one line."""
+        now = time.monotonic()
+        if done >= total or now - self._last >= 1:
+            self._last = now
+            log.info("%s: %d/%d", what, done, total)
+
+
+def configure_logging() -> None:
+    """Log to standard error, whatever hosts the app; the mark tells our lines from Flower's and Ray's."""
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter(f"{LOG_MARK}%(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False

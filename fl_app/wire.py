@@ -1,0 +1,270 @@
+"""The one codec between server and client: typed downloads and uploads as Flower records, and back.
+
+A message is a list of arrays and a flat table of scalars (`fitins.*` / `fitres.*`, Flower's compat records, which NumPyClient
+speaks). The table's `arrays` names the arrays in order. Bytes are counted as array bytes, without framing. Everything a
+client sends is checked here, before it is copied anywhere: names, shapes, dtypes, finiteness, number of ones in a mask.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from flwr.app import ConfigRecord, RecordDict
+from flwr.compat.common import recorddict_compat as compat
+from flwr.compat.common.typing import Config, EvaluateIns, FitIns, GetPropertiesIns, Parameters
+from numpy.typing import NDArray
+
+from fl_app.config import Scalar
+from fl_app.layout import Model
+
+Array = NDArray[np.generic]
+ARRAYS = "arrays"
+ERROR = "error"
+_META = ("round", "attempt", "task", "experiment", "state-version", "keep-from", ARRAYS)
+
+
+class WireError(ValueError):
+    """A message that breaks the protocol; the text says how, the caller knows whose it is."""
+
+
+@dataclass(frozen=True)
+class Download:
+    """What the server sends to one client for one task.
+
+    model: the tensors that travel, packed. extras: further arrays of the method. state_version: the generation of client
+    state to load ("" for none). keep_from: the oldest generation to keep. method: scalars for the method's client half.
+    """
+
+    task: str  # "train", "evaluate" or "collect"
+    round: int
+    attempt: int
+    experiment: str
+    model: Model
+    state_version: str = ""
+    keep_from: str = ""
+    extras: Mapping[str, Array] = field(default_factory=dict)
+    method: Mapping[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, without framing."""
+        return self.model.nbytes + sum(a.nbytes for a in self.extras.values())
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What a client returns: the tensors that travel, a packed mask if the method has one, extra arrays, scalars."""
+
+    model: Model
+    mask: NDArray[np.uint8] | None = None
+    extras: Mapping[str, Array] = field(default_factory=dict)
+    metrics: Mapping[str, Scalar] = field(default_factory=dict)
+    num_examples: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, without framing."""
+        mask = 0 if self.mask is None else self.mask.nbytes
+        return self.model.nbytes + mask + sum(a.nbytes for a in self.extras.values())
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an upload must look like.
+
+    d, b: lengths of the travelling params and buffers. num_params: bits in a mask (0: no mask is sent). num_selected: ones
+    in it (-1: any). extras: dtype and shape by name.
+    """
+
+    d: int
+    b: int
+    num_params: int = 0
+    num_selected: int = -1
+    extras: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+
+    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape per array name, in wire order; empty arrays do not travel."""
+        out: dict[str, tuple[str, tuple[int, ...]]] = {"params": ("<f4", (self.d,)), "buffers": ("<f4", (self.b,))}
+        if self.num_params:
+            out["mask"] = ("|u1", (-(-self.num_params // 8),))
+        out |= self.extras
+        return {name: spec for name, spec in out.items() if math.prod(spec[1])}
+
+
+def _arrays(model: Model, mask: Array | None, extras: Mapping[str, Array]) -> dict[str, Array]:
+    named: dict[str, Array] = {"params": model.params, "buffers": model.buffers}
+    if mask is not None:
+        named["mask"] = mask
+    named |= extras
+    return {name: a for name, a in named.items() if a.size}
+
+
+# Server side --------------------------------------------------------------------------------------------------------
+
+
+def encode_download(download: Download) -> RecordDict:
+    """Encode a download as Flower's fit instructions ("train", "collect") or evaluate instructions."""
+    arrays = _arrays(download.model, None, download.extras)
+    config: Config = {
+        "task": download.task,
+        "round": download.round,
+        "attempt": download.attempt,
+        "experiment": download.experiment,
+        "state-version": download.state_version,
+        "keep-from": download.keep_from,
+        ARRAYS: ",".join(arrays),
+        **download.method,
+    }
+    parameters = Parameters([_dump(a) for a in arrays.values()], "numpy.ndarray")
+    if download.task == "evaluate":
+        return compat.evaluateins_to_recorddict(EvaluateIns(parameters, config), keep_input=False)
+    return compat.fitins_to_recorddict(FitIns(parameters, config), keep_input=False)
+
+
+def encode_query() -> RecordDict:
+    """Encode the question for a node's properties."""
+    return compat.getpropertiesins_to_recorddict(GetPropertiesIns({}))
+
+
+def decode_properties(content: RecordDict) -> dict[str, Scalar]:
+    """Return a node's properties. Raises WireError if the client could not give them or they are not well-formed."""
+    try:
+        return _scalars(compat.recorddict_to_getpropertiesres(content).properties)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"malformed properties: {error!r}") from None
+
+
+def decode_upload(content: RecordDict, expected: Expected) -> Upload:
+    """Decode and check a train reply; array data is not copied (read-only views into the message).
+
+    Raises WireError for a client's reported error and for every breach of the protocol.
+    """
+    try:
+        record = content.array_records["fitres.parameters"]
+        metrics = _scalars(content.config_records["fitres.metrics"])
+        num_examples = content.metric_records["fitres.num_examples"]["num_examples"]
+        tensors = [record[name].data for name in record if name != compat.EMPTY_TENSOR_KEY]
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"malformed reply: {error!r}") from None
+    if metrics.get(ERROR):
+        raise WireError(str(metrics[ERROR]))
+    if not isinstance(num_examples, int) or num_examples < 0:
+        raise WireError(f"num_examples must be an integer >= 0, got {num_examples!r}")
+    shapes = expected.shapes()
+    names = [name for name in str(metrics.pop(ARRAYS, "")).split(",") if name]
+    if names != list(shapes) or len(tensors) != len(names):
+        raise WireError(f"expected the arrays {list(shapes)}, got {names} ({len(tensors)} sent)")
+    arrays = {n: _load(n, t, *shapes[n]) for n, t in zip(names, tensors, strict=True)}
+    mask = arrays.get("mask")
+    if mask is not None:
+        _check_mask(mask.view(np.uint8), expected)
+    params, buffers = (arrays.get(n, np.zeros(0, np.float32)) for n in ("params", "buffers"))
+    extras = {n: arrays[n] for n in expected.extras if n in arrays}
+    return Upload(Model(params.view("<f4"), buffers.view("<f4")), mask, extras, metrics, num_examples)  # type: ignore[arg-type]
+
+
+def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar]]:
+    """Return (loss, test samples, metrics) of an evaluate reply. Raises WireError as decode_upload."""
+    try:
+        result = compat.recorddict_to_evaluateres(content)
+        metrics = _scalars(result.metrics)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"malformed reply: {error!r}") from None
+    if metrics.get(ERROR):
+        raise WireError(str(metrics[ERROR]))
+    return float(result.loss), int(result.num_examples), metrics
+
+
+def number(metrics: Mapping[str, Scalar], name: str, low: float = -math.inf, high: float = math.inf) -> float:
+    """Read a number a client reported; NaN is allowed (no test data). Raises WireError unless it lies in [low, high]."""
+    value = metrics.get(name, math.nan)
+    if isinstance(value, (bool, str)) or not (math.isnan(value) or low <= value <= high):
+        raise WireError(f"metric {name} must be a number in [{low:g}, {high:g}], got {value!r}")
+    return float(value)
+
+
+def _scalars(record: Mapping[str, object] | ConfigRecord) -> dict[str, Scalar]:
+    out: dict[str, Scalar] = {}
+    for name, value in record.items():
+        if not isinstance(value, (bool, int, float, str)):
+            raise TypeError(f"{name} must be a scalar, got {type(value).__name__}")
+        out[name] = value
+    return out
+
+
+def _check_mask(mask: NDArray[np.uint8], expected: Expected) -> None:
+    padding = mask.size * 8 - expected.num_params
+    if padding and mask[-1] >> (8 - padding):
+        raise WireError(f"mask has ones beyond its {expected.num_params} bits")
+    ones = int(np.bitwise_count(mask).sum(dtype=np.int64))
+    if expected.num_selected >= 0 and ones != expected.num_selected:
+        raise WireError(f"mask has {ones} ones, expected {expected.num_selected}")
+
+
+# Client side --------------------------------------------------------------------------------------------------------
+
+
+def decode_download(arrays: Sequence[Array], config: Mapping[str, object]) -> Download:
+    """Decode what NumPyClient.fit and .evaluate receive."""
+    names = [name for name in str(config[ARRAYS]).split(",") if name]
+    if len(names) != len(arrays):
+        raise WireError(f"expected the arrays {names}, got {len(arrays)}")
+    named = dict(zip(names, arrays, strict=True))
+    empty = np.zeros(0, np.float32)
+    model = Model(
+        np.asarray(named.pop("params", empty), np.float32), np.asarray(named.pop("buffers", empty), np.float32)
+    )
+    scalars = _scalars(config)
+    return Download(
+        task=str(scalars["task"]),
+        round=int(scalars["round"]),
+        attempt=int(scalars["attempt"]),
+        experiment=str(scalars["experiment"]),
+        model=model,
+        state_version=str(scalars["state-version"]),
+        keep_from=str(scalars["keep-from"]),
+        extras=named,
+        method={k: v for k, v in scalars.items() if k not in _META},
+    )
+
+
+def encode_upload(upload: Upload) -> tuple[list[Array], int, dict[str, Scalar]]:
+    """Encode as NumPyClient.fit returns it: arrays, number of training samples, metrics."""
+    arrays = _arrays(upload.model, upload.mask, upload.extras)
+    return list(arrays.values()), upload.num_examples, {ARRAYS: ",".join(arrays), **upload.metrics}
+
+
+# Arrays as bytes: NumPy's own format, as NumPyClient reads and writes it ----------------------------------------------
+
+
+def _dump(array: Array) -> bytes:
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(out, np.lib.format.header_data_from_array_1_0(np.ascontiguousarray(array)))
+    out.write(np.ascontiguousarray(array).data)
+    return out.getvalue()
+
+
+def _load(name: str, data: bytes, dtype: str, shape: tuple[int, ...]) -> Array:
+    """View the bytes of one array; its header must name exactly this dtype and shape, and floats must be finite."""
+    stream = io.BytesIO(data[:256])
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):
+            raise ValueError(f"format version {version}")
+        got_shape, fortran, got_dtype = np.lib.format.read_array_header_1_0(stream)
+    except (ValueError, EOFError) as error:
+        raise WireError(f"array {name} is not a NumPy array: {error}") from None
+    if got_dtype != np.dtype(dtype):
+        raise WireError(f"array {name} has dtype {got_dtype}, expected {np.dtype(dtype)}")
+    if got_shape != shape or (fortran and len(shape) > 1):
+        raise WireError(f"array {name} has shape {got_shape}, expected {shape}")
+    if len(data) - stream.tell() != np.dtype(dtype).itemsize * math.prod(shape):
+        raise WireError(f"array {name} has {len(data) - stream.tell()} bytes, its shape {shape} needs another number")
+    array = np.frombuffer(data, np.dtype(dtype), offset=stream.tell()).reshape(shape)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise WireError(f"array {name} has {np.count_nonzero(~np.isfinite(array))} non-finite values")
+    return array

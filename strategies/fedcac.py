@@ -1,0 +1,201 @@
+"""FedCAC: critical parameters shared among similar clients, all others among everyone.
+
+Wu, Liu, Niu, Zhu, Tang: "Bold but Cautious: Unlocking the Potential of Personalized Federated Learning through Cautiously
+Aggressive Collaboration", ICCV 2023.
+
+Client: sensitivity |(w_after - w_before) * w_after| (Eq. 5), the top tau of every layer is its critical mask (Eq. 6), sent
+with the weights, one bit per parameter. Server: mask overlap says whose data is alike; with a threshold that rises until
+round beta (Eq. 7) it picks collaborators (Eq. 8), averages critical parameters over them (Eq. 10), the rest over all
+(Eq. 9), and merges (Eq. 11).
+
+Deviations: overlap is the share of common critical parameters (the printed formula is a distance); the threshold is capped
+at O_max; the server merges, so one model travels down, not two; the global mean is weighted by samples unless
+`weighting = "uniform"`. Under partial participation (the paper has none) overlap is taken among the round's clients, and a
+client is sent its last customized critical parameters on top of the current global model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.config import AT_LEAST_ONE, RATIO, key
+from fl_app.layout import Layout, Model
+from fl_app.wire import Upload
+from strategies import aggregate, masks, scores
+from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RunContext, Uploads
+
+
+@dataclass(frozen=True)
+class FedCACParams:
+    """Parameters of FedCAC, table `fedcac`."""
+
+    tau: float = key(0.5, "Share of every layer's parameters that is critical (tau, Eq. 6).", RATIO)
+    beta: int = key(
+        10, "Round after which critical parameters are trained alone (beta, Eq. 7); the paper's is 0.2 to 0.34 of T.",
+        AT_LEAST_ONE,
+    )
+    weighting: Literal["samples", "uniform"] = key(
+        "samples", "Weights of the global mean: training samples (authors' code) or equal (Eq. 9)."
+    )
+    selection: Literal["sensitivity", "random", "sensitivity-reverse"] = key(
+        "sensitivity", "How critical parameters are chosen (ablation, Fig. 3)."
+    )
+    collaboration: Literal["time-varying", "none", "top"] = key(
+        "time-varying", "Who shares critical parameters: by threshold, nobody, or the `num-collaborators` most alike (Fig. 4)."
+    )
+    num_collaborators: int = key(1, "Collaborators per client when `collaboration = top`.", AT_LEAST_ONE)
+    non_critical: Literal["all", "as-critical"] = key(
+        "all", "Non-critical parameters from all clients, or from the collaborators like critical ones (Table 3)."
+    )
+    batchnorm_statistics: Literal["critical", "local"] = key(
+        "critical", "BatchNorm running statistics averaged over the collaborators, or kept on the client (authors' code)."
+    )
+
+
+def collaborators(overlap: NDArray[np.float64], round: int, beta: int) -> NDArray[np.bool_]:
+    """Who shares critical parameters with whom in a round (FedCAC Eq. 7-8).
+
+    overlap: float64 [N, N], symmetric; round t counted from 1; beta >= 1. Returns bool [N, N], row i True at client i's
+    collaborators, diagonal False. Everyone whose overlap reaches O_avg + t/beta * (O_max - O_avg), capped at O_max; nobody
+    for t > beta or N = 1. Raises ValueError if round or beta is below 1.
+    """
+    if round < 1 or beta < 1:
+        raise ValueError(f"round and beta must be at least 1, got round {round} and beta {beta}")
+    n = overlap.shape[0]
+    if n < 2 or round > beta:
+        return np.zeros((n, n), dtype=bool)
+    return at_least(overlap, threshold(overlap, round / beta))
+
+
+def threshold(overlap: NDArray[np.float64], progress: float) -> float:
+    """Overlap that a pair needs at `progress` in [0, 1], between the mean and the maximum over pairs (FedCAC Eq. 7)."""
+    pairs = overlap[~np.eye(overlap.shape[0], dtype=bool)]
+    highest, mean = float(pairs.max()), float(pairs.mean(dtype=np.float64))
+    return highest if progress >= 1 else min(highest, mean + progress * (highest - mean))
+
+
+def at_least(overlap: NDArray[np.float64], threshold: float) -> NDArray[np.bool_]:
+    """Pairs i != j whose overlap reaches the threshold (FedCAC Eq. 8), bool [N, N]."""
+    return (overlap >= threshold) & ~np.eye(overlap.shape[0], dtype=bool)
+
+
+def most_alike(overlap: NDArray[np.float64], count: int) -> NDArray[np.bool_]:
+    """The `count` clients of highest overlap per client, ties to the lower id (ablation, FedCAC Fig. 4), bool [N, N]."""
+    n = overlap.shape[0]
+    others = np.where(np.eye(n, dtype=bool), -np.inf, overlap)
+    order = np.argsort(-others, axis=1, kind="stable")[:, : min(count, n - 1)]
+    chosen = np.zeros((n, n), dtype=bool)
+    np.put_along_axis(chosen, order, True, axis=1)
+    return chosen
+
+
+def personalize(
+    W: aggregate.Stack,
+    bits: masks.Bits,
+    round: int,
+    *,
+    beta: int,
+    weights: NDArray[np.float64] | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """FedCAC's server step (Eq. 7-11).
+
+    W: float32 [N, d], the clients' trained vectors; bits: uint8 [N, ceil(d/8)], their packed critical masks, each with the
+    same number of ones; round t from 1; weights: float64 [N] of the global mean, None for uniform.
+    Returns (global float32 [d], personalized float32 [N, d]).
+    Raises ValueError on shapes that do not fit and on masks of unequal size.
+    """
+    members = collaborators(mask_overlap(W, bits), round, beta) | np.eye(W.shape[0], dtype=bool)
+    return aggregate.collaborate(W, bits, members, np.ones(W.shape[0]) if weights is None else weights)
+
+
+def mask_overlap(W: aggregate.Stack, bits: masks.Bits) -> NDArray[np.float64]:
+    """Overlap of the uploads' masks, float64 [N, N]; zeros off the diagonal when nothing is critical (K = 0).
+
+    Raises ValueError if the shapes do not fit or the masks have different numbers of ones.
+    """
+    n, d = W.shape
+    if bits.shape != (n, -(-d // 8)) or bits.dtype != np.uint8:
+        raise ValueError(f"masks must be uint8 {(n, -(-d // 8))} for W {W.shape}, got {bits.dtype} {bits.shape}")
+    sizes = {masks.popcount(row) for row in bits}
+    if len(sizes) > 1:
+        raise ValueError(f"masks must have equally many ones, got {sorted(sizes)}")
+    num_critical = sizes.pop()
+    return masks.overlap(bits, num_critical) if num_critical else np.eye(n)
+
+
+class FedCAC(PersonalizedStrategy[FedCACParams]):
+    """Server half: keeps, per client, its last personalized vector and its mask."""
+
+    def num_selected(self) -> int:
+        """Every client selects exactly this many parameters (K)."""
+        return masks.num_selected(self.layout.sizes, self.params.tau)
+
+    sends_mask = True
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Equations 7-11, for the round's participants."""
+        assert uploads.bits is not None
+        p, n = self.params, len(uploads.ids)
+        weights = uploads.sizes if p.weighting == "samples" else np.ones(n)
+        overlap = mask_overlap(uploads.W, uploads.bits)
+        chosen = self.choose(overlap, round)
+        members = chosen | np.eye(n, dtype=bool)
+        mean, personalized = aggregate.collaborate(uploads.W, uploads.bits, members, weights)
+        if p.non_critical == "as-critical":
+            personalized = aggregate.group_means(uploads.W, members)
+        statistics = aggregate.group_means(uploads.B, members)
+        self.global_model = Model(mean, aggregate.weighted_mean(uploads.B, weights))
+        for i, client_id in enumerate(uploads.ids):
+            self.personal[client_id] = {
+                "params": personalized[i], "buffers": statistics[i], "mask": uploads.bits[i], "round": np.array(round),
+            }
+            self.note(client_id, "collaborators", [uploads.ids[j] for j in np.flatnonzero(chosen[i])])
+        self.note_round("overlap", np.round(overlap, 6).tolist())
+
+    def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:
+        """Collaborators by the configured rule, bool [N, N]."""
+        if self.params.collaboration == "none" or overlap.shape[0] < 2 or self.num_selected() == 0:
+            return np.zeros(overlap.shape, dtype=bool)
+        if self.params.collaboration == "top":
+            return most_alike(overlap, self.params.num_collaborators)
+        return collaborators(overlap, round, self.params.beta)
+
+    def model_for(self, client_id: int) -> Model:
+        """Equation 11 with the current global model: own critical parameters, everyone's for the rest."""
+        mine = self.personal.get(client_id)
+        if mine is None:
+            return self.global_model
+        params = mine["params"]
+        if self.params.non_critical == "all" and int(mine["round"]) != self.round:
+            params = np.where(masks.unpack(mine["mask"], self.layout.d), params, self.global_model.params)
+        return Model(params, mine["buffers"])
+
+
+class FedCACUpdate(LocalUpdate[FedCACParams]):
+    """Client half: plain training, then scores, mask and packing."""
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RunContext[FedCACParams]) -> Upload:
+        """Send the weights and the packed critical mask (Eq. 5-6)."""
+        plain = super().upload(before, after, state, ctx)
+        if ctx.params.selection == "random":
+            ranking = ctx.rng("fedcac.selection").random(ctx.layout.d, dtype=np.float32)
+        else:
+            ranking = scores.sensitivity(before.params, after.params)
+            if ctx.params.selection == "sensitivity-reverse":
+                ranking = -ranking
+        mask = masks.pack(masks.top_k(ranking, ctx.layout.sizes, ctx.params.tau))
+        return Upload(plain.model, mask, plain.extras, plain.metrics, plain.num_examples)
+
+
+def shared(layout: Layout, params: FedCACParams) -> frozenset[str]:
+    """Everything travels, but for BatchNorm statistics that are to stay local."""
+    if params.batchnorm_statistics == "local":
+        return layout.names - {slot.name for slot in layout.buffers}
+    return layout.names
+
+
+METHOD = Method("fedcac", FedCACParams, FedCAC, FedCACUpdate, shared)

@@ -1,0 +1,93 @@
+"""Masks of selected parameters: per-layer top-k, 1-bit packing, pairwise overlap (FedCAC §3.3, §3.4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bits = NDArray[np.uint8]
+
+_WORDS_PER_BLOCK = 4096  # uint64 words: 32 KiB per client and block, so a pair's blocks stay in the cache
+
+
+def top_k(scores: NDArray[np.floating], sizes: Sequence[int], ratio: float) -> NDArray[np.bool_]:
+    """Select, layer by layer, the k = floor(ratio * n) highest of a layer's n scores (FedCAC Eq. 6).
+
+    scores: float [d]; sizes: elements per layer, summing to d; ratio in [0, 1]. Returns bool [d] with exactly k ones per
+    layer: ties are broken towards the lower index.
+    Raises ValueError if ratio is outside [0, 1], the sizes do not sum to d or a score is not finite.
+    """
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"ratio must be in [0, 1], got {ratio}")
+    if sum(sizes) != scores.size:
+        raise ValueError(f"sizes sum to {sum(sizes)}, scores have {scores.size} elements")
+    if not np.isfinite(scores).all():
+        raise ValueError(f"scores must be finite, got {np.count_nonzero(~np.isfinite(scores))} that are not")
+    mask = np.zeros(scores.size, dtype=bool)
+    start = 0
+    for size in sizes:
+        k = math.floor(ratio * size)
+        if k > 0:
+            _top_k_layer(scores[start : start + size], k, mask[start : start + size])
+        start += size
+    return mask
+
+
+def _top_k_layer(scores: NDArray[np.floating], k: int, mask: NDArray[np.bool_]) -> None:
+    if k == scores.size:
+        mask[:] = True
+        return
+    kth_largest = np.partition(scores, scores.size - k)[scores.size - k]
+    np.greater(scores, kth_largest, out=mask)
+    ties = np.flatnonzero(scores == kth_largest)
+    mask[ties[: k - np.count_nonzero(mask)]] = True
+
+
+def num_selected(sizes: Sequence[int], ratio: float) -> int:
+    """Return K, the number of ones `top_k` gives for these layer sizes and ratio."""
+    return sum(math.floor(ratio * size) for size in sizes)
+
+
+def pack(mask: NDArray[np.bool_]) -> Bits:
+    """Pack bool [d] to 1 bit per parameter: uint8 [ceil(d/8)], little bit order, zero padding."""
+    return np.packbits(mask, bitorder="little")
+
+
+def unpack(bits: Bits, d: int) -> NDArray[np.bool_]:
+    """Undo `pack`: uint8 [..., ceil(d/8)] to bool [..., d]."""
+    return np.unpackbits(bits, axis=-1, count=d, bitorder="little").view(np.bool_)
+
+
+def popcount(bits: Bits) -> int:
+    """Return the number of ones in packed bits."""
+    return int(np.bitwise_count(bits).sum(dtype=np.int64))
+
+
+def overlap(bits: Bits, num_critical: int) -> NDArray[np.float64]:
+    """Pairwise overlap of critical-parameter masks, in [0, 1] (FedCAC §3.4, see the erratum in docs/methods.md).
+
+    bits: uint8 [N, ceil(d/8)], little bit order, each row with num_critical ones. Returns float64 [N, N]: the share of
+    its critical parameters a client has in common with another, symmetric, diagonal 1.
+    Raises ValueError if num_critical < 1.
+    """
+    if num_critical < 1:
+        raise ValueError(f"num_critical must be at least 1, got {num_critical}")
+    n, num_bytes = bits.shape
+    words = np.zeros((n, -(-num_bytes // 8)), dtype=np.uint64)
+    words.view(np.uint8)[:, :num_bytes] = bits
+    common = np.zeros((n, n), dtype=np.int64)
+    scratch = np.empty(_WORDS_PER_BLOCK, dtype=np.uint64)
+    counts = np.empty(_WORDS_PER_BLOCK, dtype=np.uint8)
+    for start in range(0, words.shape[1], _WORDS_PER_BLOCK):
+        block = words[:, start : start + _WORDS_PER_BLOCK]
+        width = block.shape[1]
+        for i in range(n):
+            for j in range(i, n):
+                np.bitwise_and(block[i], block[j], out=scratch[:width])
+                np.bitwise_count(scratch[:width], out=counts[:width])
+                common[i, j] += int(counts[:width].sum(dtype=np.uint32))
+    common = np.triu(common) + np.triu(common, 1).T
+    return common / num_critical

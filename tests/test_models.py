@@ -1,0 +1,382 @@
+"""Models: sizes, names, seeds, the vectors behind them, their files, and every error a user can cause."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fl_app import models
+from fl_app.errors import UserError
+from fl_app.layout import Layout, Model
+from fl_app.rng import torch_seed
+
+WIDE = ("mlp", "cnn", "resnet8", "resnet10")
+SHAPES = [(n, s, c) for n in WIDE for s in (8, 28, 32, 64) for c in (1, 3)]
+SHAPES += [(n, s, c) for n in ("resnet18", "resnet34") for s in (8, 64) for c in (1, 3)]
+
+
+def small(name: str, norm: str = "batch", seed: int = 0) -> nn.Module:
+    return models.build(name, in_channels=1, num_classes=3, image_size=8, norm=norm, seed=seed)
+
+
+def torchvision_resnet(name: str, num_classes: int) -> nn.Module:
+    module: nn.Module = getattr(importlib.import_module("torchvision").models, name)(num_classes=num_classes)
+    return module
+
+
+def same(a: Model, b: Model) -> bool:
+    return np.array_equal(a.params, b.params) and np.array_equal(a.buffers, b.buffers)
+
+
+# By hand: cnn 1x28x28 = 832 + 51,264 + (1024 * 512 + 512) + (512 * 10 + 10);
+# resnet8 = 9,408 + 128 (stem) + 73,984 + 230,144 + 919,040 (blocks) + 2,570 (fc).
+@pytest.mark.parametrize(
+    ("name", "channels", "size", "count"),
+    [
+        ("mlp", 1, 8, 64 * 128 + 128 + 128 * 64 + 64 + 64 * 10 + 10),
+        ("cnn", 1, 28, 582_026),
+        ("cnn", 3, 32, 878_538),
+        ("resnet8", 3, 32, 1_235_274),
+    ],
+)
+def test_parameter_counts(name: str, channels: int, size: int, count: int) -> None:
+    module = models.build(name, in_channels=channels, num_classes=10, image_size=size)
+    assert sum(p.numel() for p in module.parameters()) == count
+    assert Layout.of(module).d == count
+
+
+@pytest.mark.parametrize(("name", "size", "channels"), SHAPES)
+def test_forward_shapes(name: str, size: int, channels: int) -> None:
+    module = models.build(name, in_channels=channels, num_classes=7, image_size=size)
+    assert module.training
+    assert all(p.dtype == torch.float32 for p in module.parameters())
+    with torch.no_grad():
+        assert module(torch.rand(2, channels, size, size)).shape == (2, 7)
+        assert module.eval()(torch.rand(1, channels, size, size)).shape == (1, 7)
+
+
+def test_cnn_pads_only_where_unpadded_convolutions_do_not_fit() -> None:
+    for size, padding in ((4, 2), (15, 2), (16, 0), (17, 0)):
+        module = models.build("cnn", in_channels=1, num_classes=3, image_size=size)
+        assert module.get_submodule("conv1").padding == (padding, padding)
+        assert module(torch.zeros(1, 1, size, size)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet34"])
+def test_resnets_are_torchvisions(name: str) -> None:
+    ours = models.build(name, in_channels=3, num_classes=10, image_size=32, seed=5)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(torch_seed(5, f"model:{name}"))
+        theirs = torchvision_resnet(name, 10)
+    state = theirs.state_dict()
+    assert list(ours.state_dict()) == list(state)
+    # The same draws in the same order: the initialization is torchvision's, to the bit.
+    assert all(torch.equal(tensor, state[key]) for key, tensor in ours.state_dict().items())
+    batch = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(batch), theirs.eval()(batch))
+
+
+@pytest.mark.parametrize("name", ["resnet8", "resnet18"])
+def test_group_norm(name: str) -> None:
+    module = small(name, norm="group")
+    norms = [m for m in module.modules() if isinstance(m, nn.GroupNorm)]
+    assert norms and all(m.num_groups == 32 for m in norms)
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in module.modules())
+    assert Layout.of(module).b == 0
+    assert module(torch.rand(1, 1, 8, 8)).shape == (1, 3)  # one sample, one pixel, train mode
+
+
+def test_group_norm_of_odd_widths_uses_fewer_groups() -> None:
+    assert models._norm("group", 48).num_groups == 16
+    assert models._norm("group", 7).num_groups == 1
+
+
+def test_layout_knows_classifier_and_batchnorm() -> None:
+    for name, classifier in (("mlp", "classifier"), ("cnn", "classifier"), ("resnet8", "fc")):
+        layout = Layout.of(small(name))
+        assert layout.classifier == {f"{classifier}.weight", f"{classifier}.bias"}
+        assert bool(layout.batchnorm) == (name == "resnet8")
+
+
+def test_every_configurable_model_builds() -> None:
+    from fl_app.config import MODELS
+
+    assert set(MODELS) == {"mlp", "cnn", *models.RESNET_BLOCKS}
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet8"])
+def test_weights_come_from_seed_and_name_alone(name: str) -> None:
+    torch.manual_seed(1)
+    first = models.read(small(name, seed=3))
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    second = models.read(small(name, seed=3))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same(first, second)
+    assert not np.array_equal(first.params, models.read(small(name, seed=4)).params)
+
+
+def test_read_after_write_is_identity() -> None:
+    module = small("resnet8")
+    layout = Layout.of(module)
+    rng = np.random.default_rng(0)
+    model = Model(rng.random(layout.d, np.float32), rng.random(layout.b, np.float32))
+    model.params.flags.writeable = False
+    pointers = [p.data_ptr() for p in module.parameters()]
+    models.write(module, model)
+    assert same(models.read(module), model)
+    assert [p.data_ptr() for p in module.parameters()] == pointers
+    state = module.state_dict()
+    assert all(np.array_equal(state[name].numpy(), array) for name, array in layout.tensors(model).items())
+
+
+def test_read_shares_no_memory() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    model = models.read(module)
+    assert model.params.flags.writeable and model.buffers.shape == (0,)
+    with torch.no_grad():
+        module.weight += 1
+    assert model.params[0] != module.weight.item()
+
+
+def test_write_refuses_the_wrong_length() -> None:
+    with pytest.raises(AssertionError, match="6 elements"):
+        models.write(nn.Linear(2, 2), Model(np.zeros(7, np.float32), np.zeros(0, np.float32)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_read_and_write_on_a_gpu() -> None:
+    module = small("resnet8")
+    model = models.read(module)
+    module.cuda()
+    assert same(models.read(module), model)
+    other = models.read(small("resnet8", seed=9))
+    models.write(module, other)
+    assert same(models.read(module), other)
+
+
+# --- files
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    module = small("resnet8")
+    layout, model, path = Layout.of(module), models.read(module), tmp_path / "global.safetensors"
+    models.save_safetensors(path, layout, model)
+    models.save_safetensors(path, layout, model)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert same(models.load_safetensors(path, layout), model)
+    other = small("resnet8", seed=1)
+    assert same(models.initial_model(other, str(path)), model)
+
+
+def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(2, 2)
+    layout, model, path = Layout.of(module), models.read(module), tmp_path / "m.safetensors"
+    models.save_safetensors(path, layout, model)
+
+    def fail(fd: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        models.save_safetensors(path, layout, Model(model.params + 1, model.buffers))
+    assert same(models.load_safetensors(path, layout), model)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_initial_model_reads_a_torchvision_checkpoint_in_any_float(tmp_path: Path, dtype: torch.dtype) -> None:
+    theirs = torchvision_resnet("resnet18", 3)
+    state = {k: t.to(dtype) if t.is_floating_point() else t for k, t in theirs.state_dict().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    module = models.build("resnet18", in_channels=3, num_classes=3, image_size=32)
+    model = models.initial_model(module, str(tmp_path / "w.safetensors"))
+    expected = models.read(theirs.to(dtype).float())
+    assert model.params.dtype == np.float32 and same(model, expected)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+        self.register_buffer("scale", torch.full((1,), 7.0), persistent=False)
+
+
+def test_initial_model_ignores_tied_names_and_keeps_unsaved_buffers(tmp_path: Path) -> None:
+    module = Tied()
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    assert "b.weight" in state and "scale" not in state
+    save_file(state, tmp_path / "w.safetensors")
+    model = models.initial_model(module, str(tmp_path / "w.safetensors"))
+    assert model.params.shape == (8,) and same(model, models.read(module)) and model.buffers[0] == 7
+
+
+def test_initial_model_names_what_does_not_fit(tmp_path: Path) -> None:
+    path = str(tmp_path / "w.safetensors")
+    save_file({"fc1.weight": torch.zeros(4, 64), "fc1.bias": torch.zeros(128, dtype=torch.int8),
+               "head": torch.zeros(3), "steps": torch.zeros(1, dtype=torch.int64)}, path)  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        models.initial_model(small("mlp"), path)
+    assert str(caught.value).splitlines() == [
+        f"initial-weights {path}: does not fit the model:",
+        "  missing (4): fc2.weight [64, 128]; fc2.bias [64]; classifier.weight [3, 64]; classifier.bias [3]",
+        "  unexpected (1): head [3]",
+        "  wrong shape or type (2): fc1.weight [4, 64], expected [128, 64]; fc1.bias torch.int8 [128], expected [128]",
+    ]
+    with pytest.raises(UserError, match=r"missing \(47\): .*; and 42 more"):
+        models.initial_model(small("resnet8"), path)
+
+
+def test_initial_model_refuses_missing_corrupt_and_infinite_files(tmp_path: Path) -> None:
+    module, path = nn.Linear(2, 1), tmp_path / "w.safetensors"
+    with pytest.raises(UserError, match="^initial-weights .*: no such file"):
+        models.initial_model(module, str(path))
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        models.initial_model(module, str(tmp_path))
+    for content in (b"", b"PK\x03\x04 not safetensors", b"\xff" * 64):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="not a readable safetensors file"):
+            models.initial_model(module, str(path))
+    save_file({"weight": torch.tensor([[1.0, torch.inf]]), "bias": torch.zeros(1)}, path)
+    with pytest.raises(UserError, match="finite in float32, but not so in weight"):
+        models.initial_model(module, str(path))
+
+
+# --- the user's own model
+
+FACTORIES = """
+    import torch
+    from torch import nn
+
+    STARTED = torch.rand(1)  # a draw at import must not shift the weights
+
+    def good(*, in_channels, num_classes, image_size):
+        return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
+
+    def lazy(*, in_channels, num_classes, image_size):
+        return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+
+    def raises(**_):
+        raise KeyError("depth")
+
+    def not_module(**_):
+        return [1]
+
+    def frozen(**keywords):
+        return good(**keywords).requires_grad_(False)
+
+    def empty(**_):
+        return nn.Flatten()
+
+    def wrong_size(*, num_classes, **keywords):
+        return good(num_classes=num_classes + 2, **keywords)
+
+    def no_tensor(**keywords):
+        class Pair(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.body = good(**keywords)
+
+            def forward(self, x):
+                return self.body(x), x
+        return Pair()
+
+    def forward_raises(**_):
+        return nn.Linear(5, 3)
+
+    def double(**keywords):
+        return good(**keywords).double()
+
+    def half_buffer(**keywords):
+        module = good(**keywords)
+        module.register_buffer("mean", torch.zeros(1, dtype=torch.float16))
+        return module
+
+    def elsewhere(**keywords):
+        return good(**keywords).to("meta")
+
+    def old_signature(channels):
+        return nn.Linear(1, 1)
+
+    constant = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    (tmp_path / "own_models.py").write_text(textwrap.dedent(FACTORIES))
+    (tmp_path / "own_broken.py").write_text("import no_such_package_here\n")
+    (tmp_path / "own_syntax.py").write_text("def\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("own_models", "own_broken", "own_syntax"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return lambda factory: f"own_models:{factory}"
+
+
+def test_own_model_is_seeded_too(own: Callable[[str], str]) -> None:
+    before = torch.get_rng_state()
+    for factory in ("good", "lazy"):
+        first, second = (small(own(factory), seed=2) for _ in range(2))
+        assert same(models.read(first), models.read(second))
+        assert first.training and Layout.of(first).d == 64 * 3 + 3
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not same(models.read(first), models.read(small(own("lazy"), seed=3)))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_models:f", "cannot import no_such_models .*ModuleNotFoundError.*or lie in the app directory"),
+        ("own_broken:f", "cannot import own_broken .*no_such_package_here"),
+        ("own_syntax:f", "cannot import own_syntax .*SyntaxError"),
+        ("own_models:other", r"own_models .*own_models.py\) has no other; expected a function"),
+        ("own_models:raises", r"the factory raised KeyError: 'depth'; it is called as factory\(in_channels=1, num_"),
+        ("own_models:old_signature", "the factory raised TypeError: .*in_channels"),
+        ("own_models:constant", "the factory raised TypeError: 'int' object is not callable"),
+        ("own_models:not_module", "must return a torch.nn.Module, got builtins.list"),
+        ("own_models:frozen", "no trainable parameters"),
+        ("own_models:empty", "no trainable parameters"),
+        ("own_models:wrong_size", r"must give logits of shape \[2, 3\], got \[2, 5\]"),
+        ("own_models:no_tensor", r"must give logits of shape \[2, 3\], got a tuple"),
+        ("own_models:forward_raises", r"forward raised RuntimeError: .* shape \[2, 1, 8, 8\].* of shape \[2, 3\]"),
+        ("own_models:double", "parameters must be float32, but 1.weight is torch.float64, 1.bias is torch.float64"),
+        ("own_models:half_buffer", "floating-point buffers must be float32, but mean is torch.float16"),
+        ("own_models:elsewhere", "must be built on the CPU .*1.weight is on meta"),
+    ],
+)
+def test_own_model_errors(own: Callable[[str], str], name: str, message: str) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(UserError, match=rf"(?s)^model {name}: .*{message}"):
+        small(name)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_build_errors() -> None:
+    with pytest.raises(UserError, match="model: must be one of mlp, cnn, resnet8.*got 'resnet9'"):
+        small("resnet9")
+    with pytest.raises(UserError, match="norm: must be one of batch, group, got 'layer'"):
+        small("resnet8", norm="layer")
+    with pytest.raises(UserError, match="model cnn: images must be at least 4 pixels wide, got 3"):
+        models.build("cnn", in_channels=1, num_classes=3, image_size=3)
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import json, sys, fl_app.models; print(json.dumps([m in sys.modules for m in ('torchvision', 'safetensors')]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [False, False]
