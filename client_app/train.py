@@ -56,6 +56,7 @@ class LocalTrainer:
     def _flatten(self) -> None:
         """Make every parameter and gradient a view into `self.weights` and `self.gradient`."""
         parameters = list(self.module.parameters())
+        self._trainable = [p.requires_grad for p in parameters]
         self.weights = torch.empty(self.layout.d, device=self.device)
         self.gradient = torch.zeros(self.layout.d, device=self.device)
         for slot, parameter in zip(self.layout.params, parameters, strict=True):
@@ -119,12 +120,48 @@ class LocalTrainer:
             if still is not None:
                 self.gradient.masked_fill_(still, 0)
             self.step(velocity, still)
-        self.module.requires_grad_(True)
+        self._freeze(frozenset())
         self.last_loss = float(epoch_loss) / max(samples, 1)
         trained = self.read()
         if frozen:  # statistics of frozen layers
             trained = self.layout.put(trained, self.layout.take(start, frozen), frozen)
         return trained
+
+    def train_envelope(
+        self,
+        start: Model,
+        *,
+        weight: float,
+        inner_steps: int,
+        inner_learning_rate: float,
+        epochs: int | None = None,
+        purpose: str = "train",
+    ) -> tuple[Model, Model]:
+        """Descend on the Moreau envelope of the loss from w = theta = start; return (w, theta).
+
+        Per batch: `inner_steps` times theta -= inner_learning_rate * (gradient of f(theta) + weight * (theta - w)), theta
+        going on from the batch before; then w -= learning_rate * weight * (w - theta). Weight decay is part of f; there is
+        no momentum. Only theta sees data: both models get its BatchNorm statistics. `last_loss` is the last epoch's mean
+        of f before a batch's first step.
+        """
+        self.load(start)
+        outer = self.weights.clone()
+        self.module.train()
+        epoch_loss, samples = torch.zeros((), device=self.device), 0
+        for first_batch, x, y in self.minibatches(epochs or self.config.local_epochs, purpose):
+            if first_batch:
+                epoch_loss, samples = torch.zeros((), device=self.device), 0
+            for k in range(inner_steps):
+                loss = self.gradient_of_loss(x, y)
+                if k == 0:
+                    epoch_loss += loss * len(y)
+                    samples += len(y)
+                self.gradient.add_(self.weights - outer, alpha=weight)
+                self.step(None, learning_rate=inner_learning_rate)
+            outer.sub_(outer - self.weights, alpha=self.learning_rate * weight)
+        self.last_loss = float(epoch_loss) / max(samples, 1)
+        theta = self.read()
+        return Model(outer.cpu().numpy(), theta.buffers), theta
 
     def gradient_of_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Leave the mean cross-entropy's gradient in `self.gradient`; return the loss (detached, on the device)."""
@@ -134,14 +171,20 @@ class LocalTrainer:
             for layer in self._batchnorms:
                 layer.eval()
         loss = cross_entropy(self.module(x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
+        if loss.requires_grad:  # not so when everything the user's model trains is frozen
+            loss.backward()  # type: ignore[no-untyped-call]
         if alone:
             for layer in self._batchnorms:
                 layer.train()
         return loss.detach()
 
-    def step(self, velocity: torch.Tensor | None, still: torch.Tensor | None = None) -> None:
-        """One SGD step on the flat vectors, as torch.optim.SGD does it (weight decay, then momentum)."""
+    def step(
+        self, velocity: torch.Tensor | None, still: torch.Tensor | None = None, learning_rate: float | None = None
+    ) -> None:
+        """One SGD step on the flat vectors, as torch.optim.SGD does it (weight decay, then momentum).
+
+        learning_rate: default this round's.
+        """
         with torch.no_grad():
             update = self.gradient
             if self.config.weight_decay:
@@ -150,9 +193,11 @@ class LocalTrainer:
                     update.masked_fill_(still, 0)
             if velocity is not None:
                 update = velocity.mul_(self.config.momentum).add_(update)
-            self.weights.add_(update, alpha=-self.learning_rate)
+            self.weights.add_(update, alpha=-(self.learning_rate if learning_rate is None else learning_rate))
 
     def _freeze(self, frozen: frozenset[str]) -> torch.Tensor | None:
+        for slot, parameter, trainable in zip(self.layout.params, self.module.parameters(), self._trainable, strict=True):
+            parameter.requires_grad_(trainable and slot.name not in frozen)  # autograd skips what need not be computed
         if not frozen:
             return None
         return torch.from_numpy(self.layout.indices(frozen)).to(self.device)

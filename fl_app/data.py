@@ -410,9 +410,7 @@ def _npz_side(path: Path, side: str, x: NDArray[Any], y: NDArray[Any]) -> tuple[
     return (x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)), y.astype(np.int64)
 
 
-def _npz_classes(
-    path: Path, classes: tuple[str, ...], y_train: Labels, y_test: Labels, site: bool
-) -> Sequence[str]:
+def _npz_classes(path: Path, classes: tuple[str, ...], y_train: Labels, y_test: Labels, site: bool) -> Sequence[str]:
     top = int(max(y_train.max(), y_test.max(initial=0)))
     if classes:
         if top >= len(classes):
@@ -439,7 +437,8 @@ def _prepare_folder(
     test = _class_directories(path, "test", required=not site)
     names = classes or tuple(train)
     _check_class_directories(path, names, train, test, explicit=bool(classes), site=site)
-    stamps = [_stamp(d) for d in (path, path / "train", path / "test", *train.values(), *test.values())]
+    # not the folder's own time: a data directory inside it would change it
+    stamps = [_stamp(d) for d in (path / "train", path / "test", *train.values(), *test.values())]
 
     def convert(directory: Path) -> Sequence[str]:
         listings: list[Listing] = []
@@ -532,7 +531,7 @@ def _prepare_tiny_imagenet(path: Path, root: Path, image_size: int, force: bool)
         _decode(directory, train, sorted(test), image_size)
         return names
 
-    parts = [FORMAT, str(path), [_stamp(p) for p in (path, *parts_of_it)], image_size]
+    parts = [FORMAT, str(path), [_stamp(p) for p in parts_of_it], image_size]
     return _open(root, cache_key("tiny-imagenet", parts), convert, force)
 
 

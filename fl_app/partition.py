@@ -124,10 +124,12 @@ def split(
     key, the rule and the value where the data cannot be divided so.
     """
     task = _Task(np.asarray(y_train), np.asarray(y_test), num_classes, num_clients, seed, dataset)
+    if num_clients < 1:
+        raise UserError(f"num-clients: must be >= 1, got {num_clients}")
     if name.startswith("file:"):
         return _file(task, Path(name.removeprefix("file:")).expanduser())
-    if num_clients > len(y_train):
-        raise UserError(f"num-clients: must be at most {dataset}'s {len(y_train)} training samples, got {num_clients}")
+    if len(y_train) < num_clients:
+        raise UserError(f"num-clients: must be <= {len(y_train)}, the training samples of {dataset}, got {num_clients}")
     sizes = (train_samples, test_samples)
     if name == "dirichlet-client":
         shares = _dirichlet_client(task, alpha, sizes)
@@ -168,7 +170,8 @@ def _dirichlet_client(task: _Task, alpha: float, sizes: tuple[int, int]) -> list
         size = asked or len(labels) // task.num_clients
         if size > len(labels):
             raise UserError(
-                f"{side}-samples: every client needs {size} samples but {task.dataset}'s {word} set has {len(labels)}"
+                f"{side}-samples: every client needs {size} samples but the {word} set of {task.dataset} has "
+                f"{len(labels)}"
             )
         room = np.bincount(labels, minlength=task.num_classes)
         counts = np.stack([allocate(q, size, room) for q in mixes])
@@ -265,7 +268,7 @@ def _pathological(task: _Task, classes_per_client: int, sizes: tuple[int, int]) 
             names = ", ".join(str(c) for c in np.flatnonzero(holds[i]))
             raise UserError(
                 f"{side}-samples: client {i} needs {size or 'some'} samples but its classes ({names}) have "
-                f"{sums[i]} for it in {task.dataset}'s {word} set"
+                f"{sums[i]} for it in the {word} set of {task.dataset}"
             )
         dealt.append([offset + mine for mine in deal(counts, labels, task.rng(side))])
     return list(zip(*dealt, strict=True))
@@ -296,8 +299,8 @@ def _iid(task: _Task, sizes: tuple[int, int]) -> list[Share]:
         need = size * task.num_clients
         if need > len(labels):
             raise UserError(
-                f"{side}-samples: {task.num_clients} clients with {size} each need {need} samples but {task.dataset}'s "
-                f"{word} set has {len(labels)}"
+                f"{side}-samples: {task.num_clients} clients with {size} each need {need} samples but the {word} set "
+                f"of {task.dataset} has {len(labels)}"
             )
         order = offset + task.rng(side).permutation(len(labels))[: need or None]
         if len(order) < task.num_clients:  # fewer test samples than clients: some have none
@@ -331,7 +334,7 @@ def _dirichlet(task: _Task, alpha: float, min_samples: int, test_ratio: float) -
     else:
         raise UserError(
             f"min-samples: no draw of {11 * len(seeds)} gave each of {task.num_clients} clients at least {min_samples} "
-            f"of {task.dataset}'s {len(labels)} samples with dirichlet-alpha {alpha:g}; lower min-samples or "
+            f"of the {len(labels)} samples of {task.dataset} with dirichlet-alpha {alpha:g}; lower min-samples or "
             "num-clients, or raise dirichlet-alpha"
         )
     shares = []
@@ -349,8 +352,8 @@ def _parts(partitioner: Any, indices: Indices, labels: Indices | None = None) ->
     partitioner.dataset = Dataset.from_dict(columns)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one for every draw below the minimum size; we report the outcome
-        count = partitioner.num_partitions
-        return [np.asarray(partitioner.load_partition(i).with_format("numpy")["index"][:], np.int64) for i in range(count)]
+        parts = [partitioner.load_partition(i) for i in range(partitioner.num_partitions)]
+    return [np.asarray(part.with_format("numpy")["index"][:], np.int64) for part in parts]
 
 
 def _file(task: _Task, path: Path) -> list[Share]:
@@ -371,7 +374,7 @@ def _file(task: _Task, path: Path) -> list[Share]:
             if len(bad):
                 raise UserError(
                     f"partition: {path}: client {i}: {side} index {bad[0]} is not in [0, {len(labels)}) of "
-                    f"{task.dataset}'s {word} set"
+                    f"the {word} set of {task.dataset}"
                 )
             if side == "train" and not len(row):
                 raise UserError(f"partition: {path}: client {i} has no training samples")

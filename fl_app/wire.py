@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -176,7 +177,14 @@ def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar
         raise WireError(f"malformed reply: {error!r}") from None
     if metrics.get(ERROR):
         raise WireError(str(metrics[ERROR]))
-    return float(result.loss), int(result.num_examples), metrics
+    if not isinstance(result.loss, float) or result.loss < 0:
+        raise WireError(f"loss must be a number >= 0, got {result.loss!r}")
+    if not isinstance(result.num_examples, int) or result.num_examples < 0:
+        raise WireError(f"num_examples must be an integer >= 0, got {result.num_examples!r}")
+    sha256 = metrics.get("sha256", "")
+    if not re.fullmatch("[0-9a-f]{64}", str(sha256)):
+        raise WireError(f"sha256 must be 64 hexadecimal digits, got {sha256!r}")
+    return result.loss, result.num_examples, metrics
 
 
 def number(metrics: Mapping[str, Scalar], name: str, low: float = -math.inf, high: float = math.inf) -> float:
@@ -256,8 +264,8 @@ def _load(name: str, data: bytes, dtype: str, shape: tuple[int, ...]) -> Array:
         if version != (1, 0):
             raise ValueError(f"format version {version}")
         got_shape, fortran, got_dtype = np.lib.format.read_array_header_1_0(stream)
-    except (ValueError, EOFError) as error:
-        raise WireError(f"array {name} is not a NumPy array: {error}") from None
+    except Exception as error:  # the header is parsed as Python: ValueError, tokenize.TokenError, MemoryError, ...
+        raise WireError(f"array {name} is not a NumPy array: {str(error) or type(error).__name__}") from None
     if got_dtype != np.dtype(dtype):
         raise WireError(f"array {name} has dtype {got_dtype}, expected {np.dtype(dtype)}")
     if got_shape != shape or (fortran and len(shape) > 1):

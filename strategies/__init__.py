@@ -7,6 +7,10 @@ from typing import Any
 from strategies import fedavg, fedcac, local
 from strategies.base import Method
 
-METHODS: dict[str, Method[Any]] = {m.name: m for m in (fedavg.METHOD, local.METHOD, fedcac.METHOD)}
+_MODULES = (fedavg, local, fedcac)
+
+METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}
 
 METHOD_PARAMS: dict[str, type] = {name: method.params for name, method in METHODS.items()}
+
+SUMMARIES: dict[str, str] = {m.METHOD.name: (m.__doc__ or "").strip().splitlines()[0] for m in _MODULES}

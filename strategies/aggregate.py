@@ -7,8 +7,9 @@ alone, never on how many threads there are: digests must not change with the mac
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from threadpoolctl import threadpool_limits
 from strategies.masks import Bits, unpack
 
 Stack = NDArray[np.float32]
+T = TypeVar("T")
+R = TypeVar("R")
 
 _BLOCK = 16_384  # columns; a multiple of 8, so blocks of packed masks start on a byte
 
@@ -70,6 +73,24 @@ def for_blocks(block: Callable[[int, int], None], d: int) -> None:
             return
         with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
             list(pool.map(lambda start: block(start, min(start + _BLOCK, d)), starts))
+
+
+def blocks(start: int, stop: int) -> list[tuple[int, int]]:
+    """Cut the columns start..stop into consecutive blocks, (start, stop) each."""
+    return [(first, min(first + _BLOCK, stop)) for first in range(start, stop, _BLOCK)]
+
+
+def in_order(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
+    """Yield work(item) in the order of the items, computed on a few threads with BLAS on one.
+
+    What is summed over these results does not depend on the number of threads.
+    """
+    with threadpool_limits(1, "blas"):
+        if len(items) <= 4:
+            yield from map(work, items)
+            return
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+            yield from pool.map(work, items)
 
 
 def group_means(W: Stack, members: NDArray[np.bool_]) -> NDArray[np.float32]:

@@ -58,6 +58,22 @@ class Trainer(Protocol):
         """Run SGD from `start`; `proximal` (mu, center) adds mu/2 ||w - center||^2; `frozen` tensors stay as they are."""
         ...
 
+    def train_envelope(
+        self,
+        start: Model,
+        *,
+        weight: float,
+        inner_steps: int,
+        inner_learning_rate: float,
+        epochs: int | None = None,
+        purpose: str = "train",
+    ) -> tuple[Model, Model]:
+        """Descend on the Moreau envelope of the loss, min over theta of f(theta) + weight/2 ||theta - w||^2, from w = start.
+
+        Returns (w, theta); per batch theta takes `inner_steps` gradient steps, then w one towards it.
+        """
+        ...
+
     def evaluate(self, model: Model) -> tuple[float, float]:
         """Return (loss, accuracy) on the test data, NaN where there is none."""
         ...
@@ -114,8 +130,17 @@ class LocalUpdate(Generic[P]):
             state.arrays["local.params"], state.arrays["local.buffers"] = kept.params, kept.buffers
 
     def personal(self, model: Model, state: ClientState, ctx: RunContext[P]) -> Model:
-        """Return the model the client would use: what is evaluated, given the merged or the trained one."""
+        """Return the model the client would use: what is evaluated, given the merged or the trained one.
+
+        That is the second model of a method that keeps one (`keep_personal`), as soon as the client has it.
+        """
+        if "personal.params" in state.arrays:
+            return Model(state.arrays["personal.params"], state.arrays["personal.buffers"])
         return model
+
+    def keep_personal(self, model: Model, state: ClientState) -> None:
+        """Store the client's second model, all tensors of it: from now on its personal one."""
+        state.arrays["personal.params"], state.arrays["personal.buffers"] = model.params, model.buffers
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RunContext[P]) -> Upload:
         """Return what the server gets: the tensors that travel, and the method's extras."""
@@ -430,7 +455,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
                     if name.startswith("accuracy"):
                         wire.number(metrics, name, 0, 1)
                 clients[str(reply.client_id)] = {
-                    "loss": clean(loss), "test-samples": num_examples, **{k: clean(v) for k, v in metrics.items()},
+                    **{k: clean(v) for k, v in metrics.items()}, "loss": clean(loss), "test-samples": num_examples,
                 }
             except WireError as error:
                 failures.append({"client": reply.client_id, "cause": str(error)})

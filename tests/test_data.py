@@ -174,6 +174,16 @@ def test_folder_keeps_pixels_and_order(tmp_path: Path) -> None:
     assert other.info.classes == ("cat", "ant") and other.key != p.key and other.y_test.tolist() == [0]
 
 
+def test_folder_is_converted_again_when_its_directories_change(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    inside = folder / "prepared"  # a data directory inside the folder does not count as a change
+    key = data.prepare(f"folder:{folder}", inside).key
+    assert data.prepare(f"folder:{folder}", inside).key == key
+    (folder / "train" / "a" / "001.png").unlink()
+    changed = data.prepare(f"folder:{folder}", inside)
+    assert changed.key != key and changed.info.num_train == 3
+
+
 def test_folder_channels(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images", {"a": 3, "b": 3})
     for file in folder.rglob("*.png"):
@@ -351,7 +361,7 @@ def test_site_folder(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "site", {"b": 3})
     (folder / "test" / "b").rename(folder / "kept")
     (folder / "test").rmdir()
-    config = RunConfig(dataset="node", classes="a, b, c", data_dir=str(tmp_path / "root"))
+    config = RunConfig(num_clients=3, dataset="node", classes="a, b, c", data_dir=str(tmp_path / "root"))
     mine = data.open_client(config, 2, data_path=str(folder))
     assert mine.y_train.tolist() == [1, 1, 1] and mine.x_test.shape == (0, 3, 8, 8) and mine.info.num_test == 0
     assert mine.info.classes == ("a", "b", "c")
@@ -378,7 +388,7 @@ def test_site_npz(tmp_path: Path) -> None:
 
 
 def test_node_needs_a_data_path(tmp_path: Path) -> None:
-    config = RunConfig(dataset="node", classes="a,b", data_dir=str(tmp_path))
+    config = RunConfig(num_clients=3, dataset="node", classes="a,b", data_dir=str(tmp_path))
     with pytest.raises(UserError, match="--node-config 'data-path=\"/site\"'"):
         data.open_client(config, 0)
 
@@ -478,7 +488,7 @@ def test_clients_open_what_the_partition_gives_them(tmp_path: Path) -> None:
 
 def test_check_refuses_before_training(tmp_path: Path) -> None:
     config = RunConfig(data_dir=str(tmp_path), num_clients=3, train_samples=5000)
-    with pytest.raises(UserError, match="train-samples: .* 5000 samples but digits's training set has 1347"):
+    with pytest.raises(UserError, match="train-samples: .* 5000 samples but the training set of digits has 1347"):
         data.check(config)
     assert not list(tmp_path.glob("partitions/[!.]*"))
     assert data.check(dataclasses.replace(config, train_samples=50)).num_train == 1347

@@ -198,7 +198,7 @@ def test_an_empty_test_set_is_allowed_when_no_test_samples_are_asked_for() -> No
     none = np.zeros(0, np.int64)
     for name in ("dirichlet-client", "pathological", "iid"):
         assert all(len(test) == 0 for _, test in split(name, y_test=none, test_samples=0))
-        with pytest.raises(UserError, match="test-samples: .*the data set's test set"):
+        with pytest.raises(UserError, match="test-samples: .*the test set of the data set"):
             split(name, y_test=none)
     assert sum(len(test) for _, test in split("iid", y_test=Y_TEST[:2], test_samples=0)) == 2
 
@@ -214,7 +214,8 @@ def test_an_empty_test_set_is_allowed_when_no_test_samples_are_asked_for() -> No
         ("dirichlet-client", {"test_samples": 101}, "test-samples: every client needs 101 samples but .* has 100"),
         ("iid", {"train_samples": 51}, "train-samples: 4 clients with 51 each need 204 samples but .* has 200"),
         ("iid", {"test_samples": 26}, "test-samples: 4 clients with 26 each need 104 samples but .* has 100"),
-        ("iid", {"num_clients": 201}, "num-clients: must be at most the data set's 200 training samples, got 201"),
+        ("iid", {"num_clients": 0}, "num-clients: must be >= 1, got 0"),
+        ("iid", {"num_clients": 201}, "num-clients: must be <= 200, the training samples of the data set, got 201"),
         ("dirichlet", {"min_samples": 76}, "min-samples: 4 clients with 76 each need 304 .* has 300"),
         ("dirichlet", {"min_samples": 75, "alpha": 0.05}, "min-samples: no draw .* at least 75 .*dirichlet-alpha 0.05"),
         ("round-robin", {}, "partition: unknown 'round-robin'"),
@@ -275,7 +276,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 def test_written_once_and_keyed_by_what_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def key(**changes: Any) -> str:
-        return part._key(RunConfig(**changes), "data")
+        return part._key(RunConfig(**({"num_clients": 10} | changes)), "data")
 
     assert key(method="x", learning_rate=1.0, test_ratio=0.5, classes_per_client=3) == key()
     assert len({key(), key(seed=1), key(num_clients=3), key(dirichlet_alpha=1.0), key(train_samples=9)}) == 5

@@ -1,0 +1,471 @@
+"""The `corolla` command."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import os
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fl_app.config import PATH_DATASETS, RunConfig, Scalar, parse, specs
+from fl_app.errors import UserError
+from fl_app.results import read_summary
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
+state_app = typer.Typer(no_args_is_help=True, help="Client state left on this machine's disk.")
+app.add_typer(data_app, name="data")
+app.add_typer(state_app, name="state")
+console = Console(highlight=False, emoji=False)
+errors = Console(stderr=True, highlight=False, emoji=False)
+
+PRESETS = Path(__file__).parent / "presets"
+SET_HELP = "A config key, e.g. --set fedcac.tau=0.3; the value is TOML, a bare word is a string. Repeatable."
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
+
+
+def main() -> None:
+    """Run the command; bad input ends with a message and exit code 2, a failed run with 1."""
+    try:
+        app()
+    except UserError as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}")
+        raise SystemExit(2) from None
+
+
+# Configuration from the command line ----------------------------------------------------------------------------------
+
+
+def parse_set(pairs: list[str]) -> dict[str, Scalar]:
+    """Turn KEY=VALUE words into a flat run config. Raises UserError naming every word that is not one."""
+    out: dict[str, Scalar] = {}
+    problems = []
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.strip():
+            problems.append(f"--set {pair}: expected KEY=VALUE")
+            continue
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        if not isinstance(value, (bool, int, float, str)):
+            problems.append(f"--set {pair}: the value must be a string, a number, true or false")
+            continue
+        out[name.strip()] = value
+    if problems:
+        raise UserError("\n".join(problems))
+    return out
+
+
+def preset_names() -> list[str]:
+    """Names of the presets, sorted."""
+    return sorted(str(p.relative_to(PRESETS).with_suffix("")) for p in PRESETS.rglob("*.toml"))
+
+
+def read_preset(name: str) -> dict[str, Scalar]:
+    """Read a preset by name, or a TOML file by path, as a flat run config."""
+    path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
+    if not path.is_file():
+        close = difflib.get_close_matches(name, preset_names(), n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(preset_names())}"
+        raise UserError(f"preset: no preset or .toml file {name!r}; {hint}")
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    flat: dict[str, Scalar] = {}
+    for key, value in tables.items():
+        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
+    """Make the paths in a config absolute: the ServerApp and the clients have other working directories."""
+    out = dict(config)
+    for name in ("output-dir", "data-dir", "state-dir", "initial-weights"):
+        if out.get(name):
+            out[name] = str(Path(str(out[name])).expanduser().resolve())
+    for name, prefixes in (("dataset", PATH_DATASETS), ("partition", ("file:",))):
+        kind, colon, path = str(out.get(name, "")).partition(":")
+        if f"{kind}:" in prefixes and colon and path:
+            out[name] = f"{kind}:{Path(path).expanduser().resolve()}"
+    return out
+
+
+def check_locally(config: RunConfig) -> None:
+    """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
+    from client_app.train import resolve_device
+    from fl_app import data, models
+
+    if config.dataset == "node":
+        raise UserError("dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation")
+    resolve_device(config.device)
+    info = data.check(config)
+    module = models.build(
+        config.model, in_channels=info.in_channels, num_classes=info.num_classes, image_size=info.image_size,
+        norm=config.norm, seed=config.seed,
+    )  # fmt: skip
+    if config.initial_weights:
+        models.initial_model(module, config.initial_weights)
+
+
+# Display --------------------------------------------------------------------------------------------------------------
+
+
+class Display:
+    """Shows a run's log lines: a progress bar and round lines on a terminal, round lines alone elsewhere."""
+
+    def __init__(self, title: str, verbose: bool = False) -> None:
+        self.folder: Path | None = None
+        self.errors: list[str] = []
+        self.lines: list[str] = []
+        self._verbose = verbose
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+        self._bar = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+        self._task = self._bar.add_task(f"{title}: starting", total=None)
+
+    def __enter__(self) -> Display:
+        """Start the bar on a terminal."""
+        if console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the bar."""
+        self._bar.stop()
+
+    def raw(self, line: str) -> None:
+        """Take a line of Flower's stream; only ours, marked ones are shown unless verbose."""
+        from fl_app.server_app import LOG_MARK
+
+        self.lines.append(line)
+        if line.startswith(LOG_MARK):
+            self.line(line.removeprefix(LOG_MARK))
+        elif self._verbose:
+            console.print(escape(line), soft_wrap=True)
+
+    def line(self, text: str) -> None:
+        """Take one of our log lines."""
+        from fl_app.server_app import ERROR_MARK, FOLDER_MARK
+
+        if text.startswith(FOLDER_MARK):
+            self.folder = Path(text.removeprefix(FOLDER_MARK))
+        elif text.startswith(ERROR_MARK):
+            self.errors.append(text.removeprefix(ERROR_MARK))
+        else:
+            what, _, count = text.rpartition(": ")
+            done, _, total = count.partition("/")
+            if done.isdigit() and total.isdigit():
+                self.progress(what, int(done), int(total))
+            else:
+                console.print(escape(text), soft_wrap=True)
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Move the bar."""
+        self._bar.update(self._task, description=what, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def log_to(display: Display) -> Iterator[None]:
+    """Send our log lines to a display instead of standard error (in-process mode)."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            display.line(record.getMessage())
+
+    log = logging.getLogger("corolla")
+    before, log.handlers, propagate = log.handlers, [Handler()], log.propagate
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = before, propagate
+
+
+def show_results(folders: list[Path]) -> None:
+    """End with a table of the runs and the folders' paths."""
+    table = Table("method", "final", "pooled", "best", "upload", "download", "seconds")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for folder in folders:
+        s = read_summary(folder)
+        table.add_row(
+            s["method"], percent(s["final-accuracy"]), percent(s["final-accuracy-pooled"]), percent(s["best-accuracy"]),
+            size(s["upload-bytes"]), size(s["download-bytes"]), f"{s['seconds']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        "accuracy. final: mean over all clients after the last round, each on its own test data; pooled: over all samples;\n"
+        "best: highest mean before training, over the rounds"
+    )
+    for folder in folders:
+        console.print(f"{folder}", soft_wrap=True)
+
+
+def percent(value: float | None) -> str:
+    """Format a ratio as a percentage."""
+    return "n/a" if value is None else f"{100 * value:.2f} %"
+
+
+def size(nbytes: float) -> str:
+    """Format bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.3g} {unit}"
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
+
+
+def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool) -> Path | None:
+    """Submit one run and show it; the folder's path if it lies on this machine. Exits with 1 if the run failed."""
+    from fl_app.launch import COMPLETED
+
+    display = Display(str(config.get("method", "run")), verbose)
+    with display:
+        status = submit(config, display.raw)
+    if display.errors:
+        raise UserError("\n".join(display.errors))
+    if status != COMPLETED:
+        if not verbose:
+            console.print(escape("\n".join(display.lines[-40:])), soft_wrap=True)
+        errors.print(f"[bold red]error:[/] the run ended as {escape(status)}; the end of its log is above")
+        raise typer.Exit(1)
+    return display.folder
+
+
+def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig) -> Path:
+    """Run without Ray or SuperLink."""
+    from client_app.client_app import app as client_app
+    from fl_app.inprocess import InProcessGrid
+    from fl_app.server_app import run
+
+    display = Display(parsed.method)
+    with display, log_to(display):
+        return run(InProcessGrid(client_app, config, parsed.num_clients), parsed, display.progress).path
+
+
+def resolve(config: Mapping[str, Scalar]) -> RunConfig:
+    """Parse a config with all registered methods."""
+    from strategies import METHOD_PARAMS
+
+    return parse(config, METHOD_PARAMS)
+
+
+@app.command("run")
+def run_command(
+    preset: Annotated[str | None, typer.Argument(help="A preset's name or a .toml file with config keys.")] = None,
+    set_: SetOption = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(help="Simulation: virtual SuperNodes (default 10). Deployment: connected clients to wait for."),
+    ] = None,
+    superlink: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Deploy: a SuperLink connection of Flower's config file.")
+    ] = None,
+    output_dir: Annotated[str | None, typer.Option(help="Directory of run folders (default: runs).")] = None,
+    cpus_per_client: Annotated[float, typer.Option(help="Simulation: CPU cores per client.", min=0.1)] = 1,
+    gpus_per_client: Annotated[float, typer.Option(help="Simulation: GPUs per client, may be a fraction.", min=0)] = 0,
+    in_process: Annotated[bool, typer.Option("--in-process", help="Debug: one process, no Ray, no SuperLink.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show Flower's and Ray's log lines too.")] = False,
+) -> None:
+    """Run one experiment, in simulation unless --superlink is given."""
+    config = read_preset(preset) if preset else {}
+    config |= parse_set(set_ or [])
+    if clients is not None:
+        config["num-clients"] = clients
+    if output_dir is not None:
+        config["output-dir"] = output_dir
+    if superlink and in_process:
+        raise UserError("--superlink and --in-process exclude each other")
+    if superlink is None:
+        config["num-clients"] = config.get("num-clients") or 10
+    config = absolute_paths({"output-dir": "runs", **config})
+    parsed = resolve(config)
+    if superlink is not None:
+        from fl_app.launch import flower_environment, flwr_run
+
+        environment = flower_environment()
+        folder = run_one(config, lambda c, on_line: flwr_run(superlink, c, environment, on_line), verbose)
+    else:
+        check_locally(parsed)
+        if in_process:
+            folder = run_in_process(config, parsed)
+        else:
+            check_resources(cpus_per_client, gpus_per_client)
+            from fl_app.launch import simulation
+
+            with simulation(parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
+                folder = run_one(config, submit, verbose)
+    finish([folder])
+
+
+def finish(folders: list[Path | None]) -> None:
+    """Show the table for the folders that lie on this machine."""
+    here = [f for f in folders if f is not None and f.is_dir()]
+    if here:
+        show_results(here)
+    for folder in folders:
+        if folder is not None and folder not in here:
+            console.print(f"the run folder is on the SuperLink's machine: {folder}", soft_wrap=True)
+
+
+def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
+    """Refuse what Ray would wait for forever. Raises UserError naming the option."""
+    cores = os.cpu_count() or 1
+    if cpus_per_client > cores:
+        raise UserError(f"--cpus-per-client: this machine has {cores} cores, got {cpus_per_client:g}")
+    if gpus_per_client:
+        import torch
+
+        if gpus_per_client > torch.cuda.device_count():
+            raise UserError(f"--gpus-per-client: this machine has {torch.cuda.device_count()} GPUs, got {gpus_per_client:g}")
+
+
+@app.command()
+def demo(
+    output_dir: Annotated[str, typer.Option(help="Directory of run folders.")] = "runs",
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show Flower's and Ray's log lines too.")] = False,
+) -> None:
+    """Compare FedCAC, FedAvg and Local on digits: 10 clients, Dirichlet 0.1, in simulation (what `make run` does)."""
+    from fl_app.launch import simulation
+
+    base = read_preset("demo") | {"output-dir": str(Path(output_dir).resolve())}
+    check_locally(resolve(base))
+    folders: list[Path | None] = []
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    with simulation(resolve(base).num_clients, 1, 0) as submit:
+        for method in ("fedcac", "fedavg", "local"):
+            config = {**base, "method": method, "run-name": f"demo-{stamp}-{method}"}
+            folders.append(run_one(config, submit, verbose))
+    finish(folders)
+
+
+# Information ----------------------------------------------------------------------------------------------------------
+
+
+@app.command("methods")
+def methods_command() -> None:
+    """List the methods and their parameters."""
+    from strategies import METHODS, SUMMARIES
+
+    for name, method in METHODS.items():
+        console.print(f"[bold]{name}[/]  {escape(SUMMARIES[name])}")
+        for spec in specs(method.params, name):
+            console.print(f"    {escape(spec.name)} = {escape(repr(spec.default))}  ({escape(spec.range)})", soft_wrap=True)
+
+
+@data_app.command("prepare")
+def data_prepare(
+    set_: SetOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Convert again.")] = False,
+) -> None:
+    """Download and convert a data set, and make its partition, ahead of a run."""
+    show_data(set_ or [], force)
+
+
+@data_app.command("show")
+def data_show(set_: SetOption = None) -> None:
+    """Show the data set and who gets how much of which class."""
+    show_data(set_ or [], force=False, table=True)
+
+
+def show_data(pairs: list[str], force: bool, table: bool = False) -> None:
+    """Prepare what a config asks for and describe it."""
+    from fl_app import data
+
+    config = resolve(absolute_paths({"num-clients": 10, **parse_set(pairs)}))
+    if config.dataset == "node":
+        raise UserError("dataset: node data is prepared on its own SuperNode")
+    if force:
+        data.prepare(config.dataset, data.data_root(config), classes=data_classes(config), image_size=config.image_size,
+                     force=True)  # fmt: skip
+    info = data.check(config)
+    console.print(
+        f"{escape(config.dataset)}: {info.num_train} training and {info.num_test} test images, {info.in_channels} x "
+        f"{info.image_size} x {info.image_size}, {info.num_classes} classes, under {data.data_root(config)}",
+        soft_wrap=True,
+    )
+    if table:
+        rows = Table("client", "train", "test", "training samples per class")
+        for client_id in range(config.num_clients):
+            part = data.open_client(config, client_id)
+            counts = [int((part.y_train == c).sum()) for c in range(info.num_classes)]
+            held = ", ".join(f"{info.classes[c]}: {n}" for c, n in enumerate(counts) if n)
+            rows.add_row(str(client_id), str(len(part.y_train)), str(len(part.y_test)), escape(held))
+        console.print(rows)
+
+
+def data_classes(config: RunConfig) -> tuple[str, ...]:
+    """Return the class names a config fixes."""
+    from fl_app.config import class_names
+
+    return class_names(config.classes)
+
+
+@state_app.command("list")
+def state_list(state_dir: Annotated[str, typer.Option(help="State directory.")] = "") -> None:
+    """List the experiments with client state on this machine."""
+    from client_app.state import state_root, stored
+
+    root = state_root(state_dir)
+    found = stored(root)
+    console.print(f"client state under {root}: {len(found)} experiments", soft_wrap=True)
+    for e in found:
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(e.modified))
+        console.print(f"{e.experiment}  {when}  {e.clients} clients  {size(e.nbytes)}")
+
+
+@state_app.command("remove")
+def state_remove(
+    experiment: Annotated[str, typer.Argument(help="Experiment id, as `corolla state list` prints it.")],
+    state_dir: Annotated[str, typer.Option(help="State directory.")] = "",
+) -> None:
+    """Delete one experiment's client state from this machine."""
+    from client_app.state import remove, state_root
+
+    remove(state_root(state_dir), experiment)
+    console.print(f"removed the client state of {experiment}")
+
+
+@app.command(hidden=True)
+def reference(root: Annotated[Path, typer.Argument(help="A clone's root.")] = Path(".")) -> None:
+    """Rewrite docs/config.md and the defaults in pyproject.toml from the declared keys (`make docs`)."""
+    from fl_app.reference import write
+    from strategies import METHOD_PARAMS
+
+    write(root, METHOD_PARAMS)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    client: Annotated[int | None, typer.Option(help="Client id; without it the global model.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write (default: in the current directory).")] = None,
+) -> None:
+    """Write one of a run's final models as a PyTorch state dict."""
+    from fl_app.export import export_state_dict
+
+    path = export_state_dict(run, client, output)
+    console.print(f"{path}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Final models of a run folder as PyTorch state dicts."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from fl_app.errors import UserError
+from fl_app.results import CONFIG, MODELS, read_summary
+
+
+def export_state_dict(run: Path, client: int | None, output: Path | None) -> Path:
+    """Write the global model, or a client's, with torch.save as a state dict that load_state_dict accepts strictly.
+
+    Tensors a client does not share are only in the file if the run collected personal models. Raises UserError if the run
+    has no such model.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    summary = read_summary(run)
+    name = "global" if client is None else f"client-{client}"
+    path = run / MODELS / f"{name}.safetensors"
+    if not path.is_file():
+        there = sorted(p.stem for p in (run / MODELS).glob("*.safetensors"))
+        raise UserError(f"{run} holds no model {name!r}; it holds {', '.join(there) or 'none'}{_hint(run, client)}")
+    tensors: dict[str, Any] = load_file(path)
+    for tensor in [t for t in tensors if t.endswith(".running_mean")]:
+        tensors[tensor.replace("running_mean", "num_batches_tracked")] = torch.tensor(0)
+    output = output or Path(f"{summary['method']}-{name}.pt")
+    try:
+        torch.save(tensors, output)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"--output: cannot write {output}: {error}") from None
+    return output
+
+
+def _hint(run: Path, client: int | None) -> str:
+    config = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+    if client is not None and not config["collect-personal-models"]:
+        return "; run with --set collect-personal-models=true to have every client's"
+    return ""

@@ -1,0 +1,56 @@
+"""The reference that is generated from the declared keys: docs/config.md and the defaults in pyproject.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fl_app.config import KeySpec, RunConfig, Scalar, specs
+from fl_app.results import to_toml
+
+_INTRO = """# Run configuration
+
+Every key of a run, as `corolla run --set key=value` and Flower's `--run-config` take it. Values have the type shown; `0`
+and `""` mean "not set" where the text says so. A method's own parameters stand in its table. This page is written by
+`make docs` from the declarations in the code; a test keeps the two equal.
+"""
+_BEGIN, _END = "[tool.flwr.app.config]\n", "\n[tool.ruff]"
+
+
+def all_specs(methods: Mapping[str, type]) -> dict[str, list[KeySpec]]:
+    """Declared keys by table; "" is the top level."""
+    return {"": specs(RunConfig)} | {name: specs(cls, name) for name, cls in methods.items()}
+
+
+def defaults(methods: Mapping[str, type]) -> dict[str, Scalar]:
+    """Return the default of every key, flat."""
+    return {spec.name: spec.default for group in all_specs(methods).values() for spec in group}
+
+
+def config_page(methods: Mapping[str, type]) -> str:
+    """Return docs/config.md."""
+    parts = [_INTRO]
+    for table, group in all_specs(methods).items():
+        if not group:
+            continue
+        parts.append(f"## {table or 'All runs'}\n\n| key | type | range | default | meaning |\n|---|---|---|---|---|")
+        for spec in group:
+            name, value = spec.type.__name__, f"`{to_toml({'x': spec.default}).strip()[4:]}`"
+            parts.append(f"| `{spec.name}` | {name} | {spec.range} | {value} | {spec.doc} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def pyproject_with_defaults(text: str, methods: Mapping[str, type]) -> str:
+    """Return pyproject.toml with the run config's defaults filled in."""
+    head, rest = text.split(_BEGIN, 1)
+    tables = to_toml(defaults(methods)).replace("\n[", "\n[tool.flwr.app.config.")
+    return head + _BEGIN + tables + _END + rest.split(_END, 1)[1]
+
+
+def write(root: Path, methods: Mapping[str, type]) -> None:
+    """Rewrite both files under a clone's root."""
+    (root / "docs").mkdir(exist_ok=True)
+    (root / "docs" / "config.md").write_text(config_page(methods), encoding="utf-8")
+    pyproject = root / "pyproject.toml"
+    pyproject.write_text(pyproject_with_defaults(pyproject.read_text(encoding="utf-8"), methods), encoding="utf-8")

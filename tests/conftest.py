@@ -1,0 +1,95 @@
+"""Fixtures shared by all tests, and the builders the mathematical tests use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.clientapp import ClientApp
+from hypothesis import settings
+
+from client_app.client_app import app as client_app
+from fl_app import server_app
+from fl_app.config import RunConfig, Scalar, parse
+from fl_app.inprocess import InProcessGrid
+from fl_app.layout import Layout, Slot
+from fl_app.results import RunFolder
+from strategies import METHOD_PARAMS
+
+settings.register_profile("corolla", deadline=None, max_examples=50, derandomize=True)  # the same examples everywhere
+settings.load_profile("corolla")
+
+SMALL: dict[str, Scalar] = {
+    "method": "fedavg", "num-server-rounds": 2, "num-clients": 3, "dataset": "digits", "partition": "dirichlet-client",
+    "train-samples": 24, "test-samples": 10, "model": "mlp", "local-epochs": 1, "batch-size": 8, "device": "cpu",
+    "run-name": "run",
+}  # fmt: skip
+
+Run = Callable[..., RunFolder]
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory of prepared data sets for the whole session."""
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture
+def raw_config(tmp_path: Path, data_dir: Path) -> dict[str, Scalar]:
+    """A small run's flat configuration, all of whose files are under tmp_path."""
+    own = {"output-dir": str(tmp_path / "runs"), "state-dir": str(tmp_path / "state"), "data-dir": str(data_dir)}
+    return SMALL | own
+
+
+@pytest.fixture
+def run(raw_config: dict[str, Scalar]) -> Run:
+    """Run a small experiment in this process: the real ServerApp and ClientApp, joined directly.
+
+    Keys use underscores, a method's parameters come as a mapping: run(method="fedcac", fedcac={"tau": 0.3}).
+    """
+
+    def start(
+        app: ClientApp = client_app, node_configs: Mapping[int, Mapping[str, Scalar]] | None = None, **changes: Any
+    ) -> RunFolder:
+        raw = raw_config | flat(changes)
+        config = parse(raw, METHOD_PARAMS)
+        grid = InProcessGrid(app, raw, config.num_clients, node_configs)
+        return server_app.run(grid, config, lambda what, done, total: None)
+
+    return start
+
+
+def flat(changes: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Turn {"num_clients": 3, "fedcac": {"tau": 0.3}} into {"num-clients": 3, "fedcac.tau": 0.3}."""
+    out: dict[str, Scalar] = {}
+    for name, value in changes.items():
+        name = name.replace("_", "-")
+        out |= {f"{name}.{k}": v for k, v in flat(value).items()} if isinstance(value, Mapping) else {name: value}
+    return out
+
+
+def config(**changes: Any) -> RunConfig:
+    """Parse a small run's configuration with changes."""
+    return parse(SMALL | flat(changes), METHOD_PARAMS)
+
+
+def flat_layout(params: Sequence[int], buffers: Sequence[int] = ()) -> Layout:
+    """Layout of one-dimensional tensors w0, w1, ... and b0, b1, ... of the given sizes."""
+
+    def slots(letter: str, sizes: Sequence[int]) -> tuple[Slot, ...]:
+        ends = [0, *np.cumsum(sizes, dtype=int).tolist()]
+        return tuple(Slot(f"{letter}{i}", (n,), ends[i], ends[i + 1]) for i, n in enumerate(sizes))
+
+    return Layout(slots("w", params), slots("b", buffers))
+
+
+def bools(text: str) -> np.ndarray:
+    """Read a mask as bits, "1100 0000"."""
+    return np.array([c == "1" for c in text.replace(" ", "")])
+
+
+def f32(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)

@@ -1,0 +1,50 @@
+"""The same config gives the same bits in simulation with one and two actors, in process, and over gRPC."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Cluster, corolla, rounds, settings, summary
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+CLIENTS = 4
+CASES = {
+    "fedavg": {"method": "fedavg", "model": "mlp"},
+    "fedcac-batchnorm": {"method": "fedcac", "model": "resnet8", "fedcac.beta": 2, "local-epochs": 1},
+}
+
+
+def accuracies(folder: Path) -> list[object]:
+    return [
+        (r["accuracy-before"], r["accuracy-after"], {i: (c["accuracy-before"], c["accuracy-after"]) for i, c in r["clients"].items()})
+        for r in rounds(folder)
+    ]
+
+
+def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start_superlink()
+    for client_id in range(CLIENTS):
+        cluster.start_supernode(client_id, CLIENTS)
+    common = {"num-server-rounds": 2, "train-samples": 60, "state-dir": str(tmp_path / "state")}
+    modes = {
+        "two-actors": ["--clients", str(CLIENTS)],
+        "one-actor": ["--clients", str(CLIENTS), "--cpus-per-client", "2"],
+        "in-process": ["--clients", str(CLIENTS), "--in-process"],
+        "deployment": ["--clients", str(CLIENTS), "--superlink", "test"],
+    }
+    for case, config in CASES.items():
+        found = {}
+        for mode, arguments in modes.items():
+            name = f"{case}-{mode}"
+            done = corolla(
+                "run", *arguments, "--output-dir", str(tmp_path), *settings({**common, **config, "run-name": name}),
+                environment=cluster.environment,
+            )  # fmt: skip
+            assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
+            found[mode] = (summary(tmp_path / name)["digest"], accuracies(tmp_path / name))
+        assert found["two-actors"][0] is not None
+        for mode in modes:
+            assert found[mode] == found["two-actors"], f"{case}: {mode} differs"

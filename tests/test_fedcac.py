@@ -1,0 +1,407 @@
+"""FedCAC against METHODS.md: the kernels, the server half under partial participation, the client half, every option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from client_app.state import State
+from fl_app.layout import Layout, Model
+from fl_app.results import RunFolder
+from strategies import aggregate, masks, scores
+from strategies.base import RunContext, Uploads
+from strategies.fedcac import (
+    METHOD,
+    FedCAC,
+    FedCACParams,
+    FedCACUpdate,
+    collaborators,
+    mask_overlap,
+    most_alike,
+    personalize,
+)
+from tests.conftest import bools, config, f32, flat_layout
+
+LAYOUT = flat_layout([8], [2])
+HALF = masks.num_selected(LAYOUT.sizes, 0.5)
+
+# The golden round: N = 3, d = 8, K = 4. Sums of columns are made to be simple: w0 + w1 + 2 w2 = 17 everywhere.
+W = np.stack([f32(0, 1, 2, 3, 4, 5, 6, 7), f32(2, 3, 4, 5, 6, 7, 8, 9), f32(7.5, 6.5, 5.5, 4.5, 3.5, 2.5, 1.5, 0.5)])
+B = np.stack([f32(1, 10), f32(3, 20), f32(8, 60)])
+WEIGHTS = np.array([1.0, 1.0, 2.0])
+BITS = np.stack([masks.pack(bools(m)) for m in ("1111 0000", "1110 1000", "0000 1111")])
+
+
+def symmetric(values: np.ndarray) -> np.ndarray:
+    return np.asarray((values + values.T) / 2 * (1 - np.eye(len(values))) + np.eye(len(values)))
+
+
+overlaps = st.integers(2, 7).flatmap(lambda n: hnp.arrays(np.float64, (n, n), elements=st.floats(0, 1))).map(symmetric)
+
+
+# collaborators (Eq. 7-8)
+
+
+def test_collaborators_by_hand() -> None:
+    O = np.array([[1, 0.8, 0.5], [0.8, 1, 0.2], [0.5, 0.2, 1]])  # noqa: E741
+    # mean over pairs (0.8 + 0.5 + 0.2)/3 = 0.5, maximum 0.8; t/beta = 1/10: threshold 0.53, so only 0 and 1.
+    assert collaborators(O, 1, 10).tolist() == [[False, True, False], [True, False, False], [False, False, False]]
+    # A threshold just above 0.5 lets the pair (0, 2) out; with a third weak pair the mean falls and lets it in:
+    O[1, 2] = O[2, 1] = 0.1  # mean 7/15 = 0.4667, threshold 0.4667 + 0.0333 = 0.5 at t/beta = 0.1 (0.49 at 0.07)
+    assert collaborators(O, 7, 100)[0].tolist() == [False, True, True]
+    assert collaborators(O, 20, 100)[0].tolist() == [False, True, False]  # threshold 0.533
+
+
+def test_collaborators_of_one_client() -> None:
+    assert collaborators(np.eye(1), 1, 10).tolist() == [[False]]
+
+
+@given(st.floats(0, 1), st.integers(1, 10))
+def test_two_clients_always_collaborate_until_beta(value: float, round: int) -> None:
+    O = np.array([[1, value], [value, 1]])  # noqa: E741
+    assert collaborators(O, round, 10).tolist() == [[False, True], [True, False]]
+
+
+@given(st.floats(0, 1), st.integers(2, 12), st.integers(1, 30))
+def test_equal_overlaps_make_everyone_collaborate(value: float, n: int, round: int) -> None:
+    # The mean of equal numbers may be rounded above them: the cap at O_max is what makes everyone qualify.
+    O = np.where(np.eye(n, dtype=bool), 1.0, value)  # noqa: E741
+    assert (collaborators(O, round, 30) == ~np.eye(n, dtype=bool)).all()
+
+
+@given(overlaps)
+def test_only_the_most_alike_pairs_at_beta(O: np.ndarray) -> None:  # noqa: E741, N803
+    highest = O[~np.eye(len(O), dtype=bool)].max()
+    assert (collaborators(O, 10, 10) == ((highest == O) & ~np.eye(len(O), dtype=bool))).all()
+
+
+@given(overlaps, st.integers(1, 12))
+def test_collaborators_equal_the_naive_reference(O: np.ndarray, round: int) -> None:  # noqa: E741, N803
+    n = len(O)
+    pairs = [O[i, j] for i in range(n) for j in range(n) if i != j]
+    O_avg, O_max = sum(pairs) / len(pairs), max(pairs)
+    threshold = O_max if round == 10 else min(O_max, O_avg + round / 10 * (O_max - O_avg))
+    got = collaborators(O, round, 10)
+    assert got.dtype == np.bool_ and not np.diag(got).any() and (got == got.T).all()
+    for i in range(n):
+        for j in range(n):
+            if i != j and abs(O[i, j] - threshold) > 1e-12:
+                assert got[i, j] == (round <= 10 and O[i, j] > threshold)
+
+
+@given(overlaps, st.integers(11, 1000))
+def test_nobody_collaborates_after_beta(O: np.ndarray, round: int) -> None:  # noqa: E741, N803
+    assert not collaborators(O, round, 10).any()
+
+
+@pytest.mark.parametrize(("round", "beta"), [(0, 10), (1, 0), (-1, 5)])
+def test_collaborators_refuse_rounds_below_one(round: int, beta: int) -> None:
+    with pytest.raises(ValueError, match=f"round and beta must be at least 1, got round {round} and beta {beta}"):
+        collaborators(np.eye(2), round, beta)
+
+
+def test_most_alike_breaks_ties_to_the_lower_id() -> None:
+    O = np.array([[1, 0.5, 0.5, 0.2], [0.5, 1, 0.9, 0.5], [0.5, 0.9, 1, 0.9], [0.2, 0.5, 0.9, 1]])  # noqa: E741
+    assert [np.flatnonzero(row).tolist() for row in most_alike(O, 1)] == [[1], [2], [1], [2]]
+    assert [np.flatnonzero(row).tolist() for row in most_alike(O, 2)] == [[1, 2], [0, 2], [1, 3], [1, 2]]
+    assert (most_alike(O, 9) == ~np.eye(4, dtype=bool)).all()
+
+
+def test_most_alike_does_not_choose_oneself_at_zero_overlap() -> None:
+    assert most_alike(np.eye(3), 1).tolist() == [[False, True, False], [True, False, False], [True, False, False]]
+
+
+# personalize
+
+
+def test_the_golden_round() -> None:
+    # overlaps: O_01 = 3/4, O_02 = 0, O_12 = 1/4; mean 1/3, maximum 3/4. t = 1, beta = 2: threshold 1/3 + (5/12)/2 = 0.54,
+    # so clients 0 and 1 collaborate, client 2 is alone.
+    # global: (w0 + w1 + 2 w2)/4 = 17/4 everywhere. u_0 = u_1 = (w0 + w1)/2 = 1 2 3 4 5 6 7 8 (unweighted), u_2 = w2.
+    # merged: u on the client's own mask (0: parameters 0-3; 1: 0, 1, 2, 4; 2: 4-7), 17/4 elsewhere.
+    g = 4.25
+    mean, personalized = personalize(W, BITS, 1, beta=2, weights=WEIGHTS)
+    assert mean.tolist() == [g] * 8
+    assert personalized.tolist() == [
+        [1, 2, 3, 4, g, g, g, g],
+        [1, 2, 3, g, 5, g, g, g],
+        [g, g, g, g, 3.5, 2.5, 1.5, 0.5],
+    ]
+
+
+def test_the_golden_round_after_beta() -> None:
+    # t = 3 > beta: everyone keeps its own critical parameters.
+    g = 4.25
+    mean, personalized = personalize(W, BITS, 3, beta=2, weights=WEIGHTS)
+    assert mean.tolist() == [g] * 8
+    assert personalized.tolist() == [
+        [0, 1, 2, 3, g, g, g, g],
+        [2, 3, 4, g, 6, g, g, g],
+        [g, g, g, g, 3.5, 2.5, 1.5, 0.5],
+    ]
+
+
+def test_uniform_weights_are_the_default() -> None:
+    uniform = personalize(W, BITS, 1, beta=2)
+    explicit = personalize(W, BITS, 1, beta=2, weights=np.ones(3))
+    np.testing.assert_array_equal(uniform[0], explicit[0])
+    np.testing.assert_array_equal(uniform[1], explicit[1])
+    assert uniform[0][0] == np.float32(9.5 / 3)
+
+
+@pytest.mark.parametrize("round", [1, 5, 20])
+def test_nothing_critical_is_fedavg_bit_for_bit(round: int) -> None:
+    rng = np.random.default_rng(0)
+    stack, sizes = rng.standard_normal((5, 20_003), dtype=np.float32), rng.integers(1, 99, 5).astype(float)
+    bits = np.stack([masks.pack(masks.top_k(row, [20_003], 0.0)) for row in stack])
+    fedavg = aggregate.weighted_mean(stack, sizes)
+    mean, personalized = personalize(stack, bits, round, beta=10, weights=sizes)
+    assert mean.tobytes() == fedavg.tobytes()
+    assert all(row.tobytes() == fedavg.tobytes() for row in personalized)
+
+
+def test_everything_critical_after_beta_is_local_training() -> None:
+    bits = np.full((3, 1), 255, np.uint8)
+    assert (personalize(W, bits, 3, beta=2, weights=WEIGHTS)[1] == W).all()
+
+
+def test_one_client_keeps_its_model() -> None:
+    mean, personalized = personalize(W[:1], BITS[:1], 1, beta=10)
+    assert (mean == W[0]).all() and (personalized == W[:1]).all()
+
+
+def test_mask_overlap_of_empty_masks() -> None:
+    assert (mask_overlap(W, np.zeros((3, 1), np.uint8)) == np.eye(3)).all()
+
+
+def test_personalize_refuses_what_does_not_fit() -> None:
+    unequal = np.stack([masks.pack(bools(m)) for m in ("11110000", "11100000", "00001111")])
+    with pytest.raises(ValueError, match=r"masks must have equally many ones, got \[3, 4\]"):
+        personalize(W, unequal, 1, beta=2)
+    with pytest.raises(ValueError, match=r"masks must be uint8 \(3, 1\) for W \(3, 8\), got uint8 \(2, 1\)"):
+        personalize(W, BITS[:2], 1, beta=2)
+    with pytest.raises(ValueError, match="got int64"):
+        personalize(W, BITS.astype(np.int64), 1, beta=2)
+    with pytest.raises(ValueError, match="weights must be 3 numbers"):
+        personalize(W, BITS, 1, beta=2, weights=np.ones(2))
+
+
+# server half
+
+
+def server(layout: Layout = LAYOUT, **params: Any) -> FedCAC:
+    """A strategy whose initial model is -1 everywhere."""
+    chosen = FedCACParams(**({"beta": 2} | params))
+    initial = Model(np.full(layout.d, -1, np.float32), np.full(layout.b, -1, np.float32))
+    folder = RunFolder(Path("unused"), "experiment")
+    return FedCAC(config(), chosen, layout, initial, METHOD.shared(layout, chosen), folder)
+
+
+def play(strategy: FedCAC, round: int, ids: list[int], rows: list[int] | None = None, **changes: Any) -> None:
+    """Give the strategy a round's uploads; by default, client i sends row i of the golden round."""
+    rows = ids if rows is None else rows
+    b = strategy.layout.b
+    uploads = Uploads(ids, W[rows], B[rows, :b], WEIGHTS[rows], BITS[rows], {}, [{}] * len(ids))
+    strategy.round = round
+    strategy.personalize(round, Uploads(**(vars(uploads) | changes)))
+
+
+def test_the_golden_round_in_the_strategy() -> None:
+    strategy = server()
+    play(strategy, 1, [0, 1, 2])
+    g = 4.25
+    assert strategy.model_for(0).params.tolist() == [1, 2, 3, 4, g, g, g, g]
+    assert strategy.model_for(1).params.tolist() == [1, 2, 3, g, 5, g, g, g]
+    assert strategy.model_for(2).params.tolist() == [g, g, g, g, 3.5, 2.5, 1.5, 0.5]
+    # statistics: unweighted over the group: (1+3)/2, (10+20)/2; client 2's own; global: (1+3+16)/4, (10+20+120)/4
+    assert strategy.model_for(0).buffers.tolist() == strategy.model_for(1).buffers.tolist() == [2, 15]
+    assert strategy.model_for(2).buffers.tolist() == [8, 60]
+    assert strategy.global_model.params.tolist() == [g] * 8
+    assert strategy.global_model.buffers.tolist() == [5, 37.5]
+    assert [strategy._client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
+    assert strategy._round_notes["overlap"] == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
+
+
+def test_every_mask_must_have_k_ones() -> None:
+    layout = flat_layout([5, 3, 1])
+    assert server(layout, tau=0.5).expected().num_selected == 2 + 1 + 0
+    assert server(layout, tau=0.5).expected().num_params == 9
+
+
+def test_a_client_that_was_absent_gets_its_old_critical_values_on_the_current_global_model() -> None:
+    strategy = server()
+    play(strategy, 1, [0, 1, 2])
+    play(strategy, 2, [1, 2])
+    # round 2, clients 1 and 2 alone: N = 2 and t = beta, so they collaborate. global (w1 + 2 w2)/3.
+    g = ((W[1].astype(np.float64) + 2 * W[2].astype(np.float64)) / 3).astype(np.float32)
+    np.testing.assert_allclose(strategy.global_model.params, g, rtol=1e-6)
+    absent = strategy.model_for(0)
+    assert absent.params[:4].tolist() == [1, 2, 3, 4]  # its u from round 1
+    assert (absent.params[4:] == strategy.global_model.params[4:]).all()
+    assert absent.buffers.tolist() == [2, 15]  # its statistics from round 1
+    # who took part got the new mean: (w1 + w2)/2 on the mask of client 1
+    assert strategy.model_for(1).params[:3].tolist() == [4.75, 4.75, 4.75]
+
+
+def test_a_client_never_seen_gets_the_plain_global_model() -> None:
+    strategy = server()
+    assert strategy.model_for(7).params.tolist() == [-1] * 8  # the initial model
+    play(strategy, 1, [0, 2])
+    assert strategy.model_for(7) is strategy.global_model
+    np.testing.assert_allclose(strategy.model_for(7).buffers, [(1 + 2 * 8) / 3, (10 + 2 * 60) / 3], rtol=1e-6)
+
+
+def test_rows_belong_to_the_ids_of_the_round() -> None:
+    # clients 5, 3 and 9 of a larger run send the golden rows 0, 1 and 2
+    strategy = server()
+    play(strategy, 1, [3, 5, 9], rows=[0, 1, 2])
+    assert strategy.model_for(3).params[:4].tolist() == [1, 2, 3, 4]
+    assert [strategy._client_notes[i]["collaborators"] for i in (3, 5, 9)] == [[5], [3], []]
+
+
+def test_the_next_round_does_not_change_what_is_kept() -> None:
+    # the stack W is overwritten by the next round's uploads
+    strategy = server()
+    stack, buffers = W.copy(), B.copy()
+    play(strategy, 1, [0, 1, 2], W=stack, B=buffers)
+    stack[:], buffers[:] = 99, 99
+    assert strategy.model_for(2).params[4:].tolist() == [3.5, 2.5, 1.5, 0.5]
+    assert strategy.model_for(2).buffers.tolist() == [8, 60]
+
+
+# options
+
+
+def test_collaboration_none() -> None:
+    strategy = server(collaboration="none")
+    play(strategy, 1, [0, 1, 2])
+    assert strategy.model_for(0).params[:4].tolist() == W[0, :4].tolist()
+    assert strategy.model_for(0).params[4:].tolist() == [4.25] * 4
+    assert strategy.model_for(0).buffers.tolist() == B[0].tolist()
+    assert strategy._client_notes[0]["collaborators"] == []
+
+
+def test_collaboration_top() -> None:
+    # most alike: 0 -> 1, 1 -> 0, 2 -> 1 (1/4 against 0): client 2, alone by threshold, now has client 1; not symmetric
+    strategy = server(collaboration="top", num_collaborators=1)
+    play(strategy, 9, [0, 1, 2])  # t > beta does not matter
+    assert [strategy._client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], [1]]
+    assert strategy.model_for(2).params[4:].tolist() == ((W[1] + W[2]) / 2)[4:].tolist()
+    everyone = server(collaboration="top", num_collaborators=5)
+    play(everyone, 9, [0, 1, 2])
+    np.testing.assert_allclose(everyone.model_for(2).params[4:], W.mean(axis=0)[4:], rtol=1e-6)
+
+
+def test_non_critical_as_critical() -> None:
+    # the whole model from the group: u_0 everywhere; for client 2, alone, its own model
+    strategy = server(non_critical="as-critical")
+    play(strategy, 1, [0, 1, 2])
+    assert strategy.model_for(0).params.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert strategy.model_for(2).params.tolist() == W[2].tolist()
+    play(strategy, 2, [1, 2])
+    assert strategy.model_for(0).params.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]  # absent: no part of it is global
+
+
+def test_weighting_uniform() -> None:
+    strategy = server(weighting="uniform")
+    play(strategy, 1, [0, 1, 2])
+    np.testing.assert_allclose(strategy.global_model.params, W.mean(axis=0), rtol=1e-6)
+    np.testing.assert_allclose(strategy.global_model.buffers, B.mean(axis=0), rtol=1e-6)
+    assert strategy.model_for(0).params[:4].tolist() == [1, 2, 3, 4]
+
+
+def test_batchnorm_statistics_local_do_not_travel() -> None:
+    strategy = server(batchnorm_statistics="local")
+    assert (strategy.layout.d, strategy.layout.b) == (8, 0)
+    play(strategy, 1, [0, 1, 2])
+    assert strategy.model_for(0).params.tolist() == [1, 2, 3, 4, 4.25, 4.25, 4.25, 4.25]
+    assert strategy.model_for(0).buffers.size == 0 and strategy.expected().b == 0
+    assert server().expected().b == 2
+
+
+def test_tau_zero_sends_everyone_the_global_model() -> None:
+    strategy = server(tau=0.0)
+    play(strategy, 1, [0, 1, 2], bits=np.zeros((3, 1), np.uint8))
+    for i in range(3):
+        assert strategy.model_for(i).params.tobytes() == aggregate.weighted_mean(W, WEIGHTS).tobytes()
+        assert strategy._client_notes[i]["collaborators"] == []  # K = 0: nobody, by definition
+
+
+# client half
+
+
+def context(layout: Layout = LAYOUT, round: int = 1, client_id: int = 0, **params: Any) -> RunContext[FedCACParams]:
+    chosen = FedCACParams(**params)
+    trainer: Any = None
+    initial = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
+    return RunContext(
+        config(), chosen, round, client_id, layout, METHOD.shared(layout, chosen), lambda: initial, trainer, 12, {}
+    )
+
+
+BEFORE = Model(np.zeros(8, np.float32), np.zeros(2, np.float32))
+AFTER = Model(f32(1, -8, 3, 4, -5, 6, 2, 7), f32(1, 2))  # scores are its squares
+
+
+def mask_of(**changes: Any) -> list[bool]:
+    ctx = context(**changes)
+    upload = FedCACUpdate().upload(BEFORE, AFTER, State(), ctx)
+    assert upload.mask is not None
+    return list(masks.unpack(upload.mask, ctx.layout.d).tolist())
+
+
+def test_upload_by_hand() -> None:
+    upload = FedCACUpdate().upload(BEFORE, AFTER, State(), context(tau=0.5))
+    assert upload.mask is not None
+    assert upload.mask.tolist() == [0b10110010]  # parameters 1, 4, 5, 7: |-8|, |-5|, 6, 7
+    assert upload.model.params.tolist() == AFTER.params.tolist() and upload.model.buffers.tolist() == [1, 2]
+    assert upload.num_examples == 12
+    assert upload.nbytes == 4 * (8 + 2) + 1
+
+
+def test_selection_is_per_layer() -> None:
+    # layers of 4: in the first |-8| and 4, in the second 6 and 7
+    assert mask_of(layout=flat_layout([4, 4]), tau=0.5) == bools("0101 0101").tolist()
+    expected = masks.top_k(scores.sensitivity(BEFORE.params, AFTER.params), (4, 4), 0.5)
+    assert mask_of(layout=flat_layout([4, 4])) == expected.tolist()
+
+
+def test_selection_sensitivity_reverse_takes_the_least_sensitive() -> None:
+    assert mask_of(tau=0.5, selection="sensitivity-reverse") == (~bools("0100 1101")).tolist()
+    assert mask_of(tau=0.25, selection="sensitivity-reverse") == bools("1000 0010").tolist()
+
+
+def test_selection_random() -> None:
+    layout = flat_layout([40, 60])
+    after = Model(np.arange(100, dtype=np.float32), np.zeros(0, np.float32))
+    before = Model(np.zeros(100, np.float32), np.zeros(0, np.float32))
+
+    def draw(**changes: Any) -> np.ndarray:
+        upload = FedCACUpdate().upload(before, after, State(), context(layout, selection="random", **changes))
+        assert upload.mask is not None
+        return masks.unpack(upload.mask, 100)
+
+    first = draw()
+    assert [first[:40].sum(), first[40:].sum()] == [20, 30]
+    assert (first == draw()).all()
+    assert (first != masks.top_k(after.params, (40, 60), 0.5)).any()
+    assert (first != draw(client_id=1)).any() and (first != draw(round=2)).any()
+
+
+def test_batchnorm_statistics_local_on_the_client() -> None:
+    ctx = context(batchnorm_statistics="local")
+    update, state = FedCACUpdate(), State()
+    upload = update.upload(BEFORE, AFTER, state, ctx)
+    assert upload.model.buffers.size == 0 and upload.mask is not None
+    update.keep_local(AFTER, state, ctx)
+    received = Model(np.arange(8, dtype=np.float32), np.zeros(0, np.float32))
+    merged = update.merge(received, state, ctx)
+    assert merged.params.tolist() == list(range(8)) and merged.buffers.tolist() == [1, 2]  # its own statistics
+    first = update.merge(received, State(), ctx)
+    assert first.buffers.tolist() == [0, 0]  # before its first training: the initial model's

@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from strategies.scores import sensitivity
+from tests.conftest import f32
+
+vectors = hnp.arrays(np.float32, 20, elements=st.floats(-1e6, 1e6, width=32))
+
+
+def test_sensitivity_by_hand() -> None:
+    # |(after - before) * after|: |1 * 2|, |0 * 5|, |-2 * -3|, |-0.5 * -0.5|, |-4 * 0|
+    before, after = f32(1, 5, -1, 0, 4), f32(2, 5, -3, -0.5, 0)
+    scores = sensitivity(before, after)
+    assert scores.dtype == np.float32
+    assert scores.tolist() == [2, 0, 6, 0.25, 0]
+    assert before.tolist() == [1, 5, -1, 0, 4] and after.tolist() == [2, 5, -3, -0.5, 0]
+
+
+@given(vectors, vectors)
+def test_sensitivity_properties(before: np.ndarray, after: np.ndarray) -> None:
+    scores = sensitivity(before, after)
+    assert (scores >= 0).all()
+    assert (scores[(before == after) | (after == 0)] == 0).all()
+    assert (scores == sensitivity(-before, -after)).all()
+    exact = np.abs((after.astype(np.float64) - before) * after)
+    np.testing.assert_allclose(scores, exact, rtol=1e-6, atol=1e-37)
+
+
+def test_sensitivity_refuses_different_shapes() -> None:
+    with pytest.raises(ValueError, match=r"before has shape \(3,\), after \(2,\): they must be equal"):
+        sensitivity(f32(1, 2, 3), f32(1, 2))
