@@ -74,6 +74,9 @@ class CorollaClient(NumPyClient):
                 "accuracy": accuracy,
                 "sha256": hashlib.sha256(model.params.tobytes()).hexdigest(),
             }
+            if self.config.finetune_epochs:
+                tuned = trainer.train(model, epochs=self.config.finetune_epochs, purpose="finetune")
+                metrics["accuracy-finetuned"] = trainer.evaluate(tuned)[1]
             return loss, len(self.data.y_test), dict(metrics)
         except Exception as error:
             log.exception("client %d failed", self.client_id)

@@ -7,6 +7,7 @@ after a server crash or a repeated round the client may be ahead of the server.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -66,12 +67,12 @@ class StateStore:
             return ""
         from safetensors.numpy import save
 
-        version = f"{round:06d}-{attempt:02d}"
-        payload = save({name: np.ascontiguousarray(array) for name, array in state.arrays.items()})
+        version = f"{round:06d}-{attempt:06d}"
+        payload = save({name: np.asarray(array, order="C") for name, array in state.arrays.items()})
         path = self._path(version)
-        self.directory.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".tmp{os.getpid()}")
         try:
+            self.directory.mkdir(parents=True, exist_ok=True)
             with temporary.open("wb") as file:
                 file.write(hashlib.sha256(payload).digest())
                 file.write(payload)
@@ -79,7 +80,8 @@ class StateStore:
                 os.fsync(file.fileno())
             os.replace(temporary, path)
         except OSError as error:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
             raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
         return version
 

@@ -145,6 +145,7 @@ class LocalTrainer:
         of f before a batch's first step.
         """
         self.load(start)
+        still = self._freeze(frozenset())
         outer = self.weights.clone()
         self.module.train()
         epoch_loss, samples = torch.zeros((), device=self.device), 0
@@ -157,7 +158,7 @@ class LocalTrainer:
                     epoch_loss += loss * len(y)
                     samples += len(y)
                 self.gradient.add_(self.weights - outer, alpha=weight)
-                self.step(None, learning_rate=inner_learning_rate)
+                self.step(None, still, inner_learning_rate)
             outer.sub_(outer - self.weights, alpha=self.learning_rate * weight)
         self.last_loss = float(epoch_loss) / max(samples, 1)
         theta = self.read()
@@ -198,9 +199,10 @@ class LocalTrainer:
     def _freeze(self, frozen: frozenset[str]) -> torch.Tensor | None:
         for slot, parameter, trainable in zip(self.layout.params, self.module.parameters(), self._trainable, strict=True):
             parameter.requires_grad_(trainable and slot.name not in frozen)  # autograd skips what need not be computed
-        if not frozen:
-            return None
-        return torch.from_numpy(self.layout.indices(frozen)).to(self.device)
+        still = self.layout.indices(frozen)
+        for slot, trainable in zip(self.layout.params, self._trainable, strict=True):
+            still[slot.start : slot.stop] |= not trainable  # frozen by the user's model: no weight decay either
+        return torch.from_numpy(still).to(self.device) if still.any() else None
 
     def minibatches(self, epochs: int, purpose: str) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
         """Yield (first of its epoch, inputs, labels) over shuffled epochs.

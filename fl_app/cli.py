@@ -20,7 +20,7 @@ from rich.table import Table
 
 from fl_app.config import PATH_DATASETS, RunConfig, Scalar, parse, specs
 from fl_app.errors import UserError
-from fl_app.results import read_summary
+from fl_app.results import SUMMARY, check_unchanged, read_config, read_summary
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
@@ -40,7 +40,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}")
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise SystemExit(2) from None
 
 
@@ -284,10 +284,15 @@ def run_command(
     cpus_per_client: Annotated[float, typer.Option(help="Simulation: CPU cores per client.", min=0.1)] = 1,
     gpus_per_client: Annotated[float, typer.Option(help="Simulation: GPUs per client, may be a fraction.", min=0)] = 0,
     in_process: Annotated[bool, typer.Option("--in-process", help="Debug: one process, no Ray, no SuperLink.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Continue an interrupted run in its folder, from its last checkpoint.")
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Flower's and Ray's log lines too.")] = False,
 ) -> None:
     """Run one experiment, in simulation unless --superlink is given."""
-    config = read_preset(preset) if preset else {}
+    if resume and (preset or output_dir is not None):
+        raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir")
+    config = saved_config(resume) if resume else read_preset(preset) if preset else {}
     config |= parse_set(set_ or [])
     if clients is not None:
         config["num-clients"] = clients
@@ -299,6 +304,12 @@ def run_command(
         config["num-clients"] = config.get("num-clients") or 10
     config = absolute_paths({"output-dir": "runs", **config})
     parsed = resolve(config)
+    if resume:
+        check_unchanged(resume, parsed)
+    if resume and is_finished(resume, parsed):
+        console.print("this run is complete; there is nothing to resume")
+        finish([resume])
+        return
     if superlink is not None:
         from fl_app.launch import flower_environment, flwr_run
 
@@ -315,6 +326,16 @@ def run_command(
             with simulation(parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
                 folder = run_one(config, submit, verbose)
     finish([folder])
+
+
+def saved_config(run: Path) -> dict[str, Scalar]:
+    """Read the config an interrupted run is continued with."""
+    return read_config(run) | {"resume": str(run.resolve())}
+
+
+def is_finished(run: Path, config: RunConfig) -> bool:
+    """Tell whether a run has all its rounds and its summary."""
+    return (run / SUMMARY).is_file() and read_summary(run)["rounds"] >= config.num_server_rounds
 
 
 def finish(folders: list[Path | None]) -> None:

@@ -175,18 +175,35 @@ class RunConfig:
         120.0, "Seconds to wait for `min-available-clients` before the run fails.", POSITIVE
     )
     round_timeout: float = key(3600.0, "Seconds to wait for the replies of a round.", POSITIVE)
+    min_results: float = key(0.5, "Part of a round's clients whose uploads it needs to count (at least one).", RATIO)
+    round_retries: int = key(
+        1, "How often a round with fewer usable uploads than `min-results` is repeated before the run fails.",
+        Rule(low=0, high=99),
+    )
+    checkpoint_every: int = key(5, "Rounds between checkpoints; there is always one after the last.", AT_LEAST_ONE)
+    finetune_epochs: int = key(
+        0, "Evaluations also report every client's accuracy after so many local epochs from its model, which is not kept.",
+        NOT_NEGATIVE,
+    )
     # files
     run_name: str = key("", "Name of the run's folder. Empty: time, method and data set.")
     output_dir: str = key("runs", "Directory of run folders; made absolute by `corolla run`.")
     state_dir: str = key(
         "", "Directory of client state on each client. Empty: `$COROLLA_STATE_DIR`, or the user's state directory."
     )
+    resume: str = key("", "Run folder to continue; set by `corolla run --resume`.")
     collect_personal_models: bool = key(
         False, "Upload every client's personal model at the end; off, parts that never travel stay on the clients."
     )
     # the chosen method's parameter dataclass, and all of the resolved keys
     params: Any = dataclasses.field(default=NoParams())
     resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"num-server-rounds", "round-timeout", "available-timeout", "round-retries", "checkpoint-every", "resume", "output-dir",
+     "run-name", "state-dir", "data-dir"}
+)  # fmt: skip
 
 
 def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:

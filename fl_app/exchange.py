@@ -106,7 +106,8 @@ class Exchange:
         new = [Message(wire.encode_query(), node, QUERY) for node in sorted(online - set(self._asked))]
         if new:
             nodes = [m.metadata.dst_node_id for m in new]
-            self._asked |= {n: i or "" for n, i in zip(nodes, self.grid.push_messages(new), strict=True)}
+            ids = zip(nodes, self.grid.push_messages(new), strict=True)
+            self._asked |= {node: message for node, message in ids if message}  # undelivered: asked again next time
         by_message = {message: node for node, message in self._asked.items() if message}
         if not by_message:
             return

@@ -79,7 +79,8 @@ class Layout:
         batchnorm: set[str] = set()
         for prefix, child in module.named_modules():
             own = {f"{prefix}.{n}" if prefix else n for n, _ in child.named_parameters(recurse=False)}
-            own |= {f"{prefix}.{n}" if prefix else n for n, _ in child.named_buffers(recurse=False)}
+            buffers = [n for n, b in child.named_buffers(recurse=False) if b.is_floating_point()]
+            own |= {f"{prefix}.{n}" if prefix else n for n in buffers}
             if isinstance(child, nn.Linear):
                 classifier = frozenset(own)
             elif isinstance(child, nn.modules.batchnorm._BatchNorm):

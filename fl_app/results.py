@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import os
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fl_app.config import RunConfig, Scalar
+from fl_app.config import MAY_CHANGE_ON_RESUME, RunConfig, Scalar
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
+RUN = "run.json"
 MODELS = "models"
 
 
 class RunFolder:
-    """One run's folder, created empty; every write is whole or not at all."""
+    """One run's folder; every write is whole or not at all. starts: how often the run was resumed."""
 
-    def __init__(self, path: Path, experiment: str) -> None:
+    def __init__(self, path: Path, experiment: str, starts: int = 0) -> None:
         self.path = path
         self.experiment = experiment
+        self.starts = starts
 
     @classmethod
     def create(cls, config: RunConfig, experiment: str) -> RunFolder:
@@ -38,9 +41,30 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
         folder = cls(path, experiment)
-        resolved = {**config.resolved, "run-name": name}
-        folder.write(CONFIG, f'# experiment = "{experiment}"\n' + to_toml(resolved))
+        folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
+        folder.write(RUN, json.dumps({"experiment": experiment, "starts": 0}) + "\n")
         return folder
+
+    @classmethod
+    def resume(cls, config: RunConfig) -> RunFolder:
+        """Open the folder of a run to continue it.
+
+        Raises UserError if it is no run folder, or if a key differs that must not change.
+        """
+        path = Path(config.resume)
+        check_unchanged(path, config)
+        run = json.loads((path / RUN).read_text(encoding="utf-8"))
+        folder = cls(path, run["experiment"], run["starts"] + 1)
+        folder.write(RUN, json.dumps({"experiment": folder.experiment, "starts": folder.starts}) + "\n")
+        kept = {"output-dir": str(path.parent), "run-name": path.name, "resume": ""}
+        folder.write(CONFIG, to_toml({**config.resolved, **kept}))
+        return folder
+
+    def rewind(self, round: int, record: Mapping[str, Any]) -> None:
+        """Cut metrics.jsonl after a round, whose line is `record` (empty for round 0)."""
+        lines = [json.dumps(r, allow_nan=False) for r in read_metrics(self.path) if r["round"] < round]
+        lines += [json.dumps(record, allow_nan=False)] if record else []
+        self.write(METRICS, "".join(line + "\n" for line in lines))
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one round to metrics.jsonl."""
@@ -50,7 +74,10 @@ class RunFolder:
     def write(self, name: str, text: str) -> None:
         """Write a text file atomically."""
         temporary = self.path / f".{name}.tmp"
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, self.path / name)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
@@ -84,6 +111,30 @@ def to_toml(flat: Mapping[str, Scalar]) -> str:
 
 def _toml_value(value: Scalar) -> str:
     return json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else repr(value)
+
+
+def read_config(run: Path) -> dict[str, Scalar]:
+    """Read a run folder's resolved config, flat. Raises UserError if there is none."""
+    try:
+        tables = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{run} is not a run folder: {CONFIG}: {error}") from None
+    flat: dict[str, Scalar] = {}
+    for name, value in tables.items():
+        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
+    return flat
+
+
+def check_unchanged(run: Path, config: RunConfig) -> None:
+    """Raise UserError if `run` is no run folder, or if a key differs from it that must not change on resume."""
+    saved = read_config(run)
+    changed = [
+        f"  {k}: {saved.get(k)!r} in the run, now {v!r}"
+        for k, v in config.resolved.items()
+        if k not in MAY_CHANGE_ON_RESUME and saved.get(k) != v
+    ]
+    if changed:
+        raise UserError("resume: these keys must not change:\n" + "\n".join(changed))
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
@@ -122,6 +173,7 @@ def summarize(config: RunConfig, experiment: str, rounds: list[dict[str, Any]]) 
         "rounds": len(rounds),
         "final-accuracy": final["accuracy"],
         "final-accuracy-pooled": final["accuracy-pooled"],
+        "final-accuracy-finetuned": final["accuracy-finetuned"],
         "best-accuracy": best("accuracy-before"),
         "best-accuracy-pooled": best("accuracy-before-pooled"),
         "digest": final["digest"],

@@ -15,7 +15,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import models
+from fl_app import checkpoint, models
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.exchange import Exchange
@@ -60,13 +60,17 @@ def run(grid: Grid, config: RunConfig, progress: Progress) -> RunFolder:
     layout = Layout.of(module)
     initial = models.initial_model(module, config.initial_weights) if config.initial_weights else models.read(module)
     shared = method.shared(layout, config.params)
-    experiment = uuid.uuid4().hex[:12]
-    folder = RunFolder.create(config, experiment)
+    folder = RunFolder.resume(config) if config.resume else RunFolder.create(config, uuid.uuid4().hex[:12])
     log.info("%s%s", FOLDER_MARK, folder.path)
     strategy = method.strategy(config, config.params, layout, initial, shared, folder)
+    if config.resume:
+        saved = checkpoint.load_latest(folder.path)
+        strategy.restore(saved)
+        folder.rewind(strategy.round, saved.meta["record"])
+        log.info("resumed after round %d", strategy.round)
     strategy.start(exchange)
     save_models(strategy, exchange, folder)
-    folder.write_summary(summarize(config, experiment, list(read_metrics(folder.path))))
+    folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
     return folder
 
 

@@ -22,6 +22,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _BLOCK = 16_384  # columns; a multiple of 8, so blocks of packed masks start on a byte
+_GRAM_CHUNK = 80_000  # float64 values: fit the cache
+_CANCELLED = 1e-8  # share of the norms below which a squared distance has lost half its float64 digits
 
 
 def weighted_mean(W: Stack, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
@@ -75,9 +77,9 @@ def for_blocks(block: Callable[[int, int], None], d: int) -> None:
             list(pool.map(lambda start: block(start, min(start + _BLOCK, d)), starts))
 
 
-def blocks(start: int, stop: int) -> list[tuple[int, int]]:
+def blocks(start: int, stop: int, width: int = _BLOCK) -> list[tuple[int, int]]:
     """Cut the columns start..stop into consecutive blocks, (start, stop) each."""
-    return [(first, min(first + _BLOCK, stop)) for first in range(start, stop, _BLOCK)]
+    return [(first, min(first + width, stop)) for first in range(start, stop, width)]
 
 
 def in_order(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
@@ -145,3 +147,101 @@ def collaborate(
 
     for_blocks(block, d)
     return mean, personalized
+
+
+def squared_distances(W: Stack, V: Stack | None = None) -> NDArray[np.float64]:
+    """Squared Euclidean distances between clients' vectors, float64 [N, N]: entry (i, j) is ||v_i - w_j||^2.
+
+    W, V: float32 [N, d]; V = None means W: symmetric, diagonal 0. One matrix product per block in float64, of differences
+    from the first row, so what the vectors have in common does not cancel. Pairs that lie much closer to each other than to
+    that row are done again directly, and equal vectors have distance 0. Raises ValueError if the shapes differ.
+    """
+    if V is not None and V.shape != W.shape:
+        raise ValueError(f"W has shape {W.shape}, V {V.shape}: they must be equal")
+    n, d = W.shape
+    step = max(512, _GRAM_CHUNK // n)
+
+    def products(span: tuple[int, int]) -> NDArray[np.float64]:
+        """Inner products of all rows of [W; V], [N, N] or [2N, 2N]."""
+        sums = np.zeros((n, n) if V is None else (2 * n, 2 * n))
+        scratch = np.empty((len(sums), min(step, span[1] - span[0])))
+        for start in range(*span, step):
+            stop = min(start + step, span[1])
+            x = scratch[:, : stop - start]
+            x[:n] = W[:, start:stop]
+            if V is not None:
+                x[n:] = V[:, start:stop]
+            x -= x[0].copy()
+            sums += x @ x.T
+        return sums
+
+    gram = sum(in_order(products, blocks(0, d)), np.zeros((n, n) if V is None else (2 * n, 2 * n)))
+    norms = np.diag(gram)
+    rows = slice(0, n) if V is None else slice(n, None)
+    scale = norms[rows, None] + norms[None, :n]
+    distances: NDArray[np.float64] = np.maximum(scale - 2 * gram[rows, :n], 0)
+    if V is None:
+        np.fill_diagonal(distances, 0)
+    close = distances < _CANCELLED * scale
+    if close.any():
+        _directly(W, W if V is None else V, close, distances)
+    return distances
+
+
+def _directly(W: Stack, V: Stack, close: NDArray[np.bool_], distances: NDArray[np.float64]) -> None:
+    """Replace the chosen squared distances by sums of squared differences."""
+    pairs = np.argwhere(close).tolist()
+
+    def sums(span: tuple[int, int]) -> NDArray[np.float64]:
+        at = slice(*span)
+        out = np.empty(len(pairs))
+        for k, (i, j) in enumerate(pairs):
+            difference = np.subtract(V[i, at], W[j, at], dtype=np.float64)
+            out[k] = difference @ difference
+        return out
+
+    distances[close] = sum(in_order(sums, blocks(0, W.shape[1])), np.zeros(len(pairs)))
+
+
+def mix(W: Stack, weights: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Weighted sums of the rows, float32 [G, d]: row g is sum_j weights[g, j] w_j. W: float32 [N, d]; weights: [G, N]."""
+    out = np.empty((weights.shape[0], W.shape[1]), dtype=np.float32)
+    factors = weights.astype(np.float32)
+
+    def block(start: int, stop: int) -> None:
+        np.matmul(factors, W[:, start:stop], out=out[:, start:stop])
+
+    for_blocks(block, W.shape[1])
+    return out
+
+
+def mix_by_mask(
+    W: Stack, bits: Bits, inside: NDArray[np.float64], outside: NDArray[np.float64] | None
+) -> NDArray[np.float32]:
+    """Per client one weighted sum of all rows where its mask is set and another elsewhere, float32 [N, d].
+
+    W: float32 [N, d]; bits: uint8 [N, ceil(d/8)] packed masks; inside, outside: float64 [N, N], row i holds client i's
+    weights; outside None: the mean over all rows, as `weighted_mean` has it. A row of `inside` that is 1 for the client
+    itself and 0 elsewhere copies the client's own values.
+    """
+    n, d = W.shape
+    alone = (inside == np.eye(n)).all(axis=1)
+    place = np.cumsum(~alone) - 1
+    factors = inside[~alone].astype(np.float32)
+    if outside is not None:
+        factors = np.concatenate([outside.astype(np.float32), factors])
+        place += n
+    out = np.empty((n, d), dtype=np.float32)
+    ones = np.ones(n)
+
+    def block(start: int, stop: int) -> None:
+        rows = W[:, start:stop]
+        mixed = factors @ rows
+        mean = _mean_block(rows, ones, float(n)).astype(np.float32) if outside is None else None
+        chosen = unpack(bits[:, start // 8 : -(-stop // 8)], stop - start)
+        for i in range(n):
+            own = rows[i] if alone[i] else mixed[place[i]]
+            out[i, start:stop] = np.where(chosen[i], own, mixed[i] if mean is None else mean)
+
+    for_blocks(block, d)
+    return out

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -21,7 +22,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
-from fl_app import rng, wire
+from fl_app import checkpoint, rng, wire
 from fl_app.config import RunConfig, Scalar
 from fl_app.errors import UserError
 from fl_app.exchange import Exchange, Reply
@@ -33,6 +34,7 @@ log = logging.getLogger("corolla")
 P = TypeVar("P")
 Record = dict[str, Any]
 
+_ATTEMPTS_PER_START = 100  # generations of client state tell apart attempts and restarts of the server
 
 # Client half ----------------------------------------------------------------------------------------------------------
 
@@ -218,11 +220,13 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         self.global_model = layout.take(initial, shared)
         self.personal: dict[int, dict[str, NDArray[Any]]] = {}
         self.versions: dict[int, str] = {}  # generation of client state accepted last
+        self.kept_versions: dict[int, str] = {}  # generation a durable checkpoint may need
         self.round = 0
         self._stack: NDArray[np.float32] | None = None
         self._client_notes: dict[int, Record] = {}
         self._round_notes: Record = {}
         self._intake: _Intake | None = None
+        self._attempt = 0
         self._record: Record = {}
 
     # What a method writes
@@ -280,31 +284,72 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         The model, the number of rounds and the timeouts come from the run config; Flower's other arguments are not used.
         """
         self.summary()
-        for round in range(1, self.config.num_server_rounds + 1):
+        if not checkpoint.rounds(self.folder.path):
+            self.save_checkpoint({})
+        total = self.config.num_server_rounds
+        for round in range(self.round + 1, total + 1):
             record = self.train_round(grid, round)
-            last = round == self.config.num_server_rounds
-            due = self.config.evaluate_every and round % self.config.evaluate_every == 0
-            if due or last:
+            if round == total or (self.config.evaluate_every and round % self.config.evaluate_every == 0):
                 started = time.perf_counter()
                 record["evaluation"] = self.evaluate_all(grid, round)
                 record["seconds"]["evaluate"] = time.perf_counter() - started
                 record["seconds"]["round"] += record["seconds"]["evaluate"]
+            if round == total or round % self.config.checkpoint_every == 0:
+                self.save_checkpoint(record)
             self.folder.append(record)
             log.info("%s", self.describe(record))
         return Result()
 
     def train_round(self, exchange: Exchange, round: int) -> Record:
-        """Run one round: sample, send, take in replies as they come, personalize. Returns its metrics."""
+        """Run one round: sample, send, take in replies as they come, personalize. Returns its metrics.
+
+        With fewer usable replies than `min-results` the round is repeated, up to `round-retries` times, from the same
+        models. Raises UserError after the last attempt.
+        """
         watch = Stopwatch()
-        self._client_notes, self._round_notes = {}, {}
-        exchange.refresh()
-        watch.lap("prepare")
-        messages = self.configure_train(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
-        replies = exchange.ask(f"round {round}/{self.config.num_server_rounds}", messages, self.config.round_timeout)
-        self.aggregate_train(round, replies, watch)  # type: ignore[arg-type]
+        failures: list[Record] = []
+        for retry in range(self.config.round_retries + 1):
+            self._client_notes, self._round_notes = {}, {}
+            self._attempt = self.folder.starts * _ATTEMPTS_PER_START + retry
+            exchange.refresh()
+            watch.lap("prepare")
+            messages = self.configure_train(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
+            what = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {retry + 1}" if retry else "")
+            try:
+                self.aggregate_train(round, exchange.ask(what, messages, self.config.round_timeout), watch)  # type: ignore[arg-type]
+                break
+            except TooFewResults as error:
+                failures += [{**failure, "attempt": retry + 1} for failure in error.failures]
+                log.error("round %d, attempt %d: %s", round, retry + 1, error)
+        else:
+            causes = "\n".join(f"  client {f['client']}: {f['cause']}" for f in failures[-5:])
+            raise UserError(f"round {round} failed in {self.config.round_retries + 1} attempts (round-retries)\n{causes}")
         record = self._record
+        record["failures"] = failures + record["failures"]
         record["seconds"] = watch.laps
         return record
+
+    # Checkpoints
+
+    def save_checkpoint(self, record: Record) -> None:
+        """Make everything the next round depends on durable, with the metrics line of the round it follows."""
+        arrays = {"global.params": self.global_model.params, "global.buffers": self.global_model.buffers}
+        for client_id, kept in self.personal.items():
+            arrays |= {f"client.{client_id}.{name}": array for name, array in kept.items()}
+        meta = {"versions": {str(i): v for i, v in self.versions.items()}, "record": record}
+        checkpoint.save(self.folder.path, self.round, arrays, meta)
+        self.kept_versions = checkpoint.versions_kept(self.folder.path)
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Continue from a checkpoint."""
+        arrays = dict(saved.arrays)
+        self.global_model = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
+        for name, array in arrays.items():
+            _, client_id, key = name.split(".", 2)
+            self.personal.setdefault(int(client_id), {})[key] = array
+        self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
+        self.kept_versions = checkpoint.versions_kept(self.folder.path)
+        self.round = saved.meta["round"]
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Choose the round's clients: fraction-train of those connected, at least one, sorted."""
@@ -316,8 +361,15 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
 
     def download_for(self, client_id: int, round: int, task: str) -> Download:
         """Everything one client is sent."""
-        version = self.versions.get(client_id, "")
-        return Download(task, round, 0, self.folder.experiment, self.model_for(client_id), version, version)
+        return Download(
+            task=task,
+            round=round,
+            attempt=self._attempt,
+            experiment=self.folder.experiment,
+            model=self.model_for(client_id),
+            state_version=self.versions.get(client_id, ""),
+            keep_from=self.kept_versions.get(client_id, ""),
+        )
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -348,7 +400,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check and take in replies as they arrive, drop bad ones by name, then personalize.
 
-        Raises UserError if no upload of the round could be used.
+        Raises TooFewResults if fewer uploads than `min-results` could be used; nothing has changed then.
         """
         watch = watch or Stopwatch()
         failures: list[Record] = []
@@ -363,9 +415,9 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         watch.lap("wait")
         intake, self._intake = self._intake, None
         assert intake is not None
-        if not intake.metrics:
-            causes = "\n".join(f"  client {f['client']}: {f['cause']}" for f in failures[:5])
-            raise UserError(f"round {server_round}: no client returned a usable model\n{causes}")
+        needed = max(1, math.ceil(self.config.min_results * len(intake.ids)))
+        if len(intake.metrics) < needed:
+            raise TooFewResults(f"{len(intake.metrics)} of {len(intake.ids)} uploads usable, {needed} needed", failures)
         uploads = intake.uploads()
         self.round = server_round
         self.personalize(server_round, uploads)
@@ -454,6 +506,8 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
                 for name in metrics:
                     if name.startswith("accuracy"):
                         wire.number(metrics, name, 0, 1)
+                if not re.fullmatch("[0-9a-f]{64}", str(metrics.get("sha256"))):
+                    raise WireError(f"sha256 must be 64 hexadecimal digits, got {str(metrics.get('sha256'))[:80]!r}")
                 clients[str(reply.client_id)] = {
                     **{k: clean(v) for k, v in metrics.items()}, "loss": clean(loss), "test-samples": num_examples,
                 }
@@ -493,6 +547,14 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
             except WireError as error:
                 log.error("client %d: its personal model could not be collected: %s", reply.client_id, error)
         return models
+
+
+class TooFewResults(Exception):
+    """A round that does not count."""
+
+    def __init__(self, message: str, failures: list[Record]) -> None:
+        super().__init__(message)
+        self.failures = failures
 
 
 class Stopwatch:

@@ -170,7 +170,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         if mine is None:
             return self.global_model
         params = mine["params"]
-        if self.params.non_critical == "all" and int(mine["round"]) != self.round:
+        if self.params.non_critical == "all" and mine["round"].item() != self.round:
             params = np.where(masks.unpack(mine["mask"], self.layout.d), params, self.global_model.params)
         return Model(params, mine["buffers"])
 

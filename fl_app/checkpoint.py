@@ -1,0 +1,117 @@
+"""Checkpoints of the server: two generations, each durable and checked before it is trusted.
+
+A checkpoint is `checkpoints/round-<t>.safetensors` with the arrays and, written after it, `round-<t>.json` with everything
+else, the arrays' sha256 and its own. Both are synced and renamed into place; a truncated or altered one is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.errors import UserError
+
+log = logging.getLogger("corolla")
+
+DIRECTORY = "checkpoints"
+_KEEP = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Arrays by name, and what JSON holds: round, versions, record."""
+
+    arrays: dict[str, NDArray[Any]]
+    meta: dict[str, Any]
+
+
+def save(run: Path, round: int, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]) -> None:
+    """Write the checkpoint of a round; it is durable when this returns, and only then older ones are deleted."""
+    from safetensors.numpy import save_file
+
+    directory = run / DIRECTORY
+    directory.mkdir(exist_ok=True)
+    tensors = directory / f"round-{round:06d}.safetensors"
+    temporary = directory / ".tensors.tmp"
+    save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, temporary)
+    checksum = _sha256(temporary)
+    _publish(temporary, tensors)
+    body = json.dumps({**meta, "round": round, "tensors-sha256": checksum}, allow_nan=False)
+    temporary = directory / ".meta.tmp"
+    temporary.write_text(f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n", encoding="utf-8")
+    _publish(temporary, tensors.with_suffix(".json"))
+    for old in rounds(run)[:-_KEEP]:
+        for suffix in (".json", ".safetensors"):
+            (directory / f"round-{old:06d}{suffix}").unlink(missing_ok=True)
+
+
+def rounds(run: Path) -> list[int]:
+    """Rounds that have a checkpoint, oldest first, checked or not."""
+    return sorted(int(p.stem.removeprefix("round-")) for p in (run / DIRECTORY).glob("round-*.json"))
+
+
+def load_latest(run: Path) -> Checkpoint:
+    """Return the newest sound checkpoint; damaged ones are logged and passed over.
+
+    Raises UserError if there is none.
+    """
+    for round in reversed(rounds(run)):
+        try:
+            return _load(run / DIRECTORY / f"round-{round:06d}.json")
+        except (OSError, ValueError) as error:
+            log.warning("checkpoint of round %d is damaged (%s); using the one before", round, error)
+    raise UserError(f"resume: {run} has no sound checkpoint")
+
+
+def versions_kept(run: Path) -> dict[int, str]:
+    """Client-state generations that the oldest checkpoint on disk names, per client id."""
+    for round in rounds(run):
+        try:
+            return {int(i): v for i, v in _meta(run / DIRECTORY / f"round-{round:06d}.json")["versions"].items()}
+        except (OSError, ValueError):
+            continue
+    return {}
+
+
+def _meta(path: Path) -> dict[str, Any]:
+    checksum, _, body = path.read_text(encoding="utf-8").partition("\n")
+    if hashlib.sha256(body.removesuffix("\n").encode()).hexdigest() != checksum:
+        raise ValueError(f"{path.name}: wrong checksum")
+    meta: dict[str, Any] = json.loads(body)
+    return meta
+
+
+def _load(path: Path) -> Checkpoint:
+    from safetensors.numpy import load_file
+
+    meta = _meta(path)
+    tensors = path.with_suffix(".safetensors")
+    if _sha256(tensors) != meta["tensors-sha256"]:
+        raise ValueError(f"{tensors.name}: wrong checksum")
+    return Checkpoint(dict(load_file(tensors)), meta)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Sync a file, rename it into place and sync the directory."""
+    for sync in (temporary, path.parent):
+        descriptor = os.open(sync, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+            if sync is temporary:
+                os.replace(temporary, path)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from client_app.state import State, StateStore, remove, state_root, stored
+from fl_app.errors import UserError
+from tests.conftest import f32
+
+STATE = State({"local.params": f32(1, 2, 3), "mask": np.array([9, 2], np.uint8), "count": np.array(5)})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> StateStore:
+    return StateStore(tmp_path, "abc", 7)
+
+
+def file_of(store: StateStore, version: str) -> Path:
+    return store.directory / f"{version}.state"
+
+
+def names(store: StateStore) -> list[str]:
+    return sorted(p.name for p in store.directory.iterdir()) if store.directory.exists() else []
+
+
+def numbered(value: float) -> State:
+    return State({"w": f32(value)})
+
+
+def test_round_trip(store: StateStore) -> None:
+    version = store.save(STATE, 3, 1)
+    assert version == "000003-01"
+    assert names(store) == ["000003-01.state"]  # no temporary file is left
+    got = store.load(version).arrays
+    assert set(got) == set(STATE.arrays)
+    for name, array in STATE.arrays.items():
+        assert got[name].dtype == array.dtype and got[name].tolist() == array.tolist()
+
+
+def test_a_loaded_state_can_be_changed_and_saved_again(store: StateStore) -> None:
+    state = store.load(store.save(numbered(1), 1, 0))
+    state.arrays["w"] = state.arrays["w"] + 1
+    state.arrays["strided"] = np.arange(6, dtype=np.float32).reshape(2, 3).T
+    again = store.load(store.save(state, 2, 0)).arrays
+    assert again["w"].tolist() == [2] and again["strided"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_versions_sort_as_rounds_and_attempts() -> None:
+    pairs = [(9, 0), (10, 0), (10, 1), (99, 9), (100, 0), (123456, 12)]
+    versions = [StateStore(Path("x"), "e", 0)._path(f"{r:06d}-{a:02d}").stem for r, a in pairs]
+    assert versions == sorted(versions)
+
+
+def test_exactly_the_named_generation_is_loaded(store: StateStore) -> None:
+    versions = [store.save(numbered(r), r, 0) for r in (1, 2, 3)]
+    assert store.load(versions[1]).arrays["w"].tolist() == [2]  # not the latest
+    assert store.load(versions[0]).arrays["w"].tolist() == [1]
+    repeated = store.save(numbered(9), 2, 1)
+    assert store.load(versions[1]).arrays["w"].tolist() == [2]
+    assert store.load(repeated).arrays["w"].tolist() == [9]
+
+
+def test_no_version_is_the_empty_state(store: StateStore) -> None:
+    store.save(numbered(1), 1, 0)
+    assert store.load("").arrays == {}
+
+
+def test_an_empty_state_writes_nothing(store: StateStore, tmp_path: Path) -> None:
+    assert store.save(State(), 1, 0) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clients_and_experiments_are_apart(tmp_path: Path) -> None:
+    stores = [StateStore(tmp_path, e, c) for e in ("a", "b") for c in (0, 1)]
+    for k, store in enumerate(stores):
+        store.save(numbered(k), 1, 0)
+    assert [store.load("000001-00").arrays["w"].tolist() for store in stores] == [[0], [1], [2], [3]]
+
+
+def test_missing(store: StateStore) -> None:
+    store.save(numbered(1), 1, 0)
+    with pytest.raises(UserError, match=r"client 7: state of 000002-00 is missing: .*000002-00\.state"):
+        store.load("000002-00")
+
+
+@pytest.mark.parametrize("keep", [0, 1, 31, 32, 40, -1])
+def test_truncated(store: StateStore, keep: int) -> None:
+    path = file_of(store, store.save(STATE, 1, 0))
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"client 7: state of 000001-00 is damaged \(checksum\): .*\.state"):
+        store.load("000001-00")
+
+
+@pytest.mark.parametrize("position", [0, 31, 32, 45, -1])
+def test_bit_flipped(store: StateStore, position: int) -> None:
+    path = file_of(store, store.save(STATE, 1, 0))
+    data = bytearray(path.read_bytes())
+    data[position] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="client 7: state of 000001-00 is damaged"):
+        store.load("000001-00")
+
+
+def test_delete_before(store: StateStore) -> None:
+    versions = [store.save(numbered(r), r, a) for r, a in ((1, 0), (2, 0), (2, 1), (3, 0))]
+    store.delete_before("")
+    assert len(names(store)) == 4
+    store.delete_before(versions[2])
+    assert names(store) == ["000002-01.state", "000003-00.state"]
+    assert store.load(versions[2]).arrays["w"].tolist() == [2]
+    store.delete_before("000009-00")
+    store.delete_before("000009-00")
+    assert names(store) == []
+
+
+def test_delete_before_without_any_state(store: StateStore) -> None:
+    store.delete_before("000001-00")
+    assert names(store) == []
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    # a file in its place: works for root too, whom permissions do not stop
+    (tmp_path / "state").write_text("a file")
+    store = StateStore(tmp_path / "state", "abc", 7)
+    with pytest.raises(UserError, match=r"client 7: cannot write its state to .*000001-00\.state: Not a directory"):
+        store.save(numbered(1), 1, 0)
+
+
+def test_a_full_disk_leaves_the_old_generation_and_no_part_of_the_new(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(numbered(1), 1, 0)
+
+    def full(descriptor: int) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="client 7: cannot write its state to .*: No space left on device"):
+        store.save(numbered(2), 2, 0)
+    assert names(store) == ["000001-00.state"]
+    assert store.load("000001-00").arrays["w"].tolist() == [1]
+
+
+def test_stored_and_remove(tmp_path: Path) -> None:
+    assert stored(tmp_path / "nowhere") == [] and stored(tmp_path) == []
+    for experiment, clients in (("old", 2), ("new", 1)):
+        for client in range(clients):
+            StateStore(tmp_path, experiment, client).save(STATE, 1, 0)
+    for path in (tmp_path / "old").rglob("*.state"):
+        os.utime(path, (1000, 1000))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a file").write_text("not ours")
+
+    found = stored(tmp_path)
+    assert [(e.experiment, e.clients) for e in found] == [("old", 2), ("new", 1)]
+    assert found[0].modified == 1000
+    assert found[0].nbytes == sum(p.stat().st_size for p in (tmp_path / "old").rglob("*.state"))
+
+    remove(tmp_path, "old")
+    assert [e.experiment for e in stored(tmp_path)] == ["new"] and not (tmp_path / "old").exists()
+    for unknown in ("old", "", "..", "empty"):
+        with pytest.raises(UserError, match=f"no client state of experiment '{unknown}' under"):
+            remove(tmp_path, unknown)
+
+
+def test_state_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_STATE_DIR", "/from/environment")
+    assert state_root("/configured") == Path("/configured")
+    assert state_root("") == Path("/from/environment")
+    monkeypatch.delenv("COROLLA_STATE_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", "/xdg")
+    assert state_root("") == Path("/xdg/corolla")
+    assert state_root("~/here") == Path.home() / "here"

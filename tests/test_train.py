@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy, pad
+
+from client_app.train import LocalTrainer, crop_flip, resolve_device
+from fl_app import models, rng
+from fl_app.config import RunConfig
+from fl_app.data import ClientData, DatasetInfo
+from fl_app.errors import UserError
+from fl_app.layout import Layout, Model
+from tests.conftest import config, f32
+
+SIDE, CLASSES = 8, 3
+INFO = DatasetInfo(1, SIDE, ("a", "b", "c"), 100, 100, (0.25,), (0.5,))
+
+
+def data_of(n: int, num_test: int = 7, info: DatasetInfo = INFO) -> ClientData:
+    """Random images; the first pixel of a training image is its index."""
+    random = np.random.default_rng(0)
+    shape = (info.in_channels, info.image_size, info.image_size)
+    x = random.integers(0, 256, (n, *shape), np.uint8)
+    x[:, 0, 0, 0] = np.arange(n)
+    x_test = random.integers(0, 256, (num_test, *shape), np.uint8)
+    k = info.num_classes
+    return ClientData(x, random.integers(0, k, n), x_test, random.integers(0, k, num_test), info)
+
+
+def mlp() -> nn.Module:
+    return models.build("mlp", in_channels=1, num_classes=CLASSES, image_size=SIDE)
+
+
+def with_batchnorm() -> nn.Module:
+    torch.manual_seed(0)
+    body = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 8), nn.BatchNorm1d(8)]
+    return nn.Sequential(*body, nn.Linear(8, CLASSES))
+
+
+def with_dropout() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, CLASSES))
+
+
+def trainer(
+    make: Callable[[], nn.Module] = mlp, n: int = 30, round: int = 1, client_id: int = 0, data: ClientData | None = None,
+    **changes: Any,
+) -> LocalTrainer:  # fmt: skip
+    return LocalTrainer(make(), config(**changes), data or data_of(n), round, client_id)
+
+
+def bits(model: Model) -> bytes:
+    return model.params.tobytes() + model.buffers.tobytes()
+
+
+def train(make: Callable[[], nn.Module] = mlp, **changes: Any) -> Model:
+    return trainer(make, **changes).train(models.read(make()))
+
+
+# training
+
+
+def plain_sgd(module: nn.Module, c: RunConfig, data: ClientData, round: int, client_id: int) -> Model:
+    """The textbook loop: torch.optim.SGD, one permutation per epoch from the generator of (seed, round, client id)."""
+    lr = c.learning_rate * c.learning_rate_decay ** (round - 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr, momentum=c.momentum, weight_decay=c.weight_decay)
+    generator = torch.Generator().manual_seed(rng.torch_seed(c.seed, "train", round, client_id))
+    x, y = torch.tensor(data.x_train) / 255, torch.tensor(data.y_train)
+    if c.normalize == "mean-std":
+        x = (x - data.info.mean[0]) / data.info.std[0]
+    module.train()
+    for _ in range(c.local_epochs):
+        order = torch.randperm(len(y), generator=generator)
+        for batch in order.split(c.batch_size):
+            optimizer.zero_grad()
+            cross_entropy(module(x[batch]), y[batch]).backward()
+            optimizer.step()
+    return models.read(module)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"momentum": 0.9}, {"weight_decay": 0.01}, {"momentum": 0.9, "weight_decay": 0.01}, {"learning_rate_decay": 0.5},
+    {"batch_size": 1}, {"batch_size": 100}, {"seed": 5}, {"normalize": "mean-std"},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("make", [mlp, with_batchnorm])
+def test_training_is_plain_sgd(make: Callable[[], nn.Module], changes: dict[str, Any]) -> None:
+    if make is with_batchnorm and changes == {"batch_size": 1}:
+        pytest.skip("plain torch cannot: BatchNorm on one sample")
+    c, data = config(local_epochs=3, **changes), data_of(30)
+    start = models.read(make())
+    got = LocalTrainer(make(), c, data, 3, 4).train(start)
+    want = plain_sgd(make(), c, data, 3, 4)
+    # float32 rounding alone: our step adds in another order; differences grow over the 3 epochs to 1e-6 of values around 1
+    np.testing.assert_allclose(got.params, want.params, rtol=1e-4, atol=2e-6)
+    np.testing.assert_allclose(got.buffers, want.buffers, rtol=1e-4, atol=2e-6)
+    assert np.abs(got.params - start.params).max() > 1e-3
+
+
+def test_one_step_by_hand() -> None:
+    # One linear layer, all zero, 3 classes, one sample of class 2: p = 1/3 each, so the bias' gradient is p - onehot.
+    x = np.full((1, 1, 8, 8), 51, np.uint8)
+    data = ClientData(x, np.array([2]), x[:0], np.zeros(0, int), INFO)
+
+    def linear() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+
+    t = trainer(linear, data=data, learning_rate=0.3)
+    after = t.train(Model(np.zeros(195, np.float32), np.zeros(0, np.float32)))
+    np.testing.assert_allclose(after.params[-3:], [-0.1, -0.1, 0.2], atol=1e-7)
+    np.testing.assert_allclose(after.params[:-3].reshape(3, 64), np.outer([-0.1, -0.1, 0.2], [51 / 255] * 64), atol=1e-7)
+    assert t.last_loss == pytest.approx(math.log(3))
+
+    # mu = 3 and center 0.5: adds 3 * (0 - 0.5) = -1.5 to every gradient, so +0.45 to every weight after one step.
+    pulled = t.train(Model(np.zeros(195, np.float32), f32()), proximal=(3.0, np.full(195, 0.5, np.float32)))
+    np.testing.assert_allclose(pulled.params, after.params + 0.45, atol=1e-6)
+
+
+def test_training_leaves_its_start_alone_and_returns_copies() -> None:
+    t, start = trainer(with_batchnorm), models.read(with_batchnorm())
+    before = bits(start)
+    first = t.train(start)
+    kept = bits(first)
+    t.train(first)
+    assert bits(start) == before and bits(first) == kept
+
+
+def test_loss_is_the_last_epochs_mean() -> None:
+    data = data_of(30)
+    same = ClientData(data.x_train, data.y_train, data.x_train, data.y_train, INFO)
+    t = trainer(data=same, learning_rate=1e-12, batch_size=8, local_epochs=2)  # 30 = 8 + 8 + 8 + 6: a weighted mean
+    start = models.read(mlp())
+    t.train(start)
+    assert t.last_loss == pytest.approx(t.evaluate(start)[0], rel=1e-5)
+
+
+def test_epochs_can_be_chosen() -> None:
+    t, start = trainer(local_epochs=2), models.read(mlp())
+    two = bits(t.train(start))
+    assert bits(t.train(start, epochs=2)) == two != bits(t.train(start, epochs=1))
+
+
+# randomness
+
+
+@pytest.mark.parametrize("make", [mlp, with_batchnorm, with_dropout])
+@pytest.mark.parametrize("augment", ["none", "crop-flip"])
+def test_same_seed_same_bits(make: Callable[[], nn.Module], augment: str) -> None:
+    def run(**changes: Any) -> bytes:
+        torch.rand(3)  # whatever was drawn before
+        return bits(train(make, augment=augment, local_epochs=2, **changes))
+
+    once = run()
+    assert run() == once
+    assert run(client_id=1) != once and run(round=2) != once and run(seed=1) != once
+
+
+def test_purposes_are_other_streams() -> None:
+    t, start = trainer(), models.read(mlp())
+    assert bits(t.train(start)) != bits(t.train(start, purpose="finetune"))
+
+
+def test_training_twice_in_one_process_is_the_same() -> None:
+    t, start = trainer(with_dropout), models.read(with_dropout())
+    assert bits(t.train(start)) == bits(t.train(start))
+
+
+# batches
+
+
+@pytest.mark.parametrize(("make", "n", "batch_size", "sizes"), [
+    (with_batchnorm, 21, 20, [21]), (with_batchnorm, 41, 20, [20, 21]), (with_batchnorm, 40, 20, [20, 20]),
+    (with_batchnorm, 22, 20, [20, 2]), (with_batchnorm, 1, 20, [1]), (with_batchnorm, 3, 1, [1, 1, 1]),
+    (mlp, 21, 20, [20, 1]), (mlp, 1, 20, [1]), (mlp, 5, 100, [5]),
+])  # fmt: skip
+def test_batches(make: Callable[[], nn.Module], n: int, batch_size: int, sizes: list[int]) -> None:
+    batches = list(trainer(make, n=n, batch_size=batch_size).minibatches(3, "train"))
+    assert [len(y) for _, _, y in batches] == sizes * 3
+    assert [first for first, _, _ in batches] == [i == 0 for i in range(len(sizes))] * 3
+    epochs = [[x[:, 0, 0, 0] for _, x, _ in batches[e * len(sizes) : (e + 1) * len(sizes)]] for e in range(3)]
+    indices = [torch.cat(epoch).mul(255).round().int().tolist() for epoch in epochs]
+    assert all(sorted(epoch) == list(range(n)) for epoch in indices)
+    assert n < 5 or indices[0] != indices[1]
+
+
+def test_labels_stay_with_their_images() -> None:
+    data = data_of(30)
+    for _, x, y in trainer(data=data).minibatches(1, "train"):
+        assert y.tolist() == data.y_train[x[:, 0, 0, 0].mul(255).round().long().numpy()].tolist()
+
+
+@pytest.mark.parametrize(("n", "batch_size"), [(1, 20), (21, 20), (3, 1)])
+def test_batchnorm_with_single_samples_trains(n: int, batch_size: int) -> None:
+    start = models.read(with_batchnorm())
+    after = train(with_batchnorm, n=n, batch_size=batch_size, local_epochs=2)
+    assert np.isfinite(after.params).all() and np.isfinite(after.buffers).all()
+    assert (after.params != start.params).any()
+    assert (after.buffers == start.buffers).all() == (n == 1 or batch_size == 1)  # one sample has no variance to learn
+
+
+def test_batchnorm_learns_again_after_a_single_sample() -> None:
+    t = trainer(with_batchnorm, n=1)
+    t.train(models.read(with_batchnorm()))
+    assert all(m.training for m in t._batchnorms)
+
+
+# frozen tensors
+
+
+@pytest.mark.parametrize("changes", [{}, {"momentum": 0.9, "weight_decay": 0.1}], ids=str)
+def test_frozen_tensors_do_not_change(changes: dict[str, Any]) -> None:
+    layout, start = Layout.of(with_batchnorm()), models.read(with_batchnorm())
+    frozen = layout.names - layout.classifier
+    t = trainer(with_batchnorm, **changes)
+    after = t.train(start, frozen=frozen)
+    still = layout.indices(frozen)
+    assert (after.params[still] == start.params[still]).all() and (after.buffers == start.buffers).all()
+    assert (after.params[~still] != start.params[~still]).any()
+    # ... nor under a proximal term, and all train again afterwards
+    far = np.full(layout.d, 9, np.float32)
+    assert (t.train(start, frozen=frozen, proximal=(1.0, far)).params[still] == start.params[still]).all()
+    assert (t.train(start).params[still] != start.params[still]).any()
+
+
+@pytest.mark.parametrize("changes", [{}, {"momentum": 0.9, "weight_decay": 0.1}], ids=str)
+def test_parameters_a_users_model_freezes_never_change(changes: dict[str, Any]) -> None:
+    def half_frozen() -> nn.Module:
+        module = mlp()
+        next(module.parameters()).requires_grad_(False)
+        return module
+
+    t, start = trainer(half_frozen, **changes), models.read(half_frozen())
+    size = t.layout.params[0].size
+    for _ in range(2):  # a second training with the same trainer too
+        after = t.train(start)
+        assert (after.params[:size] == start.params[:size]).all()
+        assert (after.params[size:] != start.params[size:]).any()
+    layout = t.layout
+    assert (t.train(start, frozen=layout.classifier).params[:size] == start.params[:size]).all()
+
+
+# evaluation
+
+
+def test_evaluate_by_hand() -> None:
+    # A linear layer that says class 0 with logit 1: 3 of the 4 labels are 0.
+    x, y = np.zeros((4, 1, 8, 8), np.uint8), np.array([0, 0, 0, 1])
+    data = ClientData(x, y, x, y, INFO)
+    t = trainer(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 3)), data=data)
+    params = np.zeros(195, np.float32)
+    params[-3] = 1
+    loss, accuracy = t.evaluate(Model(params, np.zeros(0, np.float32)))
+    normalizer = math.log(math.e + 2)
+    assert accuracy == 0.75
+    assert loss == pytest.approx((3 * (normalizer - 1) + normalizer) / 4, rel=1e-6)
+
+
+def test_evaluate_in_batches_equals_all_at_once() -> None:
+    data = data_of(4, num_test=1200)
+    model, module = models.read(with_batchnorm()), with_batchnorm().eval()
+    loss, accuracy = trainer(with_batchnorm, data=data).evaluate(model)
+    with torch.no_grad():
+        logits = module(torch.tensor(data.x_test) / 255)
+    y = torch.tensor(data.y_test)
+    assert accuracy == (logits.argmax(1) == y).sum().item() / 1200
+    assert loss == pytest.approx(cross_entropy(logits, y).item(), rel=1e-5)
+
+
+def test_evaluate_without_test_data_is_nan() -> None:
+    t = trainer(data=data_of(5, num_test=0))
+    assert all(math.isnan(value) for value in t.evaluate(models.read(mlp())))
+
+
+def test_evaluating_does_not_change_training() -> None:
+    start = models.read(with_batchnorm())
+    alone = bits(trainer(with_batchnorm).train(start))
+    t = trainer(with_batchnorm)
+    before = bits(start)
+    t.evaluate(start)
+    assert bits(start) == before
+    assert bits(t.train(start)) == alone
+
+
+# inputs
+
+
+def test_normalize() -> None:
+    image = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8)
+    assert trainer()._inputs(image).flatten().tolist() == pytest.approx([0, 0.2, 1])
+    shifted = trainer(normalize="mean-std")._inputs(image)  # mean 0.25, std 0.5
+    assert shifted.flatten().tolist() == pytest.approx([-0.5, -0.1, 1.5])
+    info = DatasetInfo(3, SIDE, ("a", "b"), 9, 9, (0.0, 0.5, 1.0), (1.0, 0.5, 0.25))
+    t = LocalTrainer(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), config(normalize="mean-std"), data_of(9, info=info), 1, 0)
+    grey = torch.full((2, 3, 1, 1), 255, dtype=torch.uint8)
+    assert t._inputs(grey)[1].flatten().tolist() == pytest.approx([1, 1, 0])  # per channel
+
+
+@pytest.mark.parametrize(("side", "channels"), [(8, 1), (28, 1), (32, 3), (5, 2)])
+def test_crop_flip_equals_a_loop(side: int, channels: int) -> None:
+    x = torch.rand(20, channels, side, side)
+    got = crop_flip(x, torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    margin = max(1, side // 8)
+    top = torch.randint(0, 2 * margin + 1, (20,), generator=generator)
+    left = torch.randint(0, 2 * margin + 1, (20,), generator=generator)
+    flip = torch.rand(20, generator=generator) < 0.5
+    padded = pad(x, (margin,) * 4)
+    for i in range(20):
+        crop = padded[i, :, top[i] : top[i] + side, left[i] : left[i] + side]
+        assert torch.equal(got[i], crop.flip(-1) if flip[i] else crop)
+    assert flip.any() and not flip.all() and got.shape == x.shape
+
+
+def test_crop_flip_is_random_and_repeatable() -> None:
+    x = torch.rand(50, 1, 8, 8)
+    a, b, c = (crop_flip(x, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(a, x)
+
+
+def test_augmentation_is_for_training_only() -> None:
+    data, start = data_of(30), models.read(mlp())
+    assert trainer(data=data, augment="crop-flip").evaluate(start) == trainer(data=data).evaluate(start)
+
+
+# device
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, device: str, gpus: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(UserError, match=f"device: {device} asked for, this machine has {gpus} usable GPUs"):
+        resolve_device(device)
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [str(resolve_device(d)) for d in ("auto", "cpu", "cuda:1")] == ["cpu", "cpu", "cuda:1"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert str(resolve_device("auto")) == "cuda"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_training_on_a_gpu_is_training_on_the_cpu_up_to_rounding() -> None:
+    for make in (mlp, with_batchnorm):
+        on_gpu = train(make, device="cuda", momentum=0.9, augment="crop-flip")
+        on_cpu = train(make, device="cpu", momentum=0.9, augment="crop-flip")
+        np.testing.assert_allclose(on_gpu.params, on_cpu.params, atol=1e-3)  # TF32 is off, other orders of summation
