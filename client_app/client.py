@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
@@ -42,7 +43,7 @@ class CorollaClient(NumPyClient):
         except Exception as error:
             log.debug("properties", exc_info=True)
             return {"client-id": self.client_id, wire.ERROR: describe(error)}
-        return {
+        properties: Config = {
             "client-id": self.client_id,
             "num-clients": self.config.num_clients,
             "in-channels": info.in_channels,
@@ -51,6 +52,10 @@ class CorollaClient(NumPyClient):
             "train-samples": len(self.data.y_train),
             "test-samples": len(self.data.y_test),
         }
+        if self.config.report_class_counts:
+            counts = np.bincount(self.data.y_train, minlength=info.num_classes)
+            properties["class-counts"] = ",".join(str(n) for n in counts)
+        return properties
 
     def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
         """Train one round ("train") or hand out the personal model ("collect")."""

@@ -179,6 +179,20 @@ class LocalTrainer:
                 layer.train()
         return loss.detach()
 
+    def loss_gradient(self, model: Model) -> Vector:
+        """Return the gradient of the mean cross-entropy over all training data at `model`, float32 [d].
+
+        In evaluation mode: BatchNorm uses and keeps its running statistics, nothing is augmented.
+        """
+        self.load(model)
+        self.module.eval()
+        self.gradient.zero_()
+        for start in range(0, len(self._y_train), _EVALUATION_BATCH):
+            chosen = slice(start, start + _EVALUATION_BATCH)
+            loss = cross_entropy(self.module(self._inputs(self._x_train[chosen])), self._y_train[chosen], reduction="sum")
+            (loss / len(self._y_train)).backward()  # type: ignore[no-untyped-call]
+        return self.gradient.to("cpu", copy=True).numpy()
+
     def step(
         self, velocity: torch.Tensor | None, still: torch.Tensor | None = None, learning_rate: float | None = None
     ) -> None:

@@ -116,6 +116,9 @@ class RunConfig:
         1.0, "Fraction of the clients sampled for each round (at least one is).", POSITIVE_RATIO
     )
     seed: int = key(0, "Seed of everything random: partition, initial weights, sampling, batches.", NOT_NEGATIVE)
+    scale: Literal["full", "small"] = key(
+        "full", "Set by `corolla run --scale small`: clients, rounds and samples were cut, figures are not the paper's."
+    )
     # data
     dataset: str = key(
         "digits",
@@ -195,6 +198,14 @@ class RunConfig:
     collect_personal_models: bool = key(
         False, "Upload every client's personal model at the end; off, parts that never travel stay on the clients."
     )
+    report_class_counts: bool = key(
+        True,
+        "Clients tell the server how many training samples of each class they have, for `clients.json` and the report; it "
+        "reveals their label distributions.",
+    )
+    tensorboard: bool = key(
+        False, "Also write every round as TensorBoard events, into the run folder (needs `pip install tensorboard`)."
+    )
     # the chosen method's parameter dataclass, and all of the resolved keys
     params: Any = dataclasses.field(default=NoParams())
     resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
@@ -202,7 +213,7 @@ class RunConfig:
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"num-server-rounds", "round-timeout", "available-timeout", "round-retries", "checkpoint-every", "resume", "output-dir",
-     "run-name", "state-dir", "data-dir"}
+     "run-name", "state-dir", "data-dir", "tensorboard"}
 )  # fmt: skip
 
 

@@ -67,7 +67,7 @@ class Exchange:
         started = time.monotonic()
         told = -1
         while True:
-            self._refresh()
+            answered = self._refresh()
             if self._refused:
                 reasons = "\n".join(f"  {who}: {why}" for who, why in sorted(self._refused.items()))
                 self._refused = {}
@@ -85,7 +85,8 @@ class Exchange:
                     f"min-available-clients: {self.minimum} clients must be connected, {len(self._nodes)} were after "
                     f"{waited:.0f} s (client ids {self.client_ids})"
                 )
-            time.sleep(POLL_SECONDS)
+            if not answered:
+                time.sleep(POLL_SECONDS)
 
     def refresh(self) -> None:
         """Take in nodes that came or went since the last round; waits only if fewer than `minimum` are left."""
@@ -96,7 +97,8 @@ class Exchange:
         if len(self._nodes) < self.minimum:
             self.wait_for_clients()
 
-    def _refresh(self) -> None:
+    def _refresh(self) -> bool:
+        """Ask new nodes who they are and take in answers; tell whether there were any."""
         online = set(self.grid.get_node_ids())
         for client_id, node_id in list(self._nodes.items()):
             if node_id not in online:
@@ -110,12 +112,14 @@ class Exchange:
             self._asked |= {node: message for node, message in ids if message}  # undelivered: asked again next time
         by_message = {message: node for node, message in self._asked.items() if message}
         if not by_message:
-            return
+            return False
         answered: dict[int, int] = {}
-        for message in self.grid.pull_messages(list(by_message)):
+        messages = list(self.grid.pull_messages(list(by_message)))
+        for message in messages:
             node = by_message[message.metadata.reply_to_message_id]
             self._asked[node] = ""
             self._introduce(node, message, answered)
+        return bool(messages)
 
     def _introduce(self, node: int, message: Message, answered: dict[int, int]) -> None:
         who = "a node"

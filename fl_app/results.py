@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fl_app.config import MAY_CHANGE_ON_RESUME, RunConfig, Scalar
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 
+if TYPE_CHECKING:
+    from fl_app.events import EventFiles
+
+log = logging.getLogger("corolla")
+
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 RUN = "run.json"
+CLIENTS = "clients.json"
 MODELS = "models"
 
 
 class RunFolder:
-    """One run's folder; every write is whole or not at all. starts: how often the run was resumed."""
+    """One run's folder; every write is whole or not at all. starts: how often the run was resumed.
+
+    events: where every appended round also goes, if set.
+    """
 
     def __init__(self, path: Path, experiment: str, starts: int = 0) -> None:
         self.path = path
         self.experiment = experiment
         self.starts = starts
+        self.events: EventFiles | None = None
 
     @classmethod
     def create(cls, config: RunConfig, experiment: str) -> RunFolder:
@@ -70,6 +81,17 @@ class RunFolder:
         """Append one round to metrics.jsonl."""
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
+        if self.events:
+            self.events.add(record)
+
+    def write_clients(self, properties: Mapping[int, Mapping[str, Scalar]]) -> None:
+        """Write clients.json, per client its training and test samples, and its class counts if it tells them.
+
+        Clients known from before and absent from `properties` stay.
+        """
+        known = read_clients(self.path) | {str(i): client_facts(i, p) for i, p in properties.items()}
+        rows = (f"{json.dumps(i)}: {json.dumps(known[i])}" for i in sorted(known, key=int))
+        self.write(CLIENTS, "{\n" + ",\n".join(rows) + "\n}\n")
 
     def write(self, name: str, text: str) -> None:
         """Write a text file atomically."""
@@ -138,13 +160,41 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rounds of a run folder."""
+    """Yield the rounds of a run folder; lines that are none, such as half a line after a crash, are skipped and logged."""
     path = run / METRICS
     if not path.is_file():
         return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and isinstance(record.get("round"), int):
+                yield record
+            else:
+                log.warning("%s: line %d is not a round's record; skipped", path, number)
+
+
+def client_facts(client_id: int, properties: Mapping[str, Scalar]) -> dict[str, Any]:
+    """What clients.json keeps of a client's properties; malformed class counts are dropped and logged."""
+    facts: dict[str, Any] = {name: properties.get(name) for name in ("train-samples", "test-samples")}
+    text = str(properties.get("class-counts", ""))
+    counts = [int(word) for word in text.split(",") if word.isascii() and word.isdecimal()]
+    if text and (len(counts) != text.count(",") + 1 or len(counts) != properties.get("num-classes")):
+        log.warning("client %d: class-counts must be %s counts, got %.80r", client_id, properties.get("num-classes"), text)
+    elif text:
+        facts["class-counts"] = counts
+    return facts
+
+
+def read_clients(run: Path) -> dict[str, dict[str, Any]]:
+    """Read clients.json, facts by client id; empty if the run has none that can be read."""
+    try:
+        clients: dict[str, dict[str, Any]] = json.loads((run / CLIENTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return clients
 
 
 def read_summary(run: Path) -> dict[str, Any]:
@@ -169,6 +219,7 @@ def summarize(config: RunConfig, experiment: str, rounds: list[dict[str, Any]]) 
         "model": config.model,
         "num-clients": config.num_clients,
         "seed": config.seed,
+        "scale": config.scale,
         "experiment": experiment,
         "rounds": len(rounds),
         "final-accuracy": final["accuracy"],

@@ -15,7 +15,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import checkpoint, models
+from fl_app import checkpoint, events, models
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.exchange import Exchange
@@ -50,6 +50,8 @@ def run(grid: Grid, config: RunConfig, progress: Progress) -> RunFolder:
 
     Raises UserError before anything is written if the model or a client's data does not fit.
     """
+    if config.tensorboard:
+        events.require_tensorboard()
     exchange = Exchange(grid, config, progress)
     exchange.wait_for_clients()
     config = dataclasses.replace(
@@ -62,13 +64,17 @@ def run(grid: Grid, config: RunConfig, progress: Progress) -> RunFolder:
     shared = method.shared(layout, config.params)
     folder = RunFolder.resume(config) if config.resume else RunFolder.create(config, uuid.uuid4().hex[:12])
     log.info("%s%s", FOLDER_MARK, folder.path)
+    folder.write_clients(exchange.properties)
     strategy = method.strategy(config, config.params, layout, initial, shared, folder)
     if config.resume:
         saved = checkpoint.load_latest(folder.path)
         strategy.restore(saved)
         folder.rewind(strategy.round, saved.meta["record"])
         log.info("resumed after round %d", strategy.round)
+    if config.tensorboard:
+        folder.events = events.EventFiles(folder.path, strategy.round)
     strategy.start(exchange)
+    folder.write_clients(exchange.properties)  # again: some may have come later
     save_models(strategy, exchange, folder)
     folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
     return folder

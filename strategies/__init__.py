@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from strategies import fedavg, fedcac, local
+from strategies import (
+    ditto,
+    fedavg,
+    fedbn,
+    fedcac,
+    fedper,
+    fedprox,
+    fedrep,
+    lg_fedavg,
+    local,
+    pfedme,
+)
 from strategies.base import Method
 
-_MODULES = (fedavg, local, fedcac)
+_MODULES = (fedavg, local, fedcac, fedprox, fedper, fedrep, fedbn, lg_fedavg, ditto, pfedme)
 
 METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}
 

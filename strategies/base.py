@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -78,6 +78,10 @@ class Trainer(Protocol):
 
     def evaluate(self, model: Model) -> tuple[float, float]:
         """Return (loss, accuracy) on the test data, NaN where there is none."""
+        ...
+
+    def loss_gradient(self, model: Model) -> Vector:
+        """Return the gradient of the mean training loss at `model`, float32 [d]."""
         ...
 
 
@@ -210,7 +214,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
     per client id. Both survive in checkpoints; anything a subclass must remember belongs there.
     """
 
-    sends_mask: ClassVar[bool] = False
+    sends_mask: bool = False
 
     def __init__(
         self, config: RunConfig, params: P, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder
@@ -250,6 +254,14 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
     def expected_extras(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape of the method's extra arrays."""
         return {}
+
+    def check(self, upload: Upload) -> None:
+        """Check what of an upload only the method understands; raise WireError to drop it."""
+
+    def keep(self, client_id: int, **arrays: NDArray[Any]) -> None:
+        """Remember a client's arrays in `personal`; copied when others' rows of the same stack will be outdated later."""
+        whole = self.config.fraction_train == 1
+        self.personal[client_id] = {name: array if whole else array.copy() for name, array in arrays.items()}
 
     def note(self, client_id: int, name: str, value: object) -> None:
         """Add a value to the client's entry in this round's metrics."""
@@ -440,6 +452,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         wire.number(metrics, "test-samples", 0)
         if upload.num_examples < 1:
             raise WireError(f"num_examples must be at least 1, got {upload.num_examples}")
+        self.check(upload)
         self._intake.accept(reply.client_id, upload, metrics)
 
     def _round_record(self, round: int, intake: _Intake, failures: list[Record]) -> Record:
@@ -610,4 +623,20 @@ class Method(Generic[P]):
 
 def everything(layout: Layout, params: object) -> frozenset[str]:
     """All tensors travel."""
+    return layout.names
+
+
+class HasStatistics(Protocol):
+    """Parameters of a method with the key `batchnorm-statistics`."""
+
+    @property
+    def batchnorm_statistics(self) -> str:
+        """What becomes of BatchNorm's running statistics."""
+        ...
+
+
+def everything_but_local_statistics(layout: Layout, params: HasStatistics) -> frozenset[str]:
+    """All tensors travel, but for BatchNorm statistics where these are `local`."""
+    if params.batchnorm_statistics == "local":
+        return layout.names - {slot.name for slot in layout.buffers}
     return layout.names

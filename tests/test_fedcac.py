@@ -113,6 +113,13 @@ def test_most_alike_breaks_ties_to_the_lower_id() -> None:
     assert (most_alike(O, 9) == ~np.eye(4, dtype=bool)).all()
 
 
+def test_most_alike_with_many_ties() -> None:
+    n = 60  # long enough for a sort that is not stable to show it
+    chosen = most_alike(np.where(np.eye(n, dtype=bool), 1.0, 0.25), 3)
+    assert [np.flatnonzero(row).tolist() for row in chosen[:4]] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+    assert (chosen[4:, :3]).all() and (chosen.sum(axis=1) == 3).all()
+
+
 def test_most_alike_does_not_choose_oneself_at_zero_overlap() -> None:
     assert most_alike(np.eye(3), 1).tolist() == [[False, True, False], [True, False, False], [True, False, False]]
 

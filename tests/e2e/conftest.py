@@ -26,10 +26,16 @@ class Cluster:
     home: Path
     environment: dict[str, str]
     fleet: str = ""
+    port: int = 0
     processes: dict[str, psutil.Popen] = field(default_factory=dict)
 
     def start_superlink(self) -> None:
-        port, self.fleet = free_port(), f"127.0.0.1:{free_port()}"
+        self.port, self.fleet = free_port(), f"127.0.0.1:{free_port()}"
+        self.restart_superlink()
+
+    def restart_superlink(self) -> None:
+        """Start it on the addresses chosen first."""
+        port = self.port
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "test"\n[superlink.test]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )

@@ -18,10 +18,8 @@ CASES = {
 
 
 def accuracies(folder: Path) -> list[object]:
-    return [
-        (r["accuracy-before"], r["accuracy-after"], {i: (c["accuracy-before"], c["accuracy-after"]) for i, c in r["clients"].items()})
-        for r in rounds(folder)
-    ]
+    names = ("accuracy-before", "accuracy-after", "loss")
+    return [[row[name] for name in names] for r in rounds(folder) for row in (r, *r["clients"].values())]
 
 
 def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path: Path) -> None:

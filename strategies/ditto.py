@@ -1,0 +1,52 @@
+"""Ditto: FedAvg, and beside it a personal model per client that is pulled towards the global one.
+
+Li, Hu, Beirami, Smith: "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021.
+
+Client k, on receiving w_g (Algorithm 1): trains a copy of w_g and sends it, as in FedAvg; then trains its personal model by
+v_k <- v_k - eta (gradient of f_k(v_k) + lambda (v_k - w_g)), which is SGD on f_k(v) + lambda/2 ||v - w_g||^2 with the
+model it received as centre. Server: FedAvg. The client is evaluated with v_k. What travels equals FedAvg bit for bit.
+
+Deviations: v_k starts, in a client's first round, from the model received then, which is also what is evaluated before that
+(the paper starts all v_k from the initial model; equal when everyone takes part). The two trainings draw their batches from
+different random streams (the authors interleave them on the same batches). BatchNorm's running statistics are v_k's own and
+not under the penalty. The weights of the mean are FedAvg's, training samples. A round's reported training loss is v_k's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fl_app.config import NOT_NEGATIVE, key
+from fl_app.layout import Model
+from strategies.base import ClientState, LocalUpdate, Method, RunContext, everything
+from strategies.fedavg import FedAvg
+
+
+@dataclass(frozen=True)
+class DittoParams:
+    """Parameters of Ditto, table `ditto`."""
+
+    proximal_weight: float = key(
+        0.1, "Pull of the personal model towards the received one (the paper's lambda); 0: purely local.", NOT_NEGATIVE
+    )
+    personal_epochs: int = key(0, "Epochs of the personal model per round (the paper's s); 0: `local-epochs`.", NOT_NEGATIVE)
+
+
+class DittoUpdate(LocalUpdate[DittoParams]):
+    """Client half: FedAvg's training, then the personal model's."""
+
+    def train(self, start: Model, state: ClientState, ctx: RunContext[DittoParams]) -> Model:
+        """Train the copy that is sent, then the personal model, which stays in `state`."""
+        p = ctx.params
+        after = super().train(start, state, ctx)
+        personal = ctx.trainer.train(
+            self.personal(start, state, ctx),
+            epochs=p.personal_epochs or None,
+            purpose="train-personal",
+            proximal=(p.proximal_weight, start.params) if p.proximal_weight else None,
+        )
+        self.keep_personal(personal, state)
+        return after
+
+
+METHOD = Method("ditto", DittoParams, FedAvg[DittoParams], DittoUpdate, everything)

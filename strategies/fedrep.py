@@ -1,0 +1,47 @@
+"""FedRep: clients train a personal head on the shared body first, then the body under the fixed head.
+
+Collins, Hassani, Mokhtari, Shakkottai: "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
+
+Client i, from the received representation phi and its own head h_i (Algorithm 1): tau SGD epochs on h_i with phi fixed, then
+SGD epochs on phi with h_i fixed; it sends phi and keeps h_i. Server: mean of the representations.
+
+Deviations: the mean is weighted by training samples (the paper averages uniformly); the head is the model's last
+Linear layer; epochs instead of the theory's full gradient steps. BatchNorm's parameters and running statistics belong to
+the body: in the head's epochs the layers normalise by the batch, as in all training, so that the head learns on the features
+it will meet in the body's epochs, but the running statistics they gather are dropped; they move in the body's epochs
+only. The two phases draw their batches from different random streams. A round's reported training loss is that of the
+last body epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fl_app.config import AT_LEAST_ONE, NOT_NEGATIVE, key
+from fl_app.layout import Model
+from strategies.base import ClientState, LocalUpdate, Method, RunContext
+from strategies.fedavg import FedAvg
+from strategies.fedper import body
+
+
+@dataclass(frozen=True)
+class FedRepParams:
+    """Parameters of FedRep, table `fedrep`."""
+
+    head_epochs: int = key(0, "Epochs on the head, body frozen (tau); 0: `local-epochs`.", NOT_NEGATIVE)
+    body_epochs: int = key(1, "Epochs on the body, head frozen, after those on the head.", AT_LEAST_ONE)
+
+
+class FedRepUpdate(LocalUpdate[FedRepParams]):
+    """Client half: two phases."""
+
+    def train(self, start: Model, state: ClientState, ctx: RunContext[FedRepParams]) -> Model:
+        """Train the head, then the body; keep the head."""
+        p = ctx.params
+        with_head = ctx.trainer.train(start, epochs=p.head_epochs or None, purpose="train-head", frozen=ctx.shared)
+        after = ctx.trainer.train(with_head, epochs=p.body_epochs, purpose="train-body", frozen=ctx.local)
+        self.keep_local(after, state, ctx)
+        return after
+
+
+METHOD = Method("fedrep", FedRepParams, FedAvg[FedRepParams], FedRepUpdate, body)

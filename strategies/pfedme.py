@@ -1,0 +1,89 @@
+"""pFedMe: clients descend on the Moreau envelope of their loss; its inner minimiser is their personal model.
+
+T. Dinh, Tran, Nguyen: "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020.
+
+Client i, on receiving w_g (Algorithm 1): w = w_g; per batch it finds the personal model
+theta ~ argmin f_i(theta) + lambda/2 ||theta - w||^2 by K gradient steps on that batch, then w <- w - eta lambda (w - theta),
+lambda (w - theta) being the envelope's gradient. It sends w and is evaluated with the last theta. Server:
+w_g <- (1 - beta) w_g + beta mean_i w_i, the mean over the round's clients, UNWEIGHTED as printed in Algorithm 1 (the authors'
+code weights it by training samples).
+
+eta is `learning-rate`. eta lambda >= 1 carries w past theta, alpha lambda >= 2 (alpha the inner learning rate) lets the inner
+steps diverge even without a loss: both are warned of.
+
+Deviations: `local-epochs` passes over the data instead of R single batches. theta starts from w_g in every round and then goes
+on from one batch to the next, as in the authors' code (the paper leaves its start open). Inner steps are plain gradient steps:
+`momentum` is not used, and a warning says so; `weight-decay` is part of f; `learning-rate-decay` acts on eta alone. BatchNorm's
+running statistics are those theta's training gathers, sent along with w, and the server takes their plain mean (an
+extrapolation with beta > 1 could make a variance negative).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from fl_app.config import AT_LEAST_ONE, POSITIVE, key
+from fl_app.layout import Model, Vector
+from strategies.aggregate import Stack, weighted_mean
+from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RunContext, Uploads, everything
+
+log = logging.getLogger("corolla")
+
+
+@dataclass(frozen=True)
+class PFedMeParams:
+    """Parameters of pFedMe, table `pfedme`."""
+
+    proximal_weight: float = key(15.0, "Pull of theta towards w (the paper's lambda).", POSITIVE)
+    inner_steps: int = key(5, "Gradient steps on theta per batch (K).", AT_LEAST_ONE)
+    inner_learning_rate: float = key(0.05, "Step size of theta; `learning-rate` is that of w (eta).", POSITIVE)
+    beta: float = key(1.0, "Server step towards the clients' mean (beta); above 1 extrapolates.", POSITIVE)
+
+
+def mix(previous: Vector, W: Stack, beta: float) -> Vector:
+    """Server step (1 - beta) w_g + beta mean_i w_i (Algorithm 1); W: float32 [N, d]. Returns float32 [d]."""
+    step: Vector = (1 - beta) * previous + beta * weighted_mean(W)
+    return step
+
+
+class PFedMe(PersonalizedStrategy[PFedMeParams]):
+    """Server half."""
+
+    def summary(self) -> None:
+        """Log what runs; warn of step sizes that overshoot and of what is ignored."""
+        super().summary()
+        eta, p = self.config.learning_rate, self.params
+        if eta * p.proximal_weight >= 1:
+            log.warning(
+                "pfedme: learning-rate * proximal-weight = %g * %g = %g carries w past theta; it should be below 1",
+                eta, p.proximal_weight, eta * p.proximal_weight,
+            )
+        if p.inner_learning_rate * p.proximal_weight >= 2:
+            log.warning(
+                "pfedme: inner-learning-rate * proximal-weight = %g * %g = %g lets inner steps diverge; it must be below 2",
+                p.inner_learning_rate, p.proximal_weight, p.inner_learning_rate * p.proximal_weight,
+            )
+        if self.config.momentum:
+            log.warning("pfedme: momentum %g is not used, inner steps are plain gradient steps", self.config.momentum)
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Step towards the unweighted mean; plain mean of the statistics."""
+        params = mix(self.global_model.params, uploads.W, self.params.beta)
+        self.global_model = Model(params, weighted_mean(uploads.B))
+
+
+class PFedMeUpdate(LocalUpdate[PFedMeParams]):
+    """Client half: descent on the envelope."""
+
+    def train(self, start: Model, state: ClientState, ctx: RunContext[PFedMeParams]) -> Model:
+        """Return w, keep theta as the personal model."""
+        p = ctx.params
+        w, theta = ctx.trainer.train_envelope(
+            start, weight=p.proximal_weight, inner_steps=p.inner_steps, inner_learning_rate=p.inner_learning_rate
+        )
+        self.keep_personal(theta, state)
+        return w
+
+
+METHOD = Method("pfedme", PFedMeParams, PFedMe, PFedMeUpdate, everything)
