@@ -17,7 +17,7 @@ from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError
-from fl_app.layout import Layout, Model, Vector
+from fl_app.layout import Layout, Model, Slot, Vector
 
 _EVALUATION_BATCH = 512
 
@@ -54,32 +54,59 @@ class LocalTrainer:
         return torch.from_numpy(np.array(array)).to(self.device)
 
     def _flatten(self) -> None:
-        """Make every parameter and gradient a view into `self.weights` and `self.gradient`."""
+        """Make every parameter and gradient a view into `self.weights` and `self.gradient`.
+
+        Convolution kernels [O, I, h, w] lie there as [O, h, w, I], channels last, which CPUs and tensor cores want; vectors
+        are rearranged where they come in and go out.
+        """
         parameters = list(self.module.parameters())
         self._trainable = [p.requires_grad for p in parameters]
+        self._kernels = [slot for slot in self.layout.params if len(slot.shape) == 4]
+        self._format = torch.channels_last if self._kernels else torch.contiguous_format
         self.weights = torch.empty(self.layout.d, device=self.device)
         self.gradient = torch.zeros(self.layout.d, device=self.device)
         for slot, parameter in zip(self.layout.params, parameters, strict=True):
-            view = self.weights[slot.start : slot.stop].view(slot.shape)
+            view = self._view(self.weights, slot)
             view.copy_(parameter.data)
             parameter.data = view
-            parameter.grad = self.gradient[slot.start : slot.stop].view(slot.shape)
+            parameter.grad = self._view(self.gradient, slot)
         buffers = dict(self.module.named_buffers())
         self._buffers = [buffers[slot.name] for slot in self.layout.buffers]
+
+    def _view(self, vector: torch.Tensor, slot: Slot) -> torch.Tensor:
+        piece = vector[slot.start : slot.stop]
+        if len(slot.shape) != 4:
+            return piece.view(slot.shape)
+        o, i, h, w = slot.shape
+        return piece.view(o, h, w, i).permute(0, 3, 1, 2)
+
+    def _inward(self, vector: Vector) -> torch.Tensor:
+        """Return a vector in named_parameters order as the device holds it."""
+        inward = torch.from_numpy(np.array(vector)).to(self.device)
+        for slot in self._kernels:
+            self._view(inward, slot).copy_(inward[slot.start : slot.stop].clone().view(slot.shape))
+        return inward
+
+    def _outward(self, vector: torch.Tensor) -> Vector:
+        """Return a vector on the device in named_parameters order."""
+        outward = vector.to("cpu", copy=True)
+        for slot in self._kernels:
+            outward[slot.start : slot.stop] = self._view(outward, slot).reshape(-1)
+        result: Vector = outward.numpy()
+        return result
 
     def load(self, model: Model) -> None:
         """Put a model's values into the module."""
         with torch.no_grad():
-            self.weights.copy_(torch.from_numpy(np.asarray(model.params)))
+            self.weights.copy_(self._inward(model.params))
             for slot, buffer in zip(self.layout.buffers, self._buffers, strict=True):
                 buffer.copy_(torch.from_numpy(model.buffers[slot.start : slot.stop].reshape(slot.shape)))
 
     def read(self) -> Model:
         """Copy the module's values out."""
-        params = self.weights.to("cpu", copy=True).numpy()
         flat = [b.reshape(-1) for b in self._buffers]
         buffers = torch.cat(flat).cpu().numpy() if flat else np.zeros(0, np.float32)
-        return Model(params, buffers)
+        return Model(self._outward(self.weights), buffers)
 
     @property
     def learning_rate(self) -> float:
@@ -104,7 +131,7 @@ class LocalTrainer:
         center = None
         if proximal is not None:
             mu, vector = proximal
-            center = torch.from_numpy(np.asarray(vector)).to(self.device)
+            center = self._inward(vector)
         still = self._freeze(frozen)
         velocity = torch.zeros_like(self.weights) if self.config.momentum else None
         self.module.train()
@@ -162,7 +189,7 @@ class LocalTrainer:
             outer.sub_(outer - self.weights, alpha=self.learning_rate * weight)
         self.last_loss = float(epoch_loss) / max(samples, 1)
         theta = self.read()
-        return Model(outer.cpu().numpy(), theta.buffers), theta
+        return Model(self._outward(outer), theta.buffers), theta
 
     def gradient_of_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Leave the mean cross-entropy's gradient in `self.gradient`; return the loss (detached, on the device)."""
@@ -171,13 +198,18 @@ class LocalTrainer:
         if alone:  # BatchNorm cannot normalise a single sample: use its running statistics
             for layer in self._batchnorms:
                 layer.eval()
-        loss = cross_entropy(self.module(x), y)
+        loss = self._loss(x, y)
         if loss.requires_grad:  # not so when everything the user's model trains is frozen
             loss.backward()  # type: ignore[no-untyped-call]
         if alone:
             for layer in self._batchnorms:
                 layer.train()
         return loss.detach()
+
+    def _loss(self, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            logits = self.module(x)
+        return cross_entropy(logits.float(), y, reduction=reduction)
 
     def loss_gradient(self, model: Model) -> Vector:
         """Return the gradient of the mean cross-entropy over all training data at `model`, float32 [d].
@@ -189,9 +221,9 @@ class LocalTrainer:
         self.gradient.zero_()
         for start in range(0, len(self._y_train), _EVALUATION_BATCH):
             chosen = slice(start, start + _EVALUATION_BATCH)
-            loss = cross_entropy(self.module(self._inputs(self._x_train[chosen])), self._y_train[chosen], reduction="sum")
+            loss = self._loss(self._inputs(self._x_train[chosen]), self._y_train[chosen], "sum")
             (loss / len(self._y_train)).backward()  # type: ignore[no-untyped-call]
-        return self.gradient.to("cpu", copy=True).numpy()
+        return self._outward(self.gradient)
 
     def step(
         self, velocity: torch.Tensor | None, still: torch.Tensor | None = None, learning_rate: float | None = None
@@ -243,7 +275,7 @@ class LocalTrainer:
         x = images.float().div_(255)
         if self.config.normalize == "mean-std":
             x = x.sub_(self._mean).div_(self._std)
-        return x
+        return x.contiguous(memory_format=self._format)
 
     @torch.no_grad()
     def evaluate(self, model: Model) -> tuple[float, float]:

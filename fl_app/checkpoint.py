@@ -42,7 +42,7 @@ def save(run: Path, round: int, arrays: Mapping[str, NDArray[Any]], meta: Mappin
     directory.mkdir(exist_ok=True)
     tensors = directory / f"round-{round:06d}.safetensors"
     temporary = directory / ".tensors.tmp"
-    save_file({name: np.ascontiguousarray(a) for name, a in arrays.items()}, temporary)
+    save_file({name: np.asarray(a, order="C") for name, a in arrays.items()}, temporary)
     checksum = _sha256(temporary)
     _publish(temporary, tensors)
     body = json.dumps({**meta, "round": round, "tensors-sha256": checksum}, allow_nan=False)

@@ -167,6 +167,9 @@ class RunConfig:
     learning_rate_decay: float = key(1.0, "Factor on the learning rate after every round.", POSITIVE_RATIO)
     momentum: float = key(0.0, "SGD momentum; it starts at zero in every round.", BELOW_ONE)
     weight_decay: float = key(0.0, "SGD weight decay.", NOT_NEGATIVE)
+    precision: Literal["float32", "bfloat16"] = key(
+        "float32", "`bfloat16`: forward and backward passes in mixed precision (autocast); weights stay float32."
+    )
     device: str = key("auto", "`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:k`.")
     client_threads: int = key(1, "Threads of one client's training; the results' bits depend on it.", AT_LEAST_ONE)
     # server
@@ -206,9 +209,10 @@ class RunConfig:
     tensorboard: bool = key(
         False, "Also write every round as TensorBoard events, into the run folder (needs `pip install tensorboard`)."
     )
-    # the chosen method's parameter dataclass, and all of the resolved keys
+    # the chosen method's parameter dataclass, and all keys as resolved and as defaulted
     params: Any = dataclasses.field(default=NoParams())
     resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
 
 
 MAY_CHANGE_ON_RESUME = frozenset(
@@ -240,7 +244,8 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     method = str(values["method"])
     cls = methods[method]
     params = cls(**{s.field: values[s.name] for s in specs(cls, method)})
-    return RunConfig(**top, params=params, resolved=values)  # type: ignore[arg-type]
+    defaults = {name: spec.default for name, spec in known.items()}
+    return RunConfig(**top, params=params, resolved=values, defaults=defaults)  # type: ignore[arg-type]
 
 
 def _nearest(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:

@@ -149,11 +149,11 @@ def read_config(run: Path) -> dict[str, Scalar]:
 
 def check_unchanged(run: Path, config: RunConfig) -> None:
     """Raise UserError if `run` is no run folder, or if a key differs from it that must not change on resume."""
-    saved = read_config(run)
+    saved = {**config.defaults, **read_config(run)}  # a key newer than the run had its default
     changed = [
         f"  {k}: {saved.get(k)!r} in the run, now {v!r}"
         for k, v in config.resolved.items()
-        if k not in MAY_CHANGE_ON_RESUME and saved.get(k) != v
+        if k not in MAY_CHANGE_ON_RESUME and saved.get(k) != v and ("." not in k or k.startswith(f"{config.method}."))
     ]
     if changed:
         raise UserError("resume: these keys must not change:\n" + "\n".join(changed))

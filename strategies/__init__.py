@@ -6,9 +6,13 @@ from typing import Any
 
 from strategies import (
     ditto,
+    fedamp,
     fedavg,
     fedbn,
     fedcac,
+    feddac,
+    fedobp,
+    fedpake,
     fedper,
     fedprox,
     fedrep,
@@ -18,7 +22,9 @@ from strategies import (
 )
 from strategies.base import Method
 
-_MODULES = (fedavg, local, fedcac, fedprox, fedper, fedrep, fedbn, lg_fedavg, ditto, pfedme)
+_MODULES = (
+    fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
+)  # fmt: skip
 
 METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}
 

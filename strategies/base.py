@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -519,8 +518,6 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
                 for name in metrics:
                     if name.startswith("accuracy"):
                         wire.number(metrics, name, 0, 1)
-                if not re.fullmatch("[0-9a-f]{64}", str(metrics.get("sha256"))):
-                    raise WireError(f"sha256 must be 64 hexadecimal digits, got {str(metrics.get('sha256'))[:80]!r}")
                 clients[str(reply.client_id)] = {
                     **{k: clean(v) for k, v in metrics.items()}, "loss": clean(loss), "test-samples": num_examples,
                 }

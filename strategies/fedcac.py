@@ -150,9 +150,9 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         statistics = aggregate.group_means(uploads.B, members)
         self.global_model = Model(mean, aggregate.weighted_mean(uploads.B, weights))
         for i, client_id in enumerate(uploads.ids):
-            self.personal[client_id] = {
-                "params": personalized[i], "buffers": statistics[i], "mask": uploads.bits[i], "round": np.array(round),
-            }
+            self.keep(
+                client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round)
+            )
             self.note(client_id, "collaborators", [uploads.ids[j] for j in np.flatnonzero(chosen[i])])
         self.note_round("overlap", np.round(overlap, 6).tolist())
 
@@ -170,7 +170,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         if mine is None:
             return self.global_model
         params = mine["params"]
-        if self.params.non_critical == "all" and mine["round"].item() != self.round:
+        if self.params.non_critical == "all" and int(mine["round"]) != self.round:
             params = np.where(masks.unpack(mine["mask"], self.layout.d), params, self.global_model.params)
         return Model(params, mine["buffers"])
 

@@ -21,7 +21,7 @@ from tests.e2e.conftest import COROLLA, Cluster, corolla, rounds, settings, summ
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 # local training takes seconds, so that a process can be caught in the middle of it
-COMMON: dict[str, Any] = {"method": "local", "num-server-rounds": 3, "local-epochs": 600, "checkpoint-every": 1}
+COMMON: dict[str, Any] = {"method": "local", "num-server-rounds": 3, "local-epochs": 2500, "checkpoint-every": 1}
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120, every: float = 0.02) -> Any:

@@ -1,0 +1,370 @@
+"""FedPake: one global model in which parameters the clients disagree on are averaged over clusters of clients, and shrunk.
+
+Liao, Wang, Yuan, Zhang: "The Key of Parameter Skew in Federated Learning" (2024). Server side only; clients train as in
+FedAvg.
+
+Layer by layer: the coefficient of variation std/mean over clients (Eq. 2-3), min-max normalised over the layer, says where
+dispersion is high: above lambda (Eq. 4). There, a client's squared deviation from the mean falls into one of C equal bins of
+(0, 1], its Micro-Class (Eq. 6). Clients that agree in Micro-Class on many high-dispersion parameters (Eq. 8) form a
+Macro-Class. Each Macro-Class has, per parameter, its most frequent Micro-Class (Eq. 9), and the share that this class has of
+the layer's high-dispersion parameters is the Macro-Class's weight for that parameter (Eq. 11), divided by the number of
+Macro-Classes. The new parameter is the weighted sum of the Macro-Classes' means, elsewhere the mean of all (Eq. 10).
+
+Deviations and decisions: the mean in std/mean is signed as printed (`cv = "absolute"` is ours) and kept 1e-12 away from 0;
+deviations of 0 and above 1, outside the paper's bins, go to classes 1 and C; the paper names no clustering: ours is average
+linkage on 1 - SIM, cut where `delta` says (`delta-meaning`) and at S clusters; Eq. 11 divides by the limit S, by default we
+divide by the number of clusters found (`divisor`), since with S every round multiplies the high-dispersion parameters by
+found/S. Weights then sum to at most 1, so parameters whose classes vary over the layer shrink; `normalize = true` (ours)
+rescales them to 1. Client means are unweighted as printed. BatchNorm statistics: plain mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.config import AT_LEAST_ONE, RATIO, Rule, key
+from fl_app.layout import Model
+from strategies.aggregate import Stack, blocks, in_order, weighted_mean
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, everything
+
+_TINY = 1e-12  # |mean| below it is replaced
+_ROUNDING = 1e-9  # similarities that reach delta but for rounding do reach it
+
+_BLOCK = 65_536  # columns
+_CHUNK = 80_000  # float64 values: what `measure` works on stays in the cache
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FedPakeParams:
+    """Parameters of FedPake, table `fedpake`."""
+
+    threshold: float = key(0.2, "Normalised coefficient of variation above which dispersion is high (lambda, Eq. 4).", RATIO)
+    num_micro: int = key(
+        4, "Micro-Classes C (Eq. 6); the paper's: 4 (CIFAR-10), 5 (CIFAR-100), 8 (Tiny-ImageNet).", Rule(low=1, high=255)
+    )
+    num_macro: int = key(4, "Largest number of Macro-Classes S; the paper's equal C.", AT_LEAST_ONE)
+    delta: float = key(0.2, "Where the clustering into Macro-Classes stops (delta, Appendix C.1).", RATIO)
+    delta_meaning: Literal["similarity", "distance"] = key(
+        "similarity", "Clusters merge while their mean similarity is at least `delta`, or their distance at most `delta`."
+    )
+    divisor: Literal["found", "limit"] = key(
+        "found", "What divides the weights: the number of Macro-Classes found, or S as printed (Eq. 11)."
+    )
+    cv: Literal["signed", "absolute"] = key(
+        "signed", "Denominator of the coefficient of variation: the mean as printed (Eq. 2), or its absolute value (ours)."
+    )
+    normalize: bool = key(False, "Rescale the Macro-Classes' weights of every parameter to the sum 1 (ours).")
+
+
+@dataclass(frozen=True)
+class LayerSplit:
+    """What FedPake found in a layer: its number of high-dispersion parameters, and of Macro-Classes (0 if none is high)."""
+
+    num_high: int
+    num_macro: int
+
+
+def aggregate(
+    W: Stack,
+    sizes: Sequence[int],
+    *,
+    threshold: float,
+    num_micro: int,
+    num_macro: int,
+    delta: float,
+    delta_meaning: str,
+    divisor: str,
+    cv: str = "signed",
+    normalize: bool = False,
+) -> NDArray[np.float32]:
+    """FedPake's server step (Eq. 2-11), float32 [d].
+
+    W: float32 [N, d], the clients' trained vectors; sizes: elements per layer, summing to d; threshold (lambda) and delta in
+    [0, 1]; num_micro (C) in 1..255; num_macro (S) >= 1; delta_meaning "similarity" or "distance"; divisor "found" or
+    "limit"; cv "signed" or "absolute". threshold = 1, and identical rows, give the uniform mean bit for bit.
+    Raises ValueError naming the argument that is out of range.
+    """
+    params = FedPakeParams(
+        threshold, num_micro, num_macro, delta, delta_meaning, divisor, cv, normalize  # type: ignore[arg-type]
+    )
+    return aggregate_layers(W, sizes, params)[0]
+
+
+def aggregate_layers(
+    W: Stack, sizes: Sequence[int], params: FedPakeParams
+) -> tuple[NDArray[np.float32], list[LayerSplit]]:
+    """`aggregate`, and what was found per layer."""
+    _check(W, sizes, params)
+    work = _Aggregation(W, sizes, params)
+    return work.run(), [LayerSplit(layer.num_high, len(layer.members)) for layer in work.layers]
+
+
+def _check(W: Stack, sizes: Sequence[int], params: FedPakeParams) -> None:
+    if W.ndim != 2 or not W.shape[0]:
+        raise ValueError(f"W must be [N, d] with at least one row, got shape {W.shape}")
+    if sum(sizes) != W.shape[1]:
+        raise ValueError(f"sizes sum to {sum(sizes)}, W has {W.shape[1]} columns")
+    for name, value in (("threshold", params.threshold), ("delta", params.delta)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} must be in [0, 1], got {value}")
+    if not 1 <= params.num_micro <= 255:
+        raise ValueError(f"num_micro must be in [1, 255], got {params.num_micro}")
+    if params.num_macro < 1:
+        raise ValueError(f"num_macro must be at least 1, got {params.num_macro}")
+    words = {"delta_meaning": ("similarity", "distance"), "divisor": ("found", "limit"), "cv": ("signed", "absolute")}
+    for name, allowed in words.items():
+        if getattr(params, name) not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(params, name)!r}")
+
+
+@dataclass
+class _Layer:
+    """A layer and what the passes find in it."""
+
+    lowest_cv: float = np.inf
+    highest_cv: float = -np.inf
+    highest: int = 1  # Micro-Class
+    num_high: int = 0
+    differing: NDArray[np.int64] | int = 0  # [N, N], high-dispersion parameters in which two clients' classes differ
+    members: list[NDArray[np.intp]] = field(default_factory=list)  # rows of each Macro-Class
+    votes: NDArray[np.int64] | int = 0  # [s, highest + 1], how often a class is a Macro-Class's most frequent
+    weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))  # [s, highest + 1] (Eq. 11)
+
+
+@dataclass
+class _Block:
+    """Consecutive columns of a layer."""
+
+    layer: _Layer
+    at: slice
+    lowest_cv: float = np.inf
+    highest_cv: float = -np.inf
+    highest: int = 1
+
+
+class _Aggregation:
+    """Four passes over blocks of columns; between them, what the blocks found is put together per layer, in order.
+
+    All layers go through a pass together: most are too small to keep the threads busy.
+    """
+
+    def __init__(self, W: Stack, sizes: Sequence[int], params: FedPakeParams) -> None:
+        n, d = W.shape
+        self.W, self.params = W, params
+        self.layers = [_Layer() for _ in sizes]
+        stops = np.cumsum(sizes, dtype=np.int64).tolist()
+        self.blocks = [
+            _Block(layer, slice(*span))
+            for layer, size, stop in zip(self.layers, sizes, stops, strict=True)
+            for span in blocks(stop - size, stop, _BLOCK)
+        ]
+        self.merged, self.cv, self.high = np.empty(d, np.float32), np.empty(d), np.empty(d, dtype=bool)
+        self.classes = np.empty((n, d), np.uint8)  # memory is taken only where it is written: in layers beyond class 1
+
+    def run(self) -> NDArray[np.float32]:
+        """Return the new parameters."""
+        for block, _ in self.through(self.measure, self.blocks):
+            layer = block.layer
+            layer.lowest_cv, layer.highest_cv = min(layer.lowest_cv, block.lowest_cv), max(layer.highest_cv, block.highest_cv)
+            layer.highest = max(layer.highest, block.highest)
+        for block, (num_high, differing) in self.through(self.compare, self.blocks):
+            block.layer.num_high += num_high
+            block.layer.differing += differing
+        for layer in self.layers:
+            layer.members = self.macro_classes(layer)
+        for block, votes in self.through(self.vote, [b for b in self.blocks if b.layer.num_high]):
+            block.layer.votes += votes
+        for layer in self.layers:
+            layer.weights = self.weights(layer)
+        for _ in self.through(self.combine, [b for b in self.blocks if b.layer.num_high]):
+            pass
+        return self.merged
+
+    def through(self, work: Callable[[_Block], T], items: list[_Block]) -> Iterator[tuple[_Block, T]]:
+        """Pair every block with work(block), computed on a few threads."""
+        return zip(items, in_order(work, items), strict=True)
+
+    def measure(self, block: _Block) -> None:
+        """Mean, coefficient of variation and Micro-Classes (Eq. 2, 3, 6) in float64: in float32 equal rows get a std > 0."""
+        n, step = len(self.W), max(512, _CHUNK // len(self.W))
+        scratch = np.empty((n, min(step, block.at.stop - block.at.start)))
+        for start in range(block.at.start, block.at.stop, step):
+            at = slice(start, min(start + step, block.at.stop))
+            squares = scratch[:, : at.stop - at.start]
+            squares[:] = self.W[:, at]
+            mean = squares.sum(axis=0, initial=-0.0)  # keeps the sign of a zero
+            mean /= n
+            squares -= mean
+            squares *= squares
+            cv = squares.sum(axis=0)
+            cv /= n
+            np.sqrt(cv, out=cv)
+            cv /= _away_from_zero(mean, self.params.cv)
+            self.merged[at], self.cv[at] = mean, cv
+            highest = int(min(max(np.ceil(squares.max() * self.params.num_micro), 1), self.params.num_micro))
+            if highest > 1 and block.highest == 1:
+                self.classes[:, block.at] = 1
+            block.highest = max(block.highest, highest)
+            if highest > 1:
+                squares *= self.params.num_micro
+                above = (squares > 1).view(np.uint8)  # ceil(x) > bound if and only if x > bound
+                for bound in range(2, highest):
+                    above += (squares > bound).view(np.uint8)
+                self.classes[:, at] += above
+        block.lowest_cv, block.highest_cv = float(self.cv[block.at].min()), float(self.cv[block.at].max())
+
+    def compare(self, block: _Block) -> tuple[int, NDArray[np.int64] | int]:
+        """High dispersion where the layer's min-max normalised cv exceeds lambda (Eq. 4), and what Eq. 8 counts there."""
+        layer, at = block.layer, block.at
+        spread = layer.highest_cv - layer.lowest_cv
+        if spread == 0:
+            self.high[at] = False
+            return 0, 0
+        normalised = self.cv[at] - layer.lowest_cv
+        normalised /= spread
+        high = np.greater(normalised, self.params.threshold, out=self.high[at])
+        num_high = int(np.count_nonzero(high))
+        if layer.highest == 1:
+            return num_high, 0
+        classes = self.classes[:, at]
+        if block.highest == 1:
+            classes[:] = 1
+        if num_high < high.size:
+            classes *= high.view(np.uint8)  # class 0, the same for all clients
+        return num_high, num_differing(classes, layer.highest)
+
+    def macro_classes(self, layer: _Layer) -> list[NDArray[np.intp]]:
+        """Rows of each Macro-Class; none where nothing is high, one where all are in class 1."""
+        if not layer.num_high:
+            return []
+        group_of = macro_classes(1 - (np.zeros((len(self.W),) * 2) + layer.differing) / layer.num_high, self.params)
+        return [np.flatnonzero(group_of == group) for group in range(int(group_of.max()) + 1)]
+
+    def vote(self, block: _Block) -> NDArray[np.int64]:
+        """Most frequent classes (Eq. 9), left in the first rows of `classes`, and how often each class won."""
+        layer, at = block.layer, block.at
+        if layer.highest == 1:
+            return np.array([[0, np.count_nonzero(self.high[at])]])
+        winners = most_frequent(self.classes[:, at], layer.members, layer.highest)
+        self.classes[: len(winners), at] = winners
+        return np.array([[np.count_nonzero(row == c) for c in range(layer.highest + 1)] for row in winners], np.int64)
+
+    def weights(self, layer: _Layer) -> NDArray[np.float64]:
+        """Weight of a parameter whose Macro-Class j has class c there, [s, highest + 1] (Eq. 11)."""
+        if not layer.num_high:
+            return layer.weights
+        divisor = len(layer.members) if self.params.divisor == "found" else self.params.num_macro
+        weights = np.asarray(layer.votes, np.float64) / layer.num_high / divisor
+        weights[:, 0] = 0
+        return weights
+
+    def combine(self, block: _Block) -> None:
+        """Weighted sum of the Macro-Classes' means where dispersion is high (Eq. 10)."""
+        layer, at = block.layer, block.at
+        if layer.highest == 1 and (layer.weights[0, 1] == 1 or self.params.normalize):
+            return
+        rows = self.W[:, at]
+        value, total = np.zeros(rows.shape[1]), np.zeros(rows.shape[1])
+        for j, (members, weights) in enumerate(zip(layer.members, layer.weights, strict=True)):
+            mean = np.add.reduce(rows if len(members) == len(rows) else rows[members], axis=0, dtype=np.float64)
+            mean /= len(members)
+            weight = weights[1] if layer.highest == 1 else weights.take(self.classes[j, at])
+            mean *= weight
+            value += mean
+            total += weight
+        if self.params.normalize:
+            np.divide(value, total, out=value, where=self.high[at])
+        self.merged[at] = np.where(self.high[at], value, self.merged[at])
+
+
+def _away_from_zero(mean: NDArray[np.float64], cv: str) -> NDArray[np.float64]:
+    """The denominator of Eq. 2: the mean, or its absolute value, at least 1e-12 in size."""
+    out = np.abs(mean)
+    np.maximum(out, _TINY, out=out)
+    return out if cv == "absolute" else np.copysign(out, mean, out=out)
+
+
+def num_differing(classes: NDArray[np.uint8], highest: int) -> NDArray[np.int64]:
+    """Count, for all pairs of rows, the columns in which they differ (Eq. 8), int64 [N, N].
+
+    classes: uint8 [N, M], at most `highest`. Works on one packed plane of bits per binary digit.
+    """
+    n, m = classes.shape
+    planes = np.zeros((highest.bit_length(), n, -(-m // 64)), np.uint64)
+    for digit, plane in enumerate(planes):
+        plane.view(np.uint8)[:, : -(-m // 8)] = np.packbits(classes & (1 << digit), axis=1)
+    counts = np.zeros((n, n), np.int64)
+    for i in range(n - 1):
+        differ = np.bitwise_or.reduce(planes[:, i, None] ^ planes[:, i + 1 :], axis=0)
+        counts[i, i + 1 :] = counts[i + 1 :, i] = np.bitwise_count(differ).sum(axis=1, dtype=np.int64)
+    return counts
+
+
+def macro_classes(similarity: NDArray[np.float64], params: FedPakeParams) -> NDArray[np.int64]:
+    """Group clients by the similarity of their Micro-Classes: cluster number per client, int64 [N].
+
+    similarity: float64 [N, N] in [0, 1]. Average linkage on 1 - similarity, cut by `delta`, and at S if more clusters remain
+    (fewer than S where several merge at one height). Clusters are numbered by their first client.
+    """
+    from scipy.cluster.hierarchy import fcluster, linkage
+    from scipy.spatial.distance import squareform
+
+    if len(similarity) < 2:
+        return np.zeros(len(similarity), np.int64)
+    tree = linkage(squareform(1 - similarity, checks=False), "average")
+    largest = 1 - params.delta if params.delta_meaning == "similarity" else params.delta
+    labels = fcluster(tree, largest + _ROUNDING, "distance")
+    if labels.max() > params.num_macro:
+        labels = fcluster(tree, params.num_macro, "maxclust")
+    _, first, label_of = np.unique(labels, return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[label_of.reshape(-1)].astype(np.int64)
+
+
+def most_frequent(
+    classes: NDArray[np.uint8], members: Sequence[NDArray[np.intp]], highest: int
+) -> NDArray[np.uint8]:
+    """Most frequent of the classes 1..highest per column and group of rows, the smaller one in a tie (Eq. 9).
+
+    classes: uint8 [N, M]. Returns uint8 [groups, M], 0 where all of a group's classes are 0.
+    """
+    kind = np.min_scalar_type(len(classes))
+    winner = np.zeros((len(members), classes.shape[1]), np.uint8)
+    for start, stop in blocks(0, classes.shape[1]):
+        part, best = classes[:, start:stop], winner[:, start:stop]
+        most = np.zeros(best.shape, kind)
+        for c in range(1, highest + 1):
+            equal = part == c
+            for j, rows in enumerate(members):
+                count = np.add.reduce(equal if len(rows) == len(equal) else equal[rows], axis=0, dtype=kind)
+                won = (count > most[j]).view(np.uint8)
+                won *= np.uint8(c)  # classes come in increasing order: a later winner is the larger number
+                np.maximum(best[j], won, out=best[j])
+                np.maximum(most[j], count, out=most[j])
+    return winner
+
+
+class FedPake(PersonalizedStrategy[FedPakeParams]):
+    """Server half."""
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Aggregate layer by layer, and record what was found in each."""
+        merged, splits = aggregate_layers(uploads.W, self.layout.sizes, self.params)
+        self.global_model = Model(merged, weighted_mean(uploads.B))
+        named = list(zip(self.layout.params, splits, strict=True))
+        self.note_round("high-dispersion", {slot.name: round_to(split.num_high / slot.size) for slot, split in named})
+        self.note_round("macro-classes", {slot.name: split.num_macro for slot, split in named})
+
+
+def round_to(value: float) -> float:
+    """Six digits are enough for a report."""
+    return float(np.round(value, 6))
+
+
+METHOD = Method("fedpake", FedPakeParams, FedPake, LocalUpdate[FedPakeParams], everything)

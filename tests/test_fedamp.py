@@ -1,0 +1,151 @@
+"""FedAMP against METHODS.md: attention by hand, its properties and limits, the server and client half."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from client_app.state import State
+from fl_app.layout import Model
+from fl_app.results import RunFolder
+from strategies.base import RunContext, Uploads
+from strategies.fedamp import METHOD, FedAMP, FedAMPParams, FedAMPUpdate, attention
+from tests.conftest import config, f32, flat_layout
+
+LAYOUT = flat_layout([2], [1])
+
+# The golden round: N = 3, d = 2. Squared distances: (0, 1): 1, (0, 2): 4, (1, 2): 5.
+W = np.stack([f32(0, 0), f32(1, 0), f32(0, 2)])
+B = np.stack([f32(10), f32(20), f32(40)])
+
+
+def pull(x: float, sigma: float = 2.0, alpha: float = 1.0) -> float:
+    """alpha A'(x), A(x) = 1 - e^(-x/sigma)."""
+    return float(alpha / sigma * np.exp(-x / sigma))
+
+
+# sigma = 2, alpha = 1: xi_01 = e^(-1/2)/2 = 0.3033, xi_02 = e^(-2)/2 = 0.0677, xi_12 = e^(-5/2)/2 = 0.0410
+A, C, E = pull(1), pull(4), pull(5)
+XI = np.array([[1 - A - C, A, C], [A, 1 - A - E, E], [C, E, 1 - C - E]])
+
+
+def test_attention_by_hand() -> None:
+    got = attention(W, sigma=2, alpha=1)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, XI, rtol=1e-12)
+    assert round(A, 4) == 0.3033 and round(C, 4) == 0.0677 and round(E, 4) == 0.0410
+
+
+def test_a_row_beyond_one_is_scaled() -> None:
+    # alpha = 4: row 0 has 4 (A + C) = 1.484 > 1 and is scaled; row 1: 4 (A + E) = 1.377; row 2: 4 (C + E) = 0.435 is not
+    got = attention(W, sigma=2, alpha=4)
+    np.testing.assert_allclose(got[0], [0, A / (A + C), C / (A + C)])
+    np.testing.assert_allclose(got[1], [A / (A + E), 0, E / (A + E)])
+    np.testing.assert_allclose(got[2], [4 * C, 4 * E, 1 - 4 * C - 4 * E])
+
+
+stacks = hnp.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 20)), elements=st.floats(-3, 3, width=32))
+
+
+@given(stacks, st.floats(0.01, 100), st.floats(0.01, 100))
+def test_rows_are_convex_combinations(W: np.ndarray, sigma: float, alpha: float) -> None:
+    got = attention(W, sigma=sigma, alpha=alpha)
+    assert (got >= 0).all()
+    np.testing.assert_allclose(got.sum(axis=1), 1)
+    order = np.argsort(got, axis=1, kind="stable")
+    for i, row in enumerate(order):
+        others = [j for j in row if j != i]
+        gaps = [((W[i].astype(np.float64) - W[j]) ** 2).sum() for j in others]
+        assert all(a >= b * (1 - 1e-6) for a, b in zip(gaps, gaps[1:], strict=False) if got[i, others[0]] > 0)
+
+
+def test_limits() -> None:
+    assert (attention(W, sigma=1e-4, alpha=1) == np.eye(3)).all()  # nobody is near: local training
+    np.testing.assert_allclose(attention(W, sigma=1e9, alpha=1e-3), np.eye(3), atol=1e-9)  # alpha/sigma: no weight at all
+    equal = attention(np.stack([W[0]] * 3), sigma=1, alpha=0.25)
+    np.testing.assert_allclose(equal, [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]])
+    assert attention(W[:1], sigma=1, alpha=5).tolist() == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("sigma", "alpha", "message"),
+    [(0, 1, "sigma must be a number > 0, got 0"), (1, -1, "alpha must be a number > 0, got -1"), (np.nan, 1, "sigma")],
+)
+def test_attention_refuses(sigma: float, alpha: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attention(W, sigma=sigma, alpha=alpha)
+
+
+# server half
+
+
+def server(**params: Any) -> FedAMP:
+    chosen = FedAMPParams(**({"sigma": 2.0} | params))
+    initial = Model(np.full(2, -1, np.float32), np.full(1, -1, np.float32))
+    folder = RunFolder(Path("unused"), "experiment")
+    return FedAMP(config(fraction_train=0.5), chosen, LAYOUT, initial, METHOD.shared(LAYOUT, chosen), folder)
+
+
+def play(strategy: FedAMP, round: int, ids: list[int], rows: list[int], stack: np.ndarray = W) -> None:
+    strategy.personalize(round, Uploads(ids, stack[rows], B[rows], np.ones(len(ids)), None, {}, [{}] * len(ids)))
+
+
+def test_the_golden_round_in_the_strategy() -> None:
+    # u0 = A w1 + C w2 = (A, 2C); u1 = (1 - A - E) w1 + E w2; u2 = E w1 + (1 - C - E) w2
+    strategy = server()
+    play(strategy, 1, [4, 5, 7], [0, 1, 2])
+    np.testing.assert_allclose(strategy.model_for(4).params, [A, 2 * C], rtol=1e-6)
+    np.testing.assert_allclose(strategy.model_for(5).params, [1 - A - E, 2 * E], rtol=1e-6)
+    np.testing.assert_allclose(strategy.model_for(7).params, [E, 2 * (1 - C - E)], rtol=1e-6)
+    np.testing.assert_allclose([strategy.model_for(i).buffers[0] for i in (4, 5, 7)], XI @ B[:, 0], rtol=1e-6)
+    assert strategy._client_notes[4]["attention"] == np.round(XI[0], 6).tolist()
+
+
+def test_partial_participation() -> None:
+    strategy = server()
+    play(strategy, 1, [0, 1, 2], [0, 1, 2])
+    before = strategy.model_for(0)
+    stack = W.copy()
+    play(strategy, 2, [1, 2], [1, 2], stack)
+    stack[:] = 99
+    assert (strategy.model_for(0).params == before.params).all()
+    np.testing.assert_allclose(strategy.model_for(1).params, [1 - E, 2 * E], rtol=1e-6)
+    assert strategy.model_for(3).params.tolist() == [-1, -1]
+    assert not strategy.has_global_model()
+
+
+def test_scaling_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("corolla"), "propagate", True)
+    play(server(), 1, [0, 1, 2], [0, 1, 2])
+    assert not caplog.messages
+    play(server(alpha=4.0), 3, [5, 6, 8], [0, 1, 2])
+    assert len(caplog.messages) == 1 and "round 3" in caplog.messages[0] and "clients [5, 6]" in caplog.messages[0]
+
+
+# client half
+
+
+@pytest.mark.parametrize(("lam", "alpha", "mu"), [(1.0, 1.0, 1.0), (3.0, 2.0, 1.5), (0.0, 1.0, 0.0)])
+def test_training_pulls_to_the_cloud_model(lam: float, alpha: float, mu: float) -> None:
+    class Trainer:
+        def train(self, start: Model, **options: Any) -> Model:
+            # lambda/(2 alpha) ||w - u||^2 = mu/2 ||w - u||^2
+            assert set(options) == {"proximal"}
+            assert options["proximal"][0] == mu and options["proximal"][1] is start.params
+            return Model(start.params + 1, start.buffers)
+
+    trainer: Any = Trainer()
+    start = Model(f32(1, 2), f32(3))
+    params = FedAMPParams(lam=lam, alpha=alpha)
+    ctx = RunContext(config(), params, 1, 0, LAYOUT, LAYOUT.names, lambda: start, trainer, 12, {})
+    after = FedAMPUpdate().train(start, State(), ctx)
+    assert after.params.tolist() == [2, 3]
+    upload = FedAMPUpdate().upload(start, after, State(), ctx)
+    assert upload.mask is None and upload.nbytes == 4 * 3 and upload.num_examples == 12
