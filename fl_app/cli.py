@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import logging
 import os
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -18,19 +18,23 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+import deploy.cli
 from fl_app.config import PATH_DATASETS, RunConfig, Scalar, parse, specs
 from fl_app.errors import UserError
 from fl_app.results import SUMMARY, check_unchanged, read_config, read_summary
+
+if TYPE_CHECKING:
+    from fl_app.sweep import Point
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
 state_app = typer.Typer(no_args_is_help=True, help="Client state left on this machine's disk.")
 app.add_typer(data_app, name="data")
 app.add_typer(state_app, name="state")
+app.add_typer(deploy.cli.app, name="cluster")
 console = Console(highlight=False, emoji=False)
 errors = Console(stderr=True, highlight=False, emoji=False)
 
-PRESETS = Path(__file__).parent / "presets"
 SET_HELP = "A config key, e.g. --set fedcac.tau=0.3; the value is TOML, a bare word is a string. Repeatable."
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP)]
 
@@ -69,26 +73,31 @@ def parse_set(pairs: list[str]) -> dict[str, Scalar]:
     return out
 
 
-def preset_names() -> list[str]:
-    """Names of the presets, sorted."""
-    return sorted(str(p.relative_to(PRESETS).with_suffix("")) for p in PRESETS.rglob("*.toml"))
-
-
 def read_preset(name: str) -> dict[str, Scalar]:
     """Read a preset by name, or a TOML file by path, as a flat run config."""
-    path = Path(name) if name.endswith(".toml") else PRESETS / f"{name}.toml"
-    if not path.is_file():
-        close = difflib.get_close_matches(name, preset_names(), n=1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(preset_names())}"
-        raise UserError(f"preset: no preset or .toml file {name!r}; {hint}")
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
-    flat: dict[str, Scalar] = {}
-    for key, value in tables.items():
-        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-    return flat
+    from fl_app import presets
+    from strategies import METHODS
+
+    return presets.read_preset(name, METHODS)
+
+
+class Scale(StrEnum):
+    """How large a run is: as configured, or cut to what a laptop does."""
+
+    full = "full"
+    small = "small"
+
+
+ScaleOption = Annotated[
+    Scale, typer.Option(help="small: cut clients, rounds and samples to what a laptop does; --set still wins.")
+]
+
+
+def scaled(config: dict[str, Scalar], scale: Scale) -> dict[str, Scalar]:
+    """Cut a config by --scale small."""
+    from fl_app.presets import small
+
+    return config | small(resolve(config).resolved) if scale is Scale.small else config
 
 
 def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
@@ -107,8 +116,10 @@ def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
 def check_locally(config: RunConfig) -> None:
     """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
     from client_app.train import resolve_device
-    from fl_app import data, models
+    from fl_app import data, events, models
 
+    if config.tensorboard:
+        events.require_tensorboard()
     if config.dataset == "node":
         raise UserError("dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation")
     resolve_device(config.device)
@@ -211,6 +222,8 @@ def show_results(folders: list[Path]) -> None:
         "accuracy. final: mean over all clients after the last round, each on its own test data; pooled: over all samples;\n"
         "best: highest mean before training, over the rounds"
     )
+    if any(read_summary(folder).get("scale") == "small" for folder in folders):
+        console.print("cut by --scale small: not comparable with the papers' figures")
     for folder in folders:
         console.print(f"{folder}", soft_wrap=True)
 
@@ -287,12 +300,16 @@ def run_command(
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Continue an interrupted run in its folder, from its last checkpoint.")
     ] = None,
+    scale: ScaleOption = Scale.full,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and the bytes of a round, and do nothing.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show Flower's and Ray's log lines too.")] = False,
 ) -> None:
     """Run one experiment, in simulation unless --superlink is given."""
-    if resume and (preset or output_dir is not None):
-        raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir")
-    config = saved_config(resume) if resume else read_preset(preset) if preset else {}
+    if resume and (preset or output_dir is not None or scale is Scale.small):
+        raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")
+    config = saved_config(resume) if resume else scaled(read_preset(preset) if preset else {}, scale)
     config |= parse_set(set_ or [])
     if clients is not None:
         config["num-clients"] = clients
@@ -304,6 +321,9 @@ def run_command(
         config["num-clients"] = config.get("num-clients") or 10
     config = absolute_paths({"output-dir": "runs", **config})
     parsed = resolve(config)
+    if dry_run:
+        show_dry_run(parsed, preset or "")
+        return
     if resume:
         check_unchanged(resume, parsed)
     if resume and is_finished(resume, parsed):
@@ -326,6 +346,32 @@ def run_command(
             with simulation(parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
                 folder = run_one(config, submit, verbose)
     finish([folder])
+
+
+def show_dry_run(config: RunConfig, preset: str) -> None:
+    """Print a config as TOML, with the bytes of a round in a comment; the data is not needed unless it is the user's own."""
+    from fl_app import data, dry_run, presets
+    from strategies import METHODS
+
+    source = presets.all_presets().get(preset)
+    if source is not None and source.paper:
+        published = f"published: {source.published} %, " if source.published else ""
+        typer.echo("\n".join(f"# {line}" for line in (f"{published}{source.paper}, {source.source}", *source.notes)))
+    typer.echo(dry_run.config_toml(config))
+    shape = dry_run.known_shape(config)
+    if shape is None and config.dataset != "node":
+        info = data.check(config)
+        shape = (info.in_channels, info.num_classes, info.image_size)
+    if shape is None or not config.num_clients:
+        typer.echo("# bytes per round: known when the nodes have said how many they are and what data they have")
+        return
+    cost = dry_run.round_bytes(config, METHODS[config.method], shape)
+    n = cost.participants
+    typer.echo(
+        f"# bytes per round, {n} of {config.num_clients} clients: "
+        f"up {n * cost.upload} ({size(n * cost.upload)}, {cost.upload} per client), "
+        f"down {n * cost.download} ({size(n * cost.download)}, {cost.download} per client)"
+    )
 
 
 def saved_config(run: Path) -> dict[str, Scalar]:
@@ -379,7 +425,174 @@ def demo(
     finish(folders)
 
 
+# Sweeps and comparison ------------------------------------------------------------------------------------------------
+
+
+@app.command("sweep")
+def sweep_command(
+    file: Annotated[Path, typer.Argument(help="A sweep file; docs/experiments.md says what it holds.")],
+    set_: SetOption = None,
+    jobs: Annotated[int, typer.Option(help="Runs at the same time, each in its own processes.", min=1)] = 1,
+    in_process: Annotated[bool, typer.Option("--in-process", help="No Ray, no SuperLink: fast for small models.")] = False,
+    output_dir: Annotated[Path | None, typer.Option(help="The sweep's directory (default: runs/<file's name>).")] = None,
+    scale: ScaleOption = Scale.full,
+    cpus_per_client: Annotated[float, typer.Option(help="Simulation: CPU cores per client.", min=0.1)] = 1,
+    gpus_per_client: Annotated[float, typer.Option(help="Simulation: GPUs per client, may be a fraction.", min=0)] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, and do nothing.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show Flower's and Ray's log lines too.")] = False,
+) -> None:
+    """Run all combinations of a sweep file; started again, it does only what is not finished."""
+    import dataclasses
+
+    from fl_app import sweep, sweep_table
+    from strategies import METHOD_PARAMS
+
+    plan = sweep.read(file)
+    if scale is Scale.small:
+        plan = dataclasses.replace(plan, scale=scale.value)
+    directory = (output_dir or Path("runs") / file.stem).expanduser().resolve()
+    points = sweep.expand(plan, METHOD_PARAMS, directory, parse_set(set_ or []), absolute_paths)
+    if dry_run:
+        typer.echo("\n".join(point.name for point in points))
+        return
+    if not in_process:
+        check_resources(cpus_per_client, gpus_per_client)
+    sweep.check(points, check_locally)
+    options = [f"--cpus-per-client={cpus_per_client:g}", f"--gpus-per-client={gpus_per_client:g}"]
+    with sweep.locked(directory):
+        todo = unfinished_points(directory, points)
+        if jobs > 1:
+            failed = sweep.run_parallel(todo, directory, jobs, ["--in-process"] if in_process else options, announce)
+        else:
+            failed = run_points(todo, in_process, cpus_per_client, gpus_per_client, verbose)
+        finished, _ = sweep.scan(directory, METHOD_PARAMS)
+        rows = sweep_table.tabulate(points, finished)
+        remarks = ["`--scale small`: cut to what a laptop does, not the papers' figures."] if plan.scale == "small" else []
+        sweep_table.write_results(directory, rows, file.stem, remarks + [f"{len(failed)} runs failed."] * bool(failed))
+    show_table(sweep_table.table(rows))
+    caption = "accuracies in per cent, mean ± standard deviation over the seeds; n: finished runs"
+    console.print("\n".join([caption, *remarks]), soft_wrap=True)
+    console.print(f"{directory / 'results.csv'}\n{directory / 'results.md'}", soft_wrap=True)
+    if failed:
+        for name, message in failed.items():
+            errors.print(f"[bold red]failed:[/] {escape(name)}: {escape(message)}", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def unfinished_points(directory: Path, points: Sequence[Point]) -> list[Point]:
+    """Tidy up after a sweep that was killed, and return the runs that are left to do."""
+    from fl_app import sweep
+    from strategies import METHOD_PARAMS
+
+    if count := sweep.end_leftovers(directory):
+        console.print(f"ended {count} processes that an interrupted sweep had left running")
+    finished, unfinished = sweep.scan(directory, METHOD_PARAMS)
+    for folder in unfinished:
+        console.print(f"unfinished, set aside: {sweep.set_aside(folder)}", soft_wrap=True)
+    todo = [point for point in points if sweep.identity(point.parsed) not in finished]
+    console.print(f"{len(points)} runs, {len(points) - len(todo)} finished before, {len(todo)} to do")
+    return todo
+
+
+def announce(k: int, total: int, name: str) -> None:
+    """Say which run of a sweep starts."""
+    console.print(f"[bold]{k}/{total}[/] {escape(name)}", soft_wrap=True)
+
+
+def run_points(
+    points: Sequence[Point], in_process: bool, cpus_per_client: float, gpus_per_client: float, verbose: bool
+) -> dict[str, str]:
+    """Run one after the other, those with equally many clients on one SuperLink; messages of failed ones by name."""
+    from fl_app.launch import simulation
+
+    failed: dict[str, str] = {}
+    started = 0
+    for num_clients in dict.fromkeys(point.parsed.num_clients for point in points):
+        same = [point for point in points if point.parsed.num_clients == num_clients]
+        with contextlib.ExitStack() as stack:
+            submit = None if in_process else stack.enter_context(simulation(num_clients, cpus_per_client, gpus_per_client))
+            for point in same:
+                started += 1
+                announce(started, len(points), point.name)
+                try:
+                    if submit is None:
+                        run_in_process(point.config, point.parsed)
+                    else:
+                        run_one(point.config, submit, verbose)
+                except typer.Exit:
+                    failed[point.name] = "the run failed; the end of its log is above"
+                except Exception as error:  # one bad run must not end a night's sweep
+                    failed[point.name] = f"{type(error).__name__}: {error}"
+                    errors.print(f"[bold red]failed:[/] {escape(failed[point.name])}", soft_wrap=True)
+    return failed
+
+
+def show_table(lines: Sequence[Sequence[str]]) -> None:
+    """Print a table whose first line is the header; plain columns when output is not a terminal."""
+    header, *body = lines
+    if not console.is_terminal:
+        widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
+        for line in lines:
+            typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        return
+    table = Table(*header)
+    for line in body:
+        table.add_row(*map(escape, line))
+    console.print(table)
+
+
+@app.command("compare")
+def compare_command(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them (a sweep's).")],
+    paper: Annotated[bool, typer.Option("--paper", help="Beside the papers' figures.")] = False,
+    dataset: Annotated[str, typer.Option(help="What the runs' own data set is to count as, e.g. cifar10.")] = "",
+) -> None:
+    """Put runs beside each other, or, with --paper, beside the published figures, with the settings that differ."""
+    from fl_app import compare
+    from strategies import METHOD_PARAMS
+
+    found, unfinished = compare.load(runs, METHOD_PARAMS)
+    for folder in unfinished:
+        errors.print(f"skipped, not finished: {escape(str(folder))}", soft_wrap=True)
+    groups = compare.group(found)
+    if not paper:
+        show_table(compare.side_by_side(groups))
+        return
+    lines = [line for group in groups for line in compare.beside(group, METHOD_PARAMS, dataset)]
+    if lines:
+        show_table(compare.table(lines))
+        typer.echo("accuracies in per cent; ours: mean ± standard deviation over n seeds")
+    for line in lines:
+        typer.echo("\n".join([f"\n{line.preset.name}", *(f"  {text}" for text in compare.describe(line))]))
+    matched = {id(run) for line in lines for run in line.runs}
+    for run in found:
+        if id(run) not in matched:
+            typer.echo(f"no published counterpart: {run.folder} ({compare.kind(run.config)})")
+
+
 # Information ----------------------------------------------------------------------------------------------------------
+
+
+@app.command("presets")
+def presets_command(
+    pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern with * and ?.")] = "",
+    all_: Annotated[bool, typer.Option("--all", help="Also those that Corolla cannot run, with the reason.")] = False,
+) -> None:
+    """List presets, with the published figures; one name a line when piped."""
+    from fl_app import presets
+    from strategies import METHODS
+
+    found = [(preset, preset.unavailable(METHODS)) for preset in presets.find(pattern)]
+    shown = [(preset, why) for preset, why in found if all_ or not why]
+    width = max((len(preset.name) for preset, _ in shown), default=0)
+    for preset, why in shown:
+        if not console.is_terminal:
+            typer.echo(f"{preset.name}\tunavailable: {why}" if why else preset.name)
+            continue
+        note = f"[red]unavailable:[/] {escape(why)}" if why else escape(preset.source)
+        console.print(f"[bold]{preset.name:{width}}[/]  {preset.published or '':12}  {note}", soft_wrap=True)
+    if hidden := len(found) - len(shown):
+        errors.print(f"{hidden} more that Corolla cannot run; --all lists them with the reason")
 
 
 @app.command("methods")
@@ -486,6 +699,18 @@ def export(
 
     path = export_state_dict(run, client, output)
     console.print(f"{path}", soft_wrap=True)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of run folders.")],
+    output: Annotated[Path, typer.Option(help="Directory for report.html and report-figures/.")] = Path("."),
+) -> None:
+    """Write a page with tables and pictures of one or more runs, and the pictures as PNG."""
+    from fl_app.report import write_report
+
+    for path in write_report(runs, output):
+        console.print(f"{path}", soft_wrap=True)
 
 
 if __name__ == "__main__":

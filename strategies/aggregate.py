@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-from strategies.masks import Bits, unpack
+from strategies.masks import Bits
 
 Stack = NDArray[np.float32]
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def check_weights(weights: NDArray[np.float64], n: int) -> NDArray[np.float64]:
 
 
 def _mean_block(block: Stack, weights: NDArray[np.float64], total: float) -> NDArray[np.float64]:
-    acc: NDArray[np.float64] = block[0] * weights[0]
+    acc: NDArray[np.float64] = block[0] * weights[0]  # not from zero: a mean of -0.0 stays -0.0
     scratch = np.empty_like(acc)
     for row, weight in zip(block[1:], weights[1:], strict=True):
         acc += np.multiply(row, weight, out=scratch)
@@ -67,14 +67,22 @@ def _mean_block(block: Stack, weights: NDArray[np.float64], total: float) -> NDA
 
 def for_blocks(block: Callable[[int, int], None], d: int) -> None:
     """Call block(start, stop) for consecutive blocks of d columns, on a few threads."""
-    starts = range(0, d, _BLOCK)
-    with threadpool_limits(1, "blas"):
-        if len(starts) <= 4:
-            for start in starts:
-                block(start, min(start + _BLOCK, d))
-            return
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            list(pool.map(lambda start: block(start, min(start + _BLOCK, d)), starts))
+    for _ in in_order(lambda span: block(*span), blocks(0, d)):
+        pass
+
+
+# byte -> eight masks of 32 bits, little bit order
+_EXPAND = (-np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.int32)).view(np.uint32)
+
+
+def _select(bits: NDArray[np.uint8], inside: Stack, outside: Stack, out: Stack) -> None:
+    """Write `inside` where a bit is set and `outside` elsewhere: uint8 [ceil(w/8)], three float32 [w]; no branch per element."""
+    width = out.size
+    chosen = np.take(_EXPAND, bits, axis=0, mode="clip").reshape(-1)[:width]
+    target, background = out.view(np.uint32), outside.view(np.uint32)
+    np.bitwise_xor(inside.view(np.uint32), background, out=target)
+    np.bitwise_and(target, chosen, out=target)
+    np.bitwise_xor(target, background, out=target)
 
 
 def blocks(start: int, stop: int, width: int = _BLOCK) -> list[tuple[int, int]]:
@@ -140,10 +148,10 @@ def collaborate(
         if len(groups):
             group = summands @ rows
             group /= counts
-        masks = unpack(bits[:, start // 8 : -(-stop // 8)], stop - start)
+        packed = slice(start // 8, -(-stop // 8))
         for i in range(n):
             own = rows[i] if alone[i] else group[group_index[i]]
-            personalized[i, start:stop] = np.where(masks[i], own, mean[start:stop])
+            _select(bits[i, packed], own, mean[start:stop], personalized[i, start:stop])
 
     for_blocks(block, d)
     return mean, personalized
@@ -238,10 +246,10 @@ def mix_by_mask(
         rows = W[:, start:stop]
         mixed = factors @ rows
         mean = _mean_block(rows, ones, float(n)).astype(np.float32) if outside is None else None
-        chosen = unpack(bits[:, start // 8 : -(-stop // 8)], stop - start)
+        packed = slice(start // 8, -(-stop // 8))
         for i in range(n):
             own = rows[i] if alone[i] else mixed[place[i]]
-            out[i, start:stop] = np.where(chosen[i], own, mixed[i] if mean is None else mean)
+            _select(bits[i, packed], own, mixed[i] if mean is None else mean, out[i, start:stop])
 
     for_blocks(block, d)
     return out

@@ -1,10 +1,10 @@
 """FedOBP: a handful of parameters, those furthest from the global model, stay personal; all others are FedAvg's.
 
-"FedOBP: Federated Optimal Brain Personalization with Few Personalized Parameters" (2025, anonymous). Client i, on receiving
-w_g: importance I = (w_i_prev - w_g)^2, where
-w_i_prev is its trained vector of its last participation (Eq. 19); personal where I exceeds the q-quantile of all its scores
-(Eq. 7-8); it trains from w_i_prev there and w_g elsewhere (Eq. 9-10) and uploads everything. Server: mean weighted by samples
-(Eq. 2).
+"FedOBP: Federated Optimal Brain Personalization with Few Personalized Parameters" (2025, anonymous).
+
+Client i, on receiving w_g: importance I = (w_i_prev - w_g)^2, w_i_prev its trained vector of its last participation (Eq. 19);
+personal where I exceeds the q-quantile of all its scores (Eq. 7-8); it trains from w_i_prev there and w_g elsewhere (Eq. 9-10)
+and uploads everything. Server: mean weighted by samples (Eq. 2).
 
 Decisions and deviations: the quantile interpolates linearly, so d - 1 - floor((d - 1) q) parameters are personal if all scores
 differ; the printed inf{F >= q} gives one fewer, but the paper's Table 5 fits the linear rule (15 of 16 entries; MEDMNISTA at

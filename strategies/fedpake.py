@@ -12,10 +12,12 @@ Macro-Classes. The new parameter is the weighted sum of the Macro-Classes' means
 
 Deviations and decisions: the mean in std/mean is signed as printed (`cv = "absolute"` is ours) and kept 1e-12 away from 0;
 deviations of 0 and above 1, outside the paper's bins, go to classes 1 and C; the paper names no clustering: ours is average
-linkage on 1 - SIM, cut where `delta` says (`delta-meaning`) and at S clusters; Eq. 11 divides by the limit S, by default we
-divide by the number of clusters found (`divisor`), since with S every round multiplies the high-dispersion parameters by
-found/S. Weights then sum to at most 1, so parameters whose classes vary over the layer shrink; `normalize = true` (ours)
-rescales them to 1. Client means are unweighted as printed. BatchNorm statistics: plain mean.
+linkage on 1 - SIM, cut where `delta` says (`delta-meaning`) and at S clusters. Eq. 11 divides by the limit S; by default we
+divide by the number of clusters found (`divisor`): weights of usual size deviate by far less than sqrt(1/C), so all clients
+are in Micro-Class 1 and one Macro-Class, and dividing by S multiplies the high-dispersion parameters by 1/S every round, which
+does not train. Dividing by the number found is FedAvg without sample weights there. Weights sum to at most 1, so parameters
+whose classes vary over the layer shrink; `normalize = true` (ours) rescales them to 1. Client means are unweighted as printed.
+BatchNorm statistics: plain mean.
 """
 
 from __future__ import annotations
@@ -270,18 +272,27 @@ class _Aggregation:
         layer, at = block.layer, block.at
         if layer.highest == 1 and (layer.weights[0, 1] == 1 or self.params.normalize):
             return
+        for start, stop in blocks(at.start, at.stop):
+            part = slice(start, stop)
+            value = self.weighted_sum(layer, part)
+            self.merged[part] = np.where(self.high[part], value, self.merged[part])
+
+    def weighted_sum(self, layer: _Layer, at: slice) -> NDArray[np.float64]:
+        """Sum over the Macro-Classes of weight times mean, float64 [M]."""
         rows = self.W[:, at]
-        value, total = np.zeros(rows.shape[1]), np.zeros(rows.shape[1])
+        value = np.zeros(rows.shape[1])
+        total = np.zeros(rows.shape[1] if self.params.normalize else 0)
         for j, (members, weights) in enumerate(zip(layer.members, layer.weights, strict=True)):
             mean = np.add.reduce(rows if len(members) == len(rows) else rows[members], axis=0, dtype=np.float64)
             mean /= len(members)
             weight = weights[1] if layer.highest == 1 else weights.take(self.classes[j, at])
             mean *= weight
             value += mean
-            total += weight
+            if self.params.normalize:
+                total += weight
         if self.params.normalize:
             np.divide(value, total, out=value, where=self.high[at])
-        self.merged[at] = np.where(self.high[at], value, self.merged[at])
+        return value
 
 
 def _away_from_zero(mean: NDArray[np.float64], cv: str) -> NDArray[np.float64]:

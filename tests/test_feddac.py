@@ -1,4 +1,4 @@
-"""FedDAC against METHODS.md: a round by hand, the weights' properties, a naive reference, limits, the server and client half."""
+"""FedDAC against METHODS.md: a round by hand, the weights' properties, a naive reference, limits, server and client half."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BITS = np.stack([masks.pack(bools(m)) for m in ("1111 0000", "1110 1000", "0000 
 # gamma = 0.3: u0 = 0.3 w0 + 0.7 (w0 + 0.75 w1)/1.75 = 0.7 w0 + 0.3 w1 = w0 + 0.6; u1 = 0.7 w1 + 0.3 w0 = w0 + 1.4; u2 = w2.
 U = [0.6, 1.4, 4.0]
 # k = 3, weights 1/distance, a client's own distance being that of its nearest other, 32:
-# v0: 32, 32, 128 -> 4 : 4 : 1, w0 + (4*2 + 1*4)/9 = w0 + 4/3;  v1: 32, 32, 32 -> w0 + 2;  v2: 128, 32, 32 -> w0 + (4*2 + 4*4)/9.
+# v0: 32, 32, 128 -> 4 : 4 : 1, w0 + (4*2 + 1*4)/9 = w0 + 4/3; v1: 32, 32, 32 -> w0 + 2; v2: 128, 32, 32 -> w0 + (4*2 + 4*4)/9
 V = [4 / 3, 2.0, 8 / 3]
 
 

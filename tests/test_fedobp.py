@@ -348,3 +348,28 @@ def test_check_compares_counts_with_the_mask() -> None:
 
 def test_count_by_layer() -> None:
     assert count_by_layer(bools("110 0 0111"), [3, 0, 1, 4]) == [2, 0, 0, 3]
+
+
+@pytest.mark.parametrize("n", [30, 700])  # more than one evaluation batch
+def test_the_trainers_loss_gradient_is_that_of_the_mean_loss(n: int) -> None:
+    import torch
+    from torch import nn
+
+    from client_app.train import LocalTrainer
+    from fl_app import models
+    from fl_app.data import ClientData, DatasetInfo
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 256, (n, 1, 4, 4), np.uint8), rng.integers(0, 3, n)
+    data = ClientData(x, y, x[:2], y[:2], DatasetInfo(1, 4, ("a", "b", "c"), n, 2, (0.5,), (0.5,)))
+    start = models.read(module)
+    module.eval()
+    loss = nn.functional.cross_entropy(module(torch.from_numpy(x).float() / 255), torch.from_numpy(y))
+    exact = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(module.parameters()))]).numpy()
+    trainer = LocalTrainer(module, config(), data, 1, 0)
+    trainer.train(start)  # whatever was in the module before
+    np.testing.assert_allclose(trainer.loss_gradient(start), exact, rtol=1e-4, atol=1e-6)
+    after = trainer.read()
+    assert after.params.tobytes() == start.params.tobytes() and after.buffers.tobytes() == start.buffers.tobytes()

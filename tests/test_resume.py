@@ -94,7 +94,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_stays_as_it_is(t
 def test_a_changed_key_is_refused_and_more_rounds_are_not(tmp_path: Path) -> None:
     sets = ["method=fedavg", "model=mlp"]
     assert run(start(tmp_path, "one", sets)).returncode == 0
-    changed = run(command(tmp_path, "--resume", str(tmp_path / "one"), "--set", "learning-rate=0.2", "--set", "num-server-rounds=8"))
+    more = ["--set", "learning-rate=0.2", "--set", "num-server-rounds=8"]
+    changed = run(command(tmp_path, "--resume", str(tmp_path / "one"), *more))
     assert changed.returncode == 2
     assert "learning-rate: 0.1 in the run, now 0.2" in changed.stderr
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["rounds"] == 7

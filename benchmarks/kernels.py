@@ -1,0 +1,95 @@
+"""Server steps and client scoring against the memory's own speed: ratios within one run, medians of interleaved repeats.
+
+python benchmarks/kernels.py            # d = 11.2 million, as ResNet-18
+python benchmarks/kernels.py --short    # d = 1.1 million
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.measure import arguments, finish, interleaved, peak_bytes
+from strategies import fedcac, feddac, fedobp, fedpake, masks, scores
+from strategies.aggregate import Stack
+
+# elements per layer of a ResNet-18 for 3x32x32 and 10 classes, which the sizes below are scaled from
+RESNET18 = (1728, 36864, 73728, 147456, 294912, 589824, 1179648, 2359296, 2359296, 2359296, 1797594)
+PAKE: dict[str, Any] = {
+    "threshold": 0.2, "num_micro": 4, "num_macro": 4, "delta": 0.2, "delta_meaning": "similarity", "divisor": "found",
+}  # fmt: skip
+
+
+def stack(n: int, d: int, seed: int = 0) -> Stack:
+    """Rows that differ a little, as clients' models do."""
+    rng = np.random.default_rng(seed)
+    base = rng.standard_normal(d, dtype=np.float32) * np.float32(0.05)
+    out = np.empty((n, d), np.float32)
+    for row in out:
+        np.add(base, rng.standard_normal(d, dtype=np.float32) * np.float32(0.01), out=row)
+    return out
+
+
+def random_masks(n: int, sizes: list[int], ratio: float) -> masks.Bits:
+    """Random critical masks with the same number of ones."""
+    rng = np.random.default_rng(1)
+    return np.stack([masks.pack(masks.top_k(rng.random(sum(sizes), dtype=np.float32), sizes, ratio)) for _ in range(n)])
+
+
+def main() -> None:
+    """Measure, print, check."""
+    options = arguments(__doc__).parse_args()
+    scale, repeats = (10, 3) if options.short else (1, 5)
+    sizes = [size // scale for size in RESNET18]
+    d = sum(sizes)
+    results: dict[str, Any] = {"d": d}
+
+    W, bits = stack(40, d), random_masks(40, sizes, 0.5)
+    spread = {
+        "copy": lambda: W.copy(),
+        "fedcac-early": lambda: fedcac.personalize(W, bits, 1, beta=100),
+        "fedcac-late": lambda: fedcac.personalize(W, bits, 101, beta=100),
+        "feddac": lambda: feddac.personalize(W, bits, 1, alpha=200),
+    }
+    seconds = interleaved(spread, repeats)
+    results["seconds"] = dict(seconds)
+    results["fedcac / copy of W"] = max(seconds["fedcac-early"], seconds["fedcac-late"]) / seconds["copy"]
+    results["fedcac peak memory / W"] = peak_bytes(spread["fedcac-early"]) / W.nbytes
+    results["feddac / fedcac"] = seconds["feddac"] / seconds["fedcac-early"]
+    spread.clear()
+    W = stack(20, d)
+
+    seconds = interleaved({"read": lambda: W.sum(), "fedpake": lambda: fedpake.aggregate(W, sizes, **PAKE)}, repeats)
+    results["seconds"] |= seconds
+    results["fedpake / read of W"] = seconds["fedpake"] / seconds["read"]
+
+    before, after = W[0].copy(), W[1].copy()
+    seconds = interleaved(
+        {
+            "scoring": lambda: masks.pack(masks.top_k(scores.sensitivity(before, after), sizes, 0.5)),
+            "fedobp-mask": lambda: fedobp.personal_mask(before, after, sizes, quantile=0.9999),
+        },
+        repeats,
+    )
+    results["seconds"] |= seconds
+    results["scoring seconds at d = 11.2 million"] = seconds["scoring"] * 11_199_642 / d
+    results["fedobp mask seconds at d = 11.2 million"] = seconds["fedobp-mask"] * 11_199_642 / d
+
+    curve = {}
+    small = [size // (10 * scale) for size in RESNET18]
+    for n in (10, 20, 40, 80) if options.short else (10, 20, 40, 80, 160, 320):
+        U, own = stack(n, sum(small)), random_masks(n, small, 0.5)
+        at = interleaved({"copy": U.copy, "fedcac": lambda U=U, own=own: fedcac.personalize(U, own, 1, beta=100)}, repeats)
+        curve[n] = {"seconds": at["fedcac"], "per copy": at["fedcac"] / at["copy"]}
+    results[f"fedcac by number of clients, d = {sum(small)}"] = curve
+
+    targets = {
+        "fedcac / copy of W": 2.5, "fedcac peak memory / W": 1.2, "feddac / fedcac": 2.0, "fedpake / read of W": 12.0,
+        "scoring seconds at d = 11.2 million": 0.35, "fedobp mask seconds at d = 11.2 million": 0.5,
+    }  # fmt: skip
+    finish(results, targets, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Real deployments: cluster launcher, certificates and keys, container images."""

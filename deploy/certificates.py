@@ -1,0 +1,189 @@
+"""Keys of a cluster: a CA, the SuperLink's server certificate, one ECDSA P-384 key pair per SuperNode.
+
+All in one directory (mode 0700): `ca.crt`, `server.crt` and `supernode-K.pub` are public, `ca.key`, `server.key` and
+`supernode-K.key` private (0600). Nodes get `ca.crt` and their own key, nothing else; `ca.key` is needed only to make another
+server certificate and is best kept off the cluster. Nothing that exists is overwritten unless forced.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import stat
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from deploy.inventory import LOCAL, Inventory
+from fl_app.errors import UserError
+
+CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
+_CA_DAYS, _SERVER_DAYS = 3650, 825
+_ALWAYS = ("localhost", "127.0.0.1", "::1")  # the control API, which only listens on loopback
+
+
+def server_names(inventory: Inventory) -> tuple[str, ...]:
+    """Names and addresses the server certificate is for: fleet address, SuperLink's host, `names`, loopback."""
+    superlink = inventory.superlink
+    host = () if superlink.host == LOCAL else (superlink.host.rpartition("@")[2],)
+    return tuple(dict.fromkeys((superlink.fleet_address, *host, *superlink.names, *_ALWAYS)))
+
+
+def make(inventory: Inventory, force: bool = False) -> list[Path]:
+    """Make what is missing (with `force` everything, anew) and return the files written.
+
+    Raises UserError if the directory is open to others, or if the server certificate that is there does not fit.
+    """
+    directory = Path(inventory.keys)
+    _private_directory(directory)
+    written: list[Path] = []
+    new_ca = force or not (directory / CA).exists()
+    if new_ca and not force and any((directory / name).exists() for name in (CA_KEY, SERVER, SERVER_KEY)):
+        raise UserError(f"{directory}: {CA} is missing beside files made with it; put it back, or make all anew with --force")
+    if new_ca:
+        ca_key, ca = _authority(inventory.name)
+        _write(directory / CA_KEY, _pem(ca_key), 0o600, written)
+        _write(directory / CA, ca.public_bytes(serialization.Encoding.PEM), 0o644, written)
+    if new_ca or not (directory / SERVER).exists():
+        ca_key, ca = _load_authority(directory)
+        key, certificate = _server(server_names(inventory), ca_key, ca)
+        _write(directory / SERVER_KEY, _pem(key), 0o600, written)
+        _write(directory / SERVER, certificate.public_bytes(serialization.Encoding.PEM), 0o644, written)
+    for node in inventory.supernodes:
+        private, public = directory / f"{node.name}.key", directory / f"{node.name}.pub"
+        if force or not private.exists():
+            key = ec.generate_private_key(ec.SECP384R1())
+            _write(private, _openssh(key), 0o600, written)
+            _write(public, _openssh_public(key), 0o644, written)
+    check(inventory)
+    return written
+
+
+def check(inventory: Inventory) -> None:
+    """Raise UserError naming what is missing, expired or does not fit, and the command that makes it."""
+    directory = Path(inventory.keys)
+    names = [CA, SERVER, SERVER_KEY]
+    names += [f"{node.name}.{end}" for node in inventory.supernodes for end in ("key", "pub")]
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise UserError(
+            f"keys: {directory} has no {some}; `corolla cluster keys CLUSTER.yaml` makes them "
+            "(TLS and authentication are off with --insecure)"
+        )
+    again = "make it anew: remove server.crt and server.key and run `corolla cluster keys CLUSTER.yaml`"
+    certificate = x509.load_pem_x509_certificate((directory / SERVER).read_bytes())
+    if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+        raise UserError(f"keys: {directory / SERVER} expired on {certificate.not_valid_after_utc:%Y-%m-%d}; {again}")
+    held = subject_names(certificate)
+    if lacking := [name for name in server_names(inventory) if name not in held]:
+        what = f"not for {', '.join(lacking)} but for {', '.join(sorted(held))}"
+        raise UserError(f"keys: {directory / SERVER} is {what}; {again}")
+    try:
+        certificate.verify_directly_issued_by(x509.load_pem_x509_certificate((directory / CA).read_bytes()))
+    except Exception:  # InvalidSignature, ValueError, TypeError: all say the same to a user
+        raise UserError(f"keys: {directory / SERVER} was not signed by {directory / CA}; {again}") from None
+
+
+def subject_names(certificate: x509.Certificate) -> set[str]:
+    """Return the DNS names and IP addresses a certificate is for, as text."""
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return set(names.get_values_for_type(x509.DNSName)) | {str(ip) for ip in names.get_values_for_type(x509.IPAddress)}
+
+
+def _private_directory(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    mode = stat.S_IMODE(directory.stat().st_mode)
+    if mode & 0o077:
+        raise UserError(f"keys: {directory} must be closed to others (mode 700), it is {mode:o}; `chmod 700 {directory}`")
+
+
+def _write(path: Path, content: bytes, mode: int, written: list[Path]) -> None:
+    """Write a file that never exists with a wider mode, whatever the umask."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(descriptor, mode)
+        file.write(content)
+    temporary.replace(path)
+    written.append(path)
+
+
+def _authority(name: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP384R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Corolla cluster {name}"[:64])])
+    builder = _builder(subject, subject, key.public_key(), _CA_DAYS)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(_usage(sign_certificates=True), critical=True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    return key, builder.sign(key, hashes.SHA384())
+
+
+def _server(
+    names: tuple[str, ...], ca_key: ec.EllipticCurvePrivateKey, ca: x509.Certificate
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = ec.generate_private_key(ec.SECP384R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
+    builder = _builder(subject, ca.subject, key.public_key(), _SERVER_DAYS)
+    builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(n) for n in names]), critical=False)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_usage(sign_certificates=False), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    builder = builder.add_extension(identifier, critical=False)
+    return key, builder.sign(ca_key, hashes.SHA384())
+
+
+def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # nodes' clocks may be behind
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )  # fmt: skip
+
+
+def _usage(sign_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not sign_certificates, key_cert_sign=sign_certificates, crl_sign=sign_certificates,
+        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
+        encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name.rstrip("."))
+
+
+def _load_authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    try:
+        key = serialization.load_pem_private_key((directory / CA_KEY).read_bytes(), password=None)
+    except OSError as error:
+        raise UserError(f"keys: {directory / CA_KEY}: {error.strerror}; it is needed to make a server certificate") from None
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key, x509.load_pem_x509_certificate((directory / CA).read_bytes())
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _openssh(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Encode a SuperNode's private key as Flower reads it."""
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    )
+
+
+def _openssh_public(key: ec.EllipticCurvePrivateKey) -> bytes:
+    encoded = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    return encoded + b"\n"

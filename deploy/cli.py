@@ -1,0 +1,133 @@
+"""`corolla cluster`: real deployments from one inventory file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fl_app.errors import UserError
+
+if TYPE_CHECKING:
+    from deploy.cluster import Cluster
+
+app = typer.Typer(no_args_is_help=True, help="SuperLink and SuperNodes on real machines, from one inventory.")
+
+InventoryFile = Annotated[Path, typer.Argument(metavar="CLUSTER.yaml", help="The inventory.")]
+Running = Annotated[str, typer.Argument(metavar="CLUSTER.yaml", help="The inventory of a running cluster, or its name.")]
+Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS, no authentication: for a trusted network only.")]
+
+
+@app.command()
+def up(
+    inventory: InventoryFile,
+    insecure: Insecure = False,
+    timeout: Annotated[float, typer.Option(help="Seconds the SuperLink, then the SuperNodes, may take.", min=1)] = 90,
+) -> None:
+    """Start the SuperLink and all SuperNodes, and return when they are connected."""
+    from deploy import cluster
+    from deploy import inventory as inventories
+
+    found = inventories.read(inventory, insecure)
+    if not found.secure and not inventories.is_loopback(found.superlink.fleet_address):
+        _say("note: insecure: anyone on the network can read the models and join as a SuperNode")
+    running = cluster.up(found, _say, timeout)
+    nodes = len(running.inventory.supernodes)
+    _say(f"{nodes} SuperNodes connected. Now: corolla run --superlink {found.name} --clients {nodes} --set method=fedcac")
+
+
+@app.command()
+def status(inventory: Running) -> None:
+    """Show every process; exit code 1 if one is not running, healthy and connected."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from deploy import cluster
+
+    running = _running(inventory)
+    found, failures = running.status()
+    online = cluster.seen_by_superlink(running)
+    nodes = {node.name: node for node in running.inventory.supernodes}
+    table = Table("node", "client", "host", "GPU", "pid", "state", "health", "SuperLink says")
+    good = not failures
+    for host, names in running.placement.items():
+        for name in names:
+            state, node = found[name], nodes.get(name)
+            client, gpu = (str(node.client_id), _gpu(node.gpu)) if node else ("", "")
+            if not state:
+                table.add_row(name, client, host, gpu, "", "unknown", "", "")
+                continue
+            said = online.get(state["node-id"], "unknown") if node else ""
+            good = good and cluster.is_ready(name, state) and (not node or said == "online")
+            lives, healthy = ("alive" if state["alive"] else "ended"), ("serving" if state["healthy"] else "no answer")
+            table.add_row(name, client, host, gpu, str(state["pid"] or ""), lives, healthy if state["alive"] else "", said)
+    Console(width=None if Console().is_terminal else 140).print(table)
+    for error in failures.values():
+        typer.echo(str(error), err=True)
+    if not good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def logs(
+    inventory: Running,
+    node: Annotated[str | None, typer.Argument(help="superlink, supernode-K, tunnel; without it all.")] = None,
+    lines: Annotated[int, typer.Option(help="Lines of each log.", min=1)] = 20,
+) -> None:
+    """Show the end of the logs, also of a cluster whose processes ended."""
+    running = _running(inventory)
+    for name in [node] if node else running.names:
+        text = running.log_end(name, lines)
+        typer.echo(text if node else f"--- {name}\n{text}")
+
+
+@app.command()
+def down(inventory: Running) -> None:
+    """End exactly what `up` started, on all hosts, with all children."""
+    from deploy import cluster
+
+    running = _running(inventory)
+    problems = cluster.down(running)
+    if problems:
+        typer.echo("\n".join(problems), err=True)
+        typer.echo("not everything could be ended; the cluster stays recorded, try `down` again", err=True)
+        raise typer.Exit(1)
+    _say(f"cluster {running.inventory.name} is down")
+
+
+@app.command()
+def keys(
+    inventory: InventoryFile,
+    force: Annotated[bool, typer.Option("--force", help="Make everything anew; nodes with old keys are locked out.")] = False,
+) -> None:
+    """Make the CA, the server certificate and a key pair for every SuperNode; what exists is kept."""
+    from deploy import certificates
+    from deploy import inventory as inventories
+
+    found = inventories.read(inventory)
+    written = certificates.make(found, force)
+    _say(f"{found.keys}: {len(written)} files written" + (": " + ", ".join(p.name for p in written) if written else ""))
+    _say(f"the server certificate is for {', '.join(certificates.server_names(found))}")
+    if not found.secure:
+        _say("note: this cluster is on loopback or insecure and will not use them unless it says `tls: true`")
+
+
+def _running(inventory: str) -> Cluster:
+    from deploy import cluster
+    from deploy import inventory as inventories
+
+    path = Path(inventory)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        if not path.is_file():
+            raise UserError(f"{path}: there is no such file; a running cluster's name works too")
+        return cluster.load(inventories.read(path).name)
+    return cluster.load(inventory)
+
+
+def _gpu(gpu: str | None) -> str:
+    return "any" if gpu is None else gpu or "none"
+
+
+def _say(text: str) -> None:
+    typer.echo(text)

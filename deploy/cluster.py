@@ -1,0 +1,300 @@
+"""A cluster's life: up, status, logs, down. What was started is recorded, so `down` ends exactly that."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy import certificates, commands, connection, hosts
+from deploy.commands import SUPERLINK, TUNNEL, Place, Process
+from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode
+from deploy.node import Json
+from deploy.processes import cluster_directory
+from fl_app.errors import UserError
+from fl_app.launch import flower_environment
+
+Say = Callable[[str], None]
+_LOG_LINES = 15
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that is up, as recorded: the inventory at that time, its token and Flower connection."""
+
+    inventory: Inventory
+    token: str
+    config: str  # Flower's config file on this machine
+    started: str
+
+    @property
+    def connection(self) -> dict[str, Any]:
+        """The table in Flower's config."""
+        table: dict[str, Any] = {"address": f"127.0.0.1:{self.inventory.superlink.control_port}"}
+        if self.inventory.secure:
+            return table | {"root-certificates": str(Path(self.inventory.keys) / certificates.CA)}
+        return table | {"insecure": True}
+
+    @property
+    def placement(self) -> dict[str, list[str]]:
+        """Names of the processes on each host."""
+        found: dict[str, list[str]] = {host: [] for host in self.inventory.hosts}
+        found[self.inventory.superlink.host].append(SUPERLINK)
+        for node in self.inventory.supernodes:
+            found[node.host].append(node.name)
+        if self.inventory.superlink.host != LOCAL:
+            found.setdefault(LOCAL, []).append(TUNNEL)
+        return found
+
+    def ask(self, host: str, action: str, **request: Any) -> Json:
+        """Send one of the hosts a request."""
+        request |= {"action": action, "cluster": self.inventory.name, "token": self.token}
+        return hosts.ask(host, self.inventory.hosts.get(host, sys.executable), request)
+
+    def status(self) -> tuple[dict[str, Json], dict[str, UserError]]:
+        """Return every process's status by name, and the hosts that could not be asked."""
+        replies, failures = hosts.attempt_each(lambda host: self.ask(host, "status"), self.placement)
+        found: dict[str, Json] = {}
+        for host, names in self.placement.items():
+            for name in names:
+                ended = {"pid": 0, "alive": False, "healthy": False, "node-id": ""}
+                found[name] = replies[host]["processes"].get(name, ended) if host in replies else {}
+        return found, failures
+
+    def log_end(self, name: str, lines: int) -> str:
+        """Return the end of a process's log. Raises UserError for a name that is not in the cluster."""
+        for host, names in self.placement.items():
+            if name in names:
+                return str(self.ask(host, "logs", name=name, lines=lines)["text"])
+        raise UserError(f"{name}: cluster {self.inventory.name} has {', '.join(self.names)}")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all processes."""
+        return [name for names in self.placement.values() for name in names]
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+def record_path(name: str) -> Path:
+    """Return the file in which this machine records a cluster it started."""
+    return cluster_directory(name) / "cluster.json"
+
+
+def load(name: str) -> Cluster:
+    """Read a cluster's record. Raises UserError if it is not up."""
+    try:
+        raw = json.loads(record_path(name).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"cluster {name} is not up: there is no {record_path(name)}") from None
+    inventory = raw["inventory"]
+    superlink = SuperLink(**{**inventory["superlink"], "names": tuple(inventory["superlink"]["names"])})
+    nodes = tuple(SuperNode(**node) for node in inventory["supernodes"])
+    raw["inventory"] = Inventory(**{**inventory, "superlink": superlink, "supernodes": nodes})
+    return Cluster(**raw)
+
+
+def _save_new(cluster: Cluster) -> None:
+    path = record_path(cluster.inventory.name)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(dataclasses.asdict(cluster), file)
+    except FileExistsError:
+        old = load(cluster.inventory.name)
+        raise UserError(
+            f"cluster {old.inventory.name} is already up (since {old.started}); "
+            f"`corolla cluster down {old.inventory.name}` ends it"
+        ) from None
+
+
+# Up -------------------------------------------------------------------------------------------------------------------
+
+
+def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
+    """Start everything and return when all of it answers and is connected; after a failure nothing is left.
+
+    seconds: how long the SuperLink, and then the SuperNodes, may take. Raises UserError with the end of the failing logs.
+    """
+    if inventory.secure:
+        certificates.check(inventory)
+    cluster = Cluster(inventory, secrets.token_hex(16), str(connection.config_path()), time.strftime("%Y-%m-%d %H:%M:%S"))
+    if not record_path(inventory.name).exists():
+        connection.check(Path(cluster.config), inventory.name, cluster.connection)
+    _save_new(cluster)
+    try:
+        places = _prepare(cluster, say)
+        _start_superlink(cluster, places, seconds)
+        connection.add(Path(cluster.config), inventory.name, cluster.connection)
+        say(f"SuperLink on {inventory.superlink.host}: serving, connection {inventory.name} is in {cluster.config}")
+        if inventory.secure:
+            register(cluster)
+            say(f"{len(inventory.supernodes)} SuperNode keys registered")
+        _start_supernodes(cluster, places, seconds)
+    except BaseException as error:
+        problems = down(cluster)
+        if problems and isinstance(error, UserError):
+            raise UserError(f"{error}\nand while cleaning up:\n" + "\n".join(problems)) from None
+        raise
+    return cluster
+
+
+def _prepare(cluster: Cluster, say: Say) -> dict[str, Place]:
+    """Check all hosts, copy each one its key files, and learn where things are there."""
+    inventory = cluster.inventory
+    link = inventory.superlink
+
+    def prepare(host: str) -> Json:
+        nodes = [node for node in inventory.supernodes if node.host == host]
+        free: list[tuple[str, int]] = []
+        paths = [node.data_path for node in nodes if node.data_path]
+        if host == link.host:
+            free += [(commands.bind_address(link), link.fleet_port), ("127.0.0.1", link.control_port)]
+            paths += [str(Path(link.database).parent)] if link.database else []
+        elif host == LOCAL and link.host != LOCAL:
+            free += [("127.0.0.1", link.control_port)]  # the tunnel's end
+        files = _key_files(inventory, host) if inventory.secure else {}
+        ports = commands.num_ports(inventory, host)
+        return cluster.ask(host, "prepare", paths=sorted(set(paths)), free=free, files=files, ports=ports)
+
+    replies = hosts.each(prepare, cluster.placement)
+    _compare_versions(replies, say)
+    return {host: Place(r["directory"], r["scripts"], tuple(r["ports"])) for host, r in replies.items()}
+
+
+def _key_files(inventory: Inventory, host: str) -> dict[str, str]:
+    """Return the key files a host needs: the CA's certificate, its own SuperNodes' keys, the server's where it runs."""
+    names = [certificates.CA] + [f"{node.name}.key" for node in inventory.supernodes if node.host == host]
+    if host == inventory.superlink.host:
+        names += [certificates.SERVER, certificates.SERVER_KEY]
+    return {name: (Path(inventory.keys) / name).read_text() for name in names}
+
+
+def _compare_versions(replies: dict[str, Json], say: Say) -> None:
+    reference_host, reference = next((host, reply["versions"]) for host, reply in replies.items())
+    for host, reply in replies.items():
+        for package, version in reply["versions"].items():
+            if version == reference[package]:
+                continue
+            what = f"{package} is {version} on {host} and {reference[package]} on {reference_host}"
+            if package != "torch":
+                raise UserError(f"{what}; install the same version on all hosts")
+            say(f"note: {what}; bits may differ from one client to the next")
+
+
+def _start_superlink(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
+    inventory = cluster.inventory
+    host = inventory.superlink.host
+    _start(cluster, host, [commands.superlink(inventory, places[host])])
+    _wait(cluster, [SUPERLINK], seconds)
+    if host != LOCAL:
+        ca = str(Path(inventory.keys) / certificates.CA) if inventory.secure else ""
+        _start(cluster, LOCAL, [commands.tunnel(inventory, ca)])
+        _wait(cluster, [TUNNEL], seconds)
+
+
+def _start_supernodes(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
+    inventory = cluster.inventory
+
+    def start(host: str) -> None:
+        nodes = [node for node in inventory.supernodes if node.host == host]
+        _start(cluster, host, [commands.supernode(inventory, node, places[host], k) for k, node in enumerate(nodes)])
+
+    hosts.each(start, {node.host: None for node in inventory.supernodes})
+    _wait(cluster, [node.name for node in inventory.supernodes], seconds)
+
+
+def _start(cluster: Cluster, host: str, processes: Iterable[Process]) -> None:
+    cluster.ask(host, "start", processes=[dataclasses.asdict(process) for process in processes])
+
+
+def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
+    """Return when all named processes are ready. Raises UserError with their logs' ends if one ends or the time is over."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found, failures = cluster.status()
+        if failures:
+            raise UserError("\n".join(str(error) for error in failures.values()))
+        waiting = [name for name in names if not is_ready(name, found[name])]
+        ended = [name for name in waiting if not found[name]["alive"]]
+        if not waiting:
+            return
+        if ended or time.monotonic() > deadline:
+            failing = ended or waiting
+            what = "ended" if ended else f"not ready after {seconds:g} s"
+            shown = "".join(f"\n{n}: the end of its log:\n{cluster.log_end(n, _LOG_LINES)}" for n in failing[:3])
+            raise UserError(f"{', '.join(failing)}: {what}{shown}")
+        time.sleep(0.5)
+
+
+def is_ready(name: str, status: Json) -> bool:
+    """Tell whether a process answers, and for a SuperNode whether it has reached the SuperLink."""
+    return bool(status.get("healthy") and (name in (SUPERLINK, TUNNEL) or status["node-id"]))
+
+
+def register(cluster: Cluster) -> None:
+    """Register every SuperNode's public key with the SuperLink; one that a kept database has already is fine."""
+    for node in cluster.inventory.supernodes:
+        public = Path(cluster.inventory.keys) / f"{node.name}.pub"
+        done = _flwr(cluster, "supernode", "register", str(public), cluster.inventory.name, "--name", node.name)
+        said = done.stdout + done.stderr
+        if done.returncode != 0 and "already in use" not in said:
+            raise UserError(f"{node.name}: its key {public} could not be registered:\n{said.strip()[-1000:]}")
+
+
+def _flwr(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "flwr"), *arguments]
+    environment = flower_environment(Path(cluster.config).parent)
+    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+
+# Status and down ------------------------------------------------------------------------------------------------------
+
+
+def seen_by_superlink(cluster: Cluster) -> dict[str, str]:
+    """Return what the SuperLink says of its nodes: node id -> online, offline, ...; empty if it does not answer."""
+    done = _flwr(cluster, "supernode", "list", cluster.inventory.name, "--format", "json")
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return {str(node["node-id"]): str(node["status"]) for node in json.loads(done.stdout)["nodes"]}
+    return {}
+
+
+def _stop(cluster: Cluster, names: dict[str, list[str]], host: str) -> Json:
+    return cluster.ask(host, "stop", names=names[host])
+
+
+def down(cluster: Cluster) -> list[str]:
+    """End everything `up` started: SuperNodes, then the SuperLink, then the tunnel. Returns what could not be ended.
+
+    The record stays while something is left, so that `down` can be tried again.
+    """
+    inventory = cluster.inventory
+    problems: list[str] = []
+    stages = [[node.name for node in inventory.supernodes], [SUPERLINK], [TUNNEL]]
+    for stage in stages:
+        here = {host: [n for n in names if n in stage] for host, names in cluster.placement.items()}
+        here = {host: names for host, names in here.items() if names}
+        replies, failures = hosts.attempt_each(functools.partial(_stop, cluster, here), here)
+        problems += [str(error) for error in failures.values()]
+        problems += [f"{host}: {name} could not be ended" for host, reply in replies.items() for name in reply["left"]]
+    if not problems:
+        _, failures = hosts.attempt_each(lambda host: cluster.ask(host, "clear"), cluster.placement)
+        problems += [str(error) for error in failures.values()]
+    try:
+        connection.remove(Path(cluster.config), inventory.name, cluster.connection)
+    except UserError as error:
+        problems.append(str(error))
+    if not problems:
+        record_path(inventory.name).unlink(missing_ok=True)
+    return list(dict.fromkeys(problems))

@@ -1,0 +1,110 @@
+"""Command lines and environments of a cluster's processes, as pure functions of the inventory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deploy.certificates import CA, SERVER, SERVER_KEY
+from deploy.inventory import Inventory, SuperLink, SuperNode, is_loopback
+
+SUPERLINK, TUNNEL = "superlink", "tunnel"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cluster lives on one host: its state directory, where Flower's commands are, free ports (all on that host)."""
+
+    directory: str
+    scripts: str
+    ports: tuple[int, ...]
+
+    @property
+    def keys(self) -> str:
+        """Directory of the copied key files."""
+        return f"{self.directory}/keys"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process to start: its name, command line, added environment, and where its health is asked for."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    health: str = ""  # gRPC health service, host:port
+    http: str = ""  # URL that answers 200
+    ca: str = ""  # certificate of the CA for `http`
+
+
+def host_port(host: str, port: int) -> str:
+    """Join an address and a port; IPv6 addresses get brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bind_address(link: SuperLink) -> str:
+    """Return where the fleet API listens: on loopback only if that is its address, else on all interfaces."""
+    if is_loopback(link.fleet_address):
+        return "127.0.0.1" if link.fleet_address.lower() == "localhost" else link.fleet_address
+    return "::" if ":" in link.fleet_address else "0.0.0.0"
+
+
+def superlink(inventory: Inventory, place: Place) -> Process:
+    """Return the SuperLink: fleet API on all interfaces unless its address is loopback, control API on loopback only."""
+    link = inventory.superlink
+    health = f"127.0.0.1:{place.ports[0]}"
+    command = [f"{place.scripts}/flower-superlink"]
+    if inventory.secure:
+        command += ["--ssl-ca-certfile", f"{place.keys}/{CA}", "--ssl-certfile", f"{place.keys}/{SERVER}"]
+        command += ["--ssl-keyfile", f"{place.keys}/{SERVER_KEY}", "--enable-supernode-auth"]
+    else:
+        command += ["--insecure"]
+    command += ["--fleet-api-address", host_port(bind_address(link), link.fleet_port)]
+    command += ["--host", "127.0.0.1", "--port", str(link.control_port), "--health-server-address", health]
+    if link.database:
+        command += ["--database", link.database]
+    ca = f"{place.keys}/{CA}" if inventory.secure else ""
+    # gRPC says only at level info why it refused a connection (plaintext to the TLS port)
+    environment = {"GRPC_VERBOSITY": "info"} | dict(link.environment)
+    return Process(SUPERLINK, tuple(command), environment, health, health_url(inventory), ca)
+
+
+def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -> Process:
+    """Return a SuperNode. index: its place among its host's SuperNodes, for the ports."""
+    runtime, health = place.ports[2 * index + 1], f"127.0.0.1:{place.ports[2 * index + 2]}"
+    config = f"partition-id={node.client_id} num-partitions={len(inventory.supernodes)}"
+    if node.data_path:
+        config += f' data-path="{node.data_path}"'
+    command = [f"{place.scripts}/flower-supernode"]
+    if inventory.secure:
+        command += ["--root-certificates", f"{place.keys}/{CA}"]
+        command += ["--auth-supernode-private-key", f"{place.keys}/{node.name}.key"]
+    else:
+        command += ["--insecure"]
+    command += ["--superlink", host_port(inventory.superlink.fleet_address, inventory.superlink.fleet_port)]
+    command += ["--host", "127.0.0.1", "--port", str(runtime), "--health-server-address", health, "--node-config", config]
+    environment = {"OMP_NUM_THREADS": str(node.threads), "MKL_NUM_THREADS": str(node.threads)}
+    if node.gpu is not None:
+        environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": node.gpu}
+    return Process(node.name, tuple(command), environment | dict(node.environment), health)
+
+
+def tunnel(inventory: Inventory, ca: str) -> Process:
+    """Return the ssh that brings a remote SuperLink's control port to this machine's loopback."""
+    port = inventory.superlink.control_port
+    command = ["ssh", *SSH_OPTIONS, "-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15", "-N"]
+    command += ["-L", f"127.0.0.1:{port}:127.0.0.1:{port}", "--", inventory.superlink.host]
+    return Process(TUNNEL, tuple(command), {}, http=health_url(inventory), ca=ca)
+
+
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
+
+
+def health_url(inventory: Inventory) -> str:
+    """URL of the control API's health check."""
+    return f"http{'s' if inventory.secure else ''}://127.0.0.1:{inventory.superlink.control_port}/health"
+
+
+def num_ports(inventory: Inventory, host: str) -> int:
+    """Free ports a host needs: the SuperLink's health, then two for each of its SuperNodes."""
+    return 1 + 2 * len([node for node in inventory.supernodes if node.host == host])

@@ -1,0 +1,36 @@
+#!/bin/sh
+# One-shot services of compose.tls.yaml.
+#   keys      make keys (what exists is kept) and hand every container's volume its own: CA + one private key
+#   register  tell the SuperLink the SuperNodes' public keys
+set -eu
+case "$1" in
+keys)
+  chmod 700 /keys/all
+  corolla cluster keys /app/deploy/compose-cluster.yaml
+  give() { # give DIRECTORY FILE...: readable by the containers' user only
+    directory=$1
+    shift
+    chown corolla:corolla "$directory"
+    chmod 700 "$directory"
+    for file in "$@"; do install -o corolla -g corolla -m 600 "/keys/all/$file" "$directory/$file"; done
+  }
+  give /keys/superlink ca.crt server.crt server.key supernode-0.pub supernode-1.pub supernode-2.pub supernode-3.pub
+  for k in 0 1 2 3; do
+    give "/keys/$k" ca.crt "supernode-$k.key"
+    mv "/keys/$k/supernode-$k.key" "/keys/$k/supernode.key"
+  done
+  ;;
+register)
+  for k in 0 1 2 3; do
+    said=$(flwr supernode register "/keys/supernode-$k.pub" cluster-tls --name "supernode-$k" 2>&1) || case "$said" in
+    *"already in use"*) said="supernode-$k is registered" ;; # a database that was kept
+    *) echo "$said" >&2 && exit 1 ;;
+    esac
+    echo "$said"
+  done
+  ;;
+*)
+  echo "usage: $0 keys|register" >&2
+  exit 2
+  ;;
+esac

@@ -1,0 +1,108 @@
+"""The cluster's SuperLink connection in the user's Flower config: one table, `[superlink.NAME]`, added and removed as text.
+
+Everything else in the file stays byte for byte as it is, and the result is parsed before it is written: if adding or removing
+our lines would change anything else, the file is left alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from fl_app.errors import UserError
+
+
+def config_path() -> Path:
+    """Return Flower's config file, under $FLWR_HOME or ~/.flwr."""
+    from flwr.supercore.utils import get_flwr_home
+
+    path: Path = get_flwr_home() / "config.toml"
+    return path
+
+
+def check(path: Path, name: str, table: dict[str, Any]) -> None:
+    """Raise UserError if the connection could not be added."""
+    _with_table(path, _text(path), name, table)
+
+
+def add(path: Path, name: str, table: dict[str, Any]) -> None:
+    """Add the table `[superlink.NAME]`. Raises UserError if another one of that name is there."""
+    _write(path, _with_table(path, _text(path), name, table))
+
+
+def remove(path: Path, name: str, table: dict[str, Any]) -> None:
+    """Remove our table if it is still there and still says what we wrote. Raises UserError if it cannot be cut out."""
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    before = _parse(path, text)
+    found = before.get("superlink", {}).get(name)
+    if not isinstance(found, dict) or any(found.get(key) != value for key, value in table.items()):
+        return
+    kept: list[str] = []
+    inside = False
+    for line in text.splitlines(keepends=True):
+        if re.fullmatch(rf"""\s*\[\s*superlink\s*\.\s*["']?{re.escape(name)}["']?\s*\]\s*(#.*)?""", line.strip()):
+            inside = True
+            if kept and not kept[-1].strip():
+                kept.pop()  # the empty line that `add` put before
+        elif inside and (not line.strip() or line.lstrip().startswith(("[", "#"))):
+            inside = False
+        if not inside:
+            kept.append(line)
+    after = "".join(kept)
+    rest = {k: v for k, v in before["superlink"].items() if k != name}
+    expected = {**before, "superlink": rest} if rest else {k: v for k, v in before.items() if k != "superlink"}
+    if _parse(path, after) != expected:
+        raise UserError(f"{path}: [superlink.{name}] cannot be cut out safely; remove it by hand")
+    _write(path, after)
+
+
+def _with_table(path: Path, text: str, name: str, table: dict[str, Any]) -> str:
+    before = _parse(path, text)
+    links = before.get("superlink", {})
+    if isinstance(links, dict) and name in links:
+        raise UserError(
+            f"{path} has a connection named {name!r} already; rename or remove its [superlink.{name}], "
+            "or give the cluster another `name`"
+        )
+    lines = [f"[superlink.{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    gap = "" if not text else "\n" if text.endswith("\n") else "\n\n"
+    after = text + gap + "\n".join(lines) + "\n"
+    expected = {**before, "superlink": {**links, name: table}} if isinstance(links, dict) else None
+    if _parse(path, after) != expected:
+        raise UserError(f"{path}: cannot add [superlink.{name}] without changing the rest; add it by hand")
+    return after
+
+
+def _text(path: Path) -> str:
+    """Return the file's text, or what Flower itself would create."""
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    from flwr.cli.constant import DEFAULT_FLOWER_CONFIG_TOML
+
+    return str(DEFAULT_FLOWER_CONFIG_TOML)
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML ({error}); mend it first") from None
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace the file in one step, through a symbolic link, keeping its mode."""
+    target = path.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
+    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".config.toml.")
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        os.fchmod(descriptor, mode)
+        file.write(text)
+    Path(temporary).replace(target)

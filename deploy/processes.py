@@ -1,0 +1,147 @@
+"""Processes of a cluster on this machine: started detached, found again by pid and start time, ended with their children.
+
+A cluster's directory holds, for each process, NAME.json (its record) and NAME.log. Whoever else has the same pid later has
+another start time, and is never touched. Children carry the cluster's token in their environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from fl_app.errors import UserError
+from fl_app.launch import end_processes, flower_environment, processes_with
+
+_MARK = "COROLLA_LAUNCH"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A started process: pid and start mark together name it for as long as the machine runs."""
+
+    name: str
+    token: str  # of the `up` that started it
+    pid: int
+    started: str
+    health: str
+    http: str
+    ca: str
+
+
+def state_home() -> Path:
+    """Return $COROLLA_STATE_HOME, or corolla's directory in the user's state directory."""
+    if home := os.environ.get("COROLLA_STATE_HOME"):
+        return Path(home).expanduser().resolve()
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "corolla"
+
+
+def cluster_directory(name: str) -> Path:
+    """Return the directory of a cluster on this machine."""
+    return state_home() / "clusters" / name
+
+
+def start_mark(pid: int) -> str | None:
+    """Return when a live process started, in units that survive clock changes; None if there is none (or a zombie)."""
+    with contextlib.suppress(psutil.Error, OSError, IndexError):
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        if Path("/proc/sys/kernel/random/boot_id").exists():
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return f"{boot}/{fields[19]}"  # field 22, starttime in clock ticks since boot
+        return f"{process.create_time():.2f}"
+    return None
+
+
+def alive(record: Record) -> bool:
+    """Tell whether exactly this process is still running."""
+    return start_mark(record.pid) == record.started
+
+
+def start(
+    directory: Path, token: str, name: str, command: list[str], environment: Mapping[str, str],
+    health: str = "", http: str = "", ca: str = "",
+) -> Record:  # fmt: skip
+    """Start a process in its own session with its log in the directory. Raises UserError if one of that name is running."""
+    if (old := read_record(directory, name)) and alive(old):
+        raise UserError(f"{name} is already running here (pid {old.pid})")
+    env = flower_environment(directory / "flwr") | dict(environment) | {_MARK: f"{token}/{name}"}
+    with (directory / f"{name}.log").open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                command, env=env, cwd=directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        except OSError as error:
+            raise UserError(f"{name}: cannot start {command[0]}: {error.strerror}") from None
+    # a zombie (ended at once) has no mark; its record then matches no process
+    record = Record(name, token, process.pid, start_mark(process.pid) or "ended", health, http, ca)
+    temporary = directory / f".{name}.json"
+    temporary.write_text(json.dumps(dataclasses.asdict(record)))
+    temporary.replace(_record_path(directory, name))
+    return record
+
+
+def read_record(directory: Path, name: str) -> Record | None:
+    """Read a record; None if there is none."""
+    try:
+        return Record(**json.loads(_record_path(directory, name).read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def records(directory: Path) -> list[Record]:
+    """All records in a cluster's directory."""
+    found = (read_record(directory, path.stem) for path in sorted(directory.glob("*.json")) if path.name != "cluster.json")
+    return [record for record in found if record]
+
+
+def stop(directory: Path, token: str, name: str, seconds: float = 20) -> bool:
+    """End a process that `token` started: SIGTERM, then its children, SIGKILL after `seconds`. False if not all ended.
+
+    The record goes when everything is gone; the log stays.
+    """
+    record = read_record(directory, name)
+    if record is not None and record.token != token:
+        return True
+    main: list[psutil.Process] = []
+    children: list[psutil.Process] = []
+    if record is not None and alive(record):
+        with contextlib.suppress(psutil.Error):
+            main = [psutil.Process(record.pid)]
+            children = main[0].children(recursive=True)
+    end_processes(main, seconds)
+    end_processes(children, 5)
+    for _ in range(3):  # a child may have started another one meanwhile
+        left = processes_with(f"{_MARK}={token}/{name}")
+        if not left:
+            break
+        end_processes(left, 5)
+    ended = (record is None or not alive(record)) and not processes_with(f"{_MARK}={token}/{name}")
+    if ended:
+        _record_path(directory, name).unlink(missing_ok=True)
+    return ended
+
+
+def log_end(directory: Path, name: str, lines: int) -> str:
+    """Return the last lines of a process's log, at most 200 kB of them."""
+    try:
+        with (directory / f"{name}.log").open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 200_000))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def _record_path(directory: Path, name: str) -> Path:
+    return directory / f"{name}.json"

@@ -1,0 +1,223 @@
+"""Our figures beside the published ones.
+
+A run's published counterpart is the preset with its method, data set and partition (kind, and alpha or classes per client;
+the two Dirichlet kinds count as one) from whose settings it departs in the fewest keys; ties are all shown. A run cut by
+`--scale small` is matched with presets cut likewise, but its differences are those from the paper's settings. Keys that cannot
+change a result, or do not concern the partition or the method, are not compared (`NOT_SETTINGS`, `PARTITION_KEYS`). Runs that
+differ in the seed alone are one line, mean ± std. Each preset says which of our figures is the paper's (`METRICS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_app.config import RunConfig, Scalar, parse
+from fl_app.dry_run import relevant
+from fl_app.errors import UserError
+from fl_app.presets import Preset, all_presets, small
+from fl_app.results import CONFIG, SUMMARY, read_config, read_metrics, read_summary
+from fl_app.sweep_table import ACCURACIES, mean_std, show
+
+NOT_SETTINGS = frozenset({
+    "seed", "device", "client-threads", "evaluate-every", "min-available-clients", "available-timeout", "round-timeout",
+    "min-results", "round-retries", "checkpoint-every", "finetune-epochs", "run-name", "output-dir", "state-dir", "data-dir",
+    "resume", "collect-personal-models", "report-class-counts", "tensorboard", "scale", "classes",
+})  # fmt: skip
+PARTITION_KEYS = {
+    "dirichlet-client": frozenset({"dirichlet-alpha", "train-samples", "test-samples"}),
+    "dirichlet": frozenset({"dirichlet-alpha", "min-samples", "test-ratio"}),
+    "pathological": frozenset({"classes-per-client", "train-samples", "test-samples"}),
+    "iid": frozenset({"train-samples", "test-samples"}),
+}
+LAST_ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run folder."""
+
+    folder: Path
+    config: RunConfig
+    summary: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A group of runs beside one preset, in ratios; ours is None where the runs do not record the paper's figure.
+
+    differences: key, our value, the paper's; None where a key does not concern one of the two.
+    """
+
+    runs: Sequence[Run]
+    preset: Preset
+    ours: tuple[float, float | None] | None
+    finetuned: tuple[float, float | None] | None
+    differences: Sequence[tuple[str, Scalar | None, Scalar | None]]
+
+
+# Our figures ----------------------------------------------------------------------------------------------------------
+
+
+def _last_rounds(run: Run) -> float | None:
+    values = [r["accuracy-before-pooled"] for r in read_metrics(run.folder)][-LAST_ROUNDS:]
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+METRICS: dict[str, tuple[str, Callable[[Run], float | None]]] = {
+    "best-accuracy": (
+        "highest round of the mean over clients, before training", lambda run: run.summary["best-accuracy"]
+    ),
+    "final-accuracy-pooled": (
+        "all clients' test data after the last round", lambda run: run.summary["final-accuracy-pooled"]
+    ),
+    "last-10-accuracy-pooled": (
+        "mean over the last 10 rounds of the accuracy on the round's clients' test data, before training", _last_rounds
+    ),
+}
+
+
+def measure(runs: Iterable[Run], metric: str) -> tuple[float, float | None] | None:
+    """Mean and std over runs of one of METRICS; None if `metric` is "" or a run lacks it."""
+    values = [METRICS[metric][1](run) for run in runs] if metric else []
+    known = [value for value in values if value is not None]
+    return mean_std(known) if known and len(known) == len(values) else None
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Run], list[Path]]:
+    """Read run folders, or folders of run folders (a sweep's); returns (finished runs, unfinished folders).
+
+    Raises UserError for a path that is neither, and if nothing is finished.
+    """
+    folders: list[Path] = []
+    for path in paths:
+        inside = [path] if (path / CONFIG).is_file() else sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
+        if not inside:
+            raise UserError(f"{path}: neither a run folder nor a folder of them (no {CONFIG})")
+        folders += [folder for folder in inside if folder not in folders]
+    finished = [folder for folder in folders if (folder / SUMMARY).is_file()]
+    if not finished:
+        raise UserError(f"no finished run (with {SUMMARY}) among {', '.join(map(str, paths))}")
+    runs = [Run(folder, parse(read_config(folder), methods), read_summary(folder)) for folder in finished]
+    return runs, [folder for folder in folders if folder not in finished]
+
+
+def group(runs: Iterable[Run]) -> list[list[Run]]:
+    """Put runs together that differ in the seed alone (and in keys that cannot change a result)."""
+    groups: dict[tuple[Any, ...], list[Run]] = {}
+    for run in runs:
+        key = (run.config.method, run.config.scale, *sorted(settings(run.config).items(), key=str))
+        groups.setdefault(key, []).append(run)
+    return list(groups.values())
+
+
+def settings(config: RunConfig) -> dict[str, Scalar]:
+    """The keys that define a run's result, without the seed; of the data set its kind alone."""
+    foreign = frozenset().union(*PARTITION_KEYS.values()) - PARTITION_KEYS.get(config.partition, frozenset())
+    keys = relevant(config.resolved, config.method)
+    out = {key: value for key, value in keys.items() if key not in NOT_SETTINGS and key not in foreign}
+    return out | {"dataset": _kind(config.dataset)}
+
+
+def _kind(dataset: str) -> str:
+    return "tiny-imagenet" if dataset.startswith("tiny-imagenet:") else dataset
+
+
+def differences(
+    ours: Mapping[str, Scalar], theirs: Mapping[str, Scalar]
+) -> list[tuple[str, Scalar | None, Scalar | None]]:
+    """Keys in which two settings differ, with both values; None where one lacks the key."""
+    keys = dict.fromkeys((*theirs, *ours))
+    return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
+
+
+# The papers -----------------------------------------------------------------------------------------------------------
+
+
+def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") -> list[Line]:
+    """The published counterparts of a group of runs that differ in the seed alone; empty if there are none.
+
+    dataset: what the runs' own data set (`folder:`, `npz:`) is to count as, e.g. cifar10.
+    """
+    config = runs[0].config
+    ours = settings(config)
+    found = []
+    for preset in all_presets().values():
+        if preset.published is None or preset.unavailable(methods) or preset.settings["method"] != config.method:
+            continue
+        theirs = parse(preset.settings, methods)
+        if _kind(theirs.dataset) == (dataset or _kind(config.dataset)) and _split(theirs) == _split(config):
+            cut = small(theirs.resolved) if config.scale == "small" else {}
+            distance = len(differences(ours, settings(parse({**preset.settings, **cut}, methods))))
+            found.append((distance, preset, differences(ours, settings(theirs))))
+    nearest = min((distance for distance, _, _ in found), default=0)
+    finetuned = [f for run in runs if (f := run.summary.get("final-accuracy-finetuned")) is not None]
+    tuned = mean_std(finetuned) if len(finetuned) == len(runs) else None
+    return [
+        Line(runs, preset, measure(runs, preset.metric), tuned, diffs)
+        for distance, preset, diffs in found
+        if distance == nearest
+    ]
+
+
+def _split(config: RunConfig) -> tuple[str, float]:
+    """Return a partition's kind and how skewed it is."""
+    if config.partition == "pathological":
+        return "pathological", config.classes_per_client
+    return ("dirichlet", config.dirichlet_alpha) if config.partition.startswith("dirichlet") else (config.partition, 0)
+
+
+def describe(line: Line) -> list[str]:
+    """Return what a reader must know about a line: the figure, the source, the settings that differ, the preset's notes."""
+    preset, metric = line.preset, line.preset.metric
+    text = [f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")]
+    text.append(f"ours: {metric}, {METRICS[metric][0]}" if metric else "ours: a run does not record the paper's figure")
+    if line.runs[0].config.scale != "full":
+        text.append("ours was cut by --scale small: not comparable with the paper")
+    if line.differences:
+        pairs = [f"{key} {_value(mine)} (paper: {_value(theirs)})" for key, mine, theirs in line.differences]
+        text.append(f"settings that differ: {', '.join(pairs)}")
+    return text + [f"note: {note}" for note in preset.notes]
+
+
+def _value(value: Scalar | None) -> str:
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def kind(config: RunConfig) -> str:
+    """Return what is matched with the papers: method, data set, partition."""
+    name, skew = _split(config)
+    return f"{config.method}, {_kind(config.dataset)}, {name}" + (f" {skew:g}" if skew else "")
+
+
+def side_by_side(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
+    """Return groups of runs as a table, header first: the settings in which they differ, n, accuracies in per cent."""
+    every = [{**settings(runs[0].config), "scale": runs[0].config.scale} for runs in groups]
+    known = dict.fromkeys(key for one in every for key in one)
+    keys = [key for key in known if key == "method" or len({one[key] for one in every if key in one}) > 1]
+    metrics = [m for m in ACCURACIES if any(run.summary.get(m) is not None for runs in groups for run in runs)]
+    lines = [[*keys, "n", *metrics]]
+    for one, runs in zip(every, groups, strict=True):
+        means = [[run.summary[m] for run in runs if run.summary.get(m) is not None] for m in metrics]
+        shown = [show(mean_std(values) if values else None) for values in means]
+        lines.append([*(_value(one.get(key)) for key in keys), str(len(runs)), *shown])
+    return lines
+
+
+def table(lines: Sequence[Line]) -> list[list[str]]:
+    """Return the table as text, header first, accuracies in per cent."""
+    finetuned = any(line.finetuned for line in lines)
+    body = []
+    for line in lines:
+        published = line.preset.published
+        assert published is not None
+        gap = f"{100 * line.ours[0] - published.mean:+.2f}" if line.ours else "n/a"
+        row = [line.preset.name, line.runs[0].config.scale, str(len(line.runs)), show(line.ours), str(published), gap]
+        body.append(row + ([show(line.finetuned)] if finetuned else []))
+    return [["preset", "scale", "n", "ours", "published", "difference"] + ["ours, fine-tuned"] * finetuned, *body]

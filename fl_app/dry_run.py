@@ -1,0 +1,84 @@
+"""What `corolla run --dry-run` prints: the resolved config and the bytes of a round, without data, clients or training."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_app.config import RunConfig, Scalar
+from fl_app.layout import Layout, Model
+from fl_app.results import RunFolder, to_toml
+
+# in_channels, num_classes, image_size of the data sets with a name, so that these need not be downloaded
+SHAPES = {
+    "digits": (1, 10, 8),
+    "mnist": (1, 10, 28),
+    "fashion-mnist": (1, 10, 28),
+    "emnist": (1, 62, 28),
+    "svhn": (3, 10, 32),
+    "cifar10": (3, 10, 32),
+    "cifar100": (3, 100, 32),
+    "tiny-imagenet": (3, 200, 64),
+}
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class RoundBytes:
+    """Bytes of arrays on the wire, per client, and how many clients take part in a round."""
+
+    participants: int
+    upload: int
+    download: int
+
+
+def known_shape(config: RunConfig) -> Shape | None:
+    """Return (in_channels, num_classes, image_size) of a data set known by name; None for the user's own."""
+    shape = SHAPES.get(config.dataset.partition(":")[0])
+    if shape is None:
+        return None
+    return (*shape[:2], config.image_size or shape[2])
+
+
+def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
+    """Bytes of one round, from the server half itself: what it would send, what it expects back.
+
+    method: the registered Method of config.method; shape: in_channels, num_classes, image_size. Raises UserError if the
+    model does not fit the images, or the method not the model.
+    """
+    layout = model_layout(config.model, config.norm, shape)
+    zeros = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
+    shared = method.shared(layout, config.params)
+    strategy = method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
+    arrays = strategy.expected().shapes().values()
+    return RoundBytes(
+        participants=len(strategy.sample(list(range(config.num_clients)), 1)),
+        upload=sum(math.prod(dims) * np.dtype(dtype).itemsize for dtype, dims in arrays),
+        download=strategy.download_for(0, 1, "train").nbytes,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def model_layout(name: str, norm: str, shape: Shape) -> Layout:
+    """Layout of a model for images of a shape."""
+    from fl_app import models
+
+    in_channels, num_classes, image_size = shape
+    module = models.build(name, in_channels=in_channels, num_classes=num_classes, image_size=image_size, norm=norm)
+    return Layout.of(module)
+
+
+def config_toml(config: RunConfig) -> str:
+    """Render the resolved config as TOML, without other methods' tables; `corolla run` reads it back."""
+    return to_toml(relevant(config.resolved, config.method))
+
+
+def relevant(resolved: Mapping[str, Scalar], method: str) -> dict[str, Scalar]:
+    """Return the keys of all runs and those of one method."""
+    return {key: value for key, value in resolved.items() if "." not in key or key.startswith(f"{method}.")}

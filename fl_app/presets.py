@@ -1,0 +1,199 @@
+"""Presets: named settings, one per published figure of the papers' tables, and a few of our own.
+
+fl_app/presets/*.toml holds two kinds of files. A plain one (demo.toml) is a run config by the file's name. One with
+`tables` is a paper: a preset per cell of its tables, `<file>/<column>` for the paper's own method (`own`) and
+`<file>/<column>/<method>` for the others. A cell's settings are inherited: `settings` of the file, then of the column's
+`datasets` entry, its `splits` entry, the table, the column, and of the row's `methods` entry, later ones winning; keys of
+other methods' tables are dropped. `rows` are the published figures in per cent, column by column: 86.82±1.18 or
+87.02(0.17), "-" for none. `notes` say where a setting departs from the paper or is not in it; `metric` is the figure of ours
+that is compared (fl_app/compare.py; "" if a run does not record it); `missing` explains what Corolla does not have.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_app.config import DATASETS, MODELS, Scalar
+from fl_app.errors import UserError
+
+PRESETS = Path(__file__).parent / "presets"
+SMALL_ROUNDS, SMALL_CLIENTS, SMALL_PARTICIPANTS, SMALL_BATCH = 20, 10, 5, 20
+SMALL_SAMPLES = {"train-samples": 100, "test-samples": 40}
+ROUND_KEYS = ("fedcac.beta", "feddac.alpha")  # counted in rounds: scaled along with them
+
+
+@dataclass(frozen=True)
+class Published:
+    """One cell of a paper's table, in per cent; std is None where the paper gives none."""
+
+    mean: float
+    std: float | None
+
+    def __format__(self, spec: str) -> str:
+        """Pad like a string."""
+        return format(str(self), spec)
+
+    def __str__(self) -> str:
+        """Return it as the tables of `corolla presets` and `compare` show it."""
+        return f"{self.mean:.2f}" + (f" ± {self.std:.2f}" if self.std is not None else "")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Settings (flat run config) with their source.
+
+    paper and source name the cell; repeats: runs behind it; metric: which figure of ours it is; notes: where the settings
+    depart from the paper; missing: explanations by word. All are empty for presets of our own.
+    """
+
+    name: str
+    settings: Mapping[str, Scalar]
+    published: Published | None = None
+    paper: str = ""
+    source: str = ""
+    metric: str = ""
+    repeats: int = 0
+    notes: tuple[str, ...] = ()
+    missing: Mapping[str, str] | None = None
+
+    def unavailable(self, methods: Mapping[str, object]) -> str:
+        """Say why Corolla, with these methods, cannot run it; "" if it can."""
+        for key, known in (("method", methods), ("dataset", DATASETS), ("model", MODELS)):
+            word = str(self.settings.get(key, ""))
+            if word and ":" not in word and word not in known:
+                why = (self.missing or {}).get(word)
+                return f"{key} {word} is not in Corolla" + (f": {why}" if why else "")
+        return ""
+
+
+def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn tables one level deep into dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises UserError if there is none, or it is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+@functools.cache
+def all_presets() -> Mapping[str, Preset]:
+    """All presets by name, in the order of the files and tables."""
+    found: dict[str, Preset] = {}
+    for path in sorted(PRESETS.glob("*.toml")):
+        content = read_toml(path)
+        for preset in _cells(path.stem, content) if "tables" in content else [Preset(path.stem, flatten(content))]:
+            assert preset.name not in found, f"two presets are named {preset.name}"
+            found[preset.name] = preset
+    return found
+
+
+def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
+    for table in paper["tables"]:
+        for row, line in table["rows"].items():
+            own = paper["methods"][row]
+            for column, cell in zip(table["columns"], line.split(), strict=True):
+                dataset, split = paper["datasets"][column["dataset"]], paper.get("splits", {}).get(column.get("split"), {})
+                layers = (paper, dataset, split, table, column, own)
+                settings: dict[str, Scalar] = {}
+                for layer in layers:
+                    settings |= flatten(layer.get("settings", {}))
+                method = str(settings["method"])
+                name = f"{stem}/{column['name']}"
+                yield Preset(
+                    name if row == paper["own"] else f"{name}/{own.get('name', method)}",
+                    {key: value for key, value in settings.items() if "." not in key or key.startswith(f"{method}.")},
+                    published=_published(cell),
+                    paper=f"{paper['paper']} ({paper['citation']})",
+                    source=f"{table['table']}: {row}, "
+                    + ", ".join(label for label in (dataset["label"], column.get("label", "")) if label),
+                    metric=own.get("metric", paper["metric"]),
+                    repeats=paper["repeats"],
+                    notes=tuple(note for layer in layers for note in layer.get("notes", ())),
+                    missing=paper.get("missing"),
+                )
+
+
+def _published(cell: str) -> Published | None:
+    if cell == "-":
+        return None
+    match = re.fullmatch(r"([\d.]+)(?:±([\d.]+)|\(([\d.]+)\))?", cell)
+    assert match, f"not a published figure: {cell}"
+    std = match[2] or match[3]
+    return Published(float(match[1]), float(std) if std else None)
+
+
+def find(pattern: str = "") -> list[Preset]:
+    """Presets whose name contains `pattern` or, if it has wildcards, matches it. Raises UserError if none does."""
+    wild = pattern if set(pattern) & set("*?[") else f"*{pattern}*"
+    found = [preset for name, preset in all_presets().items() if fnmatch.fnmatchcase(name, wild)]
+    found.sort(key=lambda preset: preset.name.split("/"))
+    if not found:
+        raise UserError(f"preset: none matches {pattern!r}{_nearest(pattern)}")
+    return found
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name, list(all_presets()), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else "; `corolla presets` lists them"
+
+
+def read_preset(name: str, methods: Mapping[str, object]) -> dict[str, Scalar]:
+    """Read a preset by name, or a TOML file by path, as a flat run config.
+
+    methods: the registered ones. Raises UserError for a wrong name (with the nearest) and for what Corolla cannot run.
+    """
+    if name.endswith(".toml"):
+        content = read_toml(Path(name))
+        if "grid" in content or "variants" in content:
+            raise UserError(f"{name} is a sweep: use `corolla sweep {name}`")
+        return flatten(content)
+    preset = all_presets().get(name)
+    if preset is None:
+        raise UserError(f"preset: no preset or .toml file {name!r}{_nearest(name)}")
+    if why := preset.unavailable(methods):
+        raise UserError(f"preset {name}: {why}")
+    return dict(preset.settings)
+
+
+def small(resolved: Mapping[str, Any]) -> dict[str, Scalar]:
+    """What `--scale small` changes in a resolved config: clients, rounds and samples, to what a laptop does in minutes.
+
+    Keys that count rounds shrink with them; when only some clients take part in a round, at least five do; the batch is at
+    most 20; `dirichlet`, which deals out all data, becomes `dirichlet-client`, which deals out as little as it is told.
+    Raises UserError for a `file:` partition, whose clients are given.
+    """
+    partition = str(resolved["partition"])
+    if partition.startswith("file:"):
+        raise UserError(f"--scale small: the clients of {partition} cannot be cut; give a smaller file")
+    rounds = min(resolved["num-server-rounds"], SMALL_ROUNDS)
+    clients = min(resolved["num-clients"] or SMALL_CLIENTS, SMALL_CLIENTS)
+    out: dict[str, Scalar] = {
+        "scale": "small",
+        "num-server-rounds": rounds,
+        "num-clients": clients,
+        "fraction-train": max(resolved["fraction-train"], min(1.0, SMALL_PARTICIPANTS / clients)),
+        "batch-size": min(resolved["batch-size"], SMALL_BATCH),
+        "partition": "dirichlet-client" if partition == "dirichlet" else partition,
+    }
+    out |= {key: min(resolved[key] or most, most) for key, most in SMALL_SAMPLES.items()}
+    for key in ROUND_KEYS:
+        if key in resolved:
+            out[key] = max(1, round(resolved[key] * rounds / resolved["num-server-rounds"]))
+    return {key: value for key, value in out.items() if value != resolved[key]}

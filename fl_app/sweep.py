@@ -1,0 +1,306 @@
+"""Sweeps: many runs from one TOML file, resumable, ending in a table of mean ± std over seeds.
+
+A sweep file has `preset` (a preset's name), `scale` ("small"), `[settings]` (keys of all runs), `[grid]` (key = list of
+values; every combination is a run; `method`, `seed` and `preset` are keys like any other) and `[[variants]]` (tables of keys,
+with an optional `name`; each combination runs once per variant). Later ones win in this order, then `scale`, then --set.
+A method's own keys do not tell other methods' runs apart: a grid over methods and `fedcac.tau` runs FedAvg once.
+
+A run is the same as another if their resolved configs are, but for `SAME_RUN`; finished ones (with summary.json) under the
+sweep's directory are not repeated, unfinished ones are moved to its folder `unfinished` and never counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fl_app.config import RunConfig, Scalar, parse
+from fl_app.dry_run import relevant
+from fl_app.errors import UserError
+from fl_app.presets import flatten, read_preset, read_toml, small
+from fl_app.results import CONFIG, SUMMARY, read_config, to_toml
+
+SAME_RUN = frozenset({"run-name", "output-dir", "data-dir", "state-dir", "resume", "tensorboard"})  # do not tell runs apart
+CHECKED = (
+    "dataset", "data-dir", "classes", "image-size", "partition", "dirichlet-alpha", "classes-per-client", "train-samples",
+    "test-samples", "min-samples", "test-ratio", "num-clients", "seed", "model", "norm", "initial-weights", "device",
+)  # what the checks on this machine depend on
+UNFINISHED = "unfinished"
+VARIABLE = "COROLLA_SWEEP"  # in the environment of every process a sweep starts: its directory
+MAX_NAME = 120
+
+Raw = dict[str, Scalar]
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file as read: flat settings, lists of values by key, flat variants."""
+
+    path: Path
+    preset: str = ""
+    scale: str = "full"
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
+    grid: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    variants: Sequence[Mapping[str, Scalar]] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep. varying: what tells it from the others; config: flat, as `corolla run` takes it."""
+
+    name: str
+    varying: Mapping[str, Scalar]
+    config: Mapping[str, Scalar]
+    parsed: RunConfig
+
+
+# The file -------------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Sweep:
+    """Read a sweep file. Raises UserError naming everything that is wrong with it."""
+    content = read_toml(path)
+    problems = []
+    for key in content:
+        if key not in ("preset", "scale", "settings", "grid", "variants"):
+            problems.append(f"{key}: not a part of a sweep file (a run's keys go into [settings] or [grid])")
+    for key, kind in (("preset", str), ("scale", str), ("settings", dict), ("grid", dict), ("variants", list)):
+        if not isinstance(content.get(key, kind()), kind):
+            problems.append(f"{key}: expected a {'table' if kind is dict else 'string' if kind is str else '[[table]]'}")
+            content.pop(key)
+    scale, variants = content.get("scale", "full"), [flatten(v) for v in content.get("variants", []) if isinstance(v, dict)]
+    if scale not in ("full", "small"):
+        problems.append(f"scale: must be full or small, got {scale!r}")
+    settings, grid = flatten(content.get("settings", {})), flatten(content.get("grid", {}))
+    for table in (settings, *variants):
+        problems += [f"{key}: must be one value, got {value!r}" for key, value in table.items() if not _scalar(value)]
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values or not all(map(_scalar, values)):
+            problems.append(f"grid: {key}: must be a list of values, got {values!r}")
+    for key in ("scale", "run-name", "output-dir"):
+        if any(key in table for table in (settings, grid, *variants)):
+            problems.append(f"{key}: not a setting of single runs of a sweep")
+    labels = [variant_label(variant) for variant in variants]
+    problems += [f"variants: two are named {label!r}" for label in sorted({x for x in labels if labels.count(x) > 1})]
+    if problems:
+        raise UserError(f"{path}:\n" + "\n".join(f"  {p}" for p in problems))
+    return Sweep(path, content.get("preset", ""), scale, settings, grid, variants)
+
+
+def _scalar(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str))
+
+
+def expand(
+    sweep: Sweep, methods: Mapping[str, type], directory: Path, overrides: Mapping[str, Scalar],
+    finish: Callable[[Raw], Raw],
+) -> list[Point]:  # fmt: skip
+    """All runs of a sweep in the file's order, without duplicates.
+
+    methods: parameter dataclasses; directory: of the run folders; overrides: keys that win over all others; finish: last
+    touch on a flat config (absolute paths). Raises UserError with the problems of all combinations.
+    """
+    points: dict[str, Point] = {}
+    problems = Problems()
+    for varying, changes in _combinations(sweep):
+        try:
+            raw = _merge(sweep, changes, methods, overrides)
+            parsed = parse(finish(raw), methods)
+        except UserError as error:
+            problems.add(error, _words(varying))
+            continue
+        key = identity(parsed)
+        if key not in points:
+            shown = {k: parsed.resolved.get(k, v) for k, v in varying.items() if _concerns(k, parsed.method)}
+            name = f"{_words(shown)[:MAX_NAME] or parsed.method}-{hashlib.sha256(key.encode()).hexdigest()[:6]}"
+            own = {"run-name": name, "output-dir": str(directory)}
+            resolved = {**parsed.resolved, **own}
+            parsed = dataclasses.replace(parsed, run_name=name, output_dir=str(directory), resolved=resolved)
+            points[key] = Point(name, shown, finish({**raw, **own}), parsed)
+    problems.complain()
+    return list(points.values())
+
+
+def _combinations(sweep: Sweep) -> Iterator[tuple[Raw, Raw]]:
+    """Yield (varying, changes): what to call a combination, and its keys."""
+    for values in itertools.product(*sweep.grid.values()):
+        chosen = dict(zip(sweep.grid, values, strict=True))
+        for variant in sweep.variants or [{}]:
+            changes = {key: value for key, value in variant.items() if key != "name"}
+            yield {**chosen, **({"variant": variant_label(variant)} if variant else {})}, {**chosen, **changes}
+
+
+def variant_label(variant: Mapping[str, Scalar]) -> str:
+    """Return a variant's name, or its keys and values."""
+    return str(variant["name"]) if "name" in variant else _words(variant)
+
+
+def _merge(sweep: Sweep, changes: Raw, methods: Mapping[str, type], overrides: Mapping[str, Scalar]) -> Raw:
+    preset = str(changes.pop("preset", sweep.preset))
+    raw = {**(read_preset(preset, methods) if preset else {}), **sweep.settings, **changes}
+    raw["num-clients"] = raw.get("num-clients") or 10
+    if sweep.scale == "small":
+        raw |= small(parse(raw, methods).resolved)
+    return raw | dict(overrides)
+
+
+def _concerns(key: str, method: str) -> bool:
+    return "." not in key or key.startswith(f"{method}.")
+
+
+def _words(varying: Mapping[str, Scalar]) -> str:
+    """Name a combination in characters a folder's name may have: fedcac,tau=0.3,seed=1."""
+    words = []
+    for key, value in varying.items():
+        text = re.sub(r"[^\w.+=,@-]+", "-", str(value))
+        words.append(text if key in ("method", "preset", "variant") else f"{key.rpartition('.')[2]}={text}")
+    return ",".join(words)
+
+
+class Problems:
+    """What is wrong with which runs of a sweep, each problem said once."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = {}
+
+    def add(self, error: UserError, name: str) -> None:
+        """Note the problems of one run."""
+        first, *rest = str(error).splitlines()
+        problems = [line.strip() for line in rest] if first == "invalid configuration:" else [str(error)]
+        for problem in problems:
+            self._names.setdefault(problem, []).append(name)
+
+    def complain(self) -> None:
+        """Raise UserError if there are any."""
+        if self._names:
+            lines = []
+            for problem, names in self._names.items():
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                where = "; ".join(name for name in names[:3] if name)
+                lines.append(f"  {problem}" + (f"\n    in {where}{more}" if where else ""))
+            raise UserError("the sweep cannot run:\n" + "\n".join(lines))
+
+
+def check(points: Sequence[Point], check_locally: Callable[[RunConfig], None]) -> None:
+    """Check every run's data, partition and model on this machine. Raises UserError with the problems of all."""
+    problems = Problems()
+    seen: dict[tuple[Any, ...], UserError | None] = {}
+    for point in points:
+        key = tuple(point.parsed.resolved[k] for k in CHECKED)
+        if key not in seen:
+            seen[key] = None
+            try:
+                check_locally(point.parsed)
+            except UserError as error:
+                seen[key] = error
+        if (found := seen[key]) is not None:
+            problems.add(found, point.name)
+    problems.complain()
+
+
+# The directory --------------------------------------------------------------------------------------------------------
+
+
+def identity(config: RunConfig) -> str:
+    """What makes two runs the same: all keys but SAME_RUN and other methods' tables, as text."""
+    keys = relevant(config.resolved, config.method)
+    return json.dumps({key: keys[key] for key in sorted(keys) if key not in SAME_RUN})
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold a sweep's directory, created if needed. Raises UserError if another sweep is running in it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"another `corolla sweep` is running in {directory}") from None
+        yield
+
+
+def end_leftovers(directory: Path) -> int:
+    """End what a killed sweep left running in its directory (call while it is locked); how many processes that were."""
+    from fl_app.launch import end_processes, processes_with
+
+    left = processes_with(f"{VARIABLE}={directory}")
+    end_processes(left)
+    os.environ[VARIABLE] = str(directory)
+    return len(left)
+
+
+def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, Path], list[Path]]:
+    """Return the finished runs by identity, and the folders of unfinished ones, directly under a directory."""
+    finished: dict[str, Path] = {}
+    unfinished: list[Path] = []
+    for folder in sorted(p for p in directory.iterdir() if p.is_dir() and p.name != UNFINISHED):
+        if not (folder / SUMMARY).is_file():
+            if (folder / CONFIG).is_file() or all(p.name.startswith(".") for p in folder.iterdir()):
+                unfinished.append(folder)
+            continue
+        with contextlib.suppress(UserError):  # a config of another version is nobody's
+            finished[identity(parse(read_config(folder), methods))] = folder
+    return finished, unfinished
+
+
+def set_aside(folder: Path) -> Path:
+    """Move an unfinished run's folder to `unfinished`, beside it; returns its new path."""
+    target = folder.parent / UNFINISHED / folder.name
+    target.parent.mkdir(exist_ok=True)
+    for k in itertools.count(2):
+        if not target.exists():
+            break
+        target = target.with_name(f"{folder.name}-{k}")
+    folder.rename(target)
+    return target
+
+
+def run_parallel(
+    points: Sequence[Point], directory: Path, jobs: int, options: Sequence[str], announce: Callable[[int, int, str], None]
+) -> dict[str, str]:
+    """Run `jobs` points at a time, each as its own `corolla run`; the ends of the logs of failed ones by name.
+
+    Logs are under the directory's `logs`. An interrupt ends the runs in progress too.
+    """
+    logs = directory / "logs"
+    logs.mkdir(exist_ok=True)
+    failed: dict[str, str] = {}
+    active: list[subprocess.Popen[bytes]] = []
+
+    def run(k: int, point: Point) -> None:
+        announce(k, len(points), point.name)
+        config, log = logs / f"{point.name}.toml", logs / f"{point.name}.log"
+        config.write_text(to_toml(point.config), encoding="utf-8")
+        with log.open("wb") as file:
+            command = [sys.executable, "-m", "fl_app.cli", "run", str(config), *options]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+            active.append(process)
+            process.wait()
+        if process.returncode:
+            failed[point.name] = f"exit code {process.returncode}, {log}:\n{log.read_text(errors='replace')[-1000:]}"
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            for future in [pool.submit(run, k, point) for k, point in enumerate(points, 1)]:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)
+            raise
+    return failed

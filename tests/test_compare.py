@@ -1,0 +1,128 @@
+"""Comparison with the papers: which preset a run is put beside, our figure, and the settings that differ."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_app import cli, compare, presets
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.results import to_toml
+from strategies import METHOD_PARAMS
+
+
+def run_folder(root: Path, name: str, preset: str, summary: dict[str, Any], rounds: list[float] = [], **changes: Any) -> Path:  # noqa: B006
+    """Write a finished run's folder without running it."""
+    raw = presets.read_preset(preset, METHOD_PARAMS) | {k.replace("_", "-"): v for k, v in changes.items()}
+    config = parse(raw, METHOD_PARAMS)
+    folder = root / name
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(to_toml(config.resolved))
+    figures = {"final-accuracy": 0.5, "final-accuracy-pooled": 0.5, "final-accuracy-finetuned": None, "best-accuracy": 0.5}
+    (folder / "summary.json").write_text(json.dumps({"method": config.method} | figures | summary))
+    lines = [json.dumps({"round": t, "accuracy-before-pooled": a}) for t, a in enumerate(rounds, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def lines(*paths: Path, dataset: str = "") -> list[compare.Line]:
+    runs, _ = compare.load(paths, METHOD_PARAMS)
+    return [line for group in compare.group(runs) for line in compare.beside(group, METHOD_PARAMS, dataset)]
+
+
+def test_a_run_of_a_preset_is_put_beside_it_without_differences(tmp_path: Path) -> None:
+    for seed, best in ((0, 0.86), (1, 0.88)):
+        run_folder(tmp_path, f"s{seed}", "fedcac/cifar10-dirichlet-0.1", {"best-accuracy": best}, seed=seed, data_dir="/d")
+    (line,) = lines(tmp_path)
+    assert line.preset.name == "fedcac/cifar10-dirichlet-0.1" and line.differences == []
+    assert line.ours == pytest.approx((0.87, 0.02 / 2**0.5))
+    header, row = compare.table([line])
+    assert dict(zip(header, row, strict=True)) == {
+        "preset": "fedcac/cifar10-dirichlet-0.1", "scale": "full", "n": "2", "ours": "87.00 ± 1.41",
+        "published": "86.82 ± 1.18", "difference": "+0.18",
+    }  # fmt: skip
+    assert any("Table 2: FedCAC, CIFAR-10, alpha = 0.1" in text for text in compare.describe(line))
+
+
+def test_differing_settings_are_listed_and_the_nearest_preset_is_chosen(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"momentum": 0.9, "num_server_rounds": 60, "fedcac.non-critical": "as-critical"}
+    path = run_folder(tmp_path, "a", "fedcac/cifar10-dirichlet-0.1", {}, **changes, test_ratio=0.5)
+    (line,) = lines(path)
+    assert line.preset.name == "fedcac/cifar10-dirichlet-0.1/as-critical"  # Table 3, not Table 2; test-ratio does not apply
+    assert {d[0]: d[1:] for d in line.differences} == {"num-server-rounds": (60, 500), "momentum": (0.9, 0.0)}
+    assert "settings that differ: num-server-rounds 60 (paper: 500), momentum 0.9 (paper: 0)" in compare.describe(line)
+
+
+def test_one_method_and_partition_in_two_papers(tmp_path: Path) -> None:
+    """FedAvg on CIFAR-10, dirichlet 0.1 is in FedPake's tables (20, 50, 50 clients, ...) and in FedOBP's (100, cnn)."""
+    path = run_folder(tmp_path, "a", "fedobp/cifar10-dirichlet-0.1/fedavg", {"final-accuracy-pooled": 0.6}, local_epochs=3)
+    (line,) = lines(path)
+    assert line.preset.name == "fedobp/cifar10-dirichlet-0.1/fedavg"
+    assert line.ours == (0.6, None) and [d[0] for d in line.differences] == ["local-epochs"]
+
+
+def test_fedpakes_figure_is_the_mean_of_the_last_ten_rounds(tmp_path: Path) -> None:
+    rounds = [0.1] * 5 + [0.2 + 0.01 * k for k in range(10)]
+    path = run_folder(tmp_path, "a", "fedpake/cifar100-dirichlet-0.1/fedavg", {"final-accuracy-pooled": 0.9}, rounds)
+    (line,) = lines(path)
+    assert line.ours is not None and line.ours[0] == pytest.approx(0.245)
+    assert str(line.preset.published) == "33.57 ± 0.09"
+
+
+def test_small_runs_find_their_preset_and_say_what_they_are(tmp_path: Path) -> None:
+    name = "fedobp/cifar10-dirichlet-0.1/fedavg"
+    small = presets.small(parse(presets.read_preset(name, METHOD_PARAMS), METHOD_PARAMS).resolved)
+    (line,) = lines(run_folder(tmp_path, "a", name, {}, **small))
+    assert line.preset.name == name
+    text = compare.describe(line)
+    assert any("--scale small: not comparable" in words for words in text)
+    assert any("partition dirichlet-client (paper: dirichlet)" in words for words in text)
+
+
+def test_another_split_or_data_set_has_no_counterpart(tmp_path: Path) -> None:
+    name = "fedcac/cifar10-dirichlet-0.1"
+    assert lines(run_folder(tmp_path, "alpha", name, {}, dirichlet_alpha=0.3)) == []
+    assert lines(run_folder(tmp_path, "iid", name, {}, partition="iid")) == []
+    folder = run_folder(tmp_path, "folder", name, {}, dataset="folder:/cifar10")
+    assert lines(folder) == []
+    (line,) = lines(folder, dataset="cifar10")
+    assert list(line.differences) == [("dataset", "folder:/cifar10", "cifar10")]
+
+
+def test_paths_that_are_no_runs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a run folder nor a folder of them"):
+        compare.load([tmp_path], METHOD_PARAMS)
+    folder = run_folder(tmp_path, "a", "fedcac/cifar10-dirichlet-0.1", {})
+    (folder / "summary.json").unlink()
+    with pytest.raises(UserError, match="no finished run"):
+        compare.load([tmp_path], METHOD_PARAMS)
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run_folder(tmp_path, "a", "fedcac/cifar10-pathological-2", {"best-accuracy": 0.9, "final-accuracy-finetuned": 0.91})
+    run_folder(tmp_path, "b", "fedcac/cifar10-pathological-2/fedavg", {"best-accuracy": 0.5}, momentum=0.5)
+    run_folder(tmp_path, "c", "demo", {"best-accuracy": 0.4})
+    unfinished = run_folder(tmp_path, "d", "demo", {})
+    (unfinished / "summary.json").unlink()
+
+    def invoke(*words: str) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["corolla", "compare", *words])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        assert not exit_.value.code
+        out, err = capsys.readouterr()
+        return out, err
+
+    out, err = invoke(str(tmp_path), "--paper")
+    assert "90.00" in out and "89.77 ± 1.14" in out and "+0.23" in out and "91.00" in out
+    assert "settings that differ: momentum 0.5 (paper: 0)" in out
+    assert f"no published counterpart: {tmp_path / 'c'} (fedcac, digits, dirichlet 0.1)" in out
+    assert f"skipped, not finished: {unfinished}" in err
+    out, _ = invoke(str(tmp_path))
+    header, *rows = out.splitlines()
+    assert header.split()[:3] == ["method", "num-server-rounds", "num-clients"] and len(rows) == 3

@@ -1,0 +1,190 @@
+"""Process bookkeeping with real, small processes: only what was started is ended, children included."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy import node, processes
+from deploy.inventory import LOCAL
+from fl_app.errors import UserError
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
+    directory = processes.cluster_directory("lab")
+    directory.mkdir(parents=True)
+    return directory
+
+
+@pytest.fixture
+def bystander() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+def test_stop_ends_a_process_and_its_record_goes(directory: Path) -> None:
+    record = processes.start(directory, "t", "sleeper", ["sleep", "60"], {})
+    assert processes.alive(record) and processes.read_record(directory, "sleeper") == record
+    assert processes.stop(directory, "t", "sleeper")
+    assert not processes.alive(record) and processes.records(directory) == []
+    assert processes.stop(directory, "t", "sleeper")  # again: nothing to do
+
+
+def test_a_recycled_pid_is_not_touched(directory: Path, bystander: subprocess.Popen[bytes]) -> None:
+    time.sleep(0.05)  # start times count in hundredths of a second
+    record = processes.start(directory, "t", "sleeper", ["true"], {})
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(record.pid).wait(30)
+    recycled = dataclasses.replace(record, pid=bystander.pid)  # the pid lives, its start time is another
+    (directory / "sleeper.json").write_text(json.dumps(dataclasses.asdict(recycled)))
+    assert not processes.alive(recycled)
+    assert processes.stop(directory, "t", "sleeper")
+    assert bystander.poll() is None
+
+
+def test_another_clusters_process_is_not_touched(directory: Path) -> None:
+    record = processes.start(directory, "mine", "sleeper", ["sleep", "60"], {})
+    assert processes.stop(directory, "yours", "sleeper")
+    assert processes.alive(record)
+    assert processes.stop(directory, "mine", "sleeper")
+
+
+def test_children_are_ended_also_those_that_left_the_family(directory: Path) -> None:
+    code = (
+        "import subprocess, time\n"
+        "subprocess.Popen(['sleep', '60'])\n"
+        "subprocess.Popen(['sh', '-c', 'sleep 60 & echo $! > orphan'], start_new_session=True).wait()\n"
+        "open('ready', 'w').close()\n"
+        "time.sleep(60)\n"
+    )
+    processes.start(directory, "t", "parent", [sys.executable, "-c", code], {})
+    other = processes.start(directory, "t", "other", ["sleep", "60"], {})
+    deadline = time.monotonic() + 30
+    while not (directory / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    orphan = int((directory / "orphan").read_text())
+    record = processes.read_record(directory, "parent")
+    assert record is not None
+    family = [p.pid for p in psutil.Process(record.pid).children(recursive=True)] + [orphan]
+    assert processes.stop(directory, "t", "parent")
+    assert [pid for pid in family if processes.start_mark(pid)] == []
+    assert processes.alive(other)  # same token, another name
+    assert processes.stop(directory, "t", "other")
+
+
+def test_a_process_that_ignores_sigterm_is_killed(directory: Path) -> None:
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('ready', 'w').close(); time.sleep(60)"
+    record = processes.start(directory, "t", "stubborn", [sys.executable, "-c", code], {})
+    deadline = time.monotonic() + 30
+    while not (directory / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes.stop(directory, "t", "stubborn", seconds=0.5)
+    assert not processes.alive(record)
+
+
+def test_a_second_start_of_the_same_name_is_refused(directory: Path) -> None:
+    processes.start(directory, "t", "sleeper", ["sleep", "60"], {})
+    with pytest.raises(UserError, match="sleeper is already running here"):
+        processes.start(directory, "u", "sleeper", ["sleep", "60"], {})
+    with pytest.raises(UserError, match="sleeper of a cluster 'lab' is running already"):
+        node.handle({"action": "prepare", "cluster": "lab", "token": "u", "paths": [], "free": [], "files": {}, "ports": 0})
+    processes.stop(directory, "t", "sleeper")
+
+
+def test_a_command_that_is_not_there(directory: Path) -> None:
+    with pytest.raises(UserError, match="x: cannot start /no/such: No such file or directory"):
+        processes.start(directory, "t", "x", ["/no/such"], {})
+
+
+def test_log_and_environment(directory: Path) -> None:
+    code = "import os; print(os.environ['A'], os.environ['FLWR_HOME'], os.environ['FLWR_TELEMETRY_ENABLED'])"
+    record = processes.start(directory, "t", "talker", [sys.executable, "-c", code], {"A": "b"})
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(record.pid).wait(30)
+    assert processes.log_end(directory, "talker", 5) == f"b {directory / 'flwr'} 0"
+    assert processes.log_end(directory, "nobody", 5) == ""
+
+
+def test_prepare_reports_all_problems_and_writes_nothing(directory: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        request = {
+            "action": "prepare", "cluster": "other", "token": "t", "paths": ["/no/such/site"], "free": [["127.0.0.1", port]],
+            "files": {"ca.crt": "x"}, "ports": 3,
+        }  # fmt: skip
+        with pytest.raises(UserError) as error:
+            node.handle(request)
+    assert str(error.value).splitlines() == [
+        "/no/such/site: there is no such file or directory",
+        f"port {port}: cannot listen on 127.0.0.1: Address already in use",
+    ]
+    assert not processes.cluster_directory("other").exists()
+
+
+def test_prepare_writes_private_files(directory: Path) -> None:
+    who = {"cluster": "lab", "token": "t"}
+    reply = node.handle({"action": "prepare", "paths": [], "free": [], "files": {"k": "secret"}, "ports": 3, **who})
+    assert (directory / "keys" / "k").read_text() == "secret"
+    assert (directory / "keys" / "k").stat().st_mode & 0o777 == 0o600
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert len(set(reply["ports"])) == 3
+    node.handle({"action": "clear", **who})
+    assert not (directory / "keys").exists()
+
+
+def test_a_node_id_is_read_from_the_log(directory: Path) -> None:
+    (directory / "supernode-0.log").write_text("noise\n\x1b[92mINFO \x1b[0m:      SuperNode ID: 1234567\nmore\n")
+    assert node._node_id(directory, "supernode-0") == "1234567"
+    assert node._node_id(directory, "supernode-1") == ""
+
+
+def test_ssh_failures_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deploy import hosts
+
+    ssh = tmp_path / "ssh"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    request = {"action": "status", "cluster": "lab", "token": "t"}
+    for script, expected in (
+        ("echo 'user@n: Permission denied (publickey).' >&2; exit 255", "user@n: ssh failed: .*Permission denied"),
+        ("echo 'sh: /p: not found' >&2; exit 127", "user@n: cannot run /p there; is `python` right"),
+        ("echo \"/p: No module named deploy\" >&2; exit 1", "user@n: /p has no Corolla of this version"),
+        ("echo oops >&2; exit 3", "user@n: /p -m deploy.node ended with code 3: oops"),
+        ("echo Welcome; echo 'corolla-node: {\"error\": \"disk full\"}'", "user@n: disk full"),
+    ):  # fmt: skip
+        ssh.write_text(f"#!/bin/sh\n{script}\n")
+        ssh.chmod(0o755)
+        with pytest.raises(UserError, match=expected):
+            hosts.ask("user@n", "/p", request)
+    ssh.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" > args; echo Welcome; echo 'corolla-node: {\"processes\": {}}'\n")
+    monkeypatch.chdir(tmp_path)
+    assert hosts.ask("user@n", "/a b/python", request) == {"processes": {}}
+    assert (tmp_path / "args").read_text().splitlines()[-3:] == ["--", "user@n", "'/a b/python' -P -m deploy.node"]
+
+
+def test_hosts_are_asked_together_and_all_failures_told() -> None:
+    from deploy import hosts
+
+    def work(host: str) -> int:
+        if host != LOCAL:
+            raise UserError(f"{host}: no")
+        return 1
+
+    assert hosts.each(work, [LOCAL]) == {LOCAL: 1}
+    with pytest.raises(UserError, match="a: no\nb: no"):
+        hosts.each(work, ["a", LOCAL, "b"])

@@ -1,0 +1,229 @@
+"""Presets: every published row parses and dry-runs; figures typed here from the papers, independently of the files."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fl_app import cli, dry_run, presets
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.results import read_metrics, read_summary
+from strategies import METHOD_PARAMS, METHODS
+
+from .conftest import Run
+
+ALL = presets.all_presets()
+
+# Figures read in the papers, not in the preset files: (mean, std), None where the table prints no deviation.
+FIGURES = {
+    "fedcac/tiny-imagenet-pathological-2/fedbn": (89.41, 0.32),
+    "fedcac/cifar100-pathological-2": (93.05, 0.90),
+    "fedcac/cifar10-pathological-2/local": (85.85, 0.93),
+    "fedcac/cifar10-dirichlet-0.1": (86.82, 1.18),
+    "fedcac/cifar100-dirichlet-0.1": (57.22, 1.52),
+    "fedcac/tiny-imagenet-dirichlet-0.5/fedper": (12.69, 0.42),
+    "fedcac/cifar10-dirichlet-0.5/fedavg": (60.41, 1.36),
+    "fedcac/cifar100-dirichlet-0.01/fedamp": (85.11, 1.15),
+    "fedcac/cifar10-dirichlet-1.0/fedrep": (60.52, 0.72),
+    "fedcac/tiny-imagenet-dirichlet-0.1/as-critical": (37.97, 0.63),
+    "fedpake/cifar100-pathological-10": (69.72, 0.25),
+    "fedpake/cifar100-dirichlet-0.1-resnet34": (39.12, 0.04),
+    "fedpake/tiny-imagenet-dirichlet-0.1/fedprox": (19.64, 0.22),
+    "fedpake/cifar10-pathological-2/ditto": (90.53, 0.04),
+    "fedpake/cifar10-dirichlet-0.1-100-clients-half": (88.63, 0.22),
+    "fedpake/cifar100-dirichlet-0.1-50-clients/fedavg": (29.71, 0.11),
+    "fedpake/cifar100-dirichlet-0.01/fedbabu": (71.67, 0.16),
+    "fedpake/cifar100-dirichlet-1.0": (39.41, 0.10),
+    "fedobp/cifar100-dirichlet-0.1": (50.37, 0.16),
+    "fedobp/svhn-dirichlet-0.5/fedavg": (90.24, 0.66),
+    "fedobp/emnist-dirichlet-0.1/fedrep": (94.36, 0.22),
+    "fedobp/fashion-mnist-dirichlet-0.5": (93.11, 0.04),
+    "fedobp/mnist-dirichlet-0.1/lg-fedavg": (97.82, 0.13),
+    "fedobp/medmnist-c-dirichlet-0.5/fedper": (41.35, 0.06),
+    "fedobp/mnist-dirichlet-0.1-resnet18/fedper": (99.63, None),
+    "fedobp/cifar100-dirichlet-0.1-resnet18": (64.58, None),
+    "feddac/cifar100-dirichlet-0.5": (57.94, None),
+    "feddac/tiny-imagenet-dirichlet-0.5": (37.53, None),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_published_figures(name: str) -> None:
+    published = ALL[name].published
+    assert published is not None
+    assert (published.mean, published.std) == FIGURES[name]
+
+
+def test_there_is_one_preset_per_cell_of_the_tables() -> None:
+    per_table = Counter((p.paper, p.source.partition(":")[0]) for p in ALL.values() if p.published)
+    assert sorted(per_table.values()) == sorted([7 * 3, 7 * 9, 3, 9 * 7, 9 * 6, 9 * 3, 13 * 8, 13 * 8, 11 * 6, 2])
+    assert sum(p.published is None for p in ALL.values()) == 6 + 1  # FedDAC's other settings, demo
+
+
+def test_every_preset_that_corolla_can_run_resolves_and_dry_runs() -> None:
+    available = [p for p in ALL.values() if not p.unavailable(METHODS)]
+    for preset in available:
+        config = parse(preset.settings, METHOD_PARAMS)
+        shape = dry_run.known_shape(config)
+        assert shape is not None, preset.name
+        cost = dry_run.round_bytes(config, METHODS[config.method], shape)
+        assert cost.participants == max(1, round(config.fraction_train * config.num_clients))
+        assert cost.upload > 0 or config.method == "local", preset.name
+        assert preset.metric or preset.name.endswith(("ditto", "demo")), preset.name
+        small = parse(dict(preset.settings) | presets.small(config.resolved), METHOD_PARAMS)
+        assert small.scale == "small" and small.num_clients <= 10 and small.num_server_rounds <= 20
+    assert len(available) >= 232
+
+
+def test_presets_that_cannot_run_say_why() -> None:
+    reasons = {name: p.unavailable(METHODS) for name, p in ALL.items()}
+    assert "method moon" in reasons["fedpake/cifar10-dirichlet-0.1/moon"]
+    assert "medmnist-a" in reasons["fedobp/medmnist-a-dirichlet-0.1/fedavg"]
+    assert "1000-unit layer" in reasons["fedobp/cifar10-dirichlet-0.1-resnet18/fedavg"]
+    for name, reason in reasons.items():
+        p = ALL[name].settings
+        known = p.get("method", "fedcac") in METHODS and "medmnist" not in str(p["dataset"]) and "fedobp" not in str(p["model"])
+        assert known == (not reason), name
+    with pytest.raises(UserError, match="method moon is not in Corolla"):
+        presets.read_preset("fedpake/cifar10-dirichlet-0.1/moon", METHODS)
+
+
+def test_settings_are_those_of_the_papers() -> None:
+    cac = ALL["fedcac/tiny-imagenet-dirichlet-0.01"].settings
+    expected = {"num-clients": 40, "num-server-rounds": 500, "local-epochs": 5, "batch-size": 100, "learning-rate": 0.1,
+                "train-samples": 500, "test-samples": 100, "model": "resnet10", "dirichlet-alpha": 0.01, "fedcac.beta": 170,
+                "fedcac.tau": 0.5, "partition": "dirichlet-client"}  # fmt: skip
+    assert expected.items() <= cac.items()
+    assert ALL["fedcac/cifar10-pathological-2"].settings["fedcac.beta"] == 100
+    assert not [key for key in ALL["fedcac/cifar10-pathological-2/fedper"].settings if "." in key]
+    pake = ALL["fedpake/tiny-imagenet-pathological-20"].settings
+    expected = {"num-clients": 20, "num-server-rounds": 1000, "local-epochs": 1, "model": "resnet18", "classes-per-client": 20,
+                "fedpake.num-micro": 8, "fedpake.num-macro": 8, "fedpake.threshold": 0.2, "fedpake.delta": 0.2}  # fmt: skip
+    assert expected.items() <= pake.items()
+    assert ALL["fedpake/cifar100-dirichlet-0.1-resnet34"].settings["model"] == "resnet34"
+    half = ALL["fedpake/cifar10-dirichlet-0.1-100-clients-half"].settings
+    assert (half["num-clients"], half["fraction-train"], half["test-ratio"]) == (100, 0.5, 0.25)
+    quantiles = {"cifar10-dirichlet-0.1": 0.99998, "cifar10-dirichlet-0.5": 0.99979, "emnist-dirichlet-0.1": 0.995,
+                 "svhn-dirichlet-0.5": 0.9998, "mnist-dirichlet-0.1": 0.9998, "fashion-mnist-dirichlet-0.5": 0.9999}
+    for name, q in quantiles.items():
+        obp = ALL[f"fedobp/{name}"].settings
+        assert obp["fedobp.quantile"] == q
+        assert (obp["num-clients"], obp["fraction-train"], obp["num-server-rounds"], obp["batch-size"]) == (100, 0.1, 400, 32)
+    dac = ALL["feddac/cifar10-pathological-2"].settings
+    assert (dac["local-epochs"], dac["num-server-rounds"], dac["learning-rate"], dac["model"]) == (10, 300, 0.01, "cnn")
+
+
+def test_bytes_of_a_round_by_hand() -> None:
+    config = parse(ALL["fedcac/cifar10-dirichlet-0.1"].settings, METHOD_PARAMS)
+    cost = dry_run.round_bytes(config, METHODS["fedcac"], (3, 10, 32))
+    d, b = 1_235_274, 2 * (64 * 3 + 128 * 3 + 256 * 3)  # per block two BatchNorms, one more: stem or shortcut
+    assert (cost.participants, cost.upload, cost.download) == (40, 4 * (d + b) + -(-d // 8), 4 * (d + b))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_of_a_round_are_those_a_run_records(run: Run, method: str) -> None:
+    folder = run(method=method, num_clients=2, model="resnet8" if method == "fedbn" else "mlp")
+    config = parse(tomllib.loads(folder.path.joinpath("config.toml").read_text().partition("\n[")[0]), METHOD_PARAMS)
+    cost = dry_run.round_bytes(config, METHODS[method], (1, 10, 8))
+    record = list(read_metrics(folder.path))[-1]
+    assert record["upload-bytes"] == 2 * cost.upload
+    assert record["download-bytes"] == 2 * cost.download
+    assert read_summary(folder.path)["scale"] == "full"
+
+
+def test_small_scales_rounds_clients_samples_and_beta() -> None:
+    full = dict(ALL["fedcac/cifar10-dirichlet-0.1"].settings)
+    changes = presets.small(parse(full, METHOD_PARAMS).resolved)
+    assert {k: v for k, v in changes.items() if not k.startswith("feddac")} == {
+        "scale": "small", "num-server-rounds": 20, "num-clients": 10, "batch-size": 20, "train-samples": 100,
+        "test-samples": 40, "fedcac.beta": 4,
+    }  # fmt: skip
+    again = presets.small(parse(full | changes, METHOD_PARAMS).resolved)
+    assert again == {}
+    sparse = dict(ALL["fedobp/cifar10-dirichlet-0.1/fedavg"].settings)
+    changes = presets.small(parse(sparse, METHOD_PARAMS).resolved)
+    assert (changes["partition"], changes["fraction-train"], changes["num-clients"]) == ("dirichlet-client", 0.5, 10)
+    with pytest.raises(UserError, match="cannot be cut"):
+        presets.small(parse({"partition": "file:/x.npz"}, METHOD_PARAMS).resolved)
+
+
+def test_a_wrong_name_suggests_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"did you mean fedcac/cifar10-dirichlet-0\.1\?"):
+        presets.read_preset("fedcac/cifar10-dirichlt-0.1", METHODS)
+    with pytest.raises(UserError, match="none matches"):
+        presets.find("nothing-of-this-name")
+    assert [p.name for p in presets.find("fedcac/*-pathological-2")] == [
+        f"fedcac/{d}-pathological-2" for d in ("cifar10", "cifar100", "tiny-imagenet")
+    ]
+
+
+def test_files_are_read_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')
+    assert presets.read_preset(str(path), METHODS) == {"method": "fedavg", "fedcac.tau": 0.3}
+    path.write_text("[grid]\nseed = [0]\n")
+    with pytest.raises(UserError, match="is a sweep: use `corolla sweep"):
+        presets.read_preset(str(path), METHODS)
+    path.write_text("method = fedavg")
+    with pytest.raises(UserError, match="not valid TOML"):
+        presets.read_preset(str(path), METHODS)
+    with pytest.raises(UserError, match="No such file"):
+        presets.read_preset(str(tmp_path / "none.toml"), METHODS)
+
+
+def corolla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["corolla", *words])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+def test_dry_run_prints_what_a_run_would_use_and_touches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path / "data"))
+    name = "fedcac/tiny-imagenet-dirichlet-0.1"
+    code, out, _ = corolla(capsys, monkeypatch, "run", name, "--dry-run", "--set", "seed=3")
+    assert code == 0
+    assert "# published: 40.19 ± 1.20 %" in out and "40 of 40 clients" in out
+    printed = parse(presets.flatten(tomllib.loads(out)), METHOD_PARAMS)
+    expected = parse(ALL[name].settings, METHOD_PARAMS).resolved | {"seed": 3, "output-dir": str(tmp_path / "runs")}
+    expected["dataset"] = f"tiny-imagenet:{tmp_path}/tiny-imagenet-200"
+    assert printed.resolved == expected
+    code, out, _ = corolla(capsys, monkeypatch, "run", name, "--dry-run", "--scale", "small", "--set", "num-server-rounds=7")
+    small = tomllib.loads(out)
+    assert (code, small["scale"], small["num-clients"], small["num-server-rounds"]) == (0, "small", 10, 7)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_listing_is_one_name_a_line_when_piped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = corolla(capsys, monkeypatch, "presets", "fedpake/cifar10-pathological-2")
+    assert code == 0
+    assert "fedpake/cifar10-pathological-2/fedavg" in out.splitlines()
+    assert "moon" not in out and "--all lists them" in err
+    code, out, _ = corolla(capsys, monkeypatch, "presets", "fedpake/cifar10-pathological-2", "--all")
+    assert "fedpake/cifar10-pathological-2/moon\tunavailable: method moon is not in Corolla" in out.splitlines()
+    code, _, err = corolla(capsys, monkeypatch, "presets", "fedcak/cifar10-dirichlet-0.1")
+    assert code == 2 and "did you mean fedcac/cifar10-dirichlet-0.1?" in err
+
+
+def test_a_scaled_run_says_so_in_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path / "state"))
+    sets = ["dataset=digits", "model=mlp", "num-server-rounds=1", "num-clients=2", "local-epochs=1", "run-name=one"]
+    words = ["run", "fedcac/cifar10-dirichlet-0.1/fedavg", "--in-process", "--scale", "small"]
+    code, _, err = corolla(capsys, monkeypatch, *words, *[w for s in sets for w in ("--set", s)])
+    assert code == 0, err
+    assert read_summary(tmp_path / "runs" / "one")["scale"] == "small"
+    assert 'scale = "small"' in (tmp_path / "runs" / "one" / "config.toml").read_text()
