@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install run test check lint types docs clean
+.PHONY: install run test test-long test-faults soak bench check lint types docs clean
 
 install: $(VENV)/.installed
 
@@ -18,6 +18,22 @@ run: install
 
 test: install
 	$(BIN)/python -m pytest
+
+# minutes of real Flower processes: every method in simulation, launched clusters
+test-long: install
+	$(BIN)/python -m pytest -m long
+
+# deployments whose processes are killed, stopped and restarted
+test-faults: install
+	$(BIN)/python -m pytest -m faults
+
+# 20 SuperNodes for 20 rounds: memory stays flat, nothing is left running
+soak: install
+	COROLLA_SOAK_CLIENTS=20 COROLLA_SOAK_ROUNDS=20 $(BIN)/python -m pytest -m faults -k leak -s
+
+bench: install
+	$(BIN)/python -m benchmarks.kernels
+	$(BIN)/python -m benchmarks.training
 
 check: lint types test
 

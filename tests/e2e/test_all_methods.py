@@ -10,7 +10,7 @@ from fl_app.launch import COMPLETED, simulation
 from strategies import METHODS
 from tests.e2e.conftest import corolla, settings, summary
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_simulation_equals_one_process(tmp_path: Path) -> None:

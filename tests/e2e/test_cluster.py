@@ -23,7 +23,7 @@ from deploy.node import free_ports
 from fl_app.launch import end_processes, flower_environment, processes_with
 from tests.e2e.conftest import corolla, settings, summary
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 SUPERNODE = str(Path(sys.executable).parent / "flower-supernode")
 
