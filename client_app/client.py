@@ -18,7 +18,7 @@ from fl_app import wire
 from fl_app.config import RunConfig, Scalar
 from fl_app.data import ClientData, open_client
 from fl_app.errors import UserError
-from fl_app.layout import Layout, Model
+from fl_app.layout import Layout
 from fl_app.wire import Download, Upload
 from strategies.base import Method, RunContext
 
@@ -69,18 +69,20 @@ class CorollaClient(NumPyClient):
             return [], 0, {wire.ERROR: describe(error)}
 
     def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
-        """Evaluate the personalized model; with finetune-epochs also after fine-tuning a copy."""
+        """Evaluate the personalized model; with finetune-epochs also the received one after so many local epochs."""
         try:
             download = wire.decode_download(parameters, config)
             ctx, state, trainer = self._context(download)
-            model = self._personal(download, state, ctx)
+            update = self.method.local_update()
+            start = update.merge(download.model, state, ctx)
+            model = update.personal(start, state, ctx)
             loss, accuracy = trainer.evaluate(model)
             metrics: dict[str, Scalar] = {
                 "accuracy": accuracy,
                 "sha256": hashlib.sha256(model.params.tobytes()).hexdigest(),
             }
             if self.config.finetune_epochs:
-                tuned = trainer.train(model, epochs=self.config.finetune_epochs, purpose="finetune")
+                tuned = trainer.train(start, epochs=self.config.finetune_epochs, purpose="finetune")
                 metrics["accuracy-finetuned"] = trainer.evaluate(tuned)[1]
             return loss, len(self.data.y_test), dict(metrics)
         except Exception as error:
@@ -92,13 +94,11 @@ class CorollaClient(NumPyClient):
         """This client's part of the data."""
         return open_client(self.config, self.client_id, data_path=self.data_path)
 
-    def _personal(self, download: Download, state: State, ctx: RunContext[Any]) -> Model:
-        update = self.method.local_update()
-        return update.personal(update.merge(download.model, state, ctx), state, ctx)
-
     def _collect(self, download: Download) -> Upload:
         ctx, state, _ = self._context(download)
-        return Upload(self._personal(download, state, ctx), num_examples=ctx.num_samples)
+        update = self.method.local_update()
+        start = update.merge(download.model, state, ctx)
+        return Upload(update.personal(start, state, ctx), num_examples=ctx.num_samples)
 
     def _train(self, download: Download) -> Upload:
         ctx, state, trainer = self._context(download)

@@ -188,7 +188,7 @@ class RunConfig:
     )
     checkpoint_every: int = key(5, "Rounds between checkpoints; there is always one after the last.", AT_LEAST_ONE)
     finetune_epochs: int = key(
-        0, "Evaluations also report every client's accuracy after so many local epochs from its model, which is not kept.",
+        0, "Evaluations also report every client's accuracy after so many local epochs from the model it received; not kept.",
         NOT_NEGATIVE,
     )
     # files

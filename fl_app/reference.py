@@ -36,9 +36,14 @@ def config_page(methods: Mapping[str, type]) -> str:
         parts.append(f"## {table or 'All runs'}\n\n| key | type | range | default | meaning |\n|---|---|---|---|---|")
         for spec in group:
             name, value = spec.type.__name__, f"`{to_toml({'x': spec.default}).strip()[4:]}`"
-            parts.append(f"| `{spec.name}` | {name} | {spec.range} | {value} | {spec.doc} |")
+            parts.append(f"| `{spec.name}` | {name} | {spec.range} | {value} | {escape(spec.doc)} |")
         parts.append("")
     return "\n".join(parts)
+
+
+def escape(text: str) -> str:
+    """Keep a table cell's bars from ending it."""
+    return text.replace("|", r"\|")
 
 
 def pyproject_with_defaults(text: str, methods: Mapping[str, type]) -> str:

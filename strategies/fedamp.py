@@ -73,7 +73,7 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
         if scaled:
             log.warning(
                 "round %d: fedamp: the weights of the other clients sum to more than 1 for clients %s and are scaled to 1; "
-                "a smaller fedamp.alpha or larger fedamp.sigma avoids it", round, scaled,
+                "fedamp.alpha <= fedamp.sigma / (N - 1) avoids it", round, scaled,
             )
         weights = normalise(raw)
         params, buffers = aggregate.mix(uploads.W, weights), aggregate.mix(uploads.B, weights)
