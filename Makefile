@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install run test test-long test-faults soak bench check lint types docs clean
+.PHONY: install run test test-long test-faults test-docker cluster-demo soak bench check lint types docs clean
 
 install: $(VENV)/.installed
 
@@ -26,6 +26,14 @@ test-long: install
 # deployments whose processes are killed, stopped and restarted
 test-faults: install
 	$(BIN)/python -m pytest -m faults
+
+# clusters in containers; needs a Docker engine, says so without one
+test-docker: install
+	$(BIN)/python -m pytest -m docker -rs
+
+# SuperLink and four SuperNodes in containers: build, up, FedCAC on digits, table, down
+cluster-demo:
+	deploy/demo.sh
 
 # 20 SuperNodes for 20 rounds: memory stays flat, nothing is left running
 soak: install

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class StateStore:
     """The generations of one client in one experiment."""
 
     def __init__(self, root: Path, experiment: str, client_id: int) -> None:
+        if not re.fullmatch(r"[\w-]{1,64}", experiment):
+            raise UserError(f"client {client_id}: malformed experiment id {experiment[:80]!r}")
         self.client_id = client_id
         self.directory = root / experiment / f"client-{client_id:04d}"
 
@@ -50,6 +53,8 @@ class StateStore:
         """Read a generation; "" is the empty state. Raises UserError if it is missing or its checksum is wrong."""
         if not version:
             return State()
+        if not re.fullmatch(r"[\w-]{1,64}", version):
+            raise UserError(f"client {self.client_id}: the server asks for a malformed state version {version[:80]!r}")
         path = self._path(version)
         try:
             data = path.read_bytes()

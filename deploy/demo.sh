@@ -1,7 +1,7 @@
 #!/bin/sh
 # Build, up, FedCAC on digits, table, down: `make cluster-demo`. From the clone's root:
 #   deploy/demo.sh [--tls] [--gpu] [more arguments of `corolla run`]
-# The run folder is copied to runs/. Containers, network and volumes are removed at the end, the image is kept.
+# The run folder is copied to runs/ ($RUNS). Containers, network and volumes are removed at the end, the image is kept.
 set -eu
 cd "$(dirname "$0")/.."
 files="-f deploy/compose.yaml"
@@ -41,6 +41,6 @@ $compose up -d
 name=${RUN_NAME:-cluster-demo-$(date +%Y%m%d-%H%M%S)}
 $compose exec -T superlink corolla run --superlink "$connection" --clients 4 --output-dir /results \
   --set method=fedcac --set num-server-rounds=5 --set fedcac.beta=2 --set "run-name=$name" "$@"
-mkdir -p runs
-docker cp "$($compose ps -q superlink):/results/$name" runs/
-echo "copied to runs/$name"
+mkdir -p "${RUNS:=runs}"
+docker cp "$($compose ps -q superlink):/results/$name" "$RUNS"
+echo "copied to $RUNS/$name"

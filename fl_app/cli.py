@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,11 +42,17 @@ SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE
 
 def main() -> None:
     """Run the command; bad input ends with a message and exit code 2, a failed run with 1."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)  # end what we started, as Ctrl-C does
     try:
         app()
     except UserError as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise SystemExit(2) from None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 # Configuration from the command line ----------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ client ids (a SuperNode's partition-id).
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
@@ -22,6 +23,18 @@ log = logging.getLogger("corolla")
 
 POLL_SECONDS = 0.1
 QUERY = "get_properties"
+_QUERIES = 3  # how often a node that answers with an error is asked who it is
+
+
+def check_properties(properties: Mapping[str, Scalar]) -> None:
+    """Raise WireError unless a client's properties are what CorollaClient.get_properties gives."""
+    for name, low in (("in-channels", 1), ("image-size", 1), ("num-classes", 1), ("train-samples", 0), ("test-samples", 0)):
+        value = properties.get(name)
+        if type(value) is not int or not low <= value < 2**31:
+            raise wire.WireError(f"property {name} must be an integer >= {low}, got {str(value)[:80]!r}")
+    counts = properties.get("class-counts")
+    if counts is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", str(counts)):
+        raise wire.WireError(f"property class-counts must be counts with commas, got {str(counts)[:80]!r}")
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,8 @@ class Exchange:
         self._nodes: dict[int, int] = {}  # client id -> node id
         self._asked: dict[int, str] = {}  # node id -> id of the pending query, "" once answered
         self._refused: dict[str, str] = {}  # who -> why its properties were refused
+        self._queries: dict[int, int] = {}  # node id -> how often it was asked
+        self._started = False
 
     @property
     def client_ids(self) -> list[int]:
@@ -68,13 +83,15 @@ class Exchange:
         told = -1
         while True:
             answered = self._refresh()
-            if self._refused:
+            if self._refused and not self._started:
                 reasons = "\n".join(f"  {who}: {why}" for who, why in sorted(self._refused.items()))
                 self._refused = {}
                 raise UserError(f"clients that cannot take part:\n{reasons}")
             pending = any(self._asked.values())
             waited = time.monotonic() - started
+            self._warn_of_refused()
             if len(self._nodes) >= self.minimum and (not pending or waited > self.config.available_timeout):
+                self._started = True
                 return
             if len(self._nodes) != told:
                 told = len(self._nodes)
@@ -91,11 +108,14 @@ class Exchange:
     def refresh(self) -> None:
         """Take in nodes that came or went since the last round; waits only if fewer than `minimum` are left."""
         self._refresh()
+        self._warn_of_refused()
+        if len(self._nodes) < self.minimum:
+            self.wait_for_clients()
+
+    def _warn_of_refused(self) -> None:
         for who, why in self._refused.items():
             log.warning("%s cannot take part: %s", who, why)
         self._refused = {}
-        if len(self._nodes) < self.minimum:
-            self.wait_for_clients()
 
     def _refresh(self) -> bool:
         """Ask new nodes who they are and take in answers; tell whether there were any."""
@@ -110,6 +130,8 @@ class Exchange:
             nodes = [m.metadata.dst_node_id for m in new]
             ids = zip(nodes, self.grid.push_messages(new), strict=True)
             self._asked |= {node: message for node, message in ids if message}  # undelivered: asked again next time
+            for node in nodes:
+                self._queries[node] = self._queries.get(node, 0) + 1
         by_message = {message: node for node, message in self._asked.items() if message}
         if not by_message:
             return False
@@ -125,19 +147,23 @@ class Exchange:
         who = "a node"
         try:
             if message.has_error():
-                raise wire.WireError(f"no properties: {message.error.reason}")
+                if self._queries[node] < _QUERIES:
+                    del self._asked[node]  # asked again at the next refresh
+                    return
+                raise wire.WireError(f"no properties: {wire.one_line(message.error.reason)}")
             properties = wire.decode_properties(message.content)
-            who = f"client {properties.get('client-id', '?')}"
+            who = f"client {wire.one_line(properties.get('client-id', '?'))}"
             if properties.get(wire.ERROR):
-                raise wire.WireError(str(properties[wire.ERROR]))
+                raise wire.WireError(wire.one_line(properties[wire.ERROR]))
             client_id, partitions = properties.get("client-id"), properties.get("num-clients")
             self.num_clients = self.num_clients or (partitions if isinstance(partitions, int) else 0)
             if partitions != self.num_clients:
                 raise wire.WireError(f"num-partitions must be the run's {self.num_clients} clients, got {partitions!r}")
             if not isinstance(client_id, int) or not 0 <= client_id < self.num_clients:
                 raise wire.WireError(f"partition-id must be in [0, {self.num_clients}), got {client_id!r}")
-            if client_id in answered:
+            if client_id in answered or (client_id in self._nodes and not self._started):
                 raise wire.WireError("two SuperNodes carry this partition-id")
+            check_properties(properties)
         except wire.WireError as error:
             self._refused[who] = str(error)
             return
@@ -176,7 +202,7 @@ class Exchange:
                 done += 1
                 self.progress(what, done, total)
                 if message.has_error():
-                    yield Reply(client_id, None, f"error {message.error.code}: {message.error.reason}")
+                    yield Reply(client_id, None, f"error {message.error.code}: {wire.one_line(message.error.reason)}")
                 else:
                     yield Reply(client_id, message.content)
             if not messages:

@@ -160,7 +160,7 @@ def flwr_run(
                     run_id = started[1]
                 on_line(line)
             process.wait()
-        except KeyboardInterrupt:
+        except BaseException:
             if run_id:
                 _flwr(["stop", run_id, superlink], environment)
             raise

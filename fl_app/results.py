@@ -64,15 +64,19 @@ class RunFolder:
         """
         path = Path(config.resume)
         check_unchanged(path, config)
-        run = json.loads((path / RUN).read_text(encoding="utf-8"))
-        folder = cls(path, run["experiment"], run["starts"] + 1)
+        try:
+            run = json.loads((path / RUN).read_text(encoding="utf-8"))
+            folder = cls(path, str(run["experiment"]), int(run["starts"]) + 1)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"resume: {path / RUN} cannot be read: {error!r}") from None
         folder.write(RUN, json.dumps({"experiment": folder.experiment, "starts": folder.starts}) + "\n")
         kept = {"output-dir": str(path.parent), "run-name": path.name, "resume": ""}
         folder.write(CONFIG, to_toml({**config.resolved, **kept}))
         return folder
 
     def rewind(self, round: int, record: Mapping[str, Any]) -> None:
-        """Cut metrics.jsonl after a round, whose line is `record` (empty for round 0)."""
+        """Cut metrics.jsonl after a round, whose line is `record` (empty for round 0); the run is not complete any more."""
+        (self.path / SUMMARY).unlink(missing_ok=True)
         lines = [json.dumps(r, allow_nan=False) for r in read_metrics(self.path) if r["round"] < round]
         lines += [json.dumps(record, allow_nan=False)] if record else []
         self.write(METRICS, "".join(line + "\n" for line in lines))
@@ -81,6 +85,8 @@ class RunFolder:
         """Append one round to metrics.jsonl."""
         with (self.path / METRICS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         if self.events:
             self.events.add(record)
 

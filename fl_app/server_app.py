@@ -69,6 +69,10 @@ def run(grid: Grid, config: RunConfig, progress: Progress) -> RunFolder:
     if config.resume:
         saved = checkpoint.load_latest(folder.path)
         strategy.restore(saved)
+        if strategy.round > config.num_server_rounds or (
+            strategy.round == config.num_server_rounds and "evaluation" not in saved.meta["record"]
+        ):
+            raise UserError(f"num-server-rounds: the run has {strategy.round} rounds already, got {config.num_server_rounds}")
         folder.rewind(strategy.round, saved.meta["record"])
         log.info("resumed after round %d", strategy.round)
     if config.tensorboard:

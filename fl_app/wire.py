@@ -152,7 +152,7 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"malformed reply: {error!r}") from None
     if metrics.get(ERROR):
-        raise WireError(str(metrics[ERROR]))
+        raise WireError(one_line(metrics[ERROR]))
     if not isinstance(num_examples, int) or num_examples < 0:
         raise WireError(f"num_examples must be an integer >= 0, got {num_examples!r}")
     shapes = expected.shapes()
@@ -176,7 +176,7 @@ def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"malformed reply: {error!r}") from None
     if metrics.get(ERROR):
-        raise WireError(str(metrics[ERROR]))
+        raise WireError(one_line(metrics[ERROR]))
     if not isinstance(result.loss, float) or result.loss < 0:
         raise WireError(f"loss must be a number >= 0, got {result.loss!r}")
     if not isinstance(result.num_examples, int) or result.num_examples < 0:
@@ -185,6 +185,11 @@ def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar
     if not re.fullmatch("[0-9a-f]{64}", str(sha256)):
         raise WireError(f"sha256 must be 64 hexadecimal digits, got {sha256!r}")
     return result.loss, result.num_examples, metrics
+
+
+def one_line(text: object) -> str:
+    """Return a client's text on one line, its last 500 characters: it goes into logs that others read."""
+    return " ".join(str(text).split())[-500:]
 
 
 def number(metrics: Mapping[str, Scalar], name: str, low: float = -math.inf, high: float = math.inf) -> float:

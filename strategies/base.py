@@ -230,6 +230,8 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         self._round_notes: Record = {}
         self._intake: _Intake | None = None
         self._attempt = 0
+        self._evaluation_bytes = 0
+        self._wasted_bytes = 0  # downloads of attempts that did not count
         self._record: Record = {}
 
     # What a method writes
@@ -258,9 +260,14 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         """Check what of an upload only the method understands; raise WireError to drop it."""
 
     def keep(self, client_id: int, **arrays: NDArray[Any]) -> None:
-        """Remember a client's arrays in `personal`; copied when others' rows of the same stack will be outdated later."""
-        whole = self.config.fraction_train == 1
-        self.personal[client_id] = {name: array if whole else array.copy() for name, array in arrays.items()}
+        """Remember a client's arrays in `personal`; rows of this round's stacks may be given as they are."""
+        self.personal[client_id] = arrays
+
+    def _release_stacks(self, ids: list[int]) -> None:
+        """Copy what clients that were not in this round keep, so that no row holds an earlier round's whole stack."""
+        for client_id in self.personal.keys() - set(ids):
+            kept = self.personal[client_id]
+            self.personal[client_id] = {name: a if a.base is None else a.copy() for name, a in kept.items()}
 
     def note(self, client_id: int, name: str, value: object) -> None:
         """Add a value to the client's entry in this round's metrics."""
@@ -319,6 +326,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         """
         watch = Stopwatch()
         failures: list[Record] = []
+        self._wasted_bytes = 0
         for retry in range(self.config.round_retries + 1):
             self._client_notes, self._round_notes = {}, {}
             self._attempt = self.folder.starts * _ATTEMPTS_PER_START + retry
@@ -331,6 +339,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
                 break
             except TooFewResults as error:
                 failures += [{**failure, "attempt": retry + 1} for failure in error.failures]
+                self._wasted_bytes += sum(sent["download-bytes"] for sent in self._record["clients"].values())
                 log.error("round %d, attempt %d: %s", round, retry + 1, error)
         else:
             causes = "\n".join(f"  client {f['client']}: {f['cause']}" for f in failures[-5:])
@@ -432,6 +441,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         uploads = intake.uploads()
         self.round = server_round
         self.personalize(server_round, uploads)
+        self._release_stacks(uploads.ids)
         for client_id, metrics in intake.metrics.items():
             self.versions[client_id] = str(metrics.get("state-version", ""))
         watch.lap("personalize")
@@ -448,7 +458,8 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
             wire.number(metrics, name, 0, 1)
         for name in ("loss", "loss-before", "loss-after"):
             wire.number(metrics, name, 0)
-        wire.number(metrics, "test-samples", 0)
+        if type(metrics.get("test-samples")) is not int or not 0 <= int(metrics["test-samples"]) < 2**53:
+            raise WireError(f"test-samples must be an integer >= 0, got {metrics.get('test-samples')!r}")
         if upload.num_examples < 1:
             raise WireError(f"num_examples must be at least 1, got {upload.num_examples}")
         self.check(upload)
@@ -461,7 +472,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
                 continue
             metrics = dict(intake.metrics[client_id])
             metrics.pop("state-version", None)
-            seconds = {k.removeprefix("seconds-"): metrics.pop(k) for k in list(metrics) if k.startswith("seconds-")}
+            seconds = {k.removeprefix("seconds-"): clean(metrics.pop(k)) for k in list(metrics) if k.startswith("seconds-")}
             clients[str(client_id)] = {
                 **{name: clean(value) for name, value in metrics.items()},
                 "train-samples": int(intake.sizes[intake.ids.index(client_id)]),
@@ -477,7 +488,8 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         for name in ("loss", "loss-before", "loss-after"):
             record[name] = mean_and_pooled(rows, name)[0]
         record["upload-bytes"] = sum(row["upload-bytes"] for row in rows)
-        record["download-bytes"] = sum(sent["download-bytes"] for sent in self._record["clients"].values())
+        sent_bytes = sum(sent["download-bytes"] for sent in self._record["clients"].values())
+        record["download-bytes"] = sent_bytes + self._wasted_bytes
         return {**record, **self._round_notes, "failures": failures, "clients": clients}
 
     def describe(self, record: Record) -> str:
@@ -486,14 +498,23 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         def percent(value: float | None) -> str:
             return "  n/a" if value is None else f"{100 * value:5.1f}%"
 
+        def spread(name: str) -> str:
+            values = [row[name] for row in record["clients"].values() if row.get(name) is not None]
+            return f" ± {100 * np.std(values):.1f}" if len(values) > 1 else ""
+
+        seconds = record["seconds"]
+        phases = ", ".join(f"{k} {v:.1f}" for k, v in seconds.items() if k != "round" and v >= 0.05)
+        loss = "n/a" if record["loss"] is None else f"{record['loss']:.3f}"
         line = (
-            f"round {record['round']}/{self.config.num_server_rounds}: accuracy {percent(record['accuracy-before'])} before, "
-            f"{percent(record['accuracy-after'])} after training, {len(record['clients'])} clients, "
-            f"{record['seconds']['round']:.1f} s"
+            f"round {record['round']}/{self.config.num_server_rounds}: "
+            f"accuracy {percent(record['accuracy-before'])}{spread('accuracy-before')} before, "
+            f"{percent(record['accuracy-after'])}{spread('accuracy-after')} after training, loss {loss}, "
+            f"{len(record['clients'])} clients, {record['upload-bytes'] / 1e6:.1f} MB up, "
+            f"{record['download-bytes'] / 1e6:.1f} MB down, {seconds['round']:.1f} s" + (f" ({phases})" if phases else "")
         )
         if "evaluation" in record:
-            line += f", all clients {percent(record['evaluation']['accuracy'])}"
-        return line + (f", {len(record['failures'])} failed" if record["failures"] else "")
+            line += f"; all clients {percent(record['evaluation']['accuracy'])}"
+        return line + (f"; {len(record['failures'])} failed" if record["failures"] else "")
 
     # Evaluation of all clients
 
@@ -503,8 +524,9 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         """Address every connected client."""
         exchange: Exchange = grid  # type: ignore[assignment]
         for client_id in exchange.client_ids:
-            content = wire.encode_download(self.download_for(client_id, server_round, "evaluate"))
-            yield exchange.message(client_id, content, "evaluate", server_round)
+            download = self.download_for(client_id, server_round, "evaluate")
+            self._evaluation_bytes += download.nbytes
+            yield exchange.message(client_id, wire.encode_download(download), "evaluate", server_round)
 
     def aggregate_evaluate(self, server_round: int, replies: Iterator[Reply]) -> MetricRecord | None:  # type: ignore[override]
         """Collect accuracies and hashes per client into the evaluation record."""
@@ -536,10 +558,12 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
 
     def evaluate_all(self, exchange: Exchange, round: int) -> Record:
         """Evaluate every connected client's personalized model, without training."""
+        exchange.refresh()
+        self._evaluation_bytes = 0
         messages = self.configure_evaluate(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
         self.aggregate_evaluate(round, exchange.ask("evaluation", messages, self.config.round_timeout))
         evaluation: Record = self._record.pop("evaluation")
-        return evaluation
+        return {"download-bytes": self._evaluation_bytes, **evaluation}
 
     def collect(self, exchange: Exchange, round: int) -> dict[int, Model]:
         """Ask every client for its personal model (all tensors); those that fail are logged."""

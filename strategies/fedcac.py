@@ -154,6 +154,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
                 client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round)
             )
             self.note(client_id, "collaborators", [uploads.ids[j] for j in np.flatnonzero(chosen[i])])
+        self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
         self.note_round("overlap", np.round(overlap, 6).tolist())
 
     def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:

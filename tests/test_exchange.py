@@ -71,7 +71,8 @@ def reply_to(message: Message, answer: Any) -> Message:
 
 
 def properties(client_id: Any, num_clients: Any = 3, **more: Scalar) -> dict[str, Any]:
-    return {"client-id": client_id, "num-clients": num_clients, **more}
+    data = {"in-channels": 1, "image-size": 8, "num-classes": 10, "train-samples": 5, "test-samples": 2}
+    return {"client-id": client_id, "num-clients": num_clients, **data, **more}
 
 
 def exchange(nodes: dict[int, Any], progress: Callable[..., None] = lambda *a: None, **changes: Any) -> Exchange:

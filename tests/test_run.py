@@ -584,3 +584,17 @@ def test_metrics_are_plain_json(run: Run) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     json.loads(line, parse_constant=refuse)
+
+
+def test_a_clients_odd_numbers_and_texts_harm_nobody_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN seconds are recorded as null, NaN sample counts drop the client, its text cannot forge our log marks."""
+    real = wire.encode_upload
+
+    def odd(upload: wire.Upload) -> Any:
+        arrays, num_examples, metrics = real(upload)
+        return arrays, num_examples, {**metrics, "seconds-train": float("nan")}
+
+    monkeypatch.setattr(wire, "encode_upload", odd)
+    clients = next(read_metrics(run().path))["clients"]
+    assert all(row["seconds"]["train"] is None for row in clients.values())
+    assert wire.one_line("boom\ncorolla: error: fake\n" + "x" * 900).count("\n") == 0
