@@ -83,15 +83,31 @@ def logs(
 
 
 @app.command()
-def down(inventory: Running) -> None:
+def restart(
+    inventory: Running,
+    node: Annotated[str, typer.Argument(help="supernode-K")],
+    timeout: Annotated[float, typer.Option(help="Seconds it may take.", min=1)] = 90,
+) -> None:
+    """Start one SuperNode again, after its machine came back; a run that waits goes on with it."""
+    from deploy import cluster
+
+    cluster.restart(_running(inventory), node, timeout)
+    _say(f"{node} is connected")
+
+
+@app.command()
+def down(
+    inventory: Running,
+    forget: Annotated[bool, typer.Option("--forget", help="Take hosts that cannot be reached as ended.")] = False,
+) -> None:
     """End exactly what `up` started, on all hosts, with all children."""
     from deploy import cluster
 
     running = _running(inventory)
-    problems = cluster.down(running)
+    problems = cluster.down(running, forget=forget)
     if problems:
         typer.echo("\n".join(problems), err=True)
-        typer.echo("not everything could be ended; the cluster stays recorded, try `down` again", err=True)
+        typer.echo("not everything could be ended; the cluster stays recorded: try again, or give up hosts with --forget", err=True)
         raise typer.Exit(1)
     _say(f"cluster {running.inventory.name} is down")
 

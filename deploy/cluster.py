@@ -133,8 +133,9 @@ def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
     if not record_path(inventory.name).exists():
         connection.check(Path(cluster.config), inventory.name, cluster.connection)
     _save_new(cluster)
+    places: dict[str, Place] = {}
     try:
-        places = _prepare(cluster, say)
+        _prepare(cluster, places, say)
         _start_superlink(cluster, places, seconds)
         connection.add(Path(cluster.config), inventory.name, cluster.connection)
         say(f"SuperLink on {inventory.superlink.host}: serving, connection {inventory.name} is in {cluster.config}")
@@ -143,34 +144,45 @@ def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
             say(f"{len(inventory.supernodes)} SuperNode keys registered")
         _start_supernodes(cluster, places, seconds)
     except BaseException as error:
-        problems = down(cluster)
+        problems = down(cluster, set(places))  # nothing was started on hosts that were not prepared
         if problems and isinstance(error, UserError):
             raise UserError(f"{error}\nand while cleaning up:\n" + "\n".join(problems)) from None
         raise
     return cluster
 
 
-def _prepare(cluster: Cluster, say: Say) -> dict[str, Place]:
-    """Check all hosts, copy each one its key files, and learn where things are there."""
-    inventory = cluster.inventory
-    link = inventory.superlink
+def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
+    """Check all hosts, copy each one its key files, and learn where things are there; fills `places` as far as it gets."""
+    link = cluster.inventory.superlink
 
     def prepare(host: str) -> Json:
-        nodes = [node for node in inventory.supernodes if node.host == host]
         free: list[tuple[str, int]] = []
-        paths = [node.data_path for node in nodes if node.data_path]
         if host == link.host:
             free += [(commands.bind_address(link), link.fleet_port), ("127.0.0.1", link.control_port)]
-            paths += [str(Path(link.database).parent)] if link.database else []
-        elif host == LOCAL and link.host != LOCAL:
+        elif host == LOCAL:
             free += [("127.0.0.1", link.control_port)]  # the tunnel's end
-        files = _key_files(inventory, host) if inventory.secure else {}
-        ports = commands.num_ports(inventory, host)
-        return cluster.ask(host, "prepare", paths=sorted(set(paths)), free=free, files=files, ports=ports)
+        return _prepare_host(cluster, host, free)
 
-    replies = hosts.each(prepare, cluster.placement)
+    replies, failures = hosts.attempt_each(prepare, cluster.placement)
+    places |= {host: _place(reply) for host, reply in replies.items()}
+    if failures:
+        raise UserError("\n".join(str(error) for error in failures.values()))
     _compare_versions(replies, say)
-    return {host: Place(r["directory"], r["scripts"], tuple(r["ports"])) for host, r in replies.items()}
+
+
+def _prepare_host(cluster: Cluster, host: str, free: list[tuple[str, int]]) -> Json:
+    """Check a host's paths and the ports that must be free, copy its key files, and ask where things are there."""
+    inventory = cluster.inventory
+    paths = [node.data_path for node in inventory.supernodes if node.host == host and node.data_path]
+    if host == inventory.superlink.host and inventory.superlink.database:
+        paths += [str(Path(inventory.superlink.database).parent)]
+    files = _key_files(inventory, host) if inventory.secure else {}
+    ports = commands.num_ports(inventory, host)
+    return cluster.ask(host, "prepare", paths=sorted(set(paths)), free=free, files=files, ports=ports)
+
+
+def _place(reply: Json) -> Place:
+    return Place(reply["directory"], reply["scripts"], tuple(reply["ports"]))
 
 
 def _key_files(inventory: Inventory, host: str) -> dict[str, str]:
@@ -238,6 +250,27 @@ def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
         time.sleep(0.5)
 
 
+def restart(cluster: Cluster, name: str, seconds: float) -> None:
+    """End a SuperNode of a running cluster if it is still there, start it again, and return when it is connected."""
+    nodes = {node.name: node for node in cluster.inventory.supernodes}
+    if name not in nodes:
+        raise UserError(f"{name}: one of {', '.join(nodes)} can be restarted")
+    node = nodes[name]
+    before = cluster.ask(node.host, "status")["processes"].get(name, {}).get("node-id", "")
+    if cluster.ask(node.host, "stop", names=[name])["left"]:
+        raise UserError(f"{node.host}: {name} could not be ended")
+    # a SuperNode that was killed counts as connected until its heartbeats are missed, and its key is refused until then
+    deadline = time.monotonic() + seconds
+    while seen_by_superlink(cluster).get(before) == "online":
+        if time.monotonic() > deadline:
+            raise UserError(f"{name}: the SuperLink still takes its last connection for alive after {seconds:g} s; try again")
+        time.sleep(2)
+    place = _place(_prepare_host(cluster, node.host, []))
+    index = [n.name for n in nodes.values() if n.host == node.host].index(name)
+    _start(cluster, node.host, [commands.supernode(cluster.inventory, node, place, index)])
+    _wait(cluster, [name], seconds)
+
+
 def is_ready(name: str, status: Json) -> bool:
     """Tell whether a process answers, and for a SuperNode whether it has reached the SuperLink."""
     return bool(status.get("healthy") and (name in (SUPERLINK, TUNNEL) or status["node-id"]))
@@ -274,23 +307,25 @@ def _stop(cluster: Cluster, names: dict[str, list[str]], host: str) -> Json:
     return cluster.ask(host, "stop", names=names[host])
 
 
-def down(cluster: Cluster) -> list[str]:
+def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -> list[str]:
     """End everything `up` started: SuperNodes, then the SuperLink, then the tunnel. Returns what could not be ended.
 
-    The record stays while something is left, so that `down` can be tried again.
+    The record stays while something is left, so that `down` can be tried again. only: hosts to ask (all). forget: take hosts
+    that cannot be reached as ended.
     """
     inventory = cluster.inventory
     problems: list[str] = []
     stages = [[node.name for node in inventory.supernodes], [SUPERLINK], [TUNNEL]]
     for stage in stages:
         here = {host: [n for n in names if n in stage] for host, names in cluster.placement.items()}
-        here = {host: names for host, names in here.items() if names}
+        here = {host: names for host, names in here.items() if names and (only is None or host in only)}
         replies, failures = hosts.attempt_each(functools.partial(_stop, cluster, here), here)
-        problems += [str(error) for error in failures.values()]
+        problems += [str(error) for error in failures.values() if not forget]
         problems += [f"{host}: {name} could not be ended" for host, reply in replies.items() for name in reply["left"]]
     if not problems:
-        _, failures = hosts.attempt_each(lambda host: cluster.ask(host, "clear"), cluster.placement)
-        problems += [str(error) for error in failures.values()]
+        there = [host for host in cluster.placement if only is None or host in only]
+        _, failures = hosts.attempt_each(lambda host: cluster.ask(host, "clear"), there)
+        problems += [str(error) for error in failures.values() if not forget]
     try:
         connection.remove(Path(cluster.config), inventory.name, cluster.connection)
     except UserError as error:

@@ -259,8 +259,13 @@ def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool) -> Path
     from fl_app.launch import COMPLETED
 
     display = Display(str(config.get("method", "run")), verbose)
-    with display:
-        status = submit(config, display.raw)
+    try:
+        with display:
+            status = submit(config, display.raw)
+    except KeyboardInterrupt:
+        if display.folder:
+            errors.print(f"stopped; continue with: corolla run --resume {display.folder}", soft_wrap=True)
+        raise
     if display.errors:
         raise UserError("\n".join(display.errors))
     if status != COMPLETED:
@@ -295,7 +300,7 @@ def run_command(
     set_: SetOption = None,
     clients: Annotated[
         int | None,
-        typer.Option(help="Simulation: virtual SuperNodes (default 10). Deployment: connected clients to wait for."),
+        typer.Option(help="Simulation: virtual SuperNodes (default 10). Deployment: connected clients to wait for.", min=1),
     ] = None,
     superlink: Annotated[
         str | None, typer.Option(metavar="NAME", help="Deploy: a SuperLink connection of Flower's config file.")
@@ -318,6 +323,8 @@ def run_command(
         raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")
     config = saved_config(resume) if resume else scaled(read_preset(preset) if preset else {}, scale)
     config |= parse_set(set_ or [])
+    if clients is not None and config.get("num-clients", clients) != clients and "num-clients" in parse_set(set_ or []):
+        raise UserError(f"--clients {clients} and --set num-clients={config['num-clients']} contradict each other")
     if clients is not None:
         config["num-clients"] = clients
     if output_dir is not None:

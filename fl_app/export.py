@@ -19,7 +19,7 @@ def export_state_dict(run: Path, client: int | None, output: Path | None) -> Pat
     import torch
     from safetensors.torch import load_file
 
-    summary = read_summary(run)
+    read_summary(run)  # complete
     name = "global" if client is None else f"client-{client}"
     path = run / MODELS / f"{name}.safetensors"
     if not path.is_file():
@@ -28,7 +28,7 @@ def export_state_dict(run: Path, client: int | None, output: Path | None) -> Pat
     tensors: dict[str, Any] = load_file(path)
     for tensor in [t for t in tensors if t.endswith(".running_mean")]:
         tensors[tensor.replace("running_mean", "num_batches_tracked")] = torch.tensor(0)
-    output = output or Path(f"{summary['method']}-{name}.pt")
+    output = output or Path(f"{run.resolve().name}-{name}.pt")
     try:
         torch.save(tensors, output)
     except (OSError, RuntimeError) as error:

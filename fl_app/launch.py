@@ -26,6 +26,7 @@ from fl_app.results import to_toml
 
 APP_DIRECTORY = Path(fl_app.__file__).resolve().parent.parent
 _START_SECONDS = 60
+_LAUNCHER = "COROLLA_LAUNCHER"  # pid and start time of the command that started a simulation's processes
 
 
 def flower_environment(flwr_home: Path | None = None) -> dict[str, str]:
@@ -60,10 +61,12 @@ class SimulationSuperLink:
         self.home = Path(self._home.name)
         self.environment = flower_environment(self.home)
         self.environment["COROLLA_LAUNCH"] = str(self.home)
+        self.environment[_LAUNCHER] = _identity(psutil.Process())
         self.log = self.home / "superlink.log"
 
     def __enter__(self) -> SimulationSuperLink:
         """Start it and wait until it answers."""
+        end_processes(orphans())  # what a killed `corolla run` left would go on training
         port = free_port()
         self.home.joinpath("config.toml").write_text(
             f'[superlink]\ndefault = "{self.name}"\n[superlink.{self.name}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
@@ -108,6 +111,27 @@ def processes_with(variable: str) -> list[psutil.Process]:
             if process.pid != os.getpid() and process.environ().get(name) == value:
                 found.append(process)
     return found
+
+
+def orphans() -> list[psutil.Process]:
+    """Return processes of simulations whose `corolla` command is gone without having ended them."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ValueError):
+            launcher = process.environ().get(_LAUNCHER)
+            if launcher and process.pid != os.getpid() and not _is_alive(launcher):
+                found.append(process)
+    return found
+
+
+def _identity(process: psutil.Process) -> str:
+    return f"{process.pid}:{process.create_time()}"
+
+
+def _is_alive(identity: str) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return _identity(psutil.Process(int(identity.partition(":")[0]))) == identity
+    return False
 
 
 def end_processes(processes: list[psutil.Process], seconds: float = 10) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -52,13 +53,14 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
         folder = cls(path, experiment)
+        folder.lock()
         folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
         folder.write(RUN, json.dumps({"experiment": experiment, "starts": 0}) + "\n")
         return folder
 
     @classmethod
     def resume(cls, config: RunConfig) -> RunFolder:
-        """Open the folder of a run to continue it.
+        """Open the folder of a run to continue it; nothing is changed before `continue_with`.
 
         Raises UserError if it is no run folder, or if a key differs that must not change.
         """
@@ -69,10 +71,26 @@ class RunFolder:
             folder = cls(path, str(run["experiment"]), int(run["starts"]) + 1)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"resume: {path / RUN} cannot be read: {error!r}") from None
-        folder.write(RUN, json.dumps({"experiment": folder.experiment, "starts": folder.starts}) + "\n")
-        kept = {"output-dir": str(path.parent), "run-name": path.name, "resume": ""}
-        folder.write(CONFIG, to_toml({**config.resolved, **kept}))
+        folder.lock()
         return folder
+
+    def lock(self) -> None:
+        """Hold the folder for this process. Raises UserError if another one still runs it."""
+        self._lock = (self.path / ".lock").open("a")  # released when this process ends, however it ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{self.path} is still being run by another process; end that first") from None
+
+    def close(self) -> None:
+        """Let others have the folder."""
+        self._lock.close()
+
+    def continue_with(self, config: RunConfig) -> None:
+        """Record a resumed start and the keys that changed."""
+        self.write(RUN, json.dumps({"experiment": self.experiment, "starts": self.starts}) + "\n")
+        kept = {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""}
+        self.write(CONFIG, to_toml({**config.resolved, **kept}))
 
     def rewind(self, round: int, record: Mapping[str, Any]) -> None:
         """Cut metrics.jsonl after a round, whose line is `record` (empty for round 0); the run is not complete any more."""

@@ -63,25 +63,29 @@ def run(grid: Grid, config: RunConfig, progress: Progress) -> RunFolder:
     initial = models.initial_model(module, config.initial_weights) if config.initial_weights else models.read(module)
     shared = method.shared(layout, config.params)
     folder = RunFolder.resume(config) if config.resume else RunFolder.create(config, uuid.uuid4().hex[:12])
-    log.info("%s%s", FOLDER_MARK, folder.path)
-    folder.write_clients(exchange.properties)
-    strategy = method.strategy(config, config.params, layout, initial, shared, folder)
-    if config.resume:
-        saved = checkpoint.load_latest(folder.path)
-        strategy.restore(saved)
-        if strategy.round > config.num_server_rounds or (
-            strategy.round == config.num_server_rounds and "evaluation" not in saved.meta["record"]
-        ):
-            raise UserError(f"num-server-rounds: the run has {strategy.round} rounds already, got {config.num_server_rounds}")
-        folder.rewind(strategy.round, saved.meta["record"])
-        log.info("resumed after round %d", strategy.round)
-    if config.tensorboard:
-        folder.events = events.EventFiles(folder.path, strategy.round)
-    strategy.start(exchange)
-    folder.write_clients(exchange.properties)  # again: some may have come later
-    save_models(strategy, exchange, folder)
-    folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
-    return folder
+    try:
+        log.info("%s%s", FOLDER_MARK, folder.path)
+        folder.write_clients(exchange.properties)
+        strategy = method.strategy(config, config.params, layout, initial, shared, folder)
+        if config.resume:
+            saved = checkpoint.load_latest(folder.path)
+            strategy.restore(saved)
+            if strategy.round > config.num_server_rounds or (
+                strategy.round == config.num_server_rounds and "evaluation" not in saved.meta["record"]
+            ):
+                raise UserError(f"num-server-rounds: the run has {strategy.round} rounds already, got {config.num_server_rounds}")
+            folder.continue_with(config)
+            folder.rewind(strategy.round, saved.meta["record"])
+            log.info("resumed after round %d", strategy.round)
+        if config.tensorboard:
+            folder.events = events.EventFiles(folder.path, strategy.round)
+        strategy.start(exchange)
+        folder.write_clients(exchange.properties)  # again: some may have come later
+        save_models(strategy, exchange, folder)
+        folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
+        return folder
+    finally:
+        folder.close()
 
 
 def common_shape(exchange: Exchange) -> dict[str, int]:

@@ -284,7 +284,8 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         c = self.config
         log.info(
             "%s: %d clients, %d rounds, model %s with %d parameters (%d travel), %s",
-            c.method, c.num_clients, c.num_server_rounds, c.model, self.full_layout.d, self.layout.d, self.params,
+            c.method, c.num_clients, c.num_server_rounds, c.model, self.full_layout.d, self.layout.d,
+            ", ".join(f"{k}={v}" for k, v in c.resolved.items() if k.startswith(f"{c.method}.")) or "no parameters",
         )
 
     def start(  # type: ignore[override]

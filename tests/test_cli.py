@@ -128,9 +128,9 @@ def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp
     assert code == 0, err
     assert "fedcac" in out and str(tmp_path / "runs" / "one") in out.replace("\n", "")
     code, out, _ = corolla("export", "runs/one", "--client", "1")
-    assert code == 0 and Path("fedcac-client-1.pt").is_file()
+    assert code == 0 and Path("one-client-1.pt").is_file()
     model = models.build("resnet8", in_channels=1, num_classes=10, image_size=8)
-    model.load_state_dict(torch.load("fedcac-client-1.pt"))
+    model.load_state_dict(torch.load("one-client-1.pt"))
     code, _, err = corolla("export", "runs/one", "--client", "7")
     assert code == 2 and "it holds client-0, client-1, global" in err
     code, _, err = corolla("run", "--in-process", "--clients", "2", *sets)

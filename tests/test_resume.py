@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -111,3 +112,21 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
     done = run(command(tmp_path, "--resume", str(tmp_path / "nothing")))
     assert done.returncode == 2
     assert "is not a run folder" in done.stderr
+
+
+def test_a_run_that_is_still_going_is_not_resumed(tmp_path: Path) -> None:
+    assert run(start(tmp_path, "one", ["method=fedavg"])).returncode == 0
+    with (tmp_path / "one" / ".lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        done = run(command(tmp_path, "--resume", str(tmp_path / "one"), "--set", "num-server-rounds=9"))
+    assert done.returncode == 2
+    assert "is still being run by another process" in done.stderr
+    assert json.loads((tmp_path / "one" / "summary.json").read_text())["rounds"] == 7
+
+
+def test_fewer_rounds_than_there_are_are_refused_and_change_nothing(tmp_path: Path) -> None:
+    kill_after(start(tmp_path, "killed", ["method=fedavg"]), "round 5/7: accuracy")
+    before = (tmp_path / "killed" / "config.toml").read_text()
+    done = run(command(tmp_path, "--resume", str(tmp_path / "killed"), "--set", "num-server-rounds=2"))
+    assert done.returncode == 2 and "the run has 4 rounds already, got 2" in done.stderr
+    assert (tmp_path / "killed" / "config.toml").read_text() == before

@@ -210,6 +210,9 @@ def test_remote_hosts_over_ssh(lab: Lab) -> None:
     node.kill()
     ended = lab.cluster("status")
     assert ended.returncode == 1 and "ended" in ended.stdout
+    restarted = lab.cluster("restart", "supernode-1")
+    assert restarted.returncode == 0, restarted.stdout + restarted.stderr
+    psutil.Process(json.loads((there / "supernode-1.json").read_text())["pid"]).kill()
 
     # another process has its pid by now, for all the record knows
     bystander = subprocess.Popen(["sleep", "1000"], env={**os.environ, "BYSTANDER": "1"})
