@@ -37,7 +37,10 @@ def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
 def stop_and_look(tmp_path: Path, number: signal.Signals) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     words = [COROLLA, "run", "--clients", "2", "--set", "num-server-rounds=5000", "--set", f"output-dir={tmp_path / 'runs'}"]
-    process = subprocess.Popen(words, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+    )  # fmt: skip
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("round 2/"):
