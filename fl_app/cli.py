@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import deploy.cli
-from fl_app.config import PATH_DATASETS, RunConfig, Scalar, parse, specs
+from fl_app.config import PATH_DATASETS, RunConfig, Scalar, class_names, parse, specs
 from fl_app.errors import UserError
 from fl_app.results import SUMMARY, check_unchanged, read_config, read_summary
 
@@ -643,7 +643,7 @@ def show_data(pairs: list[str], force: bool, table: bool = False) -> None:
     if config.dataset == "node":
         raise UserError("dataset: node data is prepared on its own SuperNode")
     if force:
-        data.prepare(config.dataset, data.data_root(config), classes=data_classes(config), image_size=config.image_size,
+        data.prepare(config.dataset, data.data_root(config), classes=class_names(config.classes), image_size=config.image_size,
                      force=True)  # fmt: skip
     info = data.check(config)
     console.print(
@@ -659,13 +659,6 @@ def show_data(pairs: list[str], force: bool, table: bool = False) -> None:
             held = ", ".join(f"{info.classes[c]}: {n}" for c, n in enumerate(counts) if n)
             rows.add_row(str(client_id), str(len(part.y_train)), str(len(part.y_test)), escape(held))
         console.print(rows)
-
-
-def data_classes(config: RunConfig) -> tuple[str, ...]:
-    """Return the class names a config fixes."""
-    from fl_app.config import class_names
-
-    return class_names(config.classes)
 
 
 @state_app.command("list")

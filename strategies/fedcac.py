@@ -23,10 +23,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import AT_LEAST_ONE, RATIO, key
-from fl_app.layout import Layout, Model
+from fl_app.layout import Model
 from fl_app.wire import Upload
 from strategies import aggregate, masks, scores
-from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RunContext, Uploads
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    PersonalizedStrategy,
+    RunContext,
+    Uploads,
+    everything_but_local_statistics,
+)
 
 
 @dataclass(frozen=True)
@@ -192,11 +200,4 @@ class FedCACUpdate(LocalUpdate[FedCACParams]):
         return Upload(plain.model, mask, plain.extras, plain.metrics, plain.num_examples)
 
 
-def shared(layout: Layout, params: FedCACParams) -> frozenset[str]:
-    """Everything travels, but for BatchNorm statistics that are to stay local."""
-    if params.batchnorm_statistics == "local":
-        return layout.names - {slot.name for slot in layout.buffers}
-    return layout.names
-
-
-METHOD = Method("fedcac", FedCACParams, FedCAC, FedCACUpdate, shared)
+METHOD = Method("fedcac", FedCACParams, FedCAC, FedCACUpdate, everything_but_local_statistics)
