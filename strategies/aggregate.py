@@ -6,28 +6,21 @@ alone, never on how many threads there are: digests must not change with the mac
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
-
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 
+from strategies.blocks import blocks, for_blocks, in_order
 from strategies.masks import Bits
 
 Stack = NDArray[np.float32]
-T = TypeVar("T")
-R = TypeVar("R")
 
-_BLOCK = 16_384  # columns; a multiple of 8, so blocks of packed masks start on a byte
+_MEAN_COLUMNS = 4_096  # a block of float64 rows that fits the cache
 _GRAM_CHUNK = 80_000  # float64 values: fit the cache
 _CANCELLED = 1e-8  # share of the norms below which a squared distance has lost half its float64 digits
 
 
 def weighted_mean(W: Stack, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
-    """Mean over clients, sum_i weights_i w_i / sum_i weights_i, accumulated in float64 in row order.
+    """Mean over clients, sum_i weights_i w_i / sum_i weights_i, accumulated in float64.
 
     W: float32 [N, d]; weights: float64 [N], not negative, or None for uniform. Returns float32 [d].
     Raises ValueError if N is 0 or the weights do not sum to a positive finite number.
@@ -57,18 +50,14 @@ def check_weights(weights: NDArray[np.float64], n: int) -> NDArray[np.float64]:
 
 
 def _mean_block(block: Stack, weights: NDArray[np.float64], total: float) -> NDArray[np.float64]:
-    acc: NDArray[np.float64] = block[0] * weights[0]  # not from zero: a mean of -0.0 stays -0.0
-    scratch = np.empty_like(acc)
-    for row, weight in zip(block[1:], weights[1:], strict=True):
-        acc += np.multiply(row, weight, out=scratch)
-    acc /= total
-    return acc
-
-
-def for_blocks(block: Callable[[int, int], None], d: int) -> None:
-    """Call block(start, stop) for consecutive blocks of d columns, on a few threads."""
-    for _ in in_order(lambda span: block(*span), blocks(0, d)):
-        pass
+    out = np.empty(block.shape[1])
+    rows = np.empty((len(block), min(_MEAN_COLUMNS, block.shape[1])))
+    for start, stop in blocks(0, block.shape[1], _MEAN_COLUMNS):
+        part = rows[:, : stop - start]
+        np.copyto(part, block[:, start:stop])
+        np.matmul(weights, part, out=out[start:stop])
+    out /= total
+    return out
 
 
 # byte -> eight masks of 32 bits, little bit order
@@ -83,24 +72,6 @@ def _select(bits: NDArray[np.uint8], inside: Stack, outside: Stack, out: Stack) 
     np.bitwise_xor(inside.view(np.uint32), background, out=target)
     np.bitwise_and(target, chosen, out=target)
     np.bitwise_xor(target, background, out=target)
-
-
-def blocks(start: int, stop: int, width: int = _BLOCK) -> list[tuple[int, int]]:
-    """Cut the columns start..stop into consecutive blocks, (start, stop) each."""
-    return [(first, min(first + width, stop)) for first in range(start, stop, width)]
-
-
-def in_order(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Yield work(item) in the order of the items, computed on a few threads with BLAS on one.
-
-    What is summed over these results does not depend on the number of threads.
-    """
-    with threadpool_limits(1, "blas"):
-        if len(items) <= 4:
-            yield from map(work, items)
-            return
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-            yield from pool.map(work, items)
 
 
 def group_means(W: Stack, members: NDArray[np.bool_]) -> NDArray[np.float32]:

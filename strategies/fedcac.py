@@ -128,11 +128,12 @@ def mask_overlap(W: aggregate.Stack, bits: masks.Bits) -> NDArray[np.float64]:
     n, d = W.shape
     if bits.shape != (n, -(-d // 8)) or bits.dtype != np.uint8:
         raise ValueError(f"masks must be uint8 {(n, -(-d // 8))} for W {W.shape}, got {bits.dtype} {bits.shape}")
-    sizes = {masks.popcount(row) for row in bits}
+    common = masks.common_ones(bits)
+    sizes = set(common.diagonal().tolist())
     if len(sizes) > 1:
         raise ValueError(f"masks must have equally many ones, got {sorted(sizes)}")
     num_critical = sizes.pop()
-    return masks.overlap(bits, num_critical) if num_critical else np.eye(n)
+    return common / num_critical if num_critical else np.eye(n)
 
 
 class FedCAC(PersonalizedStrategy[FedCACParams]):

@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 
 from fl_app.config import AT_LEAST_ONE, RATIO, Rule, key
 from fl_app.layout import Model
-from strategies.aggregate import Stack, blocks, in_order, weighted_mean
+from strategies.aggregate import Stack, weighted_mean
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, everything
+from strategies.blocks import blocks, in_order
 
 _TINY = 1e-12  # |mean| below it is replaced
 _ROUNDING = 1e-9  # similarities that reach delta but for rounding do reach it

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from strategies.blocks import blocks, in_order
+
 Bits = NDArray[np.uint8]
 
-_WORDS_PER_BLOCK = 4096  # uint64 words: 32 KiB per client and block, so a pair's blocks stay in the cache
+_WORDS = 1024  # uint64 words per client and block: what a client is compared with stays in the cache
 
 
 def top_k(scores: NDArray[np.floating], sizes: Sequence[int], ratio: float) -> NDArray[np.bool_]:
@@ -66,6 +68,32 @@ def popcount(bits: Bits) -> int:
     return int(np.bitwise_count(bits).sum(dtype=np.int64))
 
 
+def common_ones(bits: Bits) -> NDArray[np.int64]:
+    """Number of ones that two masks have in common, int64 [N, N]; on the diagonal the number a mask has.
+
+    bits: uint8 [N, ceil(d/8)].
+    """
+    n, num_bytes = bits.shape
+
+    def counts(span: tuple[int, int]) -> NDArray[np.int64]:
+        total = np.zeros((n, n), dtype=np.int64)
+        words = np.zeros((n, _WORDS), dtype=np.uint64)
+        both, ones = np.empty_like(words), np.empty(words.shape, dtype=np.uint8)
+        for start, stop in blocks(*span, 8 * _WORDS):
+            width = -(-(stop - start) // 8)
+            words[:, width - 1] = 0  # the last word may be filled in part
+            words.view(np.uint8)[:, : stop - start] = bits[:, start:stop]
+            for i in range(n):
+                shared, number = both[i:, :width], ones[i:, :width]
+                np.bitwise_and(words[i:, :width], words[i, :width], out=shared)
+                np.bitwise_count(shared, out=number)
+                total[i, i:] += number.sum(axis=1, dtype=np.uint32)
+        return total
+
+    upper = sum(in_order(counts, blocks(0, num_bytes, 64 * _WORDS)), np.zeros((n, n), dtype=np.int64))
+    return upper + np.triu(upper, 1).T
+
+
 def overlap(bits: Bits, num_critical: int) -> NDArray[np.float64]:
     """Pairwise overlap of critical-parameter masks, in [0, 1] (FedCAC §3.4, see the erratum in docs/methods.md).
 
@@ -75,19 +103,4 @@ def overlap(bits: Bits, num_critical: int) -> NDArray[np.float64]:
     """
     if num_critical < 1:
         raise ValueError(f"num_critical must be at least 1, got {num_critical}")
-    n, num_bytes = bits.shape
-    words = np.zeros((n, -(-num_bytes // 8)), dtype=np.uint64)
-    words.view(np.uint8)[:, :num_bytes] = bits
-    common = np.zeros((n, n), dtype=np.int64)
-    scratch = np.empty(_WORDS_PER_BLOCK, dtype=np.uint64)
-    counts = np.empty(_WORDS_PER_BLOCK, dtype=np.uint8)
-    for start in range(0, words.shape[1], _WORDS_PER_BLOCK):
-        block = words[:, start : start + _WORDS_PER_BLOCK]
-        width = block.shape[1]
-        for i in range(n):
-            for j in range(i, n):
-                np.bitwise_and(block[i], block[j], out=scratch[:width])
-                np.bitwise_count(scratch[:width], out=counts[:width])
-                common[i, j] += int(counts[:width].sum(dtype=np.uint32))
-    common = np.triu(common) + np.triu(common, 1).T
-    return common / num_critical
+    return common_ones(bits) / num_critical

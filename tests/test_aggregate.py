@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies import aggregate, masks
+from strategies import aggregate, blocks, masks
 from tests.conftest import bools, f32
 
 moderate = st.floats(-1e3, 1e3, width=32)
@@ -79,7 +79,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
         results = [aggregate.weighted_mean(W, weights), aggregate.group_means(W, members)]
         return [a.tobytes() for a in (*results, *aggregate.collaborate(W, bits, members, weights))]
 
-    assert d / aggregate._BLOCK > 4, "too few columns for threads"
+    assert d / blocks.COLUMNS > 4, "too few columns for threads"
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     alone = reductions()
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
@@ -137,7 +137,7 @@ def test_collaborate_equals_the_naive_reference(W: np.ndarray, data: st.DataObje
 
 
 def test_collaborate_over_several_blocks() -> None:
-    d = 3 * aggregate._BLOCK + 11  # not a multiple of 8
+    d = 3 * blocks.COLUMNS + 11  # not a multiple of 8
     W, bits, weights = random_round(4, d)
     members = np.stack([bools(m) for m in ("1100", "1100", "0010", "0111")])
     mean, personalized = aggregate.collaborate(W, bits, members, weights)

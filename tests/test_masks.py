@@ -139,7 +139,7 @@ def test_overlap_properties(n: int, d: int, data: st.DataObject) -> None:
 
 
 def test_overlap_over_more_than_one_block() -> None:
-    d = 2 * 64 * masks._WORDS_PER_BLOCK + 13
+    d = 2 * 64 * masks._WORDS + 13
     stack = stack_of_masks(3, d, d // 3, seed=1)
     expected = [[(a & b).sum() / (d // 3) for b in stack] for a in stack]
     assert masks.overlap(np.stack([masks.pack(m) for m in stack]), d // 3).tolist() == expected
