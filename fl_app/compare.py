@@ -24,7 +24,7 @@ from fl_app.sweep_table import ACCURACIES, mean_std, show
 NOT_SETTINGS = frozenset({
     "seed", "device", "client-threads", "evaluate-every", "min-available-clients", "available-timeout", "round-timeout",
     "min-results", "round-retries", "checkpoint-every", "finetune-epochs", "run-name", "output-dir", "state-dir", "data-dir",
-    "resume", "collect-personal-models", "report-class-counts", "tensorboard", "scale", "classes",
+    "resume", "collect-personal-models", "report-class-counts", "server-memory-limit", "tensorboard", "scale", "classes",
 })  # fmt: skip
 PARTITION_KEYS = {
     "dirichlet-client": frozenset({"dirichlet-alpha", "train-samples", "test-samples"}),
@@ -62,7 +62,7 @@ class Line:
 
 
 def _last_rounds(run: Run) -> float | None:
-    values = [r["accuracy-before-pooled"] for r in read_metrics(run.folder)][-LAST_ROUNDS:]
+    values = [r.get("accuracy-before-pooled") for r in read_metrics(run.folder)][-LAST_ROUNDS:]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -85,6 +85,13 @@ def measure(runs: Iterable[Run], metric: str) -> tuple[float, float | None] | No
     values = [METRICS[metric][1](run) for run in runs] if metric else []
     known = [value for value in values if value is not None]
     return mean_std(known) if known and len(known) == len(values) else None
+
+
+def finetuned(runs: Sequence[Run], metric: str) -> tuple[float, float | None] | None:
+    """Mean and std of the fine-tuned accuracy, pooled over samples where the paper's figure is; None if a run lacks it."""
+    name = "final-accuracy-finetuned" + "-pooled" * metric.endswith("-pooled")
+    known = [value for run in runs if (value := run.summary.get(name)) is not None]
+    return mean_std(known) if len(known) == len(runs) else None
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -157,10 +164,8 @@ def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") 
             distance = len(differences(ours, settings(parse({**preset.settings, **cut}, methods))))
             found.append((distance, preset, differences(ours, settings(theirs))))
     nearest = min((distance for distance, _, _ in found), default=0)
-    finetuned = [f for run in runs if (f := run.summary.get("final-accuracy-finetuned")) is not None]
-    tuned = mean_std(finetuned) if len(finetuned) == len(runs) else None
     return [
-        Line(runs, preset, measure(runs, preset.metric), tuned, diffs)
+        Line(runs, preset, measure(runs, preset.metric), finetuned(runs, preset.metric), diffs)
         for distance, preset, diffs in found
         if distance == nearest
     ]
@@ -178,6 +183,9 @@ def describe(line: Line) -> list[str]:
     preset, metric = line.preset, line.preset.metric
     text = [f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")]
     text.append(f"ours: {metric}, {METRICS[metric][0]}" if metric else "ours: a run does not record the paper's figure")
+    if line.finetuned:
+        how = "pooled over all samples" if metric.endswith("-pooled") else "mean over clients"
+        text.append(f"ours, fine-tuned: all clients after the last round, {how}")
     if line.runs[0].config.scale != "full":
         text.append("ours was cut by --scale small: not comparable with the paper")
     if line.differences:

@@ -23,7 +23,7 @@ Scalar = bool | int | float | str
 TORCHVISION_DATASETS = ("mnist", "fashion-mnist", "emnist", "svhn", "cifar10", "cifar100")
 DATASETS = ("digits", *TORCHVISION_DATASETS, "tiny-imagenet", "node")
 PATH_DATASETS = ("folder:", "npz:", "tiny-imagenet:")
-MODELS = ("mlp", "cnn", "resnet8", "resnet10", "resnet18", "resnet34")
+MODELS = ("mlp", "cnn", "resnet8", "resnet10", "resnet18", "resnet34", "resnet18-fedobp")
 PARTITIONS = ("dirichlet-client", "dirichlet", "pathological", "iid")
 
 
@@ -157,7 +157,10 @@ class RunConfig:
     )
     data_dir: str = key("", "Directory of prepared data sets. Empty: `$COROLLA_DATA_DIR`, or the user's cache.")
     # model
-    model: str = key("mlp", "`mlp`, `cnn`, `resnet8`, `resnet10`, `resnet18`, `resnet34`, or your own `module:factory`.")
+    model: str = key(
+        "mlp",
+        "`mlp`, `cnn`, `resnet8`, `resnet10`, `resnet18`, `resnet34`, `resnet18-fedobp`, or your own `module:factory`.",
+    )
     norm: Literal["batch", "group"] = key("batch", "Normalisation layers of the ResNets.")
     initial_weights: str = key("", "Safetensors file the run starts from, read by the server. Empty: from the seed.")
     # local training
@@ -185,6 +188,10 @@ class RunConfig:
     round_retries: int = key(
         1, "How often a round with fewer usable uploads than `min-results` is repeated before the run fails.",
         Rule(low=0, high=99),
+    )
+    server_memory_limit: float = key(
+        2.0, "Gigabytes of per-client arrays the server keeps in memory between rounds; what is beyond lies in memory-mapped "
+        "files in the run folder. 0: no limit.", NOT_NEGATIVE,
     )
     checkpoint_every: int = key(5, "Rounds between checkpoints; there is always one after the last.", AT_LEAST_ONE)
     finetune_epochs: int = key(
@@ -217,7 +224,7 @@ class RunConfig:
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"num-server-rounds", "round-timeout", "available-timeout", "round-retries", "checkpoint-every", "resume", "output-dir",
-     "run-name", "state-dir", "data-dir", "tensorboard"}
+     "server-memory-limit", "run-name", "state-dir", "data-dir", "tensorboard"}
 )  # fmt: skip
 
 
@@ -248,6 +255,14 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     return RunConfig(**top, params=params, resolved=values, defaults=defaults)  # type: ignore[arg-type]
 
 
+def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn tables one level deep, as TOML has them, into dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
 def _nearest(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""
@@ -270,9 +285,10 @@ def _value(spec: KeySpec, value: Scalar, problems: list[str]) -> Scalar:
 
 
 def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
-    def complain(name: str, allowed: tuple[str, ...], more: str = "") -> None:
+    def complain(name: str, allowed: tuple[str, ...], more: str = "", prefixes: tuple[str, ...] = ()) -> None:
         value = values[name]
-        hint = _nearest(str(value), allowed)
+        kind, colon, _ = str(value).partition(":")
+        hint = _nearest(kind + colon, (*allowed, *prefixes))
         problems.append(f"{name}: must be one of {', '.join(allowed)}{more}, got {value!r}{hint}")
 
     if values["method"] not in methods:
@@ -281,9 +297,9 @@ def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], prob
     if dataset == "tiny-imagenet":
         problems.append("dataset: tiny-imagenet needs its folder: tiny-imagenet:/path/to/tiny-imagenet-200")
     elif dataset not in DATASETS and not _has_path(dataset, PATH_DATASETS):
-        complain("dataset", tuple(d for d in DATASETS if d != "tiny-imagenet"), " or folder:/path, npz:/path")
+        complain("dataset", tuple(d for d in DATASETS if d != "tiny-imagenet"), " or folder:/path, npz:/path", PATH_DATASETS)
     if partition not in PARTITIONS and not _has_path(partition, ("file:",)):
-        complain("partition", PARTITIONS, " or file:/path.npz")
+        complain("partition", PARTITIONS, " or file:/path.npz", ("file:",))
     if model not in MODELS and not re.fullmatch(r"[\w.]+:\w+", model):
         complain("model", MODELS, " or module:factory")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):

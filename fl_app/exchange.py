@@ -7,6 +7,7 @@ client ids (a SuperNode's partition-id).
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,13 +50,17 @@ class Reply:
 class Exchange:
     """A grid wrapper that knows clients by id.
 
-    progress(what, done, total) is called as replies arrive.
+    progress(what, done, total) is called when the messages are sent and as replies arrive. in_flight: bytes of unanswered
+    messages beyond which no further one is sent; where clients take turns on one machine, all at once would fill its memory.
     """
 
-    def __init__(self, grid: Grid, config: RunConfig, progress: Callable[[str, int, int], None]) -> None:
+    def __init__(
+        self, grid: Grid, config: RunConfig, progress: Callable[[str, int, int], None], in_flight: float = math.inf
+    ) -> None:
         self.grid = grid
         self.config = config
         self.progress = progress
+        self.in_flight = in_flight
         self.num_clients = config.num_clients  # 0 until a node says how many there are
         self.properties: dict[int, dict[str, Scalar]] = {}
         self._nodes: dict[int, int] = {}  # client id -> node id
@@ -177,35 +182,45 @@ class Exchange:
         """Address a message to a client."""
         return Message(content, self._nodes[client_id], kind, group_id=str(round), ttl=self.config.round_timeout + 60)
 
-    def ask(self, what: str, requests: Iterable[Message], timeout: float) -> Iterator[Reply]:
-        """Send messages, built one at a time, and yield every reply as it arrives, failures included.
+    def ask(self, what: str, requests: Iterable[Message], timeout: float, total: int) -> Iterator[Reply]:
+        """Send `total` messages, built one at a time, and yield every reply as it arrives, failures included.
 
         timeout: seconds after which clients that have not replied are given up, counted from the last message sent.
         """
         client_of_node = {node: client for client, node in self._nodes.items()}
-        waiting: dict[str, int] = {}
-        total = 0
-        for message in requests:
-            total += 1
-            client_id = client_of_node[message.metadata.dst_node_id]
-            message_id = next(iter(self.grid.push_messages([message])), None)
-            if message_id:
-                waiting[message_id] = client_id
-            else:
-                yield Reply(client_id, None, "the message could not be delivered")
-        done = total - len(waiting)
-        deadline = time.monotonic() + timeout
-        while waiting and time.monotonic() < deadline:
-            messages = list(self.grid.pull_messages(list(waiting)))
-            for message in messages:
-                client_id = waiting.pop(message.metadata.reply_to_message_id)
+        requests = iter(requests)
+        waiting: dict[str, tuple[int, int]] = {}  # message id -> client id, bytes
+        done, unsent = 0, total
+        deadline = math.inf
+        self.progress(what, 0, total)
+        while waiting or unsent:
+            while unsent and sum(size for _, size in waiting.values()) < self.in_flight:
+                message = next(requests)
+                unsent -= 1
+                client_id, size = client_of_node[message.metadata.dst_node_id], wire.size(message.content)
+                message_id = next(iter(self.grid.push_messages([message])), None)
+                if message_id:
+                    waiting[message_id] = client_id, size
+                    deadline = time.monotonic() + timeout
+                else:
+                    done += 1
+                    yield Reply(client_id, None, "the message could not be delivered")
+                del message  # its arrays are the SuperLink's now
+            replies = list(self.grid.pull_messages(list(waiting)))[::-1]
+            if not replies:
+                if time.monotonic() >= deadline:
+                    for client_id, _ in waiting.values():
+                        done += 1
+                        yield Reply(client_id, None, f"no reply within {timeout:g} s")
+                    waiting = {}
+                elif waiting:
+                    time.sleep(POLL_SECONDS)
+            while replies:  # each is freed when it has been taken in
+                reply = replies.pop()
+                client_id, _ = waiting.pop(reply.metadata.reply_to_message_id)
                 done += 1
                 self.progress(what, done, total)
-                if message.has_error():
-                    yield Reply(client_id, None, f"error {message.error.code}: {wire.one_line(message.error.reason)}")
+                if reply.has_error():
+                    yield Reply(client_id, None, f"error {reply.error.code}: {wire.one_line(reply.error.reason)}")
                 else:
-                    yield Reply(client_id, message.content)
-            if not messages:
-                time.sleep(POLL_SECONDS)
-        for client_id in waiting.values():
-            yield Reply(client_id, None, f"no reply within {timeout:g} s")
+                    yield Reply(client_id, reply.content)

@@ -125,7 +125,8 @@ def legend(figure: Figure, axes: Axes, runs: Sequence[Run]) -> None:
     if len(runs) < 2:
         return
     handles, labels = axes.get_legend_handles_labels()
-    columns = max(1, min(len(labels), int(150 / (max(map(len, labels)) + 9))))
+    column = 5.9 * max(map(len, labels)) + 62  # points: a label's letters, line and gaps
+    columns = max(1, min(len(labels), int(72 * WIDTH / column)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.6, fontsize=9.5)
 
 

@@ -62,6 +62,7 @@ class SimulationSuperLink:
         self.environment = flower_environment(self.home)
         self.environment["COROLLA_LAUNCH"] = str(self.home)
         self.environment[_LAUNCHER] = _identity(psutil.Process())
+        self.environment["COROLLA_SIMULATION"] = "1"
         self.log = self.home / "superlink.log"
 
     def __enter__(self) -> SimulationSuperLink:

@@ -11,6 +11,8 @@ sizes from 8 to 64 work for all of them, and larger ones too.
 - `resnet10`, `resnet18`, `resnet34`: He et al. 2016, BasicBlocks 64/128/256/512, tensor names, shapes and
   initialization as in torchvision, so that its checkpoints fit. On images up to 32x32 the last stage sees a single
   pixel; BatchNorm then refuses to train on a batch of one.
+- `resnet18-fedobp`: FedOBP's (its Table 4): `resnet18` with torchvision's 1000 outputs, and on them, without an activation
+  between, the classifier; 11,699,522 parameters for 3 channels and 10 classes.
 - `module:factory`: the user's, called with keywords in_channels, num_classes, image_size.
 
 Vectors: `params` float32 [d] holds `named_parameters()` in order (a tied parameter once), `buffers` float32 [b] the
@@ -36,7 +38,11 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout, Model, Vector
 from fl_app.rng import torch_seed
 
-RESNET_BLOCKS = {"resnet8": (1, 1, 1), "resnet10": (1, 1, 1, 1), "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
+RESNET_BLOCKS = {
+    "resnet8": (1, 1, 1), "resnet10": (1, 1, 1, 1), "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3),
+    "resnet18-fedobp": (2, 2, 2, 2),
+}  # fmt: skip
+EXTRA_LAYER = {"resnet18-fedobp": 1000}  # units of a linear layer before the classifier
 NORMS = ("batch", "group")
 MAX_GROUPS = 32
 UNPADDED_CNN_SIZE = 16
@@ -66,7 +72,7 @@ def build(
         if name == "cnn":
             return _cnn(in_channels, num_classes, image_size)
         if name in RESNET_BLOCKS:
-            return ResNet(RESNET_BLOCKS[name], in_channels, num_classes, norm)
+            return ResNet(RESNET_BLOCKS[name], in_channels, num_classes, norm, EXTRA_LAYER.get(name, 0))
     raise UserError(f"model: must be one of mlp, cnn, {', '.join(RESNET_BLOCKS)} or module:factory, got {name!r}")
 
 
@@ -138,9 +144,10 @@ class ResNet(nn.Module):
     """ResNet of BasicBlocks (He et al. 2016), tensor names, shapes and initialization as in torchvision.
 
     blocks: BasicBlocks per stage; stage k has 64 * 2^k channels and halves the image from the second stage on.
+    extra: units of `fc` if `classifier` comes after it, 0: `fc` is the classifier.
     """
 
-    def __init__(self, blocks: tuple[int, ...], in_channels: int, num_classes: int, norm: str) -> None:
+    def __init__(self, blocks: tuple[int, ...], in_channels: int, num_classes: int, norm: str, extra: int = 0) -> None:
         """Build stem, stages and classifier."""
         super().__init__()
         width = 64
@@ -154,7 +161,8 @@ class ResNet(nn.Module):
             rest = (BasicBlock(channels, channels, 1, norm) for _ in range(num_blocks - 1))
             self.add_module(f"layer{k + 1}", nn.Sequential(first, *rest))
             width = channels
-        self.fc = nn.Linear(width, num_classes)
+        self.fc = nn.Linear(width, extra or num_classes)
+        self.classifier = nn.Linear(extra, num_classes) if extra else None
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -165,7 +173,7 @@ class ResNet(nn.Module):
         for k in range(self.num_stages):
             x = self.get_submodule(f"layer{k + 1}")(x)
         logits: Tensor = self.fc(x.mean(dim=(2, 3)))
-        return logits
+        return logits if self.classifier is None else self.classifier(logits)
 
 
 def _import_factory(name: str) -> Callable[..., object]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_app.config import DATASETS, MODELS, Scalar
+from fl_app.config import DATASETS, MODELS, Scalar, flatten
 from fl_app.errors import UserError
 
 PRESETS = Path(__file__).parent / "presets"
@@ -72,14 +72,6 @@ class Preset:
                 why = (self.missing or {}).get(word)
                 return f"{key} {word} is not in Corolla" + (f": {why}" if why else "")
         return ""
-
-
-def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn tables one level deep into dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
-    return flat
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -140,8 +140,8 @@ def results_table(runs: Sequence[Run]) -> str:
     rows = [_result_cells(runs, run, finetuned, brief) for run in runs]
     text = (
         "Accuracy on test data. final: mean over all clients, each on its own test data, after the last round; pooled: over "
-        "all samples; best: highest mean over rounds, before local training. upload, download: all clients together. digest: "
-        "its first 8 digits; equal digests mean the same final models, bit for bit."
+        "all samples; best: highest mean over rounds, before local training, so it can be below final. upload, download: all "
+        "clients together. digest: its first 8 digits; equal digests mean the same final models, bit for bit."
     )
     return f"<h2>Results</h2>{_table(head, rows, numeric_from=3 if brief else 2)}<p>{text}</p>"
 

@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 LABEL_LENGTH = 40
 NOT_SETTINGS = frozenset(
     {"method", "run-name", "output-dir", "state-dir", "data-dir", "resume", "tensorboard", "checkpoint-every",
-     "report-class-counts"}
+     "report-class-counts", "server-memory-limit"}
 )  # fmt: skip
 KEY_SETTINGS = (
     "seed", "dataset", "partition", "dirichlet-alpha", "model", "num-clients", "fraction-train", "learning-rate",
@@ -128,7 +128,7 @@ def read_run(path: Path) -> Run:
     rounds = {record["round"]: record for record in read_metrics(path)}
     try:
         finished = bool(read_summary(path))
-    except (UserError, ValueError):
+    except UserError:
         finished = False
     return Run(path.resolve(), read_config(path), dict(sorted(rounds.items())), read_clients(path), finished)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_app.config import MAY_CHANGE_ON_RESUME, RunConfig, Scalar
+from fl_app.config import MAY_CHANGE_ON_RESUME, RunConfig, Scalar, flatten
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 
@@ -165,10 +166,16 @@ def read_config(run: Path) -> dict[str, Scalar]:
         tables = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"{run} is not a run folder: {CONFIG}: {error}") from None
-    flat: dict[str, Scalar] = {}
-    for name, value in tables.items():
-        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
-    return flat
+    return flatten(tables)
+
+
+def run_folders(root: Path) -> dict[str, Path]:
+    """Return run folders by their experiment's id: those directly under a directory, and those of sweeps in it."""
+    found: dict[str, Path] = {}
+    for path in sorted([*root.glob(f"*/{RUN}"), *root.glob(f"*/*/{RUN}")]):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found[str(json.loads(path.read_text(encoding="utf-8"))["experiment"])] = path.parent
+    return found
 
 
 def check_unchanged(run: Path, config: RunConfig) -> None:
@@ -194,10 +201,29 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:
                 record = None
-            if isinstance(record, dict) and isinstance(record.get("round"), int):
+            if _is_record(record):
                 yield record
             else:
                 log.warning("%s: line %d is not a round's record; skipped", path, number)
+
+
+_PARTS: dict[str, type | tuple[type, ...]] = {
+    "clients": dict, "seconds": dict, "failures": list, "evaluation": dict, "upload-bytes": int, "download-bytes": int,
+    "accuracy-before": (int, float, type(None)), "accuracy-before-pooled": (int, float, type(None)),
+}  # fmt: skip
+
+
+def _is_record(record: Any) -> bool:
+    """Tell whether a line of metrics.jsonl is a round's, as far as its readers rely on it; any part may be missing."""
+    if not isinstance(record, dict) or type(record.get("round")) is not int or record["round"] < 1:
+        return False
+    if not all(isinstance(record[name], kind) for name, kind in _PARTS.items() if name in record):
+        return False
+    tables = [record.get("clients", {}), record.get("evaluation", {}).get("clients", {})]
+    if not all(isinstance(table, dict) for table in tables):
+        return False
+    rows = [*record.get("failures", []), *(row for table in tables for row in table.values())]
+    return all(isinstance(row, dict) for row in rows)
 
 
 def client_facts(client_id: int, properties: Mapping[str, Scalar]) -> dict[str, Any]:
@@ -227,6 +253,8 @@ def read_summary(run: Path) -> dict[str, Any]:
         result: dict[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{run} has no {SUMMARY}: not a run folder, or the run did not finish") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run / SUMMARY} cannot be read: {error}") from None
     return result
 
 
@@ -249,6 +277,7 @@ def summarize(config: RunConfig, experiment: str, rounds: list[dict[str, Any]]) 
         "final-accuracy": final["accuracy"],
         "final-accuracy-pooled": final["accuracy-pooled"],
         "final-accuracy-finetuned": final["accuracy-finetuned"],
+        "final-accuracy-finetuned-pooled": final["accuracy-finetuned-pooled"],
         "best-accuracy": best("accuracy-before"),
         "best-accuracy-pooled": best("accuracy-before-pooled"),
         "digest": final["digest"],

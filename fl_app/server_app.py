@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import os
 import sys
-import time
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.exchange import Exchange
 from fl_app.layout import Layout
+from fl_app.log_lines import ERROR_MARK, FOLDER_MARK, LOG_MARK, LineProgress
 from fl_app.results import RunFolder, read_metrics, summarize
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
@@ -27,10 +29,10 @@ from strategies.base import PersonalizedStrategy
 log = logging.getLogger("corolla")
 app = ServerApp()
 
+SIMULATION = "COROLLA_SIMULATION"  # set in the environment where all clients take turns on this machine
+SIMULATION_IN_FLIGHT = 512e6
+
 Progress = Callable[[str, int, int], None]
-LOG_MARK = "corolla: "
-ERROR_MARK = "error: "
-FOLDER_MARK = "run folder: "
 
 
 @app.main()
@@ -38,21 +40,23 @@ def main(grid: Grid, context: Context) -> None:
     """Run the experiment the run config describes."""
     configure_logging()
     try:
-        run(grid, parse(context.run_config, METHOD_PARAMS), LineProgress())
+        in_flight = SIMULATION_IN_FLIGHT if os.environ.get(SIMULATION) else math.inf
+        run(grid, parse(context.run_config, METHOD_PARAMS), LineProgress(), in_flight)
     except UserError as error:
         for line in str(error).splitlines():
             log.error("%s%s", ERROR_MARK, line)
         raise
 
 
-def run(grid: Grid, config: RunConfig, progress: Progress) -> RunFolder:
+def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = math.inf) -> RunFolder:
     """Wait for clients, build the model from what they say about their data, run the method, write the results.
 
+    in_flight: bytes of unanswered messages beyond which no further one is sent.
     Raises UserError before anything is written if the model or a client's data does not fit.
     """
     if config.tensorboard:
         events.require_tensorboard()
-    exchange = Exchange(grid, config, progress)
+    exchange = Exchange(grid, config, progress, in_flight)
     exchange.wait_for_clients()
     config = dataclasses.replace(
         config, num_clients=exchange.num_clients, resolved={**config.resolved, "num-clients": exchange.num_clients}
@@ -112,20 +116,6 @@ def save_models(strategy: PersonalizedStrategy[Any], exchange: Exchange, folder:
     else:
         for client_id in sorted(strategy.personal):
             folder.save_model(f"client-{client_id}", strategy.layout, strategy.model_for(client_id))
-
-
-class LineProgress:
-    """Progress as log lines, at most one a second; `corolla run` turns them into a bar."""
-
-    def __init__(self) -> None:
-        self._last = 0.0
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Log one line."""
-        now = time.monotonic()
-        if done >= total or now - self._last >= 1:
-            self._last = now
-            log.info("%s: %d/%d", what, done, total)
 
 
 def configure_logging() -> None:

@@ -28,13 +28,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_app.config import RunConfig, Scalar, parse
+from fl_app.config import RunConfig, Scalar, flatten, parse
 from fl_app.dry_run import relevant
 from fl_app.errors import UserError
-from fl_app.presets import flatten, read_preset, read_toml, small
+from fl_app.presets import read_preset, read_toml, small
 from fl_app.results import CONFIG, SUMMARY, read_config, to_toml
 
-SAME_RUN = frozenset({"run-name", "output-dir", "data-dir", "state-dir", "resume", "tensorboard"})  # do not tell runs apart
+SAME_RUN = frozenset(  # do not tell runs apart
+    {"run-name", "output-dir", "data-dir", "state-dir", "resume", "server-memory-limit", "tensorboard"}
+)
 CHECKED = (
     "dataset", "data-dir", "classes", "image-size", "partition", "dirichlet-alpha", "classes-per-client", "train-samples",
     "test-samples", "min-samples", "test-ratio", "num-clients", "seed", "model", "norm", "initial-weights", "device",

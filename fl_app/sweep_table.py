@@ -13,6 +13,10 @@ from fl_app.config import Scalar
 from fl_app.results import read_summary
 from fl_app.sweep import Point, identity
 
+CAPTION = (
+    "accuracies in per cent, mean ± standard deviation over the seeds; n: finished runs. final: all clients after the last round; "
+    "pooled: over all samples; best: highest round of the mean over its clients, before they train, so it can be below final"
+)
 ACCURACIES = ("final-accuracy", "final-accuracy-pooled", "final-accuracy-finetuned", "best-accuracy")
 COSTS = ("upload-bytes", "download-bytes", "seconds")
 

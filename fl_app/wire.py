@@ -2,21 +2,29 @@
 
 A message is a list of arrays and a flat table of scalars (`fitins.*` / `fitres.*`, Flower's compat records, which NumPyClient
 speaks). The table's `arrays` names the arrays in order. Bytes are counted as array bytes, without framing. Everything a
-client sends is checked here, before it is copied anywhere: names, shapes, dtypes, finiteness, number of ones in a mask.
+client sends is checked here, before it is copied anywhere: names, shapes, dtypes, finiteness, number of ones in a mask. Importing
+this module replaces how Flower puts received arrays together, which copies them several times before anybody can look at one.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app.message.arraychunk import ArrayChunk
 from flwr.compat.common import recorddict_compat as compat
 from flwr.compat.common.typing import Config, EvaluateIns, FitIns, GetPropertiesIns, Parameters
+from flwr.supercore.constant import HEAD_BODY_DIVIDER
+from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from numpy.typing import NDArray
 
 from fl_app.config import Scalar
@@ -25,11 +33,16 @@ from fl_app.layout import Model
 Array = NDArray[np.generic]
 ARRAYS = "arrays"
 ERROR = "error"
+MAX_TEXT = 2**20  # characters of a name or a text among the scalars; class counts of 100,000 classes fit
+_LINE = 500
 _META = ("round", "attempt", "task", "experiment", "state-version", "keep-from", ARRAYS)
 
 
 class WireError(ValueError):
-    """A message that breaks the protocol; the text says how, the caller knows whose it is."""
+    """A message that breaks the protocol; the text says how, on one short line, the caller knows whose it is."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(" ".join(text.split())[:_LINE])
 
 
 @dataclass(frozen=True)
@@ -126,6 +139,11 @@ def encode_download(download: Download) -> RecordDict:
     return compat.fitins_to_recorddict(FitIns(parameters, config), keep_input=False)
 
 
+def size(content: RecordDict) -> int:
+    """Bytes of a message's arrays."""
+    return sum(record.count_bytes() for record in content.array_records.values())
+
+
 def encode_query() -> RecordDict:
     """Encode the question for a node's properties."""
     return compat.getpropertiesins_to_recorddict(GetPropertiesIns({}))
@@ -148,7 +166,7 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
         record = content.array_records["fitres.parameters"]
         metrics = _scalars(content.config_records["fitres.metrics"])
         num_examples = content.metric_records["fitres.num_examples"]["num_examples"]
-        tensors = [record[name].data for name in record if name != compat.EMPTY_TENSOR_KEY]
+        tensors = [record[name] for name in record if name != compat.EMPTY_TENSOR_KEY]
     except (KeyError, TypeError, ValueError) as error:
         raise WireError(f"malformed reply: {error!r}") from None
     if metrics.get(ERROR):
@@ -158,7 +176,7 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
     shapes = expected.shapes()
     names = [name for name in str(metrics.pop(ARRAYS, "")).split(",") if name]
     if names != list(shapes) or len(tensors) != len(names):
-        raise WireError(f"expected the arrays {list(shapes)}, got {names} ({len(tensors)} sent)")
+        raise WireError(f"expected the arrays {list(shapes)}, got {reprlib.repr(names)} ({len(tensors)} sent)")
     arrays = {n: _load(n, t, *shapes[n]) for n, t in zip(names, tensors, strict=True)}
     mask = arrays.get("mask")
     if mask is not None:
@@ -183,20 +201,20 @@ def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar
         raise WireError(f"num_examples must be an integer >= 0, got {result.num_examples!r}")
     sha256 = metrics.get("sha256", "")
     if not re.fullmatch("[0-9a-f]{64}", str(sha256)):
-        raise WireError(f"sha256 must be 64 hexadecimal digits, got {sha256!r}")
+        raise WireError(f"sha256 must be 64 hexadecimal digits, got {reprlib.repr(sha256)}")
     return result.loss, result.num_examples, metrics
 
 
 def one_line(text: object) -> str:
     """Return a client's text on one line, its last 500 characters: it goes into logs that others read."""
-    return " ".join(str(text).split())[-500:]
+    return " ".join(str(text).split())[-_LINE:]
 
 
 def number(metrics: Mapping[str, Scalar], name: str, low: float = -math.inf, high: float = math.inf) -> float:
     """Read a number a client reported; NaN is allowed (no test data). Raises WireError unless it lies in [low, high]."""
     value = metrics.get(name, math.nan)
     if isinstance(value, (bool, str)) or not (math.isnan(value) or low <= value <= high):
-        raise WireError(f"metric {name} must be a number in [{low:g}, {high:g}], got {value!r}")
+        raise WireError(f"metric {name} must be a number in [{low:g}, {high:g}], got {reprlib.repr(value)}")
     return float(value)
 
 
@@ -204,7 +222,10 @@ def _scalars(record: Mapping[str, object] | ConfigRecord) -> dict[str, Scalar]:
     out: dict[str, Scalar] = {}
     for name, value in record.items():
         if not isinstance(value, (bool, int, float, str)):
-            raise TypeError(f"{name} must be a scalar, got {type(value).__name__}")
+            raise TypeError(f"{name[:80]} must be a scalar, got {type(value).__name__}")
+        length = max(len(name), len(value) if isinstance(value, str) else 0)
+        if length > MAX_TEXT:
+            raise ValueError(f"{name[:80]} has {length} characters, at most {MAX_TEXT} are taken")
         out[name] = value
     return out
 
@@ -261,9 +282,10 @@ def _dump(array: Array) -> bytes:
     return out.getvalue()
 
 
-def _load(name: str, data: bytes, dtype: str, shape: tuple[int, ...]) -> Array:
+def _load(name: str, sent: FlowerArray, dtype: str, shape: tuple[int, ...]) -> Array:
     """View the bytes of one array; its header must name exactly this dtype and shape, and floats must be finite."""
-    stream = io.BytesIO(data[:256])
+    pieces = sent.pieces if isinstance(sent, ReceivedArray) else [memoryview(sent.data)]
+    stream = io.BytesIO(_first(pieces, 256))
     try:
         version = np.lib.format.read_magic(stream)
         if version != (1, 0):
@@ -275,9 +297,87 @@ def _load(name: str, data: bytes, dtype: str, shape: tuple[int, ...]) -> Array:
         raise WireError(f"array {name} has dtype {got_dtype}, expected {np.dtype(dtype)}")
     if got_shape != shape or (fortran and len(shape) > 1):
         raise WireError(f"array {name} has shape {got_shape}, expected {shape}")
-    if len(data) - stream.tell() != np.dtype(dtype).itemsize * math.prod(shape):
-        raise WireError(f"array {name} has {len(data) - stream.tell()} bytes, its shape {shape} needs another number")
+    got = sum(len(piece) for piece in pieces) - stream.tell()
+    if got != np.dtype(dtype).itemsize * math.prod(shape):
+        raise WireError(f"array {name} has {got} bytes, its shape {shape} needs another number")
+    data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     array = np.frombuffer(data, np.dtype(dtype), offset=stream.tell()).reshape(shape)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise WireError(f"array {name} has {np.count_nonzero(~np.isfinite(array))} non-finite values")
     return array
+
+
+def _first(pieces: Sequence[memoryview], count: int) -> bytes:
+    """Return the first `count` bytes, without joining the rest."""
+    out = bytearray()
+    for piece in pieces:
+        out += piece[: count - len(out)]
+        if len(out) == count:
+            break
+    return bytes(out)
+
+
+class ReceivedArray(FlowerArray):
+    """A received array as the pieces it came in: nothing is copied before its header has been checked.
+
+    Flower's own class joins the pieces into a bytearray and that into bytes, while it still holds them: with the copies that its
+    record and its pieces make, more than four times what was sent, or any multiple of it where one piece is named many times.
+    """
+
+    pieces: Sequence[memoryview]
+
+    @classmethod
+    def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ReceivedArray:
+        """Build the array from its head and its ArrayChunks, as Flower's class does. Raises ValueError if one is missing."""
+        meta = json.loads(inflatable_object.get_object_body(object_content, FlowerArray))
+        ids = inflatable_object.get_object_children_ids_from_object_content(object_content)
+        used = [ids[i] for i in meta["arraychunk_ids"]]
+        if set(used) != set(children or {}):
+            raise ValueError("an array's pieces are not those that it names")
+        array = cls(dtype=meta["dtype"], shape=tuple(meta["shape"]), stype=meta["stype"], data=b"")
+        array.pieces = [(children or {})[name].data for name in used]
+        return array
+
+    @property
+    def data(self) -> bytes:
+        """All bytes, joined at every call."""
+        return b"".join(self.pieces)
+
+    @data.setter
+    def data(self, value: bytes) -> None:
+        self.pieces = [memoryview(value)]
+
+
+class ReceivedPiece(ArrayChunk):
+    """How a piece is taken out of its message: as a view of it. Flower's own class copies it."""
+
+    @classmethod
+    def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ArrayChunk:
+        """Skip the head. Raises ValueError if this is no piece."""
+        kind = inflatable_object.get_object_type_from_object_content(object_content)
+        if kind != ArrayChunk.__qualname__ or children:
+            raise ValueError("not a piece of an array")
+        start = object_content.index(HEAD_BODY_DIVIDER) + len(HEAD_BODY_DIVIDER)
+        return ArrayChunk(memoryview(object_content)[start:])
+
+
+class ReceivedArrays(ArrayRecord):
+    """How a record of received arrays is put together; Flower's own class would copy each one once more."""
+
+    @classmethod
+    def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ArrayRecord:
+        """Build the record from the ids of its arrays. Raises ValueError if one is missing."""
+        ids = json.loads(inflatable_object.get_object_body(object_content, ArrayRecord))
+        if set(ids.values()) != set(children or {}):
+            raise ValueError("a record's arrays are not those that it names")
+        record = ArrayRecord()
+        for name, array_id in ids.items():
+            record[name] = (children or {})[array_id]
+        return record
+
+
+inflatable_utils.inflatable_class_registry |= {
+    "ArrayChunk": ReceivedPiece,
+    "Array": ReceivedArray,
+    "ArrayRecord": ReceivedArrays,
+}

@@ -20,7 +20,7 @@ _CANCELLED = 1e-8  # share of the norms below which a squared distance has lost 
 
 
 def weighted_mean(W: Stack, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
-    """Mean over clients, sum_i weights_i w_i / sum_i weights_i, accumulated in float64.
+    """Mean over clients, sum_i weights_i w_i / sum_i weights_i, accumulated in float64 in row order.
 
     W: float32 [N, d]; weights: float64 [N], not negative, or None for uniform. Returns float32 [d].
     Raises ValueError if N is 0 or the weights do not sum to a positive finite number.
@@ -42,11 +42,14 @@ def weighted_mean(W: Stack, weights: NDArray[np.float64] | None = None) -> NDArr
 
 
 def check_weights(weights: NDArray[np.float64], n: int) -> NDArray[np.float64]:
-    """Return the weights as float64 [n]; raise ValueError unless all are >= 0 and their sum is positive and finite."""
+    """Return the weights as float64 [n], equal ones as 1.
+
+    Raises ValueError unless all are >= 0 and their sum is positive and finite.
+    """
     weights = np.asarray(weights, dtype=np.float64)
     if weights.shape != (n,) or not (weights >= 0).all() or not 0 < weights.sum() < np.inf:
         raise ValueError(f"weights must be {n} numbers >= 0 with a positive sum, got {weights}")
-    return weights
+    return np.ones(n) if (weights == weights[0]).all() else weights
 
 
 def _mean_block(block: Stack, weights: NDArray[np.float64], total: float) -> NDArray[np.float64]:
@@ -55,7 +58,9 @@ def _mean_block(block: Stack, weights: NDArray[np.float64], total: float) -> NDA
     for start, stop in blocks(0, block.shape[1], _MEAN_COLUMNS):
         part = rows[:, : stop - start]
         np.copyto(part, block[:, start:stop])
-        np.matmul(weights, part, out=out[start:stop])
+        if (weights != 1).any():
+            part *= weights[:, None]
+        part.sum(axis=0, out=out[start:stop], initial=-0.0)  # row after row; a mean of -0.0 stays -0.0
     out /= total
     return out
 
@@ -74,30 +79,31 @@ def _select(bits: NDArray[np.uint8], inside: Stack, outside: Stack, out: Stack) 
     np.bitwise_xor(target, background, out=target)
 
 
-def group_means(W: Stack, members: NDArray[np.bool_]) -> NDArray[np.float32]:
+def group_means(W: Stack, members: NDArray[np.bool_], out: Stack | None = None) -> NDArray[np.float32]:
     """Return unweighted means over groups of rows, float32 [G, d]: row g is the mean over members[g].
 
-    W: float32 [N, d]; members: bool [G, N], at least one True per row.
+    W: float32 [N, d]; members: bool [G, N], at least one True per row; out: float32 [G, d], may be W itself.
     """
-    out = np.empty((members.shape[0], W.shape[1]), dtype=np.float32)
+    result = np.empty((members.shape[0], W.shape[1]), dtype=np.float32) if out is None else out
     counts = members.sum(axis=1, dtype=np.float32)[:, None]
     summands = members.astype(np.float32)
 
     def block(start: int, stop: int) -> None:
-        np.matmul(summands, W[:, start:stop], out=out[:, start:stop])
-        out[:, start:stop] /= counts
+        means = summands @ W[:, start:stop]
+        np.divide(means, counts, out=result[:, start:stop])
 
     for_blocks(block, W.shape[1])
-    return out
+    return result
 
 
 def collaborate(
-    W: Stack, bits: Bits, members: NDArray[np.bool_], weights: NDArray[np.float64]
+    W: Stack, bits: Bits, members: NDArray[np.bool_], weights: NDArray[np.float64], out: Stack | None = None
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Global mean, and per client the mean of its group on its critical parameters (FedCAC Eq. 9-11).
 
     W: float32 [N, d]; bits: uint8 [N, ceil(d/8)] packed masks; members: bool [N, N], row i the group of client i, itself
-    included; weights: float64 [N] for the global mean. Returns (float32 [d], float32 [N, d]).
+    included; weights: float64 [N] for the global mean; out: float32 [N, d] for the second result, may be W itself.
+    Returns (float32 [d], float32 [N, d]).
     Clients with equal groups share one mean, a client alone takes its own row: no [N, N] x [N, d] product when the groups
     are small.
     """
@@ -111,7 +117,7 @@ def collaborate(
     summands = groups.astype(np.float32)
     counts = groups.sum(axis=1, dtype=np.float32)[:, None]
     mean = np.empty(d, dtype=np.float32)
-    personalized = np.empty((n, d), dtype=np.float32)
+    personalized = np.empty((n, d), dtype=np.float32) if out is None else out
 
     def block(start: int, stop: int) -> None:
         rows = W[:, start:stop]
@@ -182,26 +188,29 @@ def _directly(W: Stack, V: Stack, close: NDArray[np.bool_], distances: NDArray[n
     distances[close] = sum(in_order(sums, blocks(0, W.shape[1])), np.zeros(len(pairs)))
 
 
-def mix(W: Stack, weights: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Weighted sums of the rows, float32 [G, d]: row g is sum_j weights[g, j] w_j. W: float32 [N, d]; weights: [G, N]."""
-    out = np.empty((weights.shape[0], W.shape[1]), dtype=np.float32)
+def mix(W: Stack, weights: NDArray[np.float64], out: Stack | None = None) -> NDArray[np.float32]:
+    """Weighted sums of the rows, float32 [G, d]: row g is sum_j weights[g, j] w_j.
+
+    W: float32 [N, d]; weights: [G, N]; out: float32 [G, d], may be W itself.
+    """
+    result = np.empty((weights.shape[0], W.shape[1]), dtype=np.float32) if out is None else out
     factors = weights.astype(np.float32)
 
     def block(start: int, stop: int) -> None:
-        np.matmul(factors, W[:, start:stop], out=out[:, start:stop])
+        result[:, start:stop] = factors @ W[:, start:stop]
 
     for_blocks(block, W.shape[1])
-    return out
+    return result
 
 
 def mix_by_mask(
-    W: Stack, bits: Bits, inside: NDArray[np.float64], outside: NDArray[np.float64] | None
+    W: Stack, bits: Bits, inside: NDArray[np.float64], outside: NDArray[np.float64] | None, out: Stack | None = None
 ) -> NDArray[np.float32]:
     """Per client one weighted sum of all rows where its mask is set and another elsewhere, float32 [N, d].
 
     W: float32 [N, d]; bits: uint8 [N, ceil(d/8)] packed masks; inside, outside: float64 [N, N], row i holds client i's
     weights; outside None: the mean over all rows, as `weighted_mean` has it. A row of `inside` that is 1 for the client
-    itself and 0 elsewhere copies the client's own values.
+    itself and 0 elsewhere copies the client's own values. out: float32 [N, d], may be W itself.
     """
     n, d = W.shape
     alone = (inside == np.eye(n)).all(axis=1)
@@ -210,7 +219,7 @@ def mix_by_mask(
     if outside is not None:
         factors = np.concatenate([outside.astype(np.float32), factors])
         place += n
-    out = np.empty((n, d), dtype=np.float32)
+    result = np.empty((n, d), dtype=np.float32) if out is None else out
     ones = np.ones(n)
 
     def block(start: int, stop: int) -> None:
@@ -220,7 +229,7 @@ def mix_by_mask(
         packed = slice(start // 8, -(-stop // 8))
         for i in range(n):
             own = rows[i] if alone[i] else mixed[place[i]]
-            _select(bits[i, packed], own, mixed[i] if mean is None else mean, out[i, start:stop])
+            _select(bits[i, packed], own, mixed[i] if mean is None else mean, result[i, start:stop])
 
     for_blocks(block, d)
-    return out
+    return result

@@ -28,6 +28,7 @@ from fl_app.exchange import Exchange, Reply
 from fl_app.layout import Layout, Model, Vector
 from fl_app.results import RunFolder
 from fl_app.wire import Download, Expected, Upload, WireError
+from strategies import spill
 
 log = logging.getLogger("corolla")
 P = TypeVar("P")
@@ -159,8 +160,8 @@ class LocalUpdate(Generic[P]):
 class Uploads:
     """A round's accepted uploads as stacks, rows sorted by client id.
 
-    W: float32 [N, d] (overwritten in the next round: copy what you keep); B: float32 [N, b]; sizes: float64 [N], training
-    samples; bits: uint8 [N, ceil(d/8)] if the method sends masks; extras: arrays by name, [N, ...]; metrics: per client.
+    W: float32 [N, d]; B: float32 [N, b]; sizes: float64 [N], training samples; bits: uint8 [N, ceil(d/8)] if the method sends
+    masks; extras: arrays by name, [N, ...]; metrics: per client. The stacks are the method's, to work in and to keep.
     """
 
     ids: list[int]
@@ -174,7 +175,7 @@ class Uploads:
 
 @dataclass
 class _Intake:
-    """Preallocated stacks that replies are decoded into, row by sampled client."""
+    """Stacks that replies are decoded into, row by sampled client."""
 
     ids: list[int]
     expected: Expected
@@ -197,13 +198,20 @@ class _Intake:
         self.metrics[client_id], self.upload_bytes[client_id] = metrics, upload.nbytes
 
     def uploads(self) -> Uploads:
+        """What came in; the rows of those who sent nothing usable are closed up."""
         ids = [i for i in self.ids if i in self.metrics]
-        rows = slice(None) if ids == self.ids else np.flatnonzero([i in self.metrics for i in self.ids])
-        bits = None if self.bits is None else self.bits[rows]
-        extras = {name: stack[rows] for name, stack in self.extras.items()}
+        bits = None if self.bits is None else self._rows(self.bits)
+        extras = {name: self._rows(stack) for name, stack in self.extras.items()}
         return Uploads(
-            ids, self.W[rows], self.B[rows], self.sizes[rows], bits, extras, [self.metrics[i] for i in ids]
+            ids, self._rows(self.W), self._rows(self.B), self._rows(self.sizes), bits, extras, [self.metrics[i] for i in ids]
         )
+
+    def _rows(self, stack: NDArray[Any]) -> NDArray[Any]:
+        used = [row for row, i in enumerate(self.ids) if i in self.metrics]
+        for to, row in enumerate(used):
+            if to != row:
+                stack[to] = stack[row]
+        return stack[: len(used)]
 
 
 class PersonalizedStrategy(Strategy, Generic[P], ABC):
@@ -225,12 +233,11 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         self.versions: dict[int, str] = {}  # generation of client state accepted last
         self.kept_versions: dict[int, str] = {}  # generation a durable checkpoint may need
         self.round = 0
-        self._stack: NDArray[np.float32] | None = None
         self._client_notes: dict[int, Record] = {}
         self._round_notes: Record = {}
         self._intake: _Intake | None = None
         self._attempt = 0
-        self._evaluation_bytes = 0
+        self._evaluation: Record = {}
         self._wasted_bytes = 0  # downloads of attempts that did not count
         self._record: Record = {}
 
@@ -263,11 +270,21 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         """Remember a client's arrays in `personal`; rows of this round's stacks may be given as they are."""
         self.personal[client_id] = arrays
 
-    def _release_stacks(self, ids: list[int]) -> None:
-        """Copy what clients that were not in this round keep, so that no row holds an earlier round's whole stack."""
-        for client_id in self.personal.keys() - set(ids):
-            kept = self.personal[client_id]
-            self.personal[client_id] = {name: a if a.base is None else a.copy() for name, a in kept.items()}
+    def _settle(self, ids: list[int]) -> None:
+        """Hold at most `server-memory-limit` of kept arrays in memory, the rest on disk, and no stack but the round's.
+
+        A row that is kept holds its whole stack: rows of clients that were not in this round (`ids`) are copied out of theirs.
+        """
+        budget, used = self.config.server_memory_limit * 1e9, 0
+        for client_id, kept in sorted(self.personal.items()):
+            used += sum(a.nbytes for a in kept.values())
+            if used > budget > 0 and not any(isinstance(a, np.memmap) for a in kept.values()):
+                self.personal[client_id] = spill.to_disk(kept, self.folder.path)
+        for client_id, kept in self.personal.items():
+            if client_id not in ids or used > budget > 0:
+                self.personal[client_id] = {
+                    name: a if a.base is None or isinstance(a, np.memmap) else a.copy() for name, a in kept.items()
+                }
 
     def note(self, client_id: int, name: str, value: object) -> None:
         """Add a value to the client's entry in this round's metrics."""
@@ -306,26 +323,26 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         if not checkpoint.rounds(self.folder.path):
             self.save_checkpoint({})
         total = self.config.num_server_rounds
+        watch = Stopwatch()
         for round in range(self.round + 1, total + 1):
-            record = self.train_round(grid, round)
+            watch.start_round("record")  # of the round before: its checkpoint and its metrics
+            record = self.train_round(grid, round, watch)
             if round == total or (self.config.evaluate_every and round % self.config.evaluate_every == 0):
-                started = time.perf_counter()
                 record["evaluation"] = self.evaluate_all(grid, round)
-                record["seconds"]["evaluate"] = time.perf_counter() - started
-                record["seconds"]["round"] += record["seconds"]["evaluate"]
+                watch.lap("evaluate")
+            record["seconds"] = dict(watch.laps)
             if round == total or round % self.config.checkpoint_every == 0:
                 self.save_checkpoint(record)
             self.folder.append(record)
             log.info("%s", self.describe(record))
         return Result()
 
-    def train_round(self, exchange: Exchange, round: int) -> Record:
+    def train_round(self, exchange: Exchange, round: int, watch: Stopwatch) -> Record:
         """Run one round: sample, send, take in replies as they come, personalize. Returns its metrics.
 
         With fewer usable replies than `min-results` the round is repeated, up to `round-retries` times, from the same
         models. Raises UserError after the last attempt.
         """
-        watch = Stopwatch()
         failures: list[Record] = []
         self._wasted_bytes = 0
         for retry in range(self.config.round_retries + 1):
@@ -336,7 +353,8 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
             messages = self.configure_train(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
             what = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {retry + 1}" if retry else "")
             try:
-                self.aggregate_train(round, exchange.ask(what, messages, self.config.round_timeout), watch)  # type: ignore[arg-type]
+                replies = exchange.ask(what, messages, self.config.round_timeout, len(self._record["clients"]))
+                self.aggregate_train(round, replies, watch)  # type: ignore[arg-type]
                 break
             except TooFewResults as error:
                 failures += [{**failure, "attempt": retry + 1} for failure in error.failures]
@@ -347,7 +365,6 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
             raise UserError(f"round {round} failed in {self.config.round_retries + 1} attempts (round-retries)\n{causes}")
         record = self._record
         record["failures"] = failures + record["failures"]
-        record["seconds"] = watch.laps
         return record
 
     # Checkpoints
@@ -359,6 +376,8 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
             arrays |= {f"client.{client_id}.{name}": array for name, array in kept.items()}
         meta = {"versions": {str(i): v for i, v in self.versions.items()}, "record": record}
         checkpoint.save(self.folder.path, self.round, arrays, meta)
+        for kept in self.personal.values():
+            spill.release(kept)
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
@@ -368,6 +387,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         for name, array in arrays.items():
             _, client_id, key = name.split(".", 2)
             self.personal.setdefault(int(client_id), {})[key] = array
+        self._settle(list(self.personal))
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
         self.round = saved.meta["round"]
@@ -399,17 +419,20 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         exchange: Exchange = grid  # type: ignore[assignment]
         ids = self.sample(exchange.client_ids, server_round)
         n, expected = len(ids), self.expected()
-        if self._stack is None or self._stack.shape[0] != n:
-            self._stack = np.empty((n, self.layout.d), np.float32)
         bits = np.empty((n, -(-self.layout.d // 8)), np.uint8) if self.sends_mask else None
         extras = {name: np.empty((n, *shape), dtype) for name, (dtype, shape) in expected.extras.items()}
-        buffers = np.empty((n, self.layout.b), np.float32)
-        self._intake = _Intake(ids, expected, self._stack, buffers, bits, extras, np.zeros(n))
+        W, B = np.empty((n, self.layout.d), np.float32), np.empty((n, self.layout.b), np.float32)
+        self._intake = _Intake(ids, expected, W, B, bits, extras, np.zeros(n))
         self._record = {"round": server_round, "clients": {i: {} for i in ids}}
-        for client_id in ids:
-            download = self.download_for(client_id, server_round, "train")
-            self._record["clients"][client_id]["download-bytes"] = download.nbytes
-            yield exchange.message(client_id, wire.encode_download(download), "train", server_round)
+        return (self._message(exchange, i, "train", "train", server_round, self._record["clients"][i]) for i in ids)
+
+    def _message(self, exchange: Exchange, client_id: int, task: str, kind: str, round: int, record: Record) -> Message:
+        """Build a client's message and note its bytes in `record`."""
+        download = self.download_for(client_id, round, task)
+        record["download-bytes"] = record.get("download-bytes", 0) + download.nbytes
+        message = exchange.message(client_id, wire.encode_download(download), kind, round)
+        spill.release(self.personal.get(client_id, {}))
+        return message
 
     def expected(self) -> Expected:
         """What every upload of a round must look like."""
@@ -442,7 +465,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         uploads = intake.uploads()
         self.round = server_round
         self.personalize(server_round, uploads)
-        self._release_stacks(uploads.ids)
+        self._settle(uploads.ids)
         for client_id, metrics in intake.metrics.items():
             self.versions[client_id] = str(metrics.get("state-version", ""))
         watch.lap("personalize")
@@ -524,10 +547,10 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
     ) -> Iterable[Message]:
         """Address every connected client."""
         exchange: Exchange = grid  # type: ignore[assignment]
-        for client_id in exchange.client_ids:
-            download = self.download_for(client_id, server_round, "evaluate")
-            self._evaluation_bytes += download.nbytes
-            yield exchange.message(client_id, wire.encode_download(download), "evaluate", server_round)
+        self._evaluation = {}
+        return (
+            self._message(exchange, i, "evaluate", "evaluate", server_round, self._evaluation) for i in exchange.client_ids
+        )
 
     def aggregate_evaluate(self, server_round: int, replies: Iterator[Reply]) -> MetricRecord | None:  # type: ignore[override]
         """Collect accuracies and hashes per client into the evaluation record."""
@@ -554,27 +577,23 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
             mean, pooled = mean_and_pooled(list(clients.values()), name)
             evaluation |= {name: mean, f"{name}-pooled": pooled}
         evaluation["digest"] = None if absent else digest(str(row["sha256"]) for row in clients.values())
-        self._record["evaluation"] = evaluation
+        self._evaluation |= evaluation
         return None
 
     def evaluate_all(self, exchange: Exchange, round: int) -> Record:
         """Evaluate every connected client's personalized model, without training."""
         exchange.refresh()
-        self._evaluation_bytes = 0
         messages = self.configure_evaluate(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
-        self.aggregate_evaluate(round, exchange.ask("evaluation", messages, self.config.round_timeout))
-        evaluation: Record = self._record.pop("evaluation")
-        return {"download-bytes": self._evaluation_bytes, **evaluation}
+        replies = exchange.ask("evaluation", messages, self.config.round_timeout, len(exchange.client_ids))
+        self.aggregate_evaluate(round, replies)
+        return self._evaluation
 
     def collect(self, exchange: Exchange, round: int) -> dict[int, Model]:
         """Ask every client for its personal model (all tensors); those that fail are logged."""
         expected = Expected(self.full_layout.d, self.full_layout.b)
-        messages = (
-            exchange.message(i, wire.encode_download(self.download_for(i, round, "collect")), "train", round)
-            for i in exchange.client_ids
-        )
+        messages = (self._message(exchange, i, "collect", "train", round, {}) for i in exchange.client_ids)
         models: dict[int, Model] = {}
-        for reply in exchange.ask("collecting models", messages, self.config.round_timeout):
+        for reply in exchange.ask("collecting models", messages, self.config.round_timeout, len(exchange.client_ids)):
             try:
                 if reply.content is None:
                     raise WireError(reply.cause)
@@ -593,11 +612,16 @@ class TooFewResults(Exception):
 
 
 class Stopwatch:
-    """Seconds by phase; `round` is their sum."""
+    """Seconds by phase since a round's start, without gaps between rounds; `round` is their sum."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()
         self.laps: dict[str, float] = {"round": 0.0}
+
+    def start_round(self, phase: str) -> None:
+        """Begin a round with the time since the last lap, spent in `phase`."""
+        self.laps = {"round": 0.0}
+        self.lap(phase)
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to a phase."""

@@ -76,7 +76,7 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
                 "fedamp.alpha <= fedamp.sigma / (N - 1) avoids it", round, scaled,
             )
         weights = normalise(raw)
-        params, buffers = aggregate.mix(uploads.W, weights), aggregate.mix(uploads.B, weights)
+        params, buffers = aggregate.mix(uploads.W, weights, out=uploads.W), aggregate.mix(uploads.B, weights)
         for i, client_id in enumerate(uploads.ids):
             self.keep(client_id, params=params[i], buffers=buffers[i])
             self.note(client_id, "attention", np.round(weights[i], 6).tolist())

@@ -153,9 +153,11 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         overlap = mask_overlap(uploads.W, uploads.bits)
         chosen = self.choose(overlap, round)
         members = chosen | np.eye(n, dtype=bool)
-        mean, personalized = aggregate.collaborate(uploads.W, uploads.bits, members, weights)
         if p.non_critical == "as-critical":
-            personalized = aggregate.group_means(uploads.W, members)
+            mean = aggregate.weighted_mean(uploads.W, weights)
+            personalized = aggregate.group_means(uploads.W, members, out=uploads.W)
+        else:
+            mean, personalized = aggregate.collaborate(uploads.W, uploads.bits, members, weights, out=uploads.W)
         statistics = aggregate.group_means(uploads.B, members)
         self.global_model = Model(mean, aggregate.weighted_mean(uploads.B, weights))
         for i, client_id in enumerate(uploads.ids):

@@ -160,7 +160,7 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
         chosen = self.choose(overlap, round)
         inside = important_weights(overlap, chosen, self.params.self_weight)
         outside = self.neighbour_weights(uploads)
-        params = aggregate.mix_by_mask(uploads.W, uploads.bits, inside, outside)
+        params = aggregate.mix_by_mask(uploads.W, uploads.bits, inside, outside, out=uploads.W)
         statistics = aggregate.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
         for i, client_id in enumerate(uploads.ids):
             self.keep(client_id, params=params[i], buffers=statistics[i])

@@ -38,11 +38,11 @@ def corolla(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def test_set_values_are_toml_and_bare_words_are_strings() -> None:
     words = ["a=1", "b=0.5", "c=true", 'd="x y"', "e=fedcac", "f=folder:/tmp/x=y", "g=", "h=1e-3", "i='7'"]
     expected = {"a": 1, "b": 0.5, "c": True, "d": "x y", "e": "fedcac", "f": "folder:/tmp/x=y", "g": "", "h": 1e-3, "i": "7"}
-    assert cli.parse_set(words) == expected
+    assert cli.settings.parse_set(words) == expected
     with pytest.raises(UserError, match="expected KEY=VALUE"):
-        cli.parse_set(["tau"])
+        cli.settings.parse_set(["tau"])
     with pytest.raises(UserError, match="must be a string, a number"):
-        cli.parse_set(["a=[1, 2]"])
+        cli.settings.parse_set(["a=[1, 2]"])
 
 
 def write_npz(path: Path, num_train: int = 40, classes: int = 4, **replace: object) -> Path:
@@ -122,11 +122,49 @@ def test_preset_typo_suggests_the_nearest(corolla) -> None:  # type: ignore[no-u
     assert "did you mean demo?" in err
 
 
+@pytest.mark.parametrize("words", [["--set", "seed", "3"], ["demo", "--set", "seed", "3"], ["--set", "seed"]])
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_a_setting_without_an_equals_sign_is_explained(corolla, command: str, words: list[str]) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = corolla(command, *words)
+    assert code == 2 and err == "error: --set seed: expected KEY=VALUE in one word, as in --set seed=1"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "meant"),
+    [("difits", "digits"), ("cifar-10", "cifar10"), ("tiny-imagnet:/x", "tiny-imagenet:"), ("folders:/y", "folder:")],
+)
+def test_a_misspelt_data_set_suggests_the_nearest(corolla, dataset: str, meant: str) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = corolla("run", "--dry-run", "--set", f"dataset={dataset}")
+    assert code == 2 and err.endswith(f"did you mean {meant}?")
+
+
+def test_settings_without_effect_are_named(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    dry = ("--dry-run", "--set", "fedcac.tau=0.3")
+    code, _, err = corolla("run", *dry, "--set", "method=fedavg")
+    assert code == 0
+    assert err == "warning: --set fedcac.tau has no effect: it is a key of method fedcac, not of fedavg"
+    assert corolla("run", *dry)[2] == ""
+    (tmp_path / "all.toml").write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')  # files may be for several methods
+    assert corolla("run", "all.toml", "--dry-run")[2] == ""
+    (tmp_path / "s.toml").write_text('[grid]\nmethod = ["fedavg", "fedcac"]\n')
+    assert corolla("sweep", "s.toml", *dry)[2] == ""
+    code, _, err = corolla("sweep", "s.toml", *dry, "--set", "ditto.proximal-weight=1.0")
+    assert code == 0 and err.count("warning:") == 1 and "ditto.proximal-weight" in err and "not of fedavg, fedcac" in err
+
+
+def test_a_phase_that_is_never_reached_is_named(corolla) -> None:  # type: ignore[no-untyped-def]
+    beta = ("run", "--dry-run", "--set", "fedcac.beta=9", "--set")
+    code, _, err = corolla(*beta, "num-server-rounds=8")
+    assert code == 0 and err.startswith("warning: fedcac.beta = 9 is above num-server-rounds = 8") and err.count("warning") == 1
+    assert corolla(*beta, "num-server-rounds=9")[2] == ""
+
+
 def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     sets = ["--set", "run-name=one", "--set", "model=resnet8", "--set", "train-samples=20", "--set", "num-server-rounds=1"]
     code, out, err = corolla("run", "--in-process", "--clients", "2", "--set", "local-epochs=1", *sets)
     assert code == 0, err
     assert "fedcac" in out and str(tmp_path / "runs" / "one") in out.replace("\n", "")
+    assert "so it can be below final" in " ".join(out.split())
     code, out, _ = corolla("export", "runs/one", "--client", "1")
     assert code == 0 and Path("one-client-1.pt").is_file()
     model = models.build("resnet8", in_channels=1, num_classes=10, image_size=8)
@@ -142,7 +180,8 @@ def test_client_state_is_listed_and_removed(corolla) -> None:  # type: ignore[no
     assert corolla("run", "--in-process", "--clients", "3", *sets)[0] == 0
     experiment = json.loads(Path("runs/two/summary.json").read_text())["experiment"]
     code, out, _ = corolla("state", "list")
-    assert code == 0 and f"{experiment}" in out and "3 clients" in out
+    assert code == 0 and f"{experiment}" in out and "3 clients" in out and out.split()[-1] == "runs/two"
+    assert "no run under elsewhere" in corolla("state", "list", "--runs", "elsewhere")[1]
     assert corolla("state", "remove", experiment)[0] == 0
     assert experiment not in corolla("state", "list")[1]
     code, _, err = corolla("state", "remove", experiment)
@@ -155,6 +194,11 @@ def test_data_show_tells_who_gets_what(corolla, tmp_path: Path) -> None:  # type
     code, out, err = corolla("data", "show", *[w for o in options for w in ("--set", o)])
     assert code == 0, err
     assert "40 training and 20 test images, 1 x 8 x 8, 4 classes" in " ".join(out.split())
+    sets = [w for o in options if "num-clients" not in o for w in ("--set", o)]
+    code, out, _ = corolla("data", "show", "--clients", "4", *sets)
+    assert code == 0 and [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["0", "1", "2", "3"]
+    code, _, err = corolla("data", "show", "--clients", "4", *sets, "--set", "num-clients=3")
+    assert code == 2 and "--clients 4 and --set num-clients=3 contradict each other" in err
 
 
 def test_methods_lists_every_method_and_key(corolla) -> None:  # type: ignore[no-untyped-def]

@@ -66,6 +66,18 @@ def test_one_method_and_partition_in_two_papers(tmp_path: Path) -> None:
     assert line.ours == (0.6, None) and [d[0] for d in line.differences] == ["local-epochs"]
 
 
+def test_the_fine_tuned_figure_is_pooled_where_the_papers_is(tmp_path: Path) -> None:
+    tuned = {"final-accuracy-finetuned": 0.7, "final-accuracy-finetuned-pooled": 0.8}
+    for name, value, how in (
+        ("fedobp/cifar10-dirichlet-0.1/fedavg", 0.8, "pooled over all samples"), ("fedcac/cifar10-dirichlet-0.1", 0.7, "mean"),
+    ):  # fmt: skip
+        (line,) = lines(run_folder(tmp_path, name, name, tuned))
+        assert line.finetuned == (value, None)
+        assert any(f"ours, fine-tuned: all clients after the last round, {how}" in text for text in compare.describe(line))
+    (line,) = lines(run_folder(tmp_path, "older", "fedobp/cifar10-dirichlet-0.1/fedavg", {"final-accuracy-finetuned": 0.7}))
+    assert line.finetuned is None
+
+
 def test_fedpakes_figure_is_the_mean_of_the_last_ten_rounds(tmp_path: Path) -> None:
     rounds = [0.1] * 5 + [0.2 + 0.01 * k for k in range(10)]
     path = run_folder(tmp_path, "a", "fedpake/cifar100-dirichlet-0.1/fedavg", {"final-accuracy-pooled": 0.9}, rounds)

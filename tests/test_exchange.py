@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ArrayRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.compat.common import recorddict_compat as compat
 from flwr.compat.common.typing import Code, GetPropertiesRes, Status
@@ -248,7 +250,7 @@ def connected(nodes: dict[int, Any], **changes: Any) -> Exchange:
 
 def ask(e: Exchange, timeout: float = 0.03) -> dict[int, Reply]:
     requests = (e.message(i, RecordDict(), "train", 1) for i in e.client_ids)
-    replies = list(e.ask("round 1", requests, timeout))
+    replies = list(e.ask("round 1", requests, timeout, len(e.client_ids)))
     assert len(replies) == len({r.client_id for r in replies}) == len(e.client_ids)
     return {r.client_id: r for r in replies}
 
@@ -268,7 +270,7 @@ def test_progress_counts_replies() -> None:
     e = connected(nodes, progress=lambda *a: told.append(a))
     told.clear()
     ask(e)
-    assert told == [("round 1", k, 3) for k in (1, 2, 3)]
+    assert told == [("round 1", k, 3) for k in (0, 1, 2, 3)]
 
 
 def test_an_undeliverable_message() -> None:
@@ -296,6 +298,37 @@ def test_an_error_reply_is_mapped_by_the_message_it_answers() -> None:
     replies = ask(e)
     assert replies[0] == Reply(0, None, "error 5: node unavailable")
     assert replies[1].content is not None and replies[2].content is not None
+
+
+def weight() -> RecordDict:
+    return RecordDict({"arrays": ArrayRecord([np.zeros(250, np.float32)])})  # 1000 bytes and .npy's header
+
+
+@pytest.mark.parametrize(("in_flight", "most"), [(1, 1), (1100, 1), (1200, 2), (math.inf, 3)])
+def test_unanswered_messages_are_limited_by_their_bytes(in_flight: float, most: int) -> None:
+    e = connected(three())
+    e.in_flight = in_flight
+    unanswered, highest = 0, 0
+
+    def requests() -> Iterator[Message]:
+        nonlocal unanswered, highest
+        for i in e.client_ids:
+            unanswered += 1
+            highest = max(highest, unanswered)
+            yield e.message(i, weight(), "train", 1)
+
+    for _ in e.ask("round 1", requests(), 5, 3):
+        unanswered -= 1
+    assert unanswered == 0 and highest == most
+
+
+def test_silent_clients_do_not_keep_the_others_from_being_asked() -> None:
+    nodes = three()
+    e = connected(nodes)
+    e.in_flight = 1
+    nodes[77] = nodes[50] = SILENT
+    replies = ask(e)
+    assert [i for i in replies if replies[i].content is None] == [0, 2] and replies[1].content is not None
 
 
 def test_messages_carry_the_round() -> None:

@@ -273,16 +273,6 @@ def test_rows_belong_to_the_ids_of_the_round() -> None:
     assert [strategy._client_notes[i]["collaborators"] for i in (3, 5, 9)] == [[5], [3], []]
 
 
-def test_the_next_round_does_not_change_what_is_kept() -> None:
-    # the stack W is overwritten by the next round's uploads
-    strategy = server()
-    stack, buffers = W.copy(), B.copy()
-    play(strategy, 1, [0, 1, 2], W=stack, B=buffers)
-    stack[:], buffers[:] = 99, 99
-    assert strategy.model_for(2).params[4:].tolist() == [3.5, 2.5, 1.5, 0.5]
-    assert strategy.model_for(2).buffers.tolist() == [8, 60]
-
-
 # options
 
 

@@ -24,7 +24,7 @@ from fl_app.rng import torch_seed
 
 WIDE = ("mlp", "cnn", "resnet8", "resnet10")
 SHAPES = [(n, s, c) for n in WIDE for s in (8, 28, 32, 64) for c in (1, 3)]
-SHAPES += [(n, s, c) for n in ("resnet18", "resnet34") for s in (8, 64) for c in (1, 3)]
+SHAPES += [(n, s, c) for n in ("resnet18", "resnet34", "resnet18-fedobp") for s in (8, 64) for c in (1, 3)]
 
 
 def small(name: str, norm: str = "batch", seed: int = 0) -> nn.Module:
@@ -49,6 +49,7 @@ def same(a: Model, b: Model) -> bool:
         ("cnn", 1, 28, 582_026),
         ("cnn", 3, 32, 878_538),
         ("resnet8", 3, 32, 1_235_274),
+        ("resnet18-fedobp", 3, 32, 11_689_512 + 1000 * 10 + 10),  # torchvision's for ImageNet, and a classifier on it
     ],
 )
 def test_parameter_counts(name: str, channels: int, size: int, count: int) -> None:
@@ -89,6 +90,16 @@ def test_resnets_are_torchvisions(name: str) -> None:
         torch.testing.assert_close(ours.eval()(batch), theirs.eval()(batch))
 
 
+def test_fedobps_resnet_is_torchvisions_with_a_classifier_on_its_1000_outputs() -> None:
+    ours = models.build("resnet18-fedobp", in_channels=3, num_classes=10, image_size=32).eval()
+    theirs = torchvision_resnet("resnet18", 1000).eval()
+    missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
+    assert missing == ["classifier.weight", "classifier.bias"] and unexpected == []
+    batch = torch.rand(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(batch), ours.get_submodule("classifier")(theirs(batch)))
+
+
 @pytest.mark.parametrize("name", ["resnet8", "resnet18"])
 def test_group_norm(name: str) -> None:
     module = small(name, norm="group")
@@ -105,10 +116,10 @@ def test_group_norm_of_odd_widths_uses_fewer_groups() -> None:
 
 
 def test_layout_knows_classifier_and_batchnorm() -> None:
-    for name, classifier in (("mlp", "classifier"), ("cnn", "classifier"), ("resnet8", "fc")):
+    for name, classifier in (("mlp", "classifier"), ("cnn", "classifier"), ("resnet8", "fc"), ("resnet18-fedobp", "classifier")):
         layout = Layout.of(small(name))
         assert layout.classifier == {f"{classifier}.weight", f"{classifier}.bias"}
-        assert bool(layout.batchnorm) == (name == "resnet8")
+        assert bool(layout.batchnorm) == name.startswith("resnet")
 
 
 def test_every_configurable_model_builds() -> None:

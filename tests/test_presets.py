@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fl_app import cli, dry_run, presets
-from fl_app.config import parse
+from fl_app.config import flatten, parse
 from fl_app.errors import UserError
 from fl_app.results import read_metrics, read_summary
 from strategies import METHOD_PARAMS, METHODS
@@ -77,17 +77,17 @@ def test_every_preset_that_corolla_can_run_resolves_and_dry_runs() -> None:
         assert preset.metric or preset.name.endswith(("ditto", "demo")), preset.name
         small = parse(dict(preset.settings) | presets.small(config.resolved), METHOD_PARAMS)
         assert small.scale == "small" and small.num_clients <= 10 and small.num_server_rounds <= 20
-    assert len(available) >= 232
+    assert len(available) >= 268
 
 
 def test_presets_that_cannot_run_say_why() -> None:
     reasons = {name: p.unavailable(METHODS) for name, p in ALL.items()}
     assert "method moon" in reasons["fedpake/cifar10-dirichlet-0.1/moon"]
     assert "medmnist-a" in reasons["fedobp/medmnist-a-dirichlet-0.1/fedavg"]
-    assert "1000-unit layer" in reasons["fedobp/cifar10-dirichlet-0.1-resnet18/fedavg"]
+    assert "npz:/path" in reasons["fedobp/medmnist-c-dirichlet-0.5"]
     for name, reason in reasons.items():
         p = ALL[name].settings
-        known = p.get("method", "fedcac") in METHODS and "medmnist" not in str(p["dataset"]) and "fedobp" not in str(p["model"])
+        known = p.get("method", "fedcac") in METHODS and "medmnist" not in str(p["dataset"])
         assert known == (not reason), name
     with pytest.raises(UserError, match="method moon is not in Corolla"):
         presets.read_preset("fedpake/cifar10-dirichlet-0.1/moon", METHODS)
@@ -114,6 +114,8 @@ def test_settings_are_those_of_the_papers() -> None:
         obp = ALL[f"fedobp/{name}"].settings
         assert obp["fedobp.quantile"] == q
         assert (obp["num-clients"], obp["fraction-train"], obp["num-server-rounds"], obp["batch-size"]) == (100, 0.1, 400, 32)
+    resnet = ALL["fedobp/fashion-mnist-dirichlet-0.1-resnet18"].settings
+    assert (resnet["model"], resnet["fedobp.quantile"], resnet["dirichlet-alpha"]) == ("resnet18-fedobp", 1 - 0.0018, 0.1)
     dac = ALL["feddac/cifar10-pathological-2"].settings
     assert (dac["local-epochs"], dac["num-server-rounds"], dac["learning-rate"], dac["model"]) == (10, 300, 0.01, "cnn")
 
@@ -193,13 +195,31 @@ def test_dry_run_prints_what_a_run_would_use_and_touches_nothing(
     code, out, _ = corolla(capsys, monkeypatch, "run", name, "--dry-run", "--set", "seed=3")
     assert code == 0
     assert "# published: 40.19 ± 1.20 %" in out and "40 of 40 clients" in out
-    printed = parse(presets.flatten(tomllib.loads(out)), METHOD_PARAMS)
+    printed = parse(flatten(tomllib.loads(out)), METHOD_PARAMS)
     expected = parse(ALL[name].settings, METHOD_PARAMS).resolved | {"seed": 3, "output-dir": str(tmp_path / "runs")}
     expected["dataset"] = f"tiny-imagenet:{tmp_path}/tiny-imagenet-200"
     assert printed.resolved == expected
     code, out, _ = corolla(capsys, monkeypatch, "run", name, "--dry-run", "--scale", "small", "--set", "num-server-rounds=7")
     small = tomllib.loads(out)
     assert (code, small["scale"], small["num-clients"], small["num-server-rounds"]) == (0, "small", 10, 7)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_available_preset_starts_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = corolla(capsys, monkeypatch, "presets")
+    names = out.splitlines()
+    assert names == sorted(names, key=lambda name: name.split("/"))
+    assert set(names) == {name for name, p in ALL.items() if not p.unavailable(METHODS)}
+    for name in names:
+        code, out, err = corolla(capsys, monkeypatch, "run", name, "--dry-run")
+        assert (code, err) == (0, ""), f"{name}: {err}"
+        printed = tomllib.loads(out)
+        assert printed["method"] == ALL[name].settings.get("method", "fedcac") and "# bytes per round, " in out
+        if published := ALL[name].published:
+            assert f"# published: {published} %, {ALL[name].paper}, {ALL[name].source}\n" in out
     assert list(tmp_path.iterdir()) == []
 
 

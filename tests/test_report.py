@@ -23,7 +23,7 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 
 from client_app.client_app import app as client_app
-from fl_app import comparison_figures, method_figures, report, report_runs, server_app
+from fl_app import comparison_figures, figures, method_figures, report, report_runs, server_app
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.inprocess import InProcessGrid
@@ -282,6 +282,23 @@ def test_an_interrupted_run_reports_what_there_is(
     assert {"accuracy", "clients", "overlap-1", "collaborators-1"} <= names
 
 
+@pytest.mark.parametrize("line", [
+    "null", "[]", '{"round": 0}', '{"round": true}', '{"round": 2, "clients": []}', '{"round": 2, "clients": {"0": 3}}',
+    '{"round": 2, "accuracy-before": "x"}', '{"round": 2, "failures": ["x"]}', '{"round": 2, "evaluation": 1}',
+    '{"round": 2, "evaluation": {"clients": []}}', "\0\0", "",
+])  # fmt: skip
+def test_a_line_that_is_no_record_of_a_round_is_skipped(line: str, tmp_path: Path) -> None:
+    run = folder(tmp_path / "r", [record(t, {"0": {"accuracy-before": 0.5}}) for t in (1, 3)], num_server_rounds=3)
+    path = run / "metrics.jsonl"
+    first, last = path.read_text().splitlines()
+    path.write_text(f"{first}\n{line}\n{last}\n")
+    assert [r["round"] for r in read_metrics(run)] == [1, 3]
+    assert report_runs.read_run(run).missing == [2]
+    path.write_text(f'{first}\n{{"round": 2}}\n{last}\n')  # one that lacks everything harms nobody
+    page, _ = write(tmp_path / "out", run)
+    assert "3" in page
+
+
 def test_a_run_without_any_round_has_no_pictures_and_says_so(fedavg: Path, tmp_path: Path) -> None:
     run = folder(tmp_path / "early", [], finished=False, num_server_rounds=5)
     page, names = write(tmp_path / "out", run)
@@ -329,14 +346,26 @@ def many_runs(path: Path, num_runs: int, num_clients: int) -> list[Path]:
     return out
 
 
+@pytest.mark.parametrize("letters", range(6, 41))
+def test_a_legend_is_never_wider_than_the_picture(letters: int) -> None:
+    drawing = figures.new_figure(4)
+    axes = drawing.add_subplot()
+    for k in range(14):
+        axes.plot([0, 1], label=f"{k} fedavg, seed {k} and other words".ljust(letters, "m")[:letters])
+    figures.legend(drawing, axes, [None] * 14)  # type: ignore[list-item]
+    drawing.draw_without_rendering()
+    box = drawing.legends[0].get_window_extent()
+    assert drawing.bbox.x0 <= box.x0 and box.x1 <= drawing.bbox.x1
+
+
 @pytest.mark.parametrize(("num_runs", "num_clients"), [(14, 40), (2, 14), (4, 20)])
 def test_nothing_overlaps_with_many_runs_clients_and_layers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_clients: int
 ) -> None:
-    figures: list[Figure] = []
+    drawn: list[Figure] = []
 
     def keep(figure: Figure) -> bytes:
-        figures.append(figure)
+        drawn.append(figure)
         return b""
 
     monkeypatch.setattr(comparison_figures, "png", keep)
@@ -346,14 +375,14 @@ def test_nothing_overlaps_with_many_runs_clients_and_layers(
         warnings.simplefilter("error")  # a layout that does not fit warns
         names = [p.name for p in comparison_figures.comparison(runs)]
         names += [p.name for p in method_figures.partitions(runs[:1])] + [p.name for p in method_figures.of_run(runs[0])]
-        for figure in figures:
+        for figure in drawn:
             figure.draw_without_rendering()
     spread = ["accuracy-spread"] * (num_runs > 4)
     assert names == [
         "accuracy", *spread, "clients", "communication", "seconds", "partition", "overlap-1", "collaborators-1", "personal-1",
         "dispersion-1",
     ]  # fmt: skip
-    for name, figure in zip(names, figures, strict=True):
+    for name, figure in zip(names, drawn, strict=True):
         for group in text_groups(figure):
             for text, box in group:
                 assert figure.bbox.x0 - 1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1, f"{name}: {text!r} is cut"

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from tests.e2e.conftest import corolla, settings
+from fl_app import report_runs
+from tests.e2e.conftest import COROLLA, corolla, settings
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 OPTIONS = [
@@ -43,6 +49,27 @@ def browser() -> str:
     pytest.skip(f"NO BROWSER: none of {', '.join(BROWSERS)} is installed, so the report was not opened in one")
 
 
+def look_at(page: Path, browser: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
+    """Open a report; what the browser says about it, and its DOM. Fails unless all images are shown and nothing complained."""
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}"), encoding="utf-8")
+    opened = subprocess.run(
+        [browser, *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = re.search(r'<pre id="probe">(.*?)</pre>', opened.stdout, re.S)
+    assert found, f"the page did not load\n{opened.stderr[-2000:]}"
+    probe: dict[str, Any] = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    assert probe["errors"] == []
+    assert not [line for line in opened.stderr.splitlines() if "CONSOLE" in line]
+    assert [r for r in probe["resources"] if not r.startswith("data:")] == []
+    for image in probe["images"]:
+        assert image["complete"] and image["width"] > 0 and image["height"] > 0, image
+        assert image["alt"] and image["shown"] > 300 and abs(image["shape"] - 1) < 0.02, image
+    assert probe["overflow"] <= 0, "the page is wider than the window"
+    return probe, opened.stdout
+
+
 @pytest.mark.e2e
 def test_all_images_decode_and_the_console_is_silent(browser: str, tmp_path: Path) -> None:
     common = {
@@ -55,24 +82,98 @@ def test_all_images_decode_and_the_console_is_silent(browser: str, tmp_path: Pat
     (tmp_path / "runs" / "fedavg" / "summary.json").unlink()  # as if interrupted
     done = corolla("report", str(tmp_path / "runs"), "--output", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    (tmp_path / "probed.html").write_text(page.replace("<head>", f"<head>{PROBE}"), encoding="utf-8")
-
-    opened = subprocess.run(
-        [browser, *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "probed.html").as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    found = re.search(r'<pre id="probe">(.*?)</pre>', opened.stdout, re.S)
-    assert found, f"the page did not load\n{opened.stderr[-2000:]}"
-    probe = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
-    assert probe["errors"] == []
-    assert not [line for line in opened.stderr.splitlines() if "CONSOLE" in line]
-    assert [r for r in probe["resources"] if not r.startswith("data:")] == []
+    probe, dom = look_at(tmp_path / "out" / "report.html", browser, tmp_path)
     pictures = list((tmp_path / "out" / "report-figures").iterdir())
     assert len(probe["images"]) == len(pictures) == 7
-    for image in probe["images"]:
-        assert image["complete"] and image["width"] > 0 and image["height"] > 0, image
-        assert image["alt"] and image["shown"] > 300 and abs(image["shape"] - 1) < 0.02, image
-    assert probe["overflow"] <= 0, "the page is wider than the window"
     assert probe["title"] == "2 runs: fedavg, fedcac"
-    assert "is not finished" in opened.stdout
+    assert "is not finished" in dom
+
+
+METHODS = ("fedavg", "local", "fedper", "fedcac", "fedobp")
+SWEEP = Path(__file__).parents[2] / "sweeps" / "digits.toml"
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)  # half a minute on an idle machine
+def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_panel(browser: str, tmp_path: Path) -> None:
+    values = {
+        "num-server-rounds": 6, "evaluate-every": 3, "partition": "pathological", "train-samples": 60, "test-samples": 20,
+        "local-epochs": 3, "fedobp.quantile": 0.99, "data-dir": str(tmp_path / "data"), "state-dir": str(tmp_path / "state"),
+    }  # fmt: skip
+    directory = tmp_path / "runs"
+    words = ["sweep", str(SWEEP), "--in-process", "--output-dir", str(directory), *settings(values)]
+    kill_in_the_middle([COROLLA, *words], directory, finished=4)
+    before = stamps(directory)
+    interrupted = {p.parent.name for p in directory.glob("*/config.toml")} - set(before)
+    assert 4 <= len(before) < 10 and len(interrupted) == 1
+
+    done = corolla(*words)
+    assert done.returncode == 0, done.stderr
+    assert f"10 runs, {len(before)} finished before, {10 - len(before)} to do" in done.stdout
+    after = stamps(directory)
+    assert len(after) == 10 and before.items() <= after.items(), "a finished run was repeated"
+    assert {p.name for p in (directory / "unfinished").iterdir()} == interrupted
+    assert corolla(*words).stdout.startswith("10 runs, 10 finished before, 0 to do") and stamps(directory) == after
+
+    done = corolla("report", str(directory), "--output", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    runs = report_runs.read_runs([directory])
+    assert sorted(run.method for run in runs) == sorted(METHODS * 2)
+    own = {"fedcac": ("overlap", "collaborators"), "fedobp": ("personal",)}
+    names = {"accuracy", "accuracy-spread", "clients", "communication", "seconds", "partition-1", "partition-2"}
+    names |= {f"{name}-{run.number}" for run in runs for name in own.get(run.method, ())}
+    pictures = {p.stem: p for p in (tmp_path / "out" / "report-figures").iterdir()}
+    assert set(pictures) == names
+    for path in pictures.values():
+        with Image.open(path) as image:
+            assert len(np.unique(np.asarray(image.convert("L")))) > 16, f"{path.name} is empty"
+    for run in runs:
+        assert_every_panel_has_data(run)
+    probe, _ = look_at(tmp_path / "out" / "report.html", browser, tmp_path)
+    assert len(probe["images"]) == len(names) and probe["title"].startswith("10 runs: ")
+
+
+def stamps(directory: Path) -> dict[str, tuple[int, int]]:
+    return {p.parent.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in directory.glob("*/summary.json")}
+
+
+def kill_in_the_middle(command: list[str], directory: Path, finished: int) -> None:
+    """Start a sweep, and SIGKILL it inside a run once so many are finished."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 400
+    while time.monotonic() < deadline and process.poll() is None:
+        begun = {p.parent.name for p in directory.glob("*/metrics.jsonl")}
+        if len(stamps(directory)) >= finished and begun - set(stamps(directory)):
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def assert_every_panel_has_data(run: report_runs.Run) -> None:
+    assert run.finished and list(run.rounds) == list(range(1, 7))
+    for name, points in (("accuracy-before", 6), ("accuracy-after", 6), ("evaluation", 2)):
+        curve = report_runs.curve(run, name)
+        assert curve is not None and len(curve.mean) == points and (curve.low <= curve.high).all(), run.label
+    assert len(report_runs.final_accuracies(run)[0]) == 10
+    assert sum(report_runs.server_seconds(run).values()) > 0 and sum(report_runs.client_seconds(run).values()) > 0
+    sent, accuracy = report_runs.spent(run)
+    assert len(accuracy) == 6 and (np.diff(sent) > 0).all() == (run.method != "local")
+    told = report_runs.class_counts(run)
+    assert told is not None and told[1].sum() == 10 * 60
+    if run.method == "fedcac":
+        assert_masks_tell_whose_data_is_alike(run, told[1])
+    if run.method == "fedobp":
+        shares = report_runs.personal_shares(run)
+        assert shares is not None and np.allclose(np.nansum(shares[1][:, 1:], axis=0), 1)
+
+
+def assert_masks_tell_whose_data_is_alike(run: report_runs.Run, counts: Any) -> None:
+    """Clients with the same classes overlap most, those without a common one least."""
+    ids, overlap = report_runs.overlap(run) or ([], np.zeros(0))
+    collaborators = report_runs.collaborators(run)
+    assert ids == list(range(10)) and collaborators is not None and collaborators[1][:, 0].max() > 0
+    common = (counts[:, None, :] * counts[None, :, :] > 0).sum(axis=2)
+    pairs = np.triu(np.ones((10, 10), bool), 1)
+    means = {n: overlap[pairs & (common == n)].mean() for n in (0, 1, 2) if (pairs & (common == n)).any()}
+    assert len(means) > 1 and list(means.values()) == sorted(means.values()), means

@@ -1,0 +1,42 @@
+"""The `corolla` command."""
+
+from __future__ import annotations
+
+import signal
+
+import typer
+from rich.markup import escape
+
+import deploy.cli
+from fl_app.cli import listings, results, runs, sweeps
+from fl_app.cli.settings import errors
+from fl_app.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+app.command("run")(runs.run)
+app.command("demo")(runs.demo)
+app.command("sweep")(sweeps.sweep)
+app.command("compare")(results.compare)
+app.command("report")(results.report)
+app.command("export")(results.export)
+app.command("presets")(listings.presets)
+app.command("methods")(listings.methods)
+app.add_typer(listings.data_app, name="data")
+app.add_typer(listings.state_app, name="state")
+app.add_typer(deploy.cli.app, name="cluster")
+app.command("reference", hidden=True)(listings.reference)
+
+
+def main() -> None:
+    """Run the command; bad input ends with a message and exit code 2, a failed run with 1."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)  # end what we started, as Ctrl-C does
+    try:
+        app()
+    except UserError as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
+        raise SystemExit(2) from None
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,211 @@
+"""`corolla run` and `corolla demo`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from fl_app.cli.settings import (
+    CpusOption,
+    GpusOption,
+    Scale,
+    ScaleOption,
+    SetOption,
+    VerboseOption,
+    absolute_paths,
+    check_locally,
+    check_resources,
+    console,
+    errors,
+    parse_set,
+    read_preset,
+    resolve,
+    scaled,
+    warn_of_settings,
+)
+from fl_app.cli.tables import show_results, size
+from fl_app.config import RunConfig, Scalar
+from fl_app.errors import UserError
+from fl_app.live import Display, log_to
+from fl_app.results import SUMMARY, check_unchanged, read_config, read_summary
+from strategies import METHODS
+
+Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
+
+
+def run(
+    preset: Annotated[str | None, typer.Argument(help="A preset's name or a .toml file with config keys.")] = None,
+    set_: SetOption = None,
+    clients: Annotated[
+        int | None,
+        typer.Option(help="Simulation: virtual SuperNodes (default 10). Deployment: connected clients to wait for.", min=1),
+    ] = None,
+    superlink: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Deploy: a SuperLink connection of Flower's config file.")
+    ] = None,
+    output_dir: Annotated[str | None, typer.Option(help="Directory of run folders (default: runs).")] = None,
+    cpus_per_client: CpusOption = 1,
+    gpus_per_client: GpusOption = 0,
+    in_process: Annotated[bool, typer.Option("--in-process", help="Debug: one process, no Ray, no SuperLink.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Continue an interrupted run in its folder, from its last checkpoint.")
+    ] = None,
+    scale: ScaleOption = Scale.full,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config and the bytes of a round, and do nothing.")
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Run one experiment, in simulation unless --superlink is given."""
+    if superlink and in_process:
+        raise UserError("--superlink and --in-process exclude each other")
+    if resume and (preset or output_dir is not None or scale is Scale.small):
+        raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")
+    given = parse_set(set_ or [])
+    if clients is not None and given.get("num-clients", clients) != clients:
+        raise UserError(f"--clients {clients} and --set num-clients={given['num-clients']} contradict each other")
+    base = saved_config(resume) if resume else scaled(read_preset(preset) if preset else {}, scale)
+    options = {key: value for key, value in (("num-clients", clients), ("output-dir", output_dir)) if value is not None}
+    config = absolute_paths({"output-dir": "runs", **base, **given, **options})
+    if superlink is None:
+        config["num-clients"] = config.get("num-clients") or 10
+    parsed = resolve(config)
+    warn_of_settings(given, [parsed])
+    if dry_run:
+        show_dry_run(parsed, preset or "")
+        return
+    if resume:
+        check_unchanged(resume, parsed)
+    if resume and is_finished(resume, parsed):
+        console.print("this run is complete; there is nothing to resume")
+        finish([resume])
+        return
+    if superlink is not None:
+        finish([run_deployed(config, superlink, verbose)])
+        return
+    check_locally(parsed)
+    if in_process:
+        finish([run_in_process(config, parsed)])
+        return
+    check_resources(cpus_per_client, gpus_per_client)
+    from fl_app.launch import simulation
+
+    with simulation(parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
+        folder = run_one(config, submit, verbose)
+    finish([folder])
+
+
+def saved_config(run: Path) -> dict[str, Scalar]:
+    """Read the config an interrupted run is continued with."""
+    return read_config(run) | {"resume": str(run.resolve())}
+
+
+def is_finished(run: Path, config: RunConfig) -> bool:
+    """Tell whether a run has all its rounds and its summary."""
+    return (run / SUMMARY).is_file() and read_summary(run)["rounds"] >= config.num_server_rounds
+
+
+def show_dry_run(config: RunConfig, preset: str) -> None:
+    """Print a config as TOML, with the bytes of a round in a comment; the data is not needed unless it is the user's own."""
+    from fl_app import data, dry_run, presets
+
+    source = presets.all_presets().get(preset)
+    if source is not None and source.paper:
+        published = f"published: {source.published} %, " if source.published else ""
+        typer.echo("\n".join(f"# {line}" for line in (f"{published}{source.paper}, {source.source}", *source.notes)))
+    typer.echo(dry_run.config_toml(config))
+    shape = dry_run.known_shape(config)
+    if shape is None and config.dataset != "node":
+        info = data.check(config)
+        shape = (info.in_channels, info.num_classes, info.image_size)
+    if shape is None or not config.num_clients:
+        typer.echo("# bytes per round: known when the nodes have said how many they are and what data they have")
+        return
+    cost = dry_run.round_bytes(config, METHODS[config.method], shape)
+    n = cost.participants
+    typer.echo(
+        f"# bytes per round, {n} of {config.num_clients} clients: "
+        f"up {n * cost.upload} ({size(n * cost.upload)}, {cost.upload} per client), "
+        f"down {n * cost.download} ({size(n * cost.download)}, {cost.download} per client)"
+    )
+
+
+# Starting runs --------------------------------------------------------------------------------------------------------
+
+
+def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:
+    """Run on a SuperLink that Flower's config file names."""
+    from fl_app.launch import flower_environment, flwr_run
+
+    environment = flower_environment()
+    return run_one(config, lambda c, on_line: flwr_run(superlink, c, environment, on_line), verbose)
+
+
+def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool) -> Path | None:
+    """Submit one run and show it; the folder's path if it lies on this machine. Exits with 1 if the run failed."""
+    from fl_app.launch import COMPLETED
+
+    display = Display(resolve(config).method, console, verbose)
+    try:
+        with display:
+            status = submit(config, display.raw)
+    except KeyboardInterrupt:
+        if display.folder:
+            errors.print(f"stopped; continue with: corolla run --resume {display.folder}", soft_wrap=True)
+        raise
+    if display.errors:
+        raise UserError("\n".join(display.errors))
+    if status != COMPLETED:
+        if not verbose:
+            console.print(escape("\n".join(display.lines)), soft_wrap=True)
+        errors.print(f"[bold red]error:[/] the run ended as {escape(status)}; the end of its log is above")
+        raise typer.Exit(1)
+    return display.folder
+
+
+def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig) -> Path:
+    """Run without Ray or SuperLink."""
+    from client_app.client_app import app as client_app
+    from fl_app import server_app
+    from fl_app.inprocess import InProcessGrid
+
+    display = Display(parsed.method, console)
+    try:
+        with display, log_to(display):
+            return server_app.run(InProcessGrid(client_app, config, parsed.num_clients), parsed, display.progress).path
+    except KeyboardInterrupt:
+        if display.folder:
+            errors.print(f"stopped; continue with: corolla run --in-process --resume {display.folder}", soft_wrap=True)
+        raise
+
+
+def finish(folders: Sequence[Path | None]) -> None:
+    """Show the table for the folders that lie on this machine."""
+    here = [f for f in folders if f is not None and f.is_dir()]
+    if here:
+        show_results(here)
+    for folder in folders:
+        if folder is not None and folder not in here:
+            console.print(f"the run folder is on the SuperLink's machine: {folder}", soft_wrap=True)
+
+
+def demo(
+    output_dir: Annotated[str, typer.Option(help="Directory of run folders.")] = "runs", verbose: VerboseOption = False
+) -> None:
+    """Compare FedCAC, FedAvg and Local on digits: 10 clients, Dirichlet 0.1, in simulation (what `make run` does)."""
+    from fl_app.launch import simulation
+
+    base = read_preset("demo") | {"output-dir": str(Path(output_dir).resolve())}
+    check_locally(resolve(base))
+    folders: list[Path | None] = []
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    with simulation(resolve(base).num_clients, 1, 0) as submit:
+        for method in ("fedcac", "fedavg", "local"):
+            config = {**base, "method": method, "run-name": f"demo-{stamp}-{method}"}
+            folders.append(run_one(config, submit, verbose))
+    finish(folders)

@@ -1,0 +1,157 @@
+"""What all commands share: the console; --set, presets and scale on the way to a run's config; its checks on this machine."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fl_app import presets
+from fl_app.config import PATH_DATASETS, RunConfig, Scalar, parse
+from fl_app.errors import UserError
+from strategies import METHOD_PARAMS, METHODS
+
+console = Console(highlight=False, emoji=False)
+errors = Console(stderr=True, highlight=False, emoji=False)
+
+
+class Scale(StrEnum):
+    """How large a run is: as configured, or cut to what a laptop does."""
+
+    full = "full"
+    small = "small"
+
+
+ScaleOption = Annotated[
+    Scale, typer.Option(help="small: cut clients, rounds and samples to what a laptop does; --set still wins.")
+]
+CpusOption = Annotated[float, typer.Option(help="Simulation: CPU cores per client.", min=0.1)]
+GpusOption = Annotated[float, typer.Option(help="Simulation: GPUs per client, may be a fraction.", min=0)]
+VerboseOption = Annotated[bool, typer.Option("--verbose", help="Show Flower's and Ray's log lines too.")]
+
+
+def parse_set(pairs: Iterable[str]) -> dict[str, Scalar]:
+    """Turn KEY=VALUE words into a flat run config. Raises UserError naming every word that is not one."""
+    out: dict[str, Scalar] = {}
+    problems = []
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name.strip():
+            problems.append(f"--set {pair}: expected KEY=VALUE in one word, as in --set {name.strip() or 'seed'}=1")
+            continue
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        if not isinstance(value, (bool, int, float, str)):
+            problems.append(f"--set {pair}: the value must be a string, a number, true or false")
+            continue
+        out[name.strip()] = value
+    if problems:
+        raise UserError("\n".join(problems))
+    return out
+
+
+def checked_set(pairs: list[str] | None) -> list[str] | None:
+    """Complain of `--set KEY VALUE` before the parser does of the stray VALUE."""
+    parse_set(pairs or [])
+    return pairs
+
+
+SET_HELP = "A config key, e.g. --set fedcac.tau=0.3; the value is TOML, a bare word is a string. Repeatable."
+SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP, callback=checked_set)]
+
+
+def read_preset(name: str) -> dict[str, Scalar]:
+    """Read a preset by name, or a TOML file by path, as a flat run config."""
+    return presets.read_preset(name, METHODS)
+
+
+def resolve(config: Mapping[str, Scalar]) -> RunConfig:
+    """Parse a config with all registered methods."""
+    return parse(config, METHOD_PARAMS)
+
+
+def scaled(config: dict[str, Scalar], scale: Scale) -> dict[str, Scalar]:
+    """Cut a config by --scale small."""
+    return config | presets.small(resolve(config).resolved) if scale is Scale.small else config
+
+
+def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
+    """Make the paths in a config absolute: the ServerApp and the clients have other working directories."""
+    out = dict(config)
+    for name in ("output-dir", "data-dir", "state-dir", "initial-weights"):
+        if out.get(name):
+            out[name] = str(Path(str(out[name])).expanduser().resolve())
+    for name, prefixes in (("dataset", PATH_DATASETS), ("partition", ("file:",))):
+        kind, colon, path = str(out.get(name, "")).partition(":")
+        if f"{kind}:" in prefixes and colon and path:
+            out[name] = f"{kind}:{Path(path).expanduser().resolve()}"
+    return out
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def check_locally(config: RunConfig) -> None:
+    """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
+    from client_app.train import resolve_device
+    from fl_app import data, events, models
+
+    if config.tensorboard:
+        events.require_tensorboard()
+    if config.dataset == "node":
+        raise UserError("dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation")
+    resolve_device(config.device)
+    info = data.check(config)
+    module = models.build(
+        config.model, in_channels=info.in_channels, num_classes=info.num_classes, image_size=info.image_size,
+        norm=config.norm, seed=config.seed,
+    )  # fmt: skip
+    if config.initial_weights:
+        models.initial_model(module, config.initial_weights)
+
+
+def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
+    """Refuse what Ray would wait for forever. Raises UserError naming the option."""
+    cores = os.cpu_count() or 1
+    if cpus_per_client > cores:
+        raise UserError(f"--cpus-per-client: this machine has {cores} cores, got {cpus_per_client:g}")
+    if gpus_per_client:
+        import torch
+
+        if gpus_per_client > torch.cuda.device_count():
+            raise UserError(f"--gpus-per-client: this machine has {torch.cuda.device_count()} GPUs, got {gpus_per_client:g}")
+
+
+def warn_of_settings(given: Iterable[str], configs: Collection[RunConfig]) -> None:
+    """Say on standard error which settings are not what they seem: nothing is refused.
+
+    given: keys of --set, of which those in a table of a method that no run has are without effect. Keys of presets and files
+    may be for several methods and are not named.
+    """
+    methods = {config.method for config in configs}
+    for key in given:
+        if "." in key and (owner := key.partition(".")[0]) not in methods:
+            warn(f"--set {key} has no effect: it is a key of method {owner}, not of {', '.join(sorted(methods))}")
+    late = {
+        f"{key} = {value} is above num-server-rounds = {config.num_server_rounds}: the phase without collaboration, after "
+        f"round {value}, is never reached"
+        for config in configs
+        for key in presets.ROUND_KEYS
+        if key.startswith(f"{config.method}.") and (value := config.resolved[key]) > config.num_server_rounds  # type: ignore[operator]
+    }
+    for text in sorted(late):
+        warn(text)
+
+
+def warn(text: str) -> None:
+    """Print a warning in one line."""
+    errors.print(f"[bold yellow]warning:[/] {escape(text)}", soft_wrap=True)

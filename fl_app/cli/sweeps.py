@@ -1,0 +1,134 @@
+"""`corolla sweep`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from fl_app import sweep as sweeping
+from fl_app import sweep_table
+from fl_app.cli import runs
+from fl_app.cli.settings import (
+    CpusOption,
+    GpusOption,
+    Scale,
+    ScaleOption,
+    SetOption,
+    VerboseOption,
+    absolute_paths,
+    check_locally,
+    check_resources,
+    console,
+    errors,
+    parse_set,
+    warn_of_settings,
+)
+from fl_app.cli.tables import show_table
+from fl_app.sweep import Point
+from strategies import METHOD_PARAMS
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help="A sweep file; docs/experiments.md says what it holds.")],
+    set_: SetOption = None,
+    jobs: Annotated[int, typer.Option(help="Runs at the same time, each in its own processes.", min=1)] = 1,
+    in_process: Annotated[bool, typer.Option("--in-process", help="No Ray, no SuperLink: fast for small models.")] = False,
+    output_dir: Annotated[Path | None, typer.Option(help="The sweep's directory (default: runs/<file's name>).")] = None,
+    scale: ScaleOption = Scale.full,
+    cpus_per_client: CpusOption = 1,
+    gpus_per_client: GpusOption = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, and do nothing.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Run all combinations of a sweep file; started again, it does only what is not finished."""
+    given = parse_set(set_ or [])
+    plan = sweeping.read(file)
+    if scale is Scale.small:
+        plan = dataclasses.replace(plan, scale=scale.value)
+    directory = (output_dir or Path("runs") / file.stem).expanduser().resolve()
+    points = sweeping.expand(plan, METHOD_PARAMS, directory, given, absolute_paths)
+    warn_of_settings(given, [point.parsed for point in points])
+    if dry_run:
+        typer.echo("\n".join(point.name for point in points))
+        return
+    if not in_process:
+        check_resources(cpus_per_client, gpus_per_client)
+    sweeping.check(points, check_locally)
+    options = [f"--cpus-per-client={cpus_per_client:g}", f"--gpus-per-client={gpus_per_client:g}"]
+    with sweeping.locked(directory):
+        todo = unfinished_points(directory, points)
+        try:
+            if jobs > 1:
+                failed = sweeping.run_parallel(todo, directory, jobs, ["--in-process"] if in_process else options, announce)
+            else:
+                failed = run_points(todo, in_process, cpus_per_client, gpus_per_client, verbose)
+        except KeyboardInterrupt:
+            errors.print("the sweep goes on with the same command: finished runs are not repeated")
+            raise
+        show_sweep(directory, points, file.stem, plan.scale, failed)
+    if failed:
+        for name, message in failed.items():
+            errors.print(f"[bold red]failed:[/] {escape(name)}: {escape(message)}", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+def unfinished_points(directory: Path, points: Sequence[Point]) -> list[Point]:
+    """Tidy up after a sweep that was killed, and return the runs that are left to do."""
+    if count := sweeping.end_leftovers(directory):
+        console.print(f"ended {count} processes that an interrupted sweep had left running")
+    finished, unfinished = sweeping.scan(directory, METHOD_PARAMS)
+    for folder in unfinished:
+        console.print(f"unfinished, set aside: {sweeping.set_aside(folder)}", soft_wrap=True)
+    todo = [point for point in points if sweeping.identity(point.parsed) not in finished]
+    console.print(f"{len(points)} runs, {len(points) - len(todo)} finished before, {len(todo)} to do")
+    return todo
+
+
+def announce(k: int, total: int, name: str) -> None:
+    """Say which run of a sweep starts."""
+    console.print(f"[bold]{k}/{total}[/] {escape(name)}", soft_wrap=True)
+
+
+def run_points(
+    points: Sequence[Point], in_process: bool, cpus_per_client: float, gpus_per_client: float, verbose: bool
+) -> dict[str, str]:
+    """Run one after the other, those with equally many clients on one SuperLink; messages of failed ones by name."""
+    from fl_app.launch import simulation
+
+    failed: dict[str, str] = {}
+    started = 0
+    for num_clients in dict.fromkeys(point.parsed.num_clients for point in points):
+        same = [point for point in points if point.parsed.num_clients == num_clients]
+        with contextlib.ExitStack() as stack:
+            submit = None if in_process else stack.enter_context(simulation(num_clients, cpus_per_client, gpus_per_client))
+            for point in same:
+                started += 1
+                announce(started, len(points), point.name)
+                try:
+                    if submit is None:
+                        runs.run_in_process(point.config, point.parsed)
+                    else:
+                        runs.run_one(point.config, submit, verbose)
+                except typer.Exit:
+                    failed[point.name] = "the run failed; the end of its log is above"
+                except Exception as error:  # one bad run must not end a night's sweep
+                    failed[point.name] = f"{type(error).__name__}: {error}"
+                    errors.print(f"[bold red]failed:[/] {escape(failed[point.name])}", soft_wrap=True)
+    return failed
+
+
+def show_sweep(directory: Path, points: Sequence[Point], title: str, scale: str, failed: dict[str, str]) -> None:
+    """End a sweep with its table, on the terminal and in its directory."""
+    finished, _ = sweeping.scan(directory, METHOD_PARAMS)
+    rows = sweep_table.tabulate(points, finished)
+    remarks = ["`--scale small`: cut to what a laptop does, not the papers' figures."] if scale == "small" else []
+    sweep_table.write_results(directory, rows, title, remarks + [f"{len(failed)} runs failed."] * bool(failed))
+    show_table(sweep_table.table(rows))
+    console.print("\n".join([sweep_table.CAPTION, *remarks]))
+    console.print(f"{directory / 'results.csv'}\n{directory / 'results.md'}", soft_wrap=True)

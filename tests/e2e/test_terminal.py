@@ -1,0 +1,103 @@
+"""The live panel on a real terminal (a pty): it moves while the run goes on, and leaves the terminal as it was."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import COROLLA, Cluster, settings
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+HIDE, SHOW, OTHER_SCREEN = "\x1b[?25l", "\x1b[?25h", "\x1b[?1049h"
+
+
+def on_a_terminal(
+    words: list[str], environment: dict[str, str], interrupt_when: Callable[[str], bool] = lambda text: False
+) -> tuple[int, str]:
+    """Run `corolla` in a terminal of 100 x 30; exit code and everything written. Ctrl-C is typed once `interrupt_when` holds."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    before = termios.tcgetattr(slave)
+    process = subprocess.Popen(
+        [COROLLA, *words], stdin=slave, stdout=slave, stderr=slave, env={**environment, "TERM": "xterm-256color"},
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    text, typed, deadline = "", False, time.monotonic() + 240
+    while time.monotonic() < deadline:
+        if select.select([master], [], [], 0.1)[0]:
+            text += os.read(master, 1 << 16).decode(errors="replace")
+        elif process.poll() is not None:
+            break
+        if not typed and interrupt_when(text):
+            os.write(master, b"\x03")
+            typed = True
+    assert process.poll() is not None, f"it did not end\n{text[-2000:]}"
+    assert termios.tcgetattr(slave) == before
+    os.close(master)
+    os.close(slave)
+    return process.returncode, text
+
+
+def few_rounds(tmp_path: Path, **changes: object) -> list[str]:
+    values = {
+        "num-server-rounds": 3, "train-samples": 30, "test-samples": 10, "local-epochs": 2, "fedcac.beta": 2, "run-name": "live",
+        "output-dir": str(tmp_path / "runs"), "state-dir": str(tmp_path / "state"),
+    }  # fmt: skip
+    return settings(values | changes)
+
+
+def assert_a_live_run(code: int, text: str, rounds: int, clients: int) -> None:
+    assert code == 0, text[-3000:]
+    assert text.count(HIDE) == text.count(SHOW) == 1 and OTHER_SCREEN not in text
+    panel, _, after = text.partition(SHOW)
+    assert f"/{clients} replies" in panel and f"{rounds}/{rounds} done" in panel and "±" in panel
+    assert "round 1/3: accuracy" not in text, "a plain line beside the panel"
+    assert "final" in after and "live" in after and "╭─ fedcac" not in after
+
+
+def test_the_panel_in_this_process(tmp_path: Path) -> None:
+    words = ["run", "--in-process", "--clients", "4", *few_rounds(tmp_path, **{"local-epochs": 100})]
+    assert_a_live_run(*on_a_terminal(words, dict(os.environ)), rounds=3, clients=4)
+
+
+@pytest.mark.long
+def test_the_panel_of_a_simulation(tmp_path: Path) -> None:
+    words = ["run", "--clients", "4", *few_rounds(tmp_path, **{"local-epochs": 200})]
+    assert_a_live_run(*on_a_terminal(words, dict(os.environ)), rounds=3, clients=4)
+
+
+@pytest.mark.long
+def test_the_panel_of_a_deployment(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start_superlink()
+    for client_id in range(2):
+        cluster.start_supernode(client_id, 2)
+    words = ["run", "--superlink", "test", "--clients", "2", *few_rounds(tmp_path)]
+    assert_a_live_run(*on_a_terminal(words, cluster.environment), rounds=3, clients=2)
+
+
+def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    words = ["run", "--in-process", "--clients", "4", *few_rounds(tmp_path, **{"num-server-rounds": 5000})]
+    code, text = on_a_terminal(words, dict(os.environ), interrupt_when=lambda text: "2/5000 done" in text)
+    assert code == 130 and "Traceback" not in text
+    assert text.count(HIDE) == text.count(SHOW) == 1
+    after = text.partition(SHOW)[2]
+    assert f"corolla run --in-process --resume {tmp_path / 'runs' / 'live'}" in after.replace("\r\n", "")
+
+
+def test_a_run_that_fails_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    words = ["run", "--in-process", "--clients", "4", *few_rounds(tmp_path)]
+    (tmp_path / "runs" / "live").mkdir(parents=True)
+    code, text = on_a_terminal(words, dict(os.environ))
+    assert code == 2 and "exists already" in text and "Traceback" not in text
+    assert text.count(HIDE) == text.count(SHOW) == 1 and text.index(SHOW) < text.index("error:")

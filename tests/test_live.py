@@ -1,0 +1,157 @@
+"""The live display: fed with a run's log lines, drawn on a console of fixed width."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from client_app.client_app import app as client_app
+from fl_app import live, log_lines, server_app
+from fl_app.config import parse
+from fl_app.inprocess import InProcessGrid
+from strategies import METHOD_PARAMS, METHODS
+
+LINES = [
+    "fedcac: 10 clients, 3 rounds, model mlp with 17226 parameters (17226 travel), fedcac.tau=0.5",
+    "round 1/3: 0/10",
+    "round 1/3: 4/10",
+    "round 1/3: client 7 dropped: no reply within 5 s",
+    "round 1/3: accuracy  13.2% ± 11.6 before,  93.2% ± 5.2 after training, loss 0.179, 9 clients, 0.7 MB up, 0.6 MB down, "
+    "2.5 s (wait 2.1, personalize 0.4); 1 failed",
+    "round 2/3: 6/10",
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def display(terminal: bool = True, width: int = 100, height: int = 30) -> tuple[live.Display, Console]:
+    file = Terminal() if terminal else io.StringIO()
+    options: dict[str, Any] = {"width": width, "height": height, "highlight": False, "color_system": None}
+    console = Console(file=file, force_terminal=True, _environ={"TERM": "xterm"}, **options)
+    return live.Display("fedcac", console), console
+
+
+def drawn(shown: live.Display, width: int = 100, height: int = 30) -> list[str]:
+    """What the panel looks like now."""
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(shown._panel)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+def row(lines: list[str], number: int) -> list[str]:
+    return next(words for line in lines if (words := line.strip("│ ").split())[:1] == [str(number)])
+
+
+def test_the_panel_shows_what_arrived() -> None:
+    shown, _ = display()
+    for line in LINES:
+        shown.raw(log_lines.LOG_MARK + line)
+    lines = drawn(shown)
+    text = "\n".join(lines)
+    assert "1/3 done" in text and "round 2/3" in text and "6/10 replies" in text
+    assert row(lines, 1) == ["1", "13.2", "±", "11.6", "93.2", "±", "5.2", "0.179", "0.7", "0.6", "2.5", "1"]
+    assert "seconds of round 1: wait 2.1, personalize 0.4" in text and "failures so far: 1" in text
+    assert "fedcac" in lines[0] and max(map(len, lines)) <= 97
+
+
+@pytest.mark.parametrize(("width", "height"), [(72, 14), (80, 24), (200, 60)])
+def test_it_fits_the_terminal(width: int, height: int) -> None:
+    shown, _ = display(width=width, height=height)
+    for k in range(1, 31):
+        shown.line(LINES[4].replace("round 1/3", f"round {k}/40"))
+    lines = drawn(shown, width, height)
+    assert len(lines) <= height and max(map(len, lines)) <= width - live.ECHO
+    assert row(lines, 30) and not [line for line in lines if line.strip("│ ").startswith("21 ")]
+    assert "…" not in "".join(lines) and "about 0:00:00 left" not in lines[-1]
+
+
+def test_every_methods_round_line_is_read(raw_config: dict[str, Any]) -> None:
+    """The panel is fed with the line PersonalizedStrategy.describe writes: they must fit each other."""
+    told: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    handler, log = Keep(), logging.getLogger("corolla")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        for method in METHODS:
+            raw = raw_config | {"method": method, "run-name": method, "evaluate-every": 1}
+            raw |= {"model": "resnet8"} if method == "fedbn" else {}
+            config = parse(raw, METHOD_PARAMS)
+            server_app.run(InProcessGrid(client_app, raw, config.num_clients), config, lambda what, done, total: None)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    rounds = [found for line in told if (found := live.read_round(line))]
+    assert [(r.number, r.total) for r in rounds] == [(1, 2), (2, 2)] * len(METHODS)
+    for r in rounds:
+        assert "±" in r.before and "±" in r.after and 0 <= float(r.everyone) <= 100 and float(r.loss) > 0
+        assert float(r.up) >= 0 and float(r.down) >= 0 and float(r.seconds) >= 0 and r.failed == 0
+
+
+@pytest.mark.parametrize(
+    "tail", ["", " (wait 0.1)", "; all clients   n/a", "; 3 failed", " (wait 1.0); all clients  9.0%; 2 failed"]
+)
+def test_optional_parts_of_a_round_line(tail: str) -> None:
+    line = f"round 2/9: accuracy   n/a before,   n/a after training, loss n/a, 1 clients, 0.0 MB up, 0.0 MB down, 0.1 s{tail}"
+    found = live.read_round(line)
+    assert found is not None and (found.before, found.loss, found.number, found.total) == ("n/a", "n/a", 2, 9)
+    assert found.failed == (3 if "3 failed" in tail else 2 if "2 failed" in tail else 0)
+    assert live.read_round("round 2/9: 3/10") is None and live.read_round("resumed after round 2") is None
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    shown, console = display(terminal=False)
+    with shown:
+        for line in LINES:
+            shown.raw(log_lines.LOG_MARK + line)
+        shown.raw("INFO : Flower's own line")
+    assert console.file.getvalue() == "".join(f"{LINES[k]}\n" for k in (0, 3, 4))  # type: ignore[attr-defined]
+
+
+def test_what_is_not_shown_is_kept() -> None:
+    shown, _ = display(terminal=False)
+    shown.raw("corolla: run folder: /runs/x")
+    shown.raw("corolla: error: no data")
+    assert str(shown.folder) == "/runs/x" and shown.errors == ["no data"]
+    for k in range(100):
+        shown.raw(f"line {k}")
+    assert list(shown.lines) == [f"line {k}" for k in range(60, 100)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_terminal_is_left_as_it_was(error: type[BaseException]) -> None:
+    shown, console = display()
+    with pytest.raises(error), shown:
+        for line in LINES:
+            shown.line(line)
+        raise error
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1 and out.rindex("\x1b[?25h") > out.rindex("╰")
+    assert "client 7 dropped: no reply" in out and "6/10 replies" in out.rpartition("╭")[2]
+    assert LINES[4] not in out
+
+
+def test_progress_lines_are_few(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(log_lines.log, "propagate", True)
+    progress = log_lines.LineProgress()
+    with caplog.at_level(logging.INFO, logger="corolla"):
+        for k in range(1001):
+            progress("round 1/2", k, 1000)
+            clock[0] += 0.001
+    told = [log_lines.read_progress(message) for message in caplog.messages]
+    assert told == [("round 1/2", 0, 1000), *(("round 1/2", k, 1000) for k in (250, 500, 750)), ("round 1/2", 1000, 1000)]
+

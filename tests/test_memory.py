@@ -1,0 +1,76 @@
+"""What the server holds: stacks that are handed on, rows that are closed up, models that lie on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_app.errors import UserError
+from fl_app.results import RunFolder, read_summary
+from strategies import aggregate, masks, spill
+
+Run = Callable[..., RunFolder]
+
+
+def test_arrays_on_disk_are_the_same(tmp_path: Path) -> None:
+    arrays = {"a": np.arange(5.0), "bits": np.arange(3, dtype=np.uint8), "none": np.empty((0, 2)), "b": np.array(3)}
+    kept = spill.to_disk(arrays, tmp_path)
+    for name, array in arrays.items():
+        assert kept[name].dtype == array.dtype and kept[name].shape == array.shape and (kept[name] == array).all()
+    assert isinstance(kept["a"], np.memmap) and not kept["a"].flags.writeable
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_maps_are_whole_after_their_memory_was_given_back(tmp_path: Path) -> None:
+    kept = spill.to_disk({"a": np.arange(5000.0)}, tmp_path)
+    spill.release(kept | {"in memory": np.ones(3)})
+    assert (kept["a"] == np.arange(5000.0)).all()
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="server-memory-limit: clients' models cannot be written to .*missing"):
+        spill.to_disk({"a": np.arange(5.0)}, tmp_path / "missing")
+
+
+@pytest.mark.parametrize("method", ["fedcac", "feddac", "fedamp"])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_what_lies_on_disk_does_not_change_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, method: str, fraction: float
+) -> None:
+    spilled: list[int] = []
+    to_disk = spill.to_disk
+    monkeypatch.setattr(spill, "to_disk", lambda arrays, path: (spilled.append(1), to_disk(arrays, path))[1])
+    config: dict[str, Any] = {"method": method, "num_server_rounds": 3, "fraction_train": fraction}
+    digests = [
+        read_summary(run(**config, server_memory_limit=limit, run_name=f"limit-{i}").path)["digest"]
+        for i, limit in enumerate((0.0, 1e-9, 1e-4))
+    ]
+    assert len(set(digests)) == 1 and spilled
+
+
+@pytest.mark.parametrize("mixing", ["collaborate", "as-critical", "mix", "mix_by_mask"])
+def test_a_stack_may_be_overwritten_by_what_is_made_of_it(mixing: str) -> None:
+    rng = np.random.default_rng(0)
+    n, d = 5, 70_001
+    W = rng.standard_normal((n, d), dtype=np.float32)
+    bits = np.stack([masks.pack(rng.random(d) < 0.5) for _ in range(n)])
+    members = (rng.random((n, n)) < 0.3) | np.eye(n, dtype=bool)
+    members[0] = np.eye(n, dtype=bool)[0]
+    weights = members / members.sum(axis=1, keepdims=True)
+
+    def result(out: np.ndarray | None, W: np.ndarray) -> np.ndarray:
+        if mixing == "collaborate":
+            return aggregate.collaborate(W, bits, members, np.arange(1.0, n + 1), out=out)[1]
+        if mixing == "as-critical":
+            return aggregate.group_means(W, members, out=out)
+        if mixing == "mix":
+            return aggregate.mix(W, weights, out=out)
+        return aggregate.mix_by_mask(W, bits, weights, None, out=out)
+
+    expected, stack = result(None, W), W.copy()
+    assert result(stack, stack) is stack
+    assert (stack == expected).all()
