@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install run test test-long test-faults test-docker cluster-demo soak bench check lint types docs clean
+.PHONY: install run test test-long test-faults test-docker cluster-demo soak bench bench-short check lint types docs clean
 
 install: $(VENV)/.installed
 
@@ -23,9 +23,9 @@ test: install
 test-long: install
 	$(BIN)/python -m pytest -m long
 
-# deployments whose processes are killed, stopped and restarted
+# deployments whose processes are killed and whose network is cut (as root; says so otherwise)
 test-faults: install
-	$(BIN)/python -m pytest -m faults
+	$(BIN)/python -m pytest -m faults -rs
 
 # clusters in containers; needs a Docker engine, says so without one
 test-docker: install
@@ -39,9 +39,13 @@ cluster-demo:
 soak: install
 	COROLLA_SOAK_CLIENTS=20 COROLLA_SOAK_ROUNDS=20 $(BIN)/python -m pytest -m faults -k leak -s
 
+# ratios of docs/performance.md; about half an hour on two idle cores
 bench: install
-	$(BIN)/python -m benchmarks.kernels
-	$(BIN)/python -m benchmarks.training
+	for name in kernels training simulation deployment startup memory gpu_check; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+
+# small forms; fail when a ratio is more than twice its target
+bench-short: install
+	for name in kernels training simulation deployment startup memory; do $(BIN)/python -m benchmarks.$$name --short || exit 1; done
 
 check: lint types test
 

@@ -1,11 +1,13 @@
-"""Local training beside the plain PyTorch loop: seconds per step and the largest difference of the results.
+"""Local training beside the plain PyTorch loop: seconds of an epoch and the difference of the results.
 
-python benchmarks/training.py [--short]
+python -m benchmarks.training [--short]
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import arguments, finish, interleaved
-from client_app.train import LocalTrainer
+from client_app.train import LocalTrainer, resolve_device
 from fl_app import models, rng
-from fl_app.config import RunConfig, parse
+from fl_app.config import NoParams, RunConfig, Scalar, parse
 from fl_app.data import ClientData, DatasetInfo
 from fl_app.layout import Model
-from strategies import METHOD_PARAMS
 
 
 def client_data(samples: int, side: int, channels: int) -> ClientData:
@@ -30,53 +31,77 @@ def client_data(samples: int, side: int, channels: int) -> ClientData:
     return ClientData(x, y, x[:1], y[:1], info)
 
 
-def plain(config: RunConfig, data: ClientData, shape: dict[str, int], start: Model) -> Model:
+def configure(**keys: Scalar) -> RunConfig:
+    """Parse keys in snake case; FedAvg, whose name alone does not need the strategies."""
+    named: dict[str, Scalar] = {name.replace("_", "-"): value for name, value in keys.items()}
+    return parse({"method": "fedavg", **named}, {"fedavg": NoParams})
+
+
+def plain(config: RunConfig, data: ClientData, shape: dict[str, int], start: Model, layout: torch.memory_format) -> Model:
     """The loop everybody writes: torch.optim.SGD, float32, the same batches."""
+    device = resolve_device(config.device)
     module = models.build(config.model, **shape)
     models.write(module, start)
-    module.train()
-    x, y = torch.from_numpy(data.x_train).float() / 255, torch.from_numpy(data.y_train)
+    module.to(device, memory_format=layout).train()  # type: ignore[call-overload]
+    x = (torch.from_numpy(data.x_train).to(device).float() / 255).contiguous(memory_format=layout)
+    y = torch.from_numpy(data.y_train).to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=config.learning_rate)
     generator = torch.Generator().manual_seed(rng.torch_seed(config.seed, "train", 1, 0))
     for _ in range(config.local_epochs):
-        for chosen in torch.randperm(len(y), generator=generator).split(config.batch_size):
+        for chosen in torch.randperm(len(y), generator=generator).to(device).split(config.batch_size):
             optimizer.zero_grad()
             cross_entropy(module(x[chosen]), y[chosen]).backward()
             optimizer.step()
     return models.read(module)
 
 
+def ours(config: RunConfig, data: ClientData, shape: dict[str, int], start: Model) -> Model:
+    """The same by LocalTrainer."""
+    return LocalTrainer(models.build(config.model, **shape), config, data, 1, 0).train(start)
+
+
+def relative(got: Model, want: Model, start: Model) -> float:
+    """Distance between two results, in units of how far training went."""
+    return float(np.linalg.norm(got.params - want.params) / np.linalg.norm(want.params - start.params))
+
+
 def main() -> None:
-    """Measure, print, check."""
+    """Measure, print, check.
+
+    Differences are checked twice. One step from the plain loop: float32 rounds weights to 6e-8 of their size, and one step at
+    this learning rate is about a thousandth of it, so 1e-4 of the step is rounding (seen: 1e-5). Later steps say nothing: a
+    rounding error moves activations across ReLU's kink, and after 8 steps of resnet8 the plain float32 loop itself is 7 % of
+    the way off the same loop in float64. So the whole epoch is compared with the plain loop in our memory layout, channels
+    last, whose convolutions sum in the same order: there nothing may differ beyond rounding (seen: not a bit).
+    """
     options = arguments(__doc__).parse_args()
     torch.set_num_threads(1)
     results: dict[str, Any] = {}
     targets = {}
     for name, side, channels, batch in (("cnn", 28, 1, 32), ("resnet8", 32, 3, 100)):
-        config = parse(
-            {"model": name, "local-epochs": 1, "batch-size": batch, "learning-rate": 0.01, "device": "cpu"}, METHOD_PARAMS
-        )
-        data = client_data(batch * (4 if options.short else 12), side, channels)
+        config = configure(model=name, local_epochs=1, batch_size=batch, learning_rate=0.01, device="cpu")
+        half = dataclasses.replace(config, precision="bfloat16")
+        data, one_batch = (client_data(batch * steps, side, channels) for steps in (4 if options.short else 12, 1))
         shape = {"in_channels": channels, "num_classes": 10, "image_size": side}
         start = models.read(models.build(name, **shape))
-
-        def ours(precision: str, config: RunConfig = config, data: ClientData = data, start: Model = start,
-                 shape: dict[str, int] = shape) -> Model:  # fmt: skip
-            module = models.build(config.model, **shape)
-            return LocalTrainer(module, dataclasses.replace(config, precision=precision), data, 1, 0).train(start)  # type: ignore[arg-type]
-
-        cases = {
-            "plain": lambda c=config, d=data, s=shape, m=start: plain(c, d, s, m),
-            "float32": lambda ours=ours: ours("float32"),
-            "bfloat16": lambda ours=ours: ours("bfloat16"),
+        cases: dict[str, Callable[[], Model]] = {
+            "plain": partial(plain, config, data, shape, start, torch.contiguous_format),
+            "plain, channels last": partial(plain, config, data, shape, start, torch.channels_last),
+            "float32": partial(ours, config, data, shape, start),
+            "bfloat16": partial(ours, half, data, shape, start),
         }
         seconds = interleaved(cases, 3 if options.short else 7)
-        difference = float(np.abs(ours("float32").params - cases["plain"]().params).max())
         results[name] = {"seconds": seconds, "speedup bfloat16": seconds["plain"] / seconds["bfloat16"]}
-        results[f"{name}: ours / plain loop"] = seconds["float32"] / seconds["plain"]
-        results[f"{name}: largest difference from the plain loop"] = difference
-        targets[f"{name}: ours / plain loop"] = 1.0
-        targets[f"{name}: largest difference from the plain loop"] = 1e-5
+        one_step = plain(config, one_batch, shape, start, torch.contiguous_format)
+        checks = {
+            "ours / plain loop": (seconds["float32"] / seconds["plain"], 1.0),
+            "one step's difference from the plain loop": (relative(ours(config, one_batch, shape, start), one_step, start), 1e-4),
+            "difference from the plain loop in channels last": (
+                relative(cases["float32"](), cases["plain, channels last"](), start), 1e-4
+            ),
+        }  # fmt: skip
+        for check, (value, target) in checks.items():
+            results[f"{name}: {check}"], targets[f"{name}: {check}"] = value, target
     finish(results, targets, options)
 
 

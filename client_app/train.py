@@ -99,8 +99,9 @@ class LocalTrainer:
         """Put a model's values into the module."""
         with torch.no_grad():
             self.weights.copy_(self._inward(model.params))
+            values = torch.from_numpy(np.array(model.buffers)).to(self.device)
             for slot, buffer in zip(self.layout.buffers, self._buffers, strict=True):
-                buffer.copy_(torch.from_numpy(model.buffers[slot.start : slot.stop].reshape(slot.shape)))
+                buffer.copy_(values[slot.start : slot.stop].view(slot.shape))
 
     def read(self) -> Model:
         """Copy the module's values out."""
@@ -253,23 +254,30 @@ class LocalTrainer:
     def minibatches(self, epochs: int, purpose: str) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
         """Yield (first of its epoch, inputs, labels) over shuffled epochs.
 
-        With BatchNorm a last batch of one sample joins the batch before it.
+        With BatchNorm a last batch of one sample joins the batch before it. All random numbers of an epoch are drawn on the
+        CPU and moved in one copy: a GPU never waits for the host within an epoch, and every device sees the same batches.
         """
         seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)  # for a user's model with dropout
         n, size = len(self._y_train), self.config.batch_size
-        starts = list(range(0, n, size))
-        if self._batchnorms and size > 1 and len(starts) > 1 and n - starts[-1] == 1:
-            starts.pop()
+        bounds = [*range(0, n, size), n]
+        if self._batchnorms and size > 1 and len(bounds) > 2 and n - bounds[-2] == 1:
+            del bounds[-2]
+        batches = list(zip(bounds, bounds[1:], strict=False))
         for _ in range(epochs):
-            order = torch.randperm(n, generator=generator).to(self.device)
-            for i, start in enumerate(starts):
-                chosen = order[start : starts[i + 1] if i + 1 < len(starts) else n]
+            plan = torch.randperm(n, generator=generator)[:, None]
+            if self.config.augment == "crop-flip":
+                side = self._x_train.shape[-1]
+                draws = [crop_flip_draws(stop - start, side, generator) for start, stop in batches]
+                plan = torch.cat([plan, torch.cat(draws)], dim=1)
+            plan = plan.to(self.device)
+            for start, stop in batches:
+                chosen = plan[start:stop, 0]
                 x = self._inputs(self._x_train[chosen])
                 if self.config.augment == "crop-flip":
-                    x = crop_flip(x, generator)
-                yield i == 0, x, self._y_train[chosen]
+                    x = crop_flip(x, plan[start:stop, 1:])
+                yield start == 0, x, self._y_train[chosen]
 
     def _inputs(self, images: torch.Tensor) -> torch.Tensor:
         x = images.float().div_(255)
@@ -294,20 +302,25 @@ class LocalTrainer:
         return float(loss) / len(self._y_test), int(correct) / len(self._y_test)
 
 
-def crop_flip(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Randomly crop after zero padding by an eighth of the side, and flip horizontally, per image.
+def crop_flip_draws(n: int, side: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw what `crop_flip` does to n images: int64 [n, 3], rows to skip, columns to skip, 1 to flip."""
+    margin = max(1, side // 8)
+    top, left = (torch.randint(0, 2 * margin + 1, (n,), generator=generator) for _ in range(2))
+    flip = torch.rand(n, generator=generator) < 0.5
+    return torch.stack([top, left, flip.long()], dim=1)
 
-    x: float32 [n, C, S, S] on any device; the random numbers come from the CPU generator, so they are the same on every
-    device. Returns the same shape.
+
+def crop_flip(x: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """Crop after zero padding by an eighth of the side, and flip horizontally, per image.
+
+    x: float32 [n, C, S, S]; draws: int64 [n, 3] of crop_flip_draws, on the same device. Returns the same shape.
     """
     n, _, side, _ = x.shape
-    margin = max(1, side // 8)
-    top, left = (torch.randint(0, 2 * margin + 1, (n,), generator=generator).to(x.device) for _ in range(2))
-    flip = (torch.rand(n, generator=generator) < 0.5).to(x.device)
+    top, left, flip = draws.unbind(1)
     columns = torch.arange(side, device=x.device)
     rows = top[:, None] + columns
-    across = left[:, None] + torch.where(flip[:, None], columns.flip(0), columns)
-    padded = pad(x, (margin,) * 4)
+    across = left[:, None] + torch.where(flip[:, None] == 1, columns.flip(0), columns)
+    padded = pad(x, (max(1, side // 8),) * 4)
     image = torch.arange(n, device=x.device)[:, None, None, None]
     channel = torch.arange(x.shape[1], device=x.device)[None, :, None, None]
     return padded[image, channel, rows[:, None, :, None], across[:, None, None, :]]

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
-from client_app.train import LocalTrainer, crop_flip, resolve_device
+from client_app.train import LocalTrainer, crop_flip, crop_flip_draws, resolve_device
 from fl_app import models, rng
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, DatasetInfo
@@ -100,6 +102,26 @@ def test_training_is_plain_sgd(make: Callable[[], nn.Module], changes: dict[str,
     np.testing.assert_allclose(got.params, want.params, rtol=1e-4, atol=2e-6)
     np.testing.assert_allclose(got.buffers, want.buffers, rtol=1e-4, atol=2e-6)
     assert np.abs(got.params - start.params).max() > 1e-3
+
+
+@pytest.mark.parametrize("model", ["cnn", "resnet8"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_convolutional_networks_train_as_in_the_plain_loop(model: str, layout: torch.memory_format) -> None:
+    """One step in the usual layout, three in ours; why not more: benchmarks/training.py."""
+    info = DatasetInfo(3, 16, ("a", "b", "c"), 100, 100, (0.25,) * 3, (0.5,) * 3)
+    steps = 1 if layout == torch.contiguous_format else 3
+    c, data = config(batch_size=20, local_epochs=1, learning_rate=0.01), data_of(20 * steps, info=info)
+
+    def make() -> nn.Module:
+        return models.build(model, in_channels=3, num_classes=CLASSES, image_size=16)
+
+    start = models.read(make())
+    got = LocalTrainer(make(), c, data, 1, 0).train(start)
+    want = plain_sgd(make().to(memory_format=layout), c, data, 1, 0)  # type: ignore[call-overload]
+    # float32 holds a weight to 6e-8 of its size, and a step is about a thousandth of it: 1e-4 of the way is rounding
+    way = np.linalg.norm(want.params - start.params)
+    assert np.linalg.norm(got.params - want.params) < 1e-4 * way
+    np.testing.assert_allclose(got.buffers, want.buffers, rtol=1e-4, atol=1e-6)
 
 
 def test_one_step_by_hand() -> None:
@@ -303,7 +325,7 @@ def test_normalize() -> None:
 @pytest.mark.parametrize(("side", "channels"), [(8, 1), (28, 1), (32, 3), (5, 2)])
 def test_crop_flip_equals_a_loop(side: int, channels: int) -> None:
     x = torch.rand(20, channels, side, side)
-    got = crop_flip(x, torch.Generator().manual_seed(1))
+    got = crop_flip(x, crop_flip_draws(20, side, torch.Generator().manual_seed(1)))
     generator = torch.Generator().manual_seed(1)
     margin = max(1, side // 8)
     top = torch.randint(0, 2 * margin + 1, (20,), generator=generator)
@@ -318,7 +340,7 @@ def test_crop_flip_equals_a_loop(side: int, channels: int) -> None:
 
 def test_crop_flip_is_random_and_repeatable() -> None:
     x = torch.rand(50, 1, 8, 8)
-    a, b, c = (crop_flip(x, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    a, b, c = (crop_flip(x, crop_flip_draws(50, 8, torch.Generator().manual_seed(seed))) for seed in (1, 1, 2))
     assert torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(a, x)
 
 
@@ -352,3 +374,14 @@ def test_training_on_a_gpu_is_training_on_the_cpu_up_to_rounding(monkeypatch: py
         on_gpu = train(make, device="cuda", momentum=0.9, augment="crop-flip")
         on_cpu = train(make, device="cpu", momentum=0.9, augment="crop-flip")
         np.testing.assert_allclose(on_gpu.params, on_cpu.params, atol=1e-3)  # another order of summation
+
+
+def test_torch_is_imported_with_the_collector_off() -> None:
+    """In a fresh process, as in a deployment; what the import left behind is never looked at again."""
+    code = (
+        "import gc, sys; from client_app import client\n"
+        "assert 'torch' not in sys.modules; before = gc.get_stats()[2]['collections']\n"
+        "client._import_torch(); assert 'torch' in sys.modules and gc.isenabled() and gc.get_freeze_count() > 100_000\n"
+        "assert gc.get_stats()[2]['collections'] == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,138 @@
+"""A deployed round beside that of a minimal stock Flower app: both on one SuperLink and two SuperNodes on loopback.
+
+python -m benchmarks.deployment [--short]
+
+Both share a model of 1 kB and hardly compute. The stock app is Flower's FedAvg as it comes, which evaluates in a second
+message per round; its client returns what it got, and unlike ours never imports torch. A round's seconds are the ServerApp's,
+from the second round on; the last evaluation of ours is no part of a round.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from benchmarks.loopback import NAME, Loopback, tiny
+from benchmarks.measure import arguments, finish
+
+NODES = 2
+PYPROJECT = """\
+[project]
+name = "stock"
+version = "1.0.0"
+description = ""
+license = "Apache-2.0"
+dependencies = []
+[tool.flwr.app]
+publisher = "stock"
+[tool.flwr.app.components]
+serverapp = "stock_server:app"
+clientapp = "stock_client:app"
+[tool.flwr.app.config]
+num-server-rounds = 3
+output = ""
+"""
+CLIENT = """\
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    metrics = MetricRecord({"loss": 1.0, "num-examples": 20})
+    return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message)
+
+@app.evaluate()
+def evaluate(message, context):
+    return Message(RecordDict({"metrics": MetricRecord({"accuracy": 0.5, "num-examples": 10})}), reply_to=message)
+"""
+SERVER = """\
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+from flwr.app import ArrayRecord
+from flwr.serverapp import ServerApp
+from flwr.serverapp.strategy import FedAvg
+
+app = ServerApp()
+
+class Timed(FedAvg):
+    times = []
+
+    def configure_train(self, *arguments):
+        self.times.append(time.perf_counter())  # a round begins
+        return super().configure_train(*arguments)
+
+@app.main()
+def main(grid, context):
+    strategy = Timed()
+    strategy.start(grid, ArrayRecord([np.zeros(250, np.float32)]), num_rounds=context.run_config["num-server-rounds"])
+    times = [*strategy.times, time.perf_counter()]
+    Path(context.run_config["output"]).write_text(json.dumps([b - a for a, b in zip(times, times[1:])]))
+"""
+
+
+def write_stock_app(directory: Path) -> Path:
+    """Write the stock app and return its folder."""
+    app = directory / "stock-app"
+    app.mkdir()
+    for name, text in (("pyproject.toml", PYPROJECT), ("stock_client.py", CLIENT), ("stock_server.py", SERVER)):
+        (app / name).write_text(text)
+    return app
+
+
+def stock_rounds(cluster: Loopback, app: Path, rounds: int) -> list[float]:
+    """Run the stock app and return the seconds of its rounds but the first."""
+    output = cluster.directory / "stock.json"
+    output.unlink(missing_ok=True)
+    overrides = f'num-server-rounds={rounds} output="{output}"'
+    log = cluster.run("flwr", "run", str(app), NAME, "--stream", "--run-config", overrides)
+    if not output.exists():
+        raise SystemExit(f"the stock app failed:\n{log[-3000:]}")
+    seconds: list[float] = json.loads(output.read_text())
+    return seconds[1:]
+
+
+def our_rounds(cluster: Loopback, name: str, rounds: int) -> tuple[list[float], list[dict[str, Any]]]:
+    """Run ours and return the seconds of its rounds but the first, and their records."""
+    records = cluster.corolla(name, {**tiny(cluster.directory), "num-server-rounds": rounds})[1:]
+    return [r["seconds"]["round"] - r["seconds"].get("evaluate", 0.0) for r in records], records
+
+
+def in_client(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the median seconds of the clients' phases."""
+    phases: dict[str, list[float]] = {}
+    for row in (row for record in records for row in record["clients"].values()):
+        for name, seconds in row["seconds"].items():
+            phases.setdefault(name, []).append(seconds)
+    return {name: statistics.median(seconds) for name, seconds in phases.items()}
+
+
+def main() -> None:
+    """Measure, print, check."""
+    options = arguments(__doc__).parse_args()
+    rounds, repeats = (2, 1) if options.short else (6, 2)
+    ours, stock, records = list[float](), list[float](), list[dict[str, Any]]()
+    with Loopback(NODES) as cluster:
+        app = write_stock_app(cluster.directory)
+        for k in range(repeats):
+            seconds, found = our_rounds(cluster, f"ours-{k}", rounds)
+            ours += seconds
+            records += found
+            stock += stock_rounds(cluster, app, rounds)
+    results = {
+        "seconds of our rounds": ours,
+        "seconds of the stock app's rounds": stock,
+        "client seconds by phase": in_client(records),
+        "our round / stock app's": statistics.median(ours) / statistics.median(stock),
+    }
+    finish(results, {"our round / stock app's": 0.7}, options)
+
+
+if __name__ == "__main__":
+    main()

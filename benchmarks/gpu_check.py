@@ -1,0 +1,165 @@
+"""Training on a GPU: right, how fast beside the plain loop, how much memory. Needs no Ray and no SuperLink.
+
+python -m benchmarks.gpu_check [--device cuda:1]
+
+Without a GPU it says so and ends well; `--device cpu` runs the same code. The last part, a whole run in one process, needs
+Flower; it is left out where that is not installed. A check that fails makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.measure import arguments, interleaved, machine
+from benchmarks.training import client_data, configure, ours, plain, relative
+from client_app.train import LocalTrainer, resolve_device
+from fl_app import models
+from fl_app.config import RunConfig, Scalar
+from fl_app.data import ClientData
+from fl_app.layout import Model
+
+SHAPES = {"cnn": (28, 1), "resnet8": (32, 3)}  # pixels, channels
+BATCH = 100
+# Of one step's length. float32: a GPU sums in another order, and cuDNN may transform. bfloat16: 8 bits in every layer, and the
+# gradients of random labels nearly cancel (seen on a CPU: 0.1 and 0.18); a wrong gradient is off by 1.
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+
+
+def exact() -> None:
+    """Let float32 be float32 on a GPU; TF32, torch's default for convolutions, keeps 10 bits."""
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def wait(device: torch.device) -> None:
+    """Return when the device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def correctness(config: RunConfig, data: ClientData, shape: dict[str, int], start: Model) -> dict[str, float]:
+    """Differences from the CPU: one step by precision, in units of the step; and the evaluation's loss, relative."""
+    step = dataclasses.replace(config, local_epochs=1)
+    on_cpu = dataclasses.replace(step, device="cpu")
+    first = ClientData(data.x_train[:BATCH], data.y_train[:BATCH], data.x_train[:BATCH], data.y_train[:BATCH], data.info)
+    want = ours(on_cpu, first, shape, start)
+    found = {
+        f"{precision}: one step's difference from the CPU": relative(
+            ours(dataclasses.replace(step, precision=precision), first, shape, start), want, start  # type: ignore[arg-type]
+        )
+        for precision in TOLERANCE
+    }
+    losses = [
+        LocalTrainer(models.build(c.model, **shape), c, first, 1, 0).evaluate(start)[0]  # type: ignore[arg-type]
+        for c in (step, on_cpu)
+    ]
+    return found | {"float32: evaluation's difference from the CPU": abs(losses[0] / losses[1] - 1)}
+
+
+def speed(config: RunConfig, data: ClientData, shape: dict[str, int], start: Model, repeats: int) -> dict[str, Any]:
+    """Samples per second of the plain loop and of ours, by precision, and ours' peak memory on the GPU."""
+    device = resolve_device(config.device)
+
+    def timed(train: Callable[[], Model]) -> None:
+        train()
+        wait(device)
+
+    cases: dict[str, Callable[[], Model]] = {
+        "plain float32": partial(plain, config, data, shape, start, torch.contiguous_format),
+        "plain float32, channels last": partial(plain, config, data, shape, start, torch.channels_last),
+    }
+    for precision in TOLERANCE:
+        changed = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]
+        cases[f"ours {precision}"] = partial(ours, changed, data, shape, start)
+    peaks = {}
+    for name, case in cases.items():  # also a warm-up: cuDNN chooses algorithms, the allocator fills
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        timed(case)
+        if device.type == "cuda":
+            peaks[name] = torch.cuda.max_memory_allocated(device)
+    seconds = interleaved({name: partial(timed, case) for name, case in cases.items()}, repeats)
+    samples = config.local_epochs * len(data.y_train)
+    return {"samples per second": {name: samples / s for name, s in seconds.items()}, "peak bytes on the GPU": peaks}
+
+
+def whole_run(device: str) -> dict[str, float]:
+    """Run FedCAC on digits in this process, on the device and on the CPU; return the accuracies and seconds per round."""
+    from client_app.client_app import app
+    from fl_app import server_app
+    from fl_app.config import parse
+    from fl_app.inprocess import InProcessGrid
+    from fl_app.results import read_metrics, read_summary
+    from strategies import METHOD_PARAMS
+
+    found = {}
+    for name in (device, "cpu"):
+        with tempfile.TemporaryDirectory() as directory:
+            raw: dict[str, Scalar] = {
+                "method": "fedcac", "num-clients": 3, "num-server-rounds": 3, "device": name, "run-name": "run",
+                "output-dir": directory, "state-dir": directory, "data-dir": directory,
+            }  # fmt: skip
+            config = parse(raw, METHOD_PARAMS)
+            folder = server_app.run(InProcessGrid(app, raw, 3), config, lambda *_: None).path
+            where = "on the CPU" if name == "cpu" else "on the GPU"
+            found[f"accuracy {where}"] = float(read_summary(folder)["final-accuracy"])
+            found[f"seconds of a round {where}"] = min(r["seconds"]["wait"] for r in read_metrics(folder))
+    return found
+
+
+def check(device: torch.device, small: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return what was found, and what is wrong."""
+    results: dict[str, Any] = {"device": str(device), "torch": torch.__version__}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        results |= {"gpu": properties.name, "gpu-memory": properties.total_memory, "cuda": torch.version.cuda}
+    wrong = []
+    samples, epochs, repeats = (BATCH, 1, 1) if small else (2000, 5, 5)
+    for name, (side, channels) in SHAPES.items():
+        config = configure(model=name, local_epochs=epochs, batch_size=BATCH, learning_rate=0.01, device=str(device))
+        data = client_data(samples, side, channels)
+        shape = {"in_channels": channels, "num_classes": 10, "image_size": side}
+        start = models.read(models.build(name, **shape))  # type: ignore[arg-type]
+        differences = correctness(config, data, shape, start)
+        wrong += [f"{name}, {what}: {d:.2g}" for what, d in differences.items() if not d <= TOLERANCE[what.split(":")[0]]]
+        results[name] = {**differences, **speed(config, data, shape, start, repeats)}
+    if importlib.util.find_spec("flwr") is None:
+        results["whole run"] = "left out: Flower is not installed"
+    else:
+        results["whole run"] = run = whole_run(str(device))
+        accuracies = [value for name, value in run.items() if name.startswith("accuracy")]
+        if max(accuracies) - min(accuracies) > 0.05:  # of 120 test images
+            wrong.append(f"whole run: accuracies {accuracies}")
+    return results, wrong
+
+
+def main() -> None:
+    """Check, measure, print."""
+    parser: argparse.ArgumentParser = arguments(__doc__)
+    parser.add_argument("--device", default="auto", help="default: the first GPU")
+    options = parser.parse_args()
+    device = resolve_device(options.device)
+    if options.device == "auto" and device.type == "cpu":
+        print("no GPU: nothing checked")
+        return
+    exact()
+    started = time.perf_counter()
+    results, wrong = check(device, options.short)
+    print(json.dumps({**results, "seconds": time.perf_counter() - started, "machine": machine(), "wrong": wrong}, indent=2))
+    if wrong:
+        sys.exit("wrong results:\n" + "\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A SuperLink and SuperNodes on loopback for the benchmarks: own FLWR_HOME, free ports, ended with everything they started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from fl_app.config import Scalar
+from fl_app.launch import end_processes, flower_environment, free_port, processes_with, wait_for_http
+
+BIN = Path(sys.executable).parent
+NAME = "loopback"  # of the SuperLink connection
+
+
+class Loopback:
+    """num_nodes SuperNodes; `directory` is on every process's PYTHONPATH and goes when this ends."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        self._directory = tempfile.TemporaryDirectory(prefix="corolla-loopback-")
+        self.directory = Path(self._directory.name)
+        self.environment = flower_environment(self.directory)
+        self.environment["COROLLA_LAUNCH"] = str(self.directory)
+        self.environment["PYTHONPATH"] = str(self.directory)
+        self._processes: list[psutil.Popen] = []
+
+    def __enter__(self) -> Loopback:
+        """Start everything; SuperNodes retry until they reach the SuperLink."""
+        port, fleet = free_port(), f"127.0.0.1:{free_port()}"
+        (self.directory / "config.toml").write_text(
+            f'[superlink]\ndefault = "{NAME}"\n[superlink.{NAME}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        )
+        address = ["--host", "127.0.0.1", "--port", str(port), "--fleet-api-address", fleet]
+        try:
+            self._start("superlink", "flower-superlink", "--insecure", *address)
+            wait_for_http(f"http://127.0.0.1:{port}/health", self._processes[0], self.directory / "superlink.log")
+            for k in range(self.num_nodes):
+                node = f"partition-id={k} num-partitions={self.num_nodes}"
+                address = ["--superlink", fleet, "--port", str(free_port()), "--node-config", node]
+                self._start(f"supernode-{k}", "flower-supernode", "--insecure", *address)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the processes and what they started, and remove the directory."""
+        end_processes([*self._processes])
+        end_processes(processes_with(f"COROLLA_LAUNCH={self.directory}"))
+        self._directory.cleanup()
+
+    def _start(self, name: str, command: str, *arguments: str) -> None:
+        with (self.directory / f"{name}.log").open("wb") as log:
+            self._processes.append(psutil.Popen(
+                [str(BIN / command), *arguments], env=self.environment, cwd=self.directory, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True,
+            ))  # fmt: skip
+
+    def run(self, *command: str) -> str:
+        """Run one of the installed commands and return its output. Exits with the output if it fails."""
+        done = subprocess.run(
+            [str(BIN / command[0]), *command[1:]], env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        if done.returncode:
+            sys.exit(f"{' '.join(command[:2])} failed:\n{done.stdout[-3000:]}")
+        return done.stdout
+
+    def corolla(self, name: str, config: Mapping[str, Scalar]) -> list[dict[str, Any]]:
+        """Run our app on the SuperNodes and return the lines of metrics.jsonl."""
+        values = {
+            **config, "run-name": name, "data-dir": str(self.directory / "data"), "state-dir": str(self.directory / "state"),
+        }  # fmt: skip
+        words = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+        output = ["--output-dir", str(self.directory)]
+        self.run("corolla", "run", "--superlink", NAME, "--clients", str(self.num_nodes), *output, *words)
+        return [json.loads(line) for line in (self.directory / name / "metrics.jsonl").read_text().splitlines()]
+
+
+TINY_MODEL = '''\
+from torch import nn
+
+def build(in_channels, num_classes, image_size):
+    return nn.Sequential(nn.AdaptiveAvgPool2d((4, 6)), nn.Flatten(), nn.Linear(24 * in_channels, num_classes))
+'''  # 250 parameters, 1 kB, for scikit-learn's digits
+
+
+def tiny(directory: Path) -> dict[str, Scalar]:
+    """Write the 1 kB model and return settings under which training takes next to nothing."""
+    (directory / "tinymodel.py").write_text(TINY_MODEL)
+    return {
+        "method": "fedcac", "dataset": "digits", "model": "tinymodel:build", "train-samples": 20, "test-samples": 10,
+        "batch-size": 20, "local-epochs": 1, "partition": "iid", "device": "cpu",
+    }  # fmt: skip

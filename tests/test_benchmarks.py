@@ -1,0 +1,47 @@
+"""Keeps the benchmark scripts from rotting. What they measure is checked by their short forms, which start real processes."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import deployment, gpu_check, loopback, simulation, startup
+
+
+def test_gpu_check_on_the_cpu() -> None:
+    results, wrong = gpu_check.check(torch.device("cpu"), small=True)
+    assert wrong == []
+    for model in ("cnn", "resnet8"):
+        assert results[model]["float32: one step's difference from the CPU"] == 0
+        assert 0 < results[model]["bfloat16: one step's difference from the CPU"] < 0.5
+        assert all(rate > 0 for rate in results[model]["samples per second"].values())
+    assert results["whole run"]["accuracy on the CPU"] > 0.5
+
+
+def test_gpu_check_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sys.argv", ["gpu_check"])
+    gpu_check.main()
+    assert capsys.readouterr().out == "no GPU: nothing checked\n"
+
+
+def test_generated_programs_are_programs(tmp_path: Path) -> None:
+    app = deployment.write_stock_app(tmp_path)
+    components = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
+    assert all((app / f"{reference.split(':')[0]}.py").is_file() for reference in components.values())
+    for code in (deployment.CLIENT, deployment.SERVER, startup.WATCH, startup.MODEL, loopback.TINY_MODEL):
+        ast.parse(code)
+
+
+def test_rounds_by_hand() -> None:
+    clients = {"0": {"seconds": {"train": 3.0, "evaluate": 0.5}}, "1": {"seconds": {"train": 5.0, "evaluate": 0.5}}}
+    r = simulation.Round(5.0, {"seconds": {"round": 4.75, "wait": 4.5, "personalize": 0.25}, "clients": clients})
+    assert r.phases == 4.75
+    assert r.client_phases(2) == {"train": 4.0, "evaluate": 0.5}
+    told = {name: (k + 1.0, k / 2) for k, name in enumerate(startup.PARTS)}
+    assert startup.parts(told, 0) == dict.fromkeys(startup.PARTS.values(), 1.0)
+    assert sum(startup.parts(told, 1).values()) == 2.0
