@@ -218,8 +218,9 @@ def _seconds(runs: Sequence[Run]) -> Iterator[Panel]:
     yield Panel(
         "seconds", "Seconds per round by phase",
         "Mean over the rounds. Left: the server's wall time; wait is mostly the clients' training, take-in is decoding and "
-        "checking uploads, personalize is the method's aggregation. Right: what one client does meanwhile, mean over clients; "
-        "clients that share a machine wait for each other, so the left bar is not their sum.", png(figure),
+        "checking uploads, personalize is the method's aggregation, record writes the round before. Right: what one client does "
+        "meanwhile, mean over clients; clients that share a machine wait for each other, so the left bar is not their sum.",
+        png(figure),
     )  # fmt: skip
 
 

@@ -2,59 +2,135 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import yaml
+from flwr.app import Error, Message
 
-from fl_app.launch import end_processes, flower_environment, free_port, processes_with, wait_for_http
+from client_app.client_app import app as client_app
+from deploy.node import free_ports
+from fl_app import server_app
+from fl_app.config import parse
+from fl_app.inprocess import InProcessGrid
+from fl_app.launch import end_processes, flower_environment, free_port, processes_with
+from strategies import METHOD_PARAMS
 
 COROLLA = str(Path(sys.executable).parent / "corolla")
 
 
+def wait_for(condition: Callable[[], Any], seconds: float = 120, every: float = 0.02) -> Any:
+    """Return the condition's first true value."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(every)
+    raise AssertionError(f"nothing within {seconds} s")
+
+
 @dataclass
 class Cluster:
-    """One flower-superlink and its flower-supernodes on loopback."""
+    """One flower-superlink and its flower-supernodes, on loopback unless a test puts them elsewhere.
+
+    inside: words before every command that say where it runs (`ip netns exec ...`).
+    """
 
     home: Path
     environment: dict[str, str]
+    address: str = "127.0.0.1"  # of the SuperLink, for SuperNodes
+    inside: Sequence[str] = ()
+    database: bool = False  # the SuperLink keeps its nodes in a file: without one they end when it is restarted
     fleet: str = ""
     port: int = 0
     processes: dict[str, psutil.Popen] = field(default_factory=dict)
 
+    def start(self, clients: int) -> None:
+        """Start all of a run's SuperNodes, too."""
+        self.start_superlink()
+        for client_id in range(clients):
+            self.start_supernode(client_id, clients)
+
     def start_superlink(self) -> None:
-        self.port, self.fleet = free_port(), f"127.0.0.1:{free_port()}"
+        self.port, self.fleet = free_port(), f"{self.address}:{free_port()}"
         self.restart_superlink()
 
     def restart_superlink(self) -> None:
         """Start it on the addresses chosen first."""
-        port = self.port
         (self.home / "config.toml").write_text(
-            f'[superlink]\ndefault = "test"\n[superlink.test]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+            f'[superlink]\ndefault = "test"\n[superlink.test]\naddress = "127.0.0.1:{self.port}"\ninsecure = true\n'
         )
-        address = ["--host", "127.0.0.1", "--port", str(port), "--fleet-api-address", self.fleet]
-        self._start("superlink", "flower-superlink", "--insecure", *address)
-        wait_for_http(f"http://127.0.0.1:{port}/health", self.processes["superlink"], self.home / "superlink.log")
+        options = ["--host", "127.0.0.1", "--port", str(self.port), "--fleet-api-address", self.fleet]
+        options += ["--database", str(self.home / "superlink.db")] if self.database else []
+        self._start("superlink", [*self.inside, script("flower-superlink"), "--insecure", *options])
+        wait_for(lambda: self.processes["superlink"].poll() is not None or self._answers(), every=0.2)
+        assert self.processes["superlink"].poll() is None, self.log("superlink")
 
-    def start_supernode(self, client_id: int, num_clients: int, **config: str) -> None:
+    def _answers(self) -> bool:
+        code = f"import urllib.request; urllib.request.urlopen('http://127.0.0.1:{self.port}/health', timeout=1)"
+        return subprocess.run([*self.inside, sys.executable, "-c", code], capture_output=True).returncode == 0
+
+    def start_supernode(self, client_id: int, num_clients: int, inside: Sequence[str] | None = None, **config: str) -> None:
         node = f"partition-id={client_id} num-partitions={num_clients}"
         node += "".join(f' {name.replace("_", "-")}="{value}"' for name, value in config.items())
         address = ["--superlink", self.fleet, "--port", str(free_port()), "--node-config", node]
-        self._start(f"supernode-{client_id}", "flower-supernode", "--insecure", *address)
+        where = self.inside if inside is None else inside
+        self._start(
+            f"supernode-{client_id}", [*where, script("flower-supernode"), "--insecure", *address],
+            COROLLA_GATE=str(self.gate(client_id)),
+        )  # fmt: skip
 
-    def _start(self, name: str, command: str, *arguments: str) -> None:
+    def _start(self, name: str, command: list[str], **environment: str) -> None:
         with (self.home / f"{name}.log").open("ab") as log:
             self.processes[name] = psutil.Popen(
-                [str(Path(sys.executable).parent / command), *arguments], env=self.environment, cwd=self.home,
+                command, env=self.environment | environment, cwd=self.home,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+
+    def log(self, name: str) -> str:
+        return (self.home / f"{name}.log").read_text(errors="replace")
+
+    def kill(self, name: str) -> None:
+        """Kill -9 a process and all it started."""
+        process = self.processes[name]
+        for victim in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill()
+        process.wait()
+
+    # Clients in the middle of training, where the run's model is gated:mlp
+
+    def gate(self, client_id: int) -> Path:
+        directory = self.home / f"gate-{client_id}"
+        directory.mkdir(exist_ok=True)
+        return directory
+
+    def hold(self, client_id: int, training: int) -> None:
+        """Let a client's n-th training (from 1) stop in its middle, until `release`."""
+        (self.gate(client_id) / f"hold-{training}").touch()
+
+    def release(self, client_id: int, training: int) -> None:
+        (self.gate(client_id) / f"hold-{training}").unlink()
+
+    def training(self, client_id: int, training: int) -> psutil.Process:
+        """Wait until a client's n-th training has begun, and return its process."""
+
+        def pids() -> list[str]:
+            path = self.gate(client_id) / "trainings"
+            return path.read_text().splitlines()[training - 1 :] if path.exists() else []
+
+        return psutil.Process(int(wait_for(pids)[0]))
 
     def stop(self) -> None:
         end_processes([p for p in self.processes.values() if p.poll() is None])
@@ -66,11 +142,134 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     home = tmp_path / "flwr"
     home.mkdir()
     environment = flower_environment(home)
-    environment["COROLLA_LAUNCH"] = str(home)
+    environment |= {"COROLLA_LAUNCH": str(home), "COROLLA_STATE_DIR": str(tmp_path / "client-state")}
+    environment |= with_test_models(environment)
     running = Cluster(home, environment)
     yield running
     running.stop()
     assert processes_with(f"COROLLA_LAUNCH={home}") == []
+
+
+@dataclass
+class Lab:
+    """A directory with an inventory, its own Flower config and state; everything is ended at the end."""
+
+    directory: Path
+    environment: dict[str, str]
+    inventory: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inventory = self.directory / "lab.yaml"
+
+    def write(self, **content: Any) -> tuple[int, int]:
+        """Write lab.yaml with free ports; return (fleet port, control port)."""
+        fleet, control = free_ports(2)
+        content["superlink"] = {"fleet-port": fleet, "control-port": control, **content.get("superlink", {})}
+        self.inventory.write_text(yaml.safe_dump(content))
+        return fleet, control
+
+    def cluster(self, command: str, *arguments: str, target: str = "") -> subprocess.CompletedProcess[str]:
+        return corolla("cluster", command, target or str(self.inventory), *arguments, environment=self.environment)
+
+    @property
+    def connections(self) -> set[str]:
+        path = self.directory / "flwr" / "config.toml"
+        return set(tomllib.loads(path.read_text())["superlink"]) if path.exists() else set()
+
+    def process(self, name: str) -> dict[str, Any]:
+        """What `up` recorded about a process on this machine."""
+        found: dict[str, Any] = json.loads((self.directory / "state" / "clusters" / "lab" / f"{name}.json").read_text())
+        return found
+
+    def started(self) -> list[psutil.Process]:
+        """Every process that belongs to this lab, by its environment."""
+        return processes_with(f"LAB={self.directory}")
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    environment = flower_environment(tmp_path / "flwr")
+    environment |= {"COROLLA_STATE_HOME": str(tmp_path / "state"), "LAB": str(tmp_path)}
+    environment |= with_test_models(environment)
+    lab = Lab(tmp_path, environment)
+    yield lab
+    left = lab.started()
+    end_processes(left)
+    assert left == []
+
+
+class Run:
+    """`corolla run --superlink` in the background."""
+
+    def __init__(
+        self, place: Cluster | Lab, folder: Path, clients: int, config: dict[str, Any], superlink: str = "test"
+    ) -> None:
+        words = [COROLLA, "run", "--superlink", superlink, "--clients", str(clients), "--output-dir", str(folder.parent)]
+        inside = place.inside if isinstance(place, Cluster) else ()
+        self.clients, self.config, self.folder = clients, config, folder
+        self._log = folder.parent / f"{folder.name}.log"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*inside, *words, *settings({"run-name": folder.name, **config})], env=place.environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def recorded(self) -> int:
+        """Rounds in metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.is_file() else 0
+
+    def wait_for_round(self, round: int) -> None:
+        """Return when a round is recorded. Fails at once if the run ends before."""
+        wait_for(lambda: self.recorded() >= round or self.process.poll() is not None)
+        assert self.recorded() >= round, self.log
+
+    def finish(self) -> None:
+        code = self.process.wait(timeout=400)
+        assert code == 0, self.log
+
+
+class LossyGrid(InProcessGrid):
+    """A grid on which some clients fail in some rounds: (round, client id)."""
+
+    missing: frozenset[tuple[int, int]] = frozenset()
+
+    def _handle(self, message: Message) -> Message:
+        if message.metadata.message_type == "train":
+            if (int(message.metadata.group_id), message.metadata.dst_node_id - 1) in self.missing:
+                return Message(Error(0, "missing in the run that is replayed"), reply_to=message)
+        return super()._handle(message)
+
+
+def replay(run: Run, directory: Path) -> str:
+    """Digest of an undisturbed run in one process that aggregates, round by round, the replies which `run` aggregated.
+
+    With no reply missing from a round's record that is the same experiment without any fault.
+    """
+    raw = {"run-name": "replay", "output-dir": str(directory), "state-dir": str(directory / "replay-state"), **run.config}
+    raw |= {"num-clients": run.clients, "min-available-clients": 0, "min-results": 0.0}
+    replies = {(r["round"], int(client)) for r in rounds(run.folder) for client in r["clients"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))  # gated:mlp
+        grid = LossyGrid(client_app, raw, run.clients)
+        asked = {(round, client) for round in range(1, len(rounds(run.folder)) + 1) for client in range(run.clients)}
+        grid.missing = frozenset(asked - replies)
+        folder = server_app.run(grid, parse(raw, METHOD_PARAMS), lambda what, done, total: None)
+    return str(summary(folder.path)["digest"])
+
+
+def with_test_models(environment: Mapping[str, str]) -> dict[str, str]:
+    """What to add to an environment in which models of gated.py are built."""
+    paths = [str(Path(__file__).parent), *filter(None, [environment.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def script(name: str) -> str:
+    return str(Path(sys.executable).parent / name)
 
 
 def corolla(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
