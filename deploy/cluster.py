@@ -72,10 +72,11 @@ class Cluster:
         return found, failures
 
     def log_end(self, name: str, lines: int) -> str:
-        """Return the end of a process's log. Raises UserError for a name that is not in the cluster."""
+        """Return the end of a process's log, and what refusals in it mean. Raises UserError for an unknown name."""
         for host, names in self.placement.items():
             if name in names:
-                return str(self.ask(host, "logs", name=name, lines=lines)["text"])
+                reply = self.ask(host, "logs", name=name, lines=lines)
+                return "\n".join([reply["text"], *(f"=> {meaning}" for meaning in reply["means"])])
         raise UserError(f"{name}: cluster {self.inventory.name} has {', '.join(self.names)}")
 
     @property

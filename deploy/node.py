@@ -5,7 +5,7 @@ The same `handle` serves this machine directly and a remote one over ssh (deploy
 - prepare: check versions, paths and ports; make the cluster's directory; write key files; return directory, ports
 - start: start processes
 - status: each process's pid, whether it lives, its health, the node id it got from the SuperLink
-- logs: the end of a process's log
+- logs: the end of a process's log, and what refusals in it mean
 - stop: end processes; clear: remove key files
 """
 
@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from deploy import health, processes
+from deploy import explain, health, processes
 from fl_app.errors import UserError
 
 REPLY_MARK = "corolla-node: "
@@ -55,7 +55,9 @@ def handle(request: Json) -> Json:
         case "status":
             return {"processes": _status(directory, token)}
         case "logs":
-            return {"text": processes.log_end(directory, request["name"], request["lines"])}
+            name = request["name"]
+            means = explain.meanings(name, processes.log_end(directory, name, sys.maxsize))
+            return {"text": processes.log_end(directory, name, request["lines"]), "means": means}
         case "stop":
             names = request["names"]
             with ThreadPoolExecutor(max(1, len(names))) as pool:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.compat.common import recorddict_compat as compat
 from flwr.compat.common.parameter import ndarrays_to_parameters, parameters_to_ndarrays
 from flwr.compat.common.typing import Code, EvaluateRes, FitRes, GetPropertiesRes, Status
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -341,3 +344,64 @@ def test_a_download_with_arrays_missing() -> None:
     ins = compat.recorddict_to_fitins(wire.encode_download(Download("train", 1, 0, "e", Model(f32(1), f32()))), True)
     with pytest.raises(WireError, match=r"expected the arrays \['params'\], got 0"):
         wire.decode_download([], ins.config)
+
+
+# as Flower receives it: in pieces
+
+
+def received(content: RecordDict, tamper: Any = lambda contents: None) -> RecordDict:
+    """Take a reply apart and put it together again as the ServerApp does."""
+    contents = {name: found.deflate() for name, found in get_all_nested_objects(content).items()}
+    tamper(contents)
+    got = inflate_object_from_contents(content.object_id, contents)
+    assert isinstance(got, RecordDict)
+    return got
+
+
+def test_a_received_array_is_put_together_from_its_pieces() -> None:
+    n = 3 * 2**20  # 12 MiB: three of Flower's pieces
+    sent = Upload(Model(np.arange(n, dtype=np.float32), f32(1)), num_examples=3)
+    content = received(reply(sent))
+    array = content.array_records["fitres.parameters"]["0"]
+    assert isinstance(array, wire.ReceivedArray) and len(array.pieces) == 3
+    got = wire.decode_upload(content, Expected(n, 1))
+    assert got.model.params.tobytes() == sent.model.params.tobytes() and got.model.buffers.tolist() == [1]
+    assert array.data == npy(sent.model.params)
+
+
+def test_pieces_of_an_array_that_is_refused_are_not_joined() -> None:
+    content = received(reply(Upload(Model(np.zeros(2**28, np.float32), f32()), num_examples=3)))  # 1 GB: one piece, 205 times
+    array = content.array_records["fitres.parameters"]["0"]
+    assert isinstance(array, wire.ReceivedArray) and len(array.pieces) == 205
+    tracemalloc.start()
+    refuse(content, "array params has shape (268435456,), expected (10,)", expected=Expected(10, 0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_an_array_whose_header_is_cut_over_pieces() -> None:
+    whole = npy(f32(1, 2, 3))
+    array = wire.ReceivedArray(dtype="", shape=(), stype="", data=b"")
+    array.pieces = [memoryview(whole)[i : i + 5] for i in range(0, len(whole), 5)]
+    assert wire._load("params", array, "<f4", (3,)).tolist() == [1, 2, 3]
+
+
+def test_pieces_that_are_not_there() -> None:
+    def lose_one(contents: dict[str, bytes]) -> None:
+        head = next(name for name, found in contents.items() if found.startswith(b"Array "))
+        contents[head] = contents[head].replace(b'"arraychunk_ids": [0', b'"arraychunk_ids": [  ')
+
+    with pytest.raises(ValueError, match="pieces are not those that it names"):
+        received(reply(Upload(Model(f32(1), f32()), num_examples=3)), lose_one)
+
+
+@pytest.mark.parametrize("metrics", [{"accuracy-after": "x" * 2**21}, {"x" * 2**21: 1.0}, {"arrays": "x" * 2**21}])
+def test_a_text_of_any_length_makes_one_short_line(metrics: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="has 2097152 characters, at most 1048576 are taken") as info:
+        wire.decode_upload(reply(upload(), **metrics), EXPECTED)
+    assert len(str(info.value)) <= 1000 and "\n" not in str(info.value)
+
+
+def test_a_wire_error_is_one_short_line() -> None:
+    assert str(WireError("one\ntwo " + "x" * 5000)) == "one two " + "x" * 492

@@ -1,0 +1,105 @@
+"""Who must not get in: refused with a reason that a log names in words, while the others' run goes on.
+
+One TLS cluster of three SuperNodes, the third of which has gone; in its place comes one with an unregistered key, with another
+CA's certificate, without a key, and one that speaks plaintext.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from deploy import explain
+from deploy.node import free_ports
+from fl_app.launch import end_processes, processes_with
+from tests.e2e.conftest import Lab, Run, rounds, script, summary, wait_for
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+# what the SuperNode's own log says, what that means, and what `corolla cluster logs superlink` says
+REFUSALS = {
+    "unregistered": ("[code: 2004] Failed to activate SuperNode", "key is not registered", "key is not registered here"),
+    "no-key": ("[code: 2001] SuperNode authentication is enabled", "started without a key", ""),
+    "wrong-ca": ("CERTIFICATE_VERIFY_FAILED", "did not sign the SuperLink's certificate", ""),
+    "plaintext": ("Connection attempt failed", "plaintext meets TLS", "spoke plaintext to the TLS port"),
+}
+
+
+class Intruders:
+    """SuperNodes outside the launcher, each with its log."""
+
+    def __init__(self, lab: Lab, fleet: int) -> None:
+        self.lab, self.fleet = lab, fleet
+        self.logs: dict[str, Path] = {}
+
+    def start(self, name: str, *arguments: str) -> None:
+        self.logs[name] = self.lab.directory / f"{name}.log"
+        command = [script("flower-supernode"), *arguments, "--superlink", f"127.0.0.1:{self.fleet}"]
+        command += ["--port", str(free_ports(1)[0]), "--node-config", "partition-id=2 num-partitions=3"]
+        with self.logs[name].open("wb") as log:
+            subprocess.Popen(
+                command, env=self.lab.environment | {"INTRUDER": str(self.lab.directory)}, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+
+    def end(self) -> None:
+        """End them and what they started: Flower's helper of a SuperNode that was refused outlives it for a while."""
+        end_processes(processes_with(f"INTRUDER={self.lab.directory}"))
+
+    def log(self, name: str) -> str:
+        return self.logs[name].read_text(errors="replace")
+
+
+def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: Lab) -> None:
+    fleet, _ = lab.write(tls=True, hosts=[{"host": "local", "supernodes": 3, "gpus": []}])
+    other = lab.directory / "other.yaml"
+    other.write_text(yaml.safe_dump({"tls": True, "hosts": [{"host": "local"}]}))
+    for target in (lab.inventory, other):
+        assert lab.cluster("keys", target=str(target)).returncode == 0
+    up = lab.cluster("up", "--timeout", "300")
+    assert up.returncode == 0, up.stdout + up.stderr
+    end_processes([psutil.Process(lab.process("supernode-2")["pid"])])
+
+    keys, theirs = lab.directory / "lab-keys", lab.directory / "other-keys"
+    ca, foreign_ca = (("--root-certificates", str(d / "ca.crt")) for d in (keys, theirs))
+    key, foreign_key = (
+        ("--auth-supernode-private-key", str(d / name)) for d, name in ((keys, "supernode-2.key"), (theirs, "supernode-0.key"))
+    )
+    intruders = Intruders(lab, fleet)
+    intruders.start("unregistered", *ca, *foreign_key)
+    intruders.start("no-key", *ca)
+    intruders.start("wrong-ca", *foreign_ca, *key)
+    intruders.start("plaintext", "--insecure")
+
+    config = {"method": "fedcac", "num-server-rounds": 3, "train-samples": 40, "min-available-clients": 2}
+    config["state-dir"] = str(lab.directory / "client-state")
+    run = Run(lab, lab.directory / "without", 3, config, superlink="lab")
+    for name, (text, _, _) in REFUSALS.items():
+        wait_for(lambda name=name, text=text: text in intruders.log(name), 300)  # type: ignore[misc]
+    run.finish()
+    for record in rounds(run.folder):
+        assert sorted(record["clients"]) == ["0", "1"] and record["failures"] == []
+    assert rounds(run.folder)[-1]["evaluation"]["absent"] == [2]
+    assert summary(run.folder)["final-accuracy"] is not None
+
+    told = lab.cluster("logs", "superlink").stdout
+    for name, (_, meaning, superlink) in REFUSALS.items():
+        assert "SuperNode ID" not in intruders.log(name), name
+        assert any(meaning in said for said in explain.meanings("supernode-2", intruders.log(name))), intruders.log(name)
+        assert superlink in told, (name, told)
+    status = lab.cluster("status")
+    assert status.returncode == 1 and status.stdout.count("online") == 2, status.stdout
+
+    # the launcher's own node: its key replaced by one that is not registered
+    (keys / "supernode-2.key").write_bytes((theirs / "supernode-0.key").read_bytes())
+    restarted = lab.cluster("restart", "supernode-2", "--timeout", "120")
+    assert restarted.returncode == 2 and "supernode-2: ended" in restarted.stderr, restarted.stderr
+    for said in (restarted.stderr, lab.cluster("logs", "supernode-2").stdout):
+        assert "=> refused: its key is not registered with the SuperLink" in " ".join(said.split()), said
+
+    intruders.end()
+    assert lab.cluster("down").returncode == 0

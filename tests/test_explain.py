@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from deploy.explain import meanings
+
+FAILED = "INFO : Connection attempt failed, retrying in 1.2 seconds\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "meaning"),
+    [
+        ("Exit Code: 305\n[code: 2004] Failed to activate SuperNode", "its key is not registered"),
+        ("[code: 2001] SuperNode authentication is enabled", "without a key"),
+        (f"Handshake failed: CERTIFICATE_VERIFY_FAILED: ...\n{FAILED}", "wrong CA"),
+        (FAILED, "nobody answers at the fleet address, or plaintext meets TLS"),
+    ],
+)
+def test_a_supernodes_refusal(log: str, meaning: str) -> None:
+    found = meanings("supernode-12", log)
+    assert len(found) == 1 and meaning in found[0]
+
+
+def test_no_refusal_no_words() -> None:
+    assert meanings("supernode-0", f"{FAILED}INFO : SuperNode ID: 17") == []
+    assert meanings("tunnel", FAILED) == [] and meanings("superlink", "") == []
+
+
+def test_a_superlinks_refusals_are_all_named_once() -> None:
+    log = "No SuperNode found with the given public key\n" * 3 + "SSL_ERROR_SSL: WRONG_VERSION_NUMBER\n"
+    found = meanings("superlink", log)
+    assert len(found) == 2 and "not registered" in found[0] and "plaintext" in found[1]
