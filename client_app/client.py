@@ -33,6 +33,7 @@ class CorollaClient(NumPyClient):
     def __init__(self, config: RunConfig, method: Method[Any], client_id: int, data_path: str) -> None:
         self.config, self.method, self.client_id, self.data_path = config, method, client_id, data_path
         self._timings: dict[str, float] = {}
+        self._fallback: dict[str, Scalar] = {}  # for the metrics, if the state the server named is damaged
 
     def get_properties(self, config: Config) -> Config:
         """Say who this is and what data it has, or why it cannot take part. Does not import torch on a CPU."""
@@ -82,6 +83,7 @@ class CorollaClient(NumPyClient):
             metrics: dict[str, Scalar] = {
                 "accuracy": accuracy,
                 "sha256": hashlib.sha256(model.params.tobytes()).hexdigest(),
+                **self._fallback,
             }
             if self.config.finetune_epochs:
                 tuned = trainer.train(start, epochs=self.config.finetune_epochs, purpose="finetune")
@@ -122,6 +124,7 @@ class CorollaClient(NumPyClient):
             "loss-after": loss_after,
             "test-samples": len(self.data.y_test),
             "state-version": version,
+            **self._fallback,
             **{f"seconds-{name}": seconds for name, seconds in self._timings.items()},
             **upload.metrics,
         }
@@ -154,6 +157,8 @@ class CorollaClient(NumPyClient):
         trainer = LocalTrainer(module, self.config, self.data, download.round, self.client_id)
         self._store = StateStore(state_root(self.config.state_dir), download.experiment, self.client_id)
         state = self._store.load(download.state_version)
+        if state.version != download.state_version:
+            self._fallback = {wire.STATE_USED: state.version}
         context = RunContext(
             self.config, self.config.params, download.round, self.client_id, layout, shared, lambda: initial, trainer,
             len(self.data.y_train), download.extras,

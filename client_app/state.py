@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -22,14 +23,21 @@ from numpy.typing import NDArray
 
 from fl_app.errors import UserError
 
+log = logging.getLogger("corolla")
+
 _SUFFIX = ".state"
+
+
+class _Damaged(UserError):
+    """A generation whose checksum is wrong."""
 
 
 @dataclass
 class State:
-    """Named arrays a client keeps between its rounds (strategies.base.ClientState)."""
+    """Named arrays a client keeps between its rounds (strategies.base.ClientState), and the generation they were read from."""
 
     arrays: MutableMapping[str, NDArray[Any]] = field(default_factory=dict)
+    version: str = ""
 
 
 def state_root(state_dir: str) -> Path:
@@ -50,21 +58,36 @@ class StateStore:
         self.directory = root / experiment / f"client-{client_id:04d}"
 
     def load(self, version: str) -> State:
-        """Read a generation; "" is the empty state. Raises UserError if it is missing or its checksum is wrong."""
+        """Read a generation, or if its checksum is wrong the newest sound one before it; "" is the empty state.
+
+        Raises UserError if the generation is missing, or damaged with none before it.
+        """
         if not version:
             return State()
         if not re.fullmatch(r"[\w-]{1,64}", version):
             raise UserError(f"client {self.client_id}: the server asks for a malformed state version {version[:80]!r}")
+        try:
+            return self._read(version)
+        except _Damaged as error:
+            damaged = error
+        for earlier in sorted((p.stem for p in self.directory.glob(f"*{_SUFFIX}") if p.stem < version), reverse=True):
+            with contextlib.suppress(_Damaged):
+                state = self._read(earlier)
+                log.warning("%s; used instead: %s", damaged, earlier)
+                return state
+        raise damaged
+
+    def _read(self, version: str) -> State:
         path = self._path(version)
         try:
             data = path.read_bytes()
         except OSError as error:
             raise UserError(f"client {self.client_id}: state of {version} is missing: {path} ({error.strerror})") from None
         if hashlib.sha256(data[32:]).digest() != data[:32]:
-            raise UserError(f"client {self.client_id}: state of {version} is damaged (checksum): {path}")
+            raise _Damaged(f"client {self.client_id}: state of {version} is damaged (checksum): {path}")
         from safetensors.numpy import load
 
-        return State(dict(load(data[32:])))
+        return State(dict(load(data[32:])), version)
 
     def save(self, state: State, round: int, attempt: int) -> str:
         """Write a generation and return its version; nothing is written for an empty state ("")."""

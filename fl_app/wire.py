@@ -33,6 +33,7 @@ from fl_app.layout import Model
 Array = NDArray[np.generic]
 ARRAYS = "arrays"
 ERROR = "error"
+STATE_USED = "state-used"  # metric of a client whose state was damaged: the earlier generation it went on from
 MAX_TEXT = 2**20  # characters of a name or a text among the scalars; class counts of 100,000 classes fit
 _LINE = 500
 _META = ("round", "attempt", "task", "experiment", "state-version", "keep-from", ARRAYS)

@@ -488,6 +488,12 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
             raise WireError(f"num_examples must be at least 1, got {upload.num_examples}")
         self.check(upload)
         self._intake.accept(reply.client_id, upload, metrics)
+        self._warn_of_damage(reply.client_id, metrics)
+
+    def _warn_of_damage(self, client_id: int, metrics: Mapping[str, Scalar]) -> None:
+        if used := metrics.get(wire.STATE_USED):
+            named = self.versions.get(client_id, "")
+            log.warning("client %d: its state of %s is damaged, it went on from %s", client_id, named, wire.one_line(used))
 
     def _round_record(self, round: int, intake: _Intake, failures: list[Record]) -> Record:
         clients: dict[str, Record] = {}
@@ -564,6 +570,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
                 for name in metrics:
                     if name.startswith("accuracy"):
                         wire.number(metrics, name, 0, 1)
+                self._warn_of_damage(reply.client_id, metrics)
                 clients[str(reply.client_id)] = {
                     **{k: clean(v) for k, v in metrics.items()}, "loss": clean(loss), "test-samples": num_examples,
                 }

@@ -107,6 +107,19 @@ def test_bit_flipped(store: StateStore, position: int) -> None:
         store.load(version)
 
 
+def test_the_generation_before_a_damaged_one_is_used(store: StateStore) -> None:
+    versions = [store.save(numbered(r), r, a) for r, a in ((1, 0), (2, 0), (2, 1), (3, 0), (4, 0))]
+    for version in versions[2:4]:
+        file_of(store, version).write_bytes(b"")
+    state = store.load(versions[3])
+    assert state.version == versions[1] and state.arrays["w"].tolist() == [2]
+    assert store.load(versions[4]).version == versions[4]
+    for version in versions[:2]:
+        file_of(store, version).write_bytes(b"")
+    with pytest.raises(UserError, match=f"state of {versions[3]} is damaged"):  # not the one after it
+        store.load(versions[3])
+
+
 def test_delete_before(store: StateStore) -> None:
     versions = [store.save(numbered(r), r, a) for r, a in ((1, 0), (2, 0), (2, 1), (3, 0))]
     store.delete_before("")

@@ -211,7 +211,23 @@ def hashes(directory: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
-def test_truncated_state_is_never_used(cluster: Cluster, tmp_path: Path) -> None:
+def test_truncated_state_is_never_used_but_the_one_before(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start(3)
+    cluster.hold(0, training=2)  # keeps round 2 open while what client 1 has left in it is cut
+    run = Run(cluster, tmp_path / "truncated", 3, COMMON)
+    states = Path(cluster.environment["COROLLA_STATE_DIR"])
+    file = wait_for(lambda: next(states.glob("*/client-0001/000002-*.state"), None))
+    before = next(states.glob("*/client-0001/000001-*.state"))
+    file.write_bytes(file.read_bytes()[:-1])
+    cluster.release(0, training=2)
+    run.finish()
+    assert failures(run) == []
+    used = [{i: row.get("state-used") for i, row in r["clients"].items()} for r in rounds(run.folder)]
+    assert used == [dict.fromkeys("012")] * 2 + [{"0": None, "1": before.stem, "2": None}]
+    assert f"client 1: its state of {file.stem} is damaged, it went on from {before.stem}" in " ".join(run.log.split())
+
+
+def test_truncated_state_with_none_before_fails_that_client_by_name(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(3)
     for training in (1, 2):
         cluster.hold(0, training)  # keeps the rounds open while the file is cut, and while it is put back
