@@ -155,10 +155,12 @@ def measure(size: Size, directory: Path) -> dict[str, Any]:
     actors = os.cpu_count() or 1
     write_images(directory / "images.npz", 500 * size.clients, 100 * size.clients)
     config = run_config(size, directory)
-    bare, rounds = [bare_seconds(config, size.clients, actors)], list[Round]()
+    bare, rounds, ratios = [bare_seconds(config, size.clients, actors)], list[Round](), list[float]()
     for k in range(size.repeats):
-        rounds += simulate(config, size.clients, directory, f"run-{k}")
+        found = simulate(config, size.clients, directory, f"run-{k}")
         bare.append(bare_seconds(config, size.clients, actors))
+        ratios += [r.wall / statistics.mean(bare[-2:]) for r in found]  # what ran just before and just after
+        rounds += found
     clients = [r.client_phases(actors) for r in rounds]
     within = [(r.wall, phases) for r, phases in zip(rounds, clients, strict=True)]
     return {
@@ -169,7 +171,7 @@ def measure(size: Size, directory: Path) -> dict[str, Any]:
         "server seconds by phase": medians([r.record["seconds"] for r in rounds]),
         "part of a round outside the clients' phases": statistics.median(1 - sum(p.values()) / wall for wall, p in within),
         "round / its own training phase": statistics.median(wall / p["train"] for wall, p in within),
-        "round / bare training": statistics.median(r.wall for r in rounds) / statistics.median(bare),
+        "round / bare training": statistics.median(ratios),
         # over all rounds together: a checkpoint counts as a phase of the round after it, whose line is not yet written
         "wall of the rounds missing from their phases": abs(1 - sum(r.phases for r in rounds) / sum(r.wall for r in rounds)),
     }

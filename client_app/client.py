@@ -102,7 +102,7 @@ class CorollaClient(NumPyClient):
         ctx, state, _ = self._context(download)
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
-        return Upload(update.personal(start, state, ctx), num_examples=ctx.num_samples)
+        return Upload(update.personal(start, state, ctx), metrics=self._fallback, num_examples=ctx.num_samples)
 
     def _train(self, download: Download) -> Upload:
         ctx, state, trainer = self._timed("prepare", lambda: self._context(download))

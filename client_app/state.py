@@ -58,7 +58,7 @@ class StateStore:
         self.directory = root / experiment / f"client-{client_id:04d}"
 
     def load(self, version: str) -> State:
-        """Read a generation, or if its checksum is wrong the newest sound one before it; "" is the empty state.
+        """Read a generation, or if its checksum is wrong the newest sound one of an earlier round; "" is the empty state.
 
         Raises UserError if the generation is missing, or damaged with none before it.
         """
@@ -70,7 +70,7 @@ class StateStore:
             return self._read(version)
         except _Damaged as error:
             damaged = error
-        for earlier in sorted((p.stem for p in self.directory.glob(f"*{_SUFFIX}") if p.stem < version), reverse=True):
+        for earlier in sorted((p.stem for p in self.directory.glob(f"*{_SUFFIX}") if p.stem[:6] < version[:6]), reverse=True):
             with contextlib.suppress(_Damaged):
                 state = self._read(earlier)
                 log.warning("%s; used instead: %s", damaged, earlier)

@@ -76,7 +76,7 @@ class Cluster:
         for host, names in self.placement.items():
             if name in names:
                 reply = self.ask(host, "logs", name=name, lines=lines)
-                return "\n".join([reply["text"], *(f"=> {meaning}" for meaning in reply["means"])])
+                return "\n".join([reply["text"], *(f"=> {meaning}" for meaning in reply.get("means", []))])
         raise UserError(f"{name}: cluster {self.inventory.name} has {', '.join(self.names)}")
 
     @property

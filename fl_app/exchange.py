@@ -185,41 +185,43 @@ class Exchange:
     def ask(self, what: str, requests: Iterable[Message], timeout: float, total: int) -> Iterator[Reply]:
         """Send `total` messages, built one at a time, and yield every reply as it arrives, failures included.
 
-        timeout: seconds after which clients that have not replied are given up, counted from the last message sent.
+        timeout: seconds after which a client that has not replied is given up, counted from its message.
         """
         client_of_node = {node: client for client, node in self._nodes.items()}
         requests = iter(requests)
-        waiting: dict[str, tuple[int, int]] = {}  # message id -> client id, bytes
+        waiting: dict[str, tuple[int, int, float]] = {}  # message id -> client id, bytes, deadline
         done, unsent = 0, total
-        deadline = math.inf
-        self.progress(what, 0, total)
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            self.progress(what, done, total)
+
+        self.progress(what, done, total)
         while waiting or unsent:
-            while unsent and sum(size for _, size in waiting.values()) < self.in_flight:
+            while unsent and sum(size for _, size, _ in waiting.values()) < self.in_flight:
                 message = next(requests)
                 unsent -= 1
                 client_id, size = client_of_node[message.metadata.dst_node_id], wire.size(message.content)
                 message_id = next(iter(self.grid.push_messages([message])), None)
                 if message_id:
-                    waiting[message_id] = client_id, size
-                    deadline = time.monotonic() + timeout
+                    waiting[message_id] = client_id, size, time.monotonic() + timeout
                 else:
-                    done += 1
+                    count()
                     yield Reply(client_id, None, "the message could not be delivered")
                 del message  # its arrays are the SuperLink's now
             replies = list(self.grid.pull_messages(list(waiting)))[::-1]
             if not replies:
-                if time.monotonic() >= deadline:
-                    for client_id, _ in waiting.values():
-                        done += 1
-                        yield Reply(client_id, None, f"no reply within {timeout:g} s")
-                    waiting = {}
-                elif waiting:
+                late = [name for name, (_, _, deadline) in waiting.items() if time.monotonic() >= deadline]
+                for name in late:
+                    count()
+                    yield Reply(waiting.pop(name)[0], None, f"no reply within {timeout:g} s")
+                if waiting and not late:
                     time.sleep(POLL_SECONDS)
             while replies:  # each is freed when it has been taken in
                 reply = replies.pop()
-                client_id, _ = waiting.pop(reply.metadata.reply_to_message_id)
-                done += 1
-                self.progress(what, done, total)
+                client_id = waiting.pop(reply.metadata.reply_to_message_id)[0]
+                count()
                 if reply.has_error():
                     yield Reply(client_id, None, f"error {reply.error.code}: {wire.one_line(reply.error.reason)}")
                 else:

@@ -8,6 +8,7 @@ this module replaces how Flower puts received arrays together, which copies them
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -329,14 +330,17 @@ class ReceivedArray(FlowerArray):
 
     @classmethod
     def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ReceivedArray:
-        """Build the array from its head and its ArrayChunks, as Flower's class does. Raises ValueError if one is missing."""
-        meta = json.loads(inflatable_object.get_object_body(object_content, FlowerArray))
-        ids = inflatable_object.get_object_children_ids_from_object_content(object_content)
-        used = [ids[i] for i in meta["arraychunk_ids"]]
-        if set(used) != set(children or {}):
-            raise ValueError("an array's pieces are not those that it names")
-        array = cls(dtype=meta["dtype"], shape=tuple(meta["shape"]), stype=meta["stype"], data=b"")
-        array.pieces = [(children or {})[name].data for name in used]
+        """Build the array from its head and its ArrayChunks, as Flower's class does; without any pieces if these do not fit.
+
+        Nothing is raised: an exception here would end the run, and an array without bytes is refused by its client's name.
+        """
+        array = cls(dtype="", shape=(), stype="", data=b"")
+        with contextlib.suppress(Exception):
+            meta = json.loads(inflatable_object.get_object_body(object_content, FlowerArray))
+            ids = inflatable_object.get_object_children_ids_from_object_content(object_content)
+            used = [ids[i] for i in meta["arraychunk_ids"]]
+            if set(used) == set(children or {}):
+                array.pieces = [(children or {})[name].data for name in used]
         return array
 
     @property
@@ -367,13 +371,13 @@ class ReceivedArrays(ArrayRecord):
 
     @classmethod
     def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ArrayRecord:
-        """Build the record from the ids of its arrays. Raises ValueError if one is missing."""
-        ids = json.loads(inflatable_object.get_object_body(object_content, ArrayRecord))
-        if set(ids.values()) != set(children or {}):
-            raise ValueError("a record's arrays are not those that it names")
+        """Build the record from the ids of its arrays; it stays without any if these do not fit."""
         record = ArrayRecord()
-        for name, array_id in ids.items():
-            record[name] = (children or {})[array_id]
+        with contextlib.suppress(Exception):
+            ids = json.loads(inflatable_object.get_object_body(object_content, ArrayRecord))
+            if set(ids.values()) == set(children or {}):
+                for name, array_id in ids.items():
+                    record[name] = (children or {})[array_id]
         return record
 
 

@@ -193,8 +193,8 @@ class _Intake:
         self.sizes[row] = upload.num_examples
         if self.bits is not None and upload.mask is not None:
             self.bits[row] = upload.mask
-        for name, stack in self.extras.items():
-            stack[row] = upload.extras[name]
+        for name, array in upload.extras.items():  # arrays of size 0 do not travel
+            self.extras[name][row] = array
         self.metrics[client_id], self.upload_bytes[client_id] = metrics, upload.nbytes
 
     def uploads(self) -> Uploads:
@@ -203,8 +203,9 @@ class _Intake:
         bits = None if self.bits is None else self._rows(self.bits)
         extras = {name: self._rows(stack) for name, stack in self.extras.items()}
         return Uploads(
-            ids, self._rows(self.W), self._rows(self.B), self._rows(self.sizes), bits, extras, [self.metrics[i] for i in ids]
-        )
+            ids, self._rows(self.W), self._rows(self.B), self.sizes[[i in self.metrics for i in self.ids]], bits, extras,
+            [self.metrics[i] for i in ids],
+        )  # fmt: skip
 
     def _rows(self, stack: NDArray[Any]) -> NDArray[Any]:
         used = [row for row, i in enumerate(self.ids) if i in self.metrics]
@@ -382,11 +383,11 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
         """Continue from a checkpoint."""
-        arrays = dict(saved.arrays)
+        arrays = saved.arrays  # emptied, so that nothing else holds what is put on disk
         self.global_model = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
-        for name, array in arrays.items():
+        for name in list(arrays):
             _, client_id, key = name.split(".", 2)
-            self.personal.setdefault(int(client_id), {})[key] = array
+            self.personal.setdefault(int(client_id), {})[key] = arrays.pop(name)
         self._settle(list(self.personal))
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
@@ -604,7 +605,9 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
             try:
                 if reply.content is None:
                     raise WireError(reply.cause)
-                models[reply.client_id] = wire.decode_upload(reply.content, expected).model
+                upload = wire.decode_upload(reply.content, expected)
+                self._warn_of_damage(reply.client_id, upload.metrics)
+                models[reply.client_id] = upload.model
             except WireError as error:
                 log.error("client %d: its personal model could not be collected: %s", reply.client_id, error)
         return models
@@ -619,7 +622,7 @@ class TooFewResults(Exception):
 
 
 class Stopwatch:
-    """Seconds by phase since a round's start, without gaps between rounds; `round` is their sum."""
+    """Seconds by phase, without gaps between rounds; `round` is their sum."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()

@@ -21,13 +21,15 @@ def to_disk(arrays: Mapping[str, NDArray[Any]], directory: Path) -> dict[str, ND
     """
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            offsets = {}
+            starts = {}
             for name, array in arrays.items():
-                offsets[name] = file.seek(-(-file.tell() // 64) * 64)
+                starts[name] = file.seek(-(-file.tell() // 64) * 64)
                 array.tofile(file)
             file.flush()
+            # one map for all arrays: each holds a file descriptor
+            whole = np.memmap(file, np.uint8, "r") if file.tell() else np.empty(0, np.uint8)
             return {
-                name: np.memmap(file, array.dtype, "r", offsets[name], array.shape) if array.size else array.copy()
+                name: whole[starts[name] : starts[name] + array.nbytes].view(array.dtype).reshape(array.shape)
                 for name, array in arrays.items()
             }
     except OSError as error:
@@ -37,5 +39,8 @@ def to_disk(arrays: Mapping[str, NDArray[Any]], directory: Path) -> dict[str, ND
 def release(arrays: Mapping[str, NDArray[Any]]) -> None:
     """Give back the memory that reading memory-mapped arrays took; they are read from their file again when needed."""
     for array in arrays.values():
-        if isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap):
-            array.base.madvise(mmap.MADV_DONTNEED)
+        base: object = array
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if isinstance(base, mmap.mmap):
+            base.madvise(mmap.MADV_DONTNEED)

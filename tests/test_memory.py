@@ -11,7 +11,9 @@ import pytest
 
 from fl_app.errors import UserError
 from fl_app.results import RunFolder, read_summary
+from fl_app.wire import Expected
 from strategies import aggregate, masks, spill
+from strategies.base import _Intake
 
 Run = Callable[..., RunFolder]
 
@@ -29,6 +31,25 @@ def test_memory_maps_are_whole_after_their_memory_was_given_back(tmp_path: Path)
     kept = spill.to_disk({"a": np.arange(5000.0)}, tmp_path)
     spill.release(kept | {"in memory": np.ones(3)})
     assert (kept["a"] == np.arange(5000.0)).all()
+
+
+def test_one_map_for_all_arrays_of_a_client(tmp_path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = [spill.to_disk({name: np.ones(10) for name in "abcd"}, tmp_path) for _ in range(20)]
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + len(kept)
+
+
+def test_rows_of_dropped_clients_are_closed_up_and_the_record_keeps_its_sizes() -> None:
+    def column(*values: float) -> np.ndarray:
+        return np.array(values, np.float32)[:, None]
+
+    W, B, sizes = column(1, 2, 3, 4), column(5, 6, 7, 8), np.array([100.0, 200, 300, 400])
+    intake = _Intake([4, 5, 6, 7], Expected(1, 1), W, B, None, {"x": column(9, 8, 7, 6)}, sizes)
+    intake.metrics = {7: {}, 5: {}}
+    uploads = intake.uploads()
+    assert uploads.ids == [5, 7] and uploads.sizes.tolist() == [200, 400] and intake.sizes.tolist() == [100, 200, 300, 400]
+    assert uploads.W.tolist() == [[2], [4]] and uploads.B.tolist() == [[6], [8]] and uploads.extras["x"].tolist() == [[8], [6]]
+    assert np.shares_memory(uploads.W, W)
 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
