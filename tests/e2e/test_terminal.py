@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -34,15 +35,20 @@ def on_a_terminal(
         start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     text, typed, deadline = "", False, time.monotonic() + 240
-    while time.monotonic() < deadline:
-        if select.select([master], [], [], 0.1)[0]:
-            text += os.read(master, 1 << 16).decode(errors="replace")
-        elif process.poll() is not None:
-            break
-        if not typed and interrupt_when(text):
-            os.write(master, b"\x03")
-            typed = True
-    assert process.poll() is not None, f"it did not end\n{text[-2000:]}"
+    try:
+        while time.monotonic() < deadline:
+            if select.select([master], [], [], 0.1)[0]:
+                text += os.read(master, 1 << 16).decode(errors="replace")
+            elif process.poll() is not None:
+                break
+            if not typed and interrupt_when(text):
+                os.write(master, b"\x03")
+                typed = True
+        assert process.poll() is not None, f"it did not end\n{text[-2000:]}"
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
     assert termios.tcgetattr(slave) == before
     os.close(master)
     os.close(slave)
@@ -88,7 +94,8 @@ def test_the_panel_of_a_deployment(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     words = ["run", "--in-process", "--clients", "4", *few_rounds(tmp_path, **{"num-server-rounds": 5000})]
-    code, text = on_a_terminal(words, dict(os.environ), interrupt_when=lambda text: "2/5000 done" in text)
+    some = re.compile(r"[1-9]\d*/5000 done")  # a fast machine shows few of the numbers
+    code, text = on_a_terminal(words, dict(os.environ), interrupt_when=lambda text: bool(some.search(text)))
     assert code == 130 and "Traceback" not in text
     assert text.count(HIDE) == text.count(SHOW) == 1
     after = text.partition(SHOW)[2]
