@@ -142,7 +142,7 @@ class MemoryStore:
         self.key = experiment, client_id
 
     def load(self, version: str) -> State:
-        return State(dict(self.generations[(*self.key, version)]) if version else {})
+        return State(dict(self.generations[(*self.key, version)]) if version else {}, version)
 
     def save(self, state: State, round: int, attempt: int) -> str:
         if not state.arrays:
