@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 from flwr.app import Context
 from flwr.clientapp import ClientApp
@@ -12,6 +13,10 @@ from client_app.client import CorollaClient
 from fl_app.config import parse
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS, METHODS
+
+# Ray listens on all of a machine's addresses, and runs what anybody sends there, unless it is told that no other machine will
+# join. Flower loads this module before it starts Ray, in `flwr run .` too.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 def client_fn(context: Context) -> Client:

@@ -1,0 +1,49 @@
+"""Digests of short runs, every method x {mlp, resnet8} x {all, half of the clients}: what a redesign must leave as it is.
+
+`python -m benchmarks.digests [METHOD ...]` prints a line per run: three rounds in process, all method parameters at their
+defaults. Two trees compute the same if they print the same on one machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+from client_app.client_app import app
+from fl_app.config import Scalar, parse
+from fl_app.inprocess import InProcessGrid
+from fl_app.results import read_summary
+from fl_app.server_app import run
+from strategies import METHOD_PARAMS, METHODS
+
+CLIENTS = 4
+MODELS = ("mlp", "resnet8")
+FRACTIONS = (1.0, 0.5)
+
+
+def digest(directory: Path, method: str, model: str, fraction: float) -> str:
+    """Digest of three rounds with `CLIENTS` clients, a `fraction` of them in every round."""
+    raw: dict[str, Scalar] = {
+        "method": method, "model": model, "fraction-train": fraction, "num-server-rounds": 3, "num-clients": CLIENTS,
+        "train-samples": 24, "test-samples": 12, "local-epochs": 2, "batch-size": 8, "learning-rate": 0.05, "momentum": 0.5,
+        "device": "cpu", "run-name": f"{method}-{model}-{fraction}", "output-dir": str(directory),
+        "state-dir": str(directory / "state"),
+    }  # fmt: skip
+    folder = run(InProcessGrid(app, raw, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
+    return str(read_summary(folder.path)["digest"])
+
+
+def main(methods: list[str]) -> None:
+    """Print the table."""
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as directory:
+        for method in methods or list(METHODS):
+            for model in MODELS:
+                for fraction in FRACTIONS:
+                    print(f"{method:10} {model:8} {fraction:4}  {digest(Path(directory), method, model, fraction)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
