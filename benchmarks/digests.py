@@ -13,8 +13,8 @@ from pathlib import Path
 
 from client_app.client_app import app
 from fl_app.config import Scalar, parse
-from fl_app.inprocess import InProcessGrid
-from fl_app.results import read_summary
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import read_summary
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS, METHODS
 

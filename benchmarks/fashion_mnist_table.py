@@ -9,7 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from fl_app.results import read_config, read_metrics, read_summary
+from fl_app.server.run_folder import read_config, read_metrics, read_summary
 
 LAST = 10  # rounds that before and after are averaged over
 

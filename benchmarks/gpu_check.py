@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.measure import arguments, interleaved, machine
 from benchmarks.training import client_data, configure, ours, plain, relative
-from client_app.train import LocalTrainer, resolve_device
+from client_app.trainer import LocalTrainer, resolve_device
 from fl_app import models
 from fl_app.config import RunConfig, Scalar
 from fl_app.data import ClientData
@@ -99,8 +99,8 @@ def whole_run(device: str) -> dict[str, float]:
     from client_app.client_app import app
     from fl_app import server_app
     from fl_app.config import parse
-    from fl_app.inprocess import InProcessGrid
-    from fl_app.results import read_metrics, read_summary
+    from fl_app.server.inprocess import InProcessGrid
+    from fl_app.server.run_folder import read_metrics, read_summary
     from strategies import METHOD_PARAMS
 
     found = {}

@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.measure import arguments, finish
 from fl_app.config import Scalar
-from fl_app.launch import flower_environment
+from fl_app.experiments.launch import flower_environment
 
 Config = dict[str, Scalar]
 
@@ -85,7 +85,7 @@ def bare_seconds(config: Mapping[str, Scalar], clients: int, processes: int) -> 
 
 
 def _train(config: Config, clients: int, ids: Any, seconds: Any, ready: Any) -> None:
-    from client_app.train import LocalTrainer
+    from client_app.trainer import LocalTrainer
     from fl_app import models
     from fl_app.config import parse
     from fl_app.data import open_client

@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import arguments, finish, interleaved
-from client_app.train import LocalTrainer, resolve_device
+from client_app.trainer import LocalTrainer, resolve_device
 from fl_app import models, rng
 from fl_app.config import NoParams, RunConfig, Scalar, parse
 from fl_app.data import ClientData, DatasetInfo

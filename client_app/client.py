@@ -40,7 +40,7 @@ class CorollaClient(NumPyClient):
         try:
             info = self.data.info
             if self.config.device.startswith("cuda"):
-                from client_app.train import resolve_device
+                from client_app.trainer import resolve_device
 
                 resolve_device(self.config.device)
         except Exception as error:
@@ -133,7 +133,7 @@ class CorollaClient(NumPyClient):
     def _context(self, download: Download) -> tuple[RunContext[Any], State, Any]:
         """Build what the method's client half works with."""
         _import_torch()
-        from client_app.train import LocalTrainer
+        from client_app.trainer import LocalTrainer
         from fl_app import models
 
         info = self.data.info

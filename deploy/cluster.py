@@ -22,7 +22,7 @@ from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode
 from deploy.node import Json
 from deploy.processes import cluster_directory
 from fl_app.errors import UserError
-from fl_app.launch import flower_environment
+from fl_app.experiments.launch import flower_environment
 
 Say = Callable[[str], None]
 _LOG_LINES = 15

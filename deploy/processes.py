@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from fl_app.errors import UserError
-from fl_app.launch import end_processes, flower_environment, processes_with
+from fl_app.experiments.launch import end_processes, flower_environment, processes_with
 
 _MARK = "COROLLA_LAUNCH"
 

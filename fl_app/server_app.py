@@ -16,13 +16,14 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import checkpoint, events, models
+from fl_app import models
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.exchange import Exchange
 from fl_app.layout import Layout
-from fl_app.log_lines import ERROR_MARK, FOLDER_MARK, LOG_MARK, LineProgress
-from fl_app.results import RunFolder, read_metrics, summarize
+from fl_app.server import checkpoint, events
+from fl_app.server.exchange import Exchange
+from fl_app.server.log_lines import ERROR_MARK, FOLDER_MARK, LOG_MARK, LineProgress
+from fl_app.server.run_folder import RunFolder, read_metrics, summarize
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
 

@@ -21,14 +21,15 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
-from fl_app import checkpoint, rng, wire
+from fl_app import rng, wire
 from fl_app.config import RunConfig, Scalar
 from fl_app.errors import UserError
-from fl_app.exchange import Exchange, Reply
 from fl_app.layout import Layout, Model, Vector
-from fl_app.results import RunFolder
+from fl_app.server import checkpoint
+from fl_app.server.exchange import Exchange, Reply
+from fl_app.server.kept import release, to_disk
+from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Download, Expected, Upload, WireError
-from strategies import spill
 
 log = logging.getLogger("corolla")
 P = TypeVar("P")
@@ -46,7 +47,7 @@ class ClientState(Protocol):
 
 
 class Trainer(Protocol):
-    """Local training and evaluation on this client's data and device (client_app/train.py)."""
+    """Local training and evaluation on this client's data and device (client_app/trainer.py)."""
 
     def train(
         self,
@@ -280,7 +281,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         for client_id, kept in sorted(self.personal.items()):
             used += sum(a.nbytes for a in kept.values())
             if used > budget > 0 and not any(isinstance(a, np.memmap) for a in kept.values()):
-                self.personal[client_id] = spill.to_disk(kept, self.folder.path)
+                self.personal[client_id] = to_disk(kept, self.folder.path)
         for client_id, kept in self.personal.items():
             if client_id not in ids or used > budget > 0:
                 self.personal[client_id] = {
@@ -378,7 +379,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         meta = {"versions": {str(i): v for i, v in self.versions.items()}, "record": record}
         checkpoint.save(self.folder.path, self.round, arrays, meta)
         for kept in self.personal.values():
-            spill.release(kept)
+            release(kept)
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
@@ -432,7 +433,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         download = self.download_for(client_id, round, task)
         record["download-bytes"] = record.get("download-bytes", 0) + download.nbytes
         message = exchange.message(client_id, wire.encode_download(download), kind, round)
-        spill.release(self.personal.get(client_id, {}))
+        release(self.personal.get(client_id, {}))
         return message
 
     def expected(self) -> Expected:

@@ -14,9 +14,9 @@ from hypothesis import settings
 from client_app.client_app import app as client_app
 from fl_app import server_app
 from fl_app.config import RunConfig, Scalar, parse
-from fl_app.inprocess import InProcessGrid
 from fl_app.layout import Layout, Slot
-from fl_app.results import RunFolder
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import RunFolder
 from strategies import METHOD_PARAMS
 
 settings.register_profile("corolla", deadline=None, max_examples=50, derandomize=True)  # the same examples everywhere

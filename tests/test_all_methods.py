@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from client_app.client_app import app
-from fl_app import checkpoint, models
+from fl_app import models
 from fl_app.config import RunConfig, Scalar, parse
-from fl_app.inprocess import InProcessGrid
 from fl_app.layout import Layout
-from fl_app.results import RunFolder, read_metrics, read_summary
+from fl_app.server import checkpoint
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS, METHODS
 

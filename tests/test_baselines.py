@@ -21,14 +21,15 @@ from torch import nn
 import client_app.client
 from client_app.client_app import app
 from client_app.state import State, StateStore
-from client_app.train import LocalTrainer
-from fl_app import exchange, models, server_app
+from client_app.trainer import LocalTrainer
+from fl_app import models, server_app
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData, DatasetInfo
 from fl_app.errors import UserError
-from fl_app.inprocess import InProcessGrid
 from fl_app.layout import Layout, Model
-from fl_app.results import RunFolder, read_metrics
+from fl_app.server import exchange
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import RunFolder, read_metrics
 from strategies import METHOD_PARAMS, METHODS, pfedme
 from strategies.base import RunContext, Uploads
 from tests.conftest import flat

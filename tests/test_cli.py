@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from fl_app import cli, models
+from fl_app.cli.reference import config_page, pyproject_with_defaults
 from fl_app.errors import UserError
-from fl_app.reference import config_page, pyproject_with_defaults
 from strategies import METHOD_PARAMS, METHODS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from fl_app import cli, compare, presets
+from fl_app import cli, presets
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.results import to_toml
+from fl_app.experiments import compare
+from fl_app.server.run_folder import to_toml
 from strategies import METHOD_PARAMS
 
 

@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 
 from client_app.state import State
 from fl_app.layout import Model
-from fl_app.results import RunFolder
+from fl_app.server.run_folder import RunFolder
 from strategies.base import RunContext, Uploads
 from strategies.fedamp import METHOD, FedAMP, FedAMPParams, FedAMPUpdate, attention
 from tests.conftest import config, f32, flat_layout

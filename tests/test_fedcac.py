@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from client_app.state import State
 from fl_app.layout import Layout, Model
-from fl_app.results import RunFolder
+from fl_app.server.run_folder import RunFolder
 from strategies import aggregate, masks, scores
 from strategies.base import RunContext, Uploads
 from strategies.fedcac import (

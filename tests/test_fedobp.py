@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from client_app.state import State
 from fl_app.layout import Layout, Model
-from fl_app.results import RunFolder
+from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload, WireError
 from strategies import masks
 from strategies.base import RunContext, Uploads
@@ -355,7 +355,7 @@ def test_the_trainers_loss_gradient_is_that_of_the_mean_loss(n: int) -> None:
     import torch
     from torch import nn
 
-    from client_app.train import LocalTrainer
+    from client_app.trainer import LocalTrainer
     from fl_app import models
     from fl_app.data import ClientData, DatasetInfo
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fl_app.layout import Model
-from fl_app.results import RunFolder
+from fl_app.server.run_folder import RunFolder
 from strategies import aggregate as reductions
 from strategies import fedpake
 from strategies.base import Uploads

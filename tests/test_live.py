@@ -10,9 +10,11 @@ import pytest
 from rich.console import Console
 
 from client_app.client_app import app as client_app
-from fl_app import live, log_lines, server_app
+from fl_app import server_app
+from fl_app.cli import live
 from fl_app.config import parse
-from fl_app.inprocess import InProcessGrid
+from fl_app.server import log_lines
+from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
 
 LINES = [

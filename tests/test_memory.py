@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from fl_app.errors import UserError
-from fl_app.results import RunFolder, read_summary
+from fl_app.server.kept import release, to_disk
+from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.wire import Expected
-from strategies import aggregate, masks, spill
+from strategies import aggregate, masks
 from strategies.base import _Intake
 
 Run = Callable[..., RunFolder]
@@ -20,7 +21,7 @@ Run = Callable[..., RunFolder]
 
 def test_arrays_on_disk_are_the_same(tmp_path: Path) -> None:
     arrays = {"a": np.arange(5.0), "bits": np.arange(3, dtype=np.uint8), "none": np.empty((0, 2)), "b": np.array(3)}
-    kept = spill.to_disk(arrays, tmp_path)
+    kept = to_disk(arrays, tmp_path)
     for name, array in arrays.items():
         assert kept[name].dtype == array.dtype and kept[name].shape == array.shape and (kept[name] == array).all()
     assert isinstance(kept["a"], np.memmap) and not kept["a"].flags.writeable
@@ -28,14 +29,14 @@ def test_arrays_on_disk_are_the_same(tmp_path: Path) -> None:
 
 
 def test_memory_maps_are_whole_after_their_memory_was_given_back(tmp_path: Path) -> None:
-    kept = spill.to_disk({"a": np.arange(5000.0)}, tmp_path)
-    spill.release(kept | {"in memory": np.ones(3)})
+    kept = to_disk({"a": np.arange(5000.0)}, tmp_path)
+    release(kept | {"in memory": np.ones(3)})
     assert (kept["a"] == np.arange(5000.0)).all()
 
 
 def test_one_map_for_all_arrays_of_a_client(tmp_path: Path) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    kept = [spill.to_disk({name: np.ones(10) for name in "abcd"}, tmp_path) for _ in range(20)]
+    kept = [to_disk({name: np.ones(10) for name in "abcd"}, tmp_path) for _ in range(20)]
     assert len(list(Path("/proc/self/fd").iterdir())) <= before + len(kept)
 
 
@@ -54,7 +55,7 @@ def test_rows_of_dropped_clients_are_closed_up_and_the_record_keeps_its_sizes() 
 
 def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="server-memory-limit: clients' models cannot be written to .*missing"):
-        spill.to_disk({"a": np.arange(5.0)}, tmp_path / "missing")
+        to_disk({"a": np.arange(5.0)}, tmp_path / "missing")
 
 
 @pytest.mark.parametrize("method", ["fedcac", "feddac", "fedamp"])
@@ -63,8 +64,7 @@ def test_what_lies_on_disk_does_not_change_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch, method: str, fraction: float
 ) -> None:
     spilled: list[int] = []
-    to_disk = spill.to_disk
-    monkeypatch.setattr(spill, "to_disk", lambda arrays, path: (spilled.append(1), to_disk(arrays, path))[1])
+    monkeypatch.setattr("strategies.base.to_disk", lambda arrays, path: (spilled.append(1), to_disk(arrays, path))[1])
     config: dict[str, Any] = {"method": method, "num_server_rounds": 3, "fraction_train": fraction}
     digests = [
         read_summary(run(**config, server_memory_limit=limit, run_name=f"limit-{i}").path)["digest"]

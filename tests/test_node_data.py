@@ -12,8 +12,8 @@ from PIL import Image
 from client_app.client_app import app
 from fl_app.config import Scalar, parse
 from fl_app.errors import UserError
-from fl_app.inprocess import InProcessGrid
-from fl_app.results import RunFolder, read_metrics, read_summary
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from fl_app import cli, dry_run, presets
+from fl_app import cli, presets
 from fl_app.config import flatten, parse
 from fl_app.errors import UserError
-from fl_app.results import read_metrics, read_summary
+from fl_app.experiments import dry_run
+from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHOD_PARAMS, METHODS
 
 from .conftest import Run

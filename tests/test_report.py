@@ -23,11 +23,16 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 
 from client_app.client_app import app as client_app
-from fl_app import comparison_figures, figures, method_figures, report, report_runs, server_app
+from fl_app import server_app
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.inprocess import InProcessGrid
-from fl_app.results import client_facts, read_clients, read_metrics, to_toml
+from fl_app.report import arrays as report_runs
+from fl_app.report import by_method as method_figures
+from fl_app.report import comparison as comparison_figures
+from fl_app.report import figures
+from fl_app.report import page as report
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import client_facts, read_clients, read_metrics, to_toml
 from strategies import METHOD_PARAMS
 from tests.conftest import SMALL, Run, flat
 
@@ -416,7 +421,7 @@ def overlapping(a: Bbox, b: Bbox, slack: float = 1.0) -> bool:
 def test_no_global_state_of_matplotlib_is_touched(fedavg: Path, tmp_path: Path) -> None:
     code = (
         "import sys, matplotlib\nfrom pathlib import Path\nbefore = matplotlib.rcParams.copy()\n"
-        "from fl_app.report import write_report\nwrite_report([Path(sys.argv[1])], Path(sys.argv[2]))\n"
+        "from fl_app.report.page import write_report\nwrite_report([Path(sys.argv[1])], Path(sys.argv[2]))\n"
         "assert 'matplotlib.pyplot' not in sys.modules, 'pyplot'\nassert matplotlib.rcParams.copy() == before, 'rcParams'\n"
         "assert 'torch' not in sys.modules, 'torch'\n"
     )

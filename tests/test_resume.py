@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fl_app import checkpoint
+from fl_app.server import checkpoint
 
 COROLLA = str(Path(sys.executable).parent / "corolla")
 COMMON = ["num-server-rounds=7", "checkpoint-every=2", "fraction-train=0.5", "local-epochs=1", "evaluate-every=3"]

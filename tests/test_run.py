@@ -16,12 +16,12 @@ from flwr.clientapp import ClientApp
 import client_app.client
 from client_app.client_app import app as real_app
 from client_app.client_app import client_fn
-from client_app.train import LocalTrainer
+from client_app.trainer import LocalTrainer
 from fl_app import models, wire
 from fl_app.errors import UserError
-from fl_app.inprocess import InProcessGrid
 from fl_app.layout import Layout, Model
-from fl_app.results import RunFolder, read_metrics, read_summary
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from strategies import masks
 from strategies.fedcac import personalize
 from tests.conftest import Run

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from fl_app import cli, sweep
+from fl_app import cli
 from fl_app.errors import UserError
+from fl_app.experiments import sweep
 from strategies import METHOD_PARAMS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
-from client_app.train import LocalTrainer, crop_flip, crop_flip_draws, resolve_device
+from client_app.trainer import LocalTrainer, crop_flip, crop_flip_draws, resolve_device
 from fl_app import models, rng
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, DatasetInfo

@@ -14,7 +14,7 @@ from fl_app.cli.settings import SetOption, absolute_paths, console, errors, pars
 from fl_app.cli.tables import size
 from fl_app.config import Scalar, class_names, specs
 from fl_app.errors import UserError
-from fl_app.results import run_folders
+from fl_app.server.run_folder import run_folders
 from strategies import METHOD_PARAMS, METHODS, SUMMARIES
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
@@ -54,7 +54,7 @@ def methods() -> None:
 
 def reference(root: Annotated[Path, typer.Argument(help="A clone's root.")] = Path(".")) -> None:
     """Rewrite docs/config.md and the defaults in pyproject.toml from the declared keys (`make docs`)."""
-    from fl_app.reference import write
+    from fl_app.cli.reference import write
 
     write(root, METHOD_PARAMS)
 

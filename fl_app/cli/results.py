@@ -19,7 +19,7 @@ def compare(
     dataset: Annotated[str, typer.Option(help="What the runs' own data set is to count as, e.g. cifar10.")] = "",
 ) -> None:
     """Put runs beside each other, or, with --paper, beside the published figures, with the settings that differ."""
-    from fl_app import compare as comparing
+    from fl_app.experiments import compare as comparing
 
     found, unfinished = comparing.load(runs, METHOD_PARAMS)
     for folder in unfinished:
@@ -45,7 +45,7 @@ def report(
     output: Annotated[Path, typer.Option(help="Directory for report.html and report-figures/.")] = Path("."),
 ) -> None:
     """Write a page with tables and pictures of one or more runs, and the pictures as PNG."""
-    from fl_app.report import write_report
+    from fl_app.report.page import write_report
 
     for path in write_report(runs, output):
         console.print(f"{path}", soft_wrap=True)
@@ -57,7 +57,7 @@ def export(
     output: Annotated[Path | None, typer.Option(help="File to write (default: in the current directory).")] = None,
 ) -> None:
     """Write one of a run's final models as a PyTorch state dict."""
-    from fl_app.export import export_state_dict
+    from fl_app.experiments.export import export_state_dict
 
     path = export_state_dict(run, client, output)
     console.print(f"{path}", soft_wrap=True)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from fl_app.cli.live import Display, log_to
 from fl_app.cli.settings import (
     CpusOption,
     GpusOption,
@@ -31,8 +32,7 @@ from fl_app.cli.settings import (
 from fl_app.cli.tables import show_results, size
 from fl_app.config import RunConfig, Scalar
 from fl_app.errors import UserError
-from fl_app.live import Display, log_to
-from fl_app.results import SUMMARY, check_unchanged, read_config, read_summary
+from fl_app.server.run_folder import SUMMARY, check_unchanged, read_config, read_summary
 from strategies import METHODS
 
 Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
@@ -93,7 +93,7 @@ def run(
         finish([run_in_process(config, parsed)])
         return
     check_resources(cpus_per_client, gpus_per_client)
-    from fl_app.launch import simulation
+    from fl_app.experiments.launch import simulation
 
     with simulation(parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
         folder = run_one(config, submit, verbose)
@@ -112,7 +112,8 @@ def is_finished(run: Path, config: RunConfig) -> bool:
 
 def show_dry_run(config: RunConfig, preset: str) -> None:
     """Print a config as TOML, with the bytes of a round in a comment; the data is not needed unless it is the user's own."""
-    from fl_app import data, dry_run, presets
+    from fl_app import data, presets
+    from fl_app.experiments import dry_run
 
     source = presets.all_presets().get(preset)
     if source is not None and source.paper:
@@ -140,7 +141,7 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
 
 def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:
     """Run on a SuperLink that Flower's config file names."""
-    from fl_app.launch import flower_environment, flwr_run
+    from fl_app.experiments.launch import flower_environment, flwr_run
 
     environment = flower_environment()
     return run_one(config, lambda c, on_line: flwr_run(superlink, c, environment, on_line), verbose)
@@ -148,7 +149,7 @@ def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) ->
 
 def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool) -> Path | None:
     """Submit one run and show it; the folder's path if it lies on this machine. Exits with 1 if the run failed."""
-    from fl_app.launch import COMPLETED
+    from fl_app.experiments.launch import COMPLETED
 
     display = Display(resolve(config).method, console, verbose)
     try:
@@ -172,7 +173,7 @@ def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig) -> Path:
     """Run without Ray or SuperLink."""
     from client_app.client_app import app as client_app
     from fl_app import server_app
-    from fl_app.inprocess import InProcessGrid
+    from fl_app.server.inprocess import InProcessGrid
 
     display = Display(parsed.method, console)
     try:
@@ -198,7 +199,7 @@ def demo(
     output_dir: Annotated[str, typer.Option(help="Directory of run folders.")] = "runs", verbose: VerboseOption = False
 ) -> None:
     """Compare FedCAC, FedAvg and Local on digits: 10 clients, Dirichlet 0.1, in simulation (what `make run` does)."""
-    from fl_app.launch import simulation
+    from fl_app.experiments.launch import simulation
 
     base = read_preset("demo") | {"output-dir": str(Path(output_dir).resolve())}
     check_locally(resolve(base))

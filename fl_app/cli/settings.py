@@ -102,8 +102,9 @@ def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
 
 def check_locally(config: RunConfig) -> None:
     """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
-    from client_app.train import resolve_device
-    from fl_app import data, events, models
+    from client_app.trainer import resolve_device
+    from fl_app import data, models
+    from fl_app.server import events
 
     if config.tensorboard:
         events.require_tensorboard()

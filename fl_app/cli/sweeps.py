@@ -11,8 +11,6 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fl_app import sweep as sweeping
-from fl_app import sweep_table
 from fl_app.cli import runs
 from fl_app.cli.settings import (
     CpusOption,
@@ -30,7 +28,9 @@ from fl_app.cli.settings import (
     warn_of_settings,
 )
 from fl_app.cli.tables import show_table
-from fl_app.sweep import Point
+from fl_app.experiments import sweep as sweeping
+from fl_app.experiments import table as sweep_table
+from fl_app.experiments.sweep import Point
 from strategies import METHOD_PARAMS
 
 
@@ -99,7 +99,7 @@ def run_points(
     points: Sequence[Point], in_process: bool, cpus_per_client: float, gpus_per_client: float, verbose: bool
 ) -> dict[str, str]:
     """Run one after the other, those with equally many clients on one SuperLink; messages of failed ones by name."""
-    from fl_app.launch import simulation
+    from fl_app.experiments.launch import simulation
 
     failed: dict[str, str] = {}
     started = 0

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_app.cli.settings import console
-from fl_app.results import read_summary
+from fl_app.server.run_folder import read_summary
 
 CAPTION = (
     "accuracy. final: mean over all clients after the last round, each on its own test data; pooled: the same over all samples; "

@@ -23,8 +23,8 @@ from client_app.client_app import app as client_app
 from deploy.node import free_ports
 from fl_app import server_app
 from fl_app.config import parse
-from fl_app.inprocess import InProcessGrid
-from fl_app.launch import end_processes, flower_environment, free_port, processes_with
+from fl_app.experiments.launch import end_processes, flower_environment, free_port, processes_with
+from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 
 COROLLA = str(Path(sys.executable).parent / "corolla")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_app.launch import COMPLETED, simulation
+from fl_app.experiments.launch import COMPLETED, simulation
 from strategies import METHODS
 from tests.e2e.conftest import corolla, settings, summary
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fl_app import report_runs
+from fl_app.report import arrays as report_runs
 from tests.e2e.conftest import COROLLA, corolla, settings
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

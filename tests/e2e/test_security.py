@@ -15,7 +15,7 @@ import yaml
 
 from deploy import explain
 from deploy.node import free_ports
-from fl_app.launch import end_processes, processes_with
+from fl_app.experiments.launch import end_processes, processes_with
 from tests.e2e.conftest import Lab, Run, rounds, script, summary, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

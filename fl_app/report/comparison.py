@@ -9,7 +9,19 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from fl_app.figures import (
+from fl_app.report.arrays import (
+    DATA_KEYS,
+    Floats,
+    Run,
+    client_seconds,
+    curve,
+    differences,
+    final_accuracies,
+    server_seconds,
+    short,
+    spent,
+)
+from fl_app.report.figures import (
     COLOURS,
     HATCHES,
     STYLE,
@@ -25,18 +37,6 @@ from fl_app.figures import (
     png,
     rounds_axis,
     small_multiples,
-)
-from fl_app.report_runs import (
-    DATA_KEYS,
-    Floats,
-    Run,
-    client_seconds,
-    curve,
-    differences,
-    final_accuracies,
-    server_seconds,
-    short,
-    spent,
 )
 
 

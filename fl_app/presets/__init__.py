@@ -6,7 +6,7 @@ fl_app/presets/*.toml holds two kinds of files. A plain one (demo.toml) is a run
 `datasets` entry, its `splits` entry, the table, the column, and of the row's `methods` entry, later ones winning; keys of
 other methods' tables are dropped. `rows` are the published figures in per cent, column by column: 86.82±1.18 or
 87.02(0.17), "-" for none. `notes` say where a setting departs from the paper or is not in it; `metric` is the figure of ours
-that is compared (fl_app/compare.py; "" if a run does not record it); `missing` explains what Corolla does not have.
+that is compared (fl_app/experiments/compare.py; "" if a run does not record it); `missing` explains what Corolla does not have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from fl_app.config import DATASETS, MODELS, Scalar, flatten
 from fl_app.errors import UserError
 
-PRESETS = Path(__file__).parent / "presets"
+PRESETS = Path(__file__).parent
 SMALL_ROUNDS, SMALL_CLIENTS, SMALL_PARTICIPANTS, SMALL_BATCH = 20, 10, 5, 20
 SMALL_SAMPLES = {"train-samples": 100, "test-samples": 40}
 ROUND_KEYS = ("fedcac.beta", "feddac.alpha")  # counted in rounds: scaled along with them

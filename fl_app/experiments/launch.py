@@ -22,7 +22,7 @@ import psutil
 import fl_app
 from fl_app.config import Scalar
 from fl_app.errors import UserError
-from fl_app.results import to_toml
+from fl_app.server.run_folder import to_toml
 
 APP_DIRECTORY = Path(fl_app.__file__).resolve().parent.parent
 _START_SECONDS = 60

@@ -18,7 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fl_app.report_runs import (
+from fl_app.report.arrays import (
     Run,
     short,
 )  # fmt: skip

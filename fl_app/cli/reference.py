@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fl_app.config import KeySpec, RunConfig, Scalar, specs
-from fl_app.results import to_toml
+from fl_app.server.run_folder import to_toml
 
 _INTRO = """# Run configuration
 

@@ -18,7 +18,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 
 if TYPE_CHECKING:
-    from fl_app.events import EventFiles
+    from fl_app.server.events import EventFiles
 
 log = logging.getLogger("corolla")
 

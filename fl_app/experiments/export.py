@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.errors import UserError
-from fl_app.results import CONFIG, MODELS, read_summary
+from fl_app.server.run_folder import CONFIG, MODELS, read_summary
 
 
 def export_state_dict(run: Path, client: int | None, output: Path | None) -> Path:

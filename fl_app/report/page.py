@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from fl_app import method_figures
-from fl_app.comparison_figures import comparison
 from fl_app.errors import UserError
-from fl_app.figures import DPI, Panel, looks
-from fl_app.report_runs import DATA_KEYS, KEY_SETTINGS, Run, differences, read_runs, short, show
+from fl_app.report import by_method as method_figures
+from fl_app.report.arrays import DATA_KEYS, KEY_SETTINGS, Run, differences, read_runs, short, show
+from fl_app.report.comparison import comparison
+from fl_app.report.figures import DPI, Panel, looks
 
 PAGE = "report.html"
 PICTURES = "report-figures"

@@ -14,7 +14,18 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from fl_app.figures import (
+from fl_app.report.arrays import (
+    Floats,
+    Run,
+    by_likeness,
+    class_counts,
+    collaborators,
+    cosine,
+    layer_values,
+    overlap,
+    personal_shares,
+)  # fmt: skip
+from fl_app.report.figures import (
     BLACK,
     BLUE,
     COLOURS,
@@ -30,17 +41,6 @@ from fl_app.figures import (
     percent_axis,
     png,
     rounds_axis,
-)  # fmt: skip
-from fl_app.report_runs import (
-    Floats,
-    Run,
-    by_likeness,
-    class_counts,
-    collaborators,
-    cosine,
-    layer_values,
-    overlap,
-    personal_shares,
 )  # fmt: skip
 
 NEVER: dict[str, Any] = {"hatch": "////", "edgecolor": "0.7", "facecolor": "white"}  # cells that hold nothing

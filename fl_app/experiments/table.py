@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fl_app.config import Scalar
-from fl_app.results import read_summary
-from fl_app.sweep import Point, identity
+from fl_app.experiments.sweep import Point, identity
+from fl_app.server.run_folder import read_summary
 
 CAPTION = (
     "accuracies in per cent, mean ± standard deviation over the seeds; n: finished runs. final: all clients after the last round; "

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from fl_app.config import Scalar
 from fl_app.errors import UserError
-from fl_app.results import CONFIG, read_clients, read_config, read_metrics, read_summary
+from fl_app.server.run_folder import CONFIG, read_clients, read_config, read_metrics, read_summary
 
 Record = dict[str, Any]
 Floats = NDArray[np.float64]

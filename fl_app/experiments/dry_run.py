@@ -13,7 +13,7 @@ import numpy as np
 
 from fl_app.config import RunConfig, Scalar
 from fl_app.layout import Layout, Model
-from fl_app.results import RunFolder, to_toml
+from fl_app.server.run_folder import RunFolder, to_toml
 
 # in_channels, num_classes, image_size of the data sets with a name, so that these need not be downloaded
 SHAPES = {

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.config import RunConfig, Scalar, flatten, parse
-from fl_app.dry_run import relevant
 from fl_app.errors import UserError
+from fl_app.experiments.dry_run import relevant
 from fl_app.presets import read_preset, read_toml, small
-from fl_app.results import CONFIG, SUMMARY, read_config, to_toml
+from fl_app.server.run_folder import CONFIG, SUMMARY, read_config, to_toml
 
 SAME_RUN = frozenset(  # do not tell runs apart
     {"run-name", "output-dir", "data-dir", "state-dir", "resume", "server-memory-limit", "tensorboard"}
@@ -237,7 +237,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 def end_leftovers(directory: Path) -> int:
     """End what a killed sweep left running in its directory (call while it is locked); how many processes that were."""
-    from fl_app.launch import end_processes, processes_with
+    from fl_app.experiments.launch import end_processes, processes_with
 
     left = processes_with(f"{VARIABLE}={directory}")
     end_processes(left)

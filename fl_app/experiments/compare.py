@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.config import RunConfig, Scalar, parse
-from fl_app.dry_run import relevant
 from fl_app.errors import UserError
+from fl_app.experiments.dry_run import relevant
+from fl_app.experiments.table import ACCURACIES, mean_std, show
 from fl_app.presets import Preset, all_presets, small
-from fl_app.results import CONFIG, SUMMARY, read_config, read_metrics, read_summary
-from fl_app.sweep_table import ACCURACIES, mean_std, show
+from fl_app.server.run_folder import CONFIG, SUMMARY, read_config, read_metrics, read_summary
 
 NOT_SETTINGS = frozenset({
     "seed", "device", "client-threads", "evaluate-every", "min-available-clients", "available-timeout", "round-timeout",

@@ -1,6 +1,6 @@
 """What `corolla run` shows while a run goes on: a live panel on a terminal, one plain line per round elsewhere.
 
-Both are fed by the run's own log lines (fl_app/log_lines.py, PersonalizedStrategy.describe), whether they come from this
+Both are fed by the run's own log lines (fl_app/server/log_lines.py, PersonalizedStrategy.describe), whether they come from this
 process, from a simulation's or from a SuperLink on another machine.
 """
 
@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fl_app.log_lines import ERROR_MARK, FOLDER_MARK, LOG_MARK, read_progress
+from fl_app.server.log_lines import ERROR_MARK, FOLDER_MARK, LOG_MARK, read_progress
 
 ROWS = 8  # of the last rounds
 OTHER_LINES = 10  # of the panel, besides these

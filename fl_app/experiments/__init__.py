@@ -1,0 +1,1 @@
+"""What is done with runs: start, sweep, compare, export."""

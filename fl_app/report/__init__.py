@@ -1,0 +1,1 @@
+"""`corolla report`: one page about one or more runs."""

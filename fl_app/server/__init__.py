@@ -1,0 +1,1 @@
+"""The server half of the running app: exchange, checkpoints, records, the run folder."""
