@@ -84,6 +84,10 @@ class Batches:
             del bounds[-2]
         return list(zip(bounds, bounds[1:], strict=False))
 
+    def chosen(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (inputs float32 [m, C, S, S], labels int64 [m]) of chosen training samples, nothing augmented."""
+        return self.inputs(self._x_train[indices]), self.train_labels[indices]
+
     def train(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over the training data in order, nothing augmented."""
         return self._in_order(self._x_train, self.train_labels)

@@ -22,7 +22,7 @@ from fl_app.data import ClientData, open_client
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.wire import Download, Upload
-from strategies.base import Method, RunContext
+from strategies.base import Method, RoundContext
 
 log = logging.getLogger("corolla")
 
@@ -86,7 +86,7 @@ class CorollaClient(NumPyClient):
                 **self._fallback,
             }
             if self.config.finetune_epochs:
-                tuned = trainer.train(start, epochs=self.config.finetune_epochs, purpose="finetune")
+                tuned = update.finetune(start, state, ctx, self.config.finetune_epochs)
                 metrics["accuracy-finetuned"] = trainer.evaluate(tuned)[1]
             return loss, len(self.data.y_test), dict(metrics)
         except Exception as error:
@@ -130,20 +130,15 @@ class CorollaClient(NumPyClient):
         }
         return Upload(upload.model, upload.mask, upload.extras, metrics, ctx.num_samples)
 
-    def _context(self, download: Download) -> tuple[RunContext[Any], State, Any]:
+    def _context(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
         """Build what the method's client half works with."""
         _import_torch()
         from client_app.trainer import LocalTrainer
         from fl_app import models
 
         info = self.data.info
-        module = models.build(
-            self.config.model,
-            in_channels=info.in_channels,
-            num_classes=info.num_classes,
-            image_size=info.image_size,
-            norm=self.config.norm,
-            seed=self.config.seed,
+        module = self.method.network(
+            self.config, in_channels=info.in_channels, num_classes=info.num_classes, image_size=info.image_size
         )
         layout = Layout.of(module)
         initial = models.read(module)
@@ -159,7 +154,7 @@ class CorollaClient(NumPyClient):
         state = self._store.load(download.state_version)
         if state.version != download.state_version:
             self._fallback = {wire.STATE_USED: state.version}
-        context = RunContext(
+        context = RoundContext(
             self.config, self.config.params, download.round, self.client_id, layout, shared, lambda: initial, trainer,
             len(self.data.y_train), download.extras,
         )

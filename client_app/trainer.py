@@ -1,21 +1,28 @@
-"""Local training and evaluation: a plain torch loop over the batches of client_app/batches.py.
+"""Local training and evaluation: a plain torch loop over the batches of client_app/batches.py, on the vectors of flat.py.
 
-The module's parameters and gradients are views into one flat vector each, so an SGD step, a proximal term and reading the
-model are single operations.
+What a method may do with it is strategies.base.Trainer.
 """
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Iterator
+
 import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from client_app.batches import Batches
+from client_app.flat import SGD, FlatModule
+from client_app.measures import features, fisher
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError
-from fl_app.layout import Layout, Model, Slot, Vector
+from fl_app.layout import Model, Vector
+from strategies.base import Correction, Objective
 
 
 def resolve_device(name: str) -> torch.device:
@@ -35,76 +42,36 @@ class LocalTrainer:
         torch.set_num_threads(config.client_threads)
         self.config, self.round, self.client_id = config, round, client_id
         self.device = resolve_device(config.device)
-        self.layout = Layout.of(module)
-        self.module = module.to(self.device)
-        self.last_loss = float("nan")
-        self._flatten()
+        self.flat = FlatModule(module, self.device)
+        self.module, self.layout = self.flat.module, self.flat.layout
+        self.weights, self.gradient, self.statistics = self.flat.weights, self.flat.gradient, self.flat.statistics
+        self.load, self.read, self.tensor, self.vector = self.flat.load, self.flat.read, self.flat.tensor, self.flat.vector
         self._batchnorms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        self.batches = Batches(
+        self.data = Batches(
             config, data, self.device, round=round, client_id=client_id, avoid_single=bool(self._batchnorms),
-            memory_format=self._format,
+            memory_format=self.flat.memory_format,
         )  # fmt: skip
-
-    def _flatten(self) -> None:
-        """Make every parameter and gradient a view into `self.weights` and `self.gradient`.
-
-        Convolution kernels [O, I, h, w] lie there as [O, h, w, I], channels last, which CPUs and tensor cores want; vectors
-        are rearranged where they come in and go out.
-        """
-        parameters = list(self.module.parameters())
-        self._trainable = [p.requires_grad for p in parameters]
-        self._kernels = [slot for slot in self.layout.params if len(slot.shape) == 4]
-        self._format = torch.channels_last if self._kernels else torch.contiguous_format
-        self.weights = torch.empty(self.layout.d, device=self.device)
-        self.gradient = torch.zeros(self.layout.d, device=self.device)
-        for slot, parameter in zip(self.layout.params, parameters, strict=True):
-            view = self._view(self.weights, slot)
-            view.copy_(parameter.data)
-            parameter.data = view
-            parameter.grad = self._view(self.gradient, slot)
-        buffers = dict(self.module.named_buffers())
-        self._buffers = [buffers[slot.name] for slot in self.layout.buffers]
-
-    def _view(self, vector: torch.Tensor, slot: Slot) -> torch.Tensor:
-        piece = vector[slot.start : slot.stop]
-        if len(slot.shape) != 4:
-            return piece.view(slot.shape)
-        o, i, h, w = slot.shape
-        return piece.view(o, h, w, i).permute(0, 3, 1, 2)
-
-    def _inward(self, vector: Vector) -> torch.Tensor:
-        """Return a vector in named_parameters order as the device holds it."""
-        inward = torch.from_numpy(np.array(vector)).to(self.device)
-        for slot in self._kernels:
-            self._view(inward, slot).copy_(inward[slot.start : slot.stop].clone().view(slot.shape))
-        return inward
-
-    def _outward(self, vector: torch.Tensor) -> Vector:
-        """Return a vector on the device in named_parameters order."""
-        outward = vector.to("cpu", copy=True)
-        for slot in self._kernels:
-            outward[slot.start : slot.stop] = self._view(outward, slot).reshape(-1)
-        result: Vector = outward.numpy()
-        return result
-
-    def load(self, model: Model) -> None:
-        """Put a model's values into the module."""
-        with torch.no_grad():
-            self.weights.copy_(self._inward(model.params))
-            values = torch.from_numpy(np.array(model.buffers)).to(self.device)
-            for slot, buffer in zip(self.layout.buffers, self._buffers, strict=True):
-                buffer.copy_(values[slot.start : slot.stop].view(slot.shape))
-
-    def read(self) -> Model:
-        """Copy the module's values out."""
-        flat = [b.reshape(-1) for b in self._buffers]
-        buffers = torch.cat(flat).cpu().numpy() if flat else np.zeros(0, np.float32)
-        return Model(self._outward(self.weights), buffers)
+        self.num_classes = data.info.num_classes
+        self.steps = 0
+        self.indices = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self._reported: Tensor | None = None  # the task's loss of the current batch, if an objective asked for it
+        self._plain: SGD | None = None
+        self._epoch_loss, self._counted = torch.zeros((), device=self.device), 0
 
     @property
     def learning_rate(self) -> float:
         """This round's learning rate."""
         return self.config.learning_rate * self.config.learning_rate_decay ** (self.round - 1)
+
+    @property
+    def last_loss(self) -> float:
+        """Mean training loss of the last epoch trained; NaN before."""
+        return float(self._epoch_loss) / self._counted if self._counted else math.nan
+
+    @property
+    def class_counts(self) -> NDArray[np.int64]:
+        """Training samples per class, int64 [C]."""
+        return np.bincount(self.data.train_labels.cpu().numpy(), minlength=self.num_classes)
 
     def train(
         self,
@@ -112,97 +79,135 @@ class LocalTrainer:
         *,
         epochs: int | None = None,
         purpose: str = "train",
-        proximal: tuple[float, Vector] | None = None,
-        frozen: frozenset[str] = frozenset(),
+        objective: Objective | None = None,
+        correction: Correction | None = None,
+        frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
     ) -> Model:
         """Run local SGD and return the trained model; `last_loss` is the last epoch's mean training loss.
 
-        start: where training begins. epochs: default local-epochs. purpose: names the random stream. proximal: (mu, center
-        float32 [d]) adds mu/2 ||w - center||^2 to the loss. frozen: tensors that neither train nor change.
+        start: where training begins. epochs: default local-epochs. purpose: names the random stream. objective: instead of the
+        task's loss. correction: changes each step's gradient. frozen: tensors by name, or parameters by position (bool [d], in
+        named_parameters order), that neither train nor change.
         """
         self.load(start)
-        center = None
-        if proximal is not None:
-            mu, vector = proximal
-            center = self._inward(vector)
-        still = self._freeze(frozen)
-        velocity = torch.zeros_like(self.weights) if self.config.momentum else None
-        self.module.train()
-        epoch_loss, samples = torch.zeros((), device=self.device), 0
-        for first_batch, x, y, _ in self.batches.epochs(epochs or self.config.local_epochs, purpose):
-            if first_batch:
-                epoch_loss, samples = torch.zeros((), device=self.device), 0
-            loss = self.gradient_of_loss(x, y)
-            epoch_loss += loss * len(y)
-            samples += len(y)
-            if center is not None:
-                self.gradient.add_(self.weights - center, alpha=mu)
-            if still is not None:
-                self.gradient.masked_fill_(still, 0)
-            self.step(velocity, still)
-        self._freeze(frozenset())
-        self.last_loss = float(epoch_loss) / max(samples, 1)
+        optimizer = self.optimizer(self.weights, still=self.flat.hold(frozen))
+        for x, y in self.batches(epochs, purpose):
+            self.differentiate(x, y, objective)
+            if correction is not None:
+                with torch.no_grad():
+                    correction(self.weights, self.gradient)
+            optimizer.step(self.gradient, self.learning_rate)
+            self.steps += 1
+        self.flat.hold(frozenset())
+        if self._counted and not math.isfinite(self.last_loss):
+            raise UserError(f"training diverged: its loss is {self.last_loss} (learning-rate {self.learning_rate:g})")
         trained = self.read()
-        if frozen:  # statistics of frozen layers
+        if isinstance(frozen, frozenset) and frozen:  # statistics of frozen layers
             trained = self.layout.put(trained, self.layout.take(start, frozen), frozen)
         return trained
 
-    def train_envelope(
-        self,
-        start: Model,
-        *,
-        weight: float,
-        inner_steps: int,
-        inner_learning_rate: float,
-        epochs: int | None = None,
-        purpose: str = "train",
-    ) -> tuple[Model, Model]:
-        """Descend on the Moreau envelope of the loss from w = theta = start; return (w, theta).
-
-        Per batch: `inner_steps` times theta -= inner_learning_rate * (gradient of f(theta) + weight * (theta - w)), theta
-        going on from the batch before; then w -= learning_rate * weight * (w - theta). Weight decay is part of f; there is
-        no momentum. Only theta sees data: both models get its BatchNorm statistics. `last_loss` is the last epoch's mean
-        of f before a batch's first step.
-        """
-        self.load(start)
-        still = self._freeze(frozenset())
-        outer = self.weights.clone()
+    def batches(self, epochs: int | None = None, purpose: str = "train") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (x, y) over shuffled epochs (default local-epochs), the module in training mode; `indices` says which samples."""
         self.module.train()
-        epoch_loss, samples = torch.zeros((), device=self.device), 0
-        for first_batch, x, y, _ in self.batches.epochs(epochs or self.config.local_epochs, purpose):
-            if first_batch:
-                epoch_loss, samples = torch.zeros((), device=self.device), 0
-            for k in range(inner_steps):
-                loss = self.gradient_of_loss(x, y)
-                if k == 0:
-                    epoch_loss += loss * len(y)
-                    samples += len(y)
-                self.gradient.add_(self.weights - outer, alpha=weight)
-                self.step(None, still, inner_learning_rate)
-            outer.sub_(outer - self.weights, alpha=self.learning_rate * weight)
-        self.last_loss = float(epoch_loss) / max(samples, 1)
-        theta = self.read()
-        return Model(self._outward(outer), theta.buffers), theta
+        self.steps = 0
+        for batch in self.data.epochs(self.config.local_epochs if epochs is None else epochs, purpose):
+            if batch.first:
+                self._epoch_loss, self._counted = torch.zeros((), device=self.device), 0
+            self.indices = batch.indices
+            yield batch.x, batch.y
 
-    def gradient_of_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Leave the mean cross-entropy's gradient in `self.gradient`; return the loss (detached, on the device)."""
+    def samples(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return (x, y) of chosen training samples, nothing augmented."""
+        return self.data.chosen(torch.from_numpy(np.asarray(indices, np.int64)).to(self.device))
+
+    def differentiate(self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True) -> Tensor:
+        """Leave the gradient of the objective, by default the mean loss, in `gradient`; return its value, detached.
+
+        counted: the batch counts in `last_loss`, with the task's loss where the objective computes it (`loss`). BatchNorm cannot
+        normalise a single sample: such a batch uses its running statistics. Raises UserError if the objective is not a scalar.
+        """
         self.gradient.zero_()
-        alone = len(y) == 1 and bool(self._batchnorms)
-        if alone:  # BatchNorm cannot normalise a single sample: use its running statistics
-            for layer in self._batchnorms:
-                layer.eval()
-        loss = self._loss(x, y)
-        if loss.requires_grad:  # not so when everything the user's model trains is frozen
-            loss.backward()  # type: ignore[no-untyped-call]
-        if alone:
-            for layer in self._batchnorms:
-                layer.train()
-        return loss.detach()
+        alone = len(y) == 1 and self.module.training and bool(self._batchnorms)
+        for layer in self._batchnorms if alone else []:
+            layer.eval()
+        self._reported = None
+        value = self._mean_loss(x, y) if objective is None else objective(self.module, x, y)
+        if not isinstance(value, Tensor) or value.ndim:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise UserError(f"objective: must return a scalar tensor, the batch's mean, got {got}")
+        if value.requires_grad:  # not so when everything the user's model trains is frozen
+            value.backward()  # type: ignore[no-untyped-call]
+        for layer in self._batchnorms if alone else []:
+            layer.train()
+        if counted:
+            self._epoch_loss += (value.detach() if self._reported is None else self._reported) * len(y)
+            self._counted += len(y)
+        return value.detach()
 
-    def _loss(self, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    def step(self, learning_rate: float | None = None) -> None:
+        """One gradient step on `weights`, with weight decay and without momentum; default: this round's learning rate."""
+        if self._plain is None:
+            still = self.flat.hold(frozenset())
+            self._plain = SGD(self.weights, momentum=0, weight_decay=self.config.weight_decay, still=still)
+        self._plain.step(self.gradient, self.learning_rate if learning_rate is None else learning_rate)
+        self.steps += 1
+
+    def optimizer(self, vector: Tensor, still: Tensor | None = None) -> SGD:
+        """Return the run's optimizer for a vector [d] on the device. still: bool [d], what must not move."""
+        return SGD(vector, momentum=self.config.momentum, weight_decay=self.config.weight_decay, still=still)
+
+    def network(self, model: Model) -> nn.Module:
+        """Return a second network with a model's values: evaluation mode, without gradients."""
+        module = copy.deepcopy(self.module)
+        tensors = self.layout.tensors(model)
+        with torch.no_grad():
+            for name, own in (*module.named_parameters(), *module.named_buffers()):
+                if name in tensors:
+                    own.copy_(torch.from_numpy(np.array(tensors[name])))
+        return module.requires_grad_(False).eval()
+
+    def classifier(self, module: nn.Module | None = None) -> nn.Linear:
+        """Return a module's last Linear layer. Raises UserError if it has none."""
+        linear = [m for m in (self.module if module is None else module).modules() if isinstance(m, nn.Linear)]
+        if not linear:
+            raise UserError(f"model: {self.config.model} has no Linear layer, whose input the features are")
+        return linear[-1]
+
+    def forward(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (features float32 [n, f], logits float32 [n, C]); features: the input of the last Linear layer."""
+        seen: list[Tensor] = []
+        hook = self.classifier(module).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            logits = self._logits(module, x)
+        finally:
+            hook.remove()
+        return seen[-1].flatten(1).float(), logits
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the mean cross-entropy, a scalar; inside an objective this is what `last_loss` counts."""
+        value = cross_entropy(logits.float(), y)
+        self._reported = value.detach()
+        return value
+
+    def _mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(self._logits(self.module, x), y)
+
+    def _logits(self, module: nn.Module, x: Tensor) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
-            logits = self.module(x)
-        return cross_entropy(logits.float(), y, reduction=reduction)
+            logits: Tensor = module(x)
+        return logits.float()
+
+    def features(self, model: Model) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return (features float32 [n, f], labels int64 [n]) of all training data: evaluation mode, nothing augmented."""
+        self.load(model)
+        self.module.eval()
+        return features(self)
+
+    def fisher(self, model: Model, samples: int = 0) -> Vector:
+        """Return the mean over training samples of the squared gradient of each one's loss, float32 [d]."""
+        self.load(model)
+        self.module.eval()
+        return fisher(self, samples)
 
     def loss_gradient(self, model: Model) -> Vector:
         """Return the gradient of the mean cross-entropy over all training data at `model`, float32 [d].
@@ -212,47 +217,22 @@ class LocalTrainer:
         self.load(model)
         self.module.eval()
         self.gradient.zero_()
-        n = len(self.batches.train_labels)
-        for x, y in self.batches.train():
-            (self._loss(x, y, "sum") / n).backward()  # type: ignore[no-untyped-call]
-        return self._outward(self.gradient)
-
-    def step(
-        self, velocity: torch.Tensor | None, still: torch.Tensor | None = None, learning_rate: float | None = None
-    ) -> None:
-        """One SGD step on the flat vectors, as torch.optim.SGD does it (weight decay, then momentum).
-
-        learning_rate: default this round's.
-        """
-        with torch.no_grad():
-            update = self.gradient
-            if self.config.weight_decay:
-                update = update.add(self.weights, alpha=self.config.weight_decay)
-                if still is not None:
-                    update.masked_fill_(still, 0)
-            if velocity is not None:
-                update = velocity.mul_(self.config.momentum).add_(update)
-            self.weights.add_(update, alpha=-(self.learning_rate if learning_rate is None else learning_rate))
-
-    def _freeze(self, frozen: frozenset[str]) -> torch.Tensor | None:
-        for slot, parameter, trainable in zip(self.layout.params, self.module.parameters(), self._trainable, strict=True):
-            parameter.requires_grad_(trainable and slot.name not in frozen)  # autograd skips what need not be computed
-        still = self.layout.indices(frozen)
-        for slot, trainable in zip(self.layout.params, self._trainable, strict=True):
-            still[slot.start : slot.stop] |= not trainable  # frozen by the user's model: no weight decay either
-        return torch.from_numpy(still).to(self.device) if still.any() else None
+        n = len(self.data.train_labels)
+        for x, y in self.data.train():
+            (cross_entropy(self._logits(self.module, x), y, reduction="sum") / n).backward()  # type: ignore[no-untyped-call]
+        return self.vector(self.gradient)
 
     @torch.no_grad()
     def evaluate(self, model: Model) -> tuple[float, float]:
         """Return (mean cross-entropy, accuracy) on the test data; NaN where there is none."""
-        n = len(self.batches.test_labels)
+        n = len(self.data.test_labels)
         if not n:
-            return float("nan"), float("nan")
+            return math.nan, math.nan
         self.load(model)
         self.module.eval()
         loss = torch.zeros((), device=self.device, dtype=torch.float64)
         correct = torch.zeros((), device=self.device, dtype=torch.int64)
-        for x, y in self.batches.test():
+        for x, y in self.data.test():
             logits = self.module(x)
             loss += cross_entropy(logits, y, reduction="sum").double()
             correct += (logits.argmax(1) == y).sum()

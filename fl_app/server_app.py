@@ -23,7 +23,8 @@ from fl_app.layout import Layout
 from fl_app.server import checkpoint, events
 from fl_app.server.exchange import Exchange
 from fl_app.server.log_lines import ERROR_MARK, FOLDER_MARK, LOG_MARK, LineProgress
-from fl_app.server.run_folder import RunFolder, read_metrics, summarize
+from fl_app.server.record import summarize
+from fl_app.server.run_folder import RunFolder, read_metrics
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
 
@@ -63,7 +64,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         config, num_clients=exchange.num_clients, resolved={**config.resolved, "num-clients": exchange.num_clients}
     )
     method = METHODS[config.method]
-    module = models.build(config.model, norm=config.norm, seed=config.seed, **common_shape(exchange))
+    module = method.network(config, **common_shape(exchange))
     layout = Layout.of(module)
     initial = models.initial_model(module, config.initial_weights) if config.initial_weights else models.read(module)
     shared = method.shared(layout, config.params)

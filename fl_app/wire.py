@@ -102,6 +102,11 @@ class Expected:
     num_selected: int = -1
     extras: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
+    @property
+    def sends_mask(self) -> bool:
+        """Whether a mask is part of the upload."""
+        return self.num_params > 0
+
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape per array name, in wire order; empty arrays do not travel."""
         out: dict[str, tuple[str, tuple[int, ...]]] = {"params": ("<f4", (self.d,)), "buffers": ("<f4", (self.b,))}

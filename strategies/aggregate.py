@@ -35,7 +35,7 @@ def weighted_mean(W: Stack, weights: NDArray[np.float64] | None = None) -> NDArr
     out = np.empty(d, dtype=np.float32)
 
     def block(start: int, stop: int) -> None:
-        out[start:stop] = _mean_block(W[:, start:stop], weights, total)
+        out[start:stop] = mean_block(W[:, start:stop], weights, total)
 
     for_blocks(block, d)
     return out
@@ -52,7 +52,8 @@ def check_weights(weights: NDArray[np.float64], n: int) -> NDArray[np.float64]:
     return np.ones(n) if (weights == weights[0]).all() else weights
 
 
-def _mean_block(block: Stack, weights: NDArray[np.float64], total: float) -> NDArray[np.float64]:
+def mean_block(block: Stack, weights: NDArray[np.float64], total: float) -> NDArray[np.float64]:
+    """Weighted mean over the rows of a block of columns, float64 [w]; total: sum of the weights, checked ones."""
     out = np.empty(block.shape[1])
     rows = np.empty((len(block), min(_MEAN_COLUMNS, block.shape[1])))
     for start, stop in blocks(0, block.shape[1], _MEAN_COLUMNS):
@@ -69,7 +70,7 @@ def _mean_block(block: Stack, weights: NDArray[np.float64], total: float) -> NDA
 _EXPAND = (-np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.int32)).view(np.uint32)
 
 
-def _select(bits: NDArray[np.uint8], inside: Stack, outside: Stack, out: Stack) -> None:
+def select(bits: NDArray[np.uint8], inside: Stack, outside: Stack, out: Stack) -> None:
     """Write `inside` where a bit is set and `outside` elsewhere: uint8 [ceil(w/8)], three float32 [w]; no branch per element."""
     width = out.size
     chosen = np.take(_EXPAND, bits, axis=0, mode="clip").reshape(-1)[:width]
@@ -77,6 +78,13 @@ def _select(bits: NDArray[np.uint8], inside: Stack, outside: Stack, out: Stack) 
     np.bitwise_xor(inside.view(np.uint32), background, out=target)
     np.bitwise_and(target, chosen, out=target)
     np.bitwise_xor(target, background, out=target)
+
+
+def merge(bits: Bits, inside: NDArray[np.float32], outside: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Values of `inside` where the packed mask is set, of `outside` elsewhere: uint8 [ceil(d/8)], float32 [d] each."""
+    out = np.empty(outside.size, np.float32)
+    select(bits, inside, outside, out)
+    return out
 
 
 def group_means(W: Stack, members: NDArray[np.bool_], out: Stack | None = None) -> NDArray[np.float32]:
@@ -94,44 +102,6 @@ def group_means(W: Stack, members: NDArray[np.bool_], out: Stack | None = None) 
 
     for_blocks(block, W.shape[1])
     return result
-
-
-def collaborate(
-    W: Stack, bits: Bits, members: NDArray[np.bool_], weights: NDArray[np.float64], out: Stack | None = None
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Global mean, and per client the mean of its group on its critical parameters (FedCAC Eq. 9-11).
-
-    W: float32 [N, d]; bits: uint8 [N, ceil(d/8)] packed masks; members: bool [N, N], row i the group of client i, itself
-    included; weights: float64 [N] for the global mean; out: float32 [N, d] for the second result, may be W itself.
-    Returns (float32 [d], float32 [N, d]).
-    Clients with equal groups share one mean, a client alone takes its own row: no [N, N] x [N, d] product when the groups
-    are small.
-    """
-    n, d = W.shape
-    weights = check_weights(weights, n)
-    total = weights.sum()
-    alone = members.sum(axis=1) == 1
-    groups, group_of = np.unique(members[~alone], axis=0, return_inverse=True)
-    group_index = np.full(n, -1)
-    group_index[~alone] = group_of.reshape(-1)
-    summands = groups.astype(np.float32)
-    counts = groups.sum(axis=1, dtype=np.float32)[:, None]
-    mean = np.empty(d, dtype=np.float32)
-    personalized = np.empty((n, d), dtype=np.float32) if out is None else out
-
-    def block(start: int, stop: int) -> None:
-        rows = W[:, start:stop]
-        mean[start:stop] = _mean_block(rows, weights, total)
-        if len(groups):
-            group = summands @ rows
-            group /= counts
-        packed = slice(start // 8, -(-stop // 8))
-        for i in range(n):
-            own = rows[i] if alone[i] else group[group_index[i]]
-            _select(bits[i, packed], own, mean[start:stop], personalized[i, start:stop])
-
-    for_blocks(block, d)
-    return mean, personalized
 
 
 def squared_distances(W: Stack, V: Stack | None = None) -> NDArray[np.float64]:
@@ -200,36 +170,4 @@ def mix(W: Stack, weights: NDArray[np.float64], out: Stack | None = None) -> NDA
         result[:, start:stop] = factors @ W[:, start:stop]
 
     for_blocks(block, W.shape[1])
-    return result
-
-
-def mix_by_mask(
-    W: Stack, bits: Bits, inside: NDArray[np.float64], outside: NDArray[np.float64] | None, out: Stack | None = None
-) -> NDArray[np.float32]:
-    """Per client one weighted sum of all rows where its mask is set and another elsewhere, float32 [N, d].
-
-    W: float32 [N, d]; bits: uint8 [N, ceil(d/8)] packed masks; inside, outside: float64 [N, N], row i holds client i's
-    weights; outside None: the mean over all rows, as `weighted_mean` has it. A row of `inside` that is 1 for the client
-    itself and 0 elsewhere copies the client's own values. out: float32 [N, d], may be W itself.
-    """
-    n, d = W.shape
-    alone = (inside == np.eye(n)).all(axis=1)
-    place = np.cumsum(~alone) - 1
-    factors = inside[~alone].astype(np.float32)
-    if outside is not None:
-        factors = np.concatenate([outside.astype(np.float32), factors])
-        place += n
-    result = np.empty((n, d), dtype=np.float32) if out is None else out
-    ones = np.ones(n)
-
-    def block(start: int, stop: int) -> None:
-        rows = W[:, start:stop]
-        mixed = factors @ rows
-        mean = _mean_block(rows, ones, float(n)).astype(np.float32) if outside is None else None
-        packed = slice(start // 8, -(-stop // 8))
-        for i in range(n):
-            own = rows[i] if alone[i] else mixed[place[i]]
-            _select(bits[i, packed], own, mixed[i] if mean is None else mean, result[i, start:stop])
-
-    for_blocks(block, d)
     return result

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from fl_app.config import NOT_NEGATIVE, key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, RunContext, everything
+from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_tensors
 from strategies.fedavg import FedAvg
+from strategies.fedprox import proximal
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class DittoParams:
 class DittoUpdate(LocalUpdate[DittoParams]):
     """Client half: FedAvg's training, then the personal model's."""
 
-    def train(self, start: Model, state: ClientState, ctx: RunContext[DittoParams]) -> Model:
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[DittoParams]) -> Model:
         """Train the copy that is sent, then the personal model, which stays in `state`."""
         p = ctx.params
         after = super().train(start, state, ctx)
@@ -43,10 +44,10 @@ class DittoUpdate(LocalUpdate[DittoParams]):
             self.personal(start, state, ctx),
             epochs=p.personal_epochs or None,
             purpose="train-personal",
-            proximal=(p.proximal_weight, start.params) if p.proximal_weight else None,
+            correction=proximal(ctx, p.proximal_weight, start.params),
         )
         self.keep_personal(personal, state)
         return after
 
 
-METHOD = Method("ditto", DittoParams, FedAvg[DittoParams], DittoUpdate, everything)
+METHOD = Method("ditto", DittoParams, FedAvg[DittoParams], DittoUpdate, all_tensors)

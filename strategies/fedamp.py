@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from fl_app.config import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
 from strategies import aggregate
-from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RunContext, Uploads, everything
+from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
+from strategies.fedprox import proximal
 
 log = logging.getLogger("corolla")
 
@@ -78,13 +79,12 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
         weights = normalise(raw)
         params, buffers = aggregate.mix(uploads.W, weights, out=uploads.W), aggregate.mix(uploads.B, weights)
         for i, client_id in enumerate(uploads.ids):
-            self.keep(client_id, params=params[i], buffers=buffers[i])
+            self.keep_for(client_id, params=params[i], buffers=buffers[i])
             self.note(client_id, "attention", np.round(weights[i], 6).tolist())
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's last cloud model, the initial model if it has none."""
-        mine = self.personal.get(client_id)
-        return self.global_model if mine is None else Model(mine["params"], mine["buffers"])
+        return self.last_personal(client_id)
 
     def has_global_model(self) -> bool:
         """Tell that there is none."""
@@ -94,9 +94,9 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
 class FedAMPUpdate(LocalUpdate[FedAMPParams]):
     """Client half: a proximal term to the cloud model."""
 
-    def train(self, start: Model, state: ClientState, ctx: RunContext[FedAMPParams]) -> Model:
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedAMPParams]) -> Model:
         """Minimise the loss + lambda/(2 alpha_K) ||w - u||^2 from u; the trainer's mu/2 makes mu = lambda/alpha_K."""
-        return ctx.trainer.train(start, proximal=(ctx.params.lam / ctx.params.alpha, start.params))
+        return ctx.trainer.train(start, correction=proximal(ctx, ctx.params.lam / ctx.params.alpha, start.params))
 
 
-METHOD = Method("fedamp", FedAMPParams, FedAMP, FedAMPUpdate, everything)
+METHOD = Method("fedamp", FedAMPParams, FedAMP, FedAMPUpdate, all_tensors)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from fl_app.config import NoParams
 from fl_app.layout import Model
 from strategies.aggregate import weighted_mean
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, everything
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors
 
 P = TypeVar("P")
 
@@ -24,4 +24,4 @@ class FedAvg(PersonalizedStrategy[P]):
         self.global_model = Model(weighted_mean(uploads.W, uploads.sizes), weighted_mean(uploads.B, uploads.sizes))
 
 
-METHOD = Method("fedavg", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], everything)
+METHOD = Method("fedavg", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], all_tensors)

@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 
 from fl_app.config import NoParams
-from fl_app.layout import Layout, Model
-from strategies.aggregate import weighted_mean
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads
+from fl_app.layout import Layout
+from strategies.base import LocalUpdate, Method
+from strategies.fedavg import FedAvg
 
 log = logging.getLogger("corolla")
 
 
-class FedBN(PersonalizedStrategy[NoParams]):
+class FedBN(FedAvg[NoParams]):
     """Server half: FedAvg on what travels."""
 
     def summary(self) -> None:
@@ -29,10 +29,6 @@ class FedBN(PersonalizedStrategy[NoParams]):
         super().summary()
         if not self.full_layout.batchnorm:
             log.warning("fedbn: model %s has no BatchNorm layer, so this run is FedAvg", self.config.model)
-
-    def personalize(self, round: int, uploads: Uploads) -> None:
-        """Mean weighted by training samples."""
-        self.global_model = Model(weighted_mean(uploads.W, uploads.sizes), weighted_mean(uploads.B, uploads.sizes))
 
 
 def shared(layout: Layout, params: NoParams) -> frozenset[str]:

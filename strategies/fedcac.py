@@ -16,6 +16,7 @@ client is sent its last customized critical parameters on top of the current glo
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,17 +25,18 @@ from numpy.typing import NDArray
 
 from fl_app.config import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
-from fl_app.wire import Upload
+from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
 from strategies.base import (
     ClientState,
     LocalUpdate,
     Method,
     PersonalizedStrategy,
-    RunContext,
+    RoundContext,
     Uploads,
-    everything_but_local_statistics,
+    all_but_local_statistics,
 )
+from strategies.blocks import for_blocks
 
 
 @dataclass(frozen=True)
@@ -108,16 +110,66 @@ def personalize(
     *,
     beta: int,
     weights: NDArray[np.float64] | None = None,
+    chosen: NDArray[np.bool_] | None = None,
+    non_critical: str = "all",
+    out: aggregate.Stack | None = None,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """FedCAC's server step (Eq. 7-11).
 
     W: float32 [N, d], the clients' trained vectors; bits: uint8 [N, ceil(d/8)], their packed critical masks, each with the
-    same number of ones; round t from 1; weights: float64 [N] of the global mean, None for uniform.
+    same number of ones; round t from 1; weights: float64 [N] of the global mean, None for uniform; chosen: bool [N, N], who
+    shares critical parameters with whom, None for Eq. 7-8; non_critical: "all", or "as-critical" (ablation, Table 3);
+    out: float32 [N, d] for the second result, may be W itself.
     Returns (global float32 [d], personalized float32 [N, d]).
     Raises ValueError on shapes that do not fit and on masks of unequal size.
     """
-    members = collaborators(mask_overlap(W, bits), round, beta) | np.eye(W.shape[0], dtype=bool)
-    return aggregate.collaborate(W, bits, members, np.ones(W.shape[0]) if weights is None else weights)
+    if chosen is None:
+        chosen = collaborators(mask_overlap(W, bits), round, beta)
+    members = chosen | np.eye(W.shape[0], dtype=bool)
+    weights = np.ones(W.shape[0]) if weights is None else weights
+    if non_critical == "as-critical":
+        mean = aggregate.weighted_mean(W, weights)
+        return mean, aggregate.group_means(W, members, out=out)
+    return collaborate(W, bits, members, weights, out=out)
+
+
+def collaborate(
+    W: aggregate.Stack, bits: masks.Bits, members: NDArray[np.bool_], weights: NDArray[np.float64],
+    out: aggregate.Stack | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Global mean, and per client the mean of its group on its critical parameters (FedCAC Eq. 9-11).
+
+    W: float32 [N, d]; bits: uint8 [N, ceil(d/8)] packed masks; members: bool [N, N], row i the group of client i, itself
+    included; weights: float64 [N] for the global mean; out: float32 [N, d] for the second result, may be W itself.
+    Returns (float32 [d], float32 [N, d]).
+    Clients with equal groups share one mean, a client alone takes its own row: no [N, N] x [N, d] product when the groups
+    are small.
+    """
+    n, d = W.shape
+    weights = aggregate.check_weights(weights, n)
+    total = weights.sum()
+    alone = members.sum(axis=1) == 1
+    groups, group_of = np.unique(members[~alone], axis=0, return_inverse=True)
+    group_index = np.full(n, -1)
+    group_index[~alone] = group_of.reshape(-1)
+    summands = groups.astype(np.float32)
+    counts = groups.sum(axis=1, dtype=np.float32)[:, None]
+    mean = np.empty(d, dtype=np.float32)
+    personalized = np.empty((n, d), dtype=np.float32) if out is None else out
+
+    def block(start: int, stop: int) -> None:
+        rows = W[:, start:stop]
+        mean[start:stop] = aggregate.mean_block(rows, weights, total)
+        if len(groups):
+            group = summands @ rows
+            group /= counts
+        packed = slice(start // 8, -(-stop // 8))
+        for i in range(n):
+            own = rows[i] if alone[i] else group[group_index[i]]
+            aggregate.select(bits[i, packed], own, mean[start:stop], personalized[i, start:stop])
+
+    for_blocks(block, d)
+    return mean, personalized
 
 
 def mask_overlap(W: aggregate.Stack, bits: masks.Bits) -> NDArray[np.float64]:
@@ -139,11 +191,14 @@ def mask_overlap(W: aggregate.Stack, bits: masks.Bits) -> NDArray[np.float64]:
 class FedCAC(PersonalizedStrategy[FedCACParams]):
     """Server half: keeps, per client, its last personalized vector and its mask."""
 
-    def num_selected(self) -> int:
-        """Every client selects exactly this many parameters (K)."""
-        return masks.num_selected(self.layout.sizes, self.params.tau)
+    def expected(self) -> Expected:
+        """A mask in which exactly K parameters are critical."""
+        return dataclasses.replace(super().expected(), num_params=self.layout.d, num_selected=self.num_critical)
 
-    sends_mask = True
+    @property
+    def num_critical(self) -> int:
+        """K, equal for all clients."""
+        return masks.num_selected(self.layout.sizes, self.params.tau)
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Equations 7-11, for the round's participants."""
@@ -152,16 +207,14 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         weights = uploads.sizes if p.weighting == "samples" else np.ones(n)
         overlap = mask_overlap(uploads.W, uploads.bits)
         chosen = self.choose(overlap, round)
-        members = chosen | np.eye(n, dtype=bool)
-        if p.non_critical == "as-critical":
-            mean = aggregate.weighted_mean(uploads.W, weights)
-            personalized = aggregate.group_means(uploads.W, members, out=uploads.W)
-        else:
-            mean, personalized = aggregate.collaborate(uploads.W, uploads.bits, members, weights, out=uploads.W)
-        statistics = aggregate.group_means(uploads.B, members)
+        mean, personalized = personalize(
+            uploads.W, uploads.bits, round, beta=p.beta, weights=weights, chosen=chosen, non_critical=p.non_critical,
+            out=uploads.W,
+        )  # fmt: skip
+        statistics = aggregate.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
         self.global_model = Model(mean, aggregate.weighted_mean(uploads.B, weights))
         for i, client_id in enumerate(uploads.ids):
-            self.keep(
+            self.keep_for(
                 client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round)
             )
             self.note(client_id, "collaborators", [uploads.ids[j] for j in np.flatnonzero(chosen[i])])
@@ -170,7 +223,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
 
     def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:
         """Collaborators by the configured rule, bool [N, N]."""
-        if self.params.collaboration == "none" or overlap.shape[0] < 2 or self.num_selected() == 0:
+        if self.params.collaboration == "none" or overlap.shape[0] < 2 or self.num_critical == 0:
             return np.zeros(overlap.shape, dtype=bool)
         if self.params.collaboration == "top":
             return most_alike(overlap, self.params.num_collaborators)
@@ -183,14 +236,14 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
             return self.global_model
         params = mine["params"]
         if self.params.non_critical == "all" and int(mine["round"]) != self.round:
-            params = np.where(masks.unpack(mine["mask"], self.layout.d), params, self.global_model.params)
+            params = aggregate.merge(mine["mask"], params, self.global_model.params)
         return Model(params, mine["buffers"])
 
 
 class FedCACUpdate(LocalUpdate[FedCACParams]):
     """Client half: plain training, then scores, mask and packing."""
 
-    def upload(self, before: Model, after: Model, state: ClientState, ctx: RunContext[FedCACParams]) -> Upload:
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedCACParams]) -> Upload:
         """Send the weights and the packed critical mask (Eq. 5-6)."""
         plain = super().upload(before, after, state, ctx)
         if ctx.params.selection == "random":
@@ -200,7 +253,7 @@ class FedCACUpdate(LocalUpdate[FedCACParams]):
             if ctx.params.selection == "sensitivity-reverse":
                 ranking = -ranking
         mask = masks.pack(masks.top_k(ranking, ctx.layout.sizes, ctx.params.tau))
-        return Upload(plain.model, mask, plain.extras, plain.metrics, plain.num_examples)
+        return dataclasses.replace(plain, mask=mask)
 
 
-METHOD = Method("fedcac", FedCACParams, FedCAC, FedCACUpdate, everything_but_local_statistics)
+METHOD = Method("fedcac", FedCACParams, FedCAC, FedCACUpdate, all_but_local_statistics)

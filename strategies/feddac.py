@@ -19,6 +19,7 @@ model, and the initial one if it never took part. BatchNorm statistics: plain me
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -28,17 +29,18 @@ from numpy.typing import NDArray
 
 from fl_app.config import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
-from fl_app.wire import Upload
+from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
 from strategies.base import (
     ClientState,
     LocalUpdate,
     Method,
     PersonalizedStrategy,
-    RunContext,
+    RoundContext,
     Uploads,
-    everything_but_local_statistics,
+    all_but_local_statistics,
 )
+from strategies.blocks import for_blocks
 from strategies.fedcac import at_least, mask_overlap, threshold
 
 GUIDANCE = "guidance"  # name of the second vector on the wire
@@ -112,6 +114,29 @@ def neighbour_weights(distances: NDArray[np.float64], neighbours: int, *, own_di
     return weights
 
 
+@dataclass(frozen=True)
+class Mixing:
+    """Who goes into whose next model: chosen bool [N, N], collaborators; inside, outside: weights float64 [N, N] of all clients in
+    each client's important and less important parameters; outside None: the plain mean.
+    """
+
+    chosen: NDArray[np.bool_]
+    inside: NDArray[np.float64]
+    outside: NDArray[np.float64] | None
+
+
+def mixing(
+    W: aggregate.Stack, overlap: NDArray[np.float64], chosen: NDArray[np.bool_], params: FedDACParams,
+    guidance: aggregate.Stack | None = None,
+) -> Mixing:  # fmt: skip
+    """Weights that follow from the masks' overlap and the vectors' distances; see `personalize`."""
+    outside = None
+    if params.weighting == "similarity":
+        distances = aggregate.squared_distances(W, guidance)
+        outside = neighbour_weights(distances, params.neighbours, own_distance=guidance is not None)
+    return Mixing(chosen, important_weights(overlap, chosen, params.self_weight), outside)
+
+
 def personalize(
     W: aggregate.Stack,
     bits: masks.Bits,
@@ -121,75 +146,105 @@ def personalize(
     self_weight: float = 0.6,
     neighbours: int = 5,
     guidance: aggregate.Stack | None = None,
+    mixed: Mixing | None = None,
+    out: aggregate.Stack | None = None,
 ) -> NDArray[np.float32]:
     """FedDAC's server step: every client's next model, float32 [N, d].
 
     W: float32 [N, d], the clients' trained vectors; bits: uint8 [N, ceil(d/8)], their packed masks of important parameters,
     each with the same number of ones; round t from 1; guidance: float32 [N, d], or None: the trained vectors, with the
-    client's own distance replaced. A single client gets its own vector.
+    client's own distance replaced. A single client gets its own vector. mixed: the weights, if they are known already; out:
+    float32 [N, d], may be W itself.
     Raises ValueError on shapes that do not fit, masks of unequal size and arguments out of range.
     """
     if not 0 <= self_weight <= 1:
         raise ValueError(f"self_weight must be in [0, 1], got {self_weight}")
-    overlap = mask_overlap(W, bits)
-    chosen = collaborators(overlap, round, alpha)
-    rest = neighbour_weights(
-        aggregate.squared_distances(W, guidance), neighbours, own_distance=guidance is not None
-    )
-    return aggregate.mix_by_mask(W, bits, important_weights(overlap, chosen, self_weight), rest)
+    if mixed is None:
+        overlap = mask_overlap(W, bits)
+        params = FedDACParams(self_weight=self_weight, neighbours=neighbours)
+        mixed = mixing(W, overlap, collaborators(overlap, round, alpha), params, guidance)
+    return mix_by_mask(W, bits, mixed.inside, mixed.outside, out=out)
+
+
+def mix_by_mask(
+    W: aggregate.Stack, bits: masks.Bits, inside: NDArray[np.float64], outside: NDArray[np.float64] | None,
+    out: aggregate.Stack | None = None,
+) -> NDArray[np.float32]:
+    """Per client one weighted sum of all rows where its mask is set and another elsewhere, float32 [N, d].
+
+    W: float32 [N, d]; bits: uint8 [N, ceil(d/8)] packed masks; inside, outside: float64 [N, N], row i holds client i's
+    weights; outside None: the mean over all rows, as `weighted_mean` has it. A row of `inside` that is 1 for the client
+    itself and 0 elsewhere copies the client's own values. out: float32 [N, d], may be W itself.
+    """
+    n, d = W.shape
+    alone = (inside == np.eye(n)).all(axis=1)
+    place = np.cumsum(~alone) - 1
+    factors = inside[~alone].astype(np.float32)
+    if outside is not None:
+        factors = np.concatenate([outside.astype(np.float32), factors])
+        place += n
+    result = np.empty((n, d), dtype=np.float32) if out is None else out
+    ones = np.ones(n)
+
+    def block(start: int, stop: int) -> None:
+        rows = W[:, start:stop]
+        mixed = factors @ rows
+        mean = aggregate.mean_block(rows, ones, float(n)).astype(np.float32) if outside is None else None
+        packed = slice(start // 8, -(-stop // 8))
+        for i in range(n):
+            own = rows[i] if alone[i] else mixed[place[i]]
+            aggregate.select(bits[i, packed], own, mixed[i] if mean is None else mean, result[i, start:stop])
+
+    for_blocks(block, d)
+    return result
 
 
 class FedDAC(PersonalizedStrategy[FedDACParams]):
     """Server half: keeps every client's last personalized model; there is no global one."""
 
-    sends_mask = True
+    def expected(self) -> Expected:
+        """A mask in which exactly K parameters are important, and the one-step guidance model where it is asked for."""
+        extras = {GUIDANCE: ("<f4", (self.layout.d,))} if self.params.guidance == "one-step" else {}
+        return dataclasses.replace(
+            super().expected(), num_params=self.layout.d, num_selected=self.num_important, extras=extras
+        )
 
-    def num_selected(self) -> int:
-        """Every client selects exactly this many parameters."""
+    @property
+    def num_important(self) -> int:
+        """K, equal for all clients."""
         return masks.num_selected(self.layout.sizes, self.params.tau)
-
-    def expected_extras(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The one-step guidance model."""
-        return {GUIDANCE: ("<f4", (self.layout.d,))} if self.params.guidance == "one-step" else {}
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """`personalize` above with the configured ablations, for the round's participants."""
         assert uploads.bits is not None
-        n = len(uploads.ids)
+        p, n = self.params, len(uploads.ids)
         overlap = mask_overlap(uploads.W, uploads.bits)
         chosen = self.choose(overlap, round)
-        inside = important_weights(overlap, chosen, self.params.self_weight)
-        outside = self.neighbour_weights(uploads)
-        params = aggregate.mix_by_mask(uploads.W, uploads.bits, inside, outside, out=uploads.W)
+        weights = mixing(uploads.W, overlap, chosen, p, uploads.extras.get(GUIDANCE))
+        params = personalize(
+            uploads.W, uploads.bits, round, alpha=p.alpha, self_weight=p.self_weight, mixed=weights, out=uploads.W
+        )
         statistics = aggregate.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
         for i, client_id in enumerate(uploads.ids):
-            self.keep(client_id, params=params[i], buffers=statistics[i])
+            self.keep_for(client_id, params=params[i], buffers=statistics[i])
             self.note(client_id, "collaborators", [uploads.ids[j] for j in np.flatnonzero(chosen[i])])
-            if outside is not None:
-                self.note(client_id, "neighbours", {str(uploads.ids[j]): float(np.round(outside[i, j], 6))
-                                                    for j in np.flatnonzero(outside[i])})
+            if weights.outside is not None:
+                row = weights.outside[i]
+                near = {str(uploads.ids[j]): float(np.round(row[j], 6)) for j in np.flatnonzero(row)}
+                self.note(client_id, "neighbours", near)
         self.note_round("overlap", np.round(overlap, 6).tolist())
 
     def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:
         """Collaborators by the configured rule, bool [N, N]."""
-        if self.params.collaboration == "none" or len(overlap) < 2 or self.num_selected() == 0:
+        if self.params.collaboration == "none" or len(overlap) < 2 or self.num_important == 0:
             return np.zeros(overlap.shape, dtype=bool)
         if self.params.collaboration == "static":
             return at_least(overlap, threshold(overlap, 0))
         return collaborators(overlap, round, self.params.alpha)
 
-    def neighbour_weights(self, uploads: Uploads) -> NDArray[np.float64] | None:
-        """Weights for the less important parameters; None for the plain mean."""
-        if self.params.weighting == "none":
-            return None
-        guidance = uploads.extras.get(GUIDANCE)
-        distances = aggregate.squared_distances(uploads.W, guidance)
-        return neighbour_weights(distances, self.params.neighbours, own_distance=guidance is not None)
-
     def model_for(self, client_id: int) -> Model:
         """Return the client's last personalized model, the initial model if it has none."""
-        mine = self.personal.get(client_id)
-        return self.global_model if mine is None else Model(mine["params"], mine["buffers"])
+        return self.last_personal(client_id)
 
     def has_global_model(self) -> bool:
         """Tell that there is none."""
@@ -199,7 +254,7 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
 class FedDACUpdate(LocalUpdate[FedDACParams]):
     """Client half: plain training, the mask of important parameters, and the guidance model where it is asked for."""
 
-    def upload(self, before: Model, after: Model, state: ClientState, ctx: RunContext[FedDACParams]) -> Upload:
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedDACParams]) -> Upload:
         """Send weights, packed mask and, for one-step guidance, the weights after one more epoch."""
         plain = super().upload(before, after, state, ctx)
         responsiveness = scores.sensitivity(before.params, after.params)
@@ -207,7 +262,7 @@ class FedDACUpdate(LocalUpdate[FedDACParams]):
         extras = dict(plain.extras)
         if ctx.params.guidance == "one-step":
             extras[GUIDANCE] = ctx.trainer.train(after, epochs=1, purpose="feddac.guidance").params
-        return Upload(plain.model, mask, extras, plain.metrics, plain.num_examples)
+        return dataclasses.replace(plain, mask=mask, extras=extras)
 
 
-METHOD = Method("feddac", FedDACParams, FedDAC, FedDACUpdate, everything_but_local_statistics)
+METHOD = Method("feddac", FedDACParams, FedDAC, FedDACUpdate, all_but_local_statistics)

@@ -17,6 +17,7 @@ BatchNorm statistics: the global ones; `critical` starts from the client's own l
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,9 +28,9 @@ from numpy.typing import NDArray
 
 from fl_app.config import BELOW_ONE, RATIO, key
 from fl_app.layout import Layout, Model, Vector
-from fl_app.wire import Upload, WireError
+from fl_app.wire import Expected, Upload, WireError
 from strategies import masks
-from strategies.base import ClientState, LocalUpdate, Method, RunContext, Uploads, everything_but_local_statistics
+from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_local_statistics
 from strategies.fedavg import FedAvg
 
 COUNTS = "personal-parameters"  # metric: personal parameters per layer, comma-separated on the wire
@@ -149,9 +150,9 @@ def count_by_layer(mask: NDArray[np.bool_], sizes: Sequence[int]) -> list[int]:
 class FedOBP(FedAvg[FedOBPParams]):
     """Server half: FedAvg, and a record of how many parameters of which layers are personal (Fig. 5)."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.sends_mask = self.params.upload_mask
+    def expected(self) -> Expected:
+        """A mask too, with any number of ones, if asked for."""
+        return dataclasses.replace(super().expected(), num_params=self.layout.d if self.params.upload_mask else 0)
 
     def check(self, upload: Upload) -> None:
         """Refuse counts that are not one number per layer, at most its size and those of the mask."""
@@ -186,7 +187,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
     merge), `.update` (last local update, for gradient scores), `.ema` (smoothed scores).
     """
 
-    def merge(self, received: Model, state: ClientState, ctx: RunContext[FedOBPParams]) -> Model:
+    def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedOBPParams]) -> Model:
         """Put the client's own values where they are personal (Eq. 9)."""
         start = super().merge(received, state, ctx)
         if "fedobp.params" not in state.arrays:
@@ -198,7 +199,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         buffers = own.buffers if ctx.params.batchnorm_statistics == "critical" else start.buffers
         return Model(np.where(mask, own.params, start.params), buffers)
 
-    def mask(self, own: Model, start: Model, state: ClientState, ctx: RunContext[FedOBPParams]) -> NDArray[np.bool_]:
+    def mask(self, own: Model, start: Model, state: ClientState, ctx: RoundContext[FedOBPParams]) -> NDArray[np.bool_]:
         """Select by the configured score, bool [d]."""
         p = ctx.params
         if p.score == "obp" and not p.ema:
@@ -217,7 +218,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         return mask
 
     def scores(
-        self, own: Model, start: Model, state: ClientState, ctx: RunContext[FedOBPParams]
+        self, own: Model, start: Model, state: ClientState, ctx: RoundContext[FedOBPParams]
     ) -> NDArray[np.float64]:
         """Importance of every parameter, float64 [d]."""
         if ctx.params.score == "gradient":
@@ -229,7 +230,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         root *= root
         return root
 
-    def train(self, start: Model, state: ClientState, ctx: RunContext[FedOBPParams]) -> Model:
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedOBPParams]) -> Model:
         """Train from the merged model (Eq. 10) and remember the result."""
         after = super().train(start, state, ctx)
         state.arrays["fedobp.params"], state.arrays["fedobp.buffers"] = after.params, after.buffers
@@ -237,14 +238,14 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
             state.arrays["fedobp.update"] = np.abs(start.params - after.params)
         return after
 
-    def upload(self, before: Model, after: Model, state: ClientState, ctx: RunContext[FedOBPParams]) -> Upload:
-        """Send everything, the counts of personal parameters per layer, and their mask if asked for."""
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedOBPParams]) -> Upload:
+        """Send all_tensors, the counts of personal parameters per layer, and their mask if asked for."""
         plain = super().upload(before, after, state, ctx)
         packed = state.arrays["fedobp.mask"]
         counts = count_by_layer(masks.unpack(packed, ctx.layout.d), ctx.layout.sizes)
         metrics = {**plain.metrics, COUNTS: ",".join(map(str, counts))}
         mask = packed if ctx.params.upload_mask else None
-        return Upload(plain.model, mask, plain.extras, metrics, plain.num_examples)
+        return dataclasses.replace(plain, mask=mask, metrics=metrics)
 
 
-METHOD = Method("fedobp", FedOBPParams, FedOBP, FedOBPUpdate, everything_but_local_statistics)
+METHOD = Method("fedobp", FedOBPParams, FedOBP, FedOBPUpdate, all_but_local_statistics)

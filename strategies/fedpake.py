@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from fl_app.config import AT_LEAST_ONE, RATIO, Rule, key
 from fl_app.layout import Model
 from strategies.aggregate import Stack, weighted_mean
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, everything
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors
 from strategies.blocks import blocks, in_order
 
 _TINY = 1e-12  # |mean| below it is replaced
@@ -379,4 +379,4 @@ def round_to(value: float) -> float:
     return float(np.round(value, 6))
 
 
-METHOD = Method("fedpake", FedPakeParams, FedPake, LocalUpdate[FedPakeParams], everything)
+METHOD = Method("fedpake", FedPakeParams, FedPake, LocalUpdate[FedPakeParams], all_tensors)

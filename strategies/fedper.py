@@ -12,22 +12,7 @@ BatchNorm statistics belong to the body.
 from __future__ import annotations
 
 from fl_app.config import NoParams
-from fl_app.errors import UserError
-from fl_app.layout import Layout
-from strategies.base import LocalUpdate, Method
+from strategies.base import LocalUpdate, Method, all_but_classifier
 from strategies.fedavg import FedAvg
 
-
-def body(layout: Layout, params: object = None) -> frozenset[str]:
-    """Names of all tensors but the classifier's.
-
-    Raises UserError if the model cannot be split: no Linear layer, or nothing but one.
-    """
-    below = layout.names - layout.classifier
-    if not layout.classifier or not below:
-        what = "nothing below its only Linear layer" if layout.classifier else "no Linear layer, hence no classifier"
-        raise UserError(f"model: fedper, fedrep and lg-fedavg split it into body and classifier, but it has {what}")
-    return below
-
-
-METHOD = Method("fedper", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], body)
+METHOD = Method("fedper", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], all_but_classifier)

@@ -13,11 +13,15 @@ BatchNorm statistics are not under the penalty.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fl_app.config import NOT_NEGATIVE, key
-from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, RunContext, everything
+from fl_app.layout import Model, Vector
+from strategies.base import ClientState, Correction, LocalUpdate, Method, RoundContext, all_tensors
 from strategies.fedavg import FedAvg
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,27 @@ class FedProxParams:
     mu: float = key(0.01, "Weight of the proximal term mu/2 ||w - w_g||^2 (mu, Eq. 2); 0 is FedAvg.", NOT_NEGATIVE)
 
 
+def proximal(ctx: RoundContext[Any], weight: float, center: Vector) -> Correction | None:
+    """Gradient of weight/2 ||w - center||^2, added to every step; None, no operation at all, for weight 0.
+
+    center: float32 [d], in named_parameters order.
+    """
+    if not weight:
+        return None
+    middle = ctx.trainer.tensor(center)
+
+    def pull(weights: Tensor, gradient: Tensor) -> None:
+        gradient.add_(weights - middle, alpha=weight)
+
+    return pull
+
+
 class FedProxUpdate(LocalUpdate[FedProxParams]):
     """Client half: the proximal term."""
 
-    def train(self, start: Model, state: ClientState, ctx: RunContext[FedProxParams]) -> Model:
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedProxParams]) -> Model:
         """Train near the received model (Eq. 2)."""
-        return ctx.trainer.train(start, proximal=(ctx.params.mu, start.params) if ctx.params.mu else None)
+        return ctx.trainer.train(start, correction=proximal(ctx, ctx.params.mu, start.params))
 
 
-METHOD = Method("fedprox", FedProxParams, FedAvg[FedProxParams], FedProxUpdate, everything)
+METHOD = Method("fedprox", FedProxParams, FedAvg[FedProxParams], FedProxUpdate, all_tensors)

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 from fl_app.config import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, RunContext
+from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_but_classifier
 from strategies.fedavg import FedAvg
-from strategies.fedper import body
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class FedRepParams:
 class FedRepUpdate(LocalUpdate[FedRepParams]):
     """Client half: two phases."""
 
-    def train(self, start: Model, state: ClientState, ctx: RunContext[FedRepParams]) -> Model:
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedRepParams]) -> Model:
         """Train the head, then the body; keep the head."""
         p = ctx.params
         with_head = ctx.trainer.train(start, epochs=p.head_epochs or None, purpose="train-head", frozen=ctx.shared)
@@ -44,4 +43,4 @@ class FedRepUpdate(LocalUpdate[FedRepParams]):
         return after
 
 
-METHOD = Method("fedrep", FedRepParams, FedAvg[FedRepParams], FedRepUpdate, body)
+METHOD = Method("fedrep", FedRepParams, FedAvg[FedRepParams], FedRepUpdate, all_but_classifier)

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from fl_app.config import NoParams
 from fl_app.layout import Layout
-from strategies.base import LocalUpdate, Method
+from strategies.base import LocalUpdate, Method, all_but_classifier
 from strategies.fedavg import FedAvg
-from strategies.fedper import body
 
 
 def shared(layout: Layout, params: NoParams) -> frozenset[str]:
     """Only the classifier travels."""
-    return layout.names - body(layout)
+    return layout.names - all_but_classifier(layout)
 
 
 METHOD = Method("lg-fedavg", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], shared)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fl_app.config import NoParams
-from fl_app.layout import Layout
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, no_tensors
 
 
 class Local(PersonalizedStrategy[NoParams]):
@@ -14,9 +13,4 @@ class Local(PersonalizedStrategy[NoParams]):
         """Do nothing."""
 
 
-def shared(layout: Layout, params: NoParams) -> frozenset[str]:
-    """Nothing travels."""
-    return frozenset()
-
-
-METHOD = Method("local", NoParams, Local, LocalUpdate[NoParams], shared)
+METHOD = Method("local", NoParams, Local, LocalUpdate[NoParams], no_tensors)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from fl_app.config import AT_LEAST_ONE, POSITIVE, key
 from fl_app.layout import Model, Vector
 from strategies.aggregate import Stack, weighted_mean
-from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RunContext, Uploads, everything
+from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
 
 log = logging.getLogger("corolla")
 
@@ -76,14 +76,21 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
 class PFedMeUpdate(LocalUpdate[PFedMeParams]):
     """Client half: descent on the envelope."""
 
-    def train(self, start: Model, state: ClientState, ctx: RunContext[PFedMeParams]) -> Model:
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[PFedMeParams]) -> Model:
         """Return w, keep theta as the personal model."""
         p = ctx.params
-        w, theta = ctx.trainer.train_envelope(
-            start, weight=p.proximal_weight, inner_steps=p.inner_steps, inner_learning_rate=p.inner_learning_rate
-        )
-        self.keep_personal(theta, state)
-        return w
+        trainer = ctx.trainer
+        trainer.load(start)
+        theta, w = trainer.weights, trainer.weights.clone()
+        for x, y in trainer.batches():
+            for k in range(p.inner_steps):
+                trainer.differentiate(x, y, counted=k == 0)
+                trainer.gradient.add_(theta - w, alpha=p.proximal_weight)
+                trainer.step(p.inner_learning_rate)
+            w.sub_(w - theta, alpha=trainer.learning_rate * p.proximal_weight)
+        personal = trainer.read()
+        self.keep_personal(personal, state)
+        return Model(trainer.vector(w), personal.buffers)
 
 
-METHOD = Method("pfedme", PFedMeParams, PFedMe, PFedMeUpdate, everything)
+METHOD = Method("pfedme", PFedMeParams, PFedMe, PFedMeUpdate, all_tensors)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies import aggregate, blocks, masks
+from strategies import aggregate, blocks, fedcac, masks
 from tests.conftest import bools, f32
 
 moderate = st.floats(-1e3, 1e3, width=32)
@@ -77,7 +77,7 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
 
     def reductions() -> list[bytes]:
         results = [aggregate.weighted_mean(W, weights), aggregate.group_means(W, members)]
-        return [a.tobytes() for a in (*results, *aggregate.collaborate(W, bits, members, weights))]
+        return [a.tobytes() for a in (*results, *fedcac.collaborate(W, bits, members, weights))]
 
     assert d / blocks.COLUMNS > 4, "too few columns for threads"
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
@@ -130,7 +130,7 @@ def test_collaborate_equals_the_naive_reference(W: np.ndarray, data: st.DataObje
     weights = data.draw(hnp.arrays(np.float64, n, elements=st.integers(1, 500).map(float)))
     bits = np.stack([masks.pack(m) for m in M])
     for got, expected in zip(
-        aggregate.collaborate(W, bits, members, weights), naive_collaborate(W, M, members, weights), strict=True
+        fedcac.collaborate(W, bits, members, weights), naive_collaborate(W, M, members, weights), strict=True
     ):
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-3)  # float32 sums of up to 6 values below 1e3
@@ -140,7 +140,7 @@ def test_collaborate_over_several_blocks() -> None:
     d = 3 * blocks.COLUMNS + 11  # not a multiple of 8
     W, bits, weights = random_round(4, d)
     members = np.stack([bools(m) for m in ("1100", "1100", "0010", "0111")])
-    mean, personalized = aggregate.collaborate(W, bits, members, weights)
+    mean, personalized = fedcac.collaborate(W, bits, members, weights)
     M = masks.unpack(bits, d)
     np.testing.assert_allclose(mean, np.average(W, axis=0, weights=weights), atol=1e-6)
     for i, group in enumerate([[0, 1], [0, 1], [2], [1, 2, 3]]):
@@ -150,6 +150,6 @@ def test_collaborate_over_several_blocks() -> None:
 def test_collaborate_takes_own_values_and_the_mean_exactly() -> None:
     # Everyone alone: critical parameters are the client's own bits, the others the global mean's.
     W, bits, weights = random_round(3, 50)
-    mean, personalized = aggregate.collaborate(W, bits, np.eye(3, dtype=bool), weights)
+    mean, personalized = fedcac.collaborate(W, bits, np.eye(3, dtype=bool), weights)
     assert (mean == aggregate.weighted_mean(W, weights)).all()
     assert (personalized == np.where(masks.unpack(bits, 50), W, mean)).all()

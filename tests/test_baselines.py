@@ -31,7 +31,7 @@ from fl_app.server import exchange
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics
 from strategies import METHOD_PARAMS, METHODS, pfedme
-from strategies.base import RunContext, Uploads
+from strategies.base import RoundContext, Uploads
 from tests.conftest import flat
 
 BASELINES = ("fedprox", "fedper", "fedrep", "fedbn", "lg-fedavg", "ditto", "pfedme")
@@ -324,7 +324,7 @@ def tiny(a: float) -> Model:
 
 def tiny_client(
     method: str, num_samples: int, module: nn.Module | None = None, pixels: np.ndarray | None = None, **changes: Any
-) -> RunContext[Any]:
+) -> RoundContext[Any]:
     """Context of a client whose samples are all the pixel 1 with label 0, batch size 1, one epoch."""
     raw = {"method": method, "batch-size": 1, "local-epochs": 1, "device": "cpu", "learning-rate": LN3}
     config = parse(raw | flat(changes), METHOD_PARAMS)
@@ -337,7 +337,7 @@ def tiny_client(
     layout, initial = Layout.of(module), models.read(module)
     trainer = LocalTrainer(module, config, ClientData(pixels, labels, pixels, labels, info), 1, 0)
     shared = METHODS[method].shared(layout, config.params) if method not in ("fedper", "lg-fedavg") else layout.names
-    return RunContext(config, config.params, 1, 0, layout, shared, lambda: initial, trainer, num_samples, {})
+    return RoundContext(config, config.params, 1, 0, layout, shared, lambda: initial, trainer, num_samples, {})
 
 
 def close(model: Model, a: float) -> bool:
@@ -452,7 +452,7 @@ class Small(nn.Module):
         return self.classifier(torch.relu(self.bn(self.feature(x.flatten(1)))))
 
 
-def small_client(method: str, module: nn.Module | None = None, **changes: Any) -> RunContext[Any]:
+def small_client(method: str, module: nn.Module | None = None, **changes: Any) -> RoundContext[Any]:
     pixels = np.arange(0, 240, 20, dtype=np.uint8).reshape(12, 1, 1, 1)
     torch.manual_seed(0)
     changes = {"batch_size": 4, "learning_rate": 0.1, "momentum": 0.9, "weight_decay": 0.01, **changes}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -15,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 from client_app.state import State
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder
-from strategies.base import RunContext, Uploads
+from strategies.base import RoundContext, Uploads
 from strategies.fedamp import METHOD, FedAMP, FedAMPParams, FedAMPUpdate, attention
 from tests.conftest import config, f32, flat_layout
 
@@ -105,7 +106,7 @@ def test_the_golden_round_in_the_strategy() -> None:
     np.testing.assert_allclose(strategy.model_for(5).params, [1 - A - E, 2 * E], rtol=1e-6)
     np.testing.assert_allclose(strategy.model_for(7).params, [E, 2 * (1 - C - E)], rtol=1e-6)
     np.testing.assert_allclose([strategy.model_for(i).buffers[0] for i in (4, 5, 7)], XI @ B[:, 0], rtol=1e-6)
-    assert strategy._client_notes[4]["attention"] == np.round(XI[0], 6).tolist()
+    assert strategy.attempt.client_notes[4]["attention"] == np.round(XI[0], 6).tolist()
 
 
 def test_partial_participation() -> None:
@@ -136,15 +137,21 @@ def test_scaling_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
 def test_training_pulls_to_the_cloud_model(lam: float, alpha: float, mu: float) -> None:
     class Trainer:
         def train(self, start: Model, **options: Any) -> Model:
-            # lambda/(2 alpha) ||w - u||^2 = mu/2 ||w - u||^2
-            assert set(options) == {"proximal"}
-            assert options["proximal"][0] == mu and options["proximal"][1] is start.params
+            # lambda/(2 alpha) ||w - u||^2 = mu/2 ||w - u||^2, whose gradient is mu (w - u)
+            assert set(options) == {"correction"} and (options["correction"] is None) == (mu == 0)
+            if mu:
+                gradient = torch.ones(2)
+                options["correction"](torch.tensor([4.0, 1.0]), gradient)
+                assert gradient.tolist() == [1 + 3 * mu, 1 - mu]
             return Model(start.params + 1, start.buffers)
+
+        def tensor(self, vector: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(vector)
 
     trainer: Any = Trainer()
     start = Model(f32(1, 2), f32(3))
     params = FedAMPParams(lam=lam, alpha=alpha)
-    ctx = RunContext(config(), params, 1, 0, LAYOUT, LAYOUT.names, lambda: start, trainer, 12, {})
+    ctx = RoundContext(config(), params, 1, 0, LAYOUT, LAYOUT.names, lambda: start, trainer, 12, {})
     after = FedAMPUpdate().train(start, State(), ctx)
     assert after.params.tolist() == [2, 3]
     upload = FedAMPUpdate().upload(start, after, State(), ctx)

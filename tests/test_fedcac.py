@@ -15,7 +15,7 @@ from client_app.state import State
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from strategies import aggregate, masks, scores
-from strategies.base import RunContext, Uploads
+from strategies.base import RoundContext, Uploads
 from strategies.fedcac import (
     METHOD,
     FedCAC,
@@ -232,8 +232,8 @@ def test_the_golden_round_in_the_strategy() -> None:
     assert strategy.model_for(2).buffers.tolist() == [8, 60]
     assert strategy.global_model.params.tolist() == [g] * 8
     assert strategy.global_model.buffers.tolist() == [5, 37.5]
-    assert [strategy._client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
-    assert strategy._round_notes["overlap"] == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
+    assert [strategy.attempt.client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
+    assert strategy.attempt.round_notes["overlap"] == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
 
 
 def test_every_mask_must_have_k_ones() -> None:
@@ -270,7 +270,7 @@ def test_rows_belong_to_the_ids_of_the_round() -> None:
     strategy = server()
     play(strategy, 1, [3, 5, 9], rows=[0, 1, 2])
     assert strategy.model_for(3).params[:4].tolist() == [1, 2, 3, 4]
-    assert [strategy._client_notes[i]["collaborators"] for i in (3, 5, 9)] == [[5], [3], []]
+    assert [strategy.attempt.client_notes[i]["collaborators"] for i in (3, 5, 9)] == [[5], [3], []]
 
 
 # options
@@ -282,14 +282,14 @@ def test_collaboration_none() -> None:
     assert strategy.model_for(0).params[:4].tolist() == W[0, :4].tolist()
     assert strategy.model_for(0).params[4:].tolist() == [4.25] * 4
     assert strategy.model_for(0).buffers.tolist() == B[0].tolist()
-    assert strategy._client_notes[0]["collaborators"] == []
+    assert strategy.attempt.client_notes[0]["collaborators"] == []
 
 
 def test_collaboration_top() -> None:
     # most alike: 0 -> 1, 1 -> 0, 2 -> 1 (1/4 against 0): client 2, alone by threshold, now has client 1; not symmetric
     strategy = server(collaboration="top", num_collaborators=1)
     play(strategy, 9, [0, 1, 2])  # t > beta does not matter
-    assert [strategy._client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], [1]]
+    assert [strategy.attempt.client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], [1]]
     assert strategy.model_for(2).params[4:].tolist() == ((W[1] + W[2]) / 2)[4:].tolist()
     everyone = server(collaboration="top", num_collaborators=5)
     play(everyone, 9, [0, 1, 2])
@@ -328,17 +328,17 @@ def test_tau_zero_sends_everyone_the_global_model() -> None:
     play(strategy, 1, [0, 1, 2], bits=np.zeros((3, 1), np.uint8))
     for i in range(3):
         assert strategy.model_for(i).params.tobytes() == aggregate.weighted_mean(W, WEIGHTS).tobytes()
-        assert strategy._client_notes[i]["collaborators"] == []  # K = 0: nobody, by definition
+        assert strategy.attempt.client_notes[i]["collaborators"] == []  # K = 0: nobody, by definition
 
 
 # client half
 
 
-def context(layout: Layout = LAYOUT, round: int = 1, client_id: int = 0, **params: Any) -> RunContext[FedCACParams]:
+def context(layout: Layout = LAYOUT, round: int = 1, client_id: int = 0, **params: Any) -> RoundContext[FedCACParams]:
     chosen = FedCACParams(**params)
     trainer: Any = None
     initial = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
-    return RunContext(
+    return RoundContext(
         config(), chosen, round, client_id, layout, METHOD.shared(layout, chosen), lambda: initial, trainer, 12, {}
     )
 

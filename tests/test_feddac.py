@@ -14,9 +14,10 @@ from hypothesis.extra import numpy as hnp
 
 from client_app.state import State
 from fl_app.layout import Layout, Model
+from fl_app.server import kept
 from fl_app.server.run_folder import RunFolder
 from strategies import aggregate, masks
-from strategies.base import RunContext, Uploads
+from strategies.base import RoundContext, Uploads
 from strategies.feddac import (
     METHOD,
     FedDAC,
@@ -297,9 +298,9 @@ def test_the_golden_round_in_the_strategy() -> None:
     np.testing.assert_allclose(got, expected(U, V), rtol=1e-6)
     # statistics as in FedCAC: unweighted over the group, client 2's own
     assert [strategy.model_for(i).buffers.tolist() for i in range(3)] == [[2, 15], [2, 15], [8, 60]]
-    assert [strategy._client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
-    assert strategy._client_notes[0]["neighbours"] == {"0": 0.444444, "1": 0.444444, "2": 0.111111}
-    assert strategy._round_notes["overlap"] == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
+    assert [strategy.attempt.client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
+    assert strategy.attempt.client_notes[0]["neighbours"] == {"0": 0.444444, "1": 0.444444, "2": 0.111111}
+    assert strategy.attempt.round_notes["overlap"] == [[1, 0.75, 0], [0.75, 1, 0.25], [0, 0.25, 1]]
 
 
 def test_absent_clients_get_their_last_model_and_new_ones_the_initial_one() -> None:
@@ -311,7 +312,7 @@ def test_absent_clients_get_their_last_model_and_new_ones_the_initial_one() -> N
     assert (strategy.model_for(0).params == before.params).all() and strategy.model_for(0).buffers.tolist() == [2, 15]
     assert strategy.model_for(9).params.tolist() == [-1] * 8 and strategy.model_for(9).buffers.tolist() == [-1, -1]
     assert not strategy.has_global_model()
-    strategy._settle([1, 2])
+    kept.settle(strategy.personal, [1, 2], 0, strategy.folder.path)
     assert strategy.personal[0]["params"].base is None  # no earlier round's stack is kept alive by one row
 
 
@@ -319,8 +320,8 @@ def test_rows_belong_to_the_ids_of_the_round() -> None:
     strategy = server()
     play(strategy, 1, [3, 5, 9], rows=[0, 1, 2])
     np.testing.assert_allclose(strategy.model_for(9).params, expected(U, V)[2], rtol=1e-6)
-    assert [strategy._client_notes[i]["collaborators"] for i in (3, 5, 9)] == [[5], [3], []]
-    assert set(strategy._client_notes[3]["neighbours"]) == {"3", "5", "9"}
+    assert [strategy.attempt.client_notes[i]["collaborators"] for i in (3, 5, 9)] == [[5], [3], []]
+    assert set(strategy.attempt.client_notes[3]["neighbours"]) == {"3", "5", "9"}
 
 
 def test_collaboration_none() -> None:
@@ -328,7 +329,7 @@ def test_collaboration_none() -> None:
     play(strategy, 1, [0, 1, 2])
     assert strategy.model_for(0).params[:4].tolist() == W[0, :4].tolist()
     assert strategy.model_for(0).buffers.tolist() == B[0].tolist()
-    assert strategy._client_notes[0]["collaborators"] == []
+    assert strategy.attempt.client_notes[0]["collaborators"] == []
 
 
 def test_collaboration_static_is_the_mean_overlap_in_every_round() -> None:
@@ -336,7 +337,7 @@ def test_collaboration_static_is_the_mean_overlap_in_every_round() -> None:
     for round in (1, 99):
         strategy = server(collaboration="static")
         play(strategy, round, [0, 1, 2])
-        assert [strategy._client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
+        assert [strategy.attempt.client_notes[i]["collaborators"] for i in range(3)] == [[1], [0], []]
 
 
 def test_weighting_none_is_fedavg_on_the_less_important_parameters_bit_for_bit() -> None:
@@ -347,11 +348,11 @@ def test_weighting_none_is_fedavg_on_the_less_important_parameters_bit_for_bit()
         rest = ~masks.unpack(BITS[i], 8)
         assert strategy.model_for(i).params[rest].tobytes() == fedavg[rest].tobytes()
     np.testing.assert_allclose(strategy.model_for(0).params[:4], W0[:4] + 0.6, rtol=1e-6)
-    assert "neighbours" not in strategy._client_notes[0]
+    assert "neighbours" not in strategy.attempt.client_notes[0]
     nothing = server(weighting="none", tau=0.0)
     play(nothing, 1, [0, 1, 2], bits=np.zeros((3, 1), np.uint8))
     assert all(nothing.model_for(i).params.tobytes() == fedavg.tobytes() for i in range(3))
-    assert nothing._client_notes[0]["collaborators"] == []  # K = 0: nobody
+    assert nothing.attempt.client_notes[0]["collaborators"] == []  # K = 0: nobody
 
 
 def test_one_step_guidance_is_expected_and_used() -> None:
@@ -392,7 +393,7 @@ def test_upload(guidance: str) -> None:
     chosen = FedDACParams(tau=0.25, guidance=guidance)  # type: ignore[arg-type]
     trainer: Any = Trainer()
     before, after = Model(np.zeros(8, np.float32), f32(0, 0)), Model(f32(1, -8, 3, 4, -5, 6, 2, 7), f32(1, 2))
-    ctx = RunContext(config(), chosen, 1, 0, LAYOUT, LAYOUT.names, lambda: before, trainer, 12, {})
+    ctx = RoundContext(config(), chosen, 1, 0, LAYOUT, LAYOUT.names, lambda: before, trainer, 12, {})
     upload = FedDACUpdate().upload(before, after, State(), ctx)
     assert upload.mask is not None and upload.mask.tolist() == [0b10000010]  # |-8| and 7
     assert upload.model is after and upload.num_examples == 12

@@ -18,7 +18,7 @@ from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload, WireError
 from strategies import masks
-from strategies.base import RunContext, Uploads
+from strategies.base import RoundContext, Uploads
 from strategies.fedobp import COUNTS, METHOD, FedOBP, FedOBPParams, FedOBPUpdate, count_by_layer, personal_mask, select
 from tests.conftest import bools, config, f32, flat_layout
 
@@ -185,14 +185,14 @@ class Trainer:
         return self.gradient
 
 
-def context(trainer: Trainer, **params: Any) -> RunContext[FedOBPParams]:
+def context(trainer: Trainer, **params: Any) -> RoundContext[FedOBPParams]:
     chosen = FedOBPParams(**({"quantile": 0.5} | params))
     shared: Any = METHOD.shared(LAYOUT, chosen)
     loops: Any = trainer
-    return RunContext(config(), chosen, 1, 0, LAYOUT, shared, lambda: INITIAL, loops, 12, {})
+    return RoundContext(config(), chosen, 1, 0, LAYOUT, shared, lambda: INITIAL, loops, 12, {})
 
 
-def one_round(received: np.ndarray, state: State, ctx: RunContext[FedOBPParams], buffer: float = 7) -> Upload:
+def one_round(received: np.ndarray, state: State, ctx: RoundContext[FedOBPParams], buffer: float = 7) -> Upload:
     update = FedOBPUpdate()
     travelling = Model(received, f32(buffer)) if ctx.shared >= LAYOUT.names else Model(received, np.zeros(0, np.float32))
     start = update.merge(travelling, state, ctx)
@@ -306,7 +306,7 @@ def test_the_server_averages_by_samples_and_notes_counts() -> None:
     # (PREVIOUS + 2 RECEIVED + 2 RECEIVED)/4
     np.testing.assert_allclose(strategy.global_model.params, (PREVIOUS + 4 * RECEIVED) / 4)
     assert strategy.global_model.buffers.tolist() == [2.5]
-    assert strategy._client_notes == {
+    assert strategy.attempt.client_notes == {
         0: {COUNTS: {"w0": 0, "w1": 0}}, 2: {COUNTS: {"w0": 1, "w1": 1}}, 5: {COUNTS: {"w0": 2, "w1": 3}},
     }  # fmt: skip
 

@@ -13,8 +13,8 @@ from fl_app.errors import UserError
 from fl_app.server.kept import release, to_disk
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.wire import Expected
-from strategies import aggregate, masks
-from strategies.base import _Intake
+from strategies import aggregate, fedcac, feddac, masks
+from strategies.base.uploads import Intake
 
 Run = Callable[..., RunFolder]
 
@@ -45,7 +45,7 @@ def test_rows_of_dropped_clients_are_closed_up_and_the_record_keeps_its_sizes() 
         return np.array(values, np.float32)[:, None]
 
     W, B, sizes = column(1, 2, 3, 4), column(5, 6, 7, 8), np.array([100.0, 200, 300, 400])
-    intake = _Intake([4, 5, 6, 7], Expected(1, 1), W, B, None, {"x": column(9, 8, 7, 6)}, sizes)
+    intake = Intake([4, 5, 6, 7], Expected(1, 1), W, B, None, {"x": column(9, 8, 7, 6)}, sizes)
     intake.metrics = {7: {}, 5: {}}
     uploads = intake.uploads()
     assert uploads.ids == [5, 7] and uploads.sizes.tolist() == [200, 400] and intake.sizes.tolist() == [100, 200, 300, 400]
@@ -64,7 +64,7 @@ def test_what_lies_on_disk_does_not_change_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch, method: str, fraction: float
 ) -> None:
     spilled: list[int] = []
-    monkeypatch.setattr("strategies.base.to_disk", lambda arrays, path: (spilled.append(1), to_disk(arrays, path))[1])
+    monkeypatch.setattr("fl_app.server.kept.to_disk", lambda arrays, path: (spilled.append(1), to_disk(arrays, path))[1])
     config: dict[str, Any] = {"method": method, "num_server_rounds": 3, "fraction_train": fraction}
     digests = [
         read_summary(run(**config, server_memory_limit=limit, run_name=f"limit-{i}").path)["digest"]
@@ -85,12 +85,12 @@ def test_a_stack_may_be_overwritten_by_what_is_made_of_it(mixing: str) -> None:
 
     def result(out: np.ndarray | None, W: np.ndarray) -> np.ndarray:
         if mixing == "collaborate":
-            return aggregate.collaborate(W, bits, members, np.arange(1.0, n + 1), out=out)[1]
+            return fedcac.collaborate(W, bits, members, np.arange(1.0, n + 1), out=out)[1]
         if mixing == "as-critical":
             return aggregate.group_means(W, members, out=out)
         if mixing == "mix":
             return aggregate.mix(W, weights, out=out)
-        return aggregate.mix_by_mask(W, bits, weights, None, out=out)
+        return feddac.mix_by_mask(W, bits, weights, None, out=out)
 
     expected, stack = result(None, W), W.copy()
     assert result(stack, stack) is stack

@@ -140,7 +140,7 @@ def test_one_step_by_hand() -> None:
     assert t.last_loss == pytest.approx(math.log(3))
 
     # mu = 3 and center 0.5: adds 3 * (0 - 0.5) = -1.5 to every gradient, so +0.45 to every weight after one step.
-    pulled = t.train(Model(np.zeros(195, np.float32), f32()), proximal=(3.0, np.full(195, 0.5, np.float32)))
+    pulled = t.train(Model(np.zeros(195, np.float32), f32()), correction=lambda w, g: g.add_(w - 0.5, alpha=3.0))
     np.testing.assert_allclose(pulled.params, after.params + 0.45, atol=1e-6)
 
 
@@ -202,7 +202,7 @@ def test_training_twice_in_one_process_is_the_same() -> None:
     (mlp, 21, 20, [20, 1]), (mlp, 1, 20, [1]), (mlp, 5, 100, [5]),
 ])  # fmt: skip
 def test_batches(make: Callable[[], nn.Module], n: int, batch_size: int, sizes: list[int]) -> None:
-    batches = list(trainer(make, n=n, batch_size=batch_size).batches.epochs(3, "train"))
+    batches = list(trainer(make, n=n, batch_size=batch_size).data.epochs(3, "train"))
     assert [len(y) for _, _, y, _ in batches] == sizes * 3
     assert [first for first, _, _, _ in batches] == [i == 0 for i in range(len(sizes))] * 3
     epochs = [[x[:, 0, 0, 0] for _, x, _, _ in batches[e * len(sizes) : (e + 1) * len(sizes)]] for e in range(3)]
@@ -214,7 +214,7 @@ def test_batches(make: Callable[[], nn.Module], n: int, batch_size: int, sizes: 
 
 def test_labels_stay_with_their_images() -> None:
     data = data_of(30)
-    for _, x, y, _ in trainer(data=data).batches.epochs(1, "train"):
+    for _, x, y, _ in trainer(data=data).data.epochs(1, "train"):
         assert y.tolist() == data.y_train[x[:, 0, 0, 0].mul(255).round().long().numpy()].tolist()
 
 
@@ -246,8 +246,7 @@ def test_frozen_tensors_do_not_change(changes: dict[str, Any]) -> None:
     assert (after.params[still] == start.params[still]).all() and (after.buffers == start.buffers).all()
     assert (after.params[~still] != start.params[~still]).any()
     # ... nor under a proximal term, and all train again afterwards
-    far = np.full(layout.d, 9, np.float32)
-    assert (t.train(start, frozen=frozen, proximal=(1.0, far)).params[still] == start.params[still]).all()
+    assert (t.train(start, frozen=frozen, correction=lambda w, g: g.add_(w - 9)).params[still] == start.params[still]).all()
     assert (t.train(start).params[still] != start.params[still]).any()
 
 
@@ -315,13 +314,13 @@ def test_evaluating_does_not_change_training() -> None:
 
 def test_normalize() -> None:
     image = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8)
-    assert trainer().batches.inputs(image).flatten().tolist() == pytest.approx([0, 0.2, 1])
-    shifted = trainer(normalize="mean-std").batches.inputs(image)  # mean 0.25, std 0.5
+    assert trainer().data.inputs(image).flatten().tolist() == pytest.approx([0, 0.2, 1])
+    shifted = trainer(normalize="mean-std").data.inputs(image)  # mean 0.25, std 0.5
     assert shifted.flatten().tolist() == pytest.approx([-0.5, -0.1, 1.5])
     info = DatasetInfo(3, SIDE, ("a", "b"), 9, 9, (0.0, 0.5, 1.0), (1.0, 0.5, 0.25))
     t = LocalTrainer(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), config(normalize="mean-std"), data_of(9, info=info), 1, 0)
     grey = torch.full((2, 3, 1, 1), 255, dtype=torch.uint8)
-    assert t.batches.inputs(grey)[1].flatten().tolist() == pytest.approx([1, 1, 0])  # per channel
+    assert t.data.inputs(grey)[1].flatten().tolist() == pytest.approx([1, 1, 0])  # per channel
 
 
 @pytest.mark.parametrize(("side", "channels"), [(8, 1), (28, 1), (32, 3), (5, 2)])

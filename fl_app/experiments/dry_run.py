@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,7 +51,10 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     method: the registered Method of config.method; shape: in_channels, num_classes, image_size. Raises UserError if the
     model does not fit the images, or the method not the model.
     """
-    layout = model_layout(config.model, config.norm, shape)
+    in_channels, num_classes, image_size = shape
+    layout = Layout.of(
+        method.network(config, in_channels=in_channels, num_classes=num_classes, image_size=image_size)
+    )
     zeros = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
     shared = method.shared(layout, config.params)
     strategy = method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
@@ -62,16 +64,6 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
         upload=sum(math.prod(dims) * np.dtype(dtype).itemsize for dtype, dims in arrays),
         download=strategy.download_for(0, 1, "train").nbytes,
     )
-
-
-@functools.lru_cache(maxsize=32)
-def model_layout(name: str, norm: str, shape: Shape) -> Layout:
-    """Layout of a model for images of a shape."""
-    from fl_app import models
-
-    in_channels, num_classes, image_size = shape
-    module = models.build(name, in_channels=in_channels, num_classes=num_classes, image_size=image_size, norm=norm)
-    return Layout.of(module)
 
 
 def config_toml(config: RunConfig) -> str:

@@ -46,6 +46,12 @@ class Reply:
     content: RecordDict | None
     cause: str = ""
 
+    def usable(self) -> RecordDict:
+        """Return the content. Raises WireError with the cause if there is none."""
+        if self.content is None:
+            raise wire.WireError(self.cause)
+        return self.content
+
 
 class Exchange:
     """A grid wrapper that knows clients by id.

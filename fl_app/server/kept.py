@@ -1,4 +1,4 @@
-"""Arrays on disk instead of in memory: what the server keeps per client beyond its memory limit."""
+"""What the server keeps per client: in memory up to a limit, on disk beyond it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
+
+
+def settle(personal: dict[int, dict[str, NDArray[Any]]], ids: list[int], limit: float, directory: Path) -> None:
+    """Hold at most `limit` bytes (0: any number) of the clients' arrays in memory, and no stack but the last round's.
+
+    personal: arrays by client id, changed in place. A row that is kept holds its whole stack: rows of clients that were not in
+    the last round (`ids`) are copied out of theirs. Raises UserError if what is beyond the limit cannot be written.
+    """
+    used = 0
+    for client_id, own in sorted(personal.items()):
+        used += sum(a.nbytes for a in own.values())
+        if used > limit > 0 and not any(isinstance(a, np.memmap) for a in own.values()):
+            personal[client_id] = to_disk(own, directory)
+    for client_id, own in personal.items():
+        if client_id not in ids or used > limit > 0:
+            personal[client_id] = {
+                name: a if a.base is None or isinstance(a, np.memmap) else a.copy() for name, a in own.items()
+            }
 
 
 def to_disk(arrays: Mapping[str, NDArray[Any]], directory: Path) -> dict[str, NDArray[Any]]:

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 log = logging.getLogger("corolla")
 
@@ -35,3 +39,28 @@ def read_progress(text: str) -> tuple[str, int, int] | None:
     what, _, count = text.rpartition(": ")
     done, _, total = count.partition("/")
     return (what, int(done), int(total)) if done.isdigit() and total.isdigit() else None
+
+
+def round_line(record: Mapping[str, Any], total: int) -> str:
+    """One line per round for the log."""
+
+    def percent(value: float | None) -> str:
+        return "  n/a" if value is None else f"{100 * value:5.1f}%"
+
+    def spread(name: str) -> str:
+        values = [row[name] for row in record["clients"].values() if row.get(name) is not None]
+        return f" ± {100 * np.std(values):.1f}" if len(values) > 1 else ""
+
+    seconds = record["seconds"]
+    phases = ", ".join(f"{k} {v:.1f}" for k, v in seconds.items() if k != "round" and v >= 0.05)
+    loss = "n/a" if record["loss"] is None else f"{record['loss']:.3f}"
+    line = (
+        f"round {record['round']}/{total}: "
+        f"accuracy {percent(record['accuracy-before'])}{spread('accuracy-before')} before, "
+        f"{percent(record['accuracy-after'])}{spread('accuracy-after')} after training, loss {loss}, "
+        f"{len(record['clients'])} clients, {record['upload-bytes'] / 1e6:.1f} MB up, "
+        f"{record['download-bytes'] / 1e6:.1f} MB down, {seconds['round']:.1f} s" + (f" ({phases})" if phases else "")
+    )
+    if "evaluation" in record:
+        line += f"; all clients {percent(record['evaluation']['accuracy'])}"
+    return line + (f"; {len(record['failures'])} failed" if record["failures"] else "")

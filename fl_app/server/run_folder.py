@@ -256,34 +256,3 @@ def read_summary(run: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{run / SUMMARY} cannot be read: {error}") from None
     return result
-
-
-def summarize(config: RunConfig, experiment: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summary of a finished run from its metrics."""
-    final = rounds[-1]["evaluation"]
-
-    def best(name: str) -> float | None:
-        return max((r[name] for r in rounds if r[name] is not None), default=None)
-
-    return {
-        "method": config.method,
-        "dataset": config.dataset,
-        "model": config.model,
-        "num-clients": config.num_clients,
-        "seed": config.seed,
-        "scale": config.scale,
-        "experiment": experiment,
-        "rounds": len(rounds),
-        "final-accuracy": final["accuracy"],
-        "final-accuracy-pooled": final["accuracy-pooled"],
-        "final-accuracy-finetuned": final["accuracy-finetuned"],
-        "final-accuracy-finetuned-pooled": final["accuracy-finetuned-pooled"],
-        "best-accuracy": best("accuracy-before"),
-        "best-accuracy-pooled": best("accuracy-before-pooled"),
-        "digest": final["digest"],
-        "absent": final["absent"],
-        "upload-bytes": sum(r["upload-bytes"] for r in rounds),
-        "download-bytes": sum(r["download-bytes"] for r in rounds),
-        "failures": sum(len(r["failures"]) for r in rounds),
-        "seconds": round(sum(r["seconds"]["round"] for r in rounds), 3),
-    }

@@ -1,0 +1,109 @@
+"""A module as vectors: its parameters, their gradients and its statistics, each one tensor on the device.
+
+The module's own tensors are views into these vectors, so that an SGD step, a proximal term and reading the model are single
+operations. Convolution kernels [O, I, h, w] lie there as [O, h, w, I], channels last, which CPUs and tensor cores want;
+vectors are rearranged where they come in and go out. That order is "the device's order".
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fl_app.layout import Layout, Model, Slot, Vector
+
+
+class FlatModule:
+    """weights, gradient: float32 [d]; statistics: float32 [b], the floating-point buffers."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.layout = Layout.of(module)
+        self.module = module.to(device)
+        self._kernels = [slot for slot in self.layout.params if len(slot.shape) == 4]
+        self.memory_format = torch.channels_last if self._kernels else torch.contiguous_format
+        parameters = list(self.module.parameters())
+        self._trainable = [p.requires_grad for p in parameters]
+        self.weights = torch.empty(self.layout.d, device=device)
+        self.gradient = torch.zeros(self.layout.d, device=device)
+        for slot, parameter in zip(self.layout.params, parameters, strict=True):
+            view = self._view(self.weights, slot)
+            view.copy_(parameter.data)
+            parameter.data = view
+            parameter.grad = self._view(self.gradient, slot)
+        buffers = dict(self.module.named_buffers())
+        self.statistics = torch.empty(self.layout.b, device=device)
+        for slot in self.layout.buffers:
+            view = self.statistics[slot.start : slot.stop].view(slot.shape)
+            view.copy_(buffers[slot.name])
+            buffers[slot.name].data = view
+
+    def _view(self, vector: Tensor, slot: Slot) -> Tensor:
+        piece = vector[slot.start : slot.stop]
+        if len(slot.shape) != 4:
+            return piece.view(slot.shape)
+        o, i, h, w = slot.shape
+        return piece.view(o, h, w, i).permute(0, 3, 1, 2)
+
+    def tensor(self, vector: Vector | NDArray[np.bool_]) -> Tensor:
+        """Return a float32 or bool [d] in named_parameters order as the device holds it."""
+        inward = torch.from_numpy(np.array(vector)).to(self.device)
+        for slot in self._kernels:
+            self._view(inward, slot).copy_(inward[slot.start : slot.stop].clone().view(slot.shape))
+        return inward
+
+    def vector(self, tensor: Tensor) -> Vector:
+        """Return a vector [d] on the device in named_parameters order."""
+        outward = tensor.to("cpu", copy=True)
+        for slot in self._kernels:
+            outward[slot.start : slot.stop] = self._view(outward, slot).reshape(-1)
+        result: Vector = outward.numpy()
+        return result
+
+    def load(self, model: Model) -> None:
+        """Put a model's values into the module."""
+        with torch.no_grad():
+            self.weights.copy_(self.tensor(model.params))
+            self.statistics.copy_(torch.from_numpy(np.array(model.buffers)))
+
+    def read(self) -> Model:
+        """Copy the module's values out."""
+        return Model(self.vector(self.weights), self.statistics.to("cpu", copy=True).numpy())
+
+    def hold(self, frozen: frozenset[str] | NDArray[np.bool_]) -> Tensor | None:
+        """Keep what is frozen, and what the user's model froze, from training; autograd skips what need not be computed.
+
+        frozen: tensors by name, or parameters by position, bool [d]. Returns bool [d] in the device's order, True where
+        nothing may change, or None if everything may.
+        """
+        names = frozen if isinstance(frozen, frozenset) else frozenset()
+        still = self.layout.indices(names) if isinstance(frozen, frozenset) else np.array(frozen, bool)
+        for slot, parameter, trainable in zip(self.layout.params, self.module.parameters(), self._trainable, strict=True):
+            held = slot.name in names or bool(still[slot.start : slot.stop].all())
+            parameter.requires_grad_(trainable and not held)
+            still[slot.start : slot.stop] |= not trainable  # no weight decay either
+        return self.tensor(still) if still.any() else None
+
+
+class SGD:
+    """torch.optim.SGD's step on a flat vector: weight decay, then momentum. still: bool [d], what must not move."""
+
+    def __init__(self, vector: Tensor, *, momentum: float, weight_decay: float, still: Tensor | None = None) -> None:
+        self._vector, self._momentum, self._weight_decay, self._still = vector, momentum, weight_decay, still
+        self._velocity = torch.zeros_like(vector) if momentum else None
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, learning_rate: float) -> None:
+        """Move the vector; `gradient` may be overwritten."""
+        if self._still is not None:
+            gradient.masked_fill_(self._still, 0)
+        update = gradient
+        if self._weight_decay:
+            update = update.add(self._vector, alpha=self._weight_decay)
+            if self._still is not None:
+                update.masked_fill_(self._still, 0)
+        if self._velocity is not None:
+            update = self._velocity.mul_(self._momentum).add_(update)
+        self._vector.add_(update, alpha=-learning_rate)

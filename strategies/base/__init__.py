@@ -1,0 +1,39 @@
+"""What a method's file imports: the two halves it subclasses, what they are given, and how it is registered."""
+
+from strategies.base.local_update import (
+    ClientState,
+    Correction,
+    LocalUpdate,
+    Objective,
+    Optimizer,
+    RoundContext,
+    Trainer,
+)
+from strategies.base.method import (
+    AnyMethod,
+    Method,
+    all_but_classifier,
+    all_but_local_statistics,
+    all_tensors,
+    no_tensors,
+)
+from strategies.base.strategy import PersonalizedStrategy
+from strategies.base.uploads import Uploads
+
+__all__ = [
+    "AnyMethod",
+    "ClientState",
+    "Correction",
+    "LocalUpdate",
+    "Method",
+    "Objective",
+    "Optimizer",
+    "PersonalizedStrategy",
+    "RoundContext",
+    "Trainer",
+    "Uploads",
+    "all_but_classifier",
+    "all_but_local_statistics",
+    "all_tensors",
+    "no_tensors",
+]

@@ -1,0 +1,55 @@
+"""One attempt at a round: the one object that carries its state."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from fl_app.server import record as records
+from fl_app.server.exchange import Reply
+from fl_app.server.record import Record
+from fl_app.wire import WireError
+from strategies.base.uploads import Intake
+
+log = logging.getLogger("corolla")
+
+
+@dataclass
+class Attempt:
+    """One attempt at a round, or an evaluation: all that is true of it and of nothing after it.
+
+    generation: tells the client states of attempts apart. sent: bytes per client. failures: causes by client.
+    """
+
+    round: int = 0
+    generation: int = 0
+    intake: Intake | None = None
+    sent: dict[int, int] = field(default_factory=dict)
+    failures: list[Record] = field(default_factory=list)
+    client_notes: dict[int, Record] = field(default_factory=dict)
+    round_notes: Record = field(default_factory=dict)
+    clients: dict[int, Record] = field(default_factory=dict)  # of an evaluation
+
+    def fail(self, reply: Reply, step: str, became: str, error: WireError) -> None:
+        """Note and log why a client's reply to a step is not used."""
+        self.failures.append({"client": reply.client_id, "cause": str(error)})
+        log.error("%s: client %d %s: %s", step, reply.client_id, became, error)
+
+    def record(self, earlier: list[Attempt]) -> Record:
+        """The round's record; `earlier` attempts count with their failures and their downloads."""
+        assert self.intake is not None
+        used = self.intake.metrics
+        rows = {
+            i: records.client_row(
+                used[i], self.intake.samples(i), self.intake.upload_bytes[i], sent, self.client_notes.get(i, {})
+            )
+            for i, sent in self.sent.items()
+            if i in used
+        }
+        failures = [{**f, "attempt": k} for k, attempt in enumerate(earlier, 1) for f in attempt.failures]
+        sent_bytes = sum(sum(attempt.sent.values()) for attempt in (*earlier, self))
+        return records.round_record(self.round, rows, sent_bytes, self.round_notes, failures + self.failures)
+
+
+class TooFewResults(Exception):
+    """An attempt that does not count."""

@@ -1,0 +1,236 @@
+"""The client half of a method: what it is given, and the hooks it may override.
+
+torch is imported by the trainer alone: a client that was only asked for its properties never loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app import rng
+from fl_app.config import RunConfig
+from fl_app.layout import Layout, Model, Vector
+from fl_app.wire import Upload
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+P = TypeVar("P")
+
+Objective = Callable[["nn.Module", "Tensor", "Tensor"], "Tensor"]
+"""(module, x, y) -> scalar: what a batch's gradient is taken of, instead of the task's mean loss."""
+
+Correction = Callable[["Tensor", "Tensor"], None]
+"""(weights [d], gradient [d]): changes a step's gradient in place, before weight decay and momentum; both in the device's order."""
+
+
+class ClientState(Protocol):
+    """What a client remembers between its rounds, on its own disk: named arrays."""
+
+    arrays: MutableMapping[str, NDArray[Any]]
+
+
+class Optimizer(Protocol):
+    """Steps on one flat vector, with a momentum of its own that starts at zero."""
+
+    def step(self, gradient: Tensor, learning_rate: float) -> None:
+        """Move the vector: weight decay, then momentum, as torch.optim.SGD."""
+        ...
+
+
+class Trainer(Protocol):
+    """Local training and evaluation on this client's data and device (client_app/trainer.py).
+
+    `train` is enough for most methods. For a loop of one's own: `batches`, `differentiate`, `step`, on `weights` and
+    `statistics`, which are the module's parameters and BatchNorm statistics as one vector each, in the device's order
+    (`tensor` and `vector` convert). The module is in training mode while `train` or `batches` runs.
+    """
+
+    module: nn.Module
+    weights: Tensor  # float32 [d]
+    gradient: Tensor  # float32 [d]
+    statistics: Tensor  # float32 [b]
+    steps: int  # taken since the last `train` or `load` began
+
+    @property
+    def learning_rate(self) -> float:
+        """This round's learning rate."""
+        ...
+
+    @property
+    def class_counts(self) -> NDArray[np.int64]:
+        """Training samples per class, int64 [C]."""
+        ...
+
+    def train(
+        self,
+        start: Model,
+        *,
+        epochs: int | None = None,
+        purpose: str = "train",
+        objective: Objective | None = None,
+        correction: Correction | None = None,
+        frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
+    ) -> Model:
+        """Run local SGD from `start` and return the trained model.
+
+        epochs: default local-epochs. purpose: names the random stream of the batches. frozen: tensors by name, or parameters
+        by position, bool [d], that neither train nor change; no gradient, weight decay or momentum moves them.
+        """
+        ...
+
+    def load(self, model: Model) -> None:
+        """Put a model's values into the module."""
+        ...
+
+    def read(self) -> Model:
+        """Copy the module's values out."""
+        ...
+
+    def batches(self, epochs: int | None = None, purpose: str = "train") -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (x, y) over shuffled epochs (default local-epochs), as `train` sees them; `indices` says which samples."""
+        ...
+
+    @property
+    def indices(self) -> Tensor:
+        """Which training samples the current batch holds, int64 [n], on the device."""
+        ...
+
+    def samples(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return (x, y) of chosen training samples, nothing augmented."""
+        ...
+
+    def differentiate(self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True) -> Tensor:
+        """Leave the gradient of the objective, by default the mean loss, in `gradient`; return its value, detached.
+
+        counted: the batch counts in the training loss that the client reports. Raises UserError if it is not a scalar.
+        """
+        ...
+
+    def step(self, learning_rate: float | None = None) -> None:
+        """One gradient step on `weights`, with weight decay and without momentum; default: this round's learning rate."""
+        ...
+
+    def optimizer(self, vector: Tensor) -> Optimizer:
+        """Return the run's optimizer for a vector [d] on the device."""
+        ...
+
+    def tensor(self, vector: Vector) -> Tensor:
+        """Return a float32 or bool [d] in named_parameters order as the device holds it."""
+        ...
+
+    def vector(self, tensor: Tensor) -> Vector:
+        """Return a vector [d] on the device in named_parameters order; the inverse of `tensor`."""
+        ...
+
+    def network(self, model: Model) -> nn.Module:
+        """Return a second network with a model's values: evaluation mode, without gradients."""
+        ...
+
+    def classifier(self, module: nn.Module | None = None) -> nn.Linear:
+        """Return a module's last Linear layer. Raises UserError if it has none."""
+        ...
+
+    def forward(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (features float32 [n, f], logits float32 [n, C]); features: the input of the last Linear layer."""
+        ...
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the task's mean loss, a scalar; inside an objective this is what is reported as the training loss."""
+        ...
+
+    def features(self, model: Model) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return (features float32 [n, f], labels int64 [n]) of all training data: evaluation mode, nothing augmented."""
+        ...
+
+    def fisher(self, model: Model, samples: int = 0) -> Vector:
+        """Return the mean over training samples (0: all, else drawn, stream "fisher") of the squared gradient of a sample's loss.
+
+        float32 [d]; evaluation mode, nothing augmented.
+        """
+        ...
+
+    def loss_gradient(self, model: Model) -> Vector:
+        """Return the gradient of the mean training loss at `model`, float32 [d]; evaluation mode, nothing augmented."""
+        ...
+
+    def evaluate(self, model: Model) -> tuple[float, float]:
+        """Return (loss, accuracy) on the test data, NaN where there is none."""
+        ...
+
+
+@dataclass(frozen=True)
+class RoundContext(Generic[P]):
+    """What a client half is given besides models and state. initial: the run's model for parts that never travel."""
+
+    config: RunConfig
+    params: P
+    round: int
+    client_id: int
+    layout: Layout
+    shared: frozenset[str]
+    initial: Callable[[], Model]
+    trainer: Trainer
+    num_samples: int
+    extras: Mapping[str, NDArray[Any]]
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """Generator for (seed, round, client id, purpose)."""
+        return rng.generator(self.config.seed, purpose, self.round, self.client_id)
+
+    @property
+    def local(self) -> frozenset[str]:
+        """Names of the tensors that stay on the client."""
+        return self.layout.names - self.shared
+
+
+class LocalUpdate(Generic[P]):
+    """The client half of FedAvg, and of every method that only keeps some tensors local. Stateless; see RoundContext."""
+
+    def merge(self, received: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
+        """Return the model training starts from: received tensors, and the client's own where they do not travel."""
+        if not ctx.local:
+            return received
+        own = ctx.initial()
+        if "local.params" in state.arrays:
+            kept = Model(state.arrays["local.params"], state.arrays["local.buffers"])
+            own = ctx.layout.put(own, kept, ctx.local)
+        return ctx.layout.put(own, received, ctx.shared)
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
+        """Train locally, leave in `state` what the method keeps, and return the model to upload."""
+        after = ctx.trainer.train(start)
+        self.keep_local(after, state, ctx)
+        return after
+
+    def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[P]) -> None:
+        """Store the tensors that do not travel."""
+        if ctx.local:
+            kept = ctx.layout.take(after, ctx.local)
+            state.arrays["local.params"], state.arrays["local.buffers"] = kept.params, kept.buffers
+
+    def personal(self, model: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
+        """Return the model the client would use: what is evaluated, given the merged or the trained one.
+
+        That is the second model of a method that keeps one (`keep_personal`), as soon as the client has it.
+        """
+        if "personal.params" in state.arrays:
+            return Model(state.arrays["personal.params"], state.arrays["personal.buffers"])
+        return model
+
+    def keep_personal(self, model: Model, state: ClientState) -> None:
+        """Store the client's second model, all tensors of it: from now on its personal one."""
+        state.arrays["personal.params"], state.arrays["personal.buffers"] = model.params, model.buffers
+
+    def finetune(self, start: Model, state: ClientState, ctx: RoundContext[P], epochs: int) -> Model:
+        """Return what `epochs` more local epochs make of a model; evaluated and dropped (key `finetune-epochs`)."""
+        return ctx.trainer.train(start, epochs=epochs, purpose="finetune")
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[P]) -> Upload:
+        """Return what the server gets: the tensors that travel, and the method's extras."""
+        return Upload(ctx.layout.take(after, ctx.shared), num_examples=ctx.num_samples)

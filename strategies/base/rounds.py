@@ -1,0 +1,151 @@
+"""How the rounds of every method run: sample, send, take in, personalize, record; repeat, resume, evaluate, collect."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+from flwr.serverapp.strategy import Result
+
+from fl_app import rng, wire
+from fl_app.errors import UserError
+from fl_app.layout import Model
+from fl_app.server import checkpoint, kept, log_lines
+from fl_app.server import record as records
+from fl_app.server.exchange import Exchange
+from fl_app.server.record import Record
+from fl_app.stopwatch import Stopwatch
+from fl_app.wire import Expected, WireError
+from strategies.base.attempt import Attempt, TooFewResults
+from strategies.base.messages import Messages
+
+log = logging.getLogger("corolla")
+
+_ATTEMPTS_PER_START = 100  # generations of client state tell apart attempts and restarts of the server
+
+
+class Rounds(Messages):
+    """Whole-round control, which Flower's own loop does not give: retries, checkpoints, a record of every round as it ends."""
+
+    # The run
+
+    def start(  # type: ignore[override]
+        self,
+        grid: Exchange,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int | None = None,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run all rounds, then evaluate all clients; every round is recorded when it ends.
+
+        The model, the number of rounds and the timeouts come from the run config; Flower's other arguments are not used.
+        """
+        self.summary()
+        if not checkpoint.rounds(self.folder.path):
+            self.save_checkpoint({})
+        total = self.config.num_server_rounds
+        watch = Stopwatch()
+        for round in range(self.round + 1, total + 1):
+            watch.start_round("record")  # of the round before: its checkpoint and its metrics
+            record = self.train_round(grid, round, watch)
+            if round == total or (self.config.evaluate_every and round % self.config.evaluate_every == 0):
+                record["evaluation"] = self.evaluate_all(grid, round)
+                watch.lap("evaluate")
+            record["seconds"] = dict(watch.laps)
+            if round == total or round % self.config.checkpoint_every == 0:
+                self.save_checkpoint(record)
+            self.folder.append(record)
+            log.info("%s", log_lines.round_line(record, total))
+        return Result()
+
+    def train_round(self, exchange: Exchange, round: int, watch: Stopwatch) -> Record:
+        """Run one round: sample, send, take in replies as they come, personalize. Returns its metrics.
+
+        With fewer usable replies than `min-results` the round is repeated, up to `round-retries` times, from the same
+        models. Raises UserError after the last attempt.
+        """
+        spoilt: list[Attempt] = []
+        for retry in range(self.config.round_retries + 1):
+            self.attempt = Attempt(round, self.folder.starts * _ATTEMPTS_PER_START + retry)
+            exchange.refresh()
+            watch.lap("prepare")
+            messages = self.configure_train(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
+            what = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {retry + 1}" if retry else "")
+            try:
+                replies = exchange.ask(what, messages, self.config.round_timeout, len(self.attempt.sent))
+                self.aggregate_train(round, replies, watch)  # type: ignore[arg-type]
+                return self.attempt.record(spoilt)
+            except TooFewResults as error:
+                spoilt.append(self.attempt)
+                log.error("round %d, attempt %d: %s", round, retry + 1, error)
+        failures = [failure for attempt in spoilt for failure in attempt.failures]
+        causes = "\n".join(f"  client {f['client']}: {f['cause']}" for f in failures[-5:])
+        raise UserError(f"round {round} failed in {len(spoilt)} attempts (round-retries)\n{causes}")
+
+    def evaluate_all(self, exchange: Exchange, round: int) -> Record:
+        """Evaluate every connected client's personalized model, without training."""
+        exchange.refresh()
+        messages = self.configure_evaluate(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
+        replies = exchange.ask("evaluation", messages, self.config.round_timeout, len(exchange.client_ids))
+        self.aggregate_evaluate(round, replies)
+        sent = sum(self.attempt.sent.values())
+        return records.evaluation_record(self.attempt.clients, self.config.num_clients, sent, self.attempt.failures)
+
+    def collect(self, exchange: Exchange, round: int) -> dict[int, Model]:
+        """Ask every client for its personal model (all tensors); those that fail are logged."""
+        expected = Expected(self.full_layout.d, self.full_layout.b)
+        messages = (self._message(exchange, i, "collect", "train", round) for i in exchange.client_ids)
+        models: dict[int, Model] = {}
+        for reply in exchange.ask("collecting models", messages, self.config.round_timeout, len(exchange.client_ids)):
+            try:
+                upload = wire.decode_upload(reply.usable(), expected)
+                self._warn_of_damage(reply.client_id, upload.metrics)
+                models[reply.client_id] = upload.model
+            except WireError as error:
+                log.error("client %d: its personal model could not be collected: %s", reply.client_id, error)
+        return models
+
+    # Checkpoints
+
+    def save_checkpoint(self, record: Record) -> None:
+        """Make everything the next round depends on durable, with the metrics line of the round it follows."""
+        arrays = {"global.params": self.global_model.params, "global.buffers": self.global_model.buffers}
+        arrays |= {f"memory.{name}": array for name, array in self.memory.items()}
+        for client_id, own in self.personal.items():
+            arrays |= {f"client.{client_id}.{name}": array for name, array in own.items()}
+        meta = {"versions": {str(i): v for i, v in self.versions.items()}, "record": record}
+        checkpoint.save(self.folder.path, self.round, arrays, meta)
+        for own in self.personal.values():
+            kept.release(own)
+        self.kept_versions = checkpoint.versions_kept(self.folder.path)
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Continue from a checkpoint."""
+        arrays = saved.arrays  # emptied, so that nothing else holds what is put on disk
+        self.global_model = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
+        for name in list(arrays):
+            whose, _, key = name.partition(".")
+            if whose == "memory":
+                self.memory[key] = arrays.pop(name)
+            else:
+                client_id, _, key = key.partition(".")
+                self.personal.setdefault(int(client_id), {})[key] = arrays.pop(name)
+        kept.settle(self.personal, list(self.personal), self.config.server_memory_limit * 1e9, self.folder.path)
+        self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
+        self.kept_versions = checkpoint.versions_kept(self.folder.path)
+        self.round = saved.meta["round"]
+
+    # Sampling
+
+    def drawn(self, client_ids: list[int], round: int) -> list[int]:
+        """Draw fraction-train of the clients, at least one, sorted."""
+        count = max(1, math.floor(self.config.fraction_train * len(client_ids) + 0.5))
+        if count == len(client_ids):
+            return client_ids
+        chosen = rng.generator(self.config.seed, "sampling", round).choice(client_ids, count, replace=False)
+        return sorted(int(i) for i in chosen)

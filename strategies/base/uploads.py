@@ -1,0 +1,94 @@
+"""A round's uploads as stacks, and the stacks that replies are decoded into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.config import Scalar
+from fl_app.wire import Expected, Upload
+
+
+@dataclass(frozen=True)
+class Uploads:
+    """A round's accepted uploads as stacks, rows sorted by client id.
+
+    W: float32 [N, d]; B: float32 [N, b]; sizes: float64 [N], training samples; bits: uint8 [N, ceil(d/8)] if the method sends
+    masks; extras: arrays by name, [N, ...]; metrics: per client. The stacks are the method's, to work in and to keep.
+    """
+
+    ids: list[int]
+    W: NDArray[np.float32]
+    B: NDArray[np.float32]
+    sizes: NDArray[np.float64]
+    bits: NDArray[np.uint8] | None
+    extras: dict[str, NDArray[Any]]
+    metrics: list[Mapping[str, Scalar]]
+
+
+@dataclass
+class Intake:
+    """Stacks that replies are decoded into, row by sampled client."""
+
+    ids: list[int]
+    expected: Expected
+    W: NDArray[np.float32]
+    B: NDArray[np.float32]
+    bits: NDArray[np.uint8] | None
+    extras: dict[str, NDArray[Any]]
+    sizes: NDArray[np.float64]
+    metrics: dict[int, Mapping[str, Scalar]] = field(default_factory=dict)
+    upload_bytes: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ids: list[int], expected: Expected) -> Intake:
+        """Room for the uploads of these clients; memory is taken as it is written."""
+        n, mask_bytes = len(ids), -(-expected.num_params // 8)
+        return cls(
+            ids,
+            expected,
+            W=np.empty((n, expected.d), np.float32),
+            B=np.empty((n, expected.b), np.float32),
+            bits=np.empty((n, mask_bytes), np.uint8) if expected.sends_mask else None,
+            extras={name: np.empty((n, *shape), dtype) for name, (dtype, shape) in expected.extras.items()},
+            sizes=np.zeros(n),
+        )
+
+    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar]) -> None:
+        """Copy an upload into its client's row."""
+        row = self.ids.index(client_id)
+        self.W[row], self.B[row] = upload.model.params, upload.model.buffers
+        self.sizes[row] = upload.num_examples
+        if self.bits is not None and upload.mask is not None:
+            self.bits[row] = upload.mask
+        for name, array in upload.extras.items():  # arrays of size 0 do not travel
+            self.extras[name][row] = array
+        self.metrics[client_id], self.upload_bytes[client_id] = metrics, upload.nbytes
+
+    def uploads(self) -> Uploads:
+        """What came in; the rows of those who sent nothing usable are closed up."""
+        ids = [i for i in self.ids if i in self.metrics]
+        bits = None if self.bits is None else self._rows(self.bits)
+        extras = {name: self._rows(stack) for name, stack in self.extras.items()}
+        sizes, metrics = self.sizes[[i in self.metrics for i in self.ids]], [self.metrics[i] for i in ids]
+        return Uploads(ids, self._rows(self.W), self._rows(self.B), sizes, bits, extras, metrics)
+
+    def samples(self, client_id: int) -> int:
+        """Training samples a client reported."""
+        return int(self.sizes[self.ids.index(client_id)])
+
+    def forget_stacks(self) -> None:
+        """Let go of the stacks: from now on they are the method's alone."""
+        nothing = np.empty((0, 0), np.float32)
+        self.W, self.B, self.bits, self.extras = nothing, nothing, None, {}
+
+    def _rows(self, stack: NDArray[Any]) -> NDArray[Any]:
+        used = [row for row, i in enumerate(self.ids) if i in self.metrics]
+        for to, row in enumerate(used):
+            if to != row:
+                stack[to] = stack[row]
+        return stack[: len(used)]
