@@ -22,8 +22,9 @@ from flwr.serverapp.strategy import Result, Strategy
 from numpy.typing import NDArray
 
 from fl_app import rng, wire
-from fl_app.config import RunConfig, Scalar
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model, Vector
 from fl_app.server import checkpoint
 from fl_app.server.exchange import Exchange, Reply

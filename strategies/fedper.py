@@ -11,8 +11,8 @@ BatchNorm statistics belong to the body.
 
 from __future__ import annotations
 
-from fl_app.config import NoParams
 from fl_app.errors import UserError
+from fl_app.keys import NoParams
 from fl_app.layout import Layout
 from strategies.base import LocalUpdate, Method
 from strategies.fedavg import FedAvg

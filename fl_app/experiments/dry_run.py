@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fl_app.config import RunConfig, Scalar
+from fl_app.config import RunConfig
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder, to_toml
 
@@ -76,9 +75,4 @@ def model_layout(name: str, norm: str, shape: Shape) -> Layout:
 
 def config_toml(config: RunConfig) -> str:
     """Render the resolved config as TOML, without other methods' tables; `corolla run` reads it back."""
-    return to_toml(relevant(config.resolved, config.method))
-
-
-def relevant(resolved: Mapping[str, Scalar], method: str) -> dict[str, Scalar]:
-    """Return the keys of all runs and those of one method."""
-    return {key: value for key, value in resolved.items() if "." not in key or key.startswith(f"{method}.")}
+    return to_toml({key.name: value for key, value in config.own_keys()})
