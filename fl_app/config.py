@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fl_app.catalogue import DATASETS, MODELS, NODE, PATH_DATASETS
 from fl_app.errors import UserError
 from fl_app.keys import (
     AT_LEAST_ONE,
@@ -31,10 +32,6 @@ from fl_app.keys import (
     specs,
 )
 
-TORCHVISION_DATASETS = ("mnist", "fashion-mnist", "emnist", "svhn", "cifar10", "cifar100")
-DATASETS = ("digits", *TORCHVISION_DATASETS, "tiny-imagenet", "node")
-PATH_DATASETS = ("folder:", "npz:", "tiny-imagenet:")
-MODELS = ("mlp", "cnn", "resnet8", "resnet10", "resnet18", "resnet34", "resnet18-fedobp")
 PARTITIONS = ("dirichlet-client", "dirichlet", "pathological", "iid")
 FIXED_SIZES = ("dirichlet-client", "pathological", "iid")
 
@@ -64,8 +61,8 @@ class RunConfig:
     # data
     dataset: str = key(
         "digits",
-        "`digits`, `mnist`, `fashion-mnist`, `emnist`, `svhn`, `cifar10`, `cifar100`, `tiny-imagenet:/path`, "
-        "`folder:/path`, `npz:/path` or `node` (each SuperNode's own `data-path`).", about="data", headline=True,
+        ", ".join(f"`{name}:/path`" if data.has_path else f"`{name}`" for name, data in DATASETS.items())
+        + ", `folder:/path`, `npz:/path` or `node` (each SuperNode's own `data-path`).", about="data", headline=True,
     )
     classes: str = key(
         "", "Comma-separated class names in label order; required by `node`, optional for `folder:`. Empty: sorted names.",
@@ -118,7 +115,7 @@ class RunConfig:
     # model
     model: str = key(
         "mlp",
-        "`mlp`, `cnn`, `resnet8`, `resnet10`, `resnet18`, `resnet34`, `resnet18-fedobp`, or your own `module:factory`.",
+        ", ".join(f"`{name}`" for name in MODELS) + ", or your own `module:factory`.",
         headline=True, checked=True,
     )
     norm: Literal["batch", "group"] = key("batch", "Normalisation layers of the ResNets.", checked=True)
@@ -239,14 +236,15 @@ def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], prob
     if values["method"] not in methods:
         complain("method", tuple(methods))
     dataset, partition, model = str(values["dataset"]), str(values["partition"]), str(values["model"])
-    if dataset == "tiny-imagenet":
-        problems.append("dataset: tiny-imagenet needs its folder: tiny-imagenet:/path/to/tiny-imagenet-200")
-    elif dataset not in DATASETS and not _has_path(dataset, PATH_DATASETS):
-        complain("dataset", tuple(d for d in DATASETS if d != "tiny-imagenet"), " or folder:/path, npz:/path", PATH_DATASETS)
+    words = (*(name for name, data in DATASETS.items() if not data.has_path), NODE)
+    if dataset in DATASETS and DATASETS[dataset].has_path:
+        problems.append(f"dataset: {dataset} needs its folder: {dataset}:/path/to/it")
+    elif dataset not in words and not _has_path(dataset, PATH_DATASETS):
+        complain("dataset", words, " or folder:/path, npz:/path", PATH_DATASETS)
     if partition not in PARTITIONS and not _has_path(partition, ("file:",)):
         complain("partition", PARTITIONS, " or file:/path.npz", ("file:",))
     if model not in MODELS and not re.fullmatch(r"[\w.]+:\w+", model):
-        complain("model", MODELS, " or module:factory")
+        complain("model", tuple(MODELS), " or module:factory")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
         problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
     if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):
@@ -254,7 +252,7 @@ def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], prob
     names = class_names(str(values["classes"]))
     if len(set(names)) != len(names):
         problems.append(f"classes: every name once, got {values['classes']!r}")
-    if dataset == "node" and len(names) < 2:
+    if dataset == NODE and len(names) < 2:
         problems.append(f"classes: dataset node needs at least two class names, got {values['classes']!r}")
 
 

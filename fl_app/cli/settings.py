@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from fl_app import presets
-from fl_app.config import PATH_DATASETS, RunConfig, parse
+from fl_app.catalogue import PATH_DATASETS
+from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, bears_on
 from strategies import METHOD_PARAMS, METHODS

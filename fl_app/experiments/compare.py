@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_app.catalogue import DATASETS
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.experiments.table import ACCURACIES, mean_std, show
@@ -124,7 +125,8 @@ def settings(config: RunConfig) -> dict[str, Scalar]:
 
 
 def _kind(dataset: str) -> str:
-    return "tiny-imagenet" if dataset.startswith("tiny-imagenet:") else dataset
+    name = dataset.partition(":")[0]
+    return name if name in DATASETS else dataset
 
 
 def differences(

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_app.config import DATASETS, MODELS, RunConfig
+from fl_app.catalogue import DATASETS, MODELS
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, flatten, own
 
