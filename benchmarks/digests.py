@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 
 from client_app.client_app import app
-from fl_app.config import Scalar, parse
+from fl_app.config import parse
+from fl_app.keys import Scalar
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_summary
 from fl_app.server_app import run

@@ -25,8 +25,9 @@ from benchmarks.measure import arguments, interleaved, machine
 from benchmarks.training import client_data, configure, ours, plain, relative
 from client_app.trainer import LocalTrainer, resolve_device
 from fl_app import models
-from fl_app.config import RunConfig, Scalar
+from fl_app.config import RunConfig
 from fl_app.data import ClientData
+from fl_app.keys import Scalar
 from fl_app.layout import Model
 
 SHAPES = {"cnn": (28, 1), "resnet8": (32, 3)}  # pixels, channels

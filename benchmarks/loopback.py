@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from fl_app.config import Scalar
 from fl_app.experiments.launch import end_processes, flower_environment, free_port, processes_with, wait_for_http
+from fl_app.keys import Scalar
 
 BIN = Path(sys.executable).parent
 NAME = "loopback"  # of the SuperLink connection

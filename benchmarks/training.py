@@ -17,8 +17,9 @@ from torch.nn.functional import cross_entropy
 from benchmarks.measure import arguments, finish, interleaved
 from client_app.trainer import LocalTrainer, resolve_device
 from fl_app import models, rng
-from fl_app.config import NoParams, RunConfig, Scalar, parse
+from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData, DatasetInfo
+from fl_app.keys import NoParams, Scalar
 from fl_app.layout import Model
 
 

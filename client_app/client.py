@@ -17,9 +17,10 @@ from flwr.compat.common.typing import Config, NDArrays
 
 from client_app.state import State, StateStore, state_root
 from fl_app import wire
-from fl_app.config import RunConfig, Scalar
+from fl_app.config import RunConfig
 from fl_app.data import ClientData, open_client
 from fl_app.errors import UserError
+from fl_app.keys import Scalar
 from fl_app.layout import Layout
 from fl_app.wire import Download, Upload
 from strategies.base import Method, RoundContext

@@ -1,105 +1,39 @@
 """The run configuration: frozen, typed, parsed once, every problem reported together.
 
 Keys are Flower's run config: flat, kebab-case, values bool, int, float or str (no lists, no null: "" and 0 stand for "not
-set", each key says so). A method's parameters live in its own table, `fedcac.tau`. One declaration per key serves the
-parser, docs/config.md, `corolla methods` and the defaults in pyproject.toml; a test keeps the four equal.
+set", each key says so). A method's parameters live in its own table, `fedcac.tau`. One declaration per key (fl_app/keys.py)
+serves the parser, docs/config.md, `corolla methods` and the defaults in pyproject.toml; a test keeps the four equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
+from fl_app.catalogue import DATASETS, MODELS, NODE, PATH_DATASETS
 from fl_app.errors import UserError
+from fl_app.keys import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_RATIO,
+    RATIO,
+    KeySpec,
+    NoParams,
+    Rule,
+    Scalar,
+    key,
+    nearest,
+    specs,
+)
 
-Scalar = bool | int | float | str
-
-TORCHVISION_DATASETS = ("mnist", "fashion-mnist", "emnist", "svhn", "cifar10", "cifar100")
-DATASETS = ("digits", *TORCHVISION_DATASETS, "tiny-imagenet", "node")
-PATH_DATASETS = ("folder:", "npz:", "tiny-imagenet:")
-MODELS = ("mlp", "cnn", "resnet8", "resnet10", "resnet18", "resnet34", "resnet18-fedobp")
 PARTITIONS = ("dirichlet-client", "dirichlet", "pathological", "iid")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What a value must satisfy, and how docs and errors call it."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    low_open: bool = False
-    high_open: bool = False
-
-    def admits(self, value: float) -> bool:
-        """Tell whether `value` lies in the interval; NaN never does."""
-        above = value > self.low if self.low_open else value >= self.low
-        below = value < self.high if self.high_open else value <= self.high
-        return above and below and not math.isinf(value)
-
-    def __str__(self) -> str:
-        """Return the interval as documentation and errors print it."""
-        if self.high == math.inf:
-            return "any" if self.low == -math.inf else f"{'>' if self.low_open else '>='} {self.low:g}"
-        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
-
-
-POSITIVE = Rule(low=0, low_open=True)
-NOT_NEGATIVE = Rule(low=0)
-AT_LEAST_ONE = Rule(low=1)
-RATIO = Rule(low=0, high=1)
-POSITIVE_RATIO = Rule(low=0, high=1, low_open=True)
-BELOW_ONE = Rule(low=0, high=1, high_open=True)
-
-
-def key(default: Scalar, doc: str, rule: Rule | None = None) -> Any:
-    """Declare one configuration key: its default, its sentence in the documentation and its range."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "rule": rule})
-
-
-@dataclass(frozen=True)
-class KeySpec:
-    """A key as declared: name in kebab case with its table, type, allowed choices, range, default, sentence."""
-
-    name: str
-    field: str
-    type: type
-    choices: tuple[str, ...]
-    rule: Rule | None
-    default: Scalar
-    doc: str
-
-    @property
-    def range(self) -> str:
-        """The allowed values in words."""
-        if self.choices:
-            return ", ".join(f"`{c}`" for c in self.choices)
-        return str(self.rule) if self.rule else ("`true`, `false`" if self.type is bool else "any")
-
-
-def specs(cls: type, table: str = "") -> list[KeySpec]:
-    """List the keys a parameter dataclass declares, in order."""
-    hints, out = get_type_hints(cls), []
-    for f in dataclasses.fields(cls):
-        if "doc" not in f.metadata:
-            continue
-        hint = hints[f.name]
-        choices = tuple(get_args(hint)) if get_origin(hint) is Literal else ()
-        name = (f"{table}." if table else "") + f.name.replace("_", "-")
-        kind = str if choices else hint
-        default: Any = f.default
-        out.append(KeySpec(name, f.name, kind, choices, f.metadata["rule"], default, f.metadata["doc"]))
-    return out
-
-
-@dataclass(frozen=True)
-class NoParams:
-    """For methods without parameters."""
+FIXED_SIZES = ("dirichlet-client", "pathological", "iid")
 
 
 @dataclass(frozen=True)
@@ -108,124 +42,161 @@ class RunConfig:
 
     # the experiment
     method: str = key("fedcac", "Federated learning method; `corolla methods` lists them with their parameters.")
-    num_server_rounds: int = key(30, "Rounds T.", AT_LEAST_ONE)
+    num_server_rounds: int = key(30, "Rounds T.", AT_LEAST_ONE, extends=True, headline=True)
     num_clients: int = key(
-        0, "Clients N of the experiment; `corolla run --clients` sets it. 0: the SuperNodes' `num-partitions`.", NOT_NEGATIVE
+        0, "Clients N of the experiment; `corolla run --clients` sets it. 0: the SuperNodes' `num-partitions`.", NOT_NEGATIVE,
+        about="data", headline=True,
     )
     fraction_train: float = key(
-        1.0, "Fraction of the clients sampled for each round (at least one is).", POSITIVE_RATIO
+        1.0, "Fraction of the clients sampled for each round (at least one is).", POSITIVE_RATIO, headline=True
     )
-    seed: int = key(0, "Seed of everything random: partition, initial weights, sampling, batches.", NOT_NEGATIVE)
+    seed: int = key(
+        0, "Seed of everything random: partition, initial weights, sampling, batches.", NOT_NEGATIVE,
+        partitions=PARTITIONS, headline=True, compared=False, checked=True,
+    )
     scale: Literal["full", "small"] = key(
-        "full", "Set by `corolla run --scale small`: clients, rounds and samples were cut, figures are not the paper's."
+        "full", "Set by `corolla run --scale small`: clients, rounds and samples were cut, figures are not the paper's.",
+        compared=False,
     )
     # data
     dataset: str = key(
         "digits",
-        "`digits`, `mnist`, `fashion-mnist`, `emnist`, `svhn`, `cifar10`, `cifar100`, `tiny-imagenet:/path`, "
-        "`folder:/path`, `npz:/path` or `node` (each SuperNode's own `data-path`).",
+        ", ".join(f"`{name}:/path`" if data.has_path else f"`{name}`" for name, data in DATASETS.items())
+        + ", `folder:/path`, `npz:/path` or `node` (each SuperNode's own `data-path`).", about="data", headline=True,
     )
     classes: str = key(
-        "", "Comma-separated class names in label order; required by `node`, optional for `folder:`. Empty: sorted names."
+        "", "Comma-separated class names in label order; required by `node`, optional for `folder:`. Empty: sorted names.",
+        about="data", compared=False,
     )
     image_size: int = key(
         0,
         "Side in pixels to which the images of a `folder:`, `tiny-imagenet:` or `node` folder are resized (short side) "
         "and centre-cropped; 0: as they are, all equal and square.",
-        Rule(low=0, high=512),
+        Rule(low=0, high=512), about="data",
     )
     partition: str = key(
-        "dirichlet-client", "`dirichlet-client`, `dirichlet`, `pathological`, `iid` or `file:/path.npz`."
+        "dirichlet-client", "`dirichlet-client`, `dirichlet`, `pathological`, `iid` or `file:/path.npz`.",
+        about="data", headline=True,
     )
-    dirichlet_alpha: float = key(0.1, "Concentration per class of both Dirichlet partitions.", POSITIVE)
-    classes_per_client: int = key(2, "Classes each client holds in the `pathological` partition.", AT_LEAST_ONE)
+    dirichlet_alpha: float = key(
+        0.1, "Concentration per class of both Dirichlet partitions.", POSITIVE,
+        about="data", partitions=("dirichlet-client", "dirichlet"), headline=True,
+    )
+    classes_per_client: int = key(
+        2, "Classes each client holds in the `pathological` partition.", AT_LEAST_ONE,
+        about="data", partitions=("pathological",),
+    )
     train_samples: int = key(
         100, "Training samples per client (`dirichlet-client`, `pathological`, `iid`); 0: an equal share of all.",
-        NOT_NEGATIVE,
+        NOT_NEGATIVE, about="data", partitions=FIXED_SIZES,
     )
     test_samples: int = key(
         40, "Test samples per client (`dirichlet-client`, `pathological`, `iid`); 0: an equal share of all.",
-        NOT_NEGATIVE,
+        NOT_NEGATIVE, about="data", partitions=FIXED_SIZES,
     )
-    min_samples: int = key(10, "Smallest number of samples a client may get in the `dirichlet` partition.", AT_LEAST_ONE)
-    test_ratio: float = key(0.25, "Part of each client's samples used for test in the `dirichlet` partition.", BELOW_ONE)
+    min_samples: int = key(
+        10, "Smallest number of samples a client may get in the `dirichlet` partition.", AT_LEAST_ONE,
+        about="data", partitions=("dirichlet",),
+    )
+    test_ratio: float = key(
+        0.25, "Part of each client's samples used for test in the `dirichlet` partition.", BELOW_ONE,
+        about="data", partitions=("dirichlet",),
+    )
     normalize: Literal["unit", "mean-std"] = key(
         "unit", "Inputs scaled to [0, 1], or then shifted and scaled per channel by the training data's mean and std."
     )
     augment: Literal["none", "crop-flip"] = key(
         "none", "`crop-flip`: random crop after padding by an eighth of the side, and horizontal flip, on the device."
     )
-    data_dir: str = key("", "Directory of prepared data sets. Empty: `$COROLLA_DATA_DIR`, or the user's cache.")
+    data_dir: str = key(
+        "", "Directory of prepared data sets. Empty: `$COROLLA_DATA_DIR`, or the user's cache.",
+        about="place", checked=True,
+    )
     # model
     model: str = key(
         "mlp",
-        "`mlp`, `cnn`, `resnet8`, `resnet10`, `resnet18`, `resnet34`, `resnet18-fedobp`, or your own `module:factory`.",
+        ", ".join(f"`{name}`" for name in MODELS) + ", or your own `module:factory`.",
+        headline=True, checked=True,
     )
-    norm: Literal["batch", "group"] = key("batch", "Normalisation layers of the ResNets.")
-    initial_weights: str = key("", "Safetensors file the run starts from, read by the server. Empty: from the seed.")
+    norm: Literal["batch", "group"] = key("batch", "Normalisation layers of the ResNets.", checked=True)
+    initial_weights: str = key(
+        "", "Safetensors file the run starts from, read by the server. Empty: from the seed.", checked=True
+    )
     # local training
-    local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE)
-    batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE)
-    learning_rate: float = key(0.1, "SGD learning rate.", POSITIVE)
+    local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE, headline=True)
+    batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE, headline=True)
+    learning_rate: float = key(0.1, "SGD learning rate.", POSITIVE, headline=True)
     learning_rate_decay: float = key(1.0, "Factor on the learning rate after every round.", POSITIVE_RATIO)
     momentum: float = key(0.0, "SGD momentum; it starts at zero in every round.", BELOW_ONE)
     weight_decay: float = key(0.0, "SGD weight decay.", NOT_NEGATIVE)
     precision: Literal["float32", "bfloat16"] = key(
         "float32", "`bfloat16`: forward and backward passes in mixed precision (autocast); weights stay float32."
     )
-    device: str = key("auto", "`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:k`.")
-    client_threads: int = key(1, "Threads of one client's training; the results' bits depend on it.", AT_LEAST_ONE)
+    device: str = key(
+        "auto", "`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:k`.", compared=False, checked=True
+    )
+    client_threads: int = key(
+        1, "Threads of one client's training; the results' bits depend on it.", AT_LEAST_ONE, compared=False
+    )
     # server
-    evaluate_every: int = key(0, "Evaluate all clients every so many rounds; 0: only after the last.", NOT_NEGATIVE)
+    evaluate_every: int = key(
+        0, "Evaluate all clients every so many rounds; 0: only after the last.", NOT_NEGATIVE, compared=False
+    )
     min_available_clients: int = key(
-        0, "Clients that must be connected before a round starts; 0: `num-clients`.", NOT_NEGATIVE
+        0, "Clients that must be connected before a round starts; 0: `num-clients`.", NOT_NEGATIVE, compared=False
     )
     available_timeout: float = key(
-        120.0, "Seconds to wait for `min-available-clients` before the run fails.", POSITIVE
+        120.0, "Seconds to wait for `min-available-clients` before the run fails.", POSITIVE, about="running"
     )
-    round_timeout: float = key(3600.0, "Seconds to wait for the replies of a round.", POSITIVE)
-    min_results: float = key(0.5, "Part of a round's clients whose uploads it needs to count (at least one).", RATIO)
+    round_timeout: float = key(3600.0, "Seconds to wait for the replies of a round.", POSITIVE, about="running")
+    min_results: float = key(
+        0.5, "Part of a round's clients whose uploads it needs to count (at least one).", RATIO, compared=False
+    )
     round_retries: int = key(
         1, "How often a round with fewer usable uploads than `min-results` is repeated before the run fails.",
-        Rule(low=0, high=99),
+        Rule(low=0, high=99), about="running",
     )
     server_memory_limit: float = key(
         2.0, "Gigabytes of per-client arrays the server keeps in memory between rounds; what is beyond lies in memory-mapped "
-        "files in the run folder. 0: no limit.", NOT_NEGATIVE,
+        "files in the run folder. 0: no limit.", NOT_NEGATIVE, about="running",
     )
-    checkpoint_every: int = key(5, "Rounds between checkpoints; there is always one after the last.", AT_LEAST_ONE)
+    checkpoint_every: int = key(
+        5, "Rounds between checkpoints; there is always one after the last.", AT_LEAST_ONE, about="running"
+    )
     finetune_epochs: int = key(
         0, "Evaluations also report every client's accuracy after so many local epochs from the model it received; not kept.",
-        NOT_NEGATIVE,
+        NOT_NEGATIVE, compared=False,
     )
     # files
-    run_name: str = key("", "Name of the run's folder. Empty: time, method and data set.")
-    output_dir: str = key("runs", "Directory of run folders; made absolute by `corolla run`.")
+    run_name: str = key("", "Name of the run's folder. Empty: time, method and data set.", about="place")
+    output_dir: str = key("runs", "Directory of run folders; made absolute by `corolla run`.", about="place")
     state_dir: str = key(
-        "", "Directory of client state on each client. Empty: `$COROLLA_STATE_DIR`, or the user's state directory."
+        "", "Directory of client state on each client. Empty: `$COROLLA_STATE_DIR`, or the user's state directory.",
+        about="place",
     )
-    resume: str = key("", "Run folder to continue; set by `corolla run --resume`.")
+    resume: str = key("", "Run folder to continue; set by `corolla run --resume`.", about="place")
     collect_personal_models: bool = key(
-        False, "Upload every client's personal model at the end; off, parts that never travel stay on the clients."
+        False, "Upload every client's personal model at the end; off, parts that never travel stay on the clients.",
+        compared=False,
     )
     report_class_counts: bool = key(
         True,
         "Clients tell the server how many training samples of each class they have, for `clients.json` and the report; it "
-        "reveals their label distributions.",
+        "reveals their label distributions.", compared=False,
     )
     tensorboard: bool = key(
-        False, "Also write every round as TensorBoard events, into the run folder (needs `pip install tensorboard`)."
+        False, "Also write every round as TensorBoard events, into the run folder (needs `pip install tensorboard`).",
+        about="running", checked=True,
     )
     # the chosen method's parameter dataclass, and all keys as resolved and as defaulted
     params: Any = dataclasses.field(default=NoParams())
     resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
 
-
-MAY_CHANGE_ON_RESUME = frozenset(
-    {"num-server-rounds", "round-timeout", "available-timeout", "round-retries", "checkpoint-every", "resume", "output-dir",
-     "server-memory-limit", "run-name", "state-dir", "data-dir", "tensorboard"}
-)  # fmt: skip
+    def own_keys(self) -> Iterator[tuple[KeySpec, Scalar]]:
+        """Yield the keys that bear on this run, with their values: those of all runs, then the method's."""
+        for owner, table in ((self, ""), (self.params, self.method)):
+            yield from ((spec, getattr(owner, spec.field)) for spec in specs(type(owner), table))
 
 
 def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
@@ -240,8 +211,8 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
         known |= {spec.name: spec for spec in specs(cls, name)}
     for name in raw:
         if name not in known:
-            problems.append(f"{name}: unknown key{_nearest(name, known)}")
-    values = {name: _value(spec, raw[name], problems) if name in raw else spec.default for name, spec in known.items()}
+            problems.append(f"{name}: unknown key{nearest(name, known)}")
+    values = {name: spec.read(raw[name], problems) if name in raw else spec.default for name, spec in known.items()}
     _check_words(values, methods, problems)
     if not problems:
         _check_together(values, problems)
@@ -255,53 +226,25 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     return RunConfig(**top, params=params, resolved=values, defaults=defaults)  # type: ignore[arg-type]
 
 
-def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn tables one level deep, as TOML has them, into dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= {f"{key}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {key: value}
-    return flat
-
-
-def _nearest(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _value(spec: KeySpec, value: Scalar, problems: list[str]) -> Scalar:
-    if spec.type is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not spec.type:
-        want = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[spec.type]
-        problems.append(f"{spec.name}: expected {want}, got {value!r}")
-        return spec.default
-    if spec.choices and value not in spec.choices:
-        problems.append(f"{spec.name}: must be one of {', '.join(spec.choices)}, got {value!r}")
-        return spec.default
-    if spec.rule and isinstance(value, (int, float)) and not spec.rule.admits(value):
-        problems.append(f"{spec.name}: must be {spec.rule}, got {value!r}")
-        return spec.default
-    return value
-
-
 def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
     def complain(name: str, allowed: tuple[str, ...], more: str = "", prefixes: tuple[str, ...] = ()) -> None:
         value = values[name]
         kind, colon, _ = str(value).partition(":")
-        hint = _nearest(kind + colon, (*allowed, *prefixes))
+        hint = nearest(kind + colon, (*allowed, *prefixes))
         problems.append(f"{name}: must be one of {', '.join(allowed)}{more}, got {value!r}{hint}")
 
     if values["method"] not in methods:
         complain("method", tuple(methods))
     dataset, partition, model = str(values["dataset"]), str(values["partition"]), str(values["model"])
-    if dataset == "tiny-imagenet":
-        problems.append("dataset: tiny-imagenet needs its folder: tiny-imagenet:/path/to/tiny-imagenet-200")
-    elif dataset not in DATASETS and not _has_path(dataset, PATH_DATASETS):
-        complain("dataset", tuple(d for d in DATASETS if d != "tiny-imagenet"), " or folder:/path, npz:/path", PATH_DATASETS)
+    words = (*(name for name, data in DATASETS.items() if not data.has_path), NODE)
+    if dataset in DATASETS and DATASETS[dataset].has_path:
+        problems.append(f"dataset: {dataset} needs its folder: {dataset}:/path/to/it")
+    elif dataset not in words and not _has_path(dataset, PATH_DATASETS):
+        complain("dataset", words, " or folder:/path, npz:/path", PATH_DATASETS)
     if partition not in PARTITIONS and not _has_path(partition, ("file:",)):
         complain("partition", PARTITIONS, " or file:/path.npz", ("file:",))
     if model not in MODELS and not re.fullmatch(r"[\w.]+:\w+", model):
-        complain("model", MODELS, " or module:factory")
+        complain("model", tuple(MODELS), " or module:factory")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
         problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
     if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):
@@ -309,7 +252,7 @@ def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], prob
     names = class_names(str(values["classes"]))
     if len(set(names)) != len(names):
         problems.append(f"classes: every name once, got {values['classes']!r}")
-    if dataset == "node" and len(names) < 2:
+    if dataset == NODE and len(names) < 2:
         problems.append(f"classes: dataset node needs at least two class names, got {values['classes']!r}")
 
 

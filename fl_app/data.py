@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import TORCHVISION_DATASETS, RunConfig, class_names
+from fl_app.catalogue import DATASETS
+from fl_app.config import RunConfig, class_names
 from fl_app.errors import UserError
 from fl_app.partition import build_once, cache_key, partition
 
@@ -131,7 +132,7 @@ def prepare(
     if kind == "tiny-imagenet" and path:
         return _prepare_tiny_imagenet(Path(path), root, image_size, force)
     converters: dict[str, Callable[[], tuple[Arrays, Sequence[str]]]] = {"digits": _digits}
-    converters |= {n: lambda: _torchvision(dataset, root / "downloads") for n in TORCHVISION_DATASETS}
+    converters |= {n: lambda: _torchvision(dataset, root / "downloads") for n in DATASETS if DATASETS[n].torchvision}
     if dataset not in converters:
         raise UserError(f"dataset: {dataset!r} cannot be prepared")
 
@@ -274,20 +275,13 @@ def _torchvision(dataset: str, downloads: Path) -> tuple[Arrays, Sequence[str]]:
         return _debian_fashion_mnist(DEBIAN_FASHION_MNIST)
     from torchvision import datasets
 
-    factories: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any]]] = {
-        "mnist": (datasets.MNIST, {"train": True}, {"train": False}),
-        "fashion-mnist": (datasets.FashionMNIST, {"train": True}, {"train": False}),
-        "emnist": (datasets.EMNIST, {"split": "byclass", "train": True}, {"split": "byclass", "train": False}),
-        "svhn": (datasets.SVHN, {"split": "train"}, {"split": "test"}),
-        "cifar10": (datasets.CIFAR10, {"train": True}, {"train": False}),
-        "cifar100": (datasets.CIFAR100, {"train": True}, {"train": False}),
-    }
-    factory, *sides = factories[dataset]
+    named = DATASETS[dataset]
+    factory: Callable[..., Any] = getattr(datasets, named.torchvision)
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_SECONDS)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            train, test = (factory(root=str(downloads), download=True, **side) for side in sides)
+            train, test = (factory(root=str(downloads), download=True, **side) for side in (named.train, named.test))
     except (OSError, RuntimeError, EOFError) as error:
         reason = str(error).strip().splitlines()
         raise UserError(

@@ -34,15 +34,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_app.catalogue import MODELS
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model, Vector
 from fl_app.rng import torch_seed
 
-RESNET_BLOCKS = {
-    "resnet8": (1, 1, 1), "resnet10": (1, 1, 1, 1), "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3),
-    "resnet18-fedobp": (2, 2, 2, 2),
-}  # fmt: skip
-EXTRA_LAYER = {"resnet18-fedobp": 1000}  # units of a linear layer before the classifier
 NORMS = ("batch", "group")
 MAX_GROUPS = 32
 UNPADDED_CNN_SIZE = 16
@@ -66,14 +62,13 @@ def build(
             factory = _import_factory(name)
             _seed(seed, name)
             return _call_factory(name, factory, in_channels, num_classes, image_size)
+        network = MODELS.get(name)
+        if network is None:
+            raise UserError(f"model: must be one of {', '.join(MODELS)} or module:factory, got {name!r}")
         _seed(seed, name)
-        if name == "mlp":
-            return _mlp(in_channels, num_classes, image_size)
-        if name == "cnn":
-            return _cnn(in_channels, num_classes, image_size)
-        if name in RESNET_BLOCKS:
-            return ResNet(RESNET_BLOCKS[name], in_channels, num_classes, norm, EXTRA_LAYER.get(name, 0))
-    raise UserError(f"model: must be one of mlp, cnn, {', '.join(RESNET_BLOCKS)} or module:factory, got {name!r}")
+        if network.blocks:
+            return ResNet(network.blocks, in_channels, num_classes, norm, network.extra)
+        return {"mlp": _mlp, "cnn": _cnn}[name](in_channels, num_classes, image_size)
 
 
 def _seed(seed: int, name: str) -> None:

@@ -92,15 +92,8 @@ def partition(
 
 def _key(config: RunConfig, dataset_key: str) -> str:
     """Name a partition by exactly what defines it."""
-    sizes = ("train_samples", "test_samples")
-    matters: dict[str, tuple[str, ...]] = {
-        "dirichlet-client": ("seed", "dirichlet_alpha", *sizes),
-        "dirichlet": ("seed", "dirichlet_alpha", "min_samples", "test_ratio"),
-        "pathological": ("seed", "classes_per_client", *sizes),
-        "iid": ("seed", *sizes),
-    }
     parts: list[Any] = [dataset_key, config.partition, config.num_clients]
-    parts += [getattr(config, field) for field in matters.get(config.partition, ())]
+    parts += [value for key, value in config.own_keys() if config.partition in key.partitions]
     name = config.partition
     if config.partition.startswith("file:"):
         name = "file"

@@ -28,7 +28,7 @@ from flwr.supercore.constant import HEAD_BODY_DIVIDER
 from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from numpy.typing import NDArray
 
-from fl_app.config import Scalar
+from fl_app.keys import Scalar
 from fl_app.layout import Model
 
 Array = NDArray[np.generic]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fl_app.config import NOT_NEGATIVE, key
+from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_tensors
 from strategies.fedavg import FedAvg

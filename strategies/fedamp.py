@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import NOT_NEGATIVE, POSITIVE, key
+from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
 from strategies import aggregate
 from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors

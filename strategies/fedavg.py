@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from fl_app.config import NoParams
+from fl_app.keys import NoParams
 from fl_app.layout import Model
 from strategies.aggregate import weighted_mean
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 
-from fl_app.config import NoParams
+from fl_app.keys import NoParams
 from fl_app.layout import Layout
 from strategies.base import LocalUpdate, Method
 from strategies.fedavg import FedAvg

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import AT_LEAST_ONE, RATIO, key
+from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
@@ -46,8 +46,8 @@ class FedCACParams:
     tau: float = key(0.5, "Share of every layer's parameters that is critical (tau, Eq. 6).", RATIO)
     beta: int = key(
         10, "Round after which critical parameters are trained alone (beta, Eq. 7); the paper's is 0.2 to 0.34 of T.",
-        AT_LEAST_ONE,
-    )
+        AT_LEAST_ONE, counts_rounds=True,
+    )  # fmt: skip
     weighting: Literal["samples", "uniform"] = key(
         "samples", "Weights of the global mean: training samples (authors' code) or equal (Eq. 9)."
     )

@@ -27,7 +27,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import AT_LEAST_ONE, RATIO, key
+from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
@@ -52,7 +52,10 @@ class FedDACParams:
     """Parameters of FedDAC, table `feddac`."""
 
     tau: float = key(0.3, "Share of every layer's parameters that is important.", RATIO)
-    alpha: int = key(200, "Round after which nobody collaborates on important parameters; the paper's T is 300.", AT_LEAST_ONE)
+    alpha: int = key(
+        200, "Round after which nobody collaborates on important parameters; the paper's T is 300.", AT_LEAST_ONE,
+        counts_rounds=True,
+    )  # fmt: skip
     self_weight: float = key(0.6, "Weight of the client's own important parameters (gamma, the authors' code's).", RATIO)
     neighbours: int = key(5, "Clients whose less important parameters are mixed, the client itself included (k).", AT_LEAST_ONE)
     guidance: Literal["trained", "one-step"] = key(

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import BELOW_ONE, RATIO, key
+from fl_app.keys import BELOW_ONE, RATIO, key
 from fl_app.layout import Layout, Model, Vector
 from fl_app.wire import Expected, Upload, WireError
 from strategies import masks

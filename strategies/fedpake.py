@@ -29,7 +29,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import AT_LEAST_ONE, RATIO, Rule, key
+from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key
 from fl_app.layout import Model
 from strategies.aggregate import Stack, weighted_mean
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors

@@ -11,7 +11,7 @@ BatchNorm statistics belong to the body.
 
 from __future__ import annotations
 
-from fl_app.config import NoParams
+from fl_app.keys import NoParams
 from strategies.base import LocalUpdate, Method, all_but_classifier
 from strategies.fedavg import FedAvg
 

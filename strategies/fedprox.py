@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fl_app.config import NOT_NEGATIVE, key
+from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model, Vector
 from strategies.base import ClientState, Correction, LocalUpdate, Method, RoundContext, all_tensors
 from strategies.fedavg import FedAvg

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fl_app.config import AT_LEAST_ONE, NOT_NEGATIVE, key
+from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Model
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_but_classifier
 from strategies.fedavg import FedAvg

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fl_app.config import NoParams
+from fl_app.keys import NoParams
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, no_tensors
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from fl_app.config import AT_LEAST_ONE, POSITIVE, key
+from fl_app.keys import AT_LEAST_ONE, POSITIVE, key
 from fl_app.layout import Model, Vector
 from strategies.aggregate import Stack, weighted_mean
 from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors

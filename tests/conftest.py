@@ -13,7 +13,8 @@ from hypothesis import settings
 
 from client_app.client_app import app as client_app
 from fl_app import server_app
-from fl_app.config import RunConfig, Scalar, parse
+from fl_app.config import RunConfig, parse
+from fl_app.keys import Scalar
 from fl_app.layout import Layout, Slot
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder

@@ -16,7 +16,8 @@ import pytest
 
 from client_app.client_app import app
 from fl_app import models
-from fl_app.config import RunConfig, Scalar, parse
+from fl_app.config import RunConfig, parse
+from fl_app.keys import Scalar
 from fl_app.layout import Layout
 from fl_app.server import checkpoint
 from fl_app.server.inprocess import InProcessGrid

@@ -89,7 +89,7 @@ def test_fedpakes_figure_is_the_mean_of_the_last_ten_rounds(tmp_path: Path) -> N
 
 def test_small_runs_find_their_preset_and_say_what_they_are(tmp_path: Path) -> None:
     name = "fedobp/cifar10-dirichlet-0.1/fedavg"
-    small = presets.small(parse(presets.read_preset(name, METHOD_PARAMS), METHOD_PARAMS).resolved)
+    small = presets.small(parse(presets.read_preset(name, METHOD_PARAMS), METHOD_PARAMS))
     (line,) = lines(run_folder(tmp_path, "a", name, {}, **small))
     assert line.preset.name == name
     text = compare.describe(line)

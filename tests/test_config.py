@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from fl_app.config import Rule, RunConfig, parse, specs
+from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
+from fl_app.keys import Rule, specs
 from strategies import METHOD_PARAMS
 
 ROOT = Path(__file__).resolve().parents[1]

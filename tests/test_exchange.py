@@ -13,8 +13,8 @@ from flwr.clientapp import ClientApp
 from flwr.compat.common import recorddict_compat as compat
 from flwr.compat.common.typing import Code, GetPropertiesRes, Status
 
-from fl_app.config import Scalar
 from fl_app.errors import UserError
+from fl_app.keys import Scalar
 from fl_app.server import exchange as exchange_module
 from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.inprocess import InProcessGrid

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from client_app.client_app import app
-from fl_app.config import Scalar, parse
+from fl_app.config import parse
 from fl_app.errors import UserError
+from fl_app.keys import Scalar
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from fl_app import cli, presets
-from fl_app.config import flatten, parse
+from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.experiments import dry_run
+from fl_app.keys import flatten
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHOD_PARAMS, METHODS
 
@@ -76,7 +77,7 @@ def test_every_preset_that_corolla_can_run_resolves_and_dry_runs() -> None:
         assert cost.participants == max(1, round(config.fraction_train * config.num_clients))
         assert cost.upload > 0 or config.method == "local", preset.name
         assert preset.metric or preset.name.endswith(("ditto", "demo")), preset.name
-        small = parse(dict(preset.settings) | presets.small(config.resolved), METHOD_PARAMS)
+        small = parse(dict(preset.settings) | presets.small(config), METHOD_PARAMS)
         assert small.scale == "small" and small.num_clients <= 10 and small.num_server_rounds <= 20
     assert len(available) >= 268
 
@@ -141,18 +142,18 @@ def test_bytes_of_a_round_are_those_a_run_records(run: Run, method: str) -> None
 
 def test_small_scales_rounds_clients_samples_and_beta() -> None:
     full = dict(ALL["fedcac/cifar10-dirichlet-0.1"].settings)
-    changes = presets.small(parse(full, METHOD_PARAMS).resolved)
+    changes = presets.small(parse(full, METHOD_PARAMS))
     assert {k: v for k, v in changes.items() if not k.startswith("feddac")} == {
         "scale": "small", "num-server-rounds": 20, "num-clients": 10, "batch-size": 20, "train-samples": 100,
         "test-samples": 40, "fedcac.beta": 4,
     }  # fmt: skip
-    again = presets.small(parse(full | changes, METHOD_PARAMS).resolved)
+    again = presets.small(parse(full | changes, METHOD_PARAMS))
     assert again == {}
     sparse = dict(ALL["fedobp/cifar10-dirichlet-0.1/fedavg"].settings)
-    changes = presets.small(parse(sparse, METHOD_PARAMS).resolved)
+    changes = presets.small(parse(sparse, METHOD_PARAMS))
     assert (changes["partition"], changes["fraction-train"], changes["num-clients"]) == ("dirichlet-client", 0.5, 10)
     with pytest.raises(UserError, match="cannot be cut"):
-        presets.small(parse({"partition": "file:/x.npz"}, METHOD_PARAMS).resolved)
+        presets.small(parse({"partition": "file:/x.npz"}, METHOD_PARAMS))
 
 
 def test_a_wrong_name_suggests_the_nearest() -> None:

@@ -12,8 +12,9 @@ from rich.table import Table
 
 from fl_app.cli.settings import SetOption, absolute_paths, console, errors, parse_set, resolve
 from fl_app.cli.tables import size
-from fl_app.config import Scalar, class_names, specs
+from fl_app.config import class_names
 from fl_app.errors import UserError
+from fl_app.keys import Scalar, specs
 from fl_app.server.run_folder import run_folders
 from strategies import METHOD_PARAMS, METHODS, SUMMARIES
 

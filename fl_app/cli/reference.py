@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from fl_app.config import KeySpec, RunConfig, Scalar, specs
+from fl_app.config import RunConfig
+from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.server.run_folder import to_toml
 
 _INTRO = """# Run configuration

@@ -30,8 +30,9 @@ from fl_app.cli.settings import (
     warn_of_settings,
 )
 from fl_app.cli.tables import show_results, size
-from fl_app.config import RunConfig, Scalar
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.keys import Scalar
 from fl_app.server.run_folder import SUMMARY, check_unchanged, read_config, read_summary
 from strategies import METHODS
 

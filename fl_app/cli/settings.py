@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from fl_app import presets
-from fl_app.config import PATH_DATASETS, RunConfig, Scalar, parse
+from fl_app.catalogue import PATH_DATASETS
+from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
+from fl_app.keys import Scalar, bears_on
 from strategies import METHOD_PARAMS, METHODS
 
 console = Console(highlight=False, emoji=False)
@@ -81,7 +83,7 @@ def resolve(config: Mapping[str, Scalar]) -> RunConfig:
 
 def scaled(config: dict[str, Scalar], scale: Scale) -> dict[str, Scalar]:
     """Cut a config by --scale small."""
-    return config | presets.small(resolve(config).resolved) if scale is Scale.small else config
+    return config | presets.small(resolve(config)) if scale is Scale.small else config
 
 
 def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
@@ -140,14 +142,15 @@ def warn_of_settings(given: Iterable[str], configs: Collection[RunConfig]) -> No
     """
     methods = {config.method for config in configs}
     for key in given:
-        if "." in key and (owner := key.partition(".")[0]) not in methods:
+        if not any(bears_on(key, method) for method in methods):
+            owner = key.rpartition(".")[0]
             warn(f"--set {key} has no effect: it is a key of method {owner}, not of {', '.join(sorted(methods))}")
     late = {
-        f"{key} = {value} is above num-server-rounds = {config.num_server_rounds}: the phase without collaboration, after "
-        f"round {value}, is never reached"
+        f"{key.name} = {value} is above num-server-rounds = {config.num_server_rounds}: what begins after round {value} is "
+        "never reached"
         for config in configs
-        for key in presets.ROUND_KEYS
-        if key.startswith(f"{config.method}.") and (value := config.resolved[key]) > config.num_server_rounds  # type: ignore[operator]
+        for key, value in config.own_keys()
+        if key.counts_rounds and isinstance(value, int) and value > config.num_server_rounds
     }
     for text in sorted(late):
         warn(text)

@@ -2,9 +2,9 @@
 
 A run's published counterpart is the preset with its method, data set and partition (kind, and alpha or classes per client;
 the two Dirichlet kinds count as one) from whose settings it departs in the fewest keys; ties are all shown. A run cut by
-`--scale small` is matched with presets cut likewise, but its differences are those from the paper's settings. Keys that cannot
-change a result, or do not concern the partition or the method, are not compared (`NOT_SETTINGS`, `PARTITION_KEYS`). Runs that
-differ in the seed alone are one line, mean ± std. Each preset says which of our figures is the paper's (`METRICS`).
+`--scale small` is matched with presets cut likewise, but its differences are those from the paper's settings. Keys that no
+paper states (`settings`), or that do not bear on the partition or the method, are not compared. Runs that differ in the seed
+alone are one line, mean ± std. Each preset says which of our figures is the paper's (`METRICS`).
 """
 
 from __future__ import annotations
@@ -14,24 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_app.config import RunConfig, Scalar, parse
+from fl_app.catalogue import DATASETS
+from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.experiments.dry_run import relevant
 from fl_app.experiments.table import ACCURACIES, mean_std, show
+from fl_app.keys import Scalar
 from fl_app.presets import Preset, all_presets, small
 from fl_app.server.run_folder import CONFIG, SUMMARY, read_config, read_metrics, read_summary
 
-NOT_SETTINGS = frozenset({
-    "seed", "device", "client-threads", "evaluate-every", "min-available-clients", "available-timeout", "round-timeout",
-    "min-results", "round-retries", "checkpoint-every", "finetune-epochs", "run-name", "output-dir", "state-dir", "data-dir",
-    "resume", "collect-personal-models", "report-class-counts", "server-memory-limit", "tensorboard", "scale", "classes",
-})  # fmt: skip
-PARTITION_KEYS = {
-    "dirichlet-client": frozenset({"dirichlet-alpha", "train-samples", "test-samples"}),
-    "dirichlet": frozenset({"dirichlet-alpha", "min-samples", "test-ratio"}),
-    "pathological": frozenset({"classes-per-client", "train-samples", "test-samples"}),
-    "iid": frozenset({"train-samples", "test-samples"}),
-}
 LAST_ROUNDS = 10
 
 
@@ -126,14 +116,17 @@ def group(runs: Iterable[Run]) -> list[list[Run]]:
 
 def settings(config: RunConfig) -> dict[str, Scalar]:
     """The keys that define a run's result, without the seed; of the data set its kind alone."""
-    foreign = frozenset().union(*PARTITION_KEYS.values()) - PARTITION_KEYS.get(config.partition, frozenset())
-    keys = relevant(config.resolved, config.method)
-    out = {key: value for key, value in keys.items() if key not in NOT_SETTINGS and key not in foreign}
+    out = {
+        key.name: value
+        for key, value in config.own_keys()
+        if key.tells_runs_apart and key.compared and (not key.partitions or config.partition in key.partitions)
+    }
     return out | {"dataset": _kind(config.dataset)}
 
 
 def _kind(dataset: str) -> str:
-    return "tiny-imagenet" if dataset.startswith("tiny-imagenet:") else dataset
+    name = dataset.partition(":")[0]
+    return name if name in DATASETS else dataset
 
 
 def differences(
@@ -160,7 +153,7 @@ def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") 
             continue
         theirs = parse(preset.settings, methods)
         if _kind(theirs.dataset) == (dataset or _kind(config.dataset)) and _split(theirs) == _split(config):
-            cut = small(theirs.resolved) if config.scale == "small" else {}
+            cut = small(theirs) if config.scale == "small" else {}
             distance = len(differences(ours, settings(parse({**preset.settings, **cut}, methods))))
             found.append((distance, preset, differences(ours, settings(theirs))))
     nearest = min((distance for distance, _, _ in found), default=0)

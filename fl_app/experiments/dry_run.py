@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fl_app.config import RunConfig, Scalar
+from fl_app.catalogue import DATASETS
+from fl_app.config import RunConfig
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder, to_toml
 
-# in_channels, num_classes, image_size of the data sets with a name, so that these need not be downloaded
-SHAPES = {
-    "digits": (1, 10, 8),
-    "mnist": (1, 10, 28),
-    "fashion-mnist": (1, 10, 28),
-    "emnist": (1, 62, 28),
-    "svhn": (3, 10, 32),
-    "cifar10": (3, 10, 32),
-    "cifar100": (3, 100, 32),
-    "tiny-imagenet": (3, 200, 64),
-}
 Shape = tuple[int, int, int]
 
 
@@ -39,10 +28,8 @@ class RoundBytes:
 
 def known_shape(config: RunConfig) -> Shape | None:
     """Return (in_channels, num_classes, image_size) of a data set known by name; None for the user's own."""
-    shape = SHAPES.get(config.dataset.partition(":")[0])
-    if shape is None:
-        return None
-    return (*shape[:2], config.image_size or shape[2])
+    data = DATASETS.get(config.dataset.partition(":")[0])
+    return None if data is None else (data.in_channels, data.num_classes, config.image_size or data.image_size)
 
 
 def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
@@ -68,9 +55,4 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
 
 def config_toml(config: RunConfig) -> str:
     """Render the resolved config as TOML, without other methods' tables; `corolla run` reads it back."""
-    return to_toml(relevant(config.resolved, config.method))
-
-
-def relevant(resolved: Mapping[str, Scalar], method: str) -> dict[str, Scalar]:
-    """Return the keys of all runs and those of one method."""
-    return {key: value for key, value in resolved.items() if "." not in key or key.startswith(f"{method}.")}
+    return to_toml({key.name: value for key, value in config.own_keys()})

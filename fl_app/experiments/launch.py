@@ -20,8 +20,8 @@ from types import TracebackType
 import psutil
 
 import fl_app
-from fl_app.config import Scalar
 from fl_app.errors import UserError
+from fl_app.keys import Scalar
 from fl_app.server.run_folder import to_toml
 
 APP_DIRECTORY = Path(fl_app.__file__).resolve().parent.parent

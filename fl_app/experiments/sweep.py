@@ -5,8 +5,8 @@ values; every combination is a run; `method`, `seed` and `preset` are keys like 
 with an optional `name`; each combination runs once per variant). Later ones win in this order, then `scale`, then --set.
 A method's own keys do not tell other methods' runs apart: a grid over methods and `fedcac.tau` runs FedAvg once.
 
-A run is the same as another if their resolved configs are, but for `SAME_RUN`; finished ones (with summary.json) under the
-sweep's directory are not repeated, unfinished ones are moved to its folder `unfinished` and never counted.
+A run is the same as another if their keys about data and training are; finished ones (with summary.json) under the sweep's
+directory are not repeated, unfinished ones are moved to its folder `unfinished` and never counted.
 """
 
 from __future__ import annotations
@@ -26,21 +26,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from fl_app.config import RunConfig, Scalar, flatten, parse
+from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.experiments.dry_run import relevant
+from fl_app.keys import Scalar, bears_on, flatten
 from fl_app.presets import read_preset, read_toml, small
 from fl_app.server.run_folder import CONFIG, SUMMARY, read_config, to_toml
 
-SAME_RUN = frozenset(  # do not tell runs apart
-    {"run-name", "output-dir", "data-dir", "state-dir", "resume", "server-memory-limit", "tensorboard"}
-)
-CHECKED = (
-    "dataset", "data-dir", "classes", "image-size", "partition", "dirichlet-alpha", "classes-per-client", "train-samples",
-    "test-samples", "min-samples", "test-ratio", "num-clients", "seed", "model", "norm", "initial-weights", "device",
-)  # what the checks on this machine depend on
 UNFINISHED = "unfinished"
 VARIABLE = "COROLLA_SWEEP"  # in the environment of every process a sweep starts: its directory
 MAX_NAME = 120
@@ -127,7 +119,7 @@ def expand(
             continue
         key = identity(parsed)
         if key not in points:
-            shown = {k: parsed.resolved.get(k, v) for k, v in varying.items() if _concerns(k, parsed.method)}
+            shown = {k: parsed.resolved.get(k, v) for k, v in varying.items() if bears_on(k, parsed.method)}
             name = f"{_words(shown)[:MAX_NAME] or parsed.method}-{hashlib.sha256(key.encode()).hexdigest()[:6]}"
             own = {"run-name": name, "output-dir": str(directory)}
             resolved = {**parsed.resolved, **own}
@@ -156,12 +148,8 @@ def _merge(sweep: Sweep, changes: Raw, methods: Mapping[str, type], overrides: M
     raw = {**(read_preset(preset, methods) if preset else {}), **sweep.settings, **changes}
     raw["num-clients"] = raw.get("num-clients") or 10
     if sweep.scale == "small":
-        raw |= small(parse(raw, methods).resolved)
+        raw |= small(parse(raw, methods))
     return raw | dict(overrides)
-
-
-def _concerns(key: str, method: str) -> bool:
-    return "." not in key or key.startswith(f"{method}.")
 
 
 def _words(varying: Mapping[str, Scalar]) -> str:
@@ -200,9 +188,9 @@ class Problems:
 def check(points: Sequence[Point], check_locally: Callable[[RunConfig], None]) -> None:
     """Check every run's data, partition and model on this machine. Raises UserError with the problems of all."""
     problems = Problems()
-    seen: dict[tuple[Any, ...], UserError | None] = {}
+    seen: dict[tuple[Scalar, ...], UserError | None] = {}
     for point in points:
-        key = tuple(point.parsed.resolved[k] for k in CHECKED)
+        key = tuple(value for spec, value in point.parsed.own_keys() if spec.checked or spec.about == "data")
         if key not in seen:
             seen[key] = None
             try:
@@ -218,9 +206,8 @@ def check(points: Sequence[Point], check_locally: Callable[[RunConfig], None]) -
 
 
 def identity(config: RunConfig) -> str:
-    """What makes two runs the same: all keys but SAME_RUN and other methods' tables, as text."""
-    keys = relevant(config.resolved, config.method)
-    return json.dumps({key: keys[key] for key in sorted(keys) if key not in SAME_RUN})
+    """What makes two runs the same, as text: the keys that bear on them and tell runs apart."""
+    return json.dumps({key.name: value for key, value in config.own_keys() if key.tells_runs_apart}, sort_keys=True)
 
 
 @contextlib.contextmanager

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_app.config import Scalar
 from fl_app.experiments.sweep import Point, identity
+from fl_app.keys import Scalar
 from fl_app.server.run_folder import read_summary
 
 CAPTION = (

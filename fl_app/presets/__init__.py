@@ -21,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_app.config import DATASETS, MODELS, Scalar, flatten
+from fl_app.catalogue import DATASETS, MODELS
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.keys import Scalar, flatten, own
 
 PRESETS = Path(__file__).parent
 SMALL_ROUNDS, SMALL_CLIENTS, SMALL_PARTICIPANTS, SMALL_BATCH = 20, 10, 5, 20
 SMALL_SAMPLES = {"train-samples": 100, "test-samples": 40}
-ROUND_KEYS = ("fedcac.beta", "feddac.alpha")  # counted in rounds: scaled along with them
 
 
 @dataclass(frozen=True)
@@ -99,23 +100,23 @@ def all_presets() -> Mapping[str, Preset]:
 def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
     for table in paper["tables"]:
         for row, line in table["rows"].items():
-            own = paper["methods"][row]
+            entry = paper["methods"][row]
             for column, cell in zip(table["columns"], line.split(), strict=True):
                 dataset, split = paper["datasets"][column["dataset"]], paper.get("splits", {}).get(column.get("split"), {})
-                layers = (paper, dataset, split, table, column, own)
+                layers = (paper, dataset, split, table, column, entry)
                 settings: dict[str, Scalar] = {}
                 for layer in layers:
                     settings |= flatten(layer.get("settings", {}))
                 method = str(settings["method"])
                 name = f"{stem}/{column['name']}"
                 yield Preset(
-                    name if row == paper["own"] else f"{name}/{own.get('name', method)}",
-                    {key: value for key, value in settings.items() if "." not in key or key.startswith(f"{method}.")},
+                    name if row == paper["own"] else f"{name}/{entry.get('name', method)}",
+                    own(settings, method),
                     published=_published(cell),
                     paper=f"{paper['paper']} ({paper['citation']})",
                     source=f"{table['table']}: {row}, "
                     + ", ".join(label for label in (dataset["label"], column.get("label", "")) if label),
-                    metric=own.get("metric", paper["metric"]),
+                    metric=entry.get("metric", paper["metric"]),
                     repeats=paper["repeats"],
                     notes=tuple(note for layer in layers for note in layer.get("notes", ())),
                     missing=paper.get("missing"),
@@ -164,28 +165,27 @@ def read_preset(name: str, methods: Mapping[str, object]) -> dict[str, Scalar]:
     return dict(preset.settings)
 
 
-def small(resolved: Mapping[str, Any]) -> dict[str, Scalar]:
-    """What `--scale small` changes in a resolved config: clients, rounds and samples, to what a laptop does in minutes.
+def small(config: RunConfig) -> dict[str, Scalar]:
+    """What `--scale small` changes in a config: clients, rounds and samples, to what a laptop does in minutes.
 
     Keys that count rounds shrink with them; when only some clients take part in a round, at least five do; the batch is at
     most 20; `dirichlet`, which deals out all data, becomes `dirichlet-client`, which deals out as little as it is told.
     Raises UserError for a `file:` partition, whose clients are given.
     """
-    partition = str(resolved["partition"])
-    if partition.startswith("file:"):
-        raise UserError(f"--scale small: the clients of {partition} cannot be cut; give a smaller file")
-    rounds = min(resolved["num-server-rounds"], SMALL_ROUNDS)
-    clients = min(resolved["num-clients"] or SMALL_CLIENTS, SMALL_CLIENTS)
+    if config.partition.startswith("file:"):
+        raise UserError(f"--scale small: the clients of {config.partition} cannot be cut; give a smaller file")
+    rounds = min(config.num_server_rounds, SMALL_ROUNDS)
+    clients = min(config.num_clients or SMALL_CLIENTS, SMALL_CLIENTS)
+    before: dict[str, Any] = {key.name: value for key, value in config.own_keys()}
     out: dict[str, Scalar] = {
         "scale": "small",
         "num-server-rounds": rounds,
         "num-clients": clients,
-        "fraction-train": max(resolved["fraction-train"], min(1.0, SMALL_PARTICIPANTS / clients)),
-        "batch-size": min(resolved["batch-size"], SMALL_BATCH),
-        "partition": "dirichlet-client" if partition == "dirichlet" else partition,
+        "fraction-train": max(config.fraction_train, min(1.0, SMALL_PARTICIPANTS / clients)),
+        "batch-size": min(config.batch_size, SMALL_BATCH),
+        "partition": "dirichlet-client" if config.partition == "dirichlet" else config.partition,
     }
-    out |= {key: min(resolved[key] or most, most) for key, most in SMALL_SAMPLES.items()}
-    for key in ROUND_KEYS:
-        if key in resolved:
-            out[key] = max(1, round(resolved[key] * rounds / resolved["num-server-rounds"]))
-    return {key: value for key, value in out.items() if value != resolved[key]}
+    out |= {name: min(before[name] or most, most) for name, most in SMALL_SAMPLES.items()}
+    counted = [key.name for key, _ in config.own_keys() if key.counts_rounds]
+    out |= {name: max(1, round(before[name] * rounds / config.num_server_rounds)) for name in counted}
+    return {name: value for name, value in out.items() if value != before[name]}

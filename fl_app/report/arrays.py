@@ -10,26 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import Scalar
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.keys import Scalar, bears_on, specs
 from fl_app.server.run_folder import CONFIG, read_clients, read_config, read_metrics, read_summary
 
 Record = dict[str, Any]
 Floats = NDArray[np.float64]
 
 LABEL_LENGTH = 40
-NOT_SETTINGS = frozenset(
-    {"method", "run-name", "output-dir", "state-dir", "data-dir", "resume", "tensorboard", "checkpoint-every",
-     "report-class-counts", "server-memory-limit"}
-)  # fmt: skip
-KEY_SETTINGS = (
-    "seed", "dataset", "partition", "dirichlet-alpha", "model", "num-clients", "fraction-train", "learning-rate",
-    "batch-size", "local-epochs", "num-server-rounds",
-)  # fmt: skip
-DATA_KEYS = (
-    "dataset", "classes", "partition", "dirichlet-alpha", "classes-per-client", "train-samples", "test-samples",
-    "test-ratio", "min-samples", "num-clients",
-)  # fmt: skip
+NOT_SETTINGS = frozenset(key.name for key in specs(RunConfig) if not key.tells_runs_apart)
+KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
+DATA_KEYS = frozenset(key.name for key in specs(RunConfig) if key.about == "data")
 
 
 @dataclass(frozen=True)
@@ -154,8 +146,8 @@ def short(label: str, length: int = LABEL_LENGTH) -> str:
 
 
 def relevant(key: str, run: Run) -> bool:
-    """Tell whether a key bears on a run: the other methods' tables do not."""
-    return key not in NOT_SETTINGS and ("." not in key or key.partition(".")[0] == run.method)
+    """Tell whether a key tells a run from others of its method."""
+    return key != "method" and key not in NOT_SETTINGS and bears_on(key, run.method)
 
 
 def differences(runs: Sequence[Run]) -> list[str]:

@@ -17,8 +17,9 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fl_app import wire
-from fl_app.config import RunConfig, Scalar
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.keys import Scalar
 
 log = logging.getLogger("corolla")
 

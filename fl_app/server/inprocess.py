@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from fl_app.config import Scalar
+from fl_app.keys import Scalar
 
 
 class InProcessGrid(Grid):

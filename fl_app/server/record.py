@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from fl_app import wire
-from fl_app.config import RunConfig, Scalar
+from fl_app.config import RunConfig
+from fl_app.keys import Scalar
 from fl_app.wire import Upload, WireError
 
 Record = dict[str, Any]

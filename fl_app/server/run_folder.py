@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_app.config import MAY_CHANGE_ON_RESUME, RunConfig, Scalar, flatten
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.keys import Scalar, flatten
 from fl_app.layout import Layout, Model
 
 if TYPE_CHECKING:
@@ -182,9 +183,9 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
     """Raise UserError if `run` is no run folder, or if a key differs from it that must not change on resume."""
     saved = {**config.defaults, **read_config(run)}  # a key newer than the run had its default
     changed = [
-        f"  {k}: {saved.get(k)!r} in the run, now {v!r}"
-        for k, v in config.resolved.items()
-        if k not in MAY_CHANGE_ON_RESUME and saved.get(k) != v and ("." not in k or k.startswith(f"{config.method}."))
+        f"  {key.name}: {saved.get(key.name)!r} in the run, now {value!r}"
+        for key, value in config.own_keys()
+        if not key.may_change_on_resume and saved.get(key.name) != value
     ]
     if changed:
         raise UserError("resume: these keys must not change:\n" + "\n".join(changed))

@@ -14,7 +14,8 @@ from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
 from fl_app import wire
-from fl_app.config import RunConfig, Scalar
+from fl_app.config import RunConfig
+from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.server import kept
 from fl_app.server import record as records

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import Scalar
+from fl_app.keys import Scalar
 from fl_app.wire import Expected, Upload
 
 

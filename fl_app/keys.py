@@ -1,0 +1,173 @@
+"""Declared keys: one declaration carries a key's default, sentence, range, and what it is about.
+
+A dataclass declares its keys as fields, `tau: float = key(0.5, "Share of ...", RATIO)`, and `specs` lists them. Names are the
+fields' in kebab case; a method's keys stand in its table, `fedcac.tau`. Which keys tell runs apart, may change on resume, are
+counted in rounds, define a partition, ...: every such question is a filter on these declarations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+Scalar = bool | int | float | str
+Value = TypeVar("Value")
+
+About = Literal["data", "training", "running", "place"]
+"""What a key is about.
+
+`data`: which samples there are and who holds them. `training`: everything else that may change a result or what is recorded
+of it. `running`: how a run runs, never what comes out. `place`: where files lie, and names. Two runs are the same if their
+keys about data and training are.
+"""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a value must satisfy, and how docs and errors call it."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def admits(self, value: float) -> bool:
+        """Tell whether `value` lies in the interval; NaN never does."""
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below and not math.isinf(value)
+
+    def __str__(self) -> str:
+        """Return the interval as documentation and errors print it."""
+        if self.high == math.inf:
+            return "any" if self.low == -math.inf else f"{'>' if self.low_open else '>='} {self.low:g}"
+        return f"in {'(' if self.low_open else '['}{self.low:g}, {self.high:g}{')' if self.high_open else ']'}"
+
+
+POSITIVE = Rule(low=0, low_open=True)
+NOT_NEGATIVE = Rule(low=0)
+AT_LEAST_ONE = Rule(low=1)
+RATIO = Rule(low=0, high=1)
+POSITIVE_RATIO = Rule(low=0, high=1, low_open=True)
+BELOW_ONE = Rule(low=0, high=1, high_open=True)
+
+
+def key(
+    default: Scalar, doc: str, rule: Rule | None = None, about: About = "training", counts_rounds: bool = False, *,
+    partitions: tuple[str, ...] = (), extends: bool = False, headline: bool = False, compared: bool = True, checked: bool = False,
+) -> Any:  # fmt: skip
+    """Declare one key: its default, its sentence in the documentation, its range, and the answers to questions about it.
+
+    about: see About. counts_rounds: a round's number, which shrinks with the run under `--scale small`. partitions: the kinds
+    of partition it is a parameter of. extends: a resumed run may change it, though its result does too. headline: a report
+    names it first. compared: stated by papers, so that a difference from theirs matters. checked: what can be wrong with it is
+    only found by opening or building something.
+    """
+    declared = dict(
+        doc=doc, rule=rule, about=about, counts_rounds=counts_rounds, partitions=partitions, extends=extends,
+        headline=headline, compared=compared, checked=checked,
+    )  # fmt: skip
+    return dataclasses.field(default=default, metadata={"key": declared})
+
+
+@dataclass(frozen=True)
+class KeySpec:
+    """A key as declared: name in kebab case with its table, type, allowed choices, and `key`'s arguments."""
+
+    name: str
+    field: str
+    type: type
+    choices: tuple[str, ...]
+    default: Scalar
+    doc: str
+    rule: Rule | None
+    about: About
+    counts_rounds: bool
+    partitions: tuple[str, ...]
+    extends: bool
+    headline: bool
+    compared: bool
+    checked: bool
+
+    @property
+    def range(self) -> str:
+        """The allowed values in words."""
+        if self.choices:
+            return ", ".join(f"`{c}`" for c in self.choices)
+        return str(self.rule) if self.rule else ("`true`, `false`" if self.type is bool else "any")
+
+    @property
+    def tells_runs_apart(self) -> bool:
+        """Whether two runs with different values are two experiments."""
+        return self.about in ("data", "training")
+
+    @property
+    def may_change_on_resume(self) -> bool:
+        """Whether a run may be continued with another value."""
+        return self.extends or not self.tells_runs_apart
+
+    def read(self, value: Scalar, problems: list[str]) -> Scalar:
+        """Return a given value in the key's type; the default, with a line added to `problems`, if it is not allowed."""
+        if self.type is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if type(value) is not self.type:
+            want = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}[self.type]
+            problems.append(f"{self.name}: expected {want}, got {value!r}")
+        elif self.choices and value not in self.choices:
+            problems.append(f"{self.name}: must be one of {', '.join(self.choices)}, got {value!r}")
+        elif self.rule and isinstance(value, (int, float)) and not self.rule.admits(value):
+            problems.append(f"{self.name}: must be {self.rule}, got {value!r}")
+        else:
+            return value
+        return self.default
+
+
+def specs(cls: type, table: str = "") -> list[KeySpec]:
+    """List the keys a dataclass declares, in order; fields that are no keys are left out."""
+    hints, out = get_type_hints(cls), []
+    for f in dataclasses.fields(cls):
+        if "key" not in f.metadata:
+            continue
+        hint = hints[f.name]
+        choices = tuple(get_args(hint)) if get_origin(hint) is Literal else ()
+        name = (f"{table}." if table else "") + f.name.replace("_", "-")
+        default: Any = f.default
+        out.append(KeySpec(name, f.name, str if choices else hint, choices, default, **f.metadata["key"]))
+    return out
+
+
+@dataclass(frozen=True)
+class NoParams:
+    """For methods without parameters."""
+
+
+# Flat keys ------------------------------------------------------------------------------------------------------------
+
+
+def bears_on(name: str, method: str) -> bool:
+    """Tell whether a key bears on a method's runs: those of all runs do, and those in the method's own table."""
+    table = name.rpartition(".")[0]
+    return not table or table == method
+
+
+def own(flat: Mapping[str, Value], method: str) -> dict[str, Value]:
+    """Leave out the keys of other methods' tables."""
+    return {name: value for name, value in flat.items() if bears_on(name, method)}
+
+
+def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn tables one level deep, as TOML has them, into dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown word: the known one it may be meant for, if any is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""

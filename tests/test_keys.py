@@ -1,0 +1,139 @@
+"""Every declared key, of all runs and of all methods, and what follows from what it is about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_app.config import PARTITIONS, RunConfig, parse
+from fl_app.errors import UserError
+from fl_app.experiments import compare, sweep
+from fl_app.keys import KeySpec, Rule, Scalar, bears_on, flatten, key, own, specs
+from fl_app.server.run_folder import CONFIG, check_unchanged, to_toml
+from strategies import METHOD_PARAMS
+from tests.conftest import Run
+
+# by hand, so that a new key is classed by somebody who thought about it
+RUNNING = {"available-timeout", "round-timeout", "round-retries", "server-memory-limit", "checkpoint-every", "tensorboard"}
+PLACES = {"data-dir", "run-name", "output-dir", "state-dir", "resume"}
+OTHER_WORDS: dict[str, Scalar] = {
+    "method": "local", "dataset": "mnist", "partition": "iid", "model": "cnn", "device": "cuda", "classes": "a,b",
+    "initial-weights": "/w.safetensors",
+}  # fmt: skip
+
+
+def other(spec: KeySpec) -> Scalar:
+    """Return an allowed value that is not the default."""
+    if spec.choices:
+        return next(c for c in spec.choices if c != spec.default)
+    if isinstance(spec.default, bool):
+        return not spec.default
+    if isinstance(spec.default, str):
+        return OTHER_WORDS.get(spec.name, "elsewhere")
+    rule = spec.rule or Rule()
+    return next(v for v in (spec.default + 1, spec.default / 2, 0.25) if rule.admits(v) and v != spec.default)
+
+
+def keys() -> Iterator[Any]:
+    """Yield (method, key): the keys of all runs once, and each method's own."""
+    yield from (pytest.param("fedcac", spec, id=spec.name) for spec in specs(RunConfig))
+    for method, params in METHOD_PARAMS.items():
+        yield from (pytest.param(method, spec, id=spec.name) for spec in specs(params, method))
+
+
+def configs(method: str, spec: KeySpec) -> tuple[RunConfig, RunConfig]:
+    """Return a run's config, and the same with another value of one key."""
+    base: dict[str, Scalar] = {"method": method, "num-clients": 4}
+    return parse(base, METHOD_PARAMS), parse(base | {spec.name: other(spec)}, METHOD_PARAMS)
+
+
+EVERY_KEY = list(keys())
+
+
+# What keys are about
+
+
+def test_the_classes_of_keys() -> None:
+    every = [spec for cls in (RunConfig, *METHOD_PARAMS.values()) for spec in specs(cls)]
+    assert {spec.name for spec in every if spec.about == "running"} == RUNNING
+    assert {spec.name for spec in every if spec.about == "place"} == PLACES
+    assert {spec.about for spec in every} == {"data", "training", "running", "place"}
+    assert all(set(spec.partitions) <= set(PARTITIONS) for spec in every)
+
+
+@pytest.mark.parametrize(("method", "spec"), EVERY_KEY)
+def test_a_sweep_repeats_a_run_for_another_value_exactly_if_that_may_change_what_comes_out(method: str, spec: KeySpec) -> None:
+    before, after = configs(method, spec)
+    assert (sweep.identity(before) == sweep.identity(after)) == (spec.name in RUNNING | PLACES)
+
+
+@pytest.mark.parametrize(("method", "spec"), EVERY_KEY)
+def test_a_run_is_resumed_with_another_value_only_where_its_rounds_stay_what_they_were(
+    tmp_path: Path, method: str, spec: KeySpec
+) -> None:
+    before, after = configs(method, spec)
+    (tmp_path / CONFIG).write_text(to_toml(before.resolved))
+    if spec.name in RUNNING | PLACES | {"num-server-rounds"}:
+        check_unchanged(tmp_path, after)
+    else:
+        with pytest.raises(UserError, match=f"must not change:\n  {spec.name}: "):
+            check_unchanged(tmp_path, after)
+
+
+@pytest.mark.parametrize(("method", "spec"), EVERY_KEY)
+def test_other_methods_keys_change_nothing(method: str, spec: KeySpec) -> None:
+    if "." not in spec.name:
+        return
+    before, after = (parse({"method": "fedper", spec.name: v}, METHOD_PARAMS) for v in (spec.default, other(spec)))
+    assert sweep.identity(before) == sweep.identity(after)
+    assert compare.settings(before) == compare.settings(after)
+    assert spec.name not in dict((k.name, v) for k, v in after.own_keys())
+
+
+def test_running_keys_and_places_do_not_change_what_comes_out(run: Run, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {spec.name: other(spec) for spec in specs(RunConfig) if spec.name in RUNNING}
+    places = {"state-dir": str(tmp_path / "other-state"), "data-dir": str(tmp_path / "other-data"), "run-name": "other"}
+
+    def outcome(**given: Any) -> tuple[Mapping[str, Any], list[Any]]:
+        folder = run(num_server_rounds=3, evaluate_every=1, **given)
+        summary = json.loads((folder.path / "summary.json").read_text())
+        rounds = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+        for record in rounds:
+            del record["seconds"]
+            for client in record["clients"].values():
+                del client["seconds"]
+        return {k: v for k, v in summary.items() if k not in ("seconds", "experiment")}, rounds
+
+    assert outcome() == outcome(**changes, **places)
+
+
+def test_what_is_counted_in_rounds() -> None:
+    counted = {spec.name for m, cls in METHOD_PARAMS.items() for spec in specs(cls, m) if spec.counts_rounds}
+    assert counted == {"fedcac.beta", "feddac.alpha"}
+
+
+# Flat keys
+
+
+def test_whose_a_key_is() -> None:
+    assert bears_on("seed", "fedcac") and bears_on("fedcac.tau", "fedcac")
+    assert not bears_on("fedcac.tau", "fedavg") and not bears_on("fedcac.tau", "fedcac2")
+    flat = flatten({"seed": 1, "fedcac": {"tau": 0.5}, "feddac": {"tau": 0.3}})
+    assert own(flat, "feddac") == {"seed": 1, "feddac.tau": 0.3}
+
+
+@dataclass(frozen=True)
+class Params:
+    warm_up: int = key(3, "Rounds.", Rule(low=1), "training", True)
+    note: str = ""
+
+
+def test_a_declaration_carries_everything() -> None:
+    (spec,) = specs(Params, "mine")
+    assert (spec.name, spec.field, spec.type, spec.default, spec.doc) == ("mine.warm-up", "warm_up", int, 3, "Rounds.")
+    assert spec.counts_rounds and spec.about == "training" and spec.range == ">= 1"
