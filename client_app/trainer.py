@@ -1,25 +1,21 @@
-"""Local training and evaluation: a plain torch loop with the data resident on the device.
+"""Local training and evaluation: a plain torch loop over the batches of client_app/batches.py.
 
 The module's parameters and gradients are views into one flat vector each, so an SGD step, a proximal term and reading the
-model are single operations. Batches come from an own generator seeded by (seed, round, client id, purpose).
+model are single operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
-from fl_app import rng
+from client_app.batches import Batches
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model, Slot, Vector
-
-_EVALUATION_BATCH = 512
 
 
 def resolve_device(name: str) -> torch.device:
@@ -44,14 +40,10 @@ class LocalTrainer:
         self.last_loss = float("nan")
         self._flatten()
         self._batchnorms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-        self._x_train, self._y_train = self._resident(data.x_train), self._resident(data.y_train)
-        self._x_test, self._y_test = self._resident(data.x_test), self._resident(data.y_test)
-        stats = config.normalize == "mean-std"
-        self._mean = torch.tensor(data.info.mean if stats else [0.0], device=self.device).view(1, -1, 1, 1)
-        self._std = torch.tensor(data.info.std if stats else [1.0], device=self.device).view(1, -1, 1, 1)
-
-    def _resident(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.array(array)).to(self.device)
+        self.batches = Batches(
+            config, data, self.device, round=round, client_id=client_id, avoid_single=bool(self._batchnorms),
+            memory_format=self._format,
+        )  # fmt: skip
 
     def _flatten(self) -> None:
         """Make every parameter and gradient a view into `self.weights` and `self.gradient`.
@@ -137,7 +129,7 @@ class LocalTrainer:
         velocity = torch.zeros_like(self.weights) if self.config.momentum else None
         self.module.train()
         epoch_loss, samples = torch.zeros((), device=self.device), 0
-        for first_batch, x, y in self.minibatches(epochs or self.config.local_epochs, purpose):
+        for first_batch, x, y, _ in self.batches.epochs(epochs or self.config.local_epochs, purpose):
             if first_batch:
                 epoch_loss, samples = torch.zeros((), device=self.device), 0
             loss = self.gradient_of_loss(x, y)
@@ -177,7 +169,7 @@ class LocalTrainer:
         outer = self.weights.clone()
         self.module.train()
         epoch_loss, samples = torch.zeros((), device=self.device), 0
-        for first_batch, x, y in self.minibatches(epochs or self.config.local_epochs, purpose):
+        for first_batch, x, y, _ in self.batches.epochs(epochs or self.config.local_epochs, purpose):
             if first_batch:
                 epoch_loss, samples = torch.zeros((), device=self.device), 0
             for k in range(inner_steps):
@@ -220,10 +212,9 @@ class LocalTrainer:
         self.load(model)
         self.module.eval()
         self.gradient.zero_()
-        for start in range(0, len(self._y_train), _EVALUATION_BATCH):
-            chosen = slice(start, start + _EVALUATION_BATCH)
-            loss = self._loss(self._inputs(self._x_train[chosen]), self._y_train[chosen], "sum")
-            (loss / len(self._y_train)).backward()  # type: ignore[no-untyped-call]
+        n = len(self.batches.train_labels)
+        for x, y in self.batches.train():
+            (self._loss(x, y, "sum") / n).backward()  # type: ignore[no-untyped-call]
         return self._outward(self.gradient)
 
     def step(
@@ -251,76 +242,18 @@ class LocalTrainer:
             still[slot.start : slot.stop] |= not trainable  # frozen by the user's model: no weight decay either
         return torch.from_numpy(still).to(self.device) if still.any() else None
 
-    def minibatches(self, epochs: int, purpose: str) -> Iterator[tuple[bool, torch.Tensor, torch.Tensor]]:
-        """Yield (first of its epoch, inputs, labels) over shuffled epochs.
-
-        With BatchNorm a last batch of one sample joins the batch before it. All random numbers of an epoch are drawn on the
-        CPU and moved in one copy: a GPU never waits for the host within an epoch, and every device sees the same batches.
-        """
-        seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
-        generator = torch.Generator().manual_seed(seed)
-        torch.manual_seed(seed)  # for a user's model with dropout
-        n, size = len(self._y_train), self.config.batch_size
-        bounds = [*range(0, n, size), n]
-        if self._batchnorms and size > 1 and len(bounds) > 2 and n - bounds[-2] == 1:
-            del bounds[-2]
-        batches = list(zip(bounds, bounds[1:], strict=False))
-        for _ in range(epochs):
-            plan = torch.randperm(n, generator=generator)[:, None]
-            if self.config.augment == "crop-flip":
-                side = self._x_train.shape[-1]
-                draws = [crop_flip_draws(stop - start, side, generator) for start, stop in batches]
-                plan = torch.cat([plan, torch.cat(draws)], dim=1)
-            plan = plan.to(self.device)
-            for start, stop in batches:
-                chosen = plan[start:stop, 0]
-                x = self._inputs(self._x_train[chosen])
-                if self.config.augment == "crop-flip":
-                    x = crop_flip(x, plan[start:stop, 1:])
-                yield start == 0, x, self._y_train[chosen]
-
-    def _inputs(self, images: torch.Tensor) -> torch.Tensor:
-        x = images.float().div_(255)
-        if self.config.normalize == "mean-std":
-            x = x.sub_(self._mean).div_(self._std)
-        return x.contiguous(memory_format=self._format)
-
     @torch.no_grad()
     def evaluate(self, model: Model) -> tuple[float, float]:
         """Return (mean cross-entropy, accuracy) on the test data; NaN where there is none."""
-        if not len(self._y_test):
+        n = len(self.batches.test_labels)
+        if not n:
             return float("nan"), float("nan")
         self.load(model)
         self.module.eval()
         loss = torch.zeros((), device=self.device, dtype=torch.float64)
         correct = torch.zeros((), device=self.device, dtype=torch.int64)
-        for start in range(0, len(self._y_test), _EVALUATION_BATCH):
-            y = self._y_test[start : start + _EVALUATION_BATCH]
-            logits = self.module(self._inputs(self._x_test[start : start + _EVALUATION_BATCH]))
+        for x, y in self.batches.test():
+            logits = self.module(x)
             loss += cross_entropy(logits, y, reduction="sum").double()
             correct += (logits.argmax(1) == y).sum()
-        return float(loss) / len(self._y_test), int(correct) / len(self._y_test)
-
-
-def crop_flip_draws(n: int, side: int, generator: torch.Generator) -> torch.Tensor:
-    """Draw what `crop_flip` does to n images: int64 [n, 3], rows to skip, columns to skip, 1 to flip."""
-    margin = max(1, side // 8)
-    top, left = (torch.randint(0, 2 * margin + 1, (n,), generator=generator) for _ in range(2))
-    flip = torch.rand(n, generator=generator) < 0.5
-    return torch.stack([top, left, flip.long()], dim=1)
-
-
-def crop_flip(x: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """Crop after zero padding by an eighth of the side, and flip horizontally, per image.
-
-    x: float32 [n, C, S, S]; draws: int64 [n, 3] of crop_flip_draws, on the same device. Returns the same shape.
-    """
-    n, _, side, _ = x.shape
-    top, left, flip = draws.unbind(1)
-    columns = torch.arange(side, device=x.device)
-    rows = top[:, None] + columns
-    across = left[:, None] + torch.where(flip[:, None] == 1, columns.flip(0), columns)
-    padded = pad(x, (max(1, side // 8),) * 4)
-    image = torch.arange(n, device=x.device)[:, None, None, None]
-    channel = torch.arange(x.shape[1], device=x.device)[None, :, None, None]
-    return padded[image, channel, rows[:, None, :, None], across[:, None, None, :]]
+        return float(loss) / n, int(correct) / n

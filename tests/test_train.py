@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, pad
 
-from client_app.trainer import LocalTrainer, crop_flip, crop_flip_draws, resolve_device
+from client_app.batches import crop_flip, crop_flip_draws
+from client_app.trainer import LocalTrainer, resolve_device
 from fl_app import models, rng
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, DatasetInfo
@@ -201,18 +202,19 @@ def test_training_twice_in_one_process_is_the_same() -> None:
     (mlp, 21, 20, [20, 1]), (mlp, 1, 20, [1]), (mlp, 5, 100, [5]),
 ])  # fmt: skip
 def test_batches(make: Callable[[], nn.Module], n: int, batch_size: int, sizes: list[int]) -> None:
-    batches = list(trainer(make, n=n, batch_size=batch_size).minibatches(3, "train"))
-    assert [len(y) for _, _, y in batches] == sizes * 3
-    assert [first for first, _, _ in batches] == [i == 0 for i in range(len(sizes))] * 3
-    epochs = [[x[:, 0, 0, 0] for _, x, _ in batches[e * len(sizes) : (e + 1) * len(sizes)]] for e in range(3)]
+    batches = list(trainer(make, n=n, batch_size=batch_size).batches.epochs(3, "train"))
+    assert [len(y) for _, _, y, _ in batches] == sizes * 3
+    assert [first for first, _, _, _ in batches] == [i == 0 for i in range(len(sizes))] * 3
+    epochs = [[x[:, 0, 0, 0] for _, x, _, _ in batches[e * len(sizes) : (e + 1) * len(sizes)]] for e in range(3)]
     indices = [torch.cat(epoch).mul(255).round().int().tolist() for epoch in epochs]
     assert all(sorted(epoch) == list(range(n)) for epoch in indices)
+    assert [i for epoch in indices for i in epoch] == torch.cat([batch.indices for batch in batches]).tolist()
     assert n < 5 or indices[0] != indices[1]
 
 
 def test_labels_stay_with_their_images() -> None:
     data = data_of(30)
-    for _, x, y in trainer(data=data).minibatches(1, "train"):
+    for _, x, y, _ in trainer(data=data).batches.epochs(1, "train"):
         assert y.tolist() == data.y_train[x[:, 0, 0, 0].mul(255).round().long().numpy()].tolist()
 
 
@@ -313,13 +315,13 @@ def test_evaluating_does_not_change_training() -> None:
 
 def test_normalize() -> None:
     image = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8)
-    assert trainer()._inputs(image).flatten().tolist() == pytest.approx([0, 0.2, 1])
-    shifted = trainer(normalize="mean-std")._inputs(image)  # mean 0.25, std 0.5
+    assert trainer().batches.inputs(image).flatten().tolist() == pytest.approx([0, 0.2, 1])
+    shifted = trainer(normalize="mean-std").batches.inputs(image)  # mean 0.25, std 0.5
     assert shifted.flatten().tolist() == pytest.approx([-0.5, -0.1, 1.5])
     info = DatasetInfo(3, SIDE, ("a", "b"), 9, 9, (0.0, 0.5, 1.0), (1.0, 0.5, 0.25))
     t = LocalTrainer(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), config(normalize="mean-std"), data_of(9, info=info), 1, 0)
     grey = torch.full((2, 3, 1, 1), 255, dtype=torch.uint8)
-    assert t._inputs(grey)[1].flatten().tolist() == pytest.approx([1, 1, 0])  # per channel
+    assert t.batches.inputs(grey)[1].flatten().tolist() == pytest.approx([1, 1, 0])  # per channel
 
 
 @pytest.mark.parametrize(("side", "channels"), [(8, 1), (28, 1), (32, 3), (5, 2)])
