@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 
 from fl_app.config import TORCHVISION_DATASETS, RunConfig, class_names
 from fl_app.errors import UserError
-from fl_app.partition import build_once, cache_key, partition
+from fl_app.files import build_once
+from fl_app.partition import cache_key, partition
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -220,7 +221,7 @@ def _open(root: Path, key: str, convert: Callable[[Path], Sequence[str]], force:
         info = DatasetInfo(channels, size, names, len(x_train), len(x_test), mean, std)
         (fresh / "info.json").write_text(info.to_json())
 
-    build_once(directory, build, force)
+    build_once(directory, build, key="data-dir", force=force)
     info = DatasetInfo.from_json((directory / "info.json").read_text())
     return Prepared(root, info, key, *_load(directory))
 

@@ -20,16 +20,13 @@ twice.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import re
-import shutil
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +36,7 @@ from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.files import build_once
 from fl_app.rng import generator, seed_sequence
 
 Indices = NDArray[np.int64]
@@ -86,7 +84,7 @@ def partition(
         np.save(directory / "offsets.npy", np.cumsum([0, *map(len, parts)], dtype=np.int64))
         np.save(directory / "flat.npy", np.concatenate(parts))
 
-    build_once(target, build)
+    build_once(target, build, key="data-dir")
     return Partition(np.load(target / "flat.npy", mmap_mode="r"), np.load(target / "offsets.npy"))
 
 
@@ -403,46 +401,3 @@ def cache_key(prefix: str, parts: Sequence[Any]) -> str:
     """Return a directory name: a readable prefix and 16 hex digits of the sha256 of `parts` (as JSON)."""
     digest = hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', prefix)}-{digest[:16]}"
-
-
-def build_once(target: Path, build: Callable[[Path], None], force: bool = False) -> None:
-    """Let `build` fill a fresh directory and rename it to `target`, once over all processes of this file system.
-
-    Others wait on a lock file beside it. Nothing unfinished ever bears the name; what an interrupted build left is
-    removed by the next one. force: build again and replace. Raises what `build` raises and UserError if the disk
-    refuses.
-    """
-    if target.is_dir() and not force:
-        return
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(target.parent / f".{target.name}.lock", "w")
-    except OSError as error:
-        raise UserError(f"data-dir: cannot write under {target.parent} ({error.strerror})") from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for stale in target.parent.glob(f".{target.name}.tmp-*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        if target.is_dir() and not force:
-            return
-        fresh = target.parent / f".{target.name}.tmp-{os.getpid()}"
-        fresh.mkdir()
-        try:
-            build(fresh)
-            _sync(fresh)
-            if target.is_dir():
-                os.rename(target, f"{fresh}.old")
-            os.rename(fresh, target)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
-            shutil.rmtree(f"{fresh}.old", ignore_errors=True)
-
-
-def _sync(directory: Path) -> None:
-    """Force a directory's files to disk, so that a rename never survives a crash that its content does not."""
-    for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
