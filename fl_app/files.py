@@ -8,17 +8,21 @@ already keeps its mode.
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
+import re
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fl_app.errors import UserError
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
+FORMAT = 1  # of what is built once
 
 
 def opener(path: str, flags: int) -> int:
@@ -78,6 +82,12 @@ def lock(path: Path, *, wait: bool) -> IO[bytes]:
         file.close()
         raise
     return file
+
+
+def cache_key(prefix: str, parts: Sequence[Any]) -> str:
+    """Return a directory name: a readable prefix and 16 hex digits of the sha256 of `parts` (as JSON)."""
+    digest = hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', prefix)}-{digest[:16]}"
 
 
 def build_once(target: Path, build: Callable[[Path], None], *, key: str, force: bool = False) -> None:
