@@ -1,8 +1,8 @@
 """Durable client state: immutable generations on the client's disk.
 
 A generation is one file, `<state dir>/<experiment>/client-<id>/<round>-<attempt>.state`: a sha256 and then safetensors bytes,
-written to a temporary file, synced and renamed. A client loads exactly the generation the server names, never the latest:
-after a server crash or a repeated round the client may be ahead of the server.
+published whole and durable. A client loads exactly the generation the server names, never the latest: after a server crash or
+a repeated round the client may be ahead of the server.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
+from fl_app.files import make_directory, publish
 
 log = logging.getLogger("corolla")
 
@@ -98,26 +99,24 @@ class StateStore:
         version = f"{round:06d}-{attempt:06d}"
         payload = save({name: np.asarray(array, order="C") for name, array in state.arrays.items()})
         path = self._path(version)
-        temporary = path.with_suffix(f".tmp{os.getpid()}")
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+
+        def write(temporary: Path) -> None:
             with temporary.open("wb") as file:
                 file.write(hashlib.sha256(payload).digest())
                 file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+
+        try:
+            make_directory(self.directory)
+            publish(path, write)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
         return version
 
     def delete_before(self, version: str) -> None:
-        """Delete the generations older than `version`; "" deletes none."""
+        """Delete the generations older than `version`, and what interrupted writes of such left; "" deletes none."""
         if version and self.directory.is_dir():
-            for path in self.directory.glob(f"*{_SUFFIX}"):
-                if path.stem < version:
+            for path in [*self.directory.glob(f"*{_SUFFIX}"), *self.directory.glob(".*.tmp")]:
+                if path.name.lstrip(".") < version:
                     path.unlink(missing_ok=True)
 
     def _path(self, version: str) -> Path:

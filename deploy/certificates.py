@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import stat
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from deploy.inventory import LOCAL, Inventory
 from fl_app.errors import UserError
+from fl_app.files import publish
 
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 _CA_DAYS, _SERVER_DAYS = 3650, 825
@@ -102,13 +102,7 @@ def _private_directory(directory: Path) -> None:
 
 
 def _write(path: Path, content: bytes, mode: int, written: list[Path]) -> None:
-    """Write a file that never exists with a wider mode, whatever the umask."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        os.fchmod(descriptor, mode)
-        file.write(content)
-    temporary.replace(path)
+    publish(path, lambda temporary: temporary.write_bytes(content), mode)
     written.append(path)
 
 

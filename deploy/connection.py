@@ -7,14 +7,13 @@ our lines would change anything else, the file is left alone.
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from fl_app.errors import UserError
+from fl_app.files import publish_text
 
 
 def config_path() -> Path:
@@ -101,8 +100,4 @@ def _write(path: Path, text: str) -> None:
     target = path.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
-    descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=".config.toml.")
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        os.fchmod(descriptor, mode)
-        file.write(text)
-    Path(temporary).replace(target)
+    publish_text(target, text, mode)

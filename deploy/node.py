@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import socket
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from deploy import explain, health, processes
 from fl_app.errors import UserError
+from fl_app.files import publish_text
 
 REPLY_MARK = "corolla-node: "
 PACKAGES = ("corolla", "flwr", "torch")
@@ -85,7 +84,7 @@ def _prepare(directory: Path, token: str, request: Json) -> Json:
     keys = directory / "keys"
     keys.mkdir(mode=0o700, exist_ok=True)
     for name, text in request["files"].items():
-        _write_private(keys / name, text)
+        publish_text(keys / name, text)
     (directory / "flwr").mkdir(exist_ok=True)
     return {
         "directory": str(directory),
@@ -93,14 +92,6 @@ def _prepare(directory: Path, token: str, request: Json) -> Json:
         "ports": free_ports(request["ports"]),
         "versions": {name: _version(name) for name in PACKAGES},
     }
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Write a file only its owner can read; two entries for one machine may write the same one at the same time."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
-    Path(temporary).replace(path)
 
 
 def _version(package: str) -> str:

@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -36,6 +34,7 @@ from torch.nn import functional as F
 
 from fl_app.catalogue import MODELS
 from fl_app.errors import UserError
+from fl_app.files import publish
 from fl_app.layout import Layout, Model, Vector
 from fl_app.rng import torch_seed
 
@@ -304,16 +303,7 @@ def save_safetensors(path: str | Path, layout: Layout, model: Model) -> None:
     """
     from safetensors.numpy import save
 
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            file.write(save(layout.tensors(model), metadata={"format": "pt"}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    publish(Path(path), lambda file: file.write_bytes(save(layout.tensors(model), metadata={"format": "pt"})))
 
 
 def load_safetensors(path: str | Path, layout: Layout) -> Model:

@@ -1,4 +1,4 @@
-"""Who holds which samples: seeded partitions, written once as an index file, the same in every process.
+"""Who holds which samples: seeded partitions, the same in every process.
 
 All indices point into the concatenation [train; test] of a data set: sample i < num_train is x_train[i], any other is
 x_test[i - num_train]. The partitions:
@@ -20,16 +20,7 @@ twice.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import json
-import os
-import re
-import shutil
 import warnings
-import zipfile
-import zlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,71 +28,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import RunConfig
+from fl_app import partition_file
 from fl_app.errors import UserError
 from fl_app.rng import generator, seed_sequence
 
 Indices = NDArray[np.int64]
 Share = tuple[Indices, Indices]
-FORMAT = 1
 DIRICHLET_RESTARTS = 10
-
-
-@dataclass(frozen=True)
-class Partition:
-    """All clients' indices: flat int64 [total]; offsets int64 [2N + 1]: training, test of client 0, of client 1, ..."""
-
-    flat: Indices
-    offsets: Indices
-
-    @property
-    def num_clients(self) -> int:
-        """Number of clients N."""
-        return (len(self.offsets) - 1) // 2
-
-    def client(self, client_id: int) -> Share:
-        """Return (train, test) indices of one client, int64 [n] and [m], into [train; test]."""
-        start, middle, stop = (int(o) for o in self.offsets[2 * client_id : 2 * client_id + 3])
-        return np.array(self.flat[start:middle]), np.array(self.flat[middle:stop])
-
-
-def partition(
-    config: RunConfig, y_train: Indices, y_test: Indices, num_classes: int, dataset_key: str, root: Path
-) -> Partition:
-    """Open the partition `config` describes, computing and writing it first if no process has yet.
-
-    y_train, y_test: int64 [n], [m], read only when it must be computed. dataset_key: `Prepared.key`. root: data
-    directory. Raises UserError as `split` does.
-    """
-    target = root / "partitions" / _key(config, dataset_key)
-
-    def build(directory: Path) -> None:
-        shares = split(
-            config.partition, y_train, y_test, num_classes, num_clients=config.num_clients, seed=config.seed,
-            alpha=config.dirichlet_alpha, classes_per_client=config.classes_per_client,
-            train_samples=config.train_samples, test_samples=config.test_samples, min_samples=config.min_samples,
-            test_ratio=config.test_ratio, dataset=config.dataset,
-        )  # fmt: skip
-        parts = [part for share in shares for part in share]
-        np.save(directory / "offsets.npy", np.cumsum([0, *map(len, parts)], dtype=np.int64))
-        np.save(directory / "flat.npy", np.concatenate(parts))
-
-    build_once(target, build)
-    return Partition(np.load(target / "flat.npy", mmap_mode="r"), np.load(target / "offsets.npy"))
-
-
-def _key(config: RunConfig, dataset_key: str) -> str:
-    """Name a partition by exactly what defines it."""
-    parts: list[Any] = [dataset_key, config.partition, config.num_clients]
-    parts += [value for key, value in config.own_keys() if config.partition in key.partitions]
-    name = config.partition
-    if config.partition.startswith("file:"):
-        name = "file"
-        path = Path(config.partition.removeprefix("file:")).expanduser()
-        if not path.is_file():
-            raise UserError(f"partition: no file {path}")
-        parts += [str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size]
-    return cache_key(f"{name}-{config.num_clients}", parts)
 
 
 def split(
@@ -120,7 +53,7 @@ def split(
     if num_clients < 1:
         raise UserError(f"num-clients: must be >= 1, got {num_clients}")
     if name.startswith("file:"):
-        return _file(task, Path(name.removeprefix("file:")).expanduser())
+        return partition_file.read(Path(name.removeprefix("file:")).expanduser(), task.sides, num_clients, dataset)
     if len(y_train) < num_clients:
         raise UserError(f"num-clients: must be <= {len(y_train)}, the training samples of {dataset}, got {num_clients}")
     sizes = (train_samples, test_samples)
@@ -347,95 +280,3 @@ def _parts(partitioner: Any, indices: Indices, labels: Indices | None = None) ->
         warnings.simplefilter("ignore")  # one for every draw below the minimum size; we report the outcome
         parts = [partitioner.load_partition(i) for i in range(partitioner.num_partitions)]
     return [np.asarray(part.with_format("numpy")["index"][:], np.int64) for part in parts]
-
-
-def _file(task: _Task, path: Path) -> list[Share]:
-    if not path.is_file():
-        raise UserError(f"partition: no file {path}")
-    try:
-        with np.load(path, allow_pickle=False) as npz:
-            arrays = {name: npz[name] for name in npz.files if name.startswith(("train_idx", "test_idx"))}
-    except (OSError, ValueError, EOFError, AttributeError, TypeError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"partition: {path} is not a readable npz file ({error})") from error
-    sides = []
-    for side, word, labels, offset in task.sides:
-        rows = _rows(path, side, arrays)
-        if len(rows) != task.num_clients:
-            raise UserError(f"num-clients: must be {len(rows)}, {path}'s {side}_idx clients, got {task.num_clients}")
-        for i, row in enumerate(rows):
-            bad = row[(row < 0) | (row >= len(labels))]
-            if len(bad):
-                raise UserError(
-                    f"partition: {path}: client {i}: {side} index {bad[0]} is not in [0, {len(labels)}) of "
-                    f"the {word} set of {task.dataset}"
-                )
-            if side == "train" and not len(row):
-                raise UserError(f"partition: {path}: client {i} has no training samples")
-        sides.append([offset + row.astype(np.int64) for row in rows])
-    return list(zip(*sides, strict=True))
-
-
-def _rows(path: Path, side: str, arrays: dict[str, NDArray[Any]]) -> Sequence[NDArray[Any]]:
-    """Return one index array per client of `train_idx` [N, n] or of `train_idx_0`, `train_idx_1`, ..."""
-    name = f"{side}_idx"
-    ragged = [key for key in arrays if re.fullmatch(rf"{name}_\d+", key)]
-    expected = [f"{name}_{i}" for i in range(len(ragged))]
-    if name not in arrays and (not ragged or set(expected) - set(ragged)):
-        missing = next((key for key in expected if key not in arrays), f"{name}, nor {name}_0")
-        raise UserError(f"partition: {path} has no {missing}")
-    for key in [name] if name in arrays else expected:
-        ndim = 2 if key == name else 1
-        if arrays[key].ndim != ndim:
-            raise UserError(f"partition: {path}: {key} must have {ndim} dimensions, got shape {arrays[key].shape}")
-        if arrays[key].dtype.kind not in "iu" and arrays[key].size:
-            raise UserError(f"partition: {path}: {key} must hold integers, got {arrays[key].dtype}")
-    return list(arrays[name]) if name in arrays else [arrays[key] for key in expected]
-
-
-def cache_key(prefix: str, parts: Sequence[Any]) -> str:
-    """Return a directory name: a readable prefix and 16 hex digits of the sha256 of `parts` (as JSON)."""
-    digest = hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()
-    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', prefix)}-{digest[:16]}"
-
-
-def build_once(target: Path, build: Callable[[Path], None], force: bool = False) -> None:
-    """Let `build` fill a fresh directory and rename it to `target`, once over all processes of this file system.
-
-    Others wait on a lock file beside it. Nothing unfinished ever bears the name; what an interrupted build left is
-    removed by the next one. force: build again and replace. Raises what `build` raises and UserError if the disk
-    refuses.
-    """
-    if target.is_dir() and not force:
-        return
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(target.parent / f".{target.name}.lock", "w")
-    except OSError as error:
-        raise UserError(f"data-dir: cannot write under {target.parent} ({error.strerror})") from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for stale in target.parent.glob(f".{target.name}.tmp-*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        if target.is_dir() and not force:
-            return
-        fresh = target.parent / f".{target.name}.tmp-{os.getpid()}"
-        fresh.mkdir()
-        try:
-            build(fresh)
-            _sync(fresh)
-            if target.is_dir():
-                os.rename(target, f"{fresh}.old")
-            os.rename(fresh, target)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
-            shutil.rmtree(f"{fresh}.old", ignore_errors=True)
-
-
-def _sync(directory: Path) -> None:
-    """Force a directory's files to disk, so that a rename never survives a crash that its content does not."""
-    for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from fl_app import partition as part
 from fl_app.config import RunConfig
+from fl_app.data import partitions
 from fl_app.errors import UserError
 
 APP = Path(__file__).resolve().parents[1]
@@ -226,66 +227,21 @@ def test_errors(name: str, changes: dict[str, Any], message: str) -> None:
         split(name, **changes)
 
 
-# the user's own
-
-
-def write(tmp_path: Path, **arrays: Any) -> str:
-    np.savez(tmp_path / "p.npz", **arrays)
-    return f"file:{tmp_path / 'p.npz'}"
-
-
-def test_file(tmp_path: Path) -> None:
-    rows = split(write(tmp_path, train_idx=[[3, 1], [5, 7]], test_idx=[[0], [99]]), num_clients=2)
-    assert [(a.tolist(), b.tolist()) for a, b in rows] == [([3, 1], [200]), ([5, 7], [299])]
-    ragged = {"train_idx_0": np.array([4], np.uint8), "train_idx_1": [5, 6], "test_idx_0": [], "test_idx_1": [2]}
-    rows = split(write(tmp_path, **ragged), num_clients=2)
-    assert [(a.tolist(), b.tolist()) for a, b in rows] == [([4], []), ([5, 6], [202])]
-
-
-@pytest.mark.parametrize(
-    "arrays, message",
-    [
-        ({"train_idx": [[1], [2]]}, "p.npz has no test_idx, nor test_idx_0"),
-        ({"train_idx_0": [1], "train_idx_2": [1], "test_idx": [[1], [2]]}, "p.npz has no train_idx_1"),
-        ({"train_idx": [[1.5], [2]], "test_idx": [[1], [2]]}, "train_idx must hold integers, got float64"),
-        ({"train_idx": [1, 2], "test_idx": [[1], [2]]}, r"train_idx must have 2 dimensions, got shape \(2,\)"),
-        ({"train_idx": [[1], [200]], "test_idx": [[1], [2]]}, r"client 1: train index 200 is not in \[0, 200\)"),
-        ({"train_idx": [[1], [2]], "test_idx": [[-1], [2]]}, r"client 0: test index -1 is not in \[0, 100\)"),
-        ({"train_idx": [[1]] * 3, "test_idx": [[1]] * 3}, "num-clients: must be 3, .*p.npz's train_idx .*got 2"),
-        ({"train_idx_0": [1], "train_idx_1": [], "test_idx": [[1], [2]]}, "client 1 has no training samples"),
-        ({"train_idx": np.array([{}, {}]), "test_idx": [[1], [2]]}, "not a readable npz file"),
-    ],
-)
-def test_file_errors(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        split(write(tmp_path, **arrays), num_clients=2)
-
-
-def test_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="partition: no file .*gone.npz"):
-        split(f"file:{tmp_path / 'gone.npz'}")
-    np.save(tmp_path / "one.npy", np.zeros(3))
-    (tmp_path / "text.npz").write_text("hello")
-    for name in ("one.npy", "text.npz"):
-        with pytest.raises(UserError, match=f"{name} is not a readable npz file"):
-            split(f"file:{tmp_path / name}")
-
-
 # the index file
 
 
 def test_written_once_and_keyed_by_what_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def key(**changes: Any) -> str:
-        return part._key(RunConfig(**({"num_clients": 10} | changes)), "data")
+        return partitions._key(RunConfig(**({"num_clients": 10} | changes)), "data")
 
     assert key(method="x", learning_rate=1.0, test_ratio=0.5, classes_per_client=3) == key()
     assert len({key(), key(seed=1), key(num_clients=3), key(dirichlet_alpha=1.0), key(train_samples=9)}) == 5
     assert key(partition="dirichlet", train_samples=9) == key(partition="dirichlet")
     assert key(partition="dirichlet", test_ratio=0.5) != key(partition="dirichlet")
     config = RunConfig(num_clients=3, train_samples=20, test_samples=5)
-    written = part.partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
-    monkeypatch.setattr(part, "split", None)  # not called again
-    again = part.partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
+    written = partitions.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
+    monkeypatch.setattr(partitions, "split", None)  # not called again
+    again = partitions.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
     assert again.num_clients == 3
     for i in range(3):
         assert all(np.array_equal(a, b) for a, b in zip(written.client(i), again.client(i), strict=True))
@@ -305,42 +261,3 @@ for name in ("dirichlet-client", "dirichlet", "pathological", "iid"):
     procs = [subprocess.Popen([sys.executable, "-c", code], cwd=APP, stdout=subprocess.PIPE) for _ in range(2)]
     first, second = (proc.communicate()[0] for proc in procs)
     assert first == second and len(first.split()) == 4
-
-
-# as a flwr-datasets Partitioner
-
-
-def test_partitioner_equals_the_split() -> None:
-    from datasets import Dataset
-
-    from fl_app.partitioners import ClientDirichletPartitioner
-
-    ours = split("dirichlet-client", seed=3)
-    train = ClientDirichletPartitioner(4, "label", 0.3, 20, seed=3)
-    train.dataset = Dataset.from_dict({"i": range(200), "label": Y_TRAIN})
-    test = ClientDirichletPartitioner(4, "label", 0.3, 10, prior=[1] * K, seed=3)
-    test.dataset = Dataset.from_dict({"label": Y_TEST})
-    assert train.num_partitions == 4
-    for i, (mine, held_out) in enumerate(ours):
-        assert sorted(train.load_partition(i)["i"]) == mine.tolist()
-        assert sorted(test.load_partition(i)["label"]) == sorted(Y_ALL[held_out])
-
-
-def test_partitioner_errors() -> None:
-    from datasets import Dataset
-
-    from fl_app.partitioners import ClientDirichletPartitioner
-
-    for arguments, message in (
-        ((0, "label", 0.1, 5), "num_partitions must be >= 1, got 0"),
-        ((2, "label", 0.1, 0), "partition_size must be >= 1, got 0"),
-        ((2, "label", 0.0, 5), "alpha must be > 0, got 0.0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ClientDirichletPartitioner(*arguments)
-    for extra, message in (({"partition_size": 301}, "at most the 200"), ({"prior": [1.0]}, "each of the 5 classes")):
-        partitioner = ClientDirichletPartitioner(**({"num_partitions": 2, "partition_by": "label", "alpha": 0.1,
-                                                     "partition_size": 5} | extra))  # fmt: skip
-        partitioner.dataset = Dataset.from_dict({"label": Y_TRAIN})
-        with pytest.raises(ValueError, match=message):
-            partitioner.load_partition(0)

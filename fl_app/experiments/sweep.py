@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import itertools
 import json
@@ -29,6 +28,7 @@ from pathlib import Path
 
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
+from fl_app.files import lock, make_directory
 from fl_app.keys import Scalar, bears_on, flatten
 from fl_app.presets import read_preset, read_toml, small
 from fl_app.server.run_folder import CONFIG, SUMMARY, read_config, to_toml
@@ -213,12 +213,12 @@ def identity(config: RunConfig) -> str:
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Hold a sweep's directory, created if needed. Raises UserError if another sweep is running in it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another `corolla sweep` is running in {directory}") from None
+    make_directory(directory)
+    try:
+        held = lock(directory / ".lock", wait=False)
+    except BlockingIOError:
+        raise UserError(f"another `corolla sweep` is running in {directory}") from None
+    with held:
         yield
 
 
@@ -249,7 +249,7 @@ def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, Path],
 def set_aside(folder: Path) -> Path:
     """Move an unfinished run's folder to `unfinished`, beside it; returns its new path."""
     target = folder.parent / UNFINISHED / folder.name
-    target.parent.mkdir(exist_ok=True)
+    make_directory(target.parent)
     for k in itertools.count(2):
         if not target.exists():
             break
@@ -266,7 +266,7 @@ def run_parallel(
     Logs are under the directory's `logs`. An interrupt ends the runs in progress too.
     """
     logs = directory / "logs"
-    logs.mkdir(exist_ok=True)
+    make_directory(logs)
     failed: dict[str, str] = {}
     active: list[subprocess.Popen[bytes]] = []
 

@@ -1,7 +1,7 @@
 """Checkpoints of the server: two generations, each durable and checked before it is trusted.
 
 A checkpoint is `checkpoints/round-<t>.safetensors` with the arrays and, written after it, `round-<t>.json` with everything
-else, the arrays' sha256 and its own. Both are synced and renamed into place; a truncated or altered one is never used.
+else, the arrays' sha256 and its own. Both are published whole and durable; a truncated or altered one is never used.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
+from fl_app.files import make_directory, publish, publish_text
 
 log = logging.getLogger("corolla")
 
@@ -39,16 +39,13 @@ def save(run: Path, round: int, arrays: Mapping[str, NDArray[Any]], meta: Mappin
     from safetensors.numpy import save_file
 
     directory = run / DIRECTORY
-    directory.mkdir(exist_ok=True)
+    make_directory(directory)
+    for left in directory.glob(".*.tmp"):  # by a killed server
+        left.unlink()
     tensors = directory / f"round-{round:06d}.safetensors"
-    temporary = directory / ".tensors.tmp"
-    save_file({name: np.asarray(a, order="C") for name, a in arrays.items()}, temporary)
-    checksum = _sha256(temporary)
-    _publish(temporary, tensors)
-    body = json.dumps({**meta, "round": round, "tensors-sha256": checksum}, allow_nan=False)
-    temporary = directory / ".meta.tmp"
-    temporary.write_text(f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n", encoding="utf-8")
-    _publish(temporary, tensors.with_suffix(".json"))
+    publish(tensors, lambda file: save_file({name: np.asarray(a, order="C") for name, a in arrays.items()}, file))
+    body = json.dumps({**meta, "round": round, "tensors-sha256": _sha256(tensors)}, allow_nan=False)
+    publish_text(tensors.with_suffix(".json"), f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
     for old in rounds(run)[:-_KEEP]:
         for suffix in (".json", ".safetensors"):
             (directory / f"round-{old:06d}{suffix}").unlink(missing_ok=True)
@@ -103,15 +100,3 @@ def _load(path: Path) -> Checkpoint:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Sync a file, rename it into place and sync the directory."""
-    for sync in (temporary, path.parent):
-        descriptor = os.open(sync, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            if sync is temporary:
-                os.replace(temporary, path)
-        finally:
-            os.close(descriptor)

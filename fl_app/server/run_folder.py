@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.files import lock, make_directory, opener, publish_text
 from fl_app.keys import Scalar, flatten
 from fl_app.layout import Layout, Model
 
@@ -49,7 +49,7 @@ class RunFolder:
         name = config.run_name or default_name(config)
         path = Path(config.output_dir).expanduser().resolve() / name
         try:
-            path.mkdir(parents=True)
+            make_directory(path, exist_ok=False)
         except FileExistsError:
             raise UserError(f"run-name: {path} exists already; choose another name or remove it") from None
         except OSError as error:
@@ -78,10 +78,9 @@ class RunFolder:
 
     def lock(self) -> None:
         """Hold the folder for this process. Raises UserError if another one still runs it."""
-        self._lock = (self.path / ".lock").open("a")  # released when this process ends, however it ends
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            self._lock = lock(self.path / ".lock", wait=False)
+        except BlockingIOError:
             raise UserError(f"{self.path} is still being run by another process; end that first") from None
 
     def close(self) -> None:
@@ -103,7 +102,7 @@ class RunFolder:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one round to metrics.jsonl."""
-        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+        with open(self.path / METRICS, "a", encoding="utf-8", opener=opener) as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -121,12 +120,7 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a text file atomically."""
-        temporary = self.path / f".{name}.tmp"
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path / name)
+        publish_text(self.path / name, text)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json; its presence says that the run is complete."""
@@ -137,7 +131,7 @@ class RunFolder:
         from fl_app.models import save_safetensors
 
         directory = self.path / MODELS
-        directory.mkdir(exist_ok=True)
+        make_directory(directory)
         save_safetensors(directory / f"{name}.safetensors", layout, model)
 
 

@@ -1,0 +1,88 @@
+"""Data sets as image folders: train/<class>/* and test/<class>/*.
+
+The key rests on the modification times of the directories, not of their files: after overwriting an image in place, prepare
+again with force.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fl_app.data.prepared import Prepared, at_least_two, listed, open_or_convert
+from fl_app.errors import UserError
+
+Listing = list[tuple[Path, int]]  # image files with their labels
+
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".pnm", ".gif", ".tif", ".tiff"}
+
+
+def prepare(
+    path: Path, root: Path, classes: tuple[str, ...], image_size: int, force: bool, *, site: bool
+) -> Prepared:
+    """Open an image folder. site: a site's own, which may lack classes and test/; else as `sources.prepare`."""
+    path = path.expanduser().resolve()
+    train = _class_directories(path, "train")
+    test = _class_directories(path, "test", required=not site)
+    names = classes or tuple(train)
+    _check_class_directories(path, names, train, test, explicit=bool(classes), site=site)
+    # not the folder's own time: a data directory inside it would change it
+    stamps = [stamp(d) for d in (path / "train", path / "test", *train.values(), *test.values())]
+
+    def convert(directory: Path) -> Sequence[str]:
+        from fl_app.data.decode import decode  # and what it needs
+
+        listings: list[Listing] = []
+        for side in (train, test):
+            images = {name: images_in(side[name]) for name in names if name in side}
+            empty = [name for name, files in images.items() if not files]
+            if empty and side is train and not site:
+                raise UserError(f"dataset: class {empty[0]!r} has no images in {train[empty[0]]}")
+            listings.append([(file, names.index(name)) for name, files in images.items() for file in files])
+        if not listings[0]:
+            raise UserError(f"dataset: no images in the class directories of {path / 'train'}")
+        decode(directory, listings[0], listings[1], image_size)
+        return names
+
+    parts = [str(path), stamps, names, image_size, site]
+    return open_or_convert(root, f"folder-{path.name}", parts, convert, force)
+
+
+def _class_directories(path: Path, side: str, required: bool = True) -> dict[str, Path]:
+    """Return the class directories of one split by name, sorted."""
+    if not path.is_dir():
+        raise UserError(f"dataset: no folder {path}")
+    folder = path / side
+    if not folder.is_dir():
+        if not required:
+            return {}
+        raise UserError(f"dataset: {path} has no {side}/; a folder holds train/<class>/ and test/<class>/")
+    with os.scandir(folder) as entries:
+        return {name: folder / name for name in sorted(e.name for e in entries if e.name[0] != "." and e.is_dir())}
+
+
+def _check_class_directories(
+    path: Path, names: tuple[str, ...], train: dict[str, Path], test: dict[str, Path], *, explicit: bool, site: bool
+) -> None:
+    for side, found in (("train", train), ("test", test)):
+        for name in found:
+            if name not in names:
+                known = "classes" if explicit else "train/'s"
+                raise UserError(f"dataset: {path / side / name}: class {name!r} is not one of {known} {listed(names)}")
+    missing = [name for name in names if name not in train]
+    if missing and not site:
+        raise UserError(f"classes: {path / 'train'} has no directory for class {missing[0]!r}")
+    at_least_two(names, path / "train")
+
+
+def stamp(path: Path) -> int:
+    """Return a path's modification time in nanoseconds, 0 if there is none."""
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def images_in(folder: Path) -> list[Path]:
+    """List the image files directly in a folder by name."""
+    with os.scandir(folder) as entries:
+        names = sorted(e.name for e in entries if e.name[0] != "." and e.is_file())
+    return [folder / name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES]

@@ -1,0 +1,135 @@
+"""Data sets known by name: scikit-learn's digits, torchvision's, Tiny-ImageNet as distributed.
+
+scikit-learn and torchvision are imported only while converting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.catalogue import DATASETS
+from fl_app.data.folder import Listing, images_in, stamp
+from fl_app.data.prepared import Arrays, Images, Labels, Prepared, open_or_convert, save
+from fl_app.errors import UserError
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
+DOWNLOAD_TIMEOUT_SECONDS = 30
+
+
+def prepare(dataset: str, root: Path, force: bool) -> Prepared:
+    """Open `digits` or a data set of torchvision, whose files are kept in <root>/downloads."""
+
+    def convert(directory: Path) -> Sequence[str]:
+        arrays, names = _digits() if dataset == "digits" else _torchvision(dataset, root / "downloads")
+        save(directory, arrays)
+        return names
+
+    return open_or_convert(root, dataset, [dataset], convert, force)
+
+
+def _digits() -> tuple[Arrays, Sequence[str]]:
+    """Load scikit-learn's 1,797 digits, 8x8, values 0 .. 16 scaled to 0 .. 255; a fixed stratified 75/25 split."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    bunch = load_digits()
+    x = np.rint(bunch.images * (255 / 16)).astype(np.uint8)[:, None]
+    y = bunch.target.astype(np.int64)
+    train, test = train_test_split(np.arange(len(y)), test_size=0.25, random_state=0, stratify=y)
+    return (x[train], y[train], x[test], y[test]), [str(k) for k in range(10)]
+
+
+def _torchvision(dataset: str, downloads: Path) -> tuple[Arrays, Sequence[str]]:
+    """Load a torchvision data set, downloading it on first use."""
+    if dataset == "fashion-mnist" and DEBIAN_FASHION_MNIST.is_dir():
+        return _debian_fashion_mnist(DEBIAN_FASHION_MNIST)
+    from torchvision import datasets
+
+    described = DATASETS[dataset]
+    factory: Callable[..., Any] = getattr(datasets, described.torchvision)
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_SECONDS)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            train, test = (factory(root=str(downloads), download=True, **side) for side in (described.train, described.test))
+    except (OSError, RuntimeError, EOFError) as error:
+        reason = str(error).strip().splitlines()
+        raise UserError(
+            f"dataset: {dataset} is not complete in {downloads} and could not be downloaded; connect this machine to "
+            f"the network once, or put torchvision's files there ({reason[-1] if reason else type(error).__name__})"
+        ) from error
+    finally:
+        socket.setdefaulttimeout(timeout)
+    x_train, y_train = _channels_first(train, dataset)
+    x_test, y_test = _channels_first(test, dataset)
+    names = getattr(train, "classes", None) or [str(k) for k in range(10)]
+    return (x_train, y_train, x_test, y_test), names
+
+
+def _channels_first(side: Any, dataset: str) -> tuple[Images, Labels]:
+    """Return images uint8 [n, C, S, S] and labels int64 [n] of a torchvision data set."""
+    x = np.asarray(side.data)
+    y = np.asarray(side.labels if dataset == "svhn" else side.targets, np.int64)
+    if dataset == "emnist":  # its files hold the images transposed
+        x = x.transpose(0, 2, 1)
+    if x.ndim == 3:
+        return x[:, None], y
+    return (x if dataset == "svhn" else x.transpose(0, 3, 1, 2)), y
+
+
+def _debian_fashion_mnist(folder: Path) -> tuple[Arrays, Sequence[str]]:
+    from torchvision.datasets import FashionMNIST
+
+    def read(name: str, header: int) -> NDArray[np.uint8]:
+        try:
+            return np.frombuffer(gzip.decompress((folder / name).read_bytes()), np.uint8, offset=header)
+        except (OSError, EOFError, ValueError) as error:
+            raise UserError(f"dataset: {folder / name} cannot be read ({error})") from error
+
+    def side(name: str) -> tuple[Images, Labels]:
+        y = read(f"{name}-labels-idx1-ubyte.gz", 8).astype(np.int64)
+        return read(f"{name}-images-idx3-ubyte.gz", 16).reshape(len(y), 1, 28, 28), y
+
+    return (*side("train"), *side("t10k")), FashionMNIST.classes
+
+
+def prepare_tiny_imagenet(path: Path, root: Path, image_size: int, force: bool) -> Prepared:
+    """Open Tiny-ImageNet as distributed: its validation images are the test set; classes are named by WordNet id."""
+    path = path.expanduser().resolve()
+    parts_of_it = [path / "wnids.txt", path / "train", path / "val" / "images", path / "val" / "val_annotations.txt"]
+    for part in parts_of_it:
+        if not part.exists():
+            raise UserError(f"dataset: no {part}; tiny-imagenet:/path names the folder tiny-imagenet-200 itself")
+
+    def convert(directory: Path) -> Sequence[str]:
+        from fl_app.data.decode import decode
+
+        names = sorted(parts_of_it[0].read_text().split())
+        label = {name: k for k, name in enumerate(names)}
+        train: Listing = []
+        for name in names:
+            folder = path / "train" / name / "images"
+            files = images_in(folder) if folder.is_dir() else []
+            if not files:
+                raise UserError(f"dataset: class {name!r} has no images in {folder}")
+            train += [(file, label[name]) for file in files]
+        test: Listing = []
+        for line in parts_of_it[3].read_text().splitlines():
+            file, name = (*line.split("\t"), "")[:2]
+            if name not in label:
+                raise UserError(f"dataset: {parts_of_it[3]}: class {name!r} of {file!r} is not in wnids.txt")
+            test.append((path / "val" / "images" / file, label[name]))
+        decode(directory, train, sorted(test), image_size)
+        return names
+
+    parts = [str(path), [stamp(p) for p in parts_of_it], image_size]
+    return open_or_convert(root, "tiny-imagenet", parts, convert, force)

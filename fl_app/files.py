@@ -1,0 +1,126 @@
+"""Files that are there whole or not at all, and for their owner alone: the one rule for writing, locking, building once.
+
+Everything a run keeps (prepared data, partitions, client state, run folders, models) may hold or reveal a site's data, which
+may itself be closed to others: directories are created with mode 0700 and files with 0600, whatever the umask. What exists
+already keeps its mode.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from fl_app.errors import UserError
+
+DIRECTORY_MODE = 0o700
+FILE_MODE = 0o600
+FORMAT = 1  # of what is built once
+
+
+def opener(path: str, flags: int) -> int:
+    """For `open(..., opener=opener)`: a new file is its owner's alone."""
+    return os.open(path, flags, FILE_MODE)
+
+
+def make_directory(path: Path, *, exist_ok: bool = True) -> None:
+    """Create a directory, and those above it that are missing, closed to others. Raises OSError."""
+    if not path.parent.exists():
+        make_directory(path.parent)
+    path.mkdir(DIRECTORY_MODE, exist_ok=exist_ok)
+
+
+def publish(path: Path, write: Callable[[Path], object], mode: int = FILE_MODE) -> None:
+    """Let `write` fill a temporary file, sync it, rename it to `path` and sync the directory.
+
+    After a crash `path` holds what it held or all of the new content, which is durable when this returns. The temporary file,
+    `.<name>.<pid>-<thread>.tmp`, exists when `write` is called, closed to others; in the end it gets `mode`. Raises what
+    `write` raises and OSError; nothing is left then.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        os.close(opener(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+        write(temporary)
+        temporary.chmod(mode)
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def publish_text(path: Path, text: str, mode: int = FILE_MODE) -> None:
+    """Write a text file as `publish` does, in UTF-8."""
+    publish(path, lambda temporary: temporary.write_text(text, encoding="utf-8"), mode)
+
+
+def sync(path: Path) -> None:
+    """Force a file's content or a directory's entries to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def lock(path: Path, *, wait: bool) -> IO[bytes]:
+    """Create a file if need be and lock it until the result is closed or this process ends, however it ends.
+
+    Raises BlockingIOError if another process has it and `wait` is false; OSError.
+    """
+    file = open(path, "ab", opener=opener)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def cache_key(prefix: str, parts: Sequence[Any]) -> str:
+    """Return a directory name: a readable prefix and 16 hex digits of the sha256 of `parts` (as JSON)."""
+    digest = hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', prefix)}-{digest[:16]}"
+
+
+def build_once(target: Path, build: Callable[[Path], None], *, key: str, force: bool = False) -> None:
+    """Let `build` fill a fresh directory with files and rename it to `target`, once over all processes of this file system.
+
+    Others wait on a lock file beside it. Nothing unfinished ever bears the name; what an interrupted build left is
+    removed by the next one. key: of the configuration, for errors. force: build again and replace. Raises what `build` raises
+    and UserError if nothing can be written there.
+    """
+    if target.is_dir() and not force:
+        return
+    try:
+        make_directory(target.parent)
+        held = lock(target.parent / f".{target.name}.lock", wait=True)
+    except OSError as error:
+        raise UserError(f"{key}: cannot write under {target.parent} ({error.strerror})") from error
+    with held:
+        for stale in target.parent.glob(f".{target.name}.tmp-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        if target.is_dir() and not force:
+            return
+        fresh = target.parent / f".{target.name}.tmp-{os.getpid()}"
+        make_directory(fresh, exist_ok=False)
+        try:
+            build(fresh)
+            for file in fresh.iterdir():
+                file.chmod(FILE_MODE)  # before, the directory's mode closed them
+                sync(file)
+            sync(fresh)
+            if target.is_dir():
+                os.rename(target, f"{fresh}.old")
+            os.rename(fresh, target)
+            sync(target.parent)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(f"{fresh}.old", ignore_errors=True)

@@ -1,0 +1,132 @@
+"""Image folders: order, channels, sizes, and every error by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fl_app import data
+from fl_app.errors import UserError
+
+
+def write_folder(path: Path, sizes: dict[str, int], test_sizes: dict[str, int] | None = None, side: int = 8) -> Path:
+    """Write random RGB images, one directory per class."""
+    rng = np.random.default_rng(0)
+    for split, counts in (("train", sizes), ("test", test_sizes or sizes)):
+        (path / split).mkdir(parents=True)
+        for name, count in counts.items():
+            (path / split / name).mkdir()
+            for i in range(count):
+                pixels = rng.integers(0, 256, (side, side, 3), np.uint8)
+                Image.fromarray(pixels).save(path / split / name / f"{i:03}.png")
+    return path
+
+
+def test_folder_keeps_pixels_and_order(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"cat": 3, "ant": 2}, {"cat": 1})
+    (folder / "train" / "ant" / "notes.txt").write_text("no image")
+    (folder / "train" / ".hidden").mkdir()
+    p = data.prepare(f"folder:{folder}", tmp_path / "root")
+    assert p.info.classes == ("ant", "cat") and p.y_train.tolist() == [0, 0, 1, 1, 1] and p.y_test.tolist() == [1]
+    first = np.asarray(Image.open(folder / "train" / "ant" / "000.png")).transpose(2, 0, 1)
+    assert np.array_equal(p.x_train[0], first) and p.x_train.shape == (5, 3, 8, 8)
+    scaled = p.x_train / 255
+    assert np.allclose(p.info.mean, scaled.mean((0, 2, 3))) and np.allclose(p.info.std, scaled.std((0, 2, 3)))
+    other = data.prepare(f"folder:{folder}", tmp_path / "root", classes=("cat", "ant"))
+    assert other.info.classes == ("cat", "ant") and other.key != p.key and other.y_test.tolist() == [0]
+
+
+def test_folder_is_converted_again_when_its_directories_change(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    inside = folder / "prepared"  # a data directory inside the folder does not count as a change
+    key = data.prepare(f"folder:{folder}", inside).key
+    assert data.prepare(f"folder:{folder}", inside).key == key
+    (folder / "train" / "a" / "001.png").unlink()
+    changed = data.prepare(f"folder:{folder}", inside)
+    assert changed.key != key and changed.info.num_train == 3
+
+
+def test_folder_channels(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 3, "b": 3})
+    for file in folder.rglob("*.png"):
+        Image.open(file).convert("L").save(file)
+    gray = data.prepare(f"folder:{folder}", tmp_path / "root")
+    assert gray.info.in_channels == 1 and len(gray.info.mean) == 1
+    Image.new("RGB", (8, 8), (255, 0, 0)).save(folder / "test" / "b" / "002.png")  # one colour image, the last of all
+    colour = data.prepare(f"folder:{folder}", tmp_path / "root", force=True)
+    assert colour.info.in_channels == 3
+    assert np.array_equal(colour.x_train[:, 2], gray.x_train[:, 0])
+    assert colour.x_test[-1].reshape(3, -1).mean(1).tolist() == [255, 0, 0]
+
+
+def test_modes_are_converted(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 1, "b": 1})
+    Image.fromarray(np.full((8, 8), 40_000, np.uint16)).save(folder / "train" / "a" / "16bit.png")
+    Image.new("RGBA", (8, 8), (1, 2, 3, 128)).save(folder / "train" / "a" / "alpha.png")
+    Image.new("P", (8, 8)).save(folder / "train" / "a" / "palette.gif")
+    p = data.prepare(f"folder:{folder}", tmp_path / "root")
+    assert p.x_train[1].min() == p.x_train[1].max() == 40_000 >> 8
+    assert p.x_train[2, :, 0, 0].tolist() == [1, 2, 3]
+
+
+def test_image_size_resizes_and_crops(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 1, "b": 1})
+    wide = np.zeros((10, 30, 3), np.uint8)
+    wide[:, 10:20] = 200  # the centre square
+    Image.fromarray(wide).save(folder / "train" / "a" / "wide.png")
+    p = data.prepare(f"folder:{folder}", tmp_path / "root", image_size=5)
+    assert p.info.image_size == 5 and p.x_train.shape == (3, 3, 5, 5)
+    assert p.x_train[1, :, :, 1:4].min() == 200
+
+
+def folder_errors() -> dict[str, tuple[Any, str]]:
+    def images(folder: Path, where: str, size: tuple[int, int]) -> None:
+        Image.new("RGB", size).save(folder / where)
+
+    return {
+        "no test/": (lambda f: (f / "test").rename(f / "tset"), r"has no test/"),
+        "no train/": (lambda f: (f / "train").rename(f / "tarin"), r"has no train/"),
+        "empty class": (lambda f: (f / "train" / "c").mkdir(), r"class 'c' has no images in .*train/c"),
+        "test only": (lambda f: (f / "test" / "c").mkdir(), r"test/c: class 'c' is not one of train/'s a, b"),
+        "unreadable": (lambda f: (f / "test" / "b" / "bad.jpg").write_bytes(b"x"), r"test/b/bad.jpg cannot be read"),
+        "truncated": (
+            lambda f: (f / "train" / "a" / "t.png").write_bytes((f / "train" / "a" / "000.png").read_bytes()[:90]),
+            r"train/a/t.png cannot be read",
+        ),
+        "size": (lambda f: images(f, "test/b/big.png", (9, 9)), r"test/b/big.png has 9x9 .* 8x8 .*set image-size"),
+        "shape": (lambda f: images(f, "train/a/0.png", (9, 8)), r"train/a/0.png has 9x8 pixels, not square; set image"),
+    }
+
+
+@pytest.mark.parametrize("case", folder_errors())
+def test_folder_errors(tmp_path: Path, case: str) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    change, message = folder_errors()[case]
+    change(folder)
+    with pytest.raises(UserError, match=message):
+        data.prepare(f"folder:{folder}", tmp_path / "root")
+    assert not list(tmp_path.glob("root/datasets/[!.]*")) and not list(tmp_path.glob("root/datasets/.*tmp*"))
+
+
+@pytest.mark.parametrize(
+    "classes, message",
+    [
+        (("a",), r"train/b: class 'b' is not one of classes a$"),
+        (("a", "b", "c"), r"classes: .*train has no directory for class 'c'"),
+    ],
+)
+def test_folder_classes_errors(tmp_path: Path, classes: tuple[str, ...], message: str) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 1, "b": 1})
+    with pytest.raises(UserError, match=message):
+        data.prepare(f"folder:{folder}", tmp_path / "root", classes=classes)
+
+
+def test_missing_folder_and_single_class(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no folder .*nowhere"):
+        data.prepare(f"folder:{tmp_path / 'nowhere'}", tmp_path)
+    with pytest.raises(UserError, match="at least two classes, got a"):
+        data.prepare(f"folder:{write_folder(tmp_path / 'one', {'a': 1})}", tmp_path)

@@ -1,0 +1,112 @@
+"""Data sets by name, from small files in their own formats."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fl_app import data
+from fl_app.data import named
+from fl_app.errors import UserError
+
+
+@pytest.mark.parametrize("key, value", [("classes", ("a", "b")), ("image_size", 32)])
+def test_named_sets_have_their_own_classes_and_size(tmp_path: Path, key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"{key.replace('_', '-')}: digits has its own"):
+        data.prepare("digits", tmp_path, **{key: value})
+
+
+def idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+
+
+def test_torchvision_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision import datasets
+
+    raw = np.arange(4 * 28 * 28).reshape(4, 28, 28).astype(np.uint8)
+    labels = np.array([0, 61, 3, 3])
+    for directory, stem in (("MNIST", ""), ("EMNIST", "emnist-byclass-")):
+        (tmp_path / "downloads" / directory / "raw").mkdir(parents=True)
+        for side, other in (("train", "train"), ("t10k", "test")):
+            side = side if directory == "MNIST" else other
+            target = tmp_path / "downloads" / directory / "raw"
+            (target / f"{stem}{side}-images-idx3-ubyte").write_bytes(idx(raw))
+            (target / f"{stem}{side}-labels-idx1-ubyte").write_bytes(idx(labels))
+    mnist, emnist = data.prepare("mnist", tmp_path), data.prepare("emnist", tmp_path)
+    assert np.array_equal(mnist.x_train[:, 0], raw) and mnist.info.num_classes == 10
+    assert np.array_equal(emnist.x_test[:, 0], raw.transpose(0, 2, 1)) and emnist.y_test.tolist() == [0, 61, 3, 3]
+    assert emnist.info.num_classes == 62
+
+    class Fake:
+        classes = ("x", "y")
+
+        def __init__(self, root: str, download: bool, **side: Any) -> None:
+            self.data = np.arange(2 * 32 * 32 * 3).reshape(2, 32, 32, 3).astype(np.uint8)
+            self.targets = self.labels = [0, 1]
+
+    class FakeSVHN(Fake):
+        classes = None  # type: ignore[assignment]
+
+        def __init__(self, **kw: Any) -> None:
+            super().__init__(**kw)
+            self.data = self.data.transpose(0, 3, 1, 2)
+
+    monkeypatch.setattr(datasets, "CIFAR10", Fake)
+    monkeypatch.setattr(datasets, "SVHN", FakeSVHN)
+    cifar, svhn = data.prepare("cifar10", tmp_path), data.prepare("svhn", tmp_path)
+    assert cifar.info.classes == ("x", "y") and np.array_equal(cifar.x_train, svhn.x_train)
+    assert svhn.info.classes == tuple("0123456789") and svhn.x_train[0, :, 0, 0].tolist() == [0, 1, 2]
+
+
+def test_offline_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchvision import datasets
+
+    def offline(**kw: Any) -> None:
+        raise URLError("Name or service not known")
+
+    monkeypatch.setattr(datasets, "CIFAR100", offline)
+    with pytest.raises(UserError, match="cifar100 is not complete in .*downloads .*network.*Name or service not known"):
+        data.prepare("cifar100", tmp_path)
+
+
+def test_debian_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = np.arange(3 * 28 * 28).reshape(3, 28, 28).astype(np.uint8)
+    for side in ("train", "t10k"):
+        (tmp_path / f"{side}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(raw)))
+        (tmp_path / f"{side}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(np.array([0, 9, 5]))))
+    monkeypatch.setattr(named, "DEBIAN_FASHION_MNIST", tmp_path)
+    p = data.prepare("fashion-mnist", tmp_path / "root")
+    assert np.array_equal(p.x_test[:, 0], raw) and p.y_train.tolist() == [0, 9, 5] and p.info.classes[9] == "Ankle boot"
+
+
+def test_tiny_imagenet_layout(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny-imagenet-200"
+    (folder / "val" / "images").mkdir(parents=True)
+    (folder / "wnids.txt").write_text("n02\nn01\n")
+    annotations = []
+    for k, name in enumerate(("n01", "n02")):
+        (folder / "train" / name / "images").mkdir(parents=True)
+        (folder / "train" / name / f"{name}_boxes.txt").write_text("")
+        for i in range(3):
+            Image.new("RGB", (64, 64), (k * 100, 0, 0)).save(folder / "train" / name / "images" / f"{name}_{i}.JPEG")
+        Image.new("RGB", (64, 64), (k * 100, 0, 0)).save(folder / "val" / "images" / f"val_{1 - k}.JPEG")
+        annotations.append(f"val_{1 - k}.JPEG\t{name}\t0\t32\t44\t62\n")
+    (folder / "val" / "val_annotations.txt").write_text("".join(annotations))
+    p = data.prepare(f"tiny-imagenet:{folder}", tmp_path / "root")
+    assert p.info.classes == ("n01", "n02") and p.y_train.tolist() == [0] * 3 + [1] * 3 and p.y_test.tolist() == [1, 0]
+    assert p.x_train.shape == (6, 3, 64, 64)
+    assert [int(x[0].mean()) // 50 for x in p.x_test] == [2, 0]
+    assert data.prepare(f"tiny-imagenet:{folder}", tmp_path / "root", image_size=32).info.image_size == 32
+    (folder / "val" / "val_annotations.txt").write_text("val_0.JPEG\tn03\n")
+    with pytest.raises(UserError, match="class 'n03' of 'val_0.JPEG' is not in wnids.txt"):
+        data.prepare(f"tiny-imagenet:{folder}", tmp_path / "root")
+    (folder / "wnids.txt").unlink()
+    with pytest.raises(UserError, match="no .*wnids.txt"):
+        data.prepare(f"tiny-imagenet:{folder}", tmp_path / "root")

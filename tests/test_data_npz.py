@@ -1,0 +1,84 @@
+"""Arrays in .npz files, and every error by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_app import data
+from fl_app.errors import UserError
+
+AN_ARRAY = np.zeros((4, 6, 6), np.uint8)
+
+
+def write_npz(path: Path, **changes: Any) -> Path:
+    """Write a valid npz data set with `changes`; a change to None removes the key."""
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {
+        "x_train": rng.integers(0, 256, (12, 6, 6, 3), np.uint8), "y_train": np.arange(12) % 3,
+        "x_test": rng.integers(0, 256, (6, 6, 6, 3), np.uint8), "y_test": np.arange(6) % 3,
+    } | changes  # fmt: skip
+    np.savez(path, **{k: v for k, v in arrays.items() if v is not None})
+    return path
+
+
+def test_npz(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "d.npz")
+    p = data.prepare(f"npz:{path}", tmp_path / "root")
+    assert p.x_train.shape == (12, 3, 6, 6) and p.info.classes == ("0", "1", "2")
+    assert np.array_equal(p.x_train, np.load(path)["x_train"].transpose(0, 3, 1, 2))
+    named = data.prepare(f"npz:{path}", tmp_path / "root", classes=("a", "b", "c", "d"))
+    assert named.info.classes == ("a", "b", "c", "d")
+    gray = write_npz(tmp_path / "gray.npz", x_train=AN_ARRAY, y_train=np.array([0, 1, 0, 1], np.uint8),
+                     x_test=AN_ARRAY[:0], y_test=np.zeros(0, np.int64))  # fmt: skip
+    p = data.prepare(f"npz:{gray}", tmp_path / "root", image_size=6)
+    assert p.x_train.shape == (4, 1, 6, 6) and p.info.num_test == 0 and p.info.std == (1.0,)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"y_test": None}, r"has no y_test; it has x_train, y_train, x_test"),
+        ({"x_train": np.zeros((12, 6, 6, 3), np.float32)}, r"x_train must be uint8 .*, got float32"),
+        ({"x_train": np.zeros((12, 108), np.uint8)}, r"x_train must have shape \[n, H, W, C\].*got \[12, 108\]"),
+        ({"x_train": np.zeros((12, 3, 6, 6), np.uint8)}, r"x_train must have square images.*got \[12, 3, 6, 6\]"),
+        ({"y_train": np.zeros(12)}, r"y_train must hold integers, got float64"),
+        ({"y_train": np.zeros((12, 1), int)}, r"y_train must have shape \[n\], got \[12, 1\]"),
+        ({"y_test": np.zeros(5, int)}, r"y_test must have one label for each of the 6 images, got 5"),
+        ({"x_test": np.zeros((6, 7, 7, 3), np.uint8)}, r"x_test must have images like x_train's \(6, 6, 3\), got"),
+        ({"y_train": np.arange(12) - 1}, r"y_train must hold labels >= 0, got -1"),
+        ({"y_train": np.array([0, 1, 2, 4] * 3)}, r"class 3 has no images"),
+        ({"y_test": np.full(6, 9)}, r"class 3 has no images"),
+        ({"y_train": np.array([{}] * 12)}, r"not a readable npz file"),
+        ({"x_train": np.zeros((0, 6, 6), np.uint8), "y_train": np.zeros(0, int)}, r"x_train has no images"),
+    ],
+)
+def test_npz_errors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = write_npz(tmp_path / "d.npz", **changes)
+    with pytest.raises(UserError, match=rf"d\.npz.*{message}"):
+        data.prepare(f"npz:{path}", tmp_path / "root")
+
+
+def test_npz_file_errors(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no file .*gone.npz"):
+        data.prepare(f"npz:{tmp_path / 'gone.npz'}", tmp_path)
+    good = write_npz(tmp_path / "good.npz")
+    for name, content in (("cut", good.read_bytes()[:-200]), ("text", b"hello"), ("empty", b"")):
+        (tmp_path / f"{name}.npz").write_bytes(content)
+        with pytest.raises(UserError, match=f"{name}.npz is not a readable npz file"):
+            data.prepare(f"npz:{tmp_path / name}.npz", tmp_path)
+    flipped = bytearray(good.read_bytes())
+    flipped[300] ^= 255
+    (tmp_path / "flipped.npz").write_bytes(flipped)
+    with pytest.raises(UserError, match="flipped.npz is not a readable npz file"):
+        data.prepare(f"npz:{tmp_path / 'flipped.npz'}", tmp_path)
+    np.save(tmp_path / "one.npy", AN_ARRAY)
+    with pytest.raises(UserError, match="is a single array"):
+        data.prepare(f"npz:{tmp_path / 'one.npy'}", tmp_path)
+    with pytest.raises(UserError, match=r"class 2 must be below 2, the number of classes \(a, b\)"):
+        data.prepare(f"npz:{good}", tmp_path, classes=("a", "b"))
+    with pytest.raises(UserError, match="image-size: npz images are not resized; .*6 pixels, got 32"):
+        data.prepare(f"npz:{good}", tmp_path, image_size=32)
