@@ -28,6 +28,7 @@ from fl_app.layout import Layout, Model, Vector
 from fl_app.server import checkpoint
 from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.kept import release, to_disk
+from fl_app.server.log_lines import round_line
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Download, Expected, Upload, WireError
 
@@ -336,7 +337,7 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
             if round == total or round % self.config.checkpoint_every == 0:
                 self.save_checkpoint(record)
             self.folder.append(record)
-            log.info("%s", self.describe(record))
+            log.info("%s", round_line(record, total))
         return Result()
 
     def train_round(self, exchange: Exchange, round: int, watch: Stopwatch) -> Record:
@@ -523,30 +524,6 @@ class PersonalizedStrategy(Strategy, Generic[P], ABC):
         sent_bytes = sum(sent["download-bytes"] for sent in self._record["clients"].values())
         record["download-bytes"] = sent_bytes + self._wasted_bytes
         return {**record, **self._round_notes, "failures": failures, "clients": clients}
-
-    def describe(self, record: Record) -> str:
-        """One line per round for the log."""
-
-        def percent(value: float | None) -> str:
-            return "  n/a" if value is None else f"{100 * value:5.1f}%"
-
-        def spread(name: str) -> str:
-            values = [row[name] for row in record["clients"].values() if row.get(name) is not None]
-            return f" ± {100 * np.std(values):.1f}" if len(values) > 1 else ""
-
-        seconds = record["seconds"]
-        phases = ", ".join(f"{k} {v:.1f}" for k, v in seconds.items() if k != "round" and v >= 0.05)
-        loss = "n/a" if record["loss"] is None else f"{record['loss']:.3f}"
-        line = (
-            f"round {record['round']}/{self.config.num_server_rounds}: "
-            f"accuracy {percent(record['accuracy-before'])}{spread('accuracy-before')} before, "
-            f"{percent(record['accuracy-after'])}{spread('accuracy-after')} after training, loss {loss}, "
-            f"{len(record['clients'])} clients, {record['upload-bytes'] / 1e6:.1f} MB up, "
-            f"{record['download-bytes'] / 1e6:.1f} MB down, {seconds['round']:.1f} s" + (f" ({phases})" if phases else "")
-        )
-        if "evaluation" in record:
-            line += f"; all clients {percent(record['evaluation']['accuracy'])}"
-        return line + (f"; {len(record['failures'])} failed" if record["failures"] else "")
 
     # Evaluation of all clients
 

@@ -151,7 +151,8 @@ def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool) -> Path
     """Submit one run and show it; the folder's path if it lies on this machine. Exits with 1 if the run failed."""
     from fl_app.experiments.launch import COMPLETED
 
-    display = Display(resolve(config).method, console, verbose)
+    parsed = resolve(config)
+    display = Display(parsed.method, console, parsed.num_server_rounds, verbose)
     try:
         with display:
             status = submit(config, display.raw)
@@ -175,7 +176,7 @@ def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig) -> Path:
     from fl_app import server_app
     from fl_app.server.inprocess import InProcessGrid
 
-    display = Display(parsed.method, console)
+    display = Display(parsed.method, console, parsed.num_server_rounds)
     try:
         with display, log_to(display):
             return server_app.run(InProcessGrid(client_app, config, parsed.num_clients), parsed, display.progress).path
