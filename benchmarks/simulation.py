@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.measure import arguments, finish
 from fl_app.config import Scalar
-from fl_app.experiments.launch import flower_environment
+from fl_app.processes import flower_environment
 
 Config = dict[str, Scalar]
 

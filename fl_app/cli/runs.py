@@ -141,7 +141,8 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
 
 def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:
     """Run on a SuperLink that Flower's config file names."""
-    from fl_app.experiments.launch import flower_environment, flwr_run
+    from fl_app.experiments.launch import flwr_run
+    from fl_app.processes import flower_environment
 
     environment = flower_environment()
     return run_one(config, lambda c, on_line: flwr_run(superlink, c, environment, on_line), verbose)
