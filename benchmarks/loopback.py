@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from fl_app.experiments.launch import end_processes, flower_environment, free_port, processes_with, wait_for_http
 from fl_app.keys import Scalar
+from fl_app.processes import end_processes, flower_environment, free_ports, processes_with, wait_for_http
 
 BIN = Path(sys.executable).parent
 NAME = "loopback"  # of the SuperLink connection
@@ -34,7 +34,7 @@ class Loopback:
 
     def __enter__(self) -> Loopback:
         """Start everything; SuperNodes retry until they reach the SuperLink."""
-        port, fleet = free_port(), f"127.0.0.1:{free_port()}"
+        port, fleet = free_ports(1)[0], f"127.0.0.1:{free_ports(1)[0]}"
         (self.directory / "config.toml").write_text(
             f'[superlink]\ndefault = "{NAME}"\n[superlink.{NAME}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
@@ -44,7 +44,7 @@ class Loopback:
             wait_for_http(f"http://127.0.0.1:{port}/health", self._processes[0], self.directory / "superlink.log")
             for k in range(self.num_nodes):
                 node = f"partition-id={k} num-partitions={self.num_nodes}"
-                address = ["--superlink", fleet, "--port", str(free_port()), "--node-config", node]
+                address = ["--superlink", fleet, "--port", str(free_ports(1)[0]), "--node-config", node]
                 self._start(f"supernode-{k}", "flower-supernode", "--insecure", *address)
         except BaseException:
             self.__exit__(None, None, None)

@@ -19,7 +19,7 @@ import psutil
 
 from benchmarks.measure import arguments, finish
 from benchmarks.simulation import write_images
-from fl_app.experiments.launch import flower_environment
+from fl_app.processes import flower_environment
 
 VECTOR = 4 * 11_173_962  # bytes of ResNet-18's parameters for 10 classes
 

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import arguments, finish
-from fl_app.experiments.launch import flower_environment
 from fl_app.keys import Scalar
+from fl_app.processes import flower_environment
 
 Config = dict[str, Scalar]
 

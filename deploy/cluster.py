@@ -22,7 +22,7 @@ from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode
 from deploy.node import Json
 from deploy.processes import cluster_directory
 from fl_app.errors import UserError
-from fl_app.experiments.launch import flower_environment
+from fl_app.processes import flower_environment, script
 
 Say = Callable[[str], None]
 _LOG_LINES = 15
@@ -288,7 +288,7 @@ def register(cluster: Cluster) -> None:
 
 
 def _flwr(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "flwr"), *arguments]
+    command = [script("flwr"), *arguments]
     environment = flower_environment(Path(cluster.config).parent)
     return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 

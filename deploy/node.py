@@ -24,6 +24,7 @@ from typing import Any
 from deploy import explain, health, processes
 from fl_app.errors import UserError
 from fl_app.files import publish_text
+from fl_app.processes import free_ports
 
 REPLY_MARK = "corolla-node: "
 PACKAGES = ("corolla", "flwr", "torch")
@@ -111,18 +112,6 @@ def _taken(address: str, port: int) -> str:
         except OSError as error:
             return f"cannot listen on {address}: {error.strerror}"
     return ""
-
-
-def free_ports(count: int) -> list[int]:
-    """Distinct TCP ports that were free on loopback a moment ago."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [int(sock.getsockname()[1]) for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
 def _status(directory: Path, token: str) -> Json:

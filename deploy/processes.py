@@ -18,9 +18,7 @@ from pathlib import Path
 import psutil
 
 from fl_app.errors import UserError
-from fl_app.experiments.launch import end_processes, flower_environment, processes_with
-
-_MARK = "COROLLA_LAUNCH"
+from fl_app.processes import LAUNCH, end_processes, flower_environment, processes_with, start_mark
 
 
 @dataclass(frozen=True)
@@ -48,20 +46,6 @@ def cluster_directory(name: str) -> Path:
     return state_home() / "clusters" / name
 
 
-def start_mark(pid: int) -> str | None:
-    """Return when a live process started, in units that survive clock changes; None if there is none (or a zombie)."""
-    with contextlib.suppress(psutil.Error, OSError, IndexError):
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        if Path("/proc/sys/kernel/random/boot_id").exists():
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return f"{boot}/{fields[19]}"  # field 22, starttime in clock ticks since boot
-        return f"{process.create_time():.2f}"
-    return None
-
-
 def alive(record: Record) -> bool:
     """Tell whether exactly this process is still running."""
     return start_mark(record.pid) == record.started
@@ -74,7 +58,7 @@ def start(
     """Start a process in its own session with its log in the directory. Raises UserError if one of that name is running."""
     if (old := read_record(directory, name)) and alive(old):
         raise UserError(f"{name} is already running here (pid {old.pid})")
-    env = flower_environment(directory / "flwr") | dict(environment) | {_MARK: f"{token}/{name}"}
+    env = flower_environment(directory / "flwr") | dict(environment) | {LAUNCH: f"{token}/{name}"}
     with (directory / f"{name}.log").open("wb") as log:
         try:
             process = subprocess.Popen(
@@ -121,11 +105,11 @@ def stop(directory: Path, token: str, name: str, seconds: float = 20) -> bool:
     end_processes(main, seconds)
     end_processes(children, 5)
     for _ in range(3):  # a child may have started another one meanwhile
-        left = processes_with(f"{_MARK}={token}/{name}")
+        left = processes_with(f"{LAUNCH}={token}/{name}")
         if not left:
             break
         end_processes(left, 5)
-    ended = (record is None or not alive(record)) and not processes_with(f"{_MARK}={token}/{name}")
+    ended = (record is None or not alive(record)) and not processes_with(f"{LAUNCH}={token}/{name}")
     if ended:
         _record_path(directory, name).unlink(missing_ok=True)
     return ended

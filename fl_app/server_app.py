@@ -22,7 +22,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.server import checkpoint, events
 from fl_app.server.exchange import Exchange
-from fl_app.server.log_lines import ERROR_MARK, FOLDER_MARK, LOG_MARK, LineProgress
+from fl_app.server.log_lines import LOG_MARK, LineProgress, error_lines, folder_line, resumed_line
 from fl_app.server.record import summarize
 from fl_app.server.run_folder import RunFolder, read_metrics
 from strategies import METHOD_PARAMS, METHODS
@@ -45,8 +45,8 @@ def main(grid: Grid, context: Context) -> None:
         in_flight = SIMULATION_IN_FLIGHT if os.environ.get(SIMULATION) else math.inf
         run(grid, parse(context.run_config, METHOD_PARAMS), LineProgress(), in_flight)
     except UserError as error:
-        for line in str(error).splitlines():
-            log.error("%s%s", ERROR_MARK, line)
+        for line in error_lines(error):
+            log.error("%s", line)
         raise
 
 
@@ -70,7 +70,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     shared = method.shared(layout, config.params)
     folder = RunFolder.resume(config) if config.resume else RunFolder.create(config, uuid.uuid4().hex[:12])
     try:
-        log.info("%s%s", FOLDER_MARK, folder.path)
+        log.info("%s", folder_line(folder.path))
         folder.write_clients(exchange.properties)
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
         if config.resume:
@@ -82,7 +82,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
                 raise UserError(f"num-server-rounds: the run has {strategy.round} rounds already, got {config.num_server_rounds}")
             folder.continue_with(config)
             folder.rewind(strategy.round, saved.meta["record"])
-            log.info("resumed after round %d", strategy.round)
+            log.info("%s", resumed_line(strategy.round))
         if config.tensorboard:
             folder.events = events.EventFiles(folder.path, strategy.round)
         strategy.start(exchange)

@@ -17,6 +17,7 @@ import pytest
 from deploy import node, processes
 from deploy.inventory import LOCAL
 from fl_app.errors import UserError
+from fl_app.processes import start_mark
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_children_are_ended_also_those_that_left_the_family(directory: Path) -> 
     assert record is not None
     family = [p.pid for p in psutil.Process(record.pid).children(recursive=True)] + [orphan]
     assert processes.stop(directory, "t", "parent")
-    assert [pid for pid in family if processes.start_mark(pid)] == []
+    assert [pid for pid in family if start_mark(pid)] == []
     assert processes.alive(other)  # same token, another name
     assert processes.stop(directory, "t", "other")
 

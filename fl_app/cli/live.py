@@ -1,18 +1,16 @@
 """What `corolla run` shows while a run goes on: a live panel on a terminal, one plain line per round elsewhere.
 
-Both are fed by the run's own log lines (fl_app/server/log_lines.py, PersonalizedStrategy.describe), whether they come from this
-process, from a simulation's or from a SuperLink on another machine.
+Both are fed by the run's own log lines (fl_app/server/log_lines.py), whether they come from this process, from a simulation's or
+from a SuperLink on another machine.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import re
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -23,7 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fl_app.server.log_lines import ERROR_MARK, FOLDER_MARK, LOG_MARK, read_progress
+from fl_app.server import log_lines
+from fl_app.server.log_lines import LOG_MARK, Failure, Folder, Progress, Resumed, Round
 
 ROWS = 8  # of the last rounds
 OTHER_LINES = 10  # of the panel, besides these
@@ -32,50 +31,14 @@ ECHO = 3  # columns left free: a ^C that the terminal echoes must not start a li
 REFRESHES = 5  # per second
 LOG_LINES = 40  # kept for when the run fails
 
-ROUND = re.compile(
-    r"round (?P<round>\d+)/(?P<total>\d+): accuracy +(?P<before>.+) before, +(?P<after>.+) after training, "
-    r"loss (?P<loss>\S+), \d+ clients, (?P<up>\S+) MB up, (?P<down>\S+) MB down, (?P<seconds>\S+) s(?: \((?P<phases>.*)\))?"
-    r"(?:; all clients +(?P<everyone>[^;]+))?(?:; (?P<failed>\d+) failed)?"
-)
-
-
-@dataclass(frozen=True)
-class Round:
-    """A finished round as its log line tells it. before, after, everyone: accuracies in per cent, "46.0 ± 33.5"."""
-
-    number: int
-    total: int
-    before: str
-    after: str
-    everyone: str
-    loss: str
-    up: str
-    down: str
-    seconds: str
-    phases: str
-    failed: int
-
-
-def read_round(text: str) -> Round | None:
-    """Read the line that ends a round (PersonalizedStrategy.describe); None for any other."""
-    found = ROUND.fullmatch(text)
-    if found is None:
-        return None
-    word = {name: (value or "").replace("%", "").strip() for name, value in found.groupdict().items()}
-    return Round(
-        int(word["round"]), int(word["total"]), word["before"], word["after"], word["everyone"], word["loss"], word["up"],
-        word["down"], word["seconds"], word["phases"], int(word["failed"] or 0),
-    )  # fmt: skip
-
-
 class RunPanel:
     """The panel: bars for the rounds and for the replies of the current one, a table of the last rounds, failures."""
 
-    def __init__(self, title: str) -> None:
+    def __init__(self, title: str, rounds: int) -> None:
         self.rounds: deque[Round] = deque(maxlen=ROWS)
         self._title = title
         self._step, self._done, self._of = "starting", 0, 0
-        self._completed, self._total = 0, 0
+        self._completed, self._total = 0, rounds
         self._failed = 0
         self._started = time.monotonic()
         self._first: tuple[float, int] | None = None  # when the first round shown began, and the rounds before it
@@ -83,9 +46,11 @@ class RunPanel:
     def progress(self, what: str, done: int, total: int) -> None:
         """Take in that `done` of `total` replies of a step have arrived."""
         self._step, self._done, self._of = what, done, total
-        if found := re.match(r"round (\d+)/(\d+)", what):
-            self._completed, self._total = int(found[1]) - 1, int(found[2])
-            self._first = self._first or (time.monotonic(), self._completed)
+
+    def begin(self, completed: int) -> None:
+        """Take in that the first round begins, after `completed` ones of an interrupted run."""
+        self._completed = completed
+        self._first = time.monotonic(), completed
 
     def add(self, finished: Round) -> None:
         """Take in a finished round."""
@@ -118,14 +83,14 @@ class RunPanel:
             grid.add_row("rounds", ProgressBar(self._total, self._completed), f"{self._completed}/{self._total} done")
         if self._step != "done":
             unknown = not self._of
-            count = "" if unknown else f"{self._done}/{self._of}" + " replies" * self._step.startswith("round ")
+            count = "" if unknown else f"{self._done}/{self._of}" + " replies" * bool(self._first)
             grid.add_row(escape(self._step), ProgressBar(self._of or None, self._done, pulse=unknown), count)
         return grid
 
     def _notes(self, last: Round) -> list[Text]:
         lines = {"accuracy (%, mean ± std) before, after training; MB up, down": "dim"}
-        if last.phases:
-            lines[f"seconds of round {last.number}: {last.phases}"] = "dim"
+        if phases := log_lines.phases_of(last):
+            lines[f"seconds of round {last.number}: " + ", ".join(f"{k} {v:.1f}" for k, v in phases.items())] = "dim"
         if self._failed:
             lines[f"failures so far: {self._failed}"] = "bold red"
         return [Text(line, style, no_wrap=True, overflow="ellipsis") for line, style in lines.items()]
@@ -142,16 +107,25 @@ class RunPanel:
 
 def table(rounds: list[Round]) -> Table:
     """Return the last rounds as a table."""
-    everyone = any(r.everyone for r in rounds)
+    everyone = any(r.evaluated for r in rounds)
     failed = any(r.failed for r in rounds)
     names = ["round", "before", "after", *["all"] * everyone, "loss", "up", "down", "seconds", *["failed"] * failed]
     out = Table(*names, box=None, padding=(0, 0, 0, 1), expand=True, header_style="bold")
     for column in out.columns:
         column.justify, column.no_wrap = "right", True
     for r in rounds:
-        cells = [str(r.number), r.before, r.after, *[r.everyone] * everyone, r.loss, r.up, r.down, r.seconds]
+        before, after = percent(r.before, r.before_deviation), percent(r.after, r.after_deviation)
+        cells = [str(r.number), before, after, *[percent(r.everyone) if r.evaluated else ""] * everyone, log_lines.number(r.loss)]
+        cells += [f"{r.upload_bytes / 1e6:.1f}", f"{r.download_bytes / 1e6:.1f}", f"{r.seconds['round']:.1f}"]
         out.add_row(*cells, *[Text(str(r.failed), style="bold red" if r.failed else "")] * failed)
     return out
+
+
+def percent(value: float | None, deviation: float | None = None) -> str:
+    """Format an accuracy in per cent."""
+    if value is None:
+        return "n/a"
+    return f"{100 * value:.1f}" + ("" if deviation is None else f" ± {100 * deviation:.1f}")
 
 
 def clock(seconds: float) -> str:
@@ -163,12 +137,12 @@ def clock(seconds: float) -> str:
 class Display:
     """Shows a run's log lines on a console, and keeps what they tell: the run's folder, its errors, the end of its log."""
 
-    def __init__(self, title: str, console: Console, verbose: bool = False) -> None:
+    def __init__(self, title: str, console: Console, rounds: int, verbose: bool = False) -> None:
         self.folder: Path | None = None
         self.errors: list[str] = []
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
         self._console, self._verbose = console, verbose
-        self._panel = RunPanel(title)
+        self._panel = RunPanel(title, rounds)
         self._live: Live | None = None
         if console.file.isatty() and not console.is_dumb_terminal:  # FORCE_COLOR makes no terminal of a file
             self._live = Live(self._panel, console=console, refresh_per_second=REFRESHES)
@@ -195,18 +169,23 @@ class Display:
 
     def line(self, text: str) -> None:
         """Take one of our log lines."""
-        if text.startswith(FOLDER_MARK):
-            self.folder = Path(text.removeprefix(FOLDER_MARK))
-        elif text.startswith(ERROR_MARK):
-            self.errors.append(text.removeprefix(ERROR_MARK))
-        elif step := read_progress(text):
-            self.progress(*step)
-        elif finished := read_round(text):
-            self._panel.add(finished)
-            if not self._live:
+        match log_lines.read(text):
+            case Folder(path):
+                self.folder = path
+                self._panel.begin(0)
+            case Resumed(round):
+                self._panel.begin(round)
                 self._print(text)
-        else:
-            self._print(text)
+            case Failure(line):
+                self.errors.append(line)
+            case Progress(what, done, total):
+                self.progress(what, done, total)
+            case Round() as finished:
+                self._panel.add(finished)
+                if not self._live:
+                    self._print(log_lines.sentence(finished))
+            case None:
+                self._print(text)
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Move the bars."""

@@ -142,7 +142,8 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
 
 def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:
     """Run on a SuperLink that Flower's config file names."""
-    from fl_app.experiments.launch import flower_environment, flwr_run
+    from fl_app.experiments.launch import flwr_run
+    from fl_app.processes import flower_environment
 
     environment = flower_environment()
     return run_one(config, lambda c, on_line: flwr_run(superlink, c, environment, on_line), verbose)
@@ -152,7 +153,8 @@ def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool) -> Path
     """Submit one run and show it; the folder's path if it lies on this machine. Exits with 1 if the run failed."""
     from fl_app.experiments.launch import COMPLETED
 
-    display = Display(resolve(config).method, console, verbose)
+    parsed = resolve(config)
+    display = Display(parsed.method, console, parsed.num_server_rounds, verbose)
     try:
         with display:
             status = submit(config, display.raw)
@@ -176,7 +178,7 @@ def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig) -> Path:
     from fl_app import server_app
     from fl_app.server.inprocess import InProcessGrid
 
-    display = Display(parsed.method, console)
+    display = Display(parsed.method, console, parsed.num_server_rounds)
     try:
         with display, log_to(display):
             return server_app.run(InProcessGrid(client_app, config, parsed.num_clients), parsed, display.progress).path

@@ -7,12 +7,9 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -22,33 +19,21 @@ import psutil
 import fl_app
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
+from fl_app.processes import (
+    LAUNCH,
+    LAUNCHER,
+    end_processes,
+    flower_environment,
+    free_ports,
+    identity,
+    orphans,
+    processes_with,
+    script,
+    wait_for_http,
+)
 from fl_app.server.run_folder import to_toml
 
 APP_DIRECTORY = Path(fl_app.__file__).resolve().parent.parent
-_START_SECONDS = 60
-_LAUNCHER = "COROLLA_LAUNCHER"  # pid and start time of the command that started a simulation's processes
-
-
-def flower_environment(flwr_home: Path | None = None) -> dict[str, str]:
-    """Environment for Flower's processes: no telemetry, no run-time installation of dependencies."""
-    env = dict(os.environ)
-    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
-    env["FLWR_TELEMETRY_ENABLED"] = "0"
-    env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
-    env["FLWR_DISABLE_UPDATE_CHECK"] = "1"
-    env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    env["PYTHONUNBUFFERED"] = "1"
-    if flwr_home is not None:
-        env["FLWR_HOME"] = str(flwr_home)
-    return env
-
-
-def free_port() -> int:
-    """Return a TCP port that was free on loopback a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 class SimulationSuperLink:
@@ -60,19 +45,19 @@ class SimulationSuperLink:
         self._home = tempfile.TemporaryDirectory(prefix="corolla-flwr-")
         self.home = Path(self._home.name)
         self.environment = flower_environment(self.home)
-        self.environment["COROLLA_LAUNCH"] = str(self.home)
-        self.environment[_LAUNCHER] = _identity(psutil.Process())
+        self.environment[LAUNCH] = str(self.home)
+        self.environment[LAUNCHER] = identity(os.getpid())
         self.environment["COROLLA_SIMULATION"] = "1"
         self.log = self.home / "superlink.log"
 
     def __enter__(self) -> SimulationSuperLink:
         """Start it and wait until it answers."""
         end_processes(orphans())  # what a killed `corolla run` left would go on training
-        port = free_port()
+        port = free_ports(1)[0]
         self.home.joinpath("config.toml").write_text(
             f'[superlink]\ndefault = "{self.name}"\n[superlink.{self.name}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
-        command = [_script("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
+        command = [script("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
         with self.log.open("wb") as log:
             self.process = psutil.Popen(
                 command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -89,67 +74,8 @@ class SimulationSuperLink:
     ) -> None:
         """End it, then whatever it left running."""
         end_processes([self.process])
-        end_processes(processes_with(f"COROLLA_LAUNCH={self.home}"))
+        end_processes(processes_with(f"{LAUNCH}={self.home}"))
         self._home.cleanup()
-
-
-def wait_for_http(url: str, process: psutil.Popen, log: Path) -> None:
-    """Return when `url` answers. Raises UserError with the end of the log if the process ends first or takes too long."""
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1):
-            return
-        time.sleep(0.05)
-    raise UserError(f"the SuperLink did not start; the end of its log:\n{log.read_text(errors='replace')[-2000:]}")
-
-
-def processes_with(variable: str) -> list[psutil.Process]:
-    """Processes of this user whose environment has NAME=value (that of what we launched, children included)."""
-    name, value = variable.split("=", 1)
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(name) == value:
-                found.append(process)
-    return found
-
-
-def orphans() -> list[psutil.Process]:
-    """Return processes of simulations whose `corolla` command is gone without having ended them."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ValueError):
-            launcher = process.environ().get(_LAUNCHER)
-            if launcher and process.pid != os.getpid() and not _is_alive(launcher):
-                found.append(process)
-    return found
-
-
-def _identity(process: psutil.Process) -> str:
-    return f"{process.pid}:{process.create_time()}"
-
-
-def _is_alive(identity: str) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return _identity(psutil.Process(int(identity.partition(":")[0]))) == identity
-    return False
-
-
-def end_processes(processes: list[psutil.Process], seconds: float = 10) -> None:
-    """SIGTERM, and SIGKILL for those that are still there after `seconds`."""
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.terminate()
-    _, alive = psutil.wait_procs(processes, timeout=seconds)
-    for process in alive:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(alive, timeout=seconds)
-
-
-def _script(name: str) -> str:
-    """Return the path of a command installed beside this Python."""
-    return str(Path(sys.executable).parent / name)
 
 
 def flwr_run(
@@ -168,7 +94,7 @@ def flwr_run(
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as overrides:
         overrides.write(to_toml(config))
         overrides.flush()
-        command = [_script("flwr"), "run", str(APP_DIRECTORY), superlink, "--stream", "--run-config", overrides.name]
+        command = [script("flwr"), "run", str(APP_DIRECTORY), superlink, "--stream", "--run-config", overrides.name]
         if federation_config:
             command += ["--federation-config", federation_config]
         process = subprocess.Popen(
@@ -216,7 +142,7 @@ def status(run_id: str, superlink: str, environment: Mapping[str, str]) -> str:
 
 
 def _flwr(arguments: list[str], environment: Mapping[str, str]) -> str:
-    command = [_script("flwr"), *arguments]
+    command = [script("flwr"), *arguments]
     return subprocess.run(command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
 
 

@@ -224,7 +224,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 def end_leftovers(directory: Path) -> int:
     """End what a killed sweep left running in its directory (call while it is locked); how many processes that were."""
-    from fl_app.experiments.launch import end_processes, processes_with
+    from fl_app.processes import end_processes, processes_with
 
     left = processes_with(f"{VARIABLE}={directory}")
     end_processes(left)

@@ -1,27 +1,155 @@
 """What a run's server says in its log, and how: the contract between the run's process and `corolla run`, which may be far away.
 
-Lines of ours start with LOG_MARK, which tells them from Flower's and Ray's. Imports nothing heavy: both sides use it.
+Lines of ours start with LOG_MARK, which tells them from Flower's and Ray's. Those that feed a display are written and read here
+and nowhere else: a word for the kind and one value, or, for the end of a round, a sentence for people and the same as data. Imports
+nothing heavy: both sides use it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
+import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 log = logging.getLogger("corolla")
 
 LOG_MARK = "corolla: "
-ERROR_MARK = "error: "
-FOLDER_MARK = "run folder: "
 PROGRESS_SECONDS = 0.25  # between two lines of progress
+_FOLDER, _RESUMED, _ERROR, _PROGRESS, _DATA = "run folder: ", "resumed after round ", "error: ", "progress: ", " | data: "
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The run's folder is made, and its first round begins."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The run goes on after a round it had before."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A line of the error that ended the run."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`done` of `total` replies of a step have arrived."""
+
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """A finished round. Accuracies in [0, 1], means over clients, with the deviation where there is one; None: there are none.
+
+    everyone: accuracy of all clients, where they were evaluated; seconds: by phase, `round` is their sum.
+    """
+
+    number: int
+    total: int
+    before: float | None
+    before_deviation: float | None
+    after: float | None
+    after_deviation: float | None
+    loss: float | None
+    clients: int
+    upload_bytes: int
+    download_bytes: int
+    seconds: dict[str, float]
+    evaluated: bool
+    everyone: float | None
+    failed: int
+
+
+Line = Folder | Resumed | Failure | Progress | Round
+
+
+# Writing --------------------------------------------------------------------------------------------------------------
+
+
+def folder_line(path: Path) -> str:
+    """Name the run's folder."""
+    return f"{_FOLDER}{path}"
+
+
+def resumed_line(round: int) -> str:
+    """Name the last round of a run that goes on."""
+    return f"{_RESUMED}{round}"
+
+
+def error_lines(error: Exception) -> Iterator[str]:
+    """Tell why a run ended, one line for each of the message's."""
+    for line in str(error).splitlines():
+        yield f"{_ERROR}{line}"
+
+
+def round_line(record: Mapping[str, Any], total: int) -> str:
+    """Return the line that ends a round: a sentence for people, then the same as data. record: as in metrics.jsonl."""
+    return _write(
+        Round(
+            record["round"], total, record["accuracy-before"], _deviation(record, "accuracy-before"),
+            record["accuracy-after"], _deviation(record, "accuracy-after"), record["loss"], len(record["clients"]),
+            record["upload-bytes"], record["download-bytes"], record["seconds"], "evaluation" in record,
+            record.get("evaluation", {}).get("accuracy"), len(record["failures"]),
+        )
+    )  # fmt: skip
+
+
+def sentence(r: Round) -> str:
+    """Tell a finished round in one line, for people."""
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases_of(r).items())
+    line = (
+        f"round {r.number}/{r.total}: accuracy {_percent(r.before, r.before_deviation)} before, "
+        f"{_percent(r.after, r.after_deviation)} after training, loss {number(r.loss)}, {r.clients} clients, "
+        f"{r.upload_bytes / 1e6:.1f} MB up, {r.download_bytes / 1e6:.1f} MB down, {r.seconds['round']:.1f} s"
+    )
+    line += f" ({phases})" if phases else ""
+    line += f"; all clients {_percent(r.everyone)}" if r.evaluated else ""
+    return line + (f"; {r.failed} failed" if r.failed else "")
+
+
+def phases_of(r: Round) -> dict[str, float]:
+    """Return the phases of a round that took long enough to be shown, in seconds."""
+    return {name: seconds for name, seconds in r.seconds.items() if name != "round" and seconds >= 0.05}
+
+
+def number(value: float | None) -> str:
+    """Write a loss."""
+    return "n/a" if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None, deviation: float | None = None) -> str:
+    shown = "  n/a" if value is None else f"{100 * value:5.1f}%"
+    return shown + ("" if deviation is None else f" ± {100 * deviation:.1f}")
+
+
+def _deviation(record: Mapping[str, Any], name: str) -> float | None:
+    values = [float(row[name]) for row in record["clients"].values() if row.get(name) is not None]
+    return statistics.pstdev(values) if len(values) > 1 else None
+
+
+def _write(r: Round) -> str:
+    return f"{sentence(r)}{_DATA}{json.dumps(dataclasses.asdict(r), separators=(',', ':'))}"
 
 
 class LineProgress:
-    """Progress as log lines, `what: done/total`, at most four a second but for the last; a display turns them into bars."""
+    """Progress as log lines, at most four a second but for the last; a display turns them into bars."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -31,36 +159,36 @@ class LineProgress:
         now = time.monotonic()
         if done >= total or now - self._last >= PROGRESS_SECONDS:
             self._last = now
-            log.info("%s: %d/%d", what, done, total)
+            log.info("%s%s", _PROGRESS, json.dumps([what, done, total]))
 
 
-def read_progress(text: str) -> tuple[str, int, int] | None:
-    """Read a line of LineProgress back; None for any other."""
-    what, _, count = text.rpartition(": ")
-    done, _, total = count.partition("/")
-    return (what, int(done), int(total)) if done.isdigit() and total.isdigit() else None
+# Reading --------------------------------------------------------------------------------------------------------------
 
 
-def round_line(record: Mapping[str, Any], total: int) -> str:
-    """One line per round for the log."""
+def read(text: str) -> Line | None:
+    """Read a line of ours back; None for one that is meant for people alone."""
+    if text.startswith(_FOLDER):
+        return Folder(Path(text.removeprefix(_FOLDER)))
+    if text.startswith(_ERROR):
+        return Failure(text.removeprefix(_ERROR))
+    try:
+        if text.startswith(_RESUMED):
+            return Resumed(int(text.removeprefix(_RESUMED)))
+        if text.startswith(_PROGRESS):
+            what, done, total = json.loads(text.removeprefix(_PROGRESS))
+            return Progress(str(what), int(done), int(total))
+    except (ValueError, TypeError):
+        return None
+    return read_round(text)
 
-    def percent(value: float | None) -> str:
-        return "  n/a" if value is None else f"{100 * value:5.1f}%"
 
-    def spread(name: str) -> str:
-        values = [row[name] for row in record["clients"].values() if row.get(name) is not None]
-        return f" ± {100 * np.std(values):.1f}" if len(values) > 1 else ""
-
-    seconds = record["seconds"]
-    phases = ", ".join(f"{k} {v:.1f}" for k, v in seconds.items() if k != "round" and v >= 0.05)
-    loss = "n/a" if record["loss"] is None else f"{record['loss']:.3f}"
-    line = (
-        f"round {record['round']}/{total}: "
-        f"accuracy {percent(record['accuracy-before'])}{spread('accuracy-before')} before, "
-        f"{percent(record['accuracy-after'])}{spread('accuracy-after')} after training, loss {loss}, "
-        f"{len(record['clients'])} clients, {record['upload-bytes'] / 1e6:.1f} MB up, "
-        f"{record['download-bytes'] / 1e6:.1f} MB down, {seconds['round']:.1f} s" + (f" ({phases})" if phases else "")
-    )
-    if "evaluation" in record:
-        line += f"; all clients {percent(record['evaluation']['accuracy'])}"
-    return line + (f"; {len(record['failures'])} failed" if record["failures"] else "")
+def read_round(text: str) -> Round | None:
+    """Read the line that ends a round; None for any other, also for one that quotes such data behind another sentence."""
+    _, mark, data = text.partition(_DATA)
+    if not mark:
+        return None
+    try:
+        found = Round(**json.loads(data))
+        return found if _write(found) == text else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None

@@ -20,14 +20,13 @@ import yaml
 from flwr.app import Error, Message
 
 from client_app.client_app import app as client_app
-from deploy.node import free_ports
 from fl_app import server_app
 from fl_app.config import parse
-from fl_app.experiments.launch import end_processes, flower_environment, free_port, processes_with
+from fl_app.processes import end_processes, flower_environment, free_ports, processes_with, script
 from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 
-COROLLA = str(Path(sys.executable).parent / "corolla")
+COROLLA = script("corolla")
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 120, every: float = 0.02) -> Any:
@@ -63,7 +62,7 @@ class Cluster:
             self.start_supernode(client_id, clients)
 
     def start_superlink(self) -> None:
-        self.port, self.fleet = free_port(), f"{self.address}:{free_port()}"
+        self.port, self.fleet = free_ports(1)[0], f"{self.address}:{free_ports(1)[0]}"
         self.restart_superlink()
 
     def restart_superlink(self) -> None:
@@ -84,7 +83,7 @@ class Cluster:
     def start_supernode(self, client_id: int, num_clients: int, inside: Sequence[str] | None = None, **config: str) -> None:
         node = f"partition-id={client_id} num-partitions={num_clients}"
         node += "".join(f' {name.replace("_", "-")}="{value}"' for name, value in config.items())
-        address = ["--superlink", self.fleet, "--port", str(free_port()), "--node-config", node]
+        address = ["--superlink", self.fleet, "--port", str(free_ports(1)[0]), "--node-config", node]
         where = self.inside if inside is None else inside
         self._start(
             f"supernode-{client_id}", [*where, script("flower-supernode"), "--insecure", *address],
@@ -266,10 +265,6 @@ def with_test_models(environment: Mapping[str, str]) -> dict[str, str]:
     """What to add to an environment in which models of gated.py are built."""
     paths = [str(Path(__file__).parent), *filter(None, [environment.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-def script(name: str) -> str:
-    return str(Path(sys.executable).parent / name)
 
 
 def corolla(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

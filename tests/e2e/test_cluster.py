@@ -17,8 +17,7 @@ import psutil
 import pytest
 
 from deploy.inventory import is_loopback
-from deploy.node import free_ports
-from fl_app.experiments.launch import end_processes
+from fl_app.processes import end_processes, free_ports
 from tests.e2e.conftest import Lab, corolla, settings, summary, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]

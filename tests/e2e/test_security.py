@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from deploy import explain
-from deploy.node import free_ports
-from fl_app.experiments.launch import end_processes, processes_with
-from tests.e2e.conftest import Lab, Run, rounds, script, summary, wait_for
+from fl_app.processes import end_processes, free_ports, processes_with, script
+from tests.e2e.conftest import Lab, Run, rounds, summary, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

@@ -1,0 +1,123 @@
+"""Flower's processes on this machine: their environment, free ports, waiting for them, finding them again, ending them.
+
+A process is found by what it carries in its environment, children included, or known by its pid and start mark together: whoever
+has the same pid later has another mark.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from fl_app.errors import UserError
+
+LAUNCH = "COROLLA_LAUNCH"  # which launch a process belongs to
+LAUNCHER = "COROLLA_LAUNCHER"  # identity of the command that must end it
+_START_SECONDS = 60
+
+
+def flower_environment(flwr_home: Path | None = None) -> dict[str, str]:
+    """Environment for Flower's processes: no telemetry, no run-time installation of dependencies."""
+    env = dict(os.environ)
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+    env["FLWR_TELEMETRY_ENABLED"] = "0"
+    env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
+    env["FLWR_DISABLE_UPDATE_CHECK"] = "1"
+    env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    env["PYTHONUNBUFFERED"] = "1"
+    if flwr_home is not None:
+        env["FLWR_HOME"] = str(flwr_home)
+    return env
+
+
+def script(name: str) -> str:
+    """Return the path of a command installed beside this Python."""
+    return str(Path(sys.executable).parent / name)
+
+
+def free_ports(count: int) -> list[int]:
+    """Distinct TCP ports that were free on loopback a moment ago."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [int(sock.getsockname()[1]) for sock in sockets]
+
+
+def wait_for_http(url: str, process: psutil.Popen, log: Path) -> None:
+    """Return when `url` answers. Raises UserError with the end of the log if the process ends first or takes too long."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1):
+            return
+        time.sleep(0.05)
+    raise UserError(f"the SuperLink did not start; the end of its log:\n{log.read_text(errors='replace')[-2000:]}")
+
+
+# Who is who -----------------------------------------------------------------------------------------------------------
+
+
+def start_mark(pid: int) -> str | None:
+    """Return when a live process started, in units that survive clock changes; None if there is none (or a zombie)."""
+    with contextlib.suppress(psutil.Error, OSError, IndexError):
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        if Path("/proc/sys/kernel/random/boot_id").exists():
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return f"{boot}/{fields[19]}"  # field 22, starttime in clock ticks since boot
+        return f"{process.create_time():.2f}"
+    return None
+
+
+def identity(pid: int) -> str:
+    """Return a live process's pid and start mark as one word."""
+    return f"{pid}:{start_mark(pid)}"
+
+
+def is_alive(identity: str) -> bool:
+    """Tell whether exactly this process is still running."""
+    pid, _, mark = identity.partition(":")
+    return pid.isdigit() and start_mark(int(pid)) == mark
+
+
+def processes_with(variable: str) -> list[psutil.Process]:
+    """Processes of this user whose environment has NAME=value (that of what we launched, children included)."""
+    name, value = variable.split("=", 1)
+    return [process for process, found in _carrying(name) if found == value]
+
+
+def orphans() -> list[psutil.Process]:
+    """Processes whose launching command is gone without having ended them."""
+    return [process for process, launcher in _carrying(LAUNCHER) if not is_alive(launcher)]
+
+
+def _carrying(name: str) -> list[tuple[psutil.Process, str]]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            value = process.environ().get(name) if process.pid != os.getpid() else None
+            if value is not None:
+                found.append((process, value))
+    return found
+
+
+def end_processes(processes: Sequence[psutil.Process], seconds: float = 10) -> None:
+    """SIGTERM, and SIGKILL for those that are still there after `seconds`."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    for process in alive:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, timeout=seconds)
