@@ -117,7 +117,7 @@ def save_models(strategy: PersonalizedStrategy[Any], exchange: Exchange, folder:
             folder.save_model(f"client-{client_id}", strategy.full_layout, model)
     else:
         for client_id in sorted(strategy.personal):
-            folder.save_model(f"client-{client_id}", strategy.layout, strategy.model_for(client_id))
+            folder.save_model(f"client-{client_id}", strategy.layout, strategy.personal_model(client_id))
 
 
 def configure_logging() -> None:

@@ -143,6 +143,16 @@ def squared_distances(W: Stack, V: Stack | None = None) -> NDArray[np.float64]:
     return distances
 
 
+def squared_distance(v: NDArray[np.float32], w: NDArray[np.float32]) -> float:
+    """Squared Euclidean distance of two vectors, float32 [d] each, from differences in float64."""
+
+    def part(span: tuple[int, int]) -> float:
+        difference = np.subtract(v[slice(*span)], w[slice(*span)], dtype=np.float64)
+        return float(difference @ difference)
+
+    return sum(in_order(part, blocks(0, v.size)))
+
+
 def _directly(W: Stack, V: Stack, close: NDArray[np.bool_], distances: NDArray[np.float64]) -> None:
     """Replace the chosen squared distances by sums of squared differences."""
     pairs = np.argwhere(close).tolist()

@@ -84,6 +84,14 @@ def test_attention_refuses(sigma: float, alpha: float, message: str) -> None:
         attention(W, sigma=sigma, alpha=alpha)
 
 
+def test_without_scaling_a_clients_own_weight_is_what_is_left() -> None:
+    # alpha = 4, as printed: row 0 keeps 1 - 1.484, a negative weight
+    got = attention(W, sigma=2, alpha=4, convex=False)
+    np.testing.assert_allclose(got[0], [1 - 4 * (A + C), 4 * A, 4 * C])
+    np.testing.assert_allclose(got.sum(axis=1), 1)
+    assert (attention(W, sigma=2, alpha=1, convex=False) == attention(W, sigma=2, alpha=1)).all()
+
+
 # server half
 
 
@@ -122,11 +130,33 @@ def test_partial_participation() -> None:
     assert not strategy.has_global_model()
 
 
-def test_scaling_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_client_is_mixed_with_the_rounds_uploads() -> None:
+    # client 0 stays at (0, 0); clients 1 and 2 move to (0, 1) and (0, 3): distances 1 and 9
+    strategy = server()
+    play(strategy, 1, [0, 1, 2], [0, 1, 2])
+    play(strategy, 2, [1, 2], [1, 2], np.array([[9, 9], [0, 1], [0, 3]], np.float32))
+    np.testing.assert_allclose(strategy.model_for(0).params, [0, pull(1) * 1 + pull(9) * 3], rtol=1e-6)
+
+
+def test_what_is_exported_is_the_clients_own_model() -> None:
+    strategy = server()
+    play(strategy, 1, [0, 1, 2], [0, 1, 2])
+    assert [strategy.personal_model(i).params.tolist() for i in range(3)] == W.tolist()
+
+
+def test_alpha_decays() -> None:
+    params = FedAMPParams(alpha=1e4, alpha_decay=0.1, alpha_decay_every=30)
+    assert [params.alpha_in(t) for t in (1, 30)] == [1e4, 1e4]
+    assert [params.alpha_in(t) for t in (31, 61)] == pytest.approx([1e3, 1e2])
+
+
+def test_a_negative_own_weight_is_warned_of_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("corolla"), "propagate", True)
     play(server(), 1, [0, 1, 2], [0, 1, 2])
     assert not caplog.messages
-    play(server(alpha=4.0), 3, [5, 6, 8], [0, 1, 2])
+    strategy = server(alpha=4.0)
+    play(strategy, 3, [5, 6, 8], [0, 1, 2])
+    play(strategy, 4, [5, 6, 8], [0, 1, 2])
     assert len(caplog.messages) == 1 and "round 3" in caplog.messages[0] and "clients [5, 6]" in caplog.messages[0]
 
 
@@ -152,7 +182,12 @@ def test_training_pulls_to_the_cloud_model(lam: float, alpha: float, mu: float) 
     start = Model(f32(1, 2), f32(3))
     params = FedAMPParams(lam=lam, alpha=alpha)
     ctx = RoundContext(config(), params, 1, 0, LAYOUT, LAYOUT.names, lambda: start, trainer, 12, {})
-    after = FedAMPUpdate().train(start, State(), ctx)
+    state = State()
+    after = FedAMPUpdate().train(start, state, ctx)
     assert after.params.tolist() == [2, 3]
+    received = Model(f32(1, 2), f32(9))  # the next cloud model: the centre; training goes on from the client's own
+    again = FedAMPUpdate().train(received, state, ctx)
+    assert again.params.tolist() == [3, 4] and again.buffers.tolist() == [3]
+    assert FedAMPUpdate().personal(received, state, ctx).params.tolist() == [3, 4]
     upload = FedAMPUpdate().upload(start, after, State(), ctx)
     assert upload.mask is None and upload.nbytes == 4 * 3 and upload.num_examples == 12

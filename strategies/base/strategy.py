@@ -51,6 +51,10 @@ class PersonalizedStrategy(Rounds, Generic[P]):
         """Choose the round's clients: fraction-train of those connected, at least one, sorted."""
         return self.drawn(client_ids, round)
 
+    def personal_model(self, client_id: int) -> Model:
+        """Return what the server holds of a client's personal model, for the run folder; by default what the client is sent."""
+        return self.model_for(client_id)
+
     def has_global_model(self) -> bool:
         """Tell whether `global_model` is a result of the method."""
         return self.layout.d > 0
