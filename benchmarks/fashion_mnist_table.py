@@ -39,7 +39,7 @@ def main() -> None:
     print("| method | final, all clients | pooled | fine-tuned | before, last 10 rounds | after, last 10 rounds | seeds |")
     print("|---|---|---|---|---|---|---|")
     for method, runs in sorted(found.items(), key=lambda item: -statistics.mean(run[0] for run in item[1])):
-        cells = [f"{statistics.mean(column):.1f} ± {statistics.pstdev(column):.1f}" for column in zip(*runs, strict=True)]
+        cells = [f"{statistics.mean(column):.1f} ± {statistics.stdev(column):.1f}" for column in zip(*runs, strict=True)]
         print(f"| {method} | {' | '.join(cells)} | {len(runs)} |")
 
 

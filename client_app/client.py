@@ -73,7 +73,7 @@ class CorollaClient(NumPyClient):
             return [], 0, {wire.ERROR: describe(error)}
 
     def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
-        """Evaluate the personalized model; with finetune-epochs also the received one after so many local epochs."""
+        """Evaluate the personalized model; with finetune-epochs also what so many local epochs make of it."""
         try:
             download = wire.decode_download(parameters, config)
             ctx, state, trainer = self._context(download)
@@ -87,7 +87,7 @@ class CorollaClient(NumPyClient):
                 **self._fallback,
             }
             if self.config.finetune_epochs:
-                tuned = update.finetune(start, state, ctx, self.config.finetune_epochs)
+                tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
                 metrics["accuracy-finetuned"] = trainer.evaluate(tuned)[1]
             return loss, len(self.data.y_test), dict(metrics)
         except Exception as error:

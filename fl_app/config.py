@@ -164,7 +164,7 @@ class RunConfig:
         5, "Rounds between checkpoints; there is always one after the last.", AT_LEAST_ONE, about="running"
     )
     finetune_epochs: int = key(
-        0, "Evaluations also report every client's accuracy after so many local epochs from the model it received; not kept.",
+        0, "Evaluations also report every client's accuracy after so many local epochs from its personal model; not kept.",
         NOT_NEGATIVE, compared=False,
     )
     # files

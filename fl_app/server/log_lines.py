@@ -141,7 +141,7 @@ def _percent(value: float | None, deviation: float | None = None) -> str:
 
 def _deviation(record: Mapping[str, Any], name: str) -> float | None:
     values = [float(row[name]) for row in record["clients"].values() if row.get(name) is not None]
-    return statistics.pstdev(values) if len(values) > 1 else None
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def _write(r: Round) -> str:
