@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from fl_app.catalogue import DATASETS, MODELS, NODE, PATH_DATASETS
 from fl_app.errors import UserError
@@ -216,35 +216,51 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     _check_words(values, methods, problems)
     if not problems:
         _check_together(values, problems)
-    if problems:
-        raise UserError("invalid configuration:\n" + "\n".join(f"  {p}" for p in problems))
+    complain(problems)
     top = {s.field: values[s.name] for s in specs(RunConfig)}
     method = str(values["method"])
     cls = methods[method]
     params = cls(**{s.field: values[s.name] for s in specs(cls, method)})
     defaults = {name: spec.default for name, spec in known.items()}
-    return RunConfig(**top, params=params, resolved=values, defaults=defaults)  # type: ignore[arg-type]
+    config = RunConfig(**top, params=params, resolved=values, defaults=defaults)  # type: ignore[arg-type]
+    complain([*params.problems(config)] if isinstance(params, Checked) else [])
+    return config
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """Parameters of a method with rules that one key's range cannot say."""
+
+    def problems(self, config: RunConfig) -> Iterable[str]:
+        """Say what is wrong with the values together, one line each: key, rule, value."""
+        ...
+
+
+def complain(problems: Sequence[str]) -> None:
+    """Raise UserError with all of the problems, if there are any."""
+    if problems:
+        raise UserError("invalid configuration:\n" + "\n".join(f"  {p}" for p in problems))
 
 
 def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
-    def complain(name: str, allowed: tuple[str, ...], more: str = "", prefixes: tuple[str, ...] = ()) -> None:
+    def refuse(name: str, allowed: tuple[str, ...], more: str = "", prefixes: tuple[str, ...] = ()) -> None:
         value = values[name]
         kind, colon, _ = str(value).partition(":")
         hint = nearest(kind + colon, (*allowed, *prefixes))
         problems.append(f"{name}: must be one of {', '.join(allowed)}{more}, got {value!r}{hint}")
 
     if values["method"] not in methods:
-        complain("method", tuple(methods))
+        refuse("method", tuple(methods))
     dataset, partition, model = str(values["dataset"]), str(values["partition"]), str(values["model"])
     words = (*(name for name, data in DATASETS.items() if not data.has_path), NODE)
     if dataset in DATASETS and DATASETS[dataset].has_path:
         problems.append(f"dataset: {dataset} needs its folder: {dataset}:/path/to/it")
     elif dataset not in words and not _has_path(dataset, PATH_DATASETS):
-        complain("dataset", words, " or folder:/path, npz:/path", PATH_DATASETS)
+        refuse("dataset", words, " or folder:/path, npz:/path", PATH_DATASETS)
     if partition not in PARTITIONS and not _has_path(partition, ("file:",)):
-        complain("partition", PARTITIONS, " or file:/path.npz", ("file:",))
+        refuse("partition", PARTITIONS, " or file:/path.npz", ("file:",))
     if model not in MODELS and not re.fullmatch(r"[\w.]+:\w+", model):
-        complain("model", tuple(MODELS), " or module:factory")
+        refuse("model", tuple(MODELS), " or module:factory")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
         problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
     if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):

@@ -10,7 +10,7 @@ Linear layer; epochs instead of the theory's full gradient steps. BatchNorm's pa
 the body: in the head's epochs the layers normalise by the batch, as in all training, so that the head learns on the features
 it will meet in the body's epochs, but the running statistics they gather are dropped; they move in the body's epochs
 only. The two phases draw their batches from different random streams. A round's reported training loss is that of the
-last body epoch.
+last body epoch. Of E local epochs one trains the body by default, as in the authors' code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from strategies.fedavg import FedAvg
 class FedRepParams:
     """Parameters of FedRep, table `fedrep`."""
 
-    head_epochs: int = key(0, "Epochs on the head, body frozen (tau); 0: `local-epochs`.", NOT_NEGATIVE)
+    head_epochs: int = key(0, "Epochs on the head, body frozen (tau); 0: `local-epochs` - 1, at least one.", NOT_NEGATIVE)
     body_epochs: int = key(1, "Epochs on the body, head frozen, after those on the head.", AT_LEAST_ONE)
 
 
@@ -37,7 +37,8 @@ class FedRepUpdate(LocalUpdate[FedRepParams]):
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedRepParams]) -> Model:
         """Train the head, then the body; keep the head."""
         p = ctx.params
-        with_head = ctx.trainer.train(start, epochs=p.head_epochs or None, purpose="train-head", frozen=ctx.shared)
+        head_epochs = p.head_epochs or max(1, ctx.config.local_epochs - 1)
+        with_head = ctx.trainer.train(start, epochs=head_epochs, purpose="train-head", frozen=ctx.shared)
         after = ctx.trainer.train(with_head, epochs=p.body_epochs, purpose="train-body", frozen=ctx.local)
         self.keep_local(after, state, ctx)
         return after

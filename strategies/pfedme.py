@@ -8,21 +8,24 @@ lambda (w - theta) being the envelope's gradient. It sends w and is evaluated wi
 w_g <- (1 - beta) w_g + beta mean_i w_i, the mean over the round's clients, UNWEIGHTED as printed in Algorithm 1 (the authors'
 code weights it by training samples).
 
-eta is `learning-rate`. eta lambda >= 1 carries w past theta, alpha lambda >= 2 (alpha the inner learning rate) lets the inner
-steps diverge even without a loss: both are warned of.
+eta is `outer-learning-rate`; eta lambda >= 1 would carry w past theta and is refused. alpha lambda >= 2 (alpha the inner learning
+rate) lets the inner steps diverge even without a loss, which is warned of. `learning-rate` has no part in it.
 
-Deviations: `local-epochs` passes over the data instead of R single batches. theta starts from w_g in every round and then goes
-on from one batch to the next, as in the authors' code (the paper leaves its start open). Inner steps are plain gradient steps:
-`momentum` is not used, and a warning says so; `weight-decay` is part of f; `learning-rate-decay` acts on eta alone. BatchNorm's
-running statistics are those theta's training gathers, sent along with w, and the server takes their plain mean (an
-extrapolation with beta > 1 could make a variance negative).
+The authors train all clients in every round and average a sample of them; here only the sample trains, an idle client's theta
+waits. Deviations: `local-epochs` passes over the data instead of R single batches. theta starts from w_g in every round and
+then goes on from one batch to the next, as in the authors' code (the paper leaves its start open). Inner steps are plain
+gradient steps: `momentum` is not used, and a warning says so; `weight-decay` is part of f; `learning-rate-decay` acts on eta
+alone. BatchNorm's running statistics are those theta's training gathers, sent along with w, and the server takes their plain
+mean (an extrapolation with beta > 1 could make a variance negative).
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, key
 from fl_app.layout import Model, Vector
 from strategies.aggregate import Stack, weighted_mean
@@ -37,8 +40,19 @@ class PFedMeParams:
 
     proximal_weight: float = key(15.0, "Pull of theta towards w (the paper's lambda).", POSITIVE)
     inner_steps: int = key(5, "Gradient steps on theta per batch (K).", AT_LEAST_ONE)
-    inner_learning_rate: float = key(0.05, "Step size of theta; `learning-rate` is that of w (eta).", POSITIVE)
+    inner_learning_rate: float = key(0.05, "Step size of theta.", POSITIVE)
+    outer_learning_rate: float = key(
+        0.005, "Step size of w (eta), times `learning-rate-decay`; times `proximal-weight` below 1.", POSITIVE
+    )
     beta: float = key(1.0, "Server step towards the clients' mean (beta); above 1 extrapolates.", POSITIVE)
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        """Refuse outer steps that carry w past theta."""
+        if (step := self.outer_learning_rate * self.proximal_weight) >= 1:
+            yield (
+                f"pfedme.outer-learning-rate: times pfedme.proximal-weight ({self.proximal_weight:g}) must be below 1, got "
+                f"{self.outer_learning_rate:g}, which makes {step:g}"
+            )
 
 
 def mix(previous: Vector, W: Stack, beta: float) -> Vector:
@@ -53,12 +67,7 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
     def summary(self) -> None:
         """Log what runs; warn of step sizes that overshoot and of what is ignored."""
         super().summary()
-        eta, p = self.config.learning_rate, self.params
-        if eta * p.proximal_weight >= 1:
-            log.warning(
-                "pfedme: learning-rate * proximal-weight = %g * %g = %g carries w past theta; it should be below 1",
-                eta, p.proximal_weight, eta * p.proximal_weight,
-            )
+        p = self.params
         if p.inner_learning_rate * p.proximal_weight >= 2:
             log.warning(
                 "pfedme: inner-learning-rate * proximal-weight = %g * %g = %g lets inner steps diverge; it must be below 2",
@@ -80,6 +89,7 @@ class PFedMeUpdate(LocalUpdate[PFedMeParams]):
         """Return w, keep theta as the personal model."""
         p = ctx.params
         trainer = ctx.trainer
+        eta = p.outer_learning_rate * ctx.config.learning_rate_decay ** (ctx.round - 1)
         trainer.load(start)
         theta, w = trainer.weights, trainer.weights.clone()
         for x, y in trainer.batches():
@@ -87,7 +97,7 @@ class PFedMeUpdate(LocalUpdate[PFedMeParams]):
                 trainer.differentiate(x, y, counted=k == 0)
                 trainer.gradient.add_(theta - w, alpha=p.proximal_weight)
                 trainer.step(p.inner_learning_rate)
-            w.sub_(w - theta, alpha=trainer.learning_rate * p.proximal_weight)
+            w.sub_(w - theta, alpha=eta * p.proximal_weight)
         personal = trainer.read()
         self.keep_personal(personal, state)
         return Model(trainer.vector(w), personal.buffers)

@@ -49,7 +49,8 @@ def documented_bytes(method: str, layout: Layout) -> tuple[int, int]:
     travels = {
         "local": 0, "fedper": whole - head, "fedrep": whole - head, "lg-fedavg": head, "fedbn": whole - norms,
     }.get(method, whole)  # fmt: skip
-    return travels + (mask if method in ("fedcac", "feddac") else 0), travels
+    extra = {"fedcac": mask, "feddac": mask, "fedobp": 8 * len(layout.params)}.get(method, 0)
+    return travels + extra, travels
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["full", "partial"])

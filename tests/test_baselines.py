@@ -383,7 +383,7 @@ def test_pfedme_one_batch_by_hand() -> None:
     # theta_1 = 0 + ln3 * (1/2 - 1/2 * 0) = ln(3)/2; theta_2 = ln(3)/2 + ln3 * (1/4 - 1/2 * (ln(3)/2 - 0)) = 0.5222220.
     # w = 0 - eta lambda (0 - theta_2) = 1/8 * 0.5222220 = 0.0652778. The personal model is theta_2.
     ctx = tiny_client(
-        "pfedme", 1, learning_rate=0.25, pfedme={"inner_steps": 2, "inner_learning_rate": LN3, "proximal_weight": 0.5}
+        "pfedme", 1, pfedme={"outer_learning_rate": 0.25, "inner_steps": 2, "inner_learning_rate": LN3, "proximal_weight": 0.5}
     )
     update, state = METHODS["pfedme"].local_update(), State()
     w = update.train(tiny(0), state, ctx)
@@ -396,7 +396,7 @@ def test_pfedme_one_batch_by_hand() -> None:
 def test_pfedme_second_batch_goes_on_from_theta_and_the_new_w() -> None:
     # As above with two batches: theta goes on from theta_2, its centre is now w_1; then w_2 = w_1 + 1/8 * (theta_4 - w_1).
     ctx = tiny_client(
-        "pfedme", 2, learning_rate=0.25, pfedme={"inner_steps": 2, "inner_learning_rate": LN3, "proximal_weight": 0.5}
+        "pfedme", 2, pfedme={"outer_learning_rate": 0.25, "inner_steps": 2, "inner_learning_rate": LN3, "proximal_weight": 0.5}
     )
     w, theta = 0.0, 0.0
     for _ in range(2):
@@ -427,12 +427,16 @@ def test_pfedme_server_steps_towards_the_unweighted_mean(tmp_path: Path) -> None
     assert server.global_model.params.tolist() == [2.5, 3]
 
 
+def test_pfedme_refuses_outer_steps_that_carry_w_past_theta() -> None:
+    with pytest.raises(UserError, match=r"pfedme.outer-learning-rate: times pfedme.proximal-weight \(15\) must be below 1, got 0.1"):
+        small_client("pfedme", pfedme={"outer_learning_rate": 0.1})
+
+
 def test_pfedme_warns_once_of_steps_that_overshoot(run: Any, warnings_logged: list[str]) -> None:
-    run("pfedme", momentum=0.0, learning_rate=0.05)
+    run("pfedme", momentum=0.0)
     assert not warnings_logged
-    run("pfedme", momentum=0.5, learning_rate=0.1, pfedme={"inner_learning_rate": 0.15})
+    run("pfedme", momentum=0.5, pfedme={"inner_learning_rate": 0.15})
     assert [m.split(" = ")[0] for m in warnings_logged] == [
-        "pfedme: learning-rate * proximal-weight",
         "pfedme: inner-learning-rate * proximal-weight",
         "pfedme: momentum 0.5 is not used, inner steps are plain gradient steps",
     ]
@@ -476,7 +480,7 @@ def test_fedrep_trains_the_head_then_the_body(monkeypatch: pytest.MonkeyPatch) -
     body = ctx.layout.names - head
     assert ctx.local == head and {"bn.running_mean", "bn.running_var"} <= body
     assert [c[0] for c in calls] == [
-        {"epochs": None, "purpose": "train-head", "frozen": body}, {"epochs": 1, "purpose": "train-body", "frozen": head},
+        {"epochs": 2, "purpose": "train-head", "frozen": body}, {"epochs": 1, "purpose": "train-body", "frozen": head},
     ]
     with_head = ctx.layout.tensors(calls[0][2])
     before, after = ctx.layout.tensors(start), ctx.layout.tensors(final)
@@ -491,7 +495,7 @@ def test_fedrep_epochs_are_configurable() -> None:
     ctx = small_client("fedrep", local_epochs=3)
     update = METHODS["fedrep"].local_update()
     default = update.train(ctx.initial(), State(), ctx)
-    same = small_client("fedrep", local_epochs=1, fedrep={"head_epochs": 3})
+    same = small_client("fedrep", local_epochs=1, fedrep={"head_epochs": 2})
     other = small_client("fedrep", local_epochs=3, fedrep={"body_epochs": 2})
     assert np.array_equal(default.params, update.train(same.initial(), State(), same).params)
     assert not np.array_equal(default.params, update.train(other.initial(), State(), other).params)

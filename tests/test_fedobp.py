@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from client_app.state import State
+from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload, WireError
@@ -205,13 +206,13 @@ def test_the_golden_round_on_the_client() -> None:
     ctx = context(trainer)
     first = one_round(f32(0, 0, 0, 0, 0), state, ctx)
     assert trainer.starts[0].params.tolist() == [0] * 5  # everything global
-    assert first.metrics[COUNTS] == "0,0" and first.mask is None
-    assert first.model.params is PREVIOUS and first.nbytes == 4 * 6 and first.num_examples == 12
+    assert first.extras[COUNTS].tolist() == [0, 0] and first.mask is None
+    assert first.model.params is PREVIOUS and first.nbytes == 4 * 6 + 8 * 2 and first.num_examples == 12
     second = one_round(RECEIVED, state, ctx)
     # personal: parameters 1 and 3, the client's 2 and 4; the rest received
     assert trainer.starts[1].params.tolist() == [1.5, 2, 3, 4, 4]
     assert trainer.starts[1].buffers.tolist() == [7]  # global statistics
-    assert second.metrics[COUNTS] == "1,1"
+    assert second.extras[COUNTS].tolist() == [1, 1]
     assert state.arrays["fedobp.params"].tolist() == [9] * 5
     # evaluation merges the model trained last with what is received then, and trains nothing
     assert FedOBPUpdate().merge(Model(f32(9, 9, 9, 9, 8), f32(7)), state, ctx).params.tolist() == [9] * 5
@@ -222,7 +223,7 @@ def test_nothing_is_personal_at_quantile_one() -> None:
     ctx = context(trainer, quantile=1.0)
     one_round(RECEIVED, state, ctx)
     upload = one_round(RECEIVED, state, ctx)
-    assert trainer.starts[1].params.tobytes() == RECEIVED.tobytes() and upload.metrics[COUNTS] == "0,0"
+    assert trainer.starts[1].params.tobytes() == RECEIVED.tobytes() and upload.extras[COUNTS].tolist() == [0, 0]
 
 
 def test_the_mask_is_uploaded_on_request() -> None:
@@ -230,15 +231,27 @@ def test_the_mask_is_uploaded_on_request() -> None:
     ctx = context(trainer, upload_mask=True)
     assert one_round(RECEIVED, state, ctx).mask.tolist() == [0]  # type: ignore[union-attr]
     upload = one_round(RECEIVED, state, ctx)
-    assert upload.mask is not None and masks.unpack(upload.mask, 5).tolist() == MASK and upload.nbytes == 4 * 6 + 1
+    assert upload.mask is not None and masks.unpack(upload.mask, 5).tolist() == MASK and upload.nbytes == 4 * 6 + 1 + 8 * 2
 
 
-def test_scope_classifier_keeps_the_threshold() -> None:
+def test_scope_classifier_takes_the_classifiers_own_quantile() -> None:
+    # w1's squared differences 0, 9, 1: the median is 1, above it parameter 3 alone
     trainer, state = Trainer(PREVIOUS, PREVIOUS), State()
     ctx = context(trainer, scope="classifier")
     one_round(RECEIVED, state, ctx)
-    assert one_round(RECEIVED, state, ctx).metrics[COUNTS] == "0,1"
+    assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [0, 1]
     assert trainer.starts[1].params.tolist() == [1.5, 0, 3, 4, 4]
+
+
+def test_table_8_makes_88_of_the_classifiers_5130_parameters_personal() -> None:
+    # 512 features and 10 classes; the linear quantile's rule: 5129 - floor(5129 * 0.983) = 88; the printed inf{F >= q}: 87
+    difference = np.random.default_rng(0).permutation(5130).astype(np.float32)
+    assert personal_mask(difference, np.zeros(5130, np.float32), [5120, 10], quantile=0.983).sum() == 88
+
+
+def test_scope_classifier_needs_a_classifier() -> None:
+    with pytest.raises(UserError, match=r"fedobp.scope: classifier needs a model with a Linear layer"):
+        METHOD.shared(flat_layout([2, 3]), FedOBPParams(scope="classifier"))
 
 
 def test_score_gradient_is_the_last_local_update() -> None:
@@ -246,7 +259,7 @@ def test_score_gradient_is_the_last_local_update() -> None:
     trainer, state = Trainer(PREVIOUS, f32(2, 9, 9, 4, 4)), State()
     ctx = context(trainer, score="gradient")
     one_round(f32(0, 0, 0, 0, 0), state, ctx)
-    assert one_round(RECEIVED, state, ctx).metrics[COUNTS] == "0,2"
+    assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [0, 2]
     assert trainer.starts[1].params.tolist() == [1.5, 0, 3, 4, 5]
     assert state.arrays["fedobp.update"].tolist() == [0.5, 9, 6, 0, 1]
 
@@ -255,7 +268,7 @@ def test_score_fisher_is_the_squared_gradient_at_the_own_model() -> None:
     trainer, state = Trainer(PREVIOUS, PREVIOUS, gradient=f32(-5, 1, 4, 0, -2)), State()
     ctx = context(trainer, score="fisher")
     one_round(f32(0, 0, 0, 0, 0), state, ctx)
-    assert one_round(RECEIVED, state, ctx).metrics[COUNTS] == "1,1"
+    assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [1, 1]
     assert trainer.starts[1].params.tolist() == [1, 0, 3, 7, 4]  # personal 0 (1) and 2 (3 = 3)
 
 
@@ -301,8 +314,8 @@ def server(**params: Any) -> FedOBP:
 def test_the_server_averages_by_samples_and_notes_counts() -> None:
     strategy = server()
     W, B = np.stack([PREVIOUS, RECEIVED, RECEIVED * 2]), np.stack([f32(1), f32(2), f32(5)])
-    metrics: list[Any] = [{COUNTS: text} for text in ("0,0", "1,1", "2,3")]
-    strategy.personalize(1, Uploads([0, 2, 5], W, B, np.array([1.0, 2.0, 1.0]), None, {}, metrics))
+    extras = {COUNTS: np.array([[0, 0], [1, 1], [2, 3]])}
+    strategy.personalize(1, Uploads([0, 2, 5], W, B, np.array([1.0, 2.0, 1.0]), None, extras, [{}] * 3))
     # (PREVIOUS + 2 RECEIVED + 2 RECEIVED)/4
     np.testing.assert_allclose(strategy.global_model.params, (PREVIOUS + 4 * RECEIVED) / 4)
     assert strategy.global_model.buffers.tolist() == [2.5]
@@ -317,33 +330,26 @@ def test_masks_are_expected_on_request_only() -> None:
     assert server(batchnorm_statistics="local").expected().b == 0
 
 
-@pytest.mark.parametrize("text", ["0,1", "2,3"])
-def test_check_accepts_counts(text: str) -> None:
-    server().check(Upload(INITIAL, metrics={COUNTS: text}))
+def counted(*counts: int, mask: np.ndarray | None = None) -> Upload:
+    return Upload(INITIAL, mask, {COUNTS: np.array(counts, np.int64)})
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (None, "metric personal-parameters must be 2 comma-separated counts, got 'None'"),
-        ("1", "must be 2 comma-separated counts, got '1'"),
-        ("1,x", "must be 2 comma-separated counts, got '1,x'"),
-        ("1,-1", "must be 2 comma-separated counts"),
-        ("1,9" + "9" * 30, "must be 2 comma-separated counts"),
-        (3, "must be 2 comma-separated counts, got '3'"),
-        ("3,0", "says 3 for w0, which has 2 elements"),
-    ],
-)
-def test_check_refuses_counts_by_name(value: Any, message: str) -> None:
+def test_check_accepts_counts() -> None:
+    server().check(counted(0, 1))
+    server().check(counted(2, 3))
+
+
+@pytest.mark.parametrize(("counts", "message"), [((3, 0), "says 3 for w0, which has 2 elements"), ((1, -1), "says -1 for w1")])
+def test_check_refuses_counts_by_name(counts: tuple[int, ...], message: str) -> None:
     with pytest.raises(WireError, match=message):
-        server().check(Upload(INITIAL, metrics={COUNTS: value} if value is not None else {}))
+        server().check(counted(*counts))
 
 
 def test_check_compares_counts_with_the_mask() -> None:
-    upload = Upload(INITIAL, masks.pack(np.array(MASK)), metrics={COUNTS: "1,1"})
-    server(upload_mask=True).check(upload)
+    mask = masks.pack(np.array(MASK))
+    server(upload_mask=True).check(counted(1, 1, mask=mask))
     with pytest.raises(WireError, match=r"says \[1, 2\], the mask has \[1, 1\] ones per layer"):
-        server(upload_mask=True).check(Upload(INITIAL, upload.mask, metrics={COUNTS: "1,2"}))
+        server(upload_mask=True).check(counted(1, 2, mask=mask))
 
 
 def test_count_by_layer() -> None:
