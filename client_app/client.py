@@ -113,6 +113,7 @@ class CorollaClient(NumPyClient):
         loss_before, before = self._timed("evaluate", lambda: trainer.evaluate(personal))
         trained = self._timed("train", lambda: update.train(start, state, ctx))
         train_loss = trainer.last_loss
+        update.keep_local(trained, state, ctx)
         personal = update.personal(trained, state, ctx)
         loss_after, after = self._timed("evaluate", lambda: trainer.evaluate(personal))
         upload = self._timed("score", lambda: update.upload(start, trained, state, ctx))

@@ -1,19 +1,29 @@
 """FedAvg: one global model, the mean of the clients' models weighted by their training samples.
 
 McMahan, Moore, Ramage, Hampson, Aguera y Arcas: "Communication-Efficient Learning of Deep Networks from Decentralized Data",
-AISTATS 2017. BatchNorm statistics are averaged like parameters.
+AISTATS 2017. BatchNorm statistics are averaged like parameters, or stay local.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
-from fl_app.keys import NoParams
+from fl_app.keys import key
 from fl_app.layout import Model
 from strategies.aggregate import weighted_mean
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics
 
 P = TypeVar("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalModelParams:
+    """Parameters of FedAvg, table `fedavg`, and of every method whose one global model all clients use."""
+
+    batchnorm_statistics: Literal["global", "local"] = key(
+        "global", "BatchNorm running statistics: averaged like parameters, or kept on the client (PFLlib)."
+    )
 
 
 class FedAvg(PersonalizedStrategy[P]):
@@ -24,4 +34,6 @@ class FedAvg(PersonalizedStrategy[P]):
         self.global_model = Model(weighted_mean(uploads.W, uploads.sizes), weighted_mean(uploads.B, uploads.sizes))
 
 
-METHOD = Method("fedavg", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], all_tensors)
+METHOD = Method(
+    "fedavg", GlobalModelParams, FedAvg[GlobalModelParams], LocalUpdate[GlobalModelParams], all_but_local_statistics
+)

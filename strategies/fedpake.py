@@ -17,7 +17,7 @@ divide by the number of clusters found (`divisor`): weights of usual size deviat
 are in Micro-Class 1 and one Macro-Class, and dividing by S multiplies the high-dispersion parameters by 1/S every round, which
 does not train. Dividing by the number found is FedAvg without sample weights there. Weights sum to at most 1, so parameters
 whose classes vary over the layer shrink; `normalize = true` (ours) rescales them to 1. Client means are unweighted as printed.
-BatchNorm statistics: plain mean.
+BatchNorm statistics: plain mean, or kept on the client as in the code base under its tables.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from numpy.typing import NDArray
 from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key
 from fl_app.layout import Model
 from strategies.aggregate import Stack, weighted_mean
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics
 from strategies.blocks import blocks, in_order
+from strategies.fedavg import GlobalModelParams
+from strategies.micro_classes import most_frequent, num_differing
 
 _TINY = 1e-12  # |mean| below it is replaced
 _ROUNDING = 1e-9  # similarities that reach delta but for rounding do reach it
@@ -45,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class FedPakeParams:
+class FedPakeParams(GlobalModelParams):
     """Parameters of FedPake, table `fedpake`."""
 
     threshold: float = key(0.2, "Normalised coefficient of variation above which dispersion is high (lambda, Eq. 4).", RATIO)
@@ -303,22 +305,6 @@ def _away_from_zero(mean: NDArray[np.float64], cv: str) -> NDArray[np.float64]:
     return out if cv == "absolute" else np.copysign(out, mean, out=out)
 
 
-def num_differing(classes: NDArray[np.uint8], highest: int) -> NDArray[np.int64]:
-    """Count, for all pairs of rows, the columns in which they differ (Eq. 8), int64 [N, N].
-
-    classes: uint8 [N, M], at most `highest`. Works on one packed plane of bits per binary digit.
-    """
-    n, m = classes.shape
-    planes = np.zeros((highest.bit_length(), n, -(-m // 64)), np.uint64)
-    for digit, plane in enumerate(planes):
-        plane.view(np.uint8)[:, : -(-m // 8)] = np.packbits(classes & (1 << digit), axis=1)
-    counts = np.zeros((n, n), np.int64)
-    for i in range(n - 1):
-        differ = np.bitwise_or.reduce(planes[:, i, None] ^ planes[:, i + 1 :], axis=0)
-        counts[i, i + 1 :] = counts[i + 1 :, i] = np.bitwise_count(differ).sum(axis=1, dtype=np.int64)
-    return counts
-
-
 def macro_classes(similarity: NDArray[np.float64], params: FedPakeParams) -> NDArray[np.int64]:
     """Group clients by the similarity of their Micro-Classes: cluster number per client, int64 [N].
 
@@ -339,29 +325,6 @@ def macro_classes(similarity: NDArray[np.float64], params: FedPakeParams) -> NDA
     return np.argsort(np.argsort(first))[label_of.reshape(-1)].astype(np.int64)
 
 
-def most_frequent(
-    classes: NDArray[np.uint8], members: Sequence[NDArray[np.intp]], highest: int
-) -> NDArray[np.uint8]:
-    """Most frequent of the classes 1..highest per column and group of rows, the smaller one in a tie (Eq. 9).
-
-    classes: uint8 [N, M]. Returns uint8 [groups, M], 0 where all of a group's classes are 0.
-    """
-    kind = np.min_scalar_type(len(classes))
-    winner = np.zeros((len(members), classes.shape[1]), np.uint8)
-    for start, stop in blocks(0, classes.shape[1]):
-        part, best = classes[:, start:stop], winner[:, start:stop]
-        most = np.zeros(best.shape, kind)
-        for c in range(1, highest + 1):
-            equal = part == c
-            for j, rows in enumerate(members):
-                count = np.add.reduce(equal if len(rows) == len(equal) else equal[rows], axis=0, dtype=kind)
-                won = (count > most[j]).view(np.uint8)
-                won *= np.uint8(c)  # classes come in increasing order: a later winner is the larger number
-                np.maximum(best[j], won, out=best[j])
-                np.maximum(most[j], count, out=most[j])
-    return winner
-
-
 class FedPake(PersonalizedStrategy[FedPakeParams]):
     """Server half."""
 
@@ -379,4 +342,4 @@ def round_to(value: float) -> float:
     return float(np.round(value, 6))
 
 
-METHOD = Method("fedpake", FedPakeParams, FedPake, LocalUpdate[FedPakeParams], all_tensors)
+METHOD = Method("fedpake", FedPakeParams, FedPake, LocalUpdate[FedPakeParams], all_but_local_statistics)

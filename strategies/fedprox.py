@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model, Vector
-from strategies.base import ClientState, Correction, LocalUpdate, Method, RoundContext, all_tensors
-from strategies.fedavg import FedAvg
+from strategies.base import ClientState, Correction, LocalUpdate, Method, RoundContext, all_but_local_statistics
+from strategies.fedavg import FedAvg, GlobalModelParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class FedProxParams:
+class FedProxParams(GlobalModelParams):
     """Parameters of FedProx, table `fedprox`."""
 
     mu: float = key(0.01, "Weight of the proximal term mu/2 ||w - w_g||^2 (mu, Eq. 2); 0 is FedAvg.", NOT_NEGATIVE)
@@ -54,4 +54,4 @@ class FedProxUpdate(LocalUpdate[FedProxParams]):
         return ctx.trainer.train(start, correction=proximal(ctx, ctx.params.mu, start.params))
 
 
-METHOD = Method("fedprox", FedProxParams, FedAvg[FedProxParams], FedProxUpdate, all_tensors)
+METHOD = Method("fedprox", FedProxParams, FedAvg[FedProxParams], FedProxUpdate, all_but_local_statistics)

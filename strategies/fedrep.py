@@ -35,13 +35,11 @@ class FedRepUpdate(LocalUpdate[FedRepParams]):
     """Client half: two phases."""
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedRepParams]) -> Model:
-        """Train the head, then the body; keep the head."""
+        """Train the head, then the body."""
         p = ctx.params
         head_epochs = p.head_epochs or max(1, ctx.config.local_epochs - 1)
         with_head = ctx.trainer.train(start, epochs=head_epochs, purpose="train-head", frozen=ctx.shared)
-        after = ctx.trainer.train(with_head, epochs=p.body_epochs, purpose="train-body", frozen=ctx.local)
-        self.keep_local(after, state, ctx)
-        return after
+        return ctx.trainer.train(with_head, epochs=p.body_epochs, purpose="train-body", frozen=ctx.local)
 
 
 METHOD = Method("fedrep", FedRepParams, FedAvg[FedRepParams], FedRepUpdate, all_but_classifier)

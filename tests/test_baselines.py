@@ -428,7 +428,7 @@ def test_pfedme_server_steps_towards_the_unweighted_mean(tmp_path: Path) -> None
 
 
 def test_pfedme_refuses_outer_steps_that_carry_w_past_theta() -> None:
-    with pytest.raises(UserError, match=r"pfedme.outer-learning-rate: times pfedme.proximal-weight \(15\) must be below 1, got 0.1"):
+    with pytest.raises(UserError, match=r"pfedme.outer-learning-rate: times pfedme.proximal-weight \(15\) must be below 1"):
         small_client("pfedme", pfedme={"outer_learning_rate": 0.1})
 
 
@@ -440,6 +440,15 @@ def test_pfedme_warns_once_of_steps_that_overshoot(run: Any, warnings_logged: li
         "pfedme: inner-learning-rate * proximal-weight",
         "pfedme: momentum 0.5 is not used, inner steps are plain gradient steps",
     ]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedpake"])
+def test_statistics_may_stay_on_the_client(run: Any, method: str) -> None:
+    done = run(method, **RESNET, **{method: {"batchnorm_statistics": "local"}})
+    layout = Layout.of(models.build("resnet8", in_channels=1, num_classes=10, image_size=8))
+    assert {row["upload-bytes"] for r in done.rounds for row in r["clients"].values()} == {4 * layout.d}
+    kept = [done.state(i, 2)["local.buffers"] for i in range(3)]
+    assert all(k.size == layout.b for k in kept) and not np.array_equal(kept[0], kept[1])
 
 
 # Phases, frozen parts ---------------------------------------------------------------------------------------------------
@@ -475,7 +484,9 @@ def test_fedrep_trains_the_head_then_the_body(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(ctx.trainer, "train", record)
     start, state = ctx.initial(), State()
-    final = METHODS["fedrep"].local_update().train(start, state, ctx)
+    update = METHODS["fedrep"].local_update()
+    final = update.train(start, state, ctx)
+    update.keep_local(final, state, ctx)
     head = frozenset({"classifier.weight", "classifier.bias"})
     body = ctx.layout.names - head
     assert ctx.local == head and {"bn.running_mean", "bn.running_var"} <= body

@@ -198,6 +198,7 @@ def one_round(received: np.ndarray, state: State, ctx: RoundContext[FedOBPParams
     travelling = Model(received, f32(buffer)) if ctx.shared >= LAYOUT.names else Model(received, np.zeros(0, np.float32))
     start = update.merge(travelling, state, ctx)
     after = update.train(start, state, ctx)
+    update.keep_local(after, state, ctx)
     return update.upload(start, after, state, ctx)
 
 

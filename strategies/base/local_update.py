@@ -204,12 +204,10 @@ class LocalUpdate(Generic[P]):
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
         """Train locally, leave in `state` what the method keeps, and return the model to upload."""
-        after = ctx.trainer.train(start)
-        self.keep_local(after, state, ctx)
-        return after
+        return ctx.trainer.train(start)
 
     def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[P]) -> None:
-        """Store the tensors that do not travel."""
+        """Store the tensors of the trained model that do not travel; called after `train`."""
         if ctx.local:
             kept = ctx.layout.take(after, ctx.local)
             state.arrays["local.params"], state.arrays["local.buffers"] = kept.params, kept.buffers

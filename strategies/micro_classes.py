@@ -1,0 +1,49 @@
+"""Counting over clients' Micro-Classes, small numbers per client and parameter (FedPake Eq. 8-9)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strategies.blocks import blocks
+
+
+def num_differing(classes: NDArray[np.uint8], highest: int) -> NDArray[np.int64]:
+    """Count, for all pairs of rows, the columns in which they differ (Eq. 8), int64 [N, N].
+
+    classes: uint8 [N, M], at most `highest`. Works on one packed plane of bits per binary digit.
+    """
+    n, m = classes.shape
+    planes = np.zeros((highest.bit_length(), n, -(-m // 64)), np.uint64)
+    for digit, plane in enumerate(planes):
+        plane.view(np.uint8)[:, : -(-m // 8)] = np.packbits(classes & (1 << digit), axis=1)
+    counts = np.zeros((n, n), np.int64)
+    for i in range(n - 1):
+        differ = np.bitwise_or.reduce(planes[:, i, None] ^ planes[:, i + 1 :], axis=0)
+        counts[i, i + 1 :] = counts[i + 1 :, i] = np.bitwise_count(differ).sum(axis=1, dtype=np.int64)
+    return counts
+
+
+def most_frequent(
+    classes: NDArray[np.uint8], members: Sequence[NDArray[np.intp]], highest: int
+) -> NDArray[np.uint8]:
+    """Most frequent of the classes 1..highest per column and group of rows, the smaller one in a tie (Eq. 9).
+
+    classes: uint8 [N, M]. Returns uint8 [groups, M], 0 where all of a group's classes are 0.
+    """
+    kind = np.min_scalar_type(len(classes))
+    winner = np.zeros((len(members), classes.shape[1]), np.uint8)
+    for start, stop in blocks(0, classes.shape[1]):
+        part, best = classes[:, start:stop], winner[:, start:stop]
+        most = np.zeros(best.shape, kind)
+        for c in range(1, highest + 1):
+            equal = part == c
+            for j, rows in enumerate(members):
+                count = np.add.reduce(equal if len(rows) == len(equal) else equal[rows], axis=0, dtype=kind)
+                won = (count > most[j]).view(np.uint8)
+                won *= np.uint8(c)  # classes come in increasing order: a later winner is the larger number
+                np.maximum(best[j], won, out=best[j])
+                np.maximum(most[j], count, out=most[j])
+    return winner
