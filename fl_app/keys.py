@@ -159,14 +159,6 @@ def own(flat: Mapping[str, Value], method: str) -> dict[str, Value]:
     return {name: value for name, value in flat.items() if bears_on(name, method)}
 
 
-def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn tables one level deep, as TOML has them, into dotted keys."""
-    flat: dict[str, Any] = {}
-    for name, value in tables.items():
-        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
-    return flat
-
-
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return the end of an error about an unknown word: the known one it may be meant for, if any is close."""
     close = difflib.get_close_matches(word, list(known), n=1)

@@ -13,7 +13,7 @@ from fl_app import cli, presets
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.experiments import compare
-from fl_app.server.run_folder import to_toml
+from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS
 
 

@@ -13,8 +13,9 @@ import pytest
 from fl_app.config import PARTITIONS, RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.experiments import compare, sweep
-from fl_app.keys import KeySpec, Rule, Scalar, bears_on, flatten, key, own, specs
-from fl_app.server.run_folder import CONFIG, check_unchanged, to_toml
+from fl_app.keys import KeySpec, Rule, Scalar, bears_on, key, own, specs
+from fl_app.server.run_folder import CONFIG, check_unchanged
+from fl_app.toml import flatten, read_toml, to_toml
 from strategies import METHOD_PARAMS
 from tests.conftest import Run
 
@@ -137,3 +138,11 @@ def test_a_declaration_carries_everything() -> None:
     (spec,) = specs(Params, "mine")
     assert (spec.name, spec.field, spec.type, spec.default, spec.doc) == ("mine.warm-up", "warm_up", int, 3, "Rounds.")
     assert spec.counts_rounds and spec.about == "training" and spec.range == ">= 1"
+
+
+@pytest.mark.parametrize("value", [True, 3, 0.1, 1e-5, 500.0, "a \"b\" \\ ü\n\x7f", ""])
+def test_toml_comes_back_with_its_types(tmp_path: Path, value: Scalar) -> None:
+    flat = {"fedcac.tau": value, "seed": value, "fedcac.beta": 2}
+    (tmp_path / "a.toml").write_text(to_toml(flat), encoding="utf-8")
+    back = flatten(read_toml(tmp_path / "a.toml"))
+    assert back == flat and all(type(back[name]) is type(v) for name, v in flat.items())

@@ -13,8 +13,8 @@ from fl_app import cli, presets
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.experiments import dry_run
-from fl_app.keys import flatten
 from fl_app.server.run_folder import read_metrics, read_summary
+from fl_app.toml import flatten
 from strategies import METHOD_PARAMS, METHODS
 
 from .conftest import Run

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import tomli_w
+
 from fl_app.config import RunConfig
 from fl_app.keys import KeySpec, Scalar, specs
-from fl_app.server.run_folder import to_toml
+from fl_app.toml import nest, to_toml
 
 _INTRO = """# Run configuration
 
@@ -50,8 +52,8 @@ def escape(text: str) -> str:
 def pyproject_with_defaults(text: str, methods: Mapping[str, type]) -> str:
     """Return pyproject.toml with the run config's defaults filled in."""
     head, rest = text.split(_BEGIN, 1)
-    tables = to_toml(defaults(methods)).replace("\n[", "\n[tool.flwr.app.config.")
-    return head + _BEGIN + tables + _END + rest.split(_END, 1)[1]
+    tables = tomli_w.dumps({"tool": {"flwr": {"app": {"config": nest(defaults(methods))}}}})
+    return head + tables + _END + rest.split(_END, 1)[1]
 
 
 def write(root: Path, methods: Mapping[str, type]) -> None:

@@ -29,9 +29,10 @@ from pathlib import Path
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory
-from fl_app.keys import Scalar, bears_on, flatten
-from fl_app.presets import read_preset, read_toml, small
-from fl_app.server.run_folder import CONFIG, SUMMARY, read_config, to_toml
+from fl_app.keys import Scalar, bears_on
+from fl_app.presets import read_preset, small
+from fl_app.server.run_folder import CONFIG, SUMMARY, read_config
+from fl_app.toml import flatten, read_toml, to_toml
 
 UNFINISHED = "unfinished"
 VARIABLE = "COROLLA_SWEEP"  # in the environment of every process a sweep starts: its directory
