@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -147,15 +146,6 @@ def read_config(run: Path) -> dict[str, Scalar]:
         return flatten(read_toml(run / CONFIG))
     except UserError as error:
         raise UserError(f"{run} is not a run folder: {error}") from None
-
-
-def run_folders(root: Path) -> dict[str, Path]:
-    """Return run folders by their experiment's id: those directly under a directory, and those of sweeps in it."""
-    found: dict[str, Path] = {}
-    for path in sorted([*root.glob(f"*/{RUN}"), *root.glob(f"*/*/{RUN}")]):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found[str(json.loads(path.read_text(encoding="utf-8"))["experiment"])] = path.parent
-    return found
 
 
 def check_unchanged(run: Path, config: RunConfig) -> None:
