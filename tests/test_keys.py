@@ -36,8 +36,8 @@ def other(spec: KeySpec) -> Scalar:
         return not spec.default
     if isinstance(spec.default, str):
         return OTHER_WORDS.get(spec.name, "elsewhere")
-    rule = spec.rule or Rule()
-    return next(v for v in (spec.default + 1, spec.default / 2, 0.25) if rule.admits(v) and v != spec.default)
+    values = [spec.default + 1] if isinstance(spec.default, int) else [spec.default / 2, spec.default + 1, 0.25]
+    return next(v for v in values if v != spec.default and (spec.rule is None or spec.rule.admits(v)))
 
 
 def keys() -> Iterator[Any]:

@@ -176,6 +176,6 @@ def small(config: RunConfig) -> dict[str, Scalar]:
         "partition": "dirichlet-client" if config.partition == "dirichlet" else config.partition,
     }
     out |= {name: min(before[name] or most, most) for name, most in SMALL_SAMPLES.items()}
-    counted = [key.name for key, _ in config.own_keys() if key.counts_rounds]
+    counted = [key.name for key, value in config.own_keys() if key.counts_rounds and value]
     out |= {name: max(1, round(before[name] * rounds / config.num_server_rounds)) for name in counted}
     return {name: value for name, value in out.items() if value != before[name]}
