@@ -17,6 +17,11 @@ Every key of a run, as `corolla run --set key=value` and Flower's `--run-config`
 and `""` mean "not set" where the text says so. A method's own parameters stand in its table. This page is written by
 `make docs` from the declarations in the code; a test keeps the two equal.
 """
+_SAME_RUN = """How a run runs and where its files lie does not change what comes out:
+{running}.
+Runs that differ in nothing else are the same to a sweep, and a run may be resumed with other values of these, and with more
+rounds ({extending}).
+"""
 _BEGIN, _END = "[tool.flwr.app.config]\n", "\n[tool.ruff]"
 
 
@@ -32,7 +37,10 @@ def defaults(methods: Mapping[str, type]) -> dict[str, Scalar]:
 
 def config_page(methods: Mapping[str, type]) -> str:
     """Return docs/config.md."""
-    parts = [_INTRO]
+    declared = [spec for group in all_specs(methods).values() for spec in group]
+    running = ", ".join(f"`{spec.name}`" for spec in declared if not spec.tells_runs_apart)
+    extending = ", ".join(f"`{spec.name}`" for spec in declared if spec.extends)
+    parts = [_INTRO, _SAME_RUN.format(running=running, extending=extending)]
     for table, group in all_specs(methods).items():
         if not group:
             continue
