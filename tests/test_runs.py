@@ -39,9 +39,12 @@ def test_paths_and_folders_of_runs_are_found_each_once(tmp_path: Path, monkeypat
     (tmp_path / "logs").mkdir()
     monkeypatch.chdir(tmp_path)
     assert [run.path for run in find([b, tmp_path, Path("a")])] == [b, a]
+    (folder(tmp_path / "c" / "bad") / "config.toml").write_text("seed =")
     with pytest.raises(UserError) as caught:
-        find([a, tmp_path / "logs", tmp_path / "nowhere"])
-    assert str(caught.value).splitlines() == [
+        find([a, tmp_path / "logs", tmp_path / "nowhere", tmp_path / "c"])
+    *lines, bad = str(caught.value).splitlines()
+    assert f"{tmp_path / 'c' / 'bad'} is not a run folder" in bad and "not valid TOML" in bad
+    assert lines == [
         f"{tmp_path / 'logs'}: neither a run folder nor a folder of them (no config.toml)",
         f"{tmp_path / 'nowhere'}: this run folder does not exist",
     ]

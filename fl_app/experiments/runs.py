@@ -61,7 +61,7 @@ class Run:
 def find(paths: Iterable[Path]) -> list[Run]:
     """Return the runs at run folders and directly in folders of them (a sweep's), each once.
 
-    Raises UserError naming every path that is neither.
+    Raises UserError naming every path that is neither, and every run without a readable config.
     """
     found: dict[Path, Run] = {}
     problems: list[str] = []
@@ -71,7 +71,11 @@ def find(paths: Iterable[Path]) -> list[Run]:
             what = f"neither a run folder nor a folder of them (no {CONFIG})" if path.is_dir() else "this run folder does not exist"
             problems.append(f"{path}: {what}")
         for folder in folders:
-            found.setdefault(folder.resolve(), Run(folder))
+            run = found.setdefault(folder.resolve(), Run(folder))
+            try:
+                run.settings  # noqa: B018 - read now, for its errors
+            except UserError as error:
+                problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
     return list(found.values())
