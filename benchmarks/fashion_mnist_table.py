@@ -9,23 +9,23 @@ import statistics
 import sys
 from pathlib import Path
 
-from fl_app.server.run_folder import read_config, read_metrics, read_summary
+from fl_app.experiments.runs import Run, find
 
 LAST = 10  # rounds that before and after are averaged over
 
 
-def name(run: Path) -> str:
+def name(run: Run) -> str:
     """Method, and FedPake's reading."""
-    config = read_config(run)
+    config = run.settings
     method = str(config["method"])
     if method == "fedpake":
         method += f" ({config['fedpake.delta-meaning']}, {config['fedpake.divisor']})"
     return method
 
 
-def figures(run: Path) -> list[float]:
+def figures(run: Run) -> list[float]:
     """Final, final pooled, fine-tuned, and before and after over the last rounds' clients, in percent."""
-    summary, rounds = read_summary(run), list(read_metrics(run))[-LAST:]
+    summary, rounds = run.summary, list(run.rounds.values())[-LAST:]
     last = [[100 * r[f"accuracy-{when}"] for r in rounds if r[f"accuracy-{when}"] is not None] for when in ("before", "after")]
     final = [summary[f"final-accuracy{kind}"] for kind in ("", "-pooled", "-finetuned")]
     return [*(100 * value for value in final), *(statistics.mean(values) for values in last)]
@@ -34,8 +34,9 @@ def figures(run: Path) -> list[float]:
 def main() -> None:
     """Print the table, best final accuracy first."""
     found: dict[str, list[list[float]]] = {}
-    for summary in sorted(Path(sys.argv[1]).glob("*/summary.json")):
-        found.setdefault(name(summary.parent), []).append(figures(summary.parent))
+    for run in find([Path(sys.argv[1])]):
+        if run.finished:
+            found.setdefault(name(run), []).append(figures(run))
     print("| method | final, all clients | pooled | fine-tuned | before, last 10 rounds | after, last 10 rounds | seeds |")
     print("|---|---|---|---|---|---|---|")
     for method, runs in sorted(found.items(), key=lambda item: -statistics.mean(run[0] for run in item[1])):

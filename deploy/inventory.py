@@ -12,39 +12,118 @@ Parsed once into frozen dataclasses; all problems are reported together. docs/de
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from fl_app.errors import UserError
+from fl_app.keys import key, nearest, specs
+
+Entry = TypeVar("Entry")
 
 LOCAL = "local"
-_TOP = ("name", "superlink", "hosts", "keys", "tls", "insecure")
-_SUPERLINK = ("host", "python", "fleet-address", "fleet-port", "control-port", "database", "names", "environment")
-_HOST = ("host", "python", "supernodes", "gpus", "data-path", "threads", "environment")
 _HOST_WORD = r"[A-Za-z0-9_][\w.+:%-]*(@[A-Za-z0-9][\w.:%-]*)?"
 _DNS_NAME = r"[A-Za-z0-9]([\w-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([\w-]*[A-Za-z0-9])?)*\.?"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a value must be, in words, and the test of it: a Rule for values that YAML has and a run's config has not."""
+
+    words: str
+    admits: Callable[[Any], bool]
+
+    def __str__(self) -> str:
+        """Return the words."""
+        return self.words
+
+
+def _text(words: str, pattern: str) -> Form:
+    return Form(words, lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None)
+
+
+def _integer(low: int, high: int) -> Form:
+    return Form(f"an integer in [{low}, {high}]", lambda value: type(value) is int and low <= value <= high)
+
+
+def _is_address(text: Any) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        # what looks like four numbers but is no IP address is a typing error, not a name
+        return isinstance(text, str) and bool(re.fullmatch(_DNS_NAME, text)) and not re.fullmatch(r"[\d.]+", text)
+    return isinstance(text, str)
+
+
+def _are_gpus(value: Any) -> bool:
+    def is_gpu(one: Any) -> bool:  # a number, or one of CUDA's names
+        named = isinstance(one, str) and re.fullmatch(r"(GPU|MIG)-[\w/-]+", one) is not None
+        return named or (type(one) is int and one >= 0)
+
+    return value is None or (isinstance(value, list) and all(map(is_gpu, value)) and len(set(map(str, value))) == len(value))
+
+
+_NAME = _text("letters, digits, - and _", r"[A-Za-z0-9][\w-]*")
+_TEXT = _text("a string", r".+")
+_HOST = _text("local, HOST or USER@HOST as ssh takes it", _HOST_WORD)
+_PATH = _text("an absolute path without quotes or backslashes", r"""(/[^"'\\\n]*)?""")
+_ADDRESS = Form("an IP address or a DNS name without a port", lambda v: isinstance(v, str) and _is_address(v.strip("[]")))
+_ADDRESSES = Form("a list of IP addresses or DNS names", lambda v: isinstance(v, list) and all(map(_is_address, v)))
+_FLAG = Form("true or false", lambda v: v is None or isinstance(v, bool))
+_VARIABLES = Form(
+    "a mapping of names to strings",
+    lambda v: isinstance(v, dict) and all(isinstance(word, str) for pair in v.items() for word in pair),
+)
+_GPUS = Form("a list of GPU numbers, each once", _are_gpus)
+_ENTRIES = Form("a list of entries such as {host: local, supernodes: 2}", lambda v: isinstance(v, list) and len(v) > 0)
+_PYTHON = "Corolla's Python there; only for a remote host"
 
 
 @dataclass(frozen=True)
 class SuperLink:
     """The SuperLink: where it runs, the address SuperNodes connect to, its ports."""
 
-    host: str = LOCAL
-    python: str = ""
-    fleet_address: str = "127.0.0.1"
-    fleet_port: int = 9092
-    control_port: int = 8000
-    database: str = ""
-    names: tuple[str, ...] = ()  # further names and addresses in its certificate
-    environment: Mapping[str, str] = field(default_factory=dict)
+    host: str = key(LOCAL, "`local`, or `USER@HOST` as ssh takes it", _HOST)
+    python: str = key("", _PYTHON, _PATH)
+    fleet_address: str = key("127.0.0.1", "what SuperNodes connect to: a name or an IP address", _ADDRESS)
+    fleet_port: int = key(
+        9092, "its port; the SuperLink listens on all interfaces unless the address is loopback", _integer(1, 65535)
+    )
+    control_port: int = key(8000, "where runs are submitted, on loopback", _integer(1, 65535))
+    database: str = key("", "file in which the SuperLink keeps nodes and runs", _PATH)
+    names: tuple[str, ...] = key((), "more names and addresses for its certificate", _ADDRESSES)
+    environment: Mapping[str, str] = key({}, "more environment variables", _VARIABLES)
+
+
+@dataclass(frozen=True)
+class _Host:
+    """An entry of `hosts`: the SuperNodes of one machine. supernodes 0: one per GPU, else one."""
+
+    host: str = key(LOCAL, "`local`, or `USER@HOST` as ssh takes it", _HOST)
+    python: str = key("", _PYTHON, _PATH)
+    supernodes: int = key(0, "another number of SuperNodes, GPUs taken round robin", _integer(1, 10_000))
+    gpus: tuple[str | int, ...] | None = key(None, "GPU numbers, one SuperNode each; `[]` hides all GPUs", _GPUS)
+    data_path: str = key("", "this node's own data", _PATH)
+    threads: int = key(1, "`OMP_NUM_THREADS`, `MKL_NUM_THREADS`", _integer(1, 4096))
+    environment: Mapping[str, str] = key({}, "more environment variables, such as `COROLLA_DATA_DIR`", _VARIABLES)
+
+
+@dataclass(frozen=True)
+class _File:
+    """The file itself."""
+
+    name: str = key("", "the cluster, and its connection in Flower's config (`--superlink NAME`)", _NAME)
+    superlink: Mapping[str, Any] = key({}, "")
+    hosts: tuple[Any, ...] = key((), "", _ENTRIES)
+    keys: str = key("", "directory of the keys, relative to the file", _TEXT)
+    tls: bool | None = key(None, "`true`: TLS and authentication also on loopback", _FLAG)
+    insecure: bool | None = key(None, "`true` (or `--insecure`): neither, on any address", _FLAG)
 
 
 @dataclass(frozen=True)
@@ -106,69 +185,83 @@ def read(path: Path, insecure: bool = False) -> Inventory:
 def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
     """Check a loaded inventory. directory: what a relative `keys` is relative to. Raises UserError with all problems."""
     problems: list[str] = []
-    top = _Entry("", raw, _TOP, problems)
-    name = top.text("name", default_name, r"[A-Za-z0-9][\w-]*", "letters, digits, - and _")
-    if name in ("default", LOCAL):
-        problems.append(f"name: must not be {name!r}, Flower's config file uses it; give the cluster a `name`")
-    superlink = _superlink(top.value.get("superlink", {}), problems)
-    supernodes = _supernodes(top.value.get("hosts"), problems)
-    tls, insecure = top.flag("tls"), top.flag("insecure")
-    if tls and insecure:
+    top = _read("", {"name": default_name, "hosts": None, **raw} if isinstance(raw, dict) else raw, _File, problems)
+    if top.name in ("default", LOCAL):
+        problems.append(f"name: must not be {top.name!r}, Flower's config file uses it; give the cluster a `name`")
+    superlink = _superlink(top.superlink, problems)
+    supernodes = _supernodes(top.hosts, problems)
+    if top.tls and top.insecure:
         problems.append("tls, insecure: true for both; choose one (--insecure counts as insecure: true)")
-    elif tls is False and insecure is None and not is_loopback(superlink.fleet_address):
+    elif top.tls is False and top.insecure is None and not is_loopback(superlink.fleet_address):
         problems.append(f"tls: false with fleet-address {superlink.fleet_address}; say `insecure: true` if you mean it")
-    keys = top.text("keys", f"{name}-keys")
     _check_together(superlink, supernodes, problems)
     if problems:
         raise UserError("invalid cluster:\n" + "\n".join(f"  {p}" for p in problems))
-    secure = bool(tls) or (not insecure and not is_loopback(superlink.fleet_address))
-    return Inventory(name, superlink, supernodes, str((directory / Path(keys).expanduser()).resolve()), secure)
+    secure = bool(top.tls) or (not top.insecure and not is_loopback(superlink.fleet_address))
+    keys = Path(top.keys or f"{top.name}-keys").expanduser()
+    return Inventory(top.name, superlink, supernodes, str((directory / keys).resolve()), secure)
+
+
+def _read(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
+    """Read one mapping of the inventory as a dataclass of keys; a wrong value is noted, and counts as its default."""
+    known = {spec.name: spec for spec in specs(cls)}
+    if not isinstance(raw, dict):
+        problems.append(f"{label or 'the file'}: must be a mapping with the keys {', '.join(known)}, got {raw!r}")
+        raw = {}
+    prefix, values = f"{label}." if label else "", {}
+    for name in raw:
+        if name not in known:
+            problems.append(f"{prefix}{name}: unknown key{nearest(str(name), known) or '; there are ' + ', '.join(known)}")
+    for name, spec in ((name, spec) for name, spec in known.items() if name in raw):
+        if spec.rule and not spec.rule.admits(raw[name]):
+            problems.append(f"{prefix}{name}: must be {spec.rule}, got {raw[name]!r}")
+        else:
+            values[spec.field] = tuple(raw[name]) if isinstance(raw[name], list) else raw[name]
+    return cls(**values)
 
 
 def _superlink(raw: Any, problems: list[str]) -> SuperLink:
-    entry = _Entry("superlink", raw, _SUPERLINK, problems)
-    host, python = entry.host()
-    names = entry.texts("names")
-    for name in names:
-        if not _is_address(name):
-            problems.append(f"superlink.names: must be IP addresses or DNS names, got {name!r}")
-    address = entry.text("fleet-address", "127.0.0.1").strip("[]")
-    if not _is_address(address):
-        problems.append(f"superlink.fleet-address: must be an IP address or a DNS name without a port, got {address!r}")
-    elif address in ("0.0.0.0", "::"):
+    entry = _read("superlink", raw, SuperLink, problems)
+    address = entry.fleet_address.strip("[]")
+    if address in ("0.0.0.0", "::"):
         problems.append(f"superlink.fleet-address: must be the address SuperNodes connect to, got {address!r}")
-    fleet_port, control_port = entry.number("fleet-port", 9092, 1, 65535), entry.number("control-port", 8000, 1, 65535)
-    if fleet_port == control_port:
-        problems.append(f"superlink.control-port: must differ from fleet-port, got {control_port} for both")
-    return SuperLink(
-        host, python, address, fleet_port, control_port, entry.path("database"), names, entry.variables("environment")
-    )
+    if entry.fleet_port == entry.control_port:
+        problems.append(f"superlink.control-port: must differ from fleet-port, got {entry.fleet_port} for both")
+    return replace(entry, python=_python("superlink", entry, problems), fleet_address=address)
 
 
-def _supernodes(raw: Any, problems: list[str]) -> tuple[SuperNode, ...]:
+def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[SuperNode, ...]:
     """Number the SuperNodes over all entries, in order: one per GPU unless `supernodes` is given."""
-    if not isinstance(raw, list) or not raw:
-        problems.append(f"hosts: must be a list of entries such as {{host: local, supernodes: 2}}, got {raw!r}")
-        return ()
     nodes: list[SuperNode] = []
     for index, item in enumerate(raw):
-        entry = _Entry(f"hosts[{index}]", item, _HOST, problems)
-        if "host" not in entry.value:
-            problems.append(f"hosts[{index}].host: missing; local or user@host")
-        host, python = entry.host()
-        gpus = entry.gpus()
-        count = entry.number("supernodes", len(gpus or ()) or 1, 1, 10_000)
-        data_path, threads = entry.path("data-path"), entry.number("threads", 1, 1, 4096)
-        if data_path and count > 1:
+        label = f"hosts[{index}]"
+        entry = _read(label, item, _Host, problems)
+        if isinstance(item, dict) and "host" not in item:
+            problems.append(f"{label}.host: missing; local or user@host")
+        gpus = None if entry.gpus is None else tuple(map(str, entry.gpus))
+        count = entry.supernodes or len(gpus or ()) or 1
+        if entry.data_path and count > 1:
             problems.append(
-                f"hosts[{index}].data-path: {count} SuperNodes would train on the same data; write one entry for each, "
-                f"got {data_path!r}"
+                f"{label}.data-path: {count} SuperNodes would train on the same data; write one entry for each, "
+                f"got {entry.data_path!r}"
             )
-        environment = entry.variables("environment")
+        python = _python(label, entry, problems)
         for k in range(count):
             gpu = None if gpus is None else gpus[k % len(gpus)] if gpus else ""
-            nodes.append(SuperNode(len(nodes), host, python, gpu, data_path, threads, environment))
+            node = SuperNode(len(nodes), entry.host, python, gpu, entry.data_path, entry.threads, entry.environment)
+            nodes.append(node)
     return tuple(nodes)
+
+
+def _python(label: str, entry: SuperLink | _Host, problems: list[str]) -> str:
+    """Return the Python of an entry's host: this machine's own for `local`, a required path elsewhere."""
+    if entry.host == LOCAL and entry.python:
+        problems.append(
+            f"{label}.python: must be absent for host local, which uses the Python corolla runs on, got {entry.python!r}"
+        )
+    elif entry.host != LOCAL and not entry.python:
+        problems.append(f"{label}.python: missing; the absolute path of Corolla's Python on {entry.host}")
+    return sys.executable if entry.host == LOCAL else entry.python
 
 
 def _check_together(superlink: SuperLink, nodes: tuple[SuperNode, ...], problems: list[str]) -> None:
@@ -183,105 +276,3 @@ def _check_together(superlink: SuperLink, nodes: tuple[SuperNode, ...], problems
         known = pythons.setdefault(node.host, node.python)
         if known != node.python:
             problems.append(f"hosts: {node.host} has two different `python`s, {known!r} and {node.python!r}")
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        # what looks like four numbers but is no IP address is a typing error, not a name
-        return bool(re.fullmatch(_DNS_NAME, text)) and not re.fullmatch(r"[\d.]+", text)
-    return True
-
-
-class _Entry:
-    """One mapping of the inventory; every reader notes a problem and returns the default when the value is wrong."""
-
-    def __init__(self, label: str, value: Any, known: tuple[str, ...], problems: list[str]) -> None:
-        self.label, self.problems = label, problems
-        if not isinstance(value, dict):
-            problems.append(f"{label or 'the file'}: must be a mapping with the keys {', '.join(known)}, got {value!r}")
-            value = {}
-        self.value: dict[Any, Any] = value
-        for key in value:
-            if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-                problems.append(f"{self._name(str(key))}: unknown key; {hint}")
-
-    def _name(self, key: str) -> str:
-        return f"{self.label}.{key}" if self.label else key
-
-    def _complain(self, key: str, rule: str) -> None:
-        self.problems.append(f"{self._name(key)}: must be {rule}, got {self.value[key]!r}")
-
-    def text(self, key: str, default: str, pattern: str = r".+", rule: str = "a string") -> str:
-        value = self.value.get(key, default)
-        if isinstance(value, str) and re.fullmatch(pattern, value):
-            return value
-        self.value.setdefault(key, value)
-        self._complain(key, rule)
-        return default
-
-    def texts(self, key: str) -> tuple[str, ...]:
-        value = self.value.get(key, [])
-        if isinstance(value, list) and all(isinstance(v, str) for v in value):
-            return tuple(value)
-        self._complain(key, "a list of strings")
-        return ()
-
-    def path(self, key: str) -> str:
-        value = self.value.get(key, "")
-        if value == "" or (isinstance(value, str) and value.startswith("/") and not re.search(r"""["'\\\n]""", value)):
-            return str(value)
-        self._complain(key, "an absolute path without quotes or backslashes")
-        return ""
-
-    def number(self, key: str, default: int, low: int, high: int) -> int:
-        value = self.value.get(key, default)
-        if type(value) is int and low <= value <= high:
-            return value
-        self._complain(key, f"an integer in [{low}, {high}]")
-        return default
-
-    def flag(self, key: str) -> bool | None:
-        value = self.value.get(key)
-        if value is None or isinstance(value, bool):
-            return value
-        self._complain(key, "true or false")
-        return None
-
-    def variables(self, key: str) -> dict[str, str]:
-        value = self.value.get(key, {})
-        if isinstance(value, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in value.items()):
-            return dict(value)
-        self._complain(key, "a mapping of names to strings")
-        return {}
-
-    def gpus(self) -> tuple[str, ...] | None:
-        """GPU numbers (or CUDA's GPU-…/MIG-… names) as strings; None if the key is not there."""
-        value = self.value.get("gpus")
-        if value is None:
-            return None
-        rule = "a list of GPU numbers, each once"
-        if not isinstance(value, list) or len({str(v) for v in value}) != len(value):
-            self._complain("gpus", rule)
-            return None
-        numbers = [type(v) is int and v >= 0 for v in value]
-        names = [isinstance(v, str) and re.fullmatch(r"(GPU|MIG)-[\w/-]+", v) is not None for v in value]
-        if not all(a or b for a, b in zip(numbers, names, strict=True)):
-            self._complain("gpus", rule)
-            return None
-        return tuple(str(v) for v in value)
-
-    def host(self) -> tuple[str, str]:
-        """Return (host, python): this machine's own Python for `local`, a required absolute path elsewhere."""
-        host = self.text("host", LOCAL, _HOST_WORD, "local, HOST or USER@HOST as ssh takes it")
-        python = self.path("python")
-        if host == LOCAL:
-            if python:
-                self._complain("python", "absent for host local, which uses the Python corolla runs on")
-            return host, sys.executable
-        if not python:
-            self.problems.append(f"{self._name('python')}: missing; the absolute path of Corolla's Python on {host}")
-        return host, python

@@ -12,7 +12,7 @@ import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 Scalar = bool | int | float | str
 Value = TypeVar("Value")
@@ -26,9 +26,16 @@ keys about data and training are.
 """
 
 
+class Allowed(Protocol):
+    """What a value must satisfy; as text, what docs and errors call it."""
+
+    def admits(self, value: Any) -> bool:
+        """Tell whether a value satisfies it."""
+
+
 @dataclass(frozen=True)
 class Rule:
-    """What a value must satisfy, and how docs and errors call it."""
+    """An interval that a number must lie in."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -57,7 +64,7 @@ BELOW_ONE = Rule(low=0, high=1, high_open=True)
 
 
 def key(
-    default: Scalar, doc: str, rule: Rule | None = None, about: About = "training", counts_rounds: bool = False, *,
+    default: Any, doc: str, rule: Allowed | None = None, about: About = "training", counts_rounds: bool = False, *,
     partitions: tuple[str, ...] = (), extends: bool = False, headline: bool = False, compared: bool = True, checked: bool = False,
 ) -> Any:  # fmt: skip
     """Declare one key: its default, its sentence in the documentation, its range, and the answers to questions about it.
@@ -68,9 +75,11 @@ def key(
     only found by opening or building something.
     """
     declared = dict(
-        doc=doc, rule=rule, about=about, counts_rounds=counts_rounds, partitions=partitions, extends=extends,
+        default=default, doc=doc, rule=rule, about=about, counts_rounds=counts_rounds, partitions=partitions, extends=extends,
         headline=headline, compared=compared, checked=checked,
     )  # fmt: skip
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata={"key": declared})
     return dataclasses.field(default=default, metadata={"key": declared})
 
 
@@ -82,9 +91,9 @@ class KeySpec:
     field: str
     type: type
     choices: tuple[str, ...]
-    default: Scalar
+    default: Any
     doc: str
-    rule: Rule | None
+    rule: Allowed | None
     about: About
     counts_rounds: bool
     partitions: tuple[str, ...]
@@ -123,7 +132,8 @@ class KeySpec:
             problems.append(f"{self.name}: must be {self.rule}, got {value!r}")
         else:
             return value
-        return self.default
+        default: Scalar = self.default
+        return default
 
 
 def specs(cls: type, table: str = "") -> list[KeySpec]:
@@ -135,8 +145,7 @@ def specs(cls: type, table: str = "") -> list[KeySpec]:
         hint = hints[f.name]
         choices = tuple(get_args(hint)) if get_origin(hint) is Literal else ()
         name = (f"{table}." if table else "") + f.name.replace("_", "-")
-        default: Any = f.default
-        out.append(KeySpec(name, f.name, str if choices else hint, choices, default, **f.metadata["key"]))
+        out.append(KeySpec(name, f.name, str if choices else hint, choices, **f.metadata["key"]))
     return out
 
 
@@ -157,14 +166,6 @@ def bears_on(name: str, method: str) -> bool:
 def own(flat: Mapping[str, Value], method: str) -> dict[str, Value]:
     """Leave out the keys of other methods' tables."""
     return {name: value for name, value in flat.items() if bears_on(name, method)}
-
-
-def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn tables one level deep, as TOML has them, into dotted keys."""
-    flat: dict[str, Any] = {}
-    for name, value in tables.items():
-        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
-    return flat
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

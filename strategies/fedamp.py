@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
+from fl_app.keys import NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
 from fl_app.layout import Model
 from strategies import aggregate
 from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
@@ -39,14 +39,18 @@ class FedAMPParams:
     sigma: float = key(1.0, "Squared distance at which a client's weight has fallen to 1/e.", POSITIVE)
     lam: float = key(1.0, "Strength of the pull to the cloud model (lambda): training adds lambda/(2 alpha) ||w - u||^2.",
                      NOT_NEGATIVE)
-    alpha_decay: float = key(1.0, "Factor on alpha every `alpha-decay-every` rounds; FedCAC's tables: 0.1.", POSITIVE_RATIO)
-    alpha_decay_every: int = key(30, "Rounds between two decays of alpha.", AT_LEAST_ONE, counts_rounds=True)
+    alpha_decay: float = key(0.1, "Factor on alpha every `alpha-decay-every` rounds.", POSITIVE_RATIO)
+    alpha_decay_every: int = key(
+        0, "Rounds between two decays of alpha; 0: it stays as it is. FedCAC's tables: 30.", NOT_NEGATIVE, counts_rounds=True
+    )
     scaling: Literal["none", "convex"] = key(
         "none", "A client's own weight xi_ii: 1 - the others' sum as printed, negative or not; `convex` scales that sum to 1."
     )
 
     def alpha_in(self, round: int) -> float:
         """alpha_K of a round, counted from 1."""
+        if not self.alpha_decay_every:
+            return self.alpha
         return self.alpha * self.alpha_decay ** ((round - 1) // self.alpha_decay_every)
 
 

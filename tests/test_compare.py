@@ -13,7 +13,7 @@ from fl_app import cli, presets
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.experiments import compare
-from fl_app.server.run_folder import to_toml
+from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS
 
 
@@ -51,12 +51,12 @@ def test_a_run_of_a_preset_is_put_beside_it_without_differences(tmp_path: Path) 
 
 
 def test_differing_settings_are_listed_and_the_nearest_preset_is_chosen(tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"momentum": 0.9, "num_server_rounds": 60, "fedcac.non-critical": "as-critical"}
+    changes: dict[str, Any] = {"momentum": 0.5, "num_server_rounds": 60, "fedcac.non-critical": "as-critical"}
     path = run_folder(tmp_path, "a", "fedcac/cifar10-dirichlet-0.1", {}, **changes, test_ratio=0.5)
     (line,) = lines(path)
     assert line.preset.name == "fedcac/cifar10-dirichlet-0.1/as-critical"  # Table 3, not Table 2; test-ratio does not apply
-    assert {d[0]: d[1:] for d in line.differences} == {"num-server-rounds": (60, 500), "momentum": (0.9, 0.0)}
-    assert "settings that differ: num-server-rounds 60 (paper: 500), momentum 0.9 (paper: 0)" in compare.describe(line)
+    assert {d[0]: d[1:] for d in line.differences} == {"num-server-rounds": (60, 500), "momentum": (0.5, 0.9)}
+    assert "settings that differ: num-server-rounds 60 (paper: 500), momentum 0.5 (paper: 0.9)" in compare.describe(line)
 
 
 def test_one_method_and_partition_in_two_papers(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
     out, err = invoke(str(tmp_path), "--paper")
     assert "90.00" in out and "89.77 ± 1.14" in out and "+0.23" in out and "91.00" in out
-    assert "settings that differ: momentum 0.5 (paper: 0)" in out
+    assert "settings that differ: momentum 0.5 (paper: 0.9)" in out
     assert f"no published counterpart: {tmp_path / 'c'} (fedcac, digits, dirichlet 0.1)" in out
     assert f"skipped, not finished: {unfinished}" in err
     out, _ = invoke(str(tmp_path))

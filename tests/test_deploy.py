@@ -15,6 +15,7 @@ from deploy.cluster import Cluster, _key_files, load, record_path
 from deploy.commands import Place
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
+from fl_app.keys import specs
 
 LAB = """
 superlink: {host: local, fleet-address: lab.example.org}
@@ -138,6 +139,14 @@ def test_what_is_wrong_is_named(text: str, expected: str) -> None:
 def test_a_host_has_one_python() -> None:
     text = "superlink: {fleet-address: h}\nhosts: [{host: n, python: /a}, {host: n, python: /b}]"
     assert problems(text) == ["hosts: n has two different `python`s, '/a' and '/b'"]
+
+
+def test_the_documentation_lists_every_key() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "deployment.md").read_text()
+    for prefix, cls in (("", inventory._File), ("superlink.", inventory.SuperLink), ("hosts[].", inventory._Host)):
+        for spec in specs(cls):
+            as_above = prefix == "hosts[]." and spec.name in ("host", "python")
+            assert not spec.doc or as_above or f"| `{prefix}{spec.name}` | {spec.doc} |" in text, spec
 
 
 def test_files_that_are_no_inventory(tmp_path: Path) -> None:

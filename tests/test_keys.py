@@ -13,8 +13,9 @@ import pytest
 from fl_app.config import PARTITIONS, RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.experiments import compare, sweep
-from fl_app.keys import KeySpec, Rule, Scalar, bears_on, flatten, key, own, specs
-from fl_app.server.run_folder import CONFIG, check_unchanged, to_toml
+from fl_app.keys import KeySpec, Rule, Scalar, bears_on, key, own, specs
+from fl_app.server.run_folder import CONFIG, check_unchanged
+from fl_app.toml import flatten, read_toml, to_toml
 from strategies import METHOD_PARAMS
 from tests.conftest import Run
 
@@ -35,8 +36,8 @@ def other(spec: KeySpec) -> Scalar:
         return not spec.default
     if isinstance(spec.default, str):
         return OTHER_WORDS.get(spec.name, "elsewhere")
-    rule = spec.rule or Rule()
-    return next(v for v in (spec.default + 1, spec.default / 2, 0.25) if rule.admits(v) and v != spec.default)
+    values = [spec.default + 1] if isinstance(spec.default, int) else [spec.default / 2, spec.default + 1, 0.25]
+    return next(v for v in values if v != spec.default and (spec.rule is None or spec.rule.admits(v)))
 
 
 def keys() -> Iterator[Any]:
@@ -114,7 +115,7 @@ def test_running_keys_and_places_do_not_change_what_comes_out(run: Run, tmp_path
 
 def test_what_is_counted_in_rounds() -> None:
     counted = {spec.name for m, cls in METHOD_PARAMS.items() for spec in specs(cls, m) if spec.counts_rounds}
-    assert counted == {"fedcac.beta", "feddac.alpha"}
+    assert counted == {"fedcac.beta", "feddac.alpha", "fedamp.alpha-decay-every"}
 
 
 # Flat keys
@@ -137,3 +138,11 @@ def test_a_declaration_carries_everything() -> None:
     (spec,) = specs(Params, "mine")
     assert (spec.name, spec.field, spec.type, spec.default, spec.doc) == ("mine.warm-up", "warm_up", int, 3, "Rounds.")
     assert spec.counts_rounds and spec.about == "training" and spec.range == ">= 1"
+
+
+@pytest.mark.parametrize("value", [True, 3, 0.1, 1e-5, 500.0, "a \"b\" \\ ü\n\x7f", ""])
+def test_toml_comes_back_with_its_types(tmp_path: Path, value: Scalar) -> None:
+    flat = {"fedcac.tau": value, "seed": value, "fedcac.beta": 2}
+    (tmp_path / "a.toml").write_text(to_toml(flat), encoding="utf-8")
+    back = flatten(read_toml(tmp_path / "a.toml"))
+    assert back == flat and all(type(back[name]) is type(v) for name, v in flat.items())

@@ -32,7 +32,8 @@ from fl_app.report import comparison as comparison_figures
 from fl_app.report import figures
 from fl_app.report import page as report
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.run_folder import client_facts, read_clients, read_metrics, to_toml
+from fl_app.server.run_folder import client_facts, read_clients, read_metrics
+from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS
 from tests.conftest import SMALL, Run, flat
 

@@ -14,8 +14,8 @@ from fl_app.cli.settings import SetOption, absolute_paths, console, errors, pars
 from fl_app.cli.tables import size
 from fl_app.config import class_names
 from fl_app.errors import UserError
+from fl_app.experiments.runs import by_experiment
 from fl_app.keys import Scalar, specs
-from fl_app.server.run_folder import run_folders
 from strategies import METHOD_PARAMS, METHODS, SUMMARIES
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
@@ -122,7 +122,7 @@ def state_list(
 
     root = state_root(state_dir)
     found = stored(root)
-    folders = run_folders(runs)
+    folders = {experiment: run.path for experiment, run in by_experiment(runs).items()}
     console.print(f"client state under {root}: {len(found)} experiments", soft_wrap=True)
     for e in found:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(e.modified))

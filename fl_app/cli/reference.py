@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import tomli_w
+
 from fl_app.config import RunConfig
 from fl_app.keys import KeySpec, Scalar, specs
-from fl_app.server.run_folder import to_toml
+from fl_app.toml import nest, to_toml
 
 _INTRO = """# Run configuration
 
 Every key of a run, as `corolla run --set key=value` and Flower's `--run-config` take it. Values have the type shown; `0`
 and `""` mean "not set" where the text says so. A method's own parameters stand in its table. This page is written by
 `make docs` from the declarations in the code; a test keeps the two equal.
+"""
+_SAME_RUN = """How a run runs and where its files lie does not change what comes out:
+{running}.
+Runs that differ in nothing else are the same to a sweep, and a run may be resumed with other values of these, and with more
+rounds ({extending}).
 """
 _BEGIN, _END = "[tool.flwr.app.config]\n", "\n[tool.ruff]"
 
@@ -30,7 +37,10 @@ def defaults(methods: Mapping[str, type]) -> dict[str, Scalar]:
 
 def config_page(methods: Mapping[str, type]) -> str:
     """Return docs/config.md."""
-    parts = [_INTRO]
+    declared = [spec for group in all_specs(methods).values() for spec in group]
+    running = ", ".join(f"`{spec.name}`" for spec in declared if not spec.tells_runs_apart)
+    extending = ", ".join(f"`{spec.name}`" for spec in declared if spec.extends)
+    parts = [_INTRO, _SAME_RUN.format(running=running, extending=extending)]
     for table, group in all_specs(methods).items():
         if not group:
             continue
@@ -50,8 +60,8 @@ def escape(text: str) -> str:
 def pyproject_with_defaults(text: str, methods: Mapping[str, type]) -> str:
     """Return pyproject.toml with the run config's defaults filled in."""
     head, rest = text.split(_BEGIN, 1)
-    tables = to_toml(defaults(methods)).replace("\n[", "\n[tool.flwr.app.config.")
-    return head + _BEGIN + tables + _END + rest.split(_END, 1)[1]
+    tables = tomli_w.dumps({"tool": {"flwr": {"app": {"config": nest(defaults(methods))}}}})
+    return head + tables + _END + rest.split(_END, 1)[1]
 
 
 def write(root: Path, methods: Mapping[str, type]) -> None:

@@ -37,7 +37,7 @@ def compare(
     matched = {id(run) for line in lines for run in line.runs}
     for run in found:
         if id(run) not in matched:
-            typer.echo(f"no published counterpart: {run.folder} ({comparing.kind(run.config)})")
+            typer.echo(f"no published counterpart: {run.folder.path} ({comparing.kind(run.config)})")
 
 
 def report(

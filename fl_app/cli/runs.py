@@ -32,8 +32,9 @@ from fl_app.cli.settings import (
 from fl_app.cli.tables import show_results, size
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.experiments.runs import Run
 from fl_app.keys import Scalar
-from fl_app.server.run_folder import SUMMARY, check_unchanged, read_config, read_summary
+from fl_app.server.run_folder import check_unchanged
 from strategies import METHODS
 
 Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
@@ -103,12 +104,12 @@ def run(
 
 def saved_config(run: Path) -> dict[str, Scalar]:
     """Read the config an interrupted run is continued with."""
-    return read_config(run) | {"resume": str(run.resolve())}
+    return Run(run).settings | {"resume": str(run.resolve())}
 
 
 def is_finished(run: Path, config: RunConfig) -> bool:
     """Tell whether a run has all its rounds and its summary."""
-    return (run / SUMMARY).is_file() and read_summary(run)["rounds"] >= config.num_server_rounds
+    return Run(run).finished and Run(run).summary["rounds"] >= config.num_server_rounds
 
 
 def show_dry_run(config: RunConfig, preset: str) -> None:

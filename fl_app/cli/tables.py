@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fl_app.cli.settings import console
-from fl_app.server.run_folder import read_summary
+from fl_app.experiments.runs import Run
 
 CAPTION = (
     "accuracy. final: mean over all clients after the last round, each on its own test data; pooled: the same over all samples; "
@@ -23,15 +23,15 @@ def show_results(folders: Sequence[Path]) -> None:
     table = Table("method", "final", "pooled", "best", "upload", "download", "seconds")
     for column in table.columns[1:]:
         column.justify = "right"
-    for folder in folders:
-        s = read_summary(folder)
+    summaries = [Run(folder).summary for folder in folders]
+    for s in summaries:
         table.add_row(
             s["method"], percent(s["final-accuracy"]), percent(s["final-accuracy-pooled"]), percent(s["best-accuracy"]),
             size(s["upload-bytes"]), size(s["download-bytes"]), f"{s['seconds']:.1f}",
         )  # fmt: skip
     console.print(table)
     console.print(CAPTION)
-    if any(read_summary(folder).get("scale") == "small" for folder in folders):
+    if any(s.get("scale") == "small" for s in summaries):
         console.print("cut by --scale small: not comparable with the papers' figures")
     for folder in folders:
         console.print(f"{folder}", soft_wrap=True)

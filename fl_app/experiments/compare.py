@@ -17,21 +17,21 @@ from typing import Any
 from fl_app.catalogue import DATASETS
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
+from fl_app.experiments import runs as run_folders
 from fl_app.experiments.table import ACCURACIES, mean_std, show
 from fl_app.keys import Scalar
 from fl_app.presets import Preset, all_presets, small
-from fl_app.server.run_folder import CONFIG, SUMMARY, read_config, read_metrics, read_summary
+from fl_app.server.run_folder import SUMMARY
 
 LAST_ROUNDS = 10
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run folder."""
+    """A finished run: its folder and its parsed config."""
 
-    folder: Path
+    folder: run_folders.Run
     config: RunConfig
-    summary: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,17 @@ class Line:
 
 
 def _last_rounds(run: Run) -> float | None:
-    values = [r.get("accuracy-before-pooled") for r in read_metrics(run.folder)][-LAST_ROUNDS:]
+    values = [r.get("accuracy-before-pooled") for r in run.folder.rounds.values()][-LAST_ROUNDS:]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 METRICS: dict[str, tuple[str, Callable[[Run], float | None]]] = {
     "best-accuracy": (
-        "highest round of the mean over clients, before training", lambda run: run.summary["best-accuracy"]
+        "highest round of the mean over clients, before training", lambda run: run.folder.summary["best-accuracy"]
     ),
     "final-accuracy-pooled": (
-        "all clients' test data after the last round", lambda run: run.summary["final-accuracy-pooled"]
+        "all clients' test data after the last round", lambda run: run.folder.summary["final-accuracy-pooled"]
     ),
     "last-10-accuracy-pooled": (
         "mean over the last 10 rounds of the accuracy on the round's clients' test data, before training", _last_rounds
@@ -80,7 +80,7 @@ def measure(runs: Iterable[Run], metric: str) -> tuple[float, float | None] | No
 def finetuned(runs: Sequence[Run], metric: str) -> tuple[float, float | None] | None:
     """Mean and std of the fine-tuned accuracy, pooled over samples where the paper's figure is; None if a run lacks it."""
     name = "final-accuracy-finetuned" + "-pooled" * metric.endswith("-pooled")
-    known = [value for run in runs if (value := run.summary.get(name)) is not None]
+    known = [value for run in runs if (value := run.folder.summary.get(name)) is not None]
     return mean_std(known) if len(known) == len(runs) else None
 
 
@@ -92,17 +92,11 @@ def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Run],
 
     Raises UserError for a path that is neither, and if nothing is finished.
     """
-    folders: list[Path] = []
-    for path in paths:
-        inside = [path] if (path / CONFIG).is_file() else sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
-        if not inside:
-            raise UserError(f"{path}: neither a run folder nor a folder of them (no {CONFIG})")
-        folders += [folder for folder in inside if folder not in folders]
-    finished = [folder for folder in folders if (folder / SUMMARY).is_file()]
-    if not finished:
+    found = run_folders.find(paths)
+    if not any(run.finished for run in found):
         raise UserError(f"no finished run (with {SUMMARY}) among {', '.join(map(str, paths))}")
-    runs = [Run(folder, parse(read_config(folder), methods), read_summary(folder)) for folder in finished]
-    return runs, [folder for folder in folders if folder not in finished]
+    finished = [Run(run, run.config(methods)) for run in found if run.finished]
+    return finished, [run.path for run in found if not run.finished]
 
 
 def group(runs: Iterable[Run]) -> list[list[Run]]:
@@ -202,10 +196,11 @@ def side_by_side(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
     every = [{**settings(runs[0].config), "scale": runs[0].config.scale} for runs in groups]
     known = dict.fromkeys(key for one in every for key in one)
     keys = [key for key in known if key == "method" or len({one[key] for one in every if key in one}) > 1]
-    metrics = [m for m in ACCURACIES if any(run.summary.get(m) is not None for runs in groups for run in runs)]
+    metrics = [m for m in ACCURACIES if any(run.folder.summary.get(m) is not None for runs in groups for run in runs)]
     lines = [[*keys, "n", *metrics]]
     for one, runs in zip(every, groups, strict=True):
-        means = [[run.summary[m] for run in runs if run.summary.get(m) is not None] for m in metrics]
+        summaries = [run.folder.summary for run in runs]
+        means = [[s[m] for s in summaries if s.get(m) is not None] for m in metrics]
         shown = [show(mean_std(values) if values else None) for values in means]
         lines.append([*(_value(one.get(key)) for key in keys), str(len(runs)), *shown])
     return lines

@@ -12,7 +12,8 @@ import numpy as np
 from fl_app.catalogue import DATASETS
 from fl_app.config import RunConfig
 from fl_app.layout import Layout, Model
-from fl_app.server.run_folder import RunFolder, to_toml
+from fl_app.server.run_folder import RunFolder
+from fl_app.toml import to_toml
 
 Shape = tuple[int, int, int]
 

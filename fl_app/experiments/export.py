@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from fl_app.errors import UserError
-from fl_app.server.run_folder import CONFIG, MODELS, read_summary
+from fl_app.server.run_folder import MODELS, read_config, read_summary
 
 
 def export_state_dict(run: Path, client: int | None, output: Path | None) -> Path:
@@ -37,7 +36,6 @@ def export_state_dict(run: Path, client: int | None, output: Path | None) -> Pat
 
 
 def _hint(run: Path, client: int | None) -> str:
-    config = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
-    if client is not None and not config["collect-personal-models"]:
+    if client is not None and not read_config(run)["collect-personal-models"]:
         return "; run with --set collect-personal-models=true to have every client's"
     return ""

@@ -31,7 +31,7 @@ from fl_app.processes import (
     script,
     wait_for_http,
 )
-from fl_app.server.run_folder import to_toml
+from fl_app.toml import to_toml
 
 APP_DIRECTORY = Path(fl_app.__file__).resolve().parent.parent
 

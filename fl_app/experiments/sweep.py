@@ -28,10 +28,11 @@ from pathlib import Path
 
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
+from fl_app.experiments.runs import Run, inside
 from fl_app.files import lock, make_directory
-from fl_app.keys import Scalar, bears_on, flatten
-from fl_app.presets import read_preset, read_toml, small
-from fl_app.server.run_folder import CONFIG, SUMMARY, read_config, to_toml
+from fl_app.keys import Scalar, bears_on
+from fl_app.presets import read_preset, small
+from fl_app.toml import flatten, read_toml, to_toml
 
 UNFINISHED = "unfinished"
 VARIABLE = "COROLLA_SWEEP"  # in the environment of every process a sweep starts: its directory
@@ -232,18 +233,15 @@ def end_leftovers(directory: Path) -> int:
     return len(left)
 
 
-def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, Path], list[Path]]:
+def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, Run], list[Path]]:
     """Return the finished runs by identity, and the folders of unfinished ones, directly under a directory."""
-    finished: dict[str, Path] = {}
-    unfinished: list[Path] = []
-    for folder in sorted(p for p in directory.iterdir() if p.is_dir() and p.name != UNFINISHED):
-        if not (folder / SUMMARY).is_file():
-            if (folder / CONFIG).is_file() or all(p.name.startswith(".") for p in folder.iterdir()):
-                unfinished.append(folder)
-            continue
+    found = [run for run in inside(directory) if run.path.name != UNFINISHED]
+    finished: dict[str, Run] = {}
+    for run in found:
         with contextlib.suppress(UserError):  # a config of another version is nobody's
-            finished[identity(parse(read_config(folder), methods))] = folder
-    return finished, unfinished
+            if run.finished:
+                finished[identity(run.config(methods))] = run
+    return finished, [run.path for run in found if not run.finished]
 
 
 def set_aside(folder: Path) -> Path:

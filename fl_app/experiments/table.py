@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_app.experiments.runs import Run
 from fl_app.experiments.sweep import Point, identity
 from fl_app.keys import Scalar
-from fl_app.server.run_folder import read_summary
 
 CAPTION = (
     "accuracies in per cent, mean ± standard deviation over the seeds; n: finished runs. final: all clients after the last round; "
@@ -30,23 +30,22 @@ class Row:
     means: Mapping[str, tuple[float, float | None]]
 
 
-def tabulate(points: Sequence[Point], finished: Mapping[str, Path]) -> list[Row]:
+def tabulate(points: Sequence[Point], finished: Mapping[str, Run]) -> list[Row]:
     """Average the finished runs over seeds; std is the sample standard deviation (n - 1), None for one run."""
-    groups: dict[tuple[tuple[str, Scalar], ...], list[Path]] = {}
+    groups: dict[tuple[tuple[str, Scalar], ...], list[Run]] = {}
     for point in points:
         varying = tuple((k, v) for k, v in point.varying.items() if k != "seed")
-        folders = groups.setdefault(varying, [])
-        if (folder := finished.get(identity(point.parsed))) is not None:
-            folders.append(folder)
+        runs = groups.setdefault(varying, [])
+        if (run := finished.get(identity(point.parsed))) is not None:
+            runs.append(run)
     rows = []
-    for varying, folders in groups.items():
-        summaries = [read_summary(folder) for folder in folders]
+    for varying, runs in groups.items():
         means = {}
         for metric in (*ACCURACIES, *COSTS):
-            values = [s[metric] for s in summaries if s.get(metric) is not None]
+            values = [run.summary[metric] for run in runs if run.summary.get(metric) is not None]
             if values:
                 means[metric] = mean_std(values)
-        rows.append(Row(dict(varying), len(folders), means))
+        rows.append(Row(dict(varying), len(runs), means))
     return rows
 
 

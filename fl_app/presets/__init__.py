@@ -15,7 +15,6 @@ import difflib
 import fnmatch
 import functools
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ from typing import Any
 from fl_app.catalogue import DATASETS, MODELS
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
-from fl_app.keys import Scalar, flatten, own
+from fl_app.keys import Scalar, own
+from fl_app.toml import flatten, read_toml
 
 PRESETS = Path(__file__).parent
 SMALL_ROUNDS, SMALL_CLIENTS, SMALL_PARTICIPANTS, SMALL_BATCH = 20, 10, 5, 20
@@ -73,16 +73,6 @@ class Preset:
                 why = (self.missing or {}).get(word)
                 return f"{key} {word} is not in Corolla" + (f": {why}" if why else "")
         return ""
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises UserError if there is none, or it is not TOML."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid TOML: {error}") from None
 
 
 @functools.cache
@@ -186,6 +176,6 @@ def small(config: RunConfig) -> dict[str, Scalar]:
         "partition": "dirichlet-client" if config.partition == "dirichlet" else config.partition,
     }
     out |= {name: min(before[name] or most, most) for name, most in SMALL_SAMPLES.items()}
-    counted = [key.name for key, _ in config.own_keys() if key.counts_rounds]
+    counted = [key.name for key, value in config.own_keys() if key.counts_rounds and value]
     out |= {name: max(1, round(before[name] * rounds / config.num_server_rounds)) for name in counted}
     return {name: value for name, value in out.items() if value != before[name]}

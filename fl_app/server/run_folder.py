@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, opener, publish_text
-from fl_app.keys import Scalar, flatten
+from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
+from fl_app.toml import flatten, read_toml, to_toml
 
 if TYPE_CHECKING:
     from fl_app.server.events import EventFiles
@@ -141,36 +140,12 @@ def default_name(config: RunConfig) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-{dataset}-seed{config.seed}"
 
 
-def to_toml(flat: Mapping[str, Scalar]) -> str:
-    """Render dotted keys as TOML with one level of tables."""
-    top = {k: v for k, v in flat.items() if "." not in k}
-    lines = [f"{key} = {_toml_value(value)}" for key, value in top.items()]
-    for table in dict.fromkeys(k.split(".")[0] for k in flat if "." in k):
-        lines += ["", f"[{table}]"]
-        lines += [f"{k.split('.', 1)[1]} = {_toml_value(v)}" for k, v in flat.items() if k.startswith(f"{table}.")]
-    return "\n".join(lines) + "\n"
-
-
-def _toml_value(value: Scalar) -> str:
-    return json.dumps(value, ensure_ascii=False) if not isinstance(value, float) else repr(value)
-
-
 def read_config(run: Path) -> dict[str, Scalar]:
     """Read a run folder's resolved config, flat. Raises UserError if there is none."""
     try:
-        tables = tomllib.loads((run / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"{run} is not a run folder: {CONFIG}: {error}") from None
-    return flatten(tables)
-
-
-def run_folders(root: Path) -> dict[str, Path]:
-    """Return run folders by their experiment's id: those directly under a directory, and those of sweeps in it."""
-    found: dict[str, Path] = {}
-    for path in sorted([*root.glob(f"*/{RUN}"), *root.glob(f"*/*/{RUN}")]):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found[str(json.loads(path.read_text(encoding="utf-8"))["experiment"])] = path.parent
-    return found
+        return flatten(read_toml(run / CONFIG))
+    except UserError as error:
+        raise UserError(f"{run} is not a run folder: {error}") from None
 
 
 def check_unchanged(run: Path, config: RunConfig) -> None:

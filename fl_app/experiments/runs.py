@@ -1,0 +1,96 @@
+"""Run folders as results: where they are found, and what is read of them when it is asked for.
+
+fl_app/server/run_folder.py writes these folders, and reads single files back to resume; whoever wants results comes here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fl_app import config
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.keys import Scalar
+from fl_app.server.run_folder import CONFIG, RUN, SUMMARY, read_clients, read_config, read_metrics, read_summary
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder, finished or not; its files are read once, when they are first needed."""
+
+    path: Path
+
+    @cached_property
+    def settings(self) -> dict[str, Scalar]:
+        """Its resolved config, flat. Raises UserError if it has none that can be read."""
+        return read_config(self.path)
+
+    def config(self, methods: Mapping[str, type]) -> RunConfig:
+        """Its config, parsed. Raises UserError if it is not one of this version."""
+        return config.parse(self.settings, methods)
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has its summary."""
+        return (self.path / SUMMARY).is_file()
+
+    @cached_property
+    def summary(self) -> Record:
+        """Its summary. Raises UserError if it is not finished."""
+        return read_summary(self.path)
+
+    @cached_property
+    def rounds(self) -> dict[int, Record]:
+        """Its rounds' records by number, ascending, as far as they can be read."""
+        return dict(sorted((record["round"], record) for record in read_metrics(self.path)))
+
+    @cached_property
+    def clients(self) -> dict[str, dict[str, Any]]:
+        """Facts by client id; empty if there are none."""
+        return read_clients(self.path)
+
+
+def find(paths: Iterable[Path]) -> list[Run]:
+    """Return the runs at run folders and directly in folders of them (a sweep's), each once.
+
+    Raises UserError naming every path that is neither, and every run without a readable config.
+    """
+    found: dict[Path, Run] = {}
+    problems: list[str] = []
+    for path in paths:
+        folders = [path] if (path / CONFIG).is_file() else sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
+        if not folders:
+            what = f"neither a run folder nor a folder of them (no {CONFIG})" if path.is_dir() else "this run folder does not exist"
+            problems.append(f"{path}: {what}")
+        for folder in folders:
+            run = found.setdefault(folder.resolve(), Run(folder))
+            try:
+                run.settings  # noqa: B018 - read now, for its errors
+            except UserError as error:
+                problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return list(found.values())
+
+
+def by_experiment(root: Path) -> dict[str, Run]:
+    """Return runs by their experiment's id: those directly under a directory, and those of sweeps in it."""
+    found: dict[str, Run] = {}
+    for path in sorted([*root.glob(f"*/{RUN}"), *root.glob(f"*/*/{RUN}")]):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found[str(json.loads(path.read_text(encoding="utf-8"))["experiment"])] = Run(path.parent)
+    return found
+
+
+def inside(directory: Path) -> list[Run]:
+    """Return the runs directly in a directory, with those whose process ended before anything was written."""
+    folders = sorted(p for p in directory.iterdir() if p.is_dir())
+    return [Run(p) for p in folders if (p / CONFIG).is_file() or all(inner.name.startswith(".") for inner in p.iterdir())]

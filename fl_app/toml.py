@@ -1,0 +1,45 @@
+"""Flat dotted keys as TOML files have them, in tables one level deep."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fl_app.errors import UserError
+from fl_app.keys import Scalar
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises UserError if there is none, or it is not TOML."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def flatten(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn tables into dotted keys."""
+    flat: dict[str, Any] = {}
+    for name, value in tables.items():
+        flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def nest(flat: Mapping[str, Scalar]) -> dict[str, Any]:
+    """Turn dotted keys into tables."""
+    tables: dict[str, Any] = {}
+    for name, value in flat.items():
+        table, _, key = name.rpartition(".")
+        (tables.setdefault(table, {}) if table else tables)[key] = value
+    return tables
+
+
+def to_toml(flat: Mapping[str, Scalar]) -> str:
+    """Render dotted keys as TOML, those without a table first."""
+    return tomli_w.dumps(nest(flat))
