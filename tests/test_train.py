@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, pad
 
 from client_app.batches import crop_flip, crop_flip_draws
 from client_app.trainer import LocalTrainer, resolve_device
-from fl_app import models, rng
+from fl_app import models, rng, weights
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, DatasetInfo
 from fl_app.errors import UserError
@@ -63,7 +63,7 @@ def bits(model: Model) -> bytes:
 
 
 def train(make: Callable[[], nn.Module] = mlp, **changes: Any) -> Model:
-    return trainer(make, **changes).train(models.read(make()))
+    return trainer(make, **changes).train(weights.read(make()))
 
 
 # training
@@ -84,7 +84,7 @@ def plain_sgd(module: nn.Module, c: RunConfig, data: ClientData, round: int, cli
             optimizer.zero_grad()
             cross_entropy(module(x[batch]), y[batch]).backward()
             optimizer.step()
-    return models.read(module)
+    return weights.read(module)
 
 
 @pytest.mark.parametrize("changes", [
@@ -96,7 +96,7 @@ def test_training_is_plain_sgd(make: Callable[[], nn.Module], changes: dict[str,
     if make is with_batchnorm and changes == {"batch_size": 1}:
         pytest.skip("plain torch cannot: BatchNorm on one sample")
     c, data = config(local_epochs=3, **changes), data_of(30)
-    start = models.read(make())
+    start = weights.read(make())
     got = LocalTrainer(make(), c, data, 3, 4).train(start)
     want = plain_sgd(make(), c, data, 3, 4)
     # float32 rounding alone: our step adds in another order; differences grow over the 3 epochs to 1e-6 of values around 1
@@ -116,7 +116,7 @@ def test_convolutional_networks_train_as_in_the_plain_loop(model: str, layout: t
     def make() -> nn.Module:
         return models.build(model, in_channels=3, num_classes=CLASSES, image_size=16)
 
-    start = models.read(make())
+    start = weights.read(make())
     got = LocalTrainer(make(), c, data, 1, 0).train(start)
     want = plain_sgd(make().to(memory_format=layout), c, data, 1, 0)  # type: ignore[call-overload]
     # float32 holds a weight to 6e-8 of its size, and a step is about a thousandth of it: 1e-4 of the way is rounding
@@ -145,7 +145,7 @@ def test_one_step_by_hand() -> None:
 
 
 def test_training_leaves_its_start_alone_and_returns_copies() -> None:
-    t, start = trainer(with_batchnorm), models.read(with_batchnorm())
+    t, start = trainer(with_batchnorm), weights.read(with_batchnorm())
     before = bits(start)
     first = t.train(start)
     kept = bits(first)
@@ -157,13 +157,13 @@ def test_loss_is_the_last_epochs_mean() -> None:
     data = data_of(30)
     same = ClientData(data.x_train, data.y_train, data.x_train, data.y_train, INFO)
     t = trainer(data=same, learning_rate=1e-12, batch_size=8, local_epochs=2)  # 30 = 8 + 8 + 8 + 6: a weighted mean
-    start = models.read(mlp())
+    start = weights.read(mlp())
     t.train(start)
     assert t.last_loss == pytest.approx(t.evaluate(start)[0], rel=1e-5)
 
 
 def test_epochs_can_be_chosen() -> None:
-    t, start = trainer(local_epochs=2), models.read(mlp())
+    t, start = trainer(local_epochs=2), weights.read(mlp())
     two = bits(t.train(start))
     assert bits(t.train(start, epochs=2)) == two != bits(t.train(start, epochs=1))
 
@@ -184,12 +184,12 @@ def test_same_seed_same_bits(make: Callable[[], nn.Module], augment: str) -> Non
 
 
 def test_purposes_are_other_streams() -> None:
-    t, start = trainer(), models.read(mlp())
+    t, start = trainer(), weights.read(mlp())
     assert bits(t.train(start)) != bits(t.train(start, purpose="finetune"))
 
 
 def test_training_twice_in_one_process_is_the_same() -> None:
-    t, start = trainer(with_dropout), models.read(with_dropout())
+    t, start = trainer(with_dropout), weights.read(with_dropout())
     assert bits(t.train(start)) == bits(t.train(start))
 
 
@@ -220,7 +220,7 @@ def test_labels_stay_with_their_images() -> None:
 
 @pytest.mark.parametrize(("n", "batch_size"), [(1, 20), (21, 20), (3, 1)])
 def test_batchnorm_with_single_samples_trains(n: int, batch_size: int) -> None:
-    start = models.read(with_batchnorm())
+    start = weights.read(with_batchnorm())
     after = train(with_batchnorm, n=n, batch_size=batch_size, local_epochs=2)
     assert np.isfinite(after.params).all() and np.isfinite(after.buffers).all()
     assert (after.params != start.params).any()
@@ -229,7 +229,7 @@ def test_batchnorm_with_single_samples_trains(n: int, batch_size: int) -> None:
 
 def test_batchnorm_learns_again_after_a_single_sample() -> None:
     t = trainer(with_batchnorm, n=1)
-    t.train(models.read(with_batchnorm()))
+    t.train(weights.read(with_batchnorm()))
     assert all(m.training for m in t._batchnorms)
 
 
@@ -238,7 +238,7 @@ def test_batchnorm_learns_again_after_a_single_sample() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"momentum": 0.9, "weight_decay": 0.1}], ids=str)
 def test_frozen_tensors_do_not_change(changes: dict[str, Any]) -> None:
-    layout, start = Layout.of(with_batchnorm()), models.read(with_batchnorm())
+    layout, start = Layout.of(with_batchnorm()), weights.read(with_batchnorm())
     frozen = layout.names - layout.classifier
     t = trainer(with_batchnorm, **changes)
     after = t.train(start, frozen=frozen)
@@ -257,7 +257,7 @@ def test_parameters_a_users_model_freezes_never_change(changes: dict[str, Any]) 
         next(module.parameters()).requires_grad_(False)
         return module
 
-    t, start = trainer(half_frozen, **changes), models.read(half_frozen())
+    t, start = trainer(half_frozen, **changes), weights.read(half_frozen())
     size = t.layout.params[0].size
     for _ in range(2):  # a second training with the same trainer too
         after = t.train(start)
@@ -285,7 +285,7 @@ def test_evaluate_by_hand() -> None:
 
 def test_evaluate_in_batches_equals_all_at_once() -> None:
     data = data_of(4, num_test=1200)
-    model, module = models.read(with_batchnorm()), with_batchnorm().eval()
+    model, module = weights.read(with_batchnorm()), with_batchnorm().eval()
     loss, accuracy = trainer(with_batchnorm, data=data).evaluate(model)
     with torch.no_grad():
         logits = module(torch.tensor(data.x_test) / 255)
@@ -296,11 +296,11 @@ def test_evaluate_in_batches_equals_all_at_once() -> None:
 
 def test_evaluate_without_test_data_is_nan() -> None:
     t = trainer(data=data_of(5, num_test=0))
-    assert all(math.isnan(value) for value in t.evaluate(models.read(mlp())))
+    assert all(math.isnan(value) for value in t.evaluate(weights.read(mlp())))
 
 
 def test_evaluating_does_not_change_training() -> None:
-    start = models.read(with_batchnorm())
+    start = weights.read(with_batchnorm())
     alone = bits(trainer(with_batchnorm).train(start))
     t = trainer(with_batchnorm)
     before = bits(start)
@@ -346,7 +346,7 @@ def test_crop_flip_is_random_and_repeatable() -> None:
 
 
 def test_augmentation_is_for_training_only() -> None:
-    data, start = data_of(30), models.read(mlp())
+    data, start = data_of(30), weights.read(mlp())
     assert trainer(data=data, augment="crop-flip").evaluate(start) == trainer(data=data).evaluate(start)
 
 
