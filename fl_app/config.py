@@ -86,6 +86,13 @@ class RunConfig:
         2, "Classes each client holds in the `pathological` partition.", AT_LEAST_ONE,
         about="data", partitions=("pathological",),
     )
+    pathological_assignment: Literal["balanced", "random", "blocks"] = key(
+        "balanced",
+        "Which classes the clients of the `pathological` partition hold. `balanced`: every class equally many clients, up to "
+        "one. `random`: each client draws its own, so that some share classes (as FedCAC's authors). `blocks`: classes dealt to "
+        "consecutive blocks of clients, which then hold the same (as PFLlib).",
+        about="data", partitions=("pathological",),
+    )
     train_samples: int = key(
         100, "Training samples per client (`dirichlet-client`, `pathological`, `iid`); 0: an equal share of all.",
         NOT_NEGATIVE, about="data", partitions=FIXED_SIZES,
@@ -96,6 +103,12 @@ class RunConfig:
     )
     min_samples: int = key(
         10, "Smallest number of samples a client may get in the `dirichlet` partition.", AT_LEAST_ONE,
+        about="data", partitions=("dirichlet",),
+    )
+    dirichlet_balance: bool = key(
+        False,
+        "Self-balancing of the `dirichlet` partition: a client that has more than an equal share already gets nothing of the "
+        "classes that follow (as PFLlib); `min-samples` holds as well.",
         about="data", partitions=("dirichlet",),
     )
     test_ratio: float = key(
