@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
-from client_app.batches import crop_flip, crop_flip_draws
 from client_app.trainer import LocalTrainer, resolve_device
 from fl_app import models, rng, weights
 from fl_app.config import RunConfig
@@ -193,29 +192,7 @@ def test_training_twice_in_one_process_is_the_same() -> None:
     assert bits(t.train(start)) == bits(t.train(start))
 
 
-# batches
-
-
-@pytest.mark.parametrize(("make", "n", "batch_size", "sizes"), [
-    (with_batchnorm, 21, 20, [21]), (with_batchnorm, 41, 20, [20, 21]), (with_batchnorm, 40, 20, [20, 20]),
-    (with_batchnorm, 22, 20, [20, 2]), (with_batchnorm, 1, 20, [1]), (with_batchnorm, 3, 1, [1, 1, 1]),
-    (mlp, 21, 20, [20, 1]), (mlp, 1, 20, [1]), (mlp, 5, 100, [5]),
-])  # fmt: skip
-def test_batches(make: Callable[[], nn.Module], n: int, batch_size: int, sizes: list[int]) -> None:
-    batches = list(trainer(make, n=n, batch_size=batch_size).data.epochs(3, "train"))
-    assert [len(y) for _, _, y, _ in batches] == sizes * 3
-    assert [first for first, _, _, _ in batches] == [i == 0 for i in range(len(sizes))] * 3
-    epochs = [[x[:, 0, 0, 0] for _, x, _, _ in batches[e * len(sizes) : (e + 1) * len(sizes)]] for e in range(3)]
-    indices = [torch.cat(epoch).mul(255).round().int().tolist() for epoch in epochs]
-    assert all(sorted(epoch) == list(range(n)) for epoch in indices)
-    assert [i for epoch in indices for i in epoch] == torch.cat([batch.indices for batch in batches]).tolist()
-    assert n < 5 or indices[0] != indices[1]
-
-
-def test_labels_stay_with_their_images() -> None:
-    data = data_of(30)
-    for _, x, y, _ in trainer(data=data).data.epochs(1, "train"):
-        assert y.tolist() == data.y_train[x[:, 0, 0, 0].mul(255).round().long().numpy()].tolist()
+# batches of one sample
 
 
 @pytest.mark.parametrize(("n", "batch_size"), [(1, 20), (21, 20), (3, 1)])
@@ -307,47 +284,6 @@ def test_evaluating_does_not_change_training() -> None:
     t.evaluate(start)
     assert bits(start) == before
     assert bits(t.train(start)) == alone
-
-
-# inputs
-
-
-def test_normalize() -> None:
-    image = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8)
-    assert trainer().data.inputs(image).flatten().tolist() == pytest.approx([0, 0.2, 1])
-    shifted = trainer(normalize="mean-std").data.inputs(image)  # mean 0.25, std 0.5
-    assert shifted.flatten().tolist() == pytest.approx([-0.5, -0.1, 1.5])
-    info = DatasetInfo(3, SIDE, ("a", "b"), 9, 9, (0.0, 0.5, 1.0), (1.0, 0.5, 0.25))
-    t = LocalTrainer(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), config(normalize="mean-std"), data_of(9, info=info), 1, 0)
-    grey = torch.full((2, 3, 1, 1), 255, dtype=torch.uint8)
-    assert t.data.inputs(grey)[1].flatten().tolist() == pytest.approx([1, 1, 0])  # per channel
-
-
-@pytest.mark.parametrize(("side", "channels"), [(8, 1), (28, 1), (32, 3), (5, 2)])
-def test_crop_flip_equals_a_loop(side: int, channels: int) -> None:
-    x = torch.rand(20, channels, side, side)
-    got = crop_flip(x, crop_flip_draws(20, side, torch.Generator().manual_seed(1)))
-    generator = torch.Generator().manual_seed(1)
-    margin = max(1, side // 8)
-    top = torch.randint(0, 2 * margin + 1, (20,), generator=generator)
-    left = torch.randint(0, 2 * margin + 1, (20,), generator=generator)
-    flip = torch.rand(20, generator=generator) < 0.5
-    padded = pad(x, (margin,) * 4)
-    for i in range(20):
-        crop = padded[i, :, top[i] : top[i] + side, left[i] : left[i] + side]
-        assert torch.equal(got[i], crop.flip(-1) if flip[i] else crop)
-    assert flip.any() and not flip.all() and got.shape == x.shape
-
-
-def test_crop_flip_is_random_and_repeatable() -> None:
-    x = torch.rand(50, 1, 8, 8)
-    a, b, c = (crop_flip(x, crop_flip_draws(50, 8, torch.Generator().manual_seed(seed))) for seed in (1, 1, 2))
-    assert torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(a, x)
-
-
-def test_augmentation_is_for_training_only() -> None:
-    data, start = data_of(30), weights.read(mlp())
-    assert trainer(data=data, augment="crop-flip").evaluate(start) == trainer(data=data).evaluate(start)
 
 
 # device
