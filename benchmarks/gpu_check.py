@@ -24,7 +24,7 @@ import torch
 from benchmarks.measure import arguments, interleaved, machine
 from benchmarks.training import client_data, configure, ours, plain, relative
 from client_app.trainer import LocalTrainer, resolve_device
-from fl_app import models
+from fl_app import models, weights
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.keys import Scalar
@@ -131,7 +131,7 @@ def check(device: torch.device, small: bool) -> tuple[dict[str, Any], list[str]]
         config = configure(model=name, local_epochs=epochs, batch_size=BATCH, learning_rate=0.01, device=str(device))
         data = client_data(samples, side, channels)
         shape = {"in_channels": channels, "num_classes": 10, "image_size": side}
-        start = models.read(models.build(name, **shape))  # type: ignore[arg-type]
+        start = weights.read(models.build(name, **shape))  # type: ignore[arg-type]
         differences = correctness(config, data, shape, start)
         wrong += [f"{name}, {what}: {d:.2g}" for what, d in differences.items() if not d <= TOLERANCE[what.split(":")[0]]]
         results[name] = {**differences, **speed(config, data, shape, start, repeats)}

@@ -86,7 +86,7 @@ def bare_seconds(config: Mapping[str, Scalar], clients: int, processes: int) -> 
 
 def _train(config: Config, clients: int, ids: Any, seconds: Any, ready: Any) -> None:
     from client_app.trainer import LocalTrainer
-    from fl_app import models
+    from fl_app import models, weights
     from fl_app.config import parse
     from fl_app.data import open_client
     from strategies import METHOD_PARAMS
@@ -95,7 +95,7 @@ def _train(config: Config, clients: int, ids: Any, seconds: Any, ready: Any) -> 
     ready.wait(timeout=120)
     while (client_id := ids.get()) is not None:
         module = models.build(parsed.model, in_channels=3, num_classes=10, image_size=32)
-        start = models.read(module)
+        start = weights.read(module)
         trainer = LocalTrainer(module, parsed, open_client(parsed, client_id), 1, client_id)
         started = time.perf_counter()
         trainer.train(start)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import arguments, finish, interleaved
 from client_app.trainer import LocalTrainer, resolve_device
-from fl_app import models, rng
+from fl_app import models, rng, weights
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData, DatasetInfo
 from fl_app.keys import NoParams, Scalar
@@ -42,7 +42,7 @@ def plain(config: RunConfig, data: ClientData, shape: dict[str, int], start: Mod
     """The loop everybody writes: torch.optim.SGD, float32, the same batches."""
     device = resolve_device(config.device)
     module = models.build(config.model, **shape)
-    models.write(module, start)
+    weights.write(module, start)
     module.to(device, memory_format=layout).train()  # type: ignore[call-overload]
     x = (torch.from_numpy(data.x_train).to(device).float() / 255).contiguous(memory_format=layout)
     y = torch.from_numpy(data.y_train).to(device)
@@ -53,7 +53,7 @@ def plain(config: RunConfig, data: ClientData, shape: dict[str, int], start: Mod
             optimizer.zero_grad()
             cross_entropy(module(x[chosen]), y[chosen]).backward()
             optimizer.step()
-    return models.read(module)
+    return weights.read(module)
 
 
 def ours(config: RunConfig, data: ClientData, shape: dict[str, int], start: Model) -> Model:
@@ -84,7 +84,7 @@ def main() -> None:
         half = dataclasses.replace(config, precision="bfloat16")
         data, one_batch = (client_data(batch * steps, side, channels) for steps in (4 if options.short else 12, 1))
         shape = {"in_channels": channels, "num_classes": 10, "image_size": side}
-        start = models.read(models.build(name, **shape))
+        start = weights.read(models.build(name, **shape))
         cases: dict[str, Callable[[], Model]] = {
             "plain": partial(plain, config, data, shape, start, torch.contiguous_format),
             "plain, channels last": partial(plain, config, data, shape, start, torch.channels_last),

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from client_app.augment import AUGMENTATIONS
 from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
@@ -37,7 +37,8 @@ class Batch(NamedTuple):
 class Batches:
     """A client's training and test samples on a device.
 
-    avoid_single: a last batch of one sample joins the batch before it, for models with BatchNorm. memory_format: of images.
+    avoid_single: a last batch of one sample joins the batch before it, for models with BatchNorm (under `drop-last` it goes with
+    every incomplete one). memory_format: of images.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class Batches:
         self._avoid_single, self._format = avoid_single, memory_format
         self._x_train, self.train_labels = self._resident(data.x_train), self._resident(data.y_train)
         self._x_test, self.test_labels = self._resident(data.x_test), self._resident(data.y_test)
-        stats = config.normalize == "mean-std"
-        self._mean = torch.tensor(data.info.mean if stats else [0.0], device=device).view(1, -1, 1, 1)
-        self._std = torch.tensor(data.info.std if stats else [1.0], device=device).view(1, -1, 1, 1)
+        shifts = {"mean-std": (data.info.mean, data.info.std), "symmetric": ((0.5,), (0.5,))}
+        shift = shifts.get(config.normalize)  # mean and std, per channel or for all
+        self._shift = shift and [torch.tensor(values, device=device).view(1, -1, 1, 1) for values in shift]
 
     def _resident(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array)).to(self.device)
@@ -60,27 +61,29 @@ class Batches:
         seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)  # for a user's model with dropout
-        n = len(self.train_labels)
+        n, augment = len(self.train_labels), AUGMENTATIONS[self.config.augment]
         bounds = self._bounds()
         for _ in range(epochs):
-            plan = torch.randperm(n, generator=generator)[:, None]
-            if self.config.augment == "crop-flip":
+            plan = torch.randperm(n, generator=generator)[: bounds[-1][1], None]
+            if augment is not None:
                 side = self._x_train.shape[-1]
-                draws = [crop_flip_draws(stop - start, side, generator) for start, stop in bounds]
+                draws = [augment.draws(stop - start, side, generator) for start, stop in bounds]
                 plan = torch.cat([plan, torch.cat(draws)], dim=1)
             plan = plan.to(self.device)
             for start, stop in bounds:
                 chosen = plan[start:stop, 0]
                 x = self.inputs(self._x_train[chosen])
-                if self.config.augment == "crop-flip":
-                    x = crop_flip(x, plan[start:stop, 1:])
+                if augment is not None:
+                    x = augment.apply(x, plan[start:stop, 1:])
                 yield Batch(start == 0, x, self.train_labels[chosen], chosen)
 
     def _bounds(self) -> list[tuple[int, int]]:
-        """First and last + 1 position of every batch of an epoch."""
+        """First and last + 1 position of every batch of an epoch; samples beyond the last one's are not used in it."""
         n, size = len(self.train_labels), self.config.batch_size
         bounds = [*range(0, n, size), n]
-        if self._avoid_single and size > 1 and len(bounds) > 2 and n - bounds[-2] == 1:
+        if self.config.drop_last and len(bounds) > 2 and n - bounds[-2] < size:
+            del bounds[-1]
+        elif self._avoid_single and size > 1 and len(bounds) > 2 and n - bounds[-2] == 1:
             del bounds[-2]
         return list(zip(bounds, bounds[1:], strict=False))
 
@@ -104,30 +107,6 @@ class Batches:
     def inputs(self, images: Tensor) -> Tensor:
         """Normalise images uint8 [m, C, S, S] as `normalize` says: float32 of the same shape."""
         x = images.float().div_(255)
-        if self.config.normalize == "mean-std":
-            x = x.sub_(self._mean).div_(self._std)
+        if self._shift is not None:
+            x = x.sub_(self._shift[0]).div_(self._shift[1])
         return x.contiguous(memory_format=self._format)
-
-
-def crop_flip_draws(n: int, side: int, generator: torch.Generator) -> Tensor:
-    """Draw what `crop_flip` does to n images: int64 [n, 3], rows to skip, columns to skip, 1 to flip."""
-    margin = max(1, side // 8)
-    top, left = (torch.randint(0, 2 * margin + 1, (n,), generator=generator) for _ in range(2))
-    flip = torch.rand(n, generator=generator) < 0.5
-    return torch.stack([top, left, flip.long()], dim=1)
-
-
-def crop_flip(x: Tensor, draws: Tensor) -> Tensor:
-    """Crop after zero padding by an eighth of the side, and flip horizontally, per image.
-
-    x: float32 [n, C, S, S]; draws: int64 [n, 3] of crop_flip_draws, on the same device. Returns the same shape.
-    """
-    n, _, side, _ = x.shape
-    top, left, flip = draws.unbind(1)
-    columns = torch.arange(side, device=x.device)
-    rows = top[:, None] + columns
-    across = left[:, None] + torch.where(flip[:, None] == 1, columns.flip(0), columns)
-    padded = pad(x, (max(1, side // 8),) * 4)
-    image = torch.arange(n, device=x.device)[:, None, None, None]
-    channel = torch.arange(x.shape[1], device=x.device)[None, :, None, None]
-    return padded[image, channel, rows[:, None, :, None], across[:, None, None, :]]

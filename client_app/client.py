@@ -136,14 +136,14 @@ class CorollaClient(NumPyClient):
         """Build what the method's client half works with."""
         _import_torch()
         from client_app.trainer import LocalTrainer
-        from fl_app import models
+        from fl_app import weights
 
         info = self.data.info
         module = self.method.network(
             self.config, in_channels=info.in_channels, num_classes=info.num_classes, image_size=info.image_size
         )
         layout = Layout.of(module)
-        initial = models.read(module)
+        initial = weights.read(module)
         shared = self.method.shared(layout, self.config.params)
         received = layout.subset(shared)
         if (download.model.params.size, download.model.buffers.size) != (received.d, received.b):

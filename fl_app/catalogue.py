@@ -11,7 +11,7 @@ class NamedData:
     """A data set known by name, whose images are [in_channels, image_size, image_size].
 
     torchvision: its class in torchvision.datasets, if it is there; train, test: that class's arguments for either part.
-    has_path: written `name:/path`, where the user's copy lies.
+    file: its name in the data directory, where the user puts it. has_path: written `name:/path`, where the user's copy lies.
     """
 
     in_channels: int
@@ -20,6 +20,7 @@ class NamedData:
     torchvision: str = ""
     train: Mapping[str, str | bool] = field(default_factory=lambda: {"train": True})
     test: Mapping[str, str | bool] = field(default_factory=lambda: {"train": False})
+    file: str = ""
     has_path: bool = False
 
 
@@ -34,6 +35,8 @@ DATASETS: Mapping[str, NamedData] = {
     "svhn": NamedData(3, 10, 32, "SVHN", {"split": "train"}, {"split": "test"}),
     "cifar10": NamedData(3, 10, 32, "CIFAR10"),
     "cifar100": NamedData(3, 100, 32, "CIFAR100"),
+    "medmnist-a": NamedData(1, 11, 28, file="organamnist.npz"),  # OrganAMNIST
+    "medmnist-c": NamedData(1, 11, 28, file="organcmnist.npz"),  # OrganCMNIST
     "tiny-imagenet": NamedData(3, 200, 64, has_path=True),
 }
 NODE = "node"  # each SuperNode's own data

@@ -86,6 +86,13 @@ class RunConfig:
         2, "Classes each client holds in the `pathological` partition.", AT_LEAST_ONE,
         about="data", partitions=("pathological",),
     )
+    pathological_assignment: Literal["balanced", "random", "blocks"] = key(
+        "balanced",
+        "Which classes the clients of the `pathological` partition hold. `balanced`: every class equally many clients, up to "
+        "one. `random`: each client draws its own, so that some share classes (as FedCAC's authors). `blocks`: classes dealt to "
+        "consecutive blocks of clients, which then hold the same (as PFLlib).",
+        about="data", partitions=("pathological",),
+    )
     train_samples: int = key(
         100, "Training samples per client (`dirichlet-client`, `pathological`, `iid`); 0: an equal share of all.",
         NOT_NEGATIVE, about="data", partitions=FIXED_SIZES,
@@ -98,15 +105,25 @@ class RunConfig:
         10, "Smallest number of samples a client may get in the `dirichlet` partition.", AT_LEAST_ONE,
         about="data", partitions=("dirichlet",),
     )
+    dirichlet_balance: bool = key(
+        False,
+        "Self-balancing of the `dirichlet` partition: a client that has more than an equal share already gets nothing of the "
+        "classes that follow (as PFLlib); `min-samples` holds as well.",
+        about="data", partitions=("dirichlet",),
+    )
     test_ratio: float = key(
         0.25, "Part of each client's samples used for test in the `dirichlet` partition.", BELOW_ONE,
         about="data", partitions=("dirichlet",),
     )
-    normalize: Literal["unit", "mean-std"] = key(
-        "unit", "Inputs scaled to [0, 1], or then shifted and scaled per channel by the training data's mean and std."
+    normalize: Literal["unit", "mean-std", "symmetric"] = key(
+        "unit",
+        "Inputs scaled to [0, 1] (`unit`), or then shifted and scaled per channel by the training data's mean and std, or scaled "
+        "to [-1, 1] (`symmetric`).",
     )
-    augment: Literal["none", "crop-flip"] = key(
-        "none", "`crop-flip`: random crop after padding by an eighth of the side, and horizontal flip, on the device."
+    augment: Literal["none", "crop-flip", "crop-flip-rotate"] = key(
+        "none",
+        "`crop-flip`: random crop after padding by an eighth of the side, and horizontal flip, on the device. "
+        "`crop-flip-rotate`: then also a rotation by up to 15 degrees either way, bilinear. What comes in from outside is 0.",
     )
     data_dir: str = key(
         "", "Directory of prepared data sets. Empty: `$COROLLA_DATA_DIR`, or the user's cache.",
@@ -125,6 +142,7 @@ class RunConfig:
     # local training
     local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE, headline=True)
     batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE, headline=True)
+    drop_last: bool = key(False, "Leave the last batch of an epoch out if it is incomplete, unless it is the only one.")
     learning_rate: float = key(0.1, "SGD learning rate.", POSITIVE, headline=True)
     learning_rate_decay: float = key(1.0, "Factor on the learning rate after every round.", POSITIVE_RATIO)
     momentum: float = key(0.0, "SGD momentum; it starts at zero in every round.", BELOW_ONE)

@@ -1,7 +1,20 @@
-"""The one error type meant for users: its message is shown as it is, without a traceback."""
+"""The one error type meant for users: its message is shown as it is, without a traceback; and how messages list things."""
 
 from __future__ import annotations
+
+_MAX_LISTED = 5
 
 
 class UserError(ValueError):
     """Bad input: the message names the thing, the rule and the value, and fits on one screen."""
+
+
+def listed(names: list[str], separator: str = ", ") -> str:
+    """Return the first few names as an error prints them."""
+    more = f"{separator}and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return separator.join(names[:_MAX_LISTED]) + more
+
+
+def said(error: BaseException) -> str:
+    """Return an exception's type and message."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""The networks, and the bridge between a torch module and the flat vectors of fl_app.layout.
+"""The networks.
 
 Every network maps images float32 [n, in_channels, image_size, image_size] to logits float32 [n, num_classes]. Image
 sizes from 8 to 64 work for all of them, and larger ones too.
@@ -14,9 +14,6 @@ sizes from 8 to 64 work for all of them, and larger ones too.
 - `resnet18-fedobp`: FedOBP's (its Table 4): `resnet18` with torchvision's 1000 outputs, and on them, without an activation
   between, the classifier; 11,699,522 parameters for 3 channels and 10 classes.
 - `module:factory`: the user's, called with keywords in_channels, num_classes, image_size.
-
-Vectors: `params` float32 [d] holds `named_parameters()` in order (a tied parameter once), `buffers` float32 [b] the
-floating-point buffers; see Layout. Files are safetensors, one tensor per name of the layout.
 """
 
 from __future__ import annotations
@@ -24,25 +21,20 @@ from __future__ import annotations
 import importlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_app.catalogue import MODELS
-from fl_app.errors import UserError
-from fl_app.files import publish
-from fl_app.layout import Layout, Model, Vector
+from fl_app.errors import UserError, listed, said
 from fl_app.rng import torch_seed
 
 NORMS = ("batch", "group")
 MAX_GROUPS = 32
 UNPADDED_CNN_SIZE = 16
 SMALLEST_CNN_SIZE = 4
-MAX_LISTED = 5
 
 
 def build(
@@ -176,7 +168,7 @@ def _import_factory(name: str) -> Callable[..., object]:
         module = importlib.import_module(module_name)
     except Exception as error:
         raise UserError(
-            f"model {name}: cannot import {module_name} ({_said(error)}); the module must be importable on every node "
+            f"model {name}: cannot import {module_name} ({said(error)}); the module must be importable on every node "
             "or lie in the app directory"
         ) from error
     try:
@@ -196,7 +188,7 @@ def _call_factory(
         module = factory(in_channels=in_channels, num_classes=num_classes, image_size=image_size)
     except Exception as error:
         raise UserError(
-            f"model {name}: the factory raised {_said(error)}; it is called as factory(in_channels={in_channels}, "
+            f"model {name}: the factory raised {said(error)}; it is called as factory(in_channels={in_channels}, "
             f"num_classes={num_classes}, image_size={image_size})"
         ) from error
     if not isinstance(module, nn.Module):
@@ -217,10 +209,10 @@ def _check_tensors(name: str, module: nn.Module) -> None:
     for kind, tensors in (("parameters", parameters), ("floating-point buffers", floating)):
         dtypes = [f"{n} is {t.dtype}" for n, t in tensors if t.dtype != torch.float32]
         if dtypes:
-            raise UserError(f"model {name}: {kind} must be float32, but {_listed(dtypes)}")
+            raise UserError(f"model {name}: {kind} must be float32, but {listed(dtypes)}")
         devices = [f"{n} is on {t.device}" for n, t in tensors if t.device.type != "cpu"]
         if devices:
-            raise UserError(f"model {name}: must be built on the CPU (training moves it), but {_listed(devices)}")
+            raise UserError(f"model {name}: must be built on the CPU (training moves it), but {listed(devices)}")
 
 
 def _check_output(name: str, module: nn.Module, shape: tuple[int, ...], num_classes: int) -> None:
@@ -230,7 +222,7 @@ def _check_output(name: str, module: nn.Module, shape: tuple[int, ...], num_clas
             output = module(torch.zeros(shape))
     except Exception as error:
         raise UserError(
-            f"model {name}: forward raised {_said(error)} on a float32 batch of shape {list(shape)} in eval mode; it "
+            f"model {name}: forward raised {said(error)} on a float32 batch of shape {list(shape)} in eval mode; it "
             f"must return logits of shape {[shape[0], num_classes]}"
         ) from error
     got = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__qualname__}"
@@ -238,119 +230,3 @@ def _check_output(name: str, module: nn.Module, shape: tuple[int, ...], num_clas
         want = [shape[0], num_classes]
         raise UserError(f"model {name}: a batch of shape {list(shape)} must give logits of shape {want}, got {got}")
     module.train()
-
-
-def read(module: nn.Module) -> Model:
-    """Copy a module's parameters and float buffers into vectors: params float32 [d], buffers float32 [b].
-
-    One device-to-host copy per vector; the result shares no memory with the module.
-    """
-    return Model(_flat(module.parameters()), _flat(_float_buffers(module)))
-
-
-def write(module: nn.Module, model: Model) -> None:
-    """Copy vectors into a module in place, wherever it lives; the inverse of `read`.
-
-    model: params float32 [d], buffers float32 [b]; read-only arrays are fine. One host-to-device copy per vector.
-    """
-    with torch.no_grad():
-        _unflat(list(module.parameters()), model.params)
-        _unflat(_float_buffers(module), model.buffers)
-
-
-def _float_buffers(module: nn.Module) -> list[Tensor]:
-    return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-
-
-def _flat(tensors: Iterable[Tensor]) -> Vector:
-    pieces = [tensor.detach().reshape(-1) for tensor in tensors]
-    if not pieces:
-        return np.zeros(0, np.float32)
-    vector: Vector = torch.cat(pieces).cpu().numpy()
-    return vector
-
-
-def _unflat(tensors: list[Tensor], vector: Vector) -> None:
-    sizes = [tensor.numel() for tensor in tensors]
-    assert vector.shape == (sum(sizes),), f"vector has shape {vector.shape}, the module {sum(sizes)} elements"
-    if not tensors:
-        return
-    # torch.tensor, not from_numpy: vectors off the wire or a memory map are read-only, about which from_numpy warns.
-    source = torch.tensor(vector, device=tensors[0].device)
-    for tensor, piece in zip(tensors, source.split_with_sizes(sizes), strict=True):
-        tensor.copy_(piece.view(tensor.shape))
-
-
-def initial_model(module: nn.Module, path: str) -> Model:
-    """Read `initial-weights`, a safetensors file, into the vectors of `module`; the module itself stays as it is.
-
-    Names and shapes must equal the module's; any floating dtype is converted to float32. Integer tensors (such as
-    `num_batches_tracked`) and second names of tied parameters are ignored; buffers that a state dict never holds keep
-    the module's values. A checkpoint for another number of classes needs a classifier of the right size first.
-    Raises UserError if the file is missing or unreadable, does not fit (naming the tensors), or holds NaN or infinity.
-    """
-    layout, state = Layout.of(module), module.state_dict()
-    own = {name: torch.from_numpy(array) for name, array in layout.tensors(read(module)).items() if name not in state}
-    source = f"initial-weights {path}"
-    found = {name: t for name, t in _load(path, source).items() if name in layout.names or name not in state}
-    return _fit(source, own | found, layout)
-
-
-def save_safetensors(path: str | Path, layout: Layout, model: Model) -> None:
-    """Write a model by tensor name, atomically: `path` holds the old file or the whole new one, never a part.
-
-    Raises OSError if the directory does not exist or cannot be written.
-    """
-    from safetensors.numpy import save
-
-    publish(Path(path), lambda file: file.write_bytes(save(layout.tensors(model), metadata={"format": "pt"})))
-
-
-def load_safetensors(path: str | Path, layout: Layout) -> Model:
-    """Read what `save_safetensors` wrote: params float32 [d], buffers float32 [b]; integer tensors are ignored.
-
-    Raises UserError if the file is missing or unreadable, does not fit the layout, or holds NaN or infinity.
-    """
-    return _fit(str(path), _load(path, str(path)), layout)
-
-
-def _load(path: str | Path, source: str) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path)
-    except FileNotFoundError as error:
-        raise UserError(f"{source}: no such file; expected a safetensors file") from error
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{source}: not a readable safetensors file ({_said(error)})") from error
-
-
-def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout) -> Model:
-    slots = layout.params + layout.buffers
-    missing = [f"{s.name} {list(s.shape)}" for s in slots if s.name not in tensors]
-    unexpected = [f"{n} {list(t.shape)}" for n, t in tensors.items() if n not in layout.names and t.is_floating_point()]
-    wrong = []
-    for slot in slots:
-        tensor = tensors.get(slot.name)
-        if tensor is not None and (tuple(tensor.shape) != slot.shape or not tensor.is_floating_point()):
-            kind = "" if tensor.is_floating_point() else f"{tensor.dtype} "
-            wrong.append(f"{slot.name} {kind}{list(tensor.shape)}, expected {list(slot.shape)}")
-    groups = {"missing": missing, "unexpected": unexpected, "wrong shape or type": wrong}
-    if any(groups.values()):
-        lines = [f"  {what} ({len(names)}): {_listed(names, '; ')}" for what, names in groups.items() if names]
-        raise UserError(f"{source}: does not fit the model:\n" + "\n".join(lines))
-    arrays = {slot.name: tensors[slot.name].to(torch.float32).numpy() for slot in slots}
-    infinite = [name for name, array in arrays.items() if not np.isfinite(array).all()]
-    if infinite:
-        raise UserError(f"{source}: all values must be finite in float32, but not so in {_listed(infinite)}")
-    return layout.model(arrays)
-
-
-def _listed(names: list[str], separator: str = ", ") -> str:
-    more = f"{separator}and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return separator.join(names[:MAX_LISTED]) + more
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -5,22 +5,25 @@ x_test[i - num_train]. The partitions:
 
 - `dirichlet-client` (FedCAC, ICCV 2023, after Hsu et al. 2019): client i draws q_i ~ Dir(alpha * prior) over the
   classes and holds exactly `train_samples` training and `test_samples` test samples with these proportions. `prior` is
-  the training set's class frequencies scaled to mean one over its classes, so alpha is the concentration per class.
+  the training set's class frequencies scaled to mean one over its classes, so alpha is the concentration per class. Counts
+  are rounded by largest remainder; the FedCAC authors' code gives what rounding down leaves to the last class.
 - `dirichlet` (Li et al. 2022; flwr-datasets' DirichletPartitioner): each class of all data is divided over the clients
-  by Dir(alpha); `test_ratio` of each client's samples, drawn at random, are its test set.
-- `pathological` (McMahan et al. 2017): `classes_per_client` classes per client, the same for training and test. Not
-  flwr-datasets' PathologicalPartitioner, which neither fixes sizes nor uses all classes equally often.
+  by Dir(alpha); `test_ratio` of each client's samples, drawn at random, are its test set. `balance`: a client that has more
+  than an equal share gets nothing of the classes that follow (flwr-datasets' self_balancing, PFLlib's and Li's code).
+- `pathological` (McMahan et al. 2017): `classes_per_client` classes per client, the same for training and test; which, says
+  `assignment`, see ASSIGNMENTS. Not flwr-datasets' PathologicalPartitioner, which does not fix sizes.
 - `iid`: disjoint uniform shares (flwr-datasets' IidPartitioner on shuffled data).
 - `file:/path.npz`: the user's own.
 
 `dirichlet-client` and `pathological` deal each class from a shuffled pool, disjointly over clients while it lasts; then
-it is reshuffled and dealt again, so clients may share samples (as in the FedCAC authors' code) but none holds one
-twice.
+it is reshuffled and dealt again, so clients may share samples but none holds one twice. (In the FedCAC authors' code every
+client draws from all samples of a class, so clients may share samples at any time.)
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,14 +43,15 @@ DIRICHLET_RESTARTS = 10
 def split(
     name: str, y_train: Indices, y_test: Indices, num_classes: int, *, num_clients: int, seed: int, alpha: float,
     classes_per_client: int, train_samples: int, test_samples: int, min_samples: int, test_ratio: float,
-    dataset: str = "the data set",
+    assignment: str = "balanced", balance: bool = False, dataset: str = "the data set",
 ) -> list[Share]:  # fmt: skip
     """Divide a data set over clients; a pure function of its arguments (and of the file named by `file:`).
 
     name: one of config.PARTITIONS or `file:/path.npz`. y_train, y_test: int64 [n], [m] in [0, num_classes).
-    train_samples, test_samples: per client, 0 for an equal share. dataset: its name in errors. Returns per client
-    (train, test): int64 indices into [train; test], sorted (as in the file for `file:`). Raises UserError naming the
-    key, the rule and the value where the data cannot be divided so.
+    train_samples, test_samples: per client, 0 for an equal share. assignment: of classes to clients, one of ASSIGNMENTS.
+    balance: of `dirichlet`. dataset: its name in errors. Returns per client (train, test): int64 indices into [train; test],
+    sorted (as in the file for `file:`). Raises UserError naming the key, the rule and the value where the data cannot be
+    divided so.
     """
     task = _Task(np.asarray(y_train), np.asarray(y_test), num_classes, num_clients, seed, dataset)
     if num_clients < 1:
@@ -60,9 +64,9 @@ def split(
     if name == "dirichlet-client":
         shares = _dirichlet_client(task, alpha, sizes)
     elif name == "dirichlet":
-        shares = _dirichlet(task, alpha, min_samples, test_ratio)
+        shares = _dirichlet(task, alpha, min_samples, test_ratio, balance)
     elif name == "pathological":
-        shares = _pathological(task, classes_per_client, sizes)
+        shares = _pathological(task, classes_per_client, assignment, sizes)
     elif name == "iid":
         shares = _iid(task, sizes)
     else:
@@ -170,7 +174,7 @@ def deal(counts: NDArray[np.int64], labels: Indices, rng: np.random.Generator) -
     return [np.concatenate(hand) if hand else np.zeros(0, np.int64) for hand in hands]
 
 
-def _pathological(task: _Task, classes_per_client: int, sizes: tuple[int, int]) -> list[Share]:
+def _pathological(task: _Task, classes_per_client: int, assignment: str, sizes: tuple[int, int]) -> list[Share]:
     present = np.flatnonzero(np.bincount(task.y_train, minlength=task.num_classes))
     if classes_per_client > len(present):
         raise UserError(
@@ -178,7 +182,14 @@ def _pathological(task: _Task, classes_per_client: int, sizes: tuple[int, int]) 
         )
     if 0 < sizes[0] < classes_per_client:
         raise UserError(f"train-samples: must be at least classes-per-client ({classes_per_client}), got {sizes[0]}")
-    holds = assign_classes(present, task.num_classes, task.num_clients, classes_per_client, task.rng("classes"))
+    holds = assign_classes(present, task.num_classes, task.num_clients, classes_per_client, task.rng("classes"), assignment)
+    for i, num_held in enumerate(holds.sum(1)):
+        if num_held < classes_per_client:
+            raise UserError(
+                f"pathological-assignment: {assignment} leaves client {i} with {num_held} of classes-per-client "
+                f"({classes_per_client}) classes; num-clients ({task.num_clients}) should be a multiple of "
+                f"{block_size(len(present), task.num_clients, classes_per_client)}, the clients of a block"
+            )
     dealt = []
     for (side, word, labels, offset), size in zip(task.sides, sizes, strict=True):
         room = np.bincount(labels, minlength=task.num_classes)
@@ -201,20 +212,54 @@ def _pathological(task: _Task, classes_per_client: int, sizes: tuple[int, int]) 
 
 
 def assign_classes(
-    present: NDArray[np.int64], num_classes: int, num_clients: int, per_client: int, rng: np.random.Generator
-) -> NDArray[np.bool_]:
-    """Give each client `per_client` distinct classes, every class equally often up to one.
+    present: NDArray[np.int64], num_classes: int, num_clients: int, per_client: int, rng: np.random.Generator,
+    assignment: str = "balanced",
+) -> NDArray[np.bool_]:  # fmt: skip
+    """Give each client `per_client` distinct classes (with `blocks` fewer, where the numbers do not divide).
 
-    present: int64, the classes that have samples. Returns bool [N, K].
+    present: int64, the classes that have samples. assignment: one of ASSIGNMENTS. Returns bool [N, K].
     """
     holds = np.zeros((num_clients, num_classes), bool)
-    used = np.zeros(len(present), np.int64)
-    for row in holds:
-        tie = rng.permutation(len(present))
-        chosen = np.lexsort((tie, used))[:per_client]
-        used[chosen] += 1
+    for row, chosen in zip(holds, ASSIGNMENTS[assignment](len(present), num_clients, per_client, rng), strict=True):
         row[present[chosen]] = True
     return holds
+
+
+def _balanced(num_classes: int, num_clients: int, per_client: int, rng: np.random.Generator) -> Iterator[Indices]:
+    """Every class equally often up to one, drawn at random among the least used."""
+    used = np.zeros(num_classes, np.int64)
+    for _ in range(num_clients):
+        tie = rng.permutation(num_classes)
+        chosen = np.lexsort((tie, used))[:per_client]
+        used[chosen] += 1
+        yield chosen
+
+
+def _random(num_classes: int, num_clients: int, per_client: int, rng: np.random.Generator) -> Iterator[Indices]:
+    """Every client draws its own without replacement (FedCAC's authors): some share classes, some classes are nobody's."""
+    for _ in range(num_clients):
+        yield rng.choice(num_classes, per_client, replace=False)
+
+
+def block_size(num_classes: int, num_clients: int, per_client: int) -> int:
+    """Return how many clients hold a class under `blocks`: ceil(N per_client / K)."""
+    return -(-num_clients * per_client // num_classes)
+
+
+def _blocks(num_classes: int, num_clients: int, per_client: int, rng: np.random.Generator) -> Iterator[Indices]:
+    """Class after class to the first `block_size` clients that still want one (PFLlib): neighbours hold the same."""
+    wanted = np.full(num_clients, per_client)
+    hands: list[list[int]] = [[] for _ in range(num_clients)]
+    for k in range(num_classes):
+        block = np.flatnonzero(wanted)[: block_size(num_classes, num_clients, per_client)]
+        wanted[block] -= 1
+        for client_id in block:
+            hands[client_id].append(k)
+    return (np.array(hand, np.int64) for hand in hands)
+
+
+Assignment = Callable[[int, int, int, np.random.Generator], Iterator[Indices]]
+ASSIGNMENTS: Mapping[str, Assignment] = {"balanced": _balanced, "random": _random, "blocks": _blocks}
 
 
 def _iid(task: _Task, sizes: tuple[int, int]) -> list[Share]:
@@ -236,7 +281,7 @@ def _iid(task: _Task, sizes: tuple[int, int]) -> list[Share]:
     return list(zip(*dealt, strict=True))
 
 
-def _dirichlet(task: _Task, alpha: float, min_samples: int, test_ratio: float) -> list[Share]:
+def _dirichlet(task: _Task, alpha: float, min_samples: int, test_ratio: float, balance: bool) -> list[Share]:
     from flwr_datasets.partitioner import DirichletPartitioner
 
     labels = np.concatenate([task.y_train, task.y_test])
@@ -250,7 +295,7 @@ def _dirichlet(task: _Task, alpha: float, min_samples: int, test_ratio: float) -
     seeds = seed_sequence(task.seed, "partition-dirichlet").generate_state(DIRICHLET_RESTARTS)
     for seed in seeds:  # it gives up after eleven draws, too early for small alpha and many clients
         partitioner = DirichletPartitioner(
-            task.num_clients, "label", alpha, min_samples, self_balancing=False, shuffle=True, seed=int(seed)
+            task.num_clients, "label", alpha, min_samples, self_balancing=balance, shuffle=True, seed=int(seed)
         )
         try:
             parts = _parts(partitioner, order, labels[order])

@@ -16,7 +16,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import models
+from fl_app import weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
@@ -66,7 +66,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     method = METHODS[config.method]
     module = method.network(config, **common_shape(exchange))
     layout = Layout.of(module)
-    initial = models.initial_model(module, config.initial_weights) if config.initial_weights else models.read(module)
+    initial = weights.initial_model(module, config.initial_weights) if config.initial_weights else weights.read(module)
     shared = method.shared(layout, config.params)
     folder = RunFolder.resume(config) if config.resume else RunFolder.create(config, uuid.uuid4().hex[:12])
     try:

@@ -22,7 +22,7 @@ import client_app.client
 from client_app.client_app import app
 from client_app.state import State, StateStore
 from client_app.trainer import LocalTrainer
-from fl_app import models, server_app
+from fl_app import models, server_app, weights
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData, DatasetInfo
 from fl_app.errors import UserError
@@ -172,7 +172,7 @@ def warnings_logged() -> Iterator[list[str]]:
 
 def layout_of(config: RunConfig) -> tuple[Layout, Model]:
     module = models.build(config.model, in_channels=1, num_classes=10, image_size=8, norm=config.norm, seed=config.seed)
-    return Layout.of(module), models.read(module)
+    return Layout.of(module), weights.read(module)
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
@@ -334,7 +334,7 @@ def tiny_client(
         pixels = np.full((num_samples, 1, 1, 1), 255, np.uint8)
     labels = np.zeros(num_samples, np.int64)
     info = DatasetInfo(1, 1, ("0", "1"), num_samples, num_samples, (0.0,), (1.0,))
-    layout, initial = Layout.of(module), models.read(module)
+    layout, initial = Layout.of(module), weights.read(module)
     trainer = LocalTrainer(module, config, ClientData(pixels, labels, pixels, labels, info), 1, 0)
     shared = METHODS[method].shared(layout, config.params) if method not in ("fedper", "lg-fedavg") else layout.names
     return RoundContext(config, config.params, 1, 0, layout, shared, lambda: initial, trainer, num_samples, {})

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from fl_app import data
+from fl_app.config import RunConfig
 from fl_app.data import named
 from fl_app.errors import UserError
 
@@ -84,6 +85,64 @@ def test_debian_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(named, "DEBIAN_FASHION_MNIST", tmp_path)
     p = data.prepare("fashion-mnist", tmp_path / "root")
     assert np.array_equal(p.x_test[:, 0], raw) and p.y_train.tolist() == [0, 9, 5] and p.info.classes[9] == "Ankle boot"
+
+
+# MedMNIST
+
+
+def write_medmnist(path: Path, **changes: Any) -> Path:
+    """Write a file in MedMNIST's format with `changes`; a change to None removes the array."""
+    rng = np.random.default_rng(0)
+    arrays: dict[str, Any] = {}
+    for split, n in (("train", 22), ("val", 11), ("test", 11)):
+        arrays[f"{split}_images"] = rng.integers(0, 256, (n, 28, 28), np.uint8)
+        arrays[f"{split}_labels"] = (np.arange(n) % 11).astype(np.uint8)[:, None]
+    path.parent.mkdir(exist_ok=True)
+    np.savez(path, **{k: v for k, v in (arrays | changes).items() if v is not None})
+    return path
+
+
+@pytest.mark.parametrize("dataset, file", [("medmnist-a", "organamnist.npz"), ("medmnist-c", "organcmnist.npz")])
+def test_medmnist(tmp_path: Path, dataset: str, file: str) -> None:
+    raw = np.load(write_medmnist(tmp_path / "data" / file))
+    p = data.prepare(dataset, tmp_path / "data")
+    assert np.array_equal(p.x_train[:, 0], np.concatenate([raw["train_images"], raw["val_images"]]))
+    assert p.y_train.tolist() == [*raw["train_labels"][:, 0], *raw["val_labels"][:, 0]]
+    assert np.array_equal(p.x_test[:, 0], raw["test_images"]) and p.y_test.tolist() == list(range(11))
+    assert (p.info.in_channels, p.info.image_size, p.info.num_classes) == (1, 28, 11)
+    assert p.info.classes[0] == "bladder" and p.info.classes[10] == "spleen"
+    config = RunConfig(dataset=dataset, data_dir=str(tmp_path / "data"), num_clients=2, partition="dirichlet", min_samples=2,
+                       dirichlet_alpha=10.0)  # fmt: skip
+    clients = [data.open_client(config, i) for i in range(2)]
+    assert sum(len(c.y_train) + len(c.y_test) for c in clients) == 44  # FedOBP divides all of it
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"val_labels": None}, "has no val_labels; it has train_images"),
+        ({"test_images": np.zeros((11, 64, 64), np.uint8)}, r"test_images must have shape \[n, 28, 28\], got \[11, 64, 64\]"),
+        ({"train_images": np.zeros((22, 28, 28))}, "train_images must be uint8 .* got float64"),
+        ({"test_labels": np.zeros((11, 2), int)}, r"test_labels must have shape \[n\], got \[11, 2\]"),
+        ({"test_labels": np.full((11, 1), 11)}, "test_labels must hold labels below 11, got 11"),
+        ({"val_labels": np.zeros((3, 1), int)}, "val_labels must have one label for each of the 11 images, got 3"),
+    ],
+)
+def test_medmnist_errors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    write_medmnist(tmp_path / "organamnist.npz", **changes)
+    with pytest.raises(UserError, match=rf"organamnist\.npz.*{message}"):
+        data.prepare("medmnist-a", tmp_path)
+
+
+def test_a_missing_medmnist_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="medmnist-c needs the file organcmnist.npz .* no .*/organcmnist.npz.* package medmnist"):
+        data.prepare("medmnist-c", tmp_path)
+    (tmp_path / "organcmnist.npz").write_bytes(b"PK")
+    with pytest.raises(UserError, match="organcmnist.npz is not a readable npz file"):
+        data.prepare("medmnist-c", tmp_path)
+
+
+# Tiny-ImageNet
 
 
 def test_tiny_imagenet_layout(tmp_path: Path) -> None:

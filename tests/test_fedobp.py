@@ -52,11 +52,11 @@ def test_table_5(dataset: str, d: int, q: float, number: int) -> None:
 
 
 def test_the_model_of_table_5_is_ours() -> None:
-    from fl_app import models
+    from fl_app import models, weights
 
     assert (GREY, COLOUR) == (582_026, 878_538)
     module = models.build("cnn", in_channels=3, num_classes=10, image_size=32, norm="batch", seed=0)
-    assert models.read(module).params.size == COLOUR
+    assert weights.read(module).params.size == COLOUR
 
 
 # The golden round: d = 5, q = 0.5: rank floor(4 * 0.5) = 2, so two parameters are personal.
@@ -363,7 +363,7 @@ def test_the_trainers_loss_gradient_is_that_of_the_mean_loss(n: int) -> None:
     from torch import nn
 
     from client_app.trainer import LocalTrainer
-    from fl_app import models
+    from fl_app import weights
     from fl_app.data import ClientData, DatasetInfo
 
     torch.manual_seed(0)
@@ -371,7 +371,7 @@ def test_the_trainers_loss_gradient_is_that_of_the_mean_loss(n: int) -> None:
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (n, 1, 4, 4), np.uint8), rng.integers(0, 3, n)
     data = ClientData(x, y, x[:2], y[:2], DatasetInfo(1, 4, ("a", "b", "c"), n, 2, (0.5,), (0.5,)))
-    start = models.read(module)
+    start = weights.read(module)
     module.eval()
     loss = nn.functional.cross_entropy(module(torch.from_numpy(x).float() / 255), torch.from_numpy(y))
     exact = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(module.parameters()))]).numpy()

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,7 @@ def test_data_state_and_run_folders_are_closed_to_others(tmp_path: Path) -> None
     raw: dict[str, Scalar] = {
         "dataset": f"npz:{npz}", "partition": "iid", "train-samples": 4, "test-samples": 2, "num-clients": 2, "method": "ditto",
         "num-server-rounds": 1, "local-epochs": 1, "device": "cpu", "collect-personal-models": True,
+        "tensorboard": find_spec("tensorboard") is not None,
         "data-dir": str(tmp_path / "data"), "output-dir": str(tmp_path / "runs"), "state-dir": str(tmp_path / "state"),
     }  # fmt: skip
     folder = run(InProcessGrid(app, raw, 2), parse(raw, METHOD_PARAMS), lambda *_: None)

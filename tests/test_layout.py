@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fl_app import models
+from fl_app import models, weights
 from fl_app.layout import Layout, Model
 from tests.conftest import flat_layout
 
@@ -61,7 +61,7 @@ def test_batchnorm_names_are_parameters_and_statistics() -> None:
 
 
 def test_order_and_values_are_named_parameters() -> None:
-    layout, model = Layout.of(NETWORK), models.read(NETWORK)
+    layout, model = Layout.of(NETWORK), weights.read(NETWORK)
     flat = torch.cat([p.detach().reshape(-1) for _, p in NETWORK.named_parameters()]).numpy()
     assert (model.params == flat).all()
     for name, array in layout.tensors(model).items():

@@ -14,6 +14,7 @@ from fl_app import partition as part
 from fl_app.config import RunConfig
 from fl_app.data import partitions
 from fl_app.errors import UserError
+from fl_app.rng import generator
 
 APP = Path(__file__).resolve().parents[1]
 ARGUMENTS: dict[str, Any] = {
@@ -88,12 +89,41 @@ def test_classes_are_used_equally(k: int, clients: int, classes: int, seed: int)
     assert np.all(holds.sum(1) == min(k, len(present))) and used.max() - used.min() <= 1 and not holds[:, 0].any()
 
 
-def test_every_pair_of_classes_is_possible() -> None:
+@pytest.mark.parametrize("assignment", ["balanced", "random"])
+def test_every_pair_of_classes_is_possible(assignment: str) -> None:
     pairs = set()
     for seed in range(60):
-        holds = part.assign_classes(np.arange(4), 4, 5, 2, np.random.default_rng(seed))
+        holds = part.assign_classes(np.arange(4), 4, 5, 2, np.random.default_rng(seed), assignment)
+        assert (holds.sum(1) == 2).all()
         pairs |= {tuple(np.flatnonzero(row)) for row in holds}
     assert len(pairs) == 6
+
+
+def test_random_assignment_lets_clients_share_classes() -> None:
+    # FedCAC's setting on CIFAR-100: 40 clients, 2 of 100 classes. A pair shares none with probability 98 * 97 / (100 * 99).
+    rng = np.random.default_rng(0)
+    sharing = {
+        how: np.mean([np.triu(holds @ holds.T, 1).sum() for holds in
+                      (part.assign_classes(np.arange(100), 100, 40, 2, rng, how).astype(int) for _ in range(50))])
+        for how in ("balanced", "random")
+    }  # fmt: skip
+    assert sharing["balanced"] == 0  # 80 of 100 classes, each once
+    assert sharing["random"] == pytest.approx(40 * 39 / 2 * 2 * 2 / 100, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "clients, classes, per_client, expected",
+    [
+        (4, 4, 2, ["01", "01", "23", "23"]),  # ceil(4 * 2 / 4) = 2 clients a class
+        (20, 10, 2, [f"{2 * (i // 4)}{2 * (i // 4) + 1}" for i in range(20)]),  # FedPake's setting
+        (3, 4, 2, ["01", "01", "23"]),  # ceil(1.5) = 2; the third is alone with what is left
+        (3, 3, 2, ["01", "01", "2"]),  # and here lacks a class
+        (2, 5, 2, ["01", "23"]),  # ceil(0.8) = 1; nobody's: 4
+    ],
+)
+def test_blocks_by_hand(clients: int, classes: int, per_client: int, expected: list[str]) -> None:
+    holds = part.assign_classes(np.arange(classes), classes, clients, per_client, np.random.default_rng(0), "blocks")
+    assert ["".join(map(str, np.flatnonzero(row))) for row in holds] == expected
 
 
 # whole partitions
@@ -188,6 +218,37 @@ def test_iid_properties(clients: int, train: int, test: int, seed: int) -> None:
         assert (set(sizes) == {size}) if size else (max(sizes) - min(sizes) <= 1)
 
 
+@pytest.mark.parametrize("assignment", ["random", "blocks"])
+@pytest.mark.parametrize("train, test", [(0, 0), (20, 10)])
+def test_clients_hold_the_classes_assigned_to_them(assignment: str, train: int, test: int) -> None:
+    result = split("pathological", num_clients=6, assignment=assignment, train_samples=train, test_samples=test)
+    rng = generator(0, "partition-classes")
+    holds = part.assign_classes(np.arange(K), K, 6, 2, rng, assignment)
+    for row, (mine, held_out) in zip(holds, result, strict=True):
+        assert set(Y_ALL[mine]) == set(Y_ALL[held_out]) == set(np.flatnonzero(row))
+        assert not train or (len(mine), len(held_out)) == (train, test)
+    if not train:  # the classes that someone holds are used in full
+        everything = np.concatenate([mine for mine, _ in result])
+        assert len(set(everything)) == len(everything) == 40 * np.count_nonzero(holds.any(0))
+
+
+@settings(deadline=None, max_examples=15)
+@given(clients=st.integers(2, 8), alpha=st.sampled_from([0.1, 1.0]), seed=st.integers(0, 99))
+def test_balanced_dirichlet_stops_at_an_equal_share(clients: int, alpha: float, seed: int) -> None:
+    result = split("dirichlet", num_clients=clients, alpha=alpha, seed=seed, min_samples=4, balance=True)
+    assert sorted(np.concatenate([i for share in result for i in share])) == list(range(300))
+    for client_id, share in enumerate(result):
+        counts = np.bincount(Y_ALL[np.concatenate(share)], minlength=K)
+        before = np.cumsum(counts) - counts
+        rest = 1 if client_id == clients - 1 else 0  # what rounding the others' shares down leaves of a class
+        assert counts.sum() >= 4 and counts[before > 300 / clients].max(initial=0) <= rest
+
+
+def test_balance_is_a_partition_of_its_own() -> None:
+    spread = {b: np.std([len(a) for a, _ in split("dirichlet", alpha=0.3, balance=b, min_samples=1)]) for b in (False, True)}
+    assert spread[True] < spread[False]
+
+
 def test_seeds_differ_and_repeat() -> None:
     for name in ("dirichlet-client", "dirichlet", "pathological", "iid"):
         a, b, c = split(name), split(name), split(name, seed=1)
@@ -219,6 +280,8 @@ def test_an_empty_test_set_is_allowed_when_no_test_samples_are_asked_for() -> No
         ("iid", {"num_clients": 201}, "num-clients: must be <= 200, the training samples of the data set, got 201"),
         ("dirichlet", {"min_samples": 76}, "min-samples: 4 clients with 76 each need 304 .* has 300"),
         ("dirichlet", {"min_samples": 75, "alpha": 0.05}, "min-samples: no draw .* at least 75 .*dirichlet-alpha 0.05"),
+        ("pathological", {"assignment": "blocks", "num_clients": 3, "classes_per_client": 3},
+         r"pathological-assignment: blocks leaves client 2 with 2 of .*\(3\) classes; .*\(3\) .*multiple of 2,"),
         ("round-robin", {}, "partition: unknown 'round-robin'"),
     ],
 )
@@ -238,6 +301,9 @@ def test_written_once_and_keyed_by_what_matters(tmp_path: Path, monkeypatch: pyt
     assert len({key(), key(seed=1), key(num_clients=3), key(dirichlet_alpha=1.0), key(train_samples=9)}) == 5
     assert key(partition="dirichlet", train_samples=9) == key(partition="dirichlet")
     assert key(partition="dirichlet", test_ratio=0.5) != key(partition="dirichlet")
+    assert key(partition="dirichlet", dirichlet_balance=True) != key(partition="dirichlet")
+    assert key(partition="pathological", pathological_assignment="blocks") != key(partition="pathological")
+    assert key(pathological_assignment="blocks", dirichlet_balance=True) == key()
     config = RunConfig(num_clients=3, train_samples=20, test_samples=5)
     written = partitions.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
     monkeypatch.setattr(partitions, "split", None)  # not called again

@@ -17,7 +17,7 @@ import client_app.client
 from client_app.client_app import app as real_app
 from client_app.client_app import client_fn
 from client_app.trainer import LocalTrainer
-from fl_app import models, wire
+from fl_app import models, weights, wire
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.inprocess import InProcessGrid
@@ -89,7 +89,7 @@ def test_a_run(run: Run, method: str, model: str) -> None:
     assert ("global.safetensors" in saved) == (method != "local")
     assert ("client-0.safetensors" in saved) == (method == "fedcac")
     if method != "local":
-        model_file = models.load_safetensors(folder.path / "models" / "global.safetensors", layout)
+        model_file = weights.load_safetensors(folder.path / "models" / "global.safetensors", layout)
         assert model_file.params.shape == (layout.d,)
 
 
@@ -134,15 +134,15 @@ def test_fedcac_in_a_run_is_the_mathematics(run: Run, monkeypatch: pytest.Monkey
     monkeypatch.setattr(wire, "decode_upload", spy)
     folder = run(method="fedcac", num_server_rounds=1, partition="dirichlet", min_samples=5, fedcac={"tau": 0.3, "beta": 2})
     W, bits = np.stack([w for w, _, _ in sent]), np.stack([m for _, m, _ in sent])
-    weights = np.array([n for _, _, n in sent], float)
-    assert len(set(weights)) == 3, "the test wants unequal clients"
-    mean, personalized = personalize(W, bits, 1, beta=2, weights=weights)
+    counts = np.array([n for _, _, n in sent], float)
+    assert len(set(counts)) == 3, "the test wants unequal clients"
+    mean, personalized = personalize(W, bits, 1, beta=2, weights=counts)
     layout = layout_of("mlp")
     assert {masks.popcount(row) for row in bits} == {masks.num_selected(layout.sizes, 0.3)}
     directory = folder.path / "models"
-    assert (models.load_safetensors(directory / "global.safetensors", layout).params == mean).all()
+    assert (weights.load_safetensors(directory / "global.safetensors", layout).params == mean).all()
     for i in range(3):
-        saved = models.load_safetensors(directory / f"client-{i}.safetensors", layout)
+        saved = weights.load_safetensors(directory / f"client-{i}.safetensors", layout)
         assert (saved.params == personalized[i]).all()
 
 
@@ -193,7 +193,7 @@ def test_partial_participation(run: Run) -> None:
     directory, layout = folder.path / "models", layout_of("mlp")
     saved = {p.name for p in directory.iterdir()}
     assert saved == {"global.safetensors"} | {f"client-{i}.safetensors" for ids in took_part for i in ids}
-    assert models.load_safetensors(directory / "global.safetensors", layout)
+    assert weights.load_safetensors(directory / "global.safetensors", layout)
 
 
 def test_local_clients_that_are_absent_keep_their_model(run: Run) -> None:
@@ -539,7 +539,7 @@ def test_collect_personal_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     layout = layout_of("mlp")
     assert {p.name for p in (folder.path / "models").iterdir()} == {f"client-{i}.safetensors" for i in range(3)}
     for i in range(3):
-        saved = models.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout)
+        saved = weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout)
         assert (saved.params == trained[i]).all()
 
 
@@ -551,8 +551,8 @@ def test_without_collecting_local_models_stay_on_the_clients(run: Run, tmp_path:
 
 def test_initial_weights(run: Run, tmp_path: Path) -> None:
     first = run(run_name="first")
-    weights = first.path / "models" / "global.safetensors"
-    second = run(run_name="second", initial_weights=str(weights))
+    file = first.path / "models" / "global.safetensors"
+    second = run(run_name="second", initial_weights=str(file))
     # round 1 of the second run starts where the first ended
     final, start = rounds(first)[-1]["evaluation"]["clients"], rounds(second)[0]["clients"]
     assert [start[i]["loss-before"] for i in "012"] == [final[i]["loss"] for i in "012"]

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import cross_entropy
 
-from client_app.batches import crop_flip, crop_flip_draws
 from client_app.trainer import LocalTrainer, resolve_device
-from fl_app import models, rng
+from fl_app import models, rng, weights
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, DatasetInfo
 from fl_app.errors import UserError
@@ -63,7 +62,7 @@ def bits(model: Model) -> bytes:
 
 
 def train(make: Callable[[], nn.Module] = mlp, **changes: Any) -> Model:
-    return trainer(make, **changes).train(models.read(make()))
+    return trainer(make, **changes).train(weights.read(make()))
 
 
 # training
@@ -84,7 +83,7 @@ def plain_sgd(module: nn.Module, c: RunConfig, data: ClientData, round: int, cli
             optimizer.zero_grad()
             cross_entropy(module(x[batch]), y[batch]).backward()
             optimizer.step()
-    return models.read(module)
+    return weights.read(module)
 
 
 @pytest.mark.parametrize("changes", [
@@ -96,7 +95,7 @@ def test_training_is_plain_sgd(make: Callable[[], nn.Module], changes: dict[str,
     if make is with_batchnorm and changes == {"batch_size": 1}:
         pytest.skip("plain torch cannot: BatchNorm on one sample")
     c, data = config(local_epochs=3, **changes), data_of(30)
-    start = models.read(make())
+    start = weights.read(make())
     got = LocalTrainer(make(), c, data, 3, 4).train(start)
     want = plain_sgd(make(), c, data, 3, 4)
     # float32 rounding alone: our step adds in another order; differences grow over the 3 epochs to 1e-6 of values around 1
@@ -116,7 +115,7 @@ def test_convolutional_networks_train_as_in_the_plain_loop(model: str, layout: t
     def make() -> nn.Module:
         return models.build(model, in_channels=3, num_classes=CLASSES, image_size=16)
 
-    start = models.read(make())
+    start = weights.read(make())
     got = LocalTrainer(make(), c, data, 1, 0).train(start)
     want = plain_sgd(make().to(memory_format=layout), c, data, 1, 0)  # type: ignore[call-overload]
     # float32 holds a weight to 6e-8 of its size, and a step is about a thousandth of it: 1e-4 of the way is rounding
@@ -145,7 +144,7 @@ def test_one_step_by_hand() -> None:
 
 
 def test_training_leaves_its_start_alone_and_returns_copies() -> None:
-    t, start = trainer(with_batchnorm), models.read(with_batchnorm())
+    t, start = trainer(with_batchnorm), weights.read(with_batchnorm())
     before = bits(start)
     first = t.train(start)
     kept = bits(first)
@@ -157,13 +156,13 @@ def test_loss_is_the_last_epochs_mean() -> None:
     data = data_of(30)
     same = ClientData(data.x_train, data.y_train, data.x_train, data.y_train, INFO)
     t = trainer(data=same, learning_rate=1e-12, batch_size=8, local_epochs=2)  # 30 = 8 + 8 + 8 + 6: a weighted mean
-    start = models.read(mlp())
+    start = weights.read(mlp())
     t.train(start)
     assert t.last_loss == pytest.approx(t.evaluate(start)[0], rel=1e-5)
 
 
 def test_epochs_can_be_chosen() -> None:
-    t, start = trainer(local_epochs=2), models.read(mlp())
+    t, start = trainer(local_epochs=2), weights.read(mlp())
     two = bits(t.train(start))
     assert bits(t.train(start, epochs=2)) == two != bits(t.train(start, epochs=1))
 
@@ -184,43 +183,21 @@ def test_same_seed_same_bits(make: Callable[[], nn.Module], augment: str) -> Non
 
 
 def test_purposes_are_other_streams() -> None:
-    t, start = trainer(), models.read(mlp())
+    t, start = trainer(), weights.read(mlp())
     assert bits(t.train(start)) != bits(t.train(start, purpose="finetune"))
 
 
 def test_training_twice_in_one_process_is_the_same() -> None:
-    t, start = trainer(with_dropout), models.read(with_dropout())
+    t, start = trainer(with_dropout), weights.read(with_dropout())
     assert bits(t.train(start)) == bits(t.train(start))
 
 
-# batches
-
-
-@pytest.mark.parametrize(("make", "n", "batch_size", "sizes"), [
-    (with_batchnorm, 21, 20, [21]), (with_batchnorm, 41, 20, [20, 21]), (with_batchnorm, 40, 20, [20, 20]),
-    (with_batchnorm, 22, 20, [20, 2]), (with_batchnorm, 1, 20, [1]), (with_batchnorm, 3, 1, [1, 1, 1]),
-    (mlp, 21, 20, [20, 1]), (mlp, 1, 20, [1]), (mlp, 5, 100, [5]),
-])  # fmt: skip
-def test_batches(make: Callable[[], nn.Module], n: int, batch_size: int, sizes: list[int]) -> None:
-    batches = list(trainer(make, n=n, batch_size=batch_size).data.epochs(3, "train"))
-    assert [len(y) for _, _, y, _ in batches] == sizes * 3
-    assert [first for first, _, _, _ in batches] == [i == 0 for i in range(len(sizes))] * 3
-    epochs = [[x[:, 0, 0, 0] for _, x, _, _ in batches[e * len(sizes) : (e + 1) * len(sizes)]] for e in range(3)]
-    indices = [torch.cat(epoch).mul(255).round().int().tolist() for epoch in epochs]
-    assert all(sorted(epoch) == list(range(n)) for epoch in indices)
-    assert [i for epoch in indices for i in epoch] == torch.cat([batch.indices for batch in batches]).tolist()
-    assert n < 5 or indices[0] != indices[1]
-
-
-def test_labels_stay_with_their_images() -> None:
-    data = data_of(30)
-    for _, x, y, _ in trainer(data=data).data.epochs(1, "train"):
-        assert y.tolist() == data.y_train[x[:, 0, 0, 0].mul(255).round().long().numpy()].tolist()
+# batches of one sample
 
 
 @pytest.mark.parametrize(("n", "batch_size"), [(1, 20), (21, 20), (3, 1)])
 def test_batchnorm_with_single_samples_trains(n: int, batch_size: int) -> None:
-    start = models.read(with_batchnorm())
+    start = weights.read(with_batchnorm())
     after = train(with_batchnorm, n=n, batch_size=batch_size, local_epochs=2)
     assert np.isfinite(after.params).all() and np.isfinite(after.buffers).all()
     assert (after.params != start.params).any()
@@ -229,7 +206,7 @@ def test_batchnorm_with_single_samples_trains(n: int, batch_size: int) -> None:
 
 def test_batchnorm_learns_again_after_a_single_sample() -> None:
     t = trainer(with_batchnorm, n=1)
-    t.train(models.read(with_batchnorm()))
+    t.train(weights.read(with_batchnorm()))
     assert all(m.training for m in t._batchnorms)
 
 
@@ -238,7 +215,7 @@ def test_batchnorm_learns_again_after_a_single_sample() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"momentum": 0.9, "weight_decay": 0.1}], ids=str)
 def test_frozen_tensors_do_not_change(changes: dict[str, Any]) -> None:
-    layout, start = Layout.of(with_batchnorm()), models.read(with_batchnorm())
+    layout, start = Layout.of(with_batchnorm()), weights.read(with_batchnorm())
     frozen = layout.names - layout.classifier
     t = trainer(with_batchnorm, **changes)
     after = t.train(start, frozen=frozen)
@@ -257,7 +234,7 @@ def test_parameters_a_users_model_freezes_never_change(changes: dict[str, Any]) 
         next(module.parameters()).requires_grad_(False)
         return module
 
-    t, start = trainer(half_frozen, **changes), models.read(half_frozen())
+    t, start = trainer(half_frozen, **changes), weights.read(half_frozen())
     size = t.layout.params[0].size
     for _ in range(2):  # a second training with the same trainer too
         after = t.train(start)
@@ -285,7 +262,7 @@ def test_evaluate_by_hand() -> None:
 
 def test_evaluate_in_batches_equals_all_at_once() -> None:
     data = data_of(4, num_test=1200)
-    model, module = models.read(with_batchnorm()), with_batchnorm().eval()
+    model, module = weights.read(with_batchnorm()), with_batchnorm().eval()
     loss, accuracy = trainer(with_batchnorm, data=data).evaluate(model)
     with torch.no_grad():
         logits = module(torch.tensor(data.x_test) / 255)
@@ -296,58 +273,17 @@ def test_evaluate_in_batches_equals_all_at_once() -> None:
 
 def test_evaluate_without_test_data_is_nan() -> None:
     t = trainer(data=data_of(5, num_test=0))
-    assert all(math.isnan(value) for value in t.evaluate(models.read(mlp())))
+    assert all(math.isnan(value) for value in t.evaluate(weights.read(mlp())))
 
 
 def test_evaluating_does_not_change_training() -> None:
-    start = models.read(with_batchnorm())
+    start = weights.read(with_batchnorm())
     alone = bits(trainer(with_batchnorm).train(start))
     t = trainer(with_batchnorm)
     before = bits(start)
     t.evaluate(start)
     assert bits(start) == before
     assert bits(t.train(start)) == alone
-
-
-# inputs
-
-
-def test_normalize() -> None:
-    image = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8)
-    assert trainer().data.inputs(image).flatten().tolist() == pytest.approx([0, 0.2, 1])
-    shifted = trainer(normalize="mean-std").data.inputs(image)  # mean 0.25, std 0.5
-    assert shifted.flatten().tolist() == pytest.approx([-0.5, -0.1, 1.5])
-    info = DatasetInfo(3, SIDE, ("a", "b"), 9, 9, (0.0, 0.5, 1.0), (1.0, 0.5, 0.25))
-    t = LocalTrainer(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), config(normalize="mean-std"), data_of(9, info=info), 1, 0)
-    grey = torch.full((2, 3, 1, 1), 255, dtype=torch.uint8)
-    assert t.data.inputs(grey)[1].flatten().tolist() == pytest.approx([1, 1, 0])  # per channel
-
-
-@pytest.mark.parametrize(("side", "channels"), [(8, 1), (28, 1), (32, 3), (5, 2)])
-def test_crop_flip_equals_a_loop(side: int, channels: int) -> None:
-    x = torch.rand(20, channels, side, side)
-    got = crop_flip(x, crop_flip_draws(20, side, torch.Generator().manual_seed(1)))
-    generator = torch.Generator().manual_seed(1)
-    margin = max(1, side // 8)
-    top = torch.randint(0, 2 * margin + 1, (20,), generator=generator)
-    left = torch.randint(0, 2 * margin + 1, (20,), generator=generator)
-    flip = torch.rand(20, generator=generator) < 0.5
-    padded = pad(x, (margin,) * 4)
-    for i in range(20):
-        crop = padded[i, :, top[i] : top[i] + side, left[i] : left[i] + side]
-        assert torch.equal(got[i], crop.flip(-1) if flip[i] else crop)
-    assert flip.any() and not flip.all() and got.shape == x.shape
-
-
-def test_crop_flip_is_random_and_repeatable() -> None:
-    x = torch.rand(50, 1, 8, 8)
-    a, b, c = (crop_flip(x, crop_flip_draws(50, 8, torch.Generator().manual_seed(seed))) for seed in (1, 1, 2))
-    assert torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(a, x)
-
-
-def test_augmentation_is_for_training_only() -> None:
-    data, start = data_of(30), models.read(mlp())
-    assert trainer(data=data, augment="crop-flip").evaluate(start) == trainer(data=data).evaluate(start)
 
 
 # device

@@ -105,7 +105,7 @@ def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
 def check_locally(config: RunConfig) -> None:
     """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
     from client_app.trainer import resolve_device
-    from fl_app import data, models
+    from fl_app import data, models, weights
     from fl_app.server import events
 
     if config.tensorboard:
@@ -119,7 +119,7 @@ def check_locally(config: RunConfig) -> None:
         norm=config.norm, seed=config.seed,
     )  # fmt: skip
     if config.initial_weights:
-        models.initial_model(module, config.initial_weights)
+        weights.initial_model(module, config.initial_weights)
 
 
 def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:

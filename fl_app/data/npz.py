@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data.prepared import Arrays, Images, Labels, Prepared, at_least_two, listed, open_or_convert, save
+from fl_app.data.prepared import ARRAYS, Arrays, Images, Labels, Prepared, at_least_two, listed, open_or_convert, save
 from fl_app.errors import UserError
 
 
@@ -25,7 +25,7 @@ def prepare(
     stat = path.stat()
 
     def convert(directory: Path) -> Sequence[str]:
-        arrays, names = _read_npz(path, classes, site)
+        arrays, names = _read(path, classes, site)
         side = arrays[0].shape[2]
         if image_size not in (0, side):
             raise UserError(f"image-size: npz images are not resized; {path} has {side} pixels, got {image_size}")
@@ -36,28 +36,28 @@ def prepare(
     return open_or_convert(root, f"npz-{path.stem}", parts, convert, force)
 
 
-def _read_npz(path: Path, classes: tuple[str, ...], site: bool) -> tuple[Arrays, Sequence[str]]:
-    def member(npz: Any, key: str) -> NDArray[Any] | None:
-        if key not in npz.files and site and key.endswith("_test"):
-            return None
-        if key not in npz.files:
-            raise UserError(f"dataset: {path} has no {key}; it has {', '.join(npz.files) or 'nothing'}")
-        return np.asarray(npz[key])
-
+def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
+    """Read arrays of an .npz file by name. optional: may be missing. Raises UserError."""
     try:
         npz = np.load(path, allow_pickle=False)
         if not isinstance(npz, np.lib.npyio.NpzFile):
-            raise UserError(f"dataset: {path} is a single array, not an npz file with x_train, y_train, x_test, y_test")
+            raise UserError(f"dataset: {path} is a single array, not an npz file with {', '.join(keys)}")
         with npz:
-            x_train, y_train, x_test, y_test = (member(npz, k) for k in ("x_train", "y_train", "x_test", "y_test"))
+            if missing := [key for key in keys if key not in npz.files and key not in optional]:
+                raise UserError(f"dataset: {path} has no {missing[0]}; it has {', '.join(npz.files) or 'nothing'}")
+            return {key: np.asarray(npz[key]) for key in keys if key in npz.files}
     except UserError:
         raise
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"dataset: {path} is not a readable npz file of plain arrays ({error})") from error
-    assert x_train is not None and y_train is not None
-    x_test = x_train[:0] if x_test is None else x_test
-    y_test = y_train[:0] if y_test is None else y_test
-    train, test = _npz_side(path, "train", x_train, y_train), _npz_side(path, "test", x_test, y_test)
+
+
+def _read(path: Path, classes: tuple[str, ...], site: bool) -> tuple[Arrays, Sequence[str]]:
+    found = members(path, ARRAYS, ARRAYS[2:] if site else ())
+    x_train, y_train = found["x_train"], found["y_train"]
+    x_test, y_test = found.get("x_test", x_train[:0]), found.get("y_test", y_train[:0])
+    train = images_and_labels(path, "x_train", x_train, "y_train", y_train)
+    test = images_and_labels(path, "x_test", x_test, "y_test", y_test)
     if not len(train[1]):
         raise UserError(f"dataset: {path}: x_train has no images")
     if not len(test[1]):
@@ -66,35 +66,37 @@ def _read_npz(path: Path, classes: tuple[str, ...], site: bool) -> tuple[Arrays,
         raise UserError(
             f"dataset: {path}: x_test must have images like x_train's {x_train.shape[1:]}, got {x_test.shape[1:]}"
         )
-    return (*train, *test), _npz_classes(path, classes, train[1], test[1], site)
+    return (*train, *test), _classes(path, classes, train[1], test[1], site)
 
 
-def _npz_side(path: Path, side: str, x: NDArray[Any], y: NDArray[Any]) -> tuple[Images, Labels]:
+def images_and_labels(
+    path: Path, x_name: str, x: NDArray[Any], y_name: str, y: NDArray[Any]
+) -> tuple[Images, Labels]:
     """Check one split of an npz file and return images uint8 [n, C, S, S] and labels int64 [n]."""
 
-    def refuse(key: str, rule: str, value: object) -> None:
-        raise UserError(f"dataset: {path}: {key}_{side} must {rule}, got {value}")
+    def refuse(name: str, rule: str, value: object) -> None:
+        raise UserError(f"dataset: {path}: {name} must {rule}, got {value}")
 
     if not len(np.atleast_1d(x)) and not len(np.atleast_1d(y)):
         return np.zeros((0, 1, 1, 1), np.uint8), np.zeros(0, np.int64)
     if x.dtype != np.uint8:
-        refuse("x", "be uint8 with values 0 .. 255", x.dtype)
+        refuse(x_name, "be uint8 with values 0 .. 255", x.dtype)
     if x.ndim not in (3, 4):
-        refuse("x", "have shape [n, H, W, C] or [n, H, W]", list(x.shape))
+        refuse(x_name, "have shape [n, H, W, C] or [n, H, W]", list(x.shape))
     if x.shape[1] != x.shape[2] or 0 in x.shape[1:]:
-        refuse("x", "have square images, [n, H, W, C] or [n, H, W] with H = W", list(x.shape))
+        refuse(x_name, "have square images, [n, H, W, C] or [n, H, W] with H = W", list(x.shape))
     if y.dtype.kind not in "iu":
-        refuse("y", "hold integers", y.dtype)
+        refuse(y_name, "hold integers", y.dtype)
     if y.ndim != 1:
-        refuse("y", "have shape [n]", list(y.shape))
+        refuse(y_name, "have shape [n]", list(y.shape))
     if len(x) != len(y):
-        refuse("y", f"have one label for each of the {len(x)} images", len(y))
+        refuse(y_name, f"have one label for each of the {len(x)} images", len(y))
     if y.min() < 0:
-        refuse("y", "hold labels >= 0", y.min())
+        refuse(y_name, "hold labels >= 0", y.min())
     return (x[:, None] if x.ndim == 3 else x.transpose(0, 3, 1, 2)), y.astype(np.int64)
 
 
-def _npz_classes(path: Path, classes: tuple[str, ...], y_train: Labels, y_test: Labels, site: bool) -> Sequence[str]:
+def _classes(path: Path, classes: tuple[str, ...], y_train: Labels, y_test: Labels, site: bool) -> Sequence[str]:
     top = int(max(y_train.max(), y_test.max(initial=0)))
     if classes:
         if top >= len(classes):

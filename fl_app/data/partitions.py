@@ -47,7 +47,8 @@ def open_partition(
             config.partition, y_train, y_test, num_classes, num_clients=config.num_clients, seed=config.seed,
             alpha=config.dirichlet_alpha, classes_per_client=config.classes_per_client,
             train_samples=config.train_samples, test_samples=config.test_samples, min_samples=config.min_samples,
-            test_ratio=config.test_ratio, dataset=config.dataset,
+            test_ratio=config.test_ratio, assignment=config.pathological_assignment, balance=config.dirichlet_balance,
+            dataset=config.dataset,
         )  # fmt: skip
         parts = [part for share in shares for part in share]
         np.save(directory / "offsets.npy", np.cumsum([0, *map(len, parts)], dtype=np.int64))

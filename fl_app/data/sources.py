@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fl_app.catalogue import DATASETS
-from fl_app.data import folder, named, npz
+from fl_app.data import folder, medmnist, named, npz
 from fl_app.data.prepared import Prepared
 from fl_app.errors import UserError
 
@@ -28,6 +28,8 @@ def prepare(
             raise UserError(f"{key}: {dataset} has its own; leave it unset, got {value!r}")
     if kind == "tiny-imagenet" and path:
         return named.prepare_tiny_imagenet(Path(path), root, image_size, force)
+    if dataset in DATASETS and DATASETS[dataset].file:
+        return medmnist.prepare(dataset, root, force)
     if dataset == "digits" or (dataset in DATASETS and DATASETS[dataset].torchvision):
         return named.prepare(dataset, root, force)
     raise UserError(f"dataset: {dataset!r} cannot be prepared")

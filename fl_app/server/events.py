@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.errors import UserError
+from fl_app.files import FILE_MODE, make_directory
 
 DIRECTORY = "tensorboard"
 
@@ -27,7 +28,11 @@ class EventFiles:
     def __init__(self, run: Path, last_round: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        make_directory(run / DIRECTORY)
         self._writer: Any = SummaryWriter(str(run / DIRECTORY), purge_step=last_round + 1)
+        self._writer.flush()  # it is there then, open to all as the writer makes it
+        for file in (run / DIRECTORY).iterdir():
+            file.chmod(FILE_MODE)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Write one round, at once."""

@@ -127,7 +127,7 @@ class RunFolder:
 
     def save_model(self, name: str, layout: Layout, model: Model) -> None:
         """Write models/<name>.safetensors."""
-        from fl_app.models import save_safetensors
+        from fl_app.weights import save_safetensors
 
         directory = self.path / MODELS
         make_directory(directory)

@@ -1,0 +1,55 @@
+"""OrganAMNIST and OrganCMNIST of MedMNIST v2 (Yang et al., Scientific Data 2023), from their official .npz files.
+
+The user puts the file into the data directory. Training and validation images are the training set here; a partition that
+divides all data, as FedOBP's does, has all three parts then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fl_app.catalogue import DATASETS
+from fl_app.data.npz import images_and_labels, members
+from fl_app.data.prepared import Arrays, Images, Labels, Prepared, open_or_convert, save
+from fl_app.errors import UserError
+
+CLASSES = (
+    "bladder", "femur-left", "femur-right", "heart", "kidney-left", "kidney-right", "liver", "lung-left", "lung-right",
+    "pancreas", "spleen",
+)  # fmt: skip
+SPLITS = ("train", "val", "test")
+
+
+def prepare(dataset: str, root: Path, force: bool) -> Prepared:
+    """Open `medmnist-a` or `medmnist-c`. root: the data directory, which holds the file. Raises UserError."""
+    path = (root / DATASETS[dataset].file).resolve()
+    if not path.is_file():
+        raise UserError(
+            f"dataset: {dataset} needs the file {path.name} in the data directory: no {path}. It is MedMNIST's (28 x 28 "
+            "pixels), to be had at medmnist.com or by the Python package medmnist"
+        )
+
+    def convert(directory: Path) -> Sequence[str]:
+        save(directory, _read(path, DATASETS[dataset].image_size))
+        return CLASSES
+
+    return open_or_convert(root, dataset, [str(path), path.stat().st_mtime_ns, path.stat().st_size], convert, force)
+
+
+def _read(path: Path, side: int) -> Arrays:
+    arrays = members(path, [f"{split}_{kind}" for split in SPLITS for kind in ("images", "labels")])
+    parts: list[tuple[Images, Labels]] = []
+    for split in SPLITS:
+        x_name, y_name = f"{split}_images", f"{split}_labels"
+        x, y = arrays[x_name], arrays[y_name]
+        y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y  # one column, for tasks with several
+        parts.append(images_and_labels(path, x_name, x, y_name, y))
+        if x.shape[1:] != (side, side):
+            raise UserError(f"dataset: {path}: {x_name} must have shape [n, {side}, {side}], got {list(x.shape)}")
+        if y.max(initial=0) >= len(CLASSES):
+            raise UserError(f"dataset: {path}: {y_name} must hold labels below {len(CLASSES)}, got {y.max()}")
+    (x_train, y_train), (x_val, y_val), (x_test, y_test) = parts
+    return np.concatenate([x_train, x_val]), np.concatenate([y_train, y_val]), x_test, y_test

@@ -1,0 +1,125 @@
+"""The bridge between a torch module and the flat vectors of fl_app.layout, and safetensors files of them.
+
+Vectors: `params` float32 [d] holds `named_parameters()` in order (a tied parameter once), `buffers` float32 [b] the
+floating-point buffers; see Layout. Files are safetensors, one tensor per name of the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_app.errors import UserError, listed, said
+from fl_app.files import publish
+from fl_app.layout import Layout, Model, Vector
+
+
+def read(module: nn.Module) -> Model:
+    """Copy a module's parameters and float buffers into vectors: params float32 [d], buffers float32 [b].
+
+    One device-to-host copy per vector; the result shares no memory with the module.
+    """
+    return Model(_flat(module.parameters()), _flat(_float_buffers(module)))
+
+
+def write(module: nn.Module, model: Model) -> None:
+    """Copy vectors into a module in place, wherever it lives; the inverse of `read`.
+
+    model: params float32 [d], buffers float32 [b]; read-only arrays are fine. One host-to-device copy per vector.
+    """
+    with torch.no_grad():
+        _unflat(list(module.parameters()), model.params)
+        _unflat(_float_buffers(module), model.buffers)
+
+
+def _float_buffers(module: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+
+
+def _flat(tensors: Iterable[Tensor]) -> Vector:
+    pieces = [tensor.detach().reshape(-1) for tensor in tensors]
+    if not pieces:
+        return np.zeros(0, np.float32)
+    vector: Vector = torch.cat(pieces).cpu().numpy()
+    return vector
+
+
+def _unflat(tensors: list[Tensor], vector: Vector) -> None:
+    sizes = [tensor.numel() for tensor in tensors]
+    assert vector.shape == (sum(sizes),), f"vector has shape {vector.shape}, the module {sum(sizes)} elements"
+    if not tensors:
+        return
+    # torch.tensor, not from_numpy: vectors off the wire or a memory map are read-only, about which from_numpy warns.
+    source = torch.tensor(vector, device=tensors[0].device)
+    for tensor, piece in zip(tensors, source.split_with_sizes(sizes), strict=True):
+        tensor.copy_(piece.view(tensor.shape))
+
+
+def initial_model(module: nn.Module, path: str) -> Model:
+    """Read `initial-weights`, a safetensors file, into the vectors of `module`; the module itself stays as it is.
+
+    Names and shapes must equal the module's; any floating dtype is converted to float32. Integer tensors (such as
+    `num_batches_tracked`) and second names of tied parameters are ignored; buffers that a state dict never holds keep
+    the module's values. A checkpoint for another number of classes needs a classifier of the right size first.
+    Raises UserError if the file is missing or unreadable, does not fit (naming the tensors), or holds NaN or infinity.
+    """
+    layout, state = Layout.of(module), module.state_dict()
+    own = {name: torch.from_numpy(array) for name, array in layout.tensors(read(module)).items() if name not in state}
+    source = f"initial-weights {path}"
+    found = {name: t for name, t in _load(path, source).items() if name in layout.names or name not in state}
+    return _fit(source, own | found, layout)
+
+
+def save_safetensors(path: str | Path, layout: Layout, model: Model) -> None:
+    """Write a model by tensor name, atomically: `path` holds the old file or the whole new one, never a part.
+
+    Raises OSError if the directory does not exist or cannot be written.
+    """
+    from safetensors.numpy import save
+
+    publish(Path(path), lambda file: file.write_bytes(save(layout.tensors(model), metadata={"format": "pt"})))
+
+
+def load_safetensors(path: str | Path, layout: Layout) -> Model:
+    """Read what `save_safetensors` wrote: params float32 [d], buffers float32 [b]; integer tensors are ignored.
+
+    Raises UserError if the file is missing or unreadable, does not fit the layout, or holds NaN or infinity.
+    """
+    return _fit(str(path), _load(path, str(path)), layout)
+
+
+def _load(path: str | Path, source: str) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except FileNotFoundError as error:
+        raise UserError(f"{source}: no such file; expected a safetensors file") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{source}: not a readable safetensors file ({said(error)})") from error
+
+
+def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout) -> Model:
+    slots = layout.params + layout.buffers
+    missing = [f"{s.name} {list(s.shape)}" for s in slots if s.name not in tensors]
+    unexpected = [f"{n} {list(t.shape)}" for n, t in tensors.items() if n not in layout.names and t.is_floating_point()]
+    wrong = []
+    for slot in slots:
+        tensor = tensors.get(slot.name)
+        if tensor is not None and (tuple(tensor.shape) != slot.shape or not tensor.is_floating_point()):
+            kind = "" if tensor.is_floating_point() else f"{tensor.dtype} "
+            wrong.append(f"{slot.name} {kind}{list(tensor.shape)}, expected {list(slot.shape)}")
+    groups = {"missing": missing, "unexpected": unexpected, "wrong shape or type": wrong}
+    if any(groups.values()):
+        lines = [f"  {what} ({len(names)}): {listed(names, '; ')}" for what, names in groups.items() if names]
+        raise UserError(f"{source}: does not fit the model:\n" + "\n".join(lines))
+    arrays = {slot.name: tensors[slot.name].to(torch.float32).numpy() for slot in slots}
+    infinite = [name for name, array in arrays.items() if not np.isfinite(array).all()]
+    if infinite:
+        raise UserError(f"{source}: all values must be finite in float32, but not so in {listed(infinite)}")
+    return layout.model(arrays)
