@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import pwd
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from fl_app.experiments.launch import APP_DIRECTORY
 from fl_app.processes import end_processes, flower_environment, processes_with, script
 from tests.e2e.conftest import COROLLA, settings, wait_for
 from tests.e2e.test_network import IP, NUMBERS, inside, ip
+from tests.test_namespace import ended_well, fork
 
 pytestmark = [pytest.mark.timeout(400)]
 
@@ -146,6 +149,26 @@ def test_without_a_network_of_its_own_no_other_machine_joins(command: Callable[[
             gcs = next(port for (_, port), process in found.items() if "gcs_server" in process.name())
             join = [*inside(other), script("ray"), "start", f"--address={here}:{gcs}"]
             assert "Failed to connect to GCS" in said_within(25, join, short, mark)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("tool", ["nft", "iptables"])
+def test_the_documented_rules_close_a_port_to_other_accounts(tool: str) -> None:
+    if os.geteuid() != 0 or not shutil.which(tool):
+        pytest.skip(f"a firewall takes root and the command `{tool}`")
+    text = (APP_DIRECTORY / "docs" / "security.md").read_text()
+    rules = [line.replace("alice", "games").replace("8000", "PORT") for line in text.splitlines() if line.startswith(tool)]
+
+    def look() -> None:
+        namespace.unshare()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            assert reachable(port, NOBODY)
+            for rule in rules:
+                subprocess.run(["bash", "-c", rule.replace("PORT", str(port))], check=True)
+            assert reachable(port, pwd.getpwnam("games").pw_uid) and not reachable(port, NOBODY)
+
+    assert rules and ended_well(fork(look))
 
 
 @contextmanager
