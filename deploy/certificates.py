@@ -64,7 +64,7 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
 
 
 def check(inventory: Inventory) -> None:
-    """Raise UserError naming what is missing, expired or does not fit, and the command that makes it."""
+    """Raise UserError naming what is missing, open to others, expired or does not fit, and the command that mends it."""
     directory = Path(inventory.keys)
     names = [CA, SERVER, SERVER_KEY]
     names += [f"{node.name}.{end}" for node in inventory.supernodes for end in ("key", "pub")]
@@ -74,6 +74,7 @@ def check(inventory: Inventory) -> None:
             f"keys: {directory} has no {some}; `corolla cluster keys CLUSTER.yaml` makes them "
             "(TLS and authentication are off with --insecure)"
         )
+    _refuse_open([path for name in (CA_KEY, SERVER_KEY, *names) if (path := directory / name).suffix == ".key"])
     again = "make it anew: remove server.crt and server.key and run `corolla cluster keys CLUSTER.yaml`"
     certificate = x509.load_pem_x509_certificate((directory / SERVER).read_bytes())
     if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
@@ -99,6 +100,15 @@ def _private_directory(directory: Path) -> None:
     mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & 0o077:
         raise UserError(f"keys: {directory} must be closed to others (mode 700), it is {mode:o}; `chmod 700 {directory}`")
+
+
+def _refuse_open(keys: list[Path]) -> None:
+    """Raise UserError if a private key, where it exists, has a mode wider than 0600."""
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in keys if path.exists()}
+    if wide := {path: mode for path, mode in modes.items() if mode & ~0o600}:
+        lines = [f"keys: {path} must be its owner's alone (mode 600), it is {mode:o}" for path, mode in wide.items()]
+        remedy = "others may have read them: `corolla cluster keys --force CLUSTER.yaml` makes new ones, `chmod 600` keeps these"
+        raise UserError("\n".join([*lines, remedy]))
 
 
 def _write(path: Path, content: bytes, mode: int, written: list[Path]) -> None:

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from deploy import certificates, inventory
+from deploy.cluster import up
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
 
@@ -128,3 +129,25 @@ def test_an_expired_certificate_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(certificates, "_SERVER_DAYS", 0)
     with pytest.raises(UserError, match="server.crt expired on"):
         certificates.make(cluster(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "mode"), [("server.key", 0o644), ("supernode-1.key", 0o640), ("ca.key", 0o602)])
+def test_a_key_that_others_may_read_is_refused(tmp_path: Path, name: str, mode: int) -> None:
+    lab = cluster(tmp_path)
+    certificates.make(lab)
+    certificates.check(lab)
+    (tmp_path / "keys" / name).chmod(mode)
+    with pytest.raises(UserError, match=f"{name} must be its owner's alone \\(mode 600\\), it is {mode:o}"):
+        certificates.check(lab)
+    (tmp_path / "keys" / name).chmod(0o400)
+    certificates.check(lab)
+
+
+def test_up_refuses_an_open_key_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path / "state"))
+    lab = cluster(tmp_path)
+    certificates.make(lab)
+    (tmp_path / "keys" / "supernode-0.key").chmod(0o604)
+    with pytest.raises(UserError, match="it is 604"):
+        up(lab, print, 1)
+    assert not (tmp_path / "state").exists()

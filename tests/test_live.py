@@ -30,7 +30,7 @@ def record(number: int = 1, **changes: Any) -> dict[str, Any]:
 
 
 SENTENCE = (
-    "round 1/3: accuracy  13.2% ± 11.6 before,  93.2% ± 5.2 after training, loss 0.179, 2 clients, 0.7 MB up, 0.6 MB down, "
+    "round 1/3: accuracy  13.2% ± 16.4 before,  93.2% ± 7.4 after training, loss 0.179, 2 clients, 0.7 MB up, 0.6 MB down, "
     "2.5 s (wait 2.1, personalize 0.4); 1 failed"
 )
 LINES = [
@@ -74,7 +74,7 @@ def test_the_panel_shows_what_arrived() -> None:
     lines = drawn(shown)
     text = "\n".join(lines)
     assert "1/3 done" in text and "round 2/3" in text and "6/10 replies" in text
-    assert row(lines, 1) == ["1", "13.2", "±", "11.6", "93.2", "±", "5.2", "0.179", "0.7", "0.6", "2.5", "1"]
+    assert row(lines, 1) == ["1", "13.2", "±", "16.4", "93.2", "±", "7.4", "0.179", "0.7", "0.6", "2.5", "1"]
     assert "seconds of round 1: wait 2.1, personalize 0.4" in text and "failures so far: 1" in text
     assert "fedcac" in lines[0] and max(map(len, lines)) <= 97
 

@@ -4,78 +4,95 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import psutil
-
 import fl_app
 from fl_app.errors import UserError
+from fl_app.experiments import keeper, namespace
 from fl_app.keys import Scalar
 from fl_app.processes import (
     LAUNCH,
     LAUNCHER,
     end_processes,
     flower_environment,
-    free_ports,
     identity,
     orphans,
     processes_with,
     script,
-    wait_for_http,
 )
 from fl_app.toml import to_toml
 
+log = logging.getLogger("corolla")
+
 APP_DIRECTORY = Path(fl_app.__file__).resolve().parent.parent
+_END_SECONDS = 60
+_LONGEST_TEMPORARY = 107 - len("/corolla-flwr-12345678/ray/session_2000-01-01_00-00-00_123456_1234567/sockets/plasma_store")
 
 
 class SimulationSuperLink:
-    """A SuperLink of our own for simulations: own FLWR_HOME, free ports, ended with everything it started."""
+    """A SuperLink of our own for simulations, with a private home, ended with everything it started.
 
-    name = "simulation"
+    A keeper holds it (fl_app/experiments/keeper.py): in a network of its own where the kernel allows it, which `inside`, words
+    before every command that talks to it, enters; and if this process is killed, the keeper ends what is left.
+    """
+
+    name = keeper.NAME
 
     def __init__(self) -> None:
-        self._home = tempfile.TemporaryDirectory(prefix="corolla-flwr-")
-        self.home = Path(self._home.name)
+        self.home = Path(tempfile.mkdtemp(prefix="corolla-flwr-", dir=_short(tempfile.gettempdir())))
         self.environment = flower_environment(self.home)
         self.environment[LAUNCH] = str(self.home)
         self.environment[LAUNCHER] = identity(os.getpid())
         self.environment["COROLLA_SIMULATION"] = "1"
-        self.log = self.home / "superlink.log"
+        self.environment["RAY_TMPDIR"] = str(self.home)  # Ray lets everybody write where its sockets are
+        self.inside: list[str] = []
 
     def __enter__(self) -> SimulationSuperLink:
         """Start it and wait until it answers."""
         end_processes(orphans())  # what a killed `corolla run` left would go on training
-        port = free_ports(1)[0]
-        self.home.joinpath("config.toml").write_text(
-            f'[superlink]\ndefault = "{self.name}"\n[superlink.{self.name}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-        )
-        command = [script("flower-superlink"), "--insecure", "--simulation", "--host", "127.0.0.1", "--port", str(port)]
-        with self.log.open("wb") as log:
-            self.process = psutil.Popen(
-                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-m", keeper.__name__, str(self.home)], env=self.environment, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert self._keeper.stdout is not None
         try:
-            wait_for_http(f"http://127.0.0.1:{port}/health", self.process, self.log)
+            said = json.loads(self._keeper.stdout.readline() or '{"error": "the SuperLink\'s keeper ended"}')
+            if "error" in said:
+                raise UserError(said["error"])
         except BaseException:
             self.__exit__(None, None, None)
             raise
+        if not said["shared"]:
+            self.inside = [sys.executable, "-m", namespace.__name__, str(self._keeper.pid)]
+        else:
+            log.warning("no network of its own for the simulation (%s): docs/security.md says who can reach it", said["shared"])
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End it, then whatever it left running."""
-        end_processes([self.process])
+        """Let the keeper end it; end and remove what a keeper that was killed has left."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._keeper.communicate(timeout=_END_SECONDS)
         end_processes(processes_with(f"{LAUNCH}={self.home}"))
-        self._home.cleanup()
+        self._keeper.wait()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+def _short(directory: str) -> str:
+    """Return a directory for temporary files whose name leaves room for Ray's sockets: 107 bytes in all."""
+    return directory if len(directory.encode()) <= _LONGEST_TEMPORARY else "/tmp"
 
 
 def flwr_run(
@@ -84,17 +101,19 @@ def flwr_run(
     environment: Mapping[str, str],
     on_line: Callable[[str], None],
     federation_config: str = "",
+    inside: Sequence[str] = (),
 ) -> str:
     """Submit a run with `flwr run --stream`, pass every line of its log on, and return its final status.
 
-    Ctrl-C stops the run before it is raised again. Raises UserError if Flower did not accept the run.
+    inside: words before every command that say where it runs. Ctrl-C stops the run before it is raised again. Raises UserError
+    if Flower did not accept the run.
     """
     if not (APP_DIRECTORY / "pyproject.toml").is_file():
         raise UserError(f"{APP_DIRECTORY} has no pyproject.toml: install Corolla from a clone (`make install`)")
     with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as overrides:
         overrides.write(to_toml(config))
         overrides.flush()
-        command = [script("flwr"), "run", str(APP_DIRECTORY), superlink, "--stream", "--run-config", overrides.name]
+        command = [*inside, script("flwr"), "run", str(APP_DIRECTORY), superlink, "--stream", "--run-config", overrides.name]
         if federation_config:
             command += ["--federation-config", federation_config]
         process = subprocess.Popen(
@@ -113,7 +132,7 @@ def flwr_run(
             process.wait()
         except BaseException:
             if run_id:
-                _flwr(["stop", run_id, superlink], environment)
+                _output([*inside, script("flwr"), "stop", run_id, superlink], environment)
             raise
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -121,17 +140,17 @@ def flwr_run(
             process.wait()
     if not run_id:
         raise UserError("Flower did not accept the run:\n" + "\n".join(lines[-15:]))
-    return status(run_id, superlink, environment)
+    return status(run_id, superlink, environment, inside)
 
 
 COMPLETED = "finished:completed"
 
 
-def status(run_id: str, superlink: str, environment: Mapping[str, str]) -> str:
+def status(run_id: str, superlink: str, environment: Mapping[str, str], inside: Sequence[str] = ()) -> str:
     """Return a run's status as `flwr ls` names it; its --stream exits 0 even when the run failed."""
     deadline = time.monotonic() + 30
     while True:
-        output = _flwr(["ls", superlink, "--run-id", run_id, "--format", "json"], environment)
+        output = _output([*inside, script("flwr"), "ls", superlink, "--run-id", run_id, "--format", "json"], environment)
         try:
             found = str(json.loads(output)["runs"][0]["status"])
         except (ValueError, KeyError, IndexError):
@@ -141,8 +160,7 @@ def status(run_id: str, superlink: str, environment: Mapping[str, str]) -> str:
         time.sleep(0.5)
 
 
-def _flwr(arguments: list[str], environment: Mapping[str, str]) -> str:
-    command = [script("flwr"), *arguments]
+def _output(command: list[str], environment: Mapping[str, str]) -> str:
     return subprocess.run(command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
 
 
@@ -156,4 +174,6 @@ def simulation(
         f"client-resources-num-gpus={float(gpus_per_client)}"
     )
     with SimulationSuperLink() as superlink:
-        yield lambda config, on_line: flwr_run(superlink.name, config, superlink.environment, on_line, federation)
+        yield lambda config, on_line: flwr_run(
+            superlink.name, config, superlink.environment, on_line, federation, superlink.inside
+        )

@@ -101,12 +101,14 @@ def error_lines(error: Exception) -> Iterator[str]:
 
 def round_line(record: Mapping[str, Any], total: int) -> str:
     """Return the line that ends a round: a sentence for people, then the same as data. record: as in metrics.jsonl."""
+    before, after, loss = (_short(record[name]) for name in ("accuracy-before", "accuracy-after", "loss"))
+    seconds = {phase: round(seconds, 3) for phase, seconds in record["seconds"].items()}
+    everyone = _short(record.get("evaluation", {}).get("accuracy"))
     return _write(
         Round(
-            record["round"], total, record["accuracy-before"], _deviation(record, "accuracy-before"),
-            record["accuracy-after"], _deviation(record, "accuracy-after"), record["loss"], len(record["clients"]),
-            record["upload-bytes"], record["download-bytes"], record["seconds"], "evaluation" in record,
-            record.get("evaluation", {}).get("accuracy"), len(record["failures"]),
+            record["round"], total, before, _deviation(record, "accuracy-before"), after, _deviation(record, "accuracy-after"),
+            loss, len(record["clients"]), record["upload-bytes"], record["download-bytes"], seconds, "evaluation" in record,
+            everyone, len(record["failures"]),
         )
     )  # fmt: skip
 
@@ -141,7 +143,11 @@ def _percent(value: float | None, deviation: float | None = None) -> str:
 
 def _deviation(record: Mapping[str, Any], name: str) -> float | None:
     values = [float(row[name]) for row in record["clients"].values() if row.get(name) is not None]
-    return statistics.stdev(values) if len(values) > 1 else None
+    return _short(statistics.stdev(values)) if len(values) > 1 else None
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
 
 
 def _write(r: Round) -> str:

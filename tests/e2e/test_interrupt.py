@@ -1,4 +1,4 @@
-"""A run that is told to end leaves nothing running and no temporary home."""
+"""A run that is told to end, or is killed, leaves nothing running and no temporary home."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import COROLLA
+from tests.e2e.conftest import COROLLA, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -28,7 +28,7 @@ def launched(directory: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
     with tempfile.TemporaryDirectory(prefix="c") as short:  # Ray's sockets need a short path
         stop_and_look(Path(short), number)
@@ -49,5 +49,7 @@ def stop_and_look(tmp_path: Path, number: signal.Signals) -> None:
     process.send_signal(number)
     process.communicate(timeout=90)
     assert process.returncode != 0
+    if number == signal.SIGKILL:  # what is left ends by itself
+        wait_for(lambda: not launched(tmp_path) and not list(tmp_path.glob("corolla-flwr-*")), seconds=60)
     assert launched(tmp_path) == []
     assert list(tmp_path.glob("corolla-flwr-*")) == []

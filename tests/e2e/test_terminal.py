@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -30,9 +31,14 @@ def on_a_terminal(
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     before = termios.tcgetattr(slave)
+
+    def log_in() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     process = subprocess.Popen(
         [COROLLA, *words], stdin=slave, stdout=slave, stderr=slave, env={**environment, "TERM": "xterm-256color"},
-        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        start_new_session=True, preexec_fn=log_in,
     )  # fmt: skip
     text, typed, deadline = "", False, time.monotonic() + 240
     try:
