@@ -68,7 +68,10 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     layout = Layout.of(module)
     initial = weights.initial_model(module, config.initial_weights) if config.initial_weights else weights.read(module)
     shared = method.shared(layout, config.params)
-    folder = RunFolder.resume(config) if config.resume else RunFolder.create(config, uuid.uuid4().hex[:12])
+    if config.resume:
+        folder = RunFolder.resume(config)
+    else:
+        folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures)
     try:
         log.info("%s", folder_line(folder.path))
         folder.write_clients(exchange.properties)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
+from fl_app.report.kinds import Links, Matrix
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
 from strategies.base import (
@@ -256,4 +257,17 @@ class FedCACUpdate(LocalUpdate[FedCACParams]):
         return dataclasses.replace(plain, mask=mask)
 
 
-METHOD = Method("fedcac", FedCACParams, FedCAC, FedCACUpdate, all_but_local_statistics)
+FIGURES = (
+    Matrix(
+        "overlap", "Overlap of critical parameters", "share of critical parameters in common",
+        "The share of its critical parameters that a client has in common with another (Fig. 7).",
+        heading="Overlap of critical masks", value="overlap",
+    ),
+    Links(
+        "collaborators", "Collaborators over rounds", "collaborators",
+        "With how many others a client shares its critical parameters in a round. While the threshold rises, until round beta, "
+        "clients start with many collaborators and keep the most similar ones; then they are alone.",
+    ),
+)  # fmt: skip
+
+METHOD = Method("fedcac", FedCACParams, FedCAC, FedCACUpdate, all_but_local_statistics, figures=FIGURES)

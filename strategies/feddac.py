@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
+from fl_app.report.kinds import Links, Matrix
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
 from strategies.base import (
@@ -268,4 +269,17 @@ class FedDACUpdate(LocalUpdate[FedDACParams]):
         return dataclasses.replace(plain, mask=mask, extras=extras)
 
 
-METHOD = Method("feddac", FedDACParams, FedDAC, FedDACUpdate, all_but_local_statistics)
+FIGURES = (
+    Matrix(
+        "overlap", "Overlap of important parameters", "share of important parameters in common",
+        "The share of its important parameters that a client has in common with another.",
+        heading="Overlap of important masks", value="overlap",
+    ),
+    Links(
+        "collaborators", "Collaborators over rounds", "collaborators",
+        "With how many others a client shares its important parameters in a round. While the threshold rises, until round "
+        "alpha, clients start with many collaborators and keep the most similar ones; then they are alone.",
+    ),
+)  # fmt: skip
+
+METHOD = Method("feddac", FedDACParams, FedDAC, FedDACUpdate, all_but_local_statistics, figures=FIGURES)

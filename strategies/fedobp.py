@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from fl_app.errors import UserError
 from fl_app.keys import BELOW_ONE, RATIO, key
 from fl_app.layout import Layout, Model, Vector
+from fl_app.report.kinds import Layers
 from fl_app.wire import Expected, Upload, WireError
 from strategies import masks
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_local_statistics
@@ -252,4 +253,12 @@ def shared(layout: Layout, params: FedOBPParams) -> frozenset[str]:
     return all_but_local_statistics(layout, params)
 
 
-METHOD = Method("fedobp", FedOBPParams, FedOBP, FedOBPUpdate, shared)
+FIGURES = (
+    Layers(
+        COUNTS, "In which layers the personal parameters are", "share of personal parameters (%)",
+        "Of all parameters that clients keep personal in a round, the share that lies in each layer (Fig. 5).",
+        name="personal", shares=True,
+    ),
+)  # fmt: skip
+
+METHOD = Method("fedobp", FedOBPParams, FedOBP, FedOBPUpdate, shared, figures=FIGURES)

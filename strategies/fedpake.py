@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key
 from fl_app.layout import Model
+from fl_app.report.kinds import Layers
 from strategies.aggregate import Stack, weighted_mean
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics
 from strategies.blocks import blocks, in_order
@@ -342,4 +343,14 @@ def round_to(value: float) -> float:
     return float(np.round(value, 6))
 
 
-METHOD = Method("fedpake", FedPakeParams, FedPake, LocalUpdate[FedPakeParams], all_but_local_statistics)
+FIGURES = (
+    Layers(
+        "high-dispersion", "Where the clients disagree, layer by layer", "share of the layer (%)",
+        "Left: share of a layer's parameters whose dispersion over the clients is high. Right: into how many clusters "
+        "(Macro-Classes) the clients fall by those parameters; 0 where none is high, 1 where the clients' values agree.",
+        name="dispersion", heading="Parameters of high dispersion", percent=True,
+        beside=Layers("macro-classes", "Clusters of clients", "clusters", heading="Clusters of clients", whole=True),
+    ),
+)  # fmt: skip
+
+METHOD = Method("fedpake", FedPakeParams, FedPake, LocalUpdate[FedPakeParams], all_but_local_statistics, figures=FIGURES)

@@ -69,6 +69,8 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, sets: list[str]) 
     assert got["digest"] == expected["digest"] is not None
     assert got_rounds == expected_rounds
     assert got["final-accuracy"] == expected["final-accuracy"]
+    first, second = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("whole", "killed"))
+    assert (first["starts"], second["starts"]) == (0, 1) and first["figures"] == second["figures"]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:

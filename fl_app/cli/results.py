@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from fl_app.cli.settings import console, errors
 from fl_app.cli.tables import show_table
-from strategies import METHOD_PARAMS
+from strategies import METHOD_PARAMS, METHODS
 
 
 def compare(
@@ -47,7 +47,7 @@ def report(
     """Write a page with tables and pictures of one or more runs, and the pictures as PNG."""
     from fl_app.report.page import write_report
 
-    for path in write_report(runs, output):
+    for path in write_report(runs, output, {name: method.figures for name, method in METHODS.items()}):
         console.print(f"{path}", soft_wrap=True)
 
 

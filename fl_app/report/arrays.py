@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, bears_on, specs
-from fl_app.server.run_folder import CONFIG, read_clients, read_config, read_metrics, read_summary
+from fl_app.report.kinds import Figure, from_json
+from fl_app.server.run_folder import CONFIG, read_about, read_clients, read_config, read_metrics, read_summary
 
 Record = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -36,13 +37,16 @@ class Curve:
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder as read. rounds: records by round number, ascending; facts: clients.json; number, label: in the report."""
+    """A run folder as read. rounds: records by round number, ascending; facts: clients.json; figures: what its method declared;
+    number, label: in the report.
+    """
 
     path: Path
     config: dict[str, Scalar]
     rounds: dict[int, Record]
     facts: dict[str, dict[str, Any]]
     finished: bool
+    figures: tuple[Figure, ...] = ()
     number: int = 1
     label: str = ""
     settings: dict[str, Scalar] = field(default_factory=dict)
@@ -96,8 +100,11 @@ class Run:
         return next(reversed(self.evaluations.items()), None)
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read run folders, or folders of run folders, and label them. Raises UserError naming every path that is neither."""
+def read_runs(paths: Sequence[Path], declared: Mapping[str, Sequence[Figure]] | None = None) -> list[Run]:
+    """Read run folders, or folders of run folders, and label them. Raises UserError naming every path that is neither.
+
+    declared: figures by method, for runs of before these were kept in run.json.
+    """
     problems: list[str] = []
     found: dict[Path, Run] = {}
     for path in paths:
@@ -107,7 +114,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             problems.append(f"{path}: this run folder {what}")
         for folder in folders:
             try:
-                found.setdefault(folder.resolve(), read_run(folder))
+                found.setdefault(folder.resolve(), read_run(folder, declared))
             except UserError as error:
                 problems.append(str(error))
     if problems:
@@ -115,14 +122,17 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return labelled(list(found.values()))
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None) -> Run:
     """Read one run folder, finished or not. Raises UserError if it has no readable config."""
+    config, about = read_config(path), read_about(path)
     rounds = {record["round"]: record for record in read_metrics(path)}
     try:
         finished = bool(read_summary(path))
     except UserError:
         finished = False
-    return Run(path.resolve(), read_config(path), dict(sorted(rounds.items())), read_clients(path), finished)
+    known = tuple((declared or {}).get(str(config.get("method")), ()))
+    figures = from_json(about["figures"]) if "figures" in about else known
+    return Run(path.resolve(), config, dict(sorted(rounds.items())), read_clients(path), finished, figures)
 
 
 def labelled(runs: list[Run]) -> list[Run]:
@@ -222,89 +232,3 @@ def client_seconds(run: Run) -> dict[str, float]:
 def _mean_seconds(rows: list[dict[str, float]], count: int) -> dict[str, float]:
     phases = dict.fromkeys(phase for row in rows for phase in row if phase != "round")
     return {phase: sum(row.get(phase, 0.0) for row in rows) / count for phase in phases}
-
-
-def class_counts(run: Run) -> tuple[list[int], NDArray[np.int64]] | None:
-    """Return the clients that told their class counts, and these, [clients, classes]."""
-    rows = {int(i): facts["class-counts"] for i, facts in run.facts.items() if facts.get("class-counts")}
-    if not rows or len({len(row) for row in rows.values()}) != 1:
-        return None
-    ids = sorted(rows)
-    return ids, np.array([rows[i] for i in ids], np.int64)
-
-
-def cosine(counts: NDArray[np.int64]) -> Floats:
-    """Cosine similarity of the clients' class counts, [N, N]."""
-    unit = counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1e-12)
-    return np.asarray(unit @ unit.T)
-
-
-def overlap(run: Run) -> tuple[list[int], Floats] | None:
-    """Last recorded mask overlap of each pair of clients, [N, N], NaN for pairs that never shared a round; and the ids."""
-    pairs: dict[tuple[int, int], float] = {}
-    for record in run.rounds.values():
-        ids, matrix = [int(i) for i in record.get("clients", {})], record.get("overlap")
-        if matrix is not None and len(matrix) == len(ids):
-            pairs |= {(i, j): value for i, row in zip(ids, matrix, strict=True) for j, value in zip(ids, row, strict=True)}
-    ids = sorted({i for i, _ in pairs})
-    if len(ids) < 2:
-        return None
-    return ids, np.array([[pairs.get((i, j), np.nan) for j in ids] for i in ids], np.float64)
-
-
-def by_likeness(similarity: Floats) -> list[int]:
-    """Order that puts similar ones side by side: average linkage on 1 - similarity, [N, N], NaN read as least alike."""
-    from scipy.cluster.hierarchy import leaves_list, linkage
-    from scipy.spatial.distance import squareform
-
-    filled = np.where(np.isnan(similarity), np.nanmin(similarity), similarity)
-    distance = np.maximum(1 - (filled + filled.T) / 2, 0)
-    np.fill_diagonal(distance, 0)
-    return [int(i) for i in leaves_list(linkage(squareform(distance, checks=False), "average", optimal_ordering=True))]
-
-
-def over_rounds(run: Run, rows: dict[int, dict[str, float]]) -> tuple[list[str], Floats]:
-    """Values by round and name as a matrix [names, rounds 1 .. last], NaN where there is none; and the names."""
-    names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    grid = np.full((len(names), max(rows, default=0)), np.nan)
-    for t, row in rows.items():
-        for name, value in row.items():
-            grid[names.index(name), t - 1] = value
-    return names, grid
-
-
-def collaborators(run: Run) -> tuple[list[int], Floats] | None:
-    """Number of collaborators, [clients, rounds 1 .. last], NaN where a client took no part; and the ids."""
-    rows = {
-        t: {i: float(len(row["collaborators"])) for i, row in r.get("clients", {}).items() if "collaborators" in row}
-        for t, r in run.rounds.items()
-    }
-    names, grid = over_rounds(run, {t: row for t, row in rows.items() if row})
-    order = np.argsort([int(name) for name in names])
-    return ([int(names[k]) for k in order], grid[order]) if names else None
-
-
-def layer_values(run: Run, name: str) -> tuple[list[str], Floats] | None:
-    """Return a round metric that has one value per layer, [layers, rounds 1 .. last], and the layers' names."""
-    names, grid = over_rounds(run, {t: r[name] for t, r in run.rounds.items() if isinstance(r.get(name), dict)})
-    return (names, grid) if names else None
-
-
-def personal_shares(run: Run) -> tuple[list[str], Floats] | None:
-    """Share that each layer has of the clients' personal parameters, [layers, rounds 1 .. last], and the layers' names.
-
-    A layer's weight and bias count together; rounds in which no client has any personal parameter are left out.
-    """
-    rows: dict[int, dict[str, float]] = {}
-    for t, record in run.rounds.items():
-        sums: dict[str, float] = {}
-        for row in record.get("clients", {}).values():
-            counts = row.get("personal-parameters")
-            for name, count in counts.items() if isinstance(counts, dict) else ():
-                layer = name.rpartition(".")[0] or name
-                sums[layer] = sums.get(layer, 0.0) + count
-        total = sum(sums.values())
-        if total:
-            rows[t] = {layer: count / total for layer, count in sums.items()}
-    names, grid = over_rounds(run, rows)
-    return (names, grid) if names else None

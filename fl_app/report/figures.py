@@ -32,6 +32,8 @@ MARKERS = "os^DvXP<>dp*"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo", "++")
 WIDTH = 11.0  # inches, shown as 1100 pixels
 DPI = 160
+NEVER: dict[str, Any] = {"hatch": "////", "edgecolor": "0.7", "facecolor": "white"}  # cells that hold nothing
+COLOURS_OF_VALUES = "viridis"  # lightness grows with the value, no grey
 TOGETHER = 4  # runs whose quartiles can share one picture
 STYLE: Any = {
     "font.size": 10, "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -49,6 +51,9 @@ class Panel:
     title: str
     caption: str
     png: bytes
+
+
+Drawn = tuple[str, str, Figure]  # title, caption, picture
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,12 @@ def small_multiples(runs: Sequence[Run], draw: Callable[[Axes, Run, bool], None]
         axes.tick_params(labelleft=k % columns == 0, labelbottom=k + columns >= len(runs))
         grid.append(axes)
     return figure, grid
+
+
+def thinned(count: int, inches: float, needed: float) -> list[int]:
+    """Positions of the labels that fit when each needs so many inches."""
+    step = next(s for s in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 10**9) if inches / count * s >= needed)
+    return list(range(0, count, step))
 
 
 def label_outer(grid: list[Axes], columns: int, x: Callable[[Axes], None], y: Callable[[Axes], None]) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from fl_app.errors import UserError
-from fl_app.report import by_method as method_figures
 from fl_app.report.arrays import DATA_KEYS, KEY_SETTINGS, Run, differences, read_runs, short, show
+from fl_app.report.by_kind import of_run
 from fl_app.report.comparison import comparison
 from fl_app.report.figures import DPI, Panel, looks
+from fl_app.report.kinds import Figure
+from fl_app.report.partitions import partitions
 
 PAGE = "report.html"
 PICTURES = "report-figures"
@@ -40,15 +42,18 @@ td.name { overflow-wrap: anywhere; min-width: 9rem; } code { font-size: .92em; o
 """
 
 
-def write_report(paths: Sequence[Path], output: Path) -> tuple[Path, Path]:
+def write_report(
+    paths: Sequence[Path], output: Path, declared: Mapping[str, Sequence[Figure]] | None = None
+) -> tuple[Path, Path]:
     """Write report.html and the folder of pictures into `output`; both replace those of an earlier report.
 
-    paths: run folders, or folders of run folders. Returns the page's and the pictures' path.
+    paths: run folders, or folders of run folders; declared: figures by method, for runs that did not keep them.
+    Returns the page's and the pictures' path.
     Raises UserError naming every path that holds no run, or if `output` cannot be written.
     """
-    runs = read_runs(paths)
-    shared = [*comparison(runs), *method_figures.partitions(runs)]
-    own = {run.number: list(method_figures.of_run(run)) for run in runs}
+    runs = read_runs(paths, declared)
+    shared = [*comparison(runs), *partitions(runs)]
+    own = {run.number: list(of_run(run)) for run in runs}
     pictures = output / PICTURES
     try:
         pictures.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, opener, publish_text
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
+from fl_app.report.kinds import Figure, to_json
 from fl_app.toml import flatten, read_toml, to_toml
 
 if TYPE_CHECKING:
@@ -43,8 +44,11 @@ class RunFolder:
         self.events: EventFiles | None = None
 
     @classmethod
-    def create(cls, config: RunConfig, experiment: str) -> RunFolder:
-        """Create `output-dir/<run-name>`. Raises UserError if it exists already or cannot be created."""
+    def create(cls, config: RunConfig, experiment: str, figures: Sequence[Figure] = ()) -> RunFolder:
+        """Create `output-dir/<run-name>`. figures: what the method declares, for reports, which need no method then.
+
+        Raises UserError if it exists already or cannot be created.
+        """
         name = config.run_name or default_name(config)
         path = Path(config.output_dir).expanduser().resolve() / name
         try:
@@ -56,7 +60,7 @@ class RunFolder:
         folder = cls(path, experiment)
         folder.lock()
         folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
-        folder.write(RUN, json.dumps({"experiment": experiment, "starts": 0}) + "\n")
+        folder.write(RUN, json.dumps({"experiment": experiment, "starts": 0, "figures": to_json(figures)}) + "\n")
         return folder
 
     @classmethod
@@ -88,7 +92,7 @@ class RunFolder:
 
     def continue_with(self, config: RunConfig) -> None:
         """Record a resumed start and the keys that changed."""
-        self.write(RUN, json.dumps({"experiment": self.experiment, "starts": self.starts}) + "\n")
+        self.write(RUN, json.dumps({**read_about(self.path), "experiment": self.experiment, "starts": self.starts}) + "\n")
         kept = {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""}
         self.write(CONFIG, to_toml({**config.resolved, **kept}))
 
@@ -215,6 +219,15 @@ def read_clients(run: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError):
         return {}
     return clients
+
+
+def read_about(run: Path) -> dict[str, Any]:
+    """Read run.json: the experiment's id, how often it was resumed, its method's figures; empty if it cannot be read."""
+    try:
+        about = json.loads((run / RUN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
 def read_summary(run: Path) -> dict[str, Any]:

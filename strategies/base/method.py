@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.layout import Layout
+from fl_app.report.kinds import Figure
 from strategies.base.local_update import LocalUpdate
 from strategies.base.strategy import PersonalizedStrategy
 
@@ -23,7 +24,8 @@ class Method(Generic[P]):
     """A method: its two halves, its parameters, and what travels.
 
     name: of its parameter table too. shared(layout, params): names of the tensors that travel; raises UserError for a model the
-    method cannot be used with. wrap(module, params, seed): the network that is trained instead of the run's model.
+    method cannot be used with. wrap(module, params, seed): the network that is trained instead of the run's model. figures:
+    what a report draws of the method's records.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Method(Generic[P]):
     local_update: type[LocalUpdate[P]]
     shared: Callable[[Layout, P], frozenset[str]]
     wrap: Callable[[nn.Module, P, int], nn.Module] | None = None
+    figures: tuple[Figure, ...] = ()
 
     def network(self, config: RunConfig, *, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
         """Build the network the method trains, with its initial weights from the seed."""

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fl_app.report import arrays as report_runs
+from fl_app.report import arrays, recorded
+from fl_app.report.kinds import Layers
 from tests.e2e.conftest import COROLLA, corolla, settings
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -117,7 +118,7 @@ def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_pane
 
     done = corolla("report", str(directory), "--output", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    runs = report_runs.read_runs([directory])
+    runs = arrays.read_runs([directory])
     assert sorted(run.method for run in runs) == sorted(METHODS * 2)
     own = {"fedcac": ("overlap", "collaborators"), "fedobp": ("personal",)}
     names = {"accuracy", "accuracy-spread", "clients", "communication", "seconds", "partition-1", "partition-2"}
@@ -150,28 +151,28 @@ def kill_in_the_middle(command: list[str], directory: Path, finished: int) -> No
     process.wait()
 
 
-def assert_every_panel_has_data(run: report_runs.Run) -> None:
+def assert_every_panel_has_data(run: arrays.Run) -> None:
     assert run.finished and list(run.rounds) == list(range(1, 7))
     for name, points in (("accuracy-before", 6), ("accuracy-after", 6), ("evaluation", 2)):
-        curve = report_runs.curve(run, name)
+        curve = arrays.curve(run, name)
         assert curve is not None and len(curve.mean) == points and (curve.low <= curve.high).all(), run.label
-    assert len(report_runs.final_accuracies(run)[0]) == 10
-    assert sum(report_runs.server_seconds(run).values()) > 0 and sum(report_runs.client_seconds(run).values()) > 0
-    sent, accuracy = report_runs.spent(run)
+    assert len(arrays.final_accuracies(run)[0]) == 10
+    assert sum(arrays.server_seconds(run).values()) > 0 and sum(arrays.client_seconds(run).values()) > 0
+    sent, accuracy = arrays.spent(run)
     assert len(accuracy) == 6 and (np.diff(sent) > 0).all() == (run.method != "local")
-    told = report_runs.class_counts(run)
+    told = recorded.class_counts(run)
     assert told is not None and told[1].sum() == 10 * 60
     if run.method == "fedcac":
         assert_masks_tell_whose_data_is_alike(run, told[1])
     if run.method == "fedobp":
-        shares = report_runs.personal_shares(run)
+        shares = recorded.layers(run, Layers("personal-parameters", "", shares=True))
         assert shares is not None and np.allclose(np.nansum(shares[1][:, 1:], axis=0), 1)
 
 
-def assert_masks_tell_whose_data_is_alike(run: report_runs.Run, counts: Any) -> None:
+def assert_masks_tell_whose_data_is_alike(run: arrays.Run, counts: Any) -> None:
     """Clients with the same classes overlap most, those without a common one least."""
-    ids, overlap = report_runs.overlap(run) or ([], np.zeros(0))
-    collaborators = report_runs.collaborators(run)
+    ids, overlap = recorded.matrix(run, "overlap") or ([], np.zeros(0))
+    collaborators = recorded.links(run, "collaborators")
     assert ids == list(range(10)) and collaborators is not None and collaborators[1][:, 0].max() > 0
     common = (counts[:, None, :] * counts[None, :, :] > 0).sum(axis=2)
     pairs = np.triu(np.ones((10, 10), bool), 1)

@@ -1,0 +1,216 @@
+"""The report's pictures of what single runs recorded, one drawing per kind of figure (fl_app/report/kinds.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import BoundaryNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fl_app.report import kinds
+from fl_app.report.arrays import Floats, Run
+from fl_app.report.figures import (
+    BLUE,
+    COLOURS,
+    COLOURS_OF_VALUES,
+    LINES,
+    MARKERS,
+    NEVER,
+    STYLE,
+    Drawn,
+    Look,
+    Panel,
+    new_figure,
+    percent_axis,
+    png,
+    rounds_axis,
+    thinned,
+)
+from fl_app.report.matrices import draw_matrix
+from fl_app.report.recorded import groups, layers, links, scalars
+
+MOST_LINES = 7
+MOST_COLOURS = 12  # so many whole numbers get a colour each
+
+
+def of_run(run: Run) -> Iterator[Panel]:
+    """Yield the pictures that the run's method declared and its records have numbers for."""
+    taken: set[str] = set()
+    for figure in run.figures:
+        with rc_context(STYLE):
+            drawn = DRAW[type(figure)](run, figure)
+            if drawn is None:
+                continue
+            title, caption, picture = drawn
+            name = figure.file_name
+            while name in taken:
+                name += "-"
+            taken.add(name)
+            yield Panel(f"{name}-{run.number}", title, " ".join(caption.split()), png(picture))
+
+
+# Clients over rounds --------------------------------------------------------------------------------------------------
+
+
+def _links(run: Run, figure: kinds.Links) -> Drawn | None:
+    found = links(run, figure.record)
+    if found is None:
+        return None
+    ids, grid = found
+    picture, top, axes, inches = _clients_over_rounds(ids, grid)
+    top.set_ylim(0, 1.1 * max(_mean_line(top, grid), 0.5))
+    image = _heat(axes, grid, int(np.nanmax(grid)))
+    bar = picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * inches)
+    bar.ax.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    return figure.title, f"{figure.caption} Above: the mean over the clients. Hatched: not in the round.", picture
+
+
+def _scalars(run: Run, figure: kinds.Scalars) -> Drawn | None:
+    found = scalars(run, figure.record)
+    if found is None:
+        return None
+    ids, grid = found
+    grid = 100 * grid if figure.percent else grid
+    if not ids:
+        picture = new_figure(3.6)
+        axes = picture.add_subplot()
+        _mean_line(axes, grid)
+        axes.set_ylabel(figure.unit)
+        rounds_axis(axes, grid.shape[1])
+        return figure.title, figure.caption, picture
+    picture, top, axes, inches = _clients_over_rounds(ids, grid, line=1.6)
+    _mean_line(top, grid)
+    image = _heat(axes, grid, low=None)
+    picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * inches)
+    return figure.title, f"{figure.caption} Above: the mean over the clients. Hatched: nothing was recorded.", picture
+
+
+def _groups(run: Run, figure: kinds.Groups) -> Drawn | None:
+    found = groups(run, figure.record)
+    if found is None:
+        return None
+    ids, grid, names = found
+    picture, top, axes, inches = _clients_over_rounds(ids, grid)
+    known = [row[~np.isnan(row)] for row in grid.T]
+    counts = np.array([len(np.unique(row)) for row in known], np.float64)
+    _mean_line(top, np.where(counts, counts, np.nan)[None])
+    top.set(ylabel=figure.unit or "groups", ylim=(0, 1.1 * counts.max()))
+    top.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+    image = _heat(axes, grid, len(names) - 1)
+    bar = picture.colorbar(image, ax=axes, label="group", fraction=0.04, pad=0.01, aspect=6 * inches)
+    ticks = thinned(len(names), inches, 0.15)
+    bar.set_ticks(ticks, labels=[names[k] for k in ticks])
+    bar.ax.minorticks_off()
+    text = "Above: how many groups the round's clients are in. Hatched: not in the round."
+    return figure.title, f"{figure.caption} {text}", picture
+
+
+def _clients_over_rounds(ids: list[int], grid: Floats, line: float = 1.1) -> tuple[Figure, Axes, Axes, float]:
+    """Axes for a line over rounds, `line` inches high; below, for a row per client, and their height in inches."""
+    inches = min(7.0, max(1.2, 0.17 * len(ids)))
+    picture = new_figure(inches + 1.1 + line)
+    spec = picture.add_gridspec(2, 1, height_ratios=[line, inches])
+    top = picture.add_subplot(spec[0])
+    top.set_ylabel("mean")
+    top.tick_params(labelbottom=False)
+    axes = picture.add_subplot(spec[1], sharex=top)
+    ticks = thinned(len(ids), inches, 0.15)
+    axes.set_yticks(ticks, [str(ids[k]) for k in ticks], fontsize=9)
+    axes.set_ylabel("client")
+    axes.set_xlim(0.5, grid.shape[1] + 0.5)
+    rounds_axis(axes)
+    return picture, top, axes, inches
+
+
+def _mean_line(axes: Axes, grid: Floats) -> float:
+    """Draw the mean over the rows, at rounds that have any; returns its maximum."""
+    present = ~np.isnan(grid).all(axis=0)
+    rounds, mean = np.arange(1, grid.shape[1] + 1)[present], np.nanmean(grid[:, present], axis=0)
+    axes.plot(rounds, mean, clip_on=False, **Look(BLUE, "-", "o").line_style(len(rounds)))
+    return float(mean.max())
+
+
+def _heat(axes: Axes, grid: Floats, levels: int = 0, top: float | None = None, low: float | None = 0) -> Any:
+    """Rows over rounds 1 .. last; levels: values are whole numbers up to it, and few enough get one colour each."""
+    axes.patch.set(**NEVER)
+    axes.grid(visible=False)
+    extent = (0.5, grid.shape[1] + 0.5, grid.shape[0] - 0.5, -0.5)
+    colours: dict[str, Any] = {"cmap": COLOURS_OF_VALUES, "vmin": low, "vmax": top or levels or None}
+    if 0 < levels < MOST_COLOURS:
+        norm = BoundaryNorm(np.arange(-0.5, levels + 1), levels + 1)
+        colours = {"cmap": colormaps[COLOURS_OF_VALUES].resampled(levels + 1), "norm": norm}
+    return axes.imshow(grid, aspect="auto", interpolation="nearest", extent=extent, **colours)
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def _layers(run: Run, figure: kinds.Layers) -> Drawn | None:
+    chain: list[kinds.Layers] = [figure]
+    while chain[-1].beside:
+        chain.append(chain[-1].beside)
+    found = [(part, values) for part in chain if (values := layers(run, part)) is not None]
+    if not found:
+        return None
+    if len(found) == 1 and found[0][0].shares:
+        names, grid = found[0][1]
+        picture = _few_shares(figure, names, grid) if len(names) <= MOST_LINES else _many_shares(figure, names, grid)
+        text = "Weights and biases count together; the layers sum to 100 %. Rounds without any are left out."
+        return figure.title, f"{figure.caption} {text}", picture
+    most = max(len(names) for _, (names, _) in found)
+    height = min(10.0, 1.3 + max(0.24 * most, 1.0))
+    picture = new_figure(height)
+    previous: list[str] = []
+    for k, (part, (names, grid)) in enumerate(found):
+        axes = picture.add_subplot(1, len(found), k + 1)
+        ratio = part.percent or part.shares
+        levels = int(np.nanmax(grid)) if part.whole else 0
+        image = _heat(axes, 100 * grid if ratio else grid, levels, 100.0 if ratio else None, 0 if ratio or part.whole else None)
+        if part.heading:
+            axes.set_title(part.heading)
+        axes.set_yticks(range(len(names)), names if names != previous else [""] * len(names), fontsize=8.5)
+        bar = picture.colorbar(image, ax=axes, label=part.unit, fraction=0.05, pad=0.02, aspect=6 * height)
+        if levels:
+            whole = range(levels + 1) if levels < MOST_COLOURS else MaxNLocator("auto", integer=True).tick_values(0, levels)
+            bar.set_ticks(list(whole))
+        rounds_axis(axes)
+        previous = names
+    return figure.title, figure.caption, picture
+
+
+def _few_shares(figure: kinds.Layers, names: list[str], grid: Floats) -> Figure:
+    """A line per layer."""
+    picture = new_figure(4.2)
+    axes = picture.add_subplot()
+    rounds = np.arange(1, grid.shape[1] + 1)
+    for k, (name, row) in enumerate(zip(names, grid, strict=True)):
+        known = ~np.isnan(row)
+        look = Look(COLOURS[k % len(COLOURS)], LINES[k % len(LINES)], MARKERS[k])
+        axes.plot(rounds[known], row[known], label=name, **look.line_style(int(known.sum())))
+    percent_axis(axes, figure.unit)
+    axes.set_ylim(-0.03, 1.03)
+    rounds_axis(axes, grid.shape[1])
+    picture.legend(loc="outside right upper", handlelength=3.6, title="layer")
+    return picture
+
+
+def _many_shares(figure: kinds.Layers, names: list[str], grid: Floats) -> Figure:
+    """A row per layer."""
+    height = min(9.0, 1.2 + 0.2 * len(names))
+    picture = new_figure(height)
+    axes = picture.add_subplot()
+    image = _heat(axes, 100 * grid)
+    axes.set_yticks(range(len(names)), names, fontsize=8.5)
+    picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * height)
+    rounds_axis(axes)
+    return picture
+
+
+DRAW: dict[type[kinds.Figure], Callable[[Run, Any], Drawn | None]] = {
+    kinds.Matrix: draw_matrix, kinds.Links: _links, kinds.Layers: _layers, kinds.Scalars: _scalars, kinds.Groups: _groups,
+}  # fmt: skip

@@ -1,0 +1,80 @@
+"""Run folders written by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fl_app.config import parse
+from fl_app.report import page as report
+from fl_app.report.kinds import Figure, Groups, Layers, Scalars, to_json
+from fl_app.toml import to_toml
+from strategies import METHOD_PARAMS, METHODS
+from tests.conftest import flat
+
+
+def record(round: int, clients: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
+    rows = {i: {"accuracy-after": 0.5, "seconds": {"train": 1.0, "evaluate": 0.5}, **row} for i, row in clients.items()}
+    before = [row["accuracy-before"] for row in rows.values()]
+    return {
+        "round": round, "accuracy-before": float(np.mean(before)), "accuracy-before-pooled": float(np.mean(before)),
+        "upload-bytes": 100, "download-bytes": 40, "failures": [], "seconds": {"round": 3.0, "wait": 2.0, "evaluate": 1.0},
+        "clients": rows, **more,
+    }  # fmt: skip
+
+
+def folder(
+    path: Path, records: list[dict[str, Any]], finished: bool = True, figures: Sequence[Figure] | None = None, **config: Any
+) -> Path:
+    """Write a run folder; figures: what it declares, by default what its method does."""
+    path.mkdir(parents=True)
+    raw = flat({"method": "fedavg", "num_server_rounds": len(records), **config})
+    declared = METHODS[raw["method"]].figures if figures is None else figures  # type: ignore[index]
+    (path / "config.toml").write_text(to_toml(parse(raw, METHOD_PARAMS).resolved))
+    (path / "run.json").write_text(json.dumps({"experiment": path.name, "starts": 0, "figures": to_json(declared)}))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    if finished:
+        (path / "summary.json").write_text(json.dumps({"rounds": len(records)}))
+    return path
+
+
+def write(output: Path, *paths: Path) -> tuple[str, set[str]]:
+    page, pictures = report.write_report(paths, output)
+    return page.read_text(encoding="utf-8"), {p.stem for p in pictures.iterdir()}
+
+
+EVERYTHING = (
+    *METHODS["fedcac"].figures, *METHODS["fedobp"].figures, *METHODS["fedpake"].figures,
+    Layers("high-dispersion", "Density of the masks, layer by layer", "share of the layer (%)", percent=True, name="density"),
+    Scalars("alpha", "Share of the own model", "alpha"), Groups("cluster", "Clusters"),
+)  # fmt: skip
+
+
+def many_runs(path: Path, num_runs: int, num_clients: int) -> list[Path]:
+    """Runs with long names, many clients and everything methods record."""
+    rng = np.random.default_rng(0)
+    out = []
+    for k in range(num_runs):
+        method, rounds = ("fedcac", "fedavg", "local")[k % 3], []
+        for t in range(1, 5):
+            rows = {
+                str(i): {"accuracy-before": rng.random(), "collaborators": [0] * int(rng.integers(9)),
+                         "personal-parameters": {f"layer{j}.0.downsample.conv{j}.weight": j for j in range(30)},
+                         "alpha": rng.random(), "cluster": int(rng.integers(4))}
+                for i in range(num_clients)
+            }  # fmt: skip
+            layers = {f"layer{j}.0.downsample.conv{j}.weight": float(rng.random()) for j in range(30)}
+            more = {"high-dispersion": layers, "macro-classes": {name: 1 + t % 4 for name in layers}}
+            evaluation = {"accuracy": 0.5, "clients": {i: {"accuracy": rng.random()} for i in rows}}
+            overlap = rng.random((num_clients, num_clients)).tolist()
+            rounds.append(record(t, rows, overlap=overlap, evaluation=evaluation, **more))
+        run = folder(path / f"run-{k:02}", rounds, figures=EVERYTHING, method=method, seed=k,
+                     model=f"a_long_module_name_{k}:factory", learning_rate=0.01 * (k + 1))  # fmt: skip
+        facts = {str(i): {"class-counts": rng.integers(0, 50, 10).tolist()} for i in range(num_clients)}
+        (run / "clients.json").write_text(json.dumps(facts))
+        out.append(run)
+    return out

@@ -1,0 +1,115 @@
+"""The report's numbers against real runs and by hand."""
+
+from __future__ import annotations
+
+import json
+import logging
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fl_app.report import arrays, recorded
+from fl_app.server.run_folder import client_facts, read_clients
+from tests.report.builders import folder, record
+
+
+def test_clients_with_the_same_classes_have_the_highest_overlap(fedcac: Path) -> None:
+    run = arrays.read_run(fedcac)
+    told, found = recorded.class_counts(run), recorded.matrix(run, "overlap")
+    assert told is not None and found is not None and told[0] == found[0] == list(range(20))
+    similarity, overlap = recorded.cosine(told[1]), found[1].copy()
+    np.fill_diagonal(overlap, -1)
+    np.fill_diagonal(similarity, -1)
+    with_twin = [i for i in range(20) if similarity[i].max() > 0.99]
+    assert len(with_twin) >= 4
+    for i in with_twin:
+        assert similarity[i, overlap[i].argmax()] > 0.99, f"client {i}"
+    none = overlap[similarity == 0]
+    assert overlap[similarity > 0.99].min() > none.max()
+
+
+def test_similar_clients_are_drawn_side_by_side(fedcac: Path) -> None:
+    told = recorded.class_counts(arrays.read_run(fedcac))
+    assert told is not None
+    similarity = recorded.cosine(told[1])
+    order = recorded.by_likeness(similarity)
+    assert sorted(order) == list(range(20))
+    place = {client: k for k, client in enumerate(order)}
+    for i, j in combinations(range(20), 2):
+        if similarity[i, j] > 0.99:
+            between = order[min(place[i], place[j]) : max(place[i], place[j]) + 1]
+            assert all(similarity[i, k] > 0.99 for k in between)
+
+
+def test_figures_of_the_table_are_those_of_the_summary(fedcac: Path, fedavg: Path) -> None:
+    for path in (fedcac, fedavg):
+        run, summary = arrays.read_run(path), json.loads((path / "summary.json").read_text())
+        final = run.final()
+        assert final is not None and run.finished and not run.missing
+        assert final[1]["accuracy"] == summary["final-accuracy"] and final[1]["digest"] == summary["digest"]
+        assert run.best("accuracy-before") == summary["best-accuracy"]
+        assert run.total("upload-bytes") == summary["upload-bytes"]
+        assert run.seconds() == pytest.approx(summary["seconds"], abs=1e-3)
+        assert len(run.failures()) == summary["failures"]
+
+
+def test_class_counts_are_the_clients_training_labels(fedcac: Path) -> None:
+    clients = read_clients(fedcac)
+    assert sorted(clients, key=int) == [str(i) for i in range(20)]
+    for facts in clients.values():
+        assert sum(facts["class-counts"]) == facts["train-samples"] == 40
+        assert sum(n > 0 for n in facts["class-counts"]) == 2 and facts["test-samples"] == 10
+
+
+@pytest.mark.parametrize("text", ["1,2", "1,2,x", "1,-2,3", "1,,3", "1,2,3,4", "²,1,1"])
+def test_malformed_class_counts_are_dropped_and_logged(text: str, caplog: pytest.LogCaptureFixture) -> None:
+    properties = {"train-samples": 5, "test-samples": 2, "num-classes": 3, "class-counts": text}
+    log = logging.getLogger("corolla")
+    log.addHandler(caplog.handler)
+    try:
+        assert client_facts(7, properties) == {"train-samples": 5, "test-samples": 2}
+    finally:
+        log.removeHandler(caplog.handler)
+    assert "client 7: class-counts must be 3 counts" in caplog.text
+    assert client_facts(7, properties | {"class-counts": "1,0,4"})["class-counts"] == [1, 0, 4]
+
+
+def test_curves_bytes_and_seconds_by_hand(tmp_path: Path) -> None:
+    rounds = [
+        record(1, {"0": {"accuracy-before": 0.1}, "1": {"accuracy-before": 0.3}}),
+        record(2, {"0": {"accuracy-before": 0.5}, "1": {"accuracy-before": None}, "2": {"accuracy-before": 0.9}}
+               | {"1": {"accuracy-before": 0.7}}),
+    ]  # fmt: skip
+    run = arrays.read_run(folder(tmp_path / "r", rounds))
+    curve = arrays.curve(run, "accuracy-before")
+    assert curve is not None
+    assert curve.rounds.tolist() == [1, 2]
+    assert curve.mean == pytest.approx([0.2, 0.7])
+    assert curve.low == pytest.approx([0.15, 0.6]) and curve.high == pytest.approx([0.25, 0.8])
+    bytes_, accuracy = arrays.spent(run)  # round 1: its downloads; round 2: all of round 1 and its downloads
+    assert bytes_.tolist() == [40, 180] and accuracy == pytest.approx([0.2, 0.7])
+    assert arrays.server_seconds(run) == {"wait": 2.0, "evaluate": 1.0}
+    assert arrays.client_seconds(run) == {"train": 1.0, "evaluate": 0.5}
+    assert arrays.curve(run, "evaluation") is None
+    values, source = arrays.final_accuracies(run)
+    assert values.tolist() == [0.5, 0.7, 0.9] and "last round" in source
+
+
+def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
+    one = [record(1, {"0": {"accuracy-before": 0.5}})]
+    paths = [
+        folder(tmp_path / "a", one, method="fedcac", seed=1),
+        folder(tmp_path / "b", one, method="fedcac", seed=1, fedcac={"tau": 0.25}),
+        folder(tmp_path / "c", one, method="fedavg", seed=1, fedcac={"tau": 0.75}),
+        folder(tmp_path / "d", one, method="fedavg", seed=2),
+    ]
+    runs = arrays.read_runs([*paths, tmp_path / "a"])
+    labels = ["1 fedcac, tau 0.5, seed 1", "2 fedcac, tau 0.25, seed 1", "3 fedavg, seed 1", "4 fedavg, seed 2"]
+    assert [run.label for run in runs] == labels
+    assert arrays.differences(runs) == ["fedcac.tau", "seed"]
+    assert [run.number for run in arrays.read_runs([tmp_path])] == [1, 2, 3, 4]
+    assert arrays.read_runs(paths[:1])[0].label == "fedcac"
+    assert arrays.short("12 method, first 1, second 2", 22) == "12 method, first 1, …"
+    assert len(arrays.short("12 " + "x" * 90)) == arrays.LABEL_LENGTH

@@ -1,0 +1,102 @@
+"""The page and the files beside it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from fl_app.report import page as report
+from fl_app.server.run_folder import read_clients
+from strategies import METHODS
+from tests.report.builders import folder, record, write
+
+
+def test_the_page_is_self_contained_and_every_picture_decodes(fedcac: Path, fedavg: Path, local: Path, tmp_path: Path) -> None:
+    page, names = write(tmp_path, fedcac, fedavg, local)
+    assert names == {
+        "accuracy", "clients", "communication", "seconds", "partition-1", "partition-2", "overlap-1", "collaborators-1",
+    }  # fmt: skip
+    assert not re.search(r"https?:|<script|<link|@import|url\(", page)
+    sources = re.findall(r'<img [^>]*src="([^"]+)"', page)
+    assert len(sources) == len(names)
+    for source in sources:
+        head, _, data = source.partition(",")
+        assert head == "data:image/png;base64"
+        with Image.open(io.BytesIO(base64.b64decode(data))) as image:
+            assert len(np.unique(np.asarray(image.convert("L")))) > 16, "an empty picture"
+    for path in (fedcac, fedavg, local):
+        summary = json.loads((path / "summary.json").read_text())
+        assert f"{100 * summary['final-accuracy']:.2f}" in page and summary["digest"][:8] in page
+    assert "pathological" in page and "do not have the same data" in page
+    assert "mean overlap is" in page and 'class="warn"' in page
+
+
+def test_a_report_replaces_the_pictures_of_an_earlier_one(fedavg: Path, tmp_path: Path) -> None:
+    (tmp_path / report.PICTURES).mkdir()
+    (tmp_path / report.PICTURES / "overlap-1.png").write_bytes(b"of an earlier report")
+    page, names = write(tmp_path, fedavg)
+    assert names == {"accuracy", "clients", "communication", "seconds", "partition"}
+    assert 'class="warn"' not in page and "collaborators" not in page
+
+
+def test_without_class_counts_only_what_is_known_is_drawn(start: Callable[..., Path], tmp_path: Path) -> None:
+    run = start("secret", method="fedcac", report_class_counts=False)
+    assert all("class-counts" not in facts for facts in read_clients(run).values())
+    page, names = write(tmp_path, run)
+    assert "overlap-1" in names and not [name for name in names if name.startswith("partition")]
+    assert "Overlap of critical parameters</h3>" in page and "cosine" not in page
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    rounds = [record(1, {"0": {"accuracy-before": 0.5}}, failures=[{"client": 3, "cause": "<script>alert(1)</script>"}])]
+    page, _ = write(tmp_path, folder(tmp_path / "<b>$x_1$&", rounds, model="my_model:make"))
+    assert "<script" not in page and "<b>$" not in page
+    assert "&lt;b&gt;$x_1$&amp;" in page and "&lt;script&gt;alert(1)" in page and "my_model:make" in page
+
+
+def test_no_global_state_of_matplotlib_is_touched(fedavg: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, matplotlib\nfrom pathlib import Path\nbefore = matplotlib.rcParams.copy()\n"
+        "from fl_app.report.page import write_report\nwrite_report([Path(sys.argv[1])], Path(sys.argv[2]))\n"
+        "assert 'matplotlib.pyplot' not in sys.modules, 'pyplot'\nassert matplotlib.rcParams.copy() == before, 'rcParams'\n"
+        "assert 'torch' not in sys.modules, 'torch'\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(fedavg), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_writes_into_the_current_directory(fedavg: Path, tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).parent / "corolla"), "report"]
+    done = subprocess.run([*command, str(fedavg)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.split() == ["report.html", "report-figures"], done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"report.html", "report-figures"}
+    done = subprocess.run([*command, "nowhere"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "nowhere: this run folder does not exist" in done.stderr
+
+
+def test_a_report_needs_no_code_of_the_method(fedcac: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(fedcac, copy)
+    config = copy / "config.toml"
+    config.write_text(config.read_text().replace('method = "fedcac"', 'method = "a-stranger"'))
+    page, names = write(tmp_path / "out", copy)
+    assert {"overlap-1", "collaborators-1"} <= names and "One run: a-stranger" in page
+
+
+def test_runs_older_than_the_declarations_take_those_of_their_method(fedcac: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(fedcac, copy)
+    (copy / "run.json").write_text('{"experiment": "x", "starts": 0}')
+    assert "overlap-1" not in write(tmp_path / "out", copy)[1]
+    report.write_report([copy], tmp_path / "out", {"fedcac": METHODS["fedcac"].figures})
+    assert (tmp_path / "out" / report.PICTURES / "overlap-1.png").is_file()
