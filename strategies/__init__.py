@@ -11,6 +11,7 @@ from strategies import (
     fedbn,
     fedcac,
     feddac,
+    fedntd,
     fedobp,
     fedpake,
     fedper,
@@ -24,6 +25,7 @@ from strategies.base import Method
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
+    fedntd,
 )  # fmt: skip
 
 METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}
