@@ -8,6 +8,7 @@ from strategies import (
     ditto,
     fedamp,
     fedavg,
+    fedbabu,
     fedbn,
     fedcac,
     feddac,
@@ -26,7 +27,7 @@ from strategies.base import Method
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
-    fedntd, moon,
+    fedntd, moon, fedbabu,
 )  # fmt: skip
 
 METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}
