@@ -173,12 +173,18 @@ class LocalTrainer:
             raise UserError(f"model: {self.config.model} has no Linear layer, whose input the features are")
         return linear[-1]
 
+    def logits(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Return logits float32 [n, C], computed in the run's precision."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            logits: Tensor = module(x)
+        return logits.float()
+
     def forward(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (features float32 [n, f], logits float32 [n, C]); features: the input of the last Linear layer."""
         seen: list[Tensor] = []
         hook = self.classifier(module).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         try:
-            logits = self._logits(module, x)
+            logits = self.logits(module, x)
         finally:
             hook.remove()
         return seen[-1].flatten(1).float(), logits
@@ -190,12 +196,7 @@ class LocalTrainer:
         return value
 
     def _mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(self._logits(self.module, x), y)
-
-    def _logits(self, module: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
-            logits: Tensor = module(x)
-        return logits.float()
+        return cross_entropy(self.logits(self.module, x), y)
 
     def features(self, model: Model) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return (features float32 [n, f], labels int64 [n]) of all training data: evaluation mode, nothing augmented."""
@@ -219,7 +220,7 @@ class LocalTrainer:
         self.gradient.zero_()
         n = len(self.data.train_labels)
         for x, y in self.data.train():
-            (cross_entropy(self._logits(self.module, x), y, reduction="sum") / n).backward()  # type: ignore[no-untyped-call]
+            (cross_entropy(self.logits(self.module, x), y, reduction="sum") / n).backward()  # type: ignore[no-untyped-call]
         return self.vector(self.gradient)
 
     @torch.no_grad()

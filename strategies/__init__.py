@@ -8,9 +8,11 @@ from strategies import (
     ditto,
     fedamp,
     fedavg,
+    fedbabu,
     fedbn,
     fedcac,
     feddac,
+    fedntd,
     fedobp,
     fedpake,
     fedper,
@@ -18,12 +20,14 @@ from strategies import (
     fedrep,
     lg_fedavg,
     local,
+    moon,
     pfedme,
 )
 from strategies.base import Method
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
+    fedntd, moon, fedbabu,
 )  # fmt: skip
 
 METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}

@@ -47,7 +47,8 @@ def documented_bytes(method: str, layout: Layout) -> tuple[int, int]:
     head = sum(n for name, n in tensors.items() if name in layout.classifier)
     norms = sum(n for name, n in tensors.items() if name in layout.batchnorm)
     travels = {
-        "local": 0, "fedper": whole - head, "fedrep": whole - head, "lg-fedavg": head, "fedbn": whole - norms,
+        "local": 0, "fedper": whole - head, "fedrep": whole - head, "fedbabu": whole - head, "lg-fedavg": head,
+        "fedbn": whole - norms,
     }.get(method, whole)  # fmt: skip
     extra = {"fedcac": mask, "feddac": mask, "fedobp": 8 * len(layout.params)}.get(method, 0)
     return travels + extra, travels

@@ -15,6 +15,7 @@ from strategies.base.method import (
     all_but_classifier,
     all_but_local_statistics,
     all_tensors,
+    all_where_features_are,
     no_tensors,
 )
 from strategies.base.strategy import PersonalizedStrategy
@@ -35,5 +36,6 @@ __all__ = [
     "all_but_classifier",
     "all_but_local_statistics",
     "all_tensors",
+    "all_where_features_are",
     "no_tensors",
 ]

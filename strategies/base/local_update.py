@@ -136,6 +136,10 @@ class Trainer(Protocol):
         """Return a module's last Linear layer. Raises UserError if it has none."""
         ...
 
+    def logits(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Return logits float32 [n, C], computed in the run's precision."""
+        ...
+
     def forward(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return (features float32 [n, f], logits float32 [n, C]); features: the input of the last Linear layer."""
         ...

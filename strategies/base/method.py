@@ -86,3 +86,12 @@ def all_but_classifier(layout: Layout, params: object = None) -> frozenset[str]:
         what = "nothing below its only Linear layer" if layout.classifier else "no Linear layer, hence no classifier"
         raise UserError(f"model: this method splits it into body and classifier, but it has {what}")
     return below
+
+
+def all_where_features_are(layout: Layout, params: HasStatistics) -> frozenset[str]:
+    """What `all_but_local_statistics` says, of a model that has features: a last Linear layer and something below it.
+
+    Raises UserError if it has not.
+    """
+    all_but_classifier(layout)
+    return all_but_local_statistics(layout, params)

@@ -1,0 +1,83 @@
+"""FedNTD: FedAvg whose clients keep what the global model says about all classes but the true one.
+
+Lee, Jeong, Shin, Bae, Yun: "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning", NeurIPS 2022.
+
+Client, on receiving w_g: SGD on CE + beta L. Over each sample's C - 1 not-true classes, p and q are the softmax of the logits / tau
+of the model in training and of w_g; L = tau^2 mean_s sum_{c != y} q_c (ln q_c - ln p_c). Its gradient on the logits is
+tau (p_c - q_c) / n for c != y, and 0 for c = y. Server: FedAvg. beta = 0 is FedAvg, bit for bit; so are two classes (p = q = 1).
+
+Deviations: the printed formula has no tau^2, the authors' code has, and so have we (equal at tau = 1). w_g predicts in evaluation
+mode, with the running statistics it came with (the authors: as their last evaluation left it; so too, but for the first
+round). One more forward pass per batch. The reported training loss is CE's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fl_app.errors import UserError
+from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
+from fl_app.layout import Layout, Model
+from strategies.base import ClientState, LocalUpdate, Method, Objective, RoundContext, all_but_local_statistics
+from strategies.fedavg import FedAvg, GlobalModelParams
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class FedNTDParams(GlobalModelParams):
+    """Parameters of FedNTD, table `fedntd`."""
+
+    beta: float = key(1.0, "Weight of the distillation beside the cross-entropy (beta); 0 is FedAvg.", NOT_NEGATIVE)
+    temperature: float = key(1.0, "What logits are divided by before the softmax (tau).", POSITIVE)
+
+
+def not_true_distillation(logits: Tensor, global_logits: Tensor, y: Tensor, *, temperature: float) -> Tensor:
+    """Divergence of the not-true classes' probabilities from the global model's, times temperature^2: a scalar.
+
+    logits, global_logits: floating [n, C], C >= 2, of the model in training and of the global one; y: int64 [n]; temperature > 0.
+    Sum over classes, mean over samples; the gradient is to be taken of `logits` alone.
+    """
+    import torch
+    from torch.nn.functional import log_softmax
+
+    other = torch.arange(logits.shape[1] - 1, device=logits.device)
+    other = other + (other >= y[:, None])  # int64 [n, C - 1]: every class but the true one
+    log_p = log_softmax(logits.gather(1, other) / temperature, dim=1)
+    log_q = log_softmax(global_logits.gather(1, other) / temperature, dim=1)
+    divergence: Tensor = (log_q.exp() * (log_q - log_p)).sum(dim=1).mean()
+    return temperature**2 * divergence
+
+
+class FedNTDUpdate(LocalUpdate[FedNTDParams]):
+    """Client half: cross-entropy and not-true distillation."""
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedNTDParams]) -> Model:
+        """Train with the received model's not-true predictions at hand."""
+        return ctx.trainer.train(start, objective=self.objective(start, ctx))
+
+    def objective(self, start: Model, ctx: RoundContext[FedNTDParams]) -> Objective | None:
+        """CE + beta L with `start` as global model; None, no operation at all, for beta 0."""
+        p, trainer = ctx.params, ctx.trainer
+        if not p.beta:
+            return None
+        reference = trainer.network(start)
+
+        def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            logits = trainer.logits(module, x)
+            apart = not_true_distillation(logits, trainer.logits(reference, x), y, temperature=p.temperature)
+            return trainer.loss(logits, y) + p.beta * apart
+
+        return loss
+
+
+def shared(layout: Layout, params: FedNTDParams) -> frozenset[str]:
+    """All tensors travel, but for local statistics. Raises UserError for a classifier of one class: nothing else is not true."""
+    if any(slot.name in layout.classifier and slot.shape[0] < 2 for slot in layout.params):
+        raise UserError("model: FedNTD distills the classes that are not the true one, but its classifier has one class only")
+    return all_but_local_statistics(layout, params)
+
+
+METHOD = Method("fedntd", FedNTDParams, FedAvg[FedNTDParams], FedNTDUpdate, shared)
