@@ -16,6 +16,7 @@ from strategies import (
     fedper,
     fedprox,
     fedrep,
+    fedselect,
     lg_fedavg,
     local,
     pfedme,
@@ -24,6 +25,7 @@ from strategies.base import Method
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
+    fedselect,
 )  # fmt: skip
 
 METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}
