@@ -6,7 +6,8 @@ the CPU and moved in one copy: a GPU never waits for the host within an epoch, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +77,15 @@ class Batches:
                 if augment is not None:
                     x = augment.apply(x, plan[start:stop, 1:])
                 yield Batch(start == 0, x, self.train_labels[chosen], chosen)
+
+    def turns(self, epochs: int, purposes: Iterable[str]) -> Iterator[tuple[str, Batch]]:
+        """Yield (purpose, batch): `epochs` times an epoch of every purpose's stream."""
+        streams = [(purpose, self.epochs(epochs, purpose)) for purpose in purposes]
+        batches_per_epoch = len(self._bounds())
+        for _ in range(epochs):
+            for purpose, stream in streams:
+                for batch in islice(stream, batches_per_epoch):
+                    yield purpose, batch
 
     def _bounds(self) -> list[tuple[int, int]]:
         """First and last + 1 position of every batch of an epoch; samples beyond the last one's are not used in it."""

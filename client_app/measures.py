@@ -1,4 +1,4 @@
-"""What methods measure of a model on the training data: features, and the diagonal of the Fisher information."""
+"""What is measured of a model: accuracy on the test data; on the training data features and the Fisher information's diagonal."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from client_app.trainer import LocalTrainer
 
 _GRADIENT_BYTES = 2**28  # of the per-sample gradients that are held at a time
+
+
+@torch.no_grad()
+def accuracy(trainer: LocalTrainer) -> tuple[float, float]:
+    """Return (mean cross-entropy, accuracy) of the loaded model, in its mode, on the test data, of which there must be some."""
+    n, device = len(trainer.data.test_labels), trainer.device
+    loss = torch.zeros((), device=device, dtype=torch.float64)
+    correct = torch.zeros((), device=device, dtype=torch.int64)
+    for x, y in trainer.data.test():
+        logits = trainer.module(x)
+        loss += cross_entropy(logits, y, reduction="sum").double()
+        correct += (logits.argmax(1) == y).sum()
+    return float(loss) / n, int(correct) / n
 
 
 @torch.no_grad()

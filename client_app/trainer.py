@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from client_app.batches import Batches
+from client_app.batches import Batch, Batches
 from client_app.flat import SGD, FlatModule
-from client_app.measures import features, fisher
+from client_app.measures import accuracy, features, fisher
+from client_app.turns import alternate
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError
@@ -83,12 +84,7 @@ class LocalTrainer:
         correction: Correction | None = None,
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
     ) -> Model:
-        """Run local SGD and return the trained model; `last_loss` is the last epoch's mean training loss.
-
-        start: where training begins. epochs: default local-epochs. purpose: names the random stream. objective: instead of the
-        task's loss. correction: changes each step's gradient. frozen: tensors by name, or parameters by position (bool [d], in
-        named_parameters order), that neither train nor change.
-        """
+        """Run local SGD and return the trained model; `last_loss` is the last epoch's mean training loss."""
         self.load(start)
         optimizer = self.optimizer(self.weights, still=self.flat.hold(frozen))
         for x, y in self.batches(epochs, purpose):
@@ -98,23 +94,37 @@ class LocalTrainer:
                     correction(self.weights, self.gradient)
             optimizer.step(self.gradient, self.learning_rate)
             self.steps += 1
-        self.flat.hold(frozenset())
-        if self._counted and not math.isfinite(self.last_loss):
-            raise UserError(f"training diverged: its loss is {self.last_loss} (learning-rate {self.learning_rate:g})")
-        trained = self.read()
+        trained = self.trained()
         if isinstance(frozen, frozenset) and frozen:  # statistics of frozen layers
             trained = self.layout.put(trained, self.layout.take(start, frozen), frozen)
         return trained
+
+    def alternate(
+        self, start: Model, sides: Mapping[str, NDArray[np.bool_]], *, epochs: int | None = None
+    ) -> Model:
+        """Run local SGD on sides of the parameters in turn, an epoch each, and return the trained model."""
+        return alternate(self, start, sides, self.config.local_epochs if epochs is None else epochs)
+
+    def trained(self) -> Model:
+        """End a training: nothing is frozen any more. Returns the model; raises UserError if its last loss is not finite."""
+        self.flat.hold(frozenset())
+        if self._counted and not math.isfinite(self.last_loss):
+            raise UserError(f"training diverged: its loss is {self.last_loss} (learning-rate {self.learning_rate:g})")
+        return self.read()
 
     def batches(self, epochs: int | None = None, purpose: str = "train") -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (x, y) over shuffled epochs (default local-epochs), the module in training mode; `indices` says which samples."""
         self.module.train()
         self.steps = 0
         for batch in self.data.epochs(self.config.local_epochs if epochs is None else epochs, purpose):
-            if batch.first:
-                self._epoch_loss, self._counted = torch.zeros((), device=self.device), 0
-            self.indices = batch.indices
-            yield batch.x, batch.y
+            yield self.opened(batch)
+
+    def opened(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return a batch's (x, y), noting its `indices`; an epoch's first starts the mean loss anew."""
+        if batch.first:
+            self._epoch_loss, self._counted = torch.zeros((), device=self.device), 0
+        self.indices = batch.indices
+        return batch.x, batch.y
 
     def samples(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return (x, y) of chosen training samples, nothing augmented."""
@@ -211,10 +221,7 @@ class LocalTrainer:
         return fisher(self, samples)
 
     def loss_gradient(self, model: Model) -> Vector:
-        """Return the gradient of the mean cross-entropy over all training data at `model`, float32 [d].
-
-        In evaluation mode: BatchNorm uses and keeps its running statistics, nothing is augmented.
-        """
+        """Return the gradient of the mean cross-entropy over all training data at `model`, float32 [d]."""
         self.load(model)
         self.module.eval()
         self.gradient.zero_()
@@ -223,18 +230,10 @@ class LocalTrainer:
             (cross_entropy(self.logits(self.module, x), y, reduction="sum") / n).backward()  # type: ignore[no-untyped-call]
         return self.vector(self.gradient)
 
-    @torch.no_grad()
     def evaluate(self, model: Model) -> tuple[float, float]:
         """Return (mean cross-entropy, accuracy) on the test data; NaN where there is none."""
-        n = len(self.data.test_labels)
-        if not n:
+        if not len(self.data.test_labels):
             return math.nan, math.nan
         self.load(model)
         self.module.eval()
-        loss = torch.zeros((), device=self.device, dtype=torch.float64)
-        correct = torch.zeros((), device=self.device, dtype=torch.int64)
-        for x, y in self.data.test():
-            logits = self.module(x)
-            loss += cross_entropy(logits, y, reduction="sum").double()
-            correct += (logits.argmax(1) == y).sum()
-        return float(loss) / n, int(correct) / n
+        return accuracy(self)

@@ -18,6 +18,7 @@ from strategies import (
     fedper,
     fedprox,
     fedrep,
+    fedselect,
     lg_fedavg,
     local,
     moon,
@@ -27,7 +28,7 @@ from strategies.base import Method
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
-    fedntd, moon, fedbabu,
+    fedntd, moon, fedbabu, fedselect,
 )  # fmt: skip
 
 METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}

@@ -33,12 +33,13 @@ def top_k(scores: NDArray[np.floating], sizes: Sequence[int], ratio: float) -> N
     for size in sizes:
         k = math.floor(ratio * size)
         if k > 0:
-            _top_k_layer(scores[start : start + size], k, mask[start : start + size])
+            mark_largest(scores[start : start + size], k, mask[start : start + size])
         start += size
     return mask
 
 
-def _top_k_layer(scores: NDArray[np.floating], k: int, mask: NDArray[np.bool_]) -> None:
+def mark_largest(scores: NDArray[np.floating], k: int, mask: NDArray[np.bool_]) -> None:
+    """Set the mask, bool [n] and all False, where the k >= 1 largest of the scores [n] are, ties to the lower index."""
     if k == scores.size:
         mask[:] = True
         return

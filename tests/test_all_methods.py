@@ -50,7 +50,7 @@ def documented_bytes(method: str, layout: Layout) -> tuple[int, int]:
         "local": 0, "fedper": whole - head, "fedrep": whole - head, "fedbabu": whole - head, "lg-fedavg": head,
         "fedbn": whole - norms,
     }.get(method, whole)  # fmt: skip
-    extra = {"fedcac": mask, "feddac": mask, "fedobp": 8 * len(layout.params)}.get(method, 0)
+    extra = {"fedcac": mask, "feddac": mask, "fedselect": mask, "fedobp": 8 * len(layout.params)}.get(method, 0)
     return travels + extra, travels
 
 

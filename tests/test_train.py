@@ -244,6 +244,43 @@ def test_parameters_a_users_model_freezes_never_change(changes: dict[str, Any]) 
     assert (t.train(start, frozen=layout.classifier).params[:size] == start.params[:size]).all()
 
 
+# sides in turn
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_alternating_equals_the_textbook_loop_with_an_optimizer_per_side(momentum: float) -> None:
+    """Torch's SGD on masked gradients, one velocity and one stream per side."""
+    c, data = config(local_epochs=3, momentum=momentum), data_of(30)
+    layout, start = Layout.of(mlp()), models.read(mlp())
+    chosen = np.random.default_rng(0).random(layout.d) < 0.3
+    got = LocalTrainer(mlp(), c, data, 1, 0).alternate(start, {"train-personal": ~chosen, "train": chosen})
+
+    flat = torch.tensor(start.params)
+    velocities = {name: torch.zeros_like(flat) for name in ("train-personal", "train")}
+    streams = {name: torch.Generator().manual_seed(rng.torch_seed(c.seed, name, 1, 0)) for name in velocities}
+    x, y = torch.tensor(data.x_train) / 255, torch.tensor(data.y_train)
+    module = mlp()
+    for _ in range(3):
+        for name, moves in (("train-personal", chosen), ("train", ~chosen)):
+            for batch in torch.randperm(30, generator=streams[name]).split(c.batch_size):
+                torch.nn.utils.vector_to_parameters(flat, module.parameters())
+                module.zero_grad()
+                cross_entropy(module(x[batch]), y[batch]).backward()
+                gradient = torch.cat([p.grad.reshape(-1) for p in module.parameters() if p.grad is not None])
+                velocities[name] = momentum * velocities[name] + gradient * torch.tensor(moves)
+                flat = flat - c.learning_rate * velocities[name]
+    np.testing.assert_allclose(got.params, flat.numpy(), rtol=1e-4, atol=2e-6)
+
+
+def test_one_side_alone_is_plain_training() -> None:
+    t, start = trainer(with_batchnorm, momentum=0.9, local_epochs=2), models.read(with_batchnorm())
+    nothing = np.zeros(t.layout.d, bool)
+    assert bits(t.alternate(start, {"train": nothing})) == bits(t.train(start))
+    assert t.steps == 2 * len(t.data._bounds())
+    assert bits(t.alternate(start, {"a": ~nothing, "train": nothing}, epochs=1)) != bits(start)
+    assert all(p.requires_grad for p in t.module.parameters())
+
+
 # evaluation
 
 

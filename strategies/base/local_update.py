@@ -84,6 +84,14 @@ class Trainer(Protocol):
         """
         ...
 
+    def alternate(self, start: Model, sides: Mapping[str, NDArray[np.bool_]], *, epochs: int | None = None) -> Model:
+        """Run local SGD on sides of the parameters in turn, an epoch each, `epochs` times, and return the trained model.
+
+        sides: which parameters are frozen, as in `train`, by the purpose that names the side's random stream. Each side has a
+        momentum of its own over all its epochs; all of them move the statistics.
+        """
+        ...
+
     def load(self, model: Model) -> None:
         """Put a model's values into the module."""
         ...
