@@ -53,7 +53,7 @@ class LocalTrainer:
             memory_format=self.flat.memory_format,
         )  # fmt: skip
         self.num_classes = data.info.num_classes
-        self.steps = 0
+        self.steps = self.epoch = 0
         self.indices = torch.zeros(0, dtype=torch.int64, device=self.device)
         self._reported: Tensor | None = None  # the task's loss of the current batch, if an objective asked for it
         self._plain: SGD | None = None
@@ -108,23 +108,32 @@ class LocalTrainer:
     def trained(self) -> Model:
         """End a training: nothing is frozen any more. Returns the model; raises UserError if its last loss is not finite."""
         self.flat.hold(frozenset())
-        if self._counted and not math.isfinite(self.last_loss):
-            raise UserError(f"training diverged: its loss is {self.last_loss} (learning-rate {self.learning_rate:g})")
+        self.check_loss()
         return self.read()
 
     def batches(self, epochs: int | None = None, purpose: str = "train") -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (x, y) over shuffled epochs (default local-epochs), the module in training mode; `indices` says which samples."""
+        """Yield (x, y) over shuffled epochs (default local-epochs), the module in training mode; `indices` says which samples.
+
+        After the last one raises UserError if the last epoch's training loss is not finite.
+        """
         self.module.train()
-        self.steps = 0
+        self.steps = self.epoch = 0
         for batch in self.data.epochs(self.config.local_epochs if epochs is None else epochs, purpose):
             yield self.opened(batch)
+        self.check_loss()
 
     def opened(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return a batch's (x, y), noting its `indices`; an epoch's first starts the mean loss anew."""
         if batch.first:
             self._epoch_loss, self._counted = torch.zeros((), device=self.device), 0
+            self.epoch += 1
         self.indices = batch.indices
         return batch.x, batch.y
+
+    def check_loss(self) -> None:
+        """Raise UserError if the last epoch's mean training loss is not finite."""
+        if self._counted and not math.isfinite(self.last_loss):
+            raise UserError(f"training diverged: its loss is {self.last_loss} (learning-rate {self.learning_rate:g})")
 
     def samples(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return (x, y) of chosen training samples, nothing augmented."""
@@ -163,7 +172,11 @@ class LocalTrainer:
         self.steps += 1
 
     def optimizer(self, vector: Tensor, still: Tensor | None = None) -> SGD:
-        """Return the run's optimizer for a vector [d] on the device. still: bool [d], what must not move."""
+        """Return the run's optimizer for a vector [d] on the device.
+
+        still: bool [d], what must not move; default: what the user's model holds fixed.
+        """
+        still = self.flat.hold(frozenset()) if still is None else still
         return SGD(vector, momentum=self.config.momentum, weight_decay=self.config.weight_decay, still=still)
 
     def network(self, model: Model) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from strategies import (
+    apfl,
     ditto,
     fedamp,
     fedavg,
@@ -28,7 +29,7 @@ from strategies.base import Method
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
-    fedntd, moon, fedbabu, fedselect,
+    fedntd, moon, fedbabu, fedselect, apfl,
 )  # fmt: skip
 
 METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}

@@ -55,7 +55,8 @@ class Trainer(Protocol):
     weights: Tensor  # float32 [d]
     gradient: Tensor  # float32 [d]
     statistics: Tensor  # float32 [b]
-    steps: int  # taken since the last `train` or `load` began
+    steps: int  # taken since the last `train` or `batches` began
+    epoch: int  # of the current batch, from 1
 
     @property
     def learning_rate(self) -> float:
@@ -101,7 +102,10 @@ class Trainer(Protocol):
         ...
 
     def batches(self, epochs: int | None = None, purpose: str = "train") -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (x, y) over shuffled epochs (default local-epochs), as `train` sees them; `indices` says which samples."""
+        """Yield (x, y) over shuffled epochs (default local-epochs), as `train` sees them; `indices` says which samples.
+
+        After the last one raises UserError if the last epoch's training loss is not finite.
+        """
         ...
 
     @property
@@ -125,7 +129,7 @@ class Trainer(Protocol):
         ...
 
     def optimizer(self, vector: Tensor) -> Optimizer:
-        """Return the run's optimizer for a vector [d] on the device."""
+        """Return the run's optimizer for a vector [d] on the device; what the user's model holds fixed does not move."""
         ...
 
     def tensor(self, vector: Vector) -> Tensor:

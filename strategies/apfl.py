@@ -1,0 +1,134 @@
+"""APFL: every client trains a model of its own and learns how much of it to mix with the global one.
+
+Deng, Kamani, Mahdavi: "Adaptive Personalized Federated Learning", arXiv:2003.13461, 2020 (Algorithm 1).
+
+Client i keeps v (its own model) and alpha in [0, 1]; its personal model is vbar = alpha v + (1 - alpha) w. On receiving w, per
+batch, everything on the right from before the batch:
+
+    w     <- w - eta gradient f(w)                                                      (Eq. 6)
+    v     <- v - eta alpha gradient f(vbar)                                             (Eq. 7)
+    alpha <- clip(alpha - eta (<v - w, gradient f(vbar)> + rho alpha), 0, 1)            (Eq. 10, on the round's first batch)
+
+It uploads w. Server: FedAvg. What travels equals FedAvg bit for bit: w draws FedAvg's batches, and vbar's forward pass sees the
+same dropout as w's. The client is evaluated with vbar of the received w before training and of the trained w after it.
+
+Deviations: the mean is weighted by samples (the paper: uniform). rho is the authors' code's, not the paper's; rho = 0 is Eq. 10.
+The paper mixes parameters, and so do we; the authors' code mixes outputs, and its gradient of alpha is the derivative of
+neither. v and w have a momentum each, v its own weight decay. BatchNorm's running statistics: w's forward passes move those that
+travel, vbar's a second set that stays with v. v starts, in a client's first round, from the model received then. The reported
+training loss is that of vbar.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.errors import UserError
+from fl_app.keys import NOT_NEGATIVE, RATIO, key
+from fl_app.layout import Model
+from fl_app.wire import Upload
+from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_tensors
+from strategies.fedavg import FedAvg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Values = TypeVar("Values", NDArray[np.float32], NDArray[np.float64], "Tensor")
+
+
+@dataclass(frozen=True)
+class APFLParams:
+    """Parameters of APFL, table `apfl`."""
+
+    alpha: float = key(0.5, "Share of the client's own model in its mixture, at first (alpha).", RATIO)
+    alpha_updates: Literal["round", "first-epoch", "batch", "none"] = key(
+        "round",
+        "When alpha is learned: on a round's first batch (paper), every batch of its first epoch (FL-bench), every batch (PFLlib), "
+        "or never.",
+    )
+    alpha_decay: float = key(0.02, "Pull of alpha towards 0 (rho; authors' code); 0 is the paper's Eq. 10.", NOT_NEGATIVE)
+
+
+def mixture(v: Values, w: Values, alpha: float) -> Values:
+    """Personal model alpha v + (1 - alpha) w; v itself at alpha = 1, w itself at 0 and where they are equal. Arrays or tensors."""
+    if alpha in (0, 1):
+        return v if alpha else w
+    return w + alpha * (v - w)
+
+
+def next_alpha(alpha: float, v: Values, w: Values, gradient: Values, *, learning_rate: float, decay: float) -> float:
+    """One gradient step on the mixing weight, cut to [0, 1] (Eq. 10, and the authors' decay).
+
+    v, w: own and shared parameters, arrays or tensors [d]; gradient: of the loss at their mixture, likewise; all before the step.
+    """
+    slope = float(((v - w) * gradient).sum()) + decay * alpha
+    return min(max(alpha - learning_rate * slope, 0.0), 1.0)
+
+
+class APFLUpdate(LocalUpdate[APFLParams]):
+    """Client half. State: `apfl.params` (v), `apfl.buffers` (the mixture's statistics), `apfl.alpha` (float64 [1])."""
+
+    def personal(self, model: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> Model:
+        """Mix the client's own model with a shared one."""
+        if "apfl.params" not in state.arrays:
+            return model
+        own = mixture(state.arrays["apfl.params"], model.params, float(state.arrays["apfl.alpha"][0]))
+        return Model(own, state.arrays["apfl.buffers"])
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> Model:
+        """Train w and v on the same batches; return w, keep v and alpha."""
+        import torch
+
+        p, trainer = ctx.params, ctx.trainer
+        v, alpha, mixed_statistics = self.own(start, state, ctx)
+        trainer.load(start)
+        w, statistics = trainer.weights.clone(), trainer.statistics.clone()
+        step_w, step_v = trainer.optimizer(w).step, trainer.optimizer(v).step
+        devices = [w.device] if w.is_cuda else []
+        first, eta = True, trainer.learning_rate
+        for x, y in trainer.batches():
+            with torch.random.fork_rng(devices):  # w's forward pass draws what FedAvg's does, and the mixture's the same
+                trainer.weights.copy_(mixture(v, w, alpha))
+                trainer.statistics.copy_(mixed_statistics)
+                trainer.differentiate(x, y)
+                mixed_statistics.copy_(trainer.statistics)
+            updates = {"round": first, "first-epoch": trainer.epoch == 1, "batch": True, "none": False}[p.alpha_updates]
+            following = alpha
+            if updates:  # the one number of a batch that the host waits for
+                g = trainer.gradient.double()
+                following = next_alpha(alpha, v.double(), w.double(), g, learning_rate=eta, decay=p.alpha_decay)
+            step_v(trainer.gradient.mul_(alpha), eta)
+            trainer.weights.copy_(w)
+            trainer.statistics.copy_(statistics)
+            trainer.differentiate(x, y, counted=False)
+            statistics.copy_(trainer.statistics)
+            step_w(trainer.gradient, eta)
+            first, alpha = False, following
+        if not math.isfinite(alpha):
+            raise UserError(f"training diverged: apfl's alpha is {alpha} (learning-rate {eta:g})")
+        trainer.weights.copy_(w)
+        state.arrays["apfl.params"], state.arrays["apfl.buffers"] = trainer.vector(v), mixed_statistics.cpu().numpy()
+        state.arrays["apfl.alpha"] = np.array([alpha])
+        return trainer.read()
+
+    def own(self, start: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> tuple[Tensor, float, Tensor]:
+        """Return v [d] on the device, alpha, and the mixture's statistics [b]; v starts from what is received first."""
+        own, alpha = start, ctx.params.alpha
+        if "apfl.params" in state.arrays:
+            own, alpha = Model(state.arrays["apfl.params"], state.arrays["apfl.buffers"]), float(state.arrays["apfl.alpha"][0])
+        ctx.trainer.load(own)
+        return ctx.trainer.weights.clone(), alpha, ctx.trainer.statistics.clone()
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> Upload:
+        """Send w, and alpha for the record."""
+        plain = super().upload(before, after, state, ctx)
+        return dataclasses.replace(plain, metrics={**plain.metrics, "alpha": float(state.arrays["apfl.alpha"][0])})
+
+
+METHOD = Method("apfl", APFLParams, FedAvg[APFLParams], APFLUpdate, all_tensors)
