@@ -16,7 +16,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import weights
+from fl_app import received, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
@@ -58,6 +58,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     """
     if config.tensorboard:
         events.require_tensorboard()
+    received.install()
     exchange = Exchange(grid, config, progress, in_flight)
     exchange.wait_for_clients()
     config = dataclasses.replace(

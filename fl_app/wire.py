@@ -2,34 +2,28 @@
 
 A message is a list of arrays and a flat table of scalars (`fitins.*` / `fitres.*`, Flower's compat records, which NumPyClient
 speaks). The table's `arrays` names the arrays in order. Bytes are counted as array bytes, without framing. Everything a
-client sends is checked here, before it is copied anywhere: names, shapes, dtypes, finiteness, number of ones in a mask. Importing
-this module replaces how Flower puts received arrays together, which copies them several times before anybody can look at one.
+client sends is checked here, before it is copied anywhere: names, shapes, dtypes, finiteness, number of ones in a mask.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-import json
 import math
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
-from flwr.app.message.arraychunk import ArrayChunk
+from flwr.app import ConfigRecord, RecordDict
 from flwr.compat.common import recorddict_compat as compat
 from flwr.compat.common.typing import Config, EvaluateIns, FitIns, GetPropertiesIns, Parameters
-from flwr.supercore.constant import HEAD_BODY_DIVIDER
-from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 from numpy.typing import NDArray
 
 from fl_app.keys import Scalar
 from fl_app.layout import Model
+from fl_app.received import ReceivedArray
 
 Array = NDArray[np.generic]
 ARRAYS = "arrays"
@@ -322,72 +316,3 @@ def _first(pieces: Sequence[memoryview], count: int) -> bytes:
         if len(out) == count:
             break
     return bytes(out)
-
-
-class ReceivedArray(FlowerArray):
-    """A received array as the pieces it came in: nothing is copied before its header has been checked.
-
-    Flower's own class joins the pieces into a bytearray and that into bytes, while it still holds them: with the copies that its
-    record and its pieces make, more than four times what was sent, or any multiple of it where one piece is named many times.
-    """
-
-    pieces: Sequence[memoryview]
-
-    @classmethod
-    def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ReceivedArray:
-        """Build the array from its head and its ArrayChunks, as Flower's class does; without any pieces if these do not fit.
-
-        Nothing is raised: an exception here would end the run, and an array without bytes is refused by its client's name.
-        """
-        array = cls(dtype="", shape=(), stype="", data=b"")
-        with contextlib.suppress(Exception):
-            meta = json.loads(inflatable_object.get_object_body(object_content, FlowerArray))
-            ids = inflatable_object.get_object_children_ids_from_object_content(object_content)
-            used = [ids[i] for i in meta["arraychunk_ids"]]
-            if set(used) == set(children or {}):
-                array.pieces = [(children or {})[name].data for name in used]
-        return array
-
-    @property
-    def data(self) -> bytes:
-        """All bytes, joined at every call."""
-        return b"".join(self.pieces)
-
-    @data.setter
-    def data(self, value: bytes) -> None:
-        self.pieces = [memoryview(value)]
-
-
-class ReceivedPiece(ArrayChunk):
-    """How a piece is taken out of its message: as a view of it. Flower's own class copies it."""
-
-    @classmethod
-    def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ArrayChunk:
-        """Skip the head. Raises ValueError if this is no piece."""
-        kind = inflatable_object.get_object_type_from_object_content(object_content)
-        if kind != ArrayChunk.__qualname__ or children:
-            raise ValueError("not a piece of an array")
-        start = object_content.index(HEAD_BODY_DIVIDER) + len(HEAD_BODY_DIVIDER)
-        return ArrayChunk(memoryview(object_content)[start:])
-
-
-class ReceivedArrays(ArrayRecord):
-    """How a record of received arrays is put together; Flower's own class would copy each one once more."""
-
-    @classmethod
-    def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ArrayRecord:
-        """Build the record from the ids of its arrays; it stays without any if these do not fit."""
-        record = ArrayRecord()
-        with contextlib.suppress(Exception):
-            ids = json.loads(inflatable_object.get_object_body(object_content, ArrayRecord))
-            if set(ids.values()) == set(children or {}):
-                for name, array_id in ids.items():
-                    record[name] = (children or {})[array_id]
-        return record
-
-
-inflatable_utils.inflatable_class_registry |= {
-    "ArrayChunk": ReceivedPiece,
-    "Array": ReceivedArray,
-    "ArrayRecord": ReceivedArrays,
-}

@@ -12,7 +12,7 @@ from torch import nn
 
 from client_app.state import State
 from client_app.trainer import LocalTrainer
-from fl_app import models
+from fl_app import weights
 from fl_app.data import ClientData, DatasetInfo
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import read_metrics
@@ -71,7 +71,7 @@ def client(
     random = np.random.default_rng(5)
     x, y = random.integers(0, 256, (n, 1, SIDE, SIDE), np.uint8), random.integers(0, labels, n)
     info = DatasetInfo(1, SIDE, tuple("0123"), n, n, (0.0,), (1.0,))
-    layout, initial = Layout.of(module), models.read(module)
+    layout, initial = Layout.of(module), weights.read(module)
     trainer = LocalTrainer(module, parsed, ClientData(x, y, x, y, info), round, 0)
     shared = METHODS[method].shared(layout, parsed.params)
     return RoundContext(parsed, parsed.params, round, 0, layout, shared, lambda: initial, trainer, n, {})
