@@ -24,6 +24,7 @@ from fl_app.server import checkpoint, events
 from fl_app.server.exchange import Exchange
 from fl_app.server.log_lines import LOG_MARK, LineProgress, error_lines, folder_line, resumed_line
 from fl_app.server.record import summarize
+from fl_app.server.roster import Roster
 from fl_app.server.run_folder import RunFolder, read_metrics
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
@@ -60,12 +61,13 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         events.require_tensorboard()
     received.install()
     exchange = Exchange(grid, config, progress, in_flight)
-    exchange.wait_for_clients()
+    roster = exchange.roster
+    roster.wait()
     config = dataclasses.replace(
-        config, num_clients=exchange.num_clients, resolved={**config.resolved, "num-clients": exchange.num_clients}
+        config, num_clients=roster.num_clients, resolved={**config.resolved, "num-clients": roster.num_clients}
     )
     method = METHODS[config.method]
-    module = method.network(config, **common_shape(exchange))
+    module = method.network(config, **common_shape(roster))
     layout = Layout.of(module)
     initial = weights.initial_model(module, config.initial_weights) if config.initial_weights else weights.read(module)
     shared = method.shared(layout, config.params)
@@ -75,7 +77,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures)
     try:
         log.info("%s", folder_line(folder.path))
-        folder.write_clients(exchange.properties)
+        folder.write_clients(roster.properties)
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
         if config.resume:
             saved = checkpoint.load_latest(folder.path)
@@ -90,7 +92,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         if config.tensorboard:
             folder.events = events.EventFiles(folder.path, strategy.round)
         strategy.start(exchange)
-        folder.write_clients(exchange.properties)  # again: some may have come later
+        folder.write_clients(roster.properties)  # again: some may have come later
         save_models(strategy, exchange, folder)
         folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
         return folder
@@ -98,10 +100,10 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         folder.close()
 
 
-def common_shape(exchange: Exchange) -> dict[str, int]:
+def common_shape(roster: Roster) -> dict[str, int]:
     """Return in_channels, num_classes, image_size, on which all clients must agree (UserError names those that differ)."""
     shapes: dict[tuple[int, ...], list[int]] = {}
-    for client_id, properties in sorted(exchange.properties.items()):
+    for client_id, properties in sorted(roster.properties.items()):
         shape = tuple(int(properties[name]) for name in ("in-channels", "num-classes", "image-size"))
         shapes.setdefault(shape, []).append(client_id)
     if len(shapes) > 1:
