@@ -97,9 +97,9 @@ def build_once(target: Path, build: Callable[[Path], None], *, key: str, force: 
     removed by the next one. key: of the configuration, for errors. force: build again and replace. Raises what `build` raises
     and UserError if nothing can be written there.
     """
-    if target.is_dir() and not force:
-        return
     try:
+        if target.is_dir() and not force:
+            return
         make_directory(target.parent)
         held = lock(target.parent / f".{target.name}.lock", wait=True)
     except OSError as error:
