@@ -252,7 +252,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
 FIGURES = (
     Layers(
         COUNTS, "In which layers the personal parameters are", "share of personal parameters (%)",
-        "Of all parameters that clients keep personal in a round, the share that lies in each layer (Fig. 5).",
+        "Of all parameters that clients keep personal in a round, the share that lies in each layer (Fig. 5 of its paper).",
         name="personal", shares=True,
     ),
 )  # fmt: skip
