@@ -12,7 +12,8 @@ import numpy as np
 from fl_app.config import parse
 from fl_app.report import page as report
 from fl_app.report.kinds import Figure, Groups, Layers, Scalars, to_json
-from fl_app.server.run_folder import read_about, to_toml
+from fl_app.server.run_folder import read_about
+from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import flat
 
