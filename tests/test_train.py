@@ -251,7 +251,7 @@ def test_parameters_a_users_model_freezes_never_change(changes: dict[str, Any]) 
 def test_alternating_equals_the_textbook_loop_with_an_optimizer_per_side(momentum: float) -> None:
     """Torch's SGD on masked gradients, one velocity and one stream per side."""
     c, data = config(local_epochs=3, momentum=momentum), data_of(30)
-    layout, start = Layout.of(mlp()), models.read(mlp())
+    layout, start = Layout.of(mlp()), weights.read(mlp())
     chosen = np.random.default_rng(0).random(layout.d) < 0.3
     got = LocalTrainer(mlp(), c, data, 1, 0).alternate(start, {"train-personal": ~chosen, "train": chosen})
 
@@ -273,7 +273,7 @@ def test_alternating_equals_the_textbook_loop_with_an_optimizer_per_side(momentu
 
 
 def test_one_side_alone_is_plain_training() -> None:
-    t, start = trainer(with_batchnorm, momentum=0.9, local_epochs=2), models.read(with_batchnorm())
+    t, start = trainer(with_batchnorm, momentum=0.9, local_epochs=2), weights.read(with_batchnorm())
     nothing = np.zeros(t.layout.d, bool)
     assert bits(t.alternate(start, {"train": nothing})) == bits(t.train(start))
     assert t.steps == 2 * len(t.data._bounds())
