@@ -22,7 +22,7 @@ def alternate(trainer: LocalTrainer, start: Model, sides: Mapping[str, NDArray[n
     """
     trainer.load(start)
     trainer.module.train()
-    trainer.steps = 0
+    trainer.steps = trainer.epoch = 0
     optimizers = {
         purpose: trainer.optimizer(trainer.weights, still=trainer.flat.hold(frozen)) for purpose, frozen in sides.items()
     }

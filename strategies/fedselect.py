@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Layout, Model, Vector
+from fl_app.report.kinds import Layers
 from fl_app.wire import Expected, Upload, WireError
 from strategies import masks
 from strategies.aggregate import Stack, check_weights, mean_block, weighted_mean
@@ -197,4 +198,12 @@ def eligible(layout: Layout, biases: bool) -> NDArray[np.bool_]:
     return layout.indices(frozenset(slot.name for slot in layout.params if biases or not slot.name.endswith("bias")))
 
 
-METHOD = Method("fedselect", FedSelectParams, FedSelect, FedSelectUpdate, all_tensors)
+FIGURES = (
+    Layers(
+        COUNTS, "In which layers the personal parameters are", "share of personal parameters (%)",
+        "Of all parameters that clients train as personal in a round, the share that lies in each layer.",
+        name="personal", shares=True,
+    ),
+)  # fmt: skip
+
+METHOD = Method("fedselect", FedSelectParams, FedSelect, FedSelectUpdate, all_tensors, figures=FIGURES)

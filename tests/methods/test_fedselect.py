@@ -20,7 +20,8 @@ from strategies.aggregate import weighted_mean
 from strategies.base import Uploads
 from strategies.fedselect import FedSelect, FedSelectUpdate, aggregate, eligible, grow
 from tests.conftest import Run, bools, config, f32, flat_layout
-from tests.methods.trials import another, client, copied, outcome, small_clients
+from tests.methods.runs import small_clients
+from tests.methods.trials import another, client, copied, outcome
 
 MODELS = [{"model": "mlp"}, {"model": "resnet8"}]
 
@@ -85,7 +86,7 @@ def test_what_growth_refuses(changes: dict[str, Any], words: str) -> None:
 
 def test_biases_are_left_out() -> None:
     ctx = client("fedselect")
-    still = ctx.layout.indices(frozenset({"conv.bias", "bn.bias", "fc.bias"}))
+    still = ctx.layout.indices(frozenset({"stem.bias", "conv.bias", "bn.bias", "fc.bias"}))
     assert (eligible(ctx.layout, biases=False) == ~still).all() and eligible(ctx.layout, biases=True).all()
 
 

@@ -1,9 +1,7 @@
-"""One client without a server, one round without a network, and whole runs to compare: what several methods are tried on."""
+"""What methods are tried on beside tests/methods/runs.py: a client with convolutions and BatchNorm, runs without own notes."""
 
 from __future__ import annotations
 
-import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,53 +9,36 @@ import torch
 from torch import nn
 
 from client_app.state import State
-from client_app.trainer import LocalTrainer
-from fl_app import weights
-from fl_app.data import ClientData, DatasetInfo
-from fl_app.layout import Layout, Model
-from fl_app.server.run_folder import read_metrics
-from strategies import METHODS
+from fl_app.layout import Model
 from strategies.base import RoundContext
-from tests.conftest import Run, config
+from tests.conftest import Run
+from tests.methods import runs
 
-_names = itertools.count()
 SIDE, CLASSES = 8, 4
 
 
 def outcome(run: Run, method: str, **changes: Any) -> tuple[list[Any], bytes]:
-    """Run a method; return all it recorded but the times and notes of its own, and the global model's file."""
-    folder = run(method=method, run_name=f"{method}-{next(_names)}", **changes)
-    records = [_common(record) for record in read_metrics(folder.path)]
+    """Run a method; return all it recorded but times, bytes sent and notes of its own, and the global model's file."""
+    records, files = runs.outcome(run, method, **changes)
     assert not any(record["failures"] for record in records)
-    return records, (folder.path / "models" / "global.safetensors").read_bytes()
+    return [_common(record) for record in records], files["global.safetensors"]
 
 
 def _common(value: Any) -> Any:
-    own = ("seconds", "personal-parameters", "upload-bytes")
+    own = ("personal-parameters", "upload-bytes")
     return {k: _common(v) for k, v in value.items() if k not in own} if isinstance(value, dict) else value
 
 
-def small_clients(directory: Path) -> dict[str, Any]:
-    """Settings: client 0 has one training sample, client 1 four of two classes and no test data, client 2 a batch and one."""
-    x = np.random.default_rng(0).integers(0, 256, (40, SIDE, SIDE, 1), np.uint8)
-    y = np.arange(40) % 10
-    np.savez(directory / "data.npz", x_train=x, y_train=y, x_test=x, y_test=y)
-    np.savez(
-        directory / "split.npz", train_idx_0=[3], train_idx_1=[4, 14, 24, 5], train_idx_2=np.arange(12, 33),
-        test_idx_0=[0, 1], test_idx_1=np.zeros(0, int), test_idx_2=np.arange(9),
-    )  # fmt: skip
-    return {"dataset": f"npz:{directory / 'data.npz'}", "partition": f"file:{directory / 'split.npz'}", "batch_size": 20}
-
-
 class Small(nn.Module):
-    """Convolution, BatchNorm, classifier: 8x8 images, 4 classes; 4 channels, so that the device's order differs."""
+    """Convolutions, of which the device has another order, BatchNorm and classifier: 8x8 images, 4 classes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.bn, self.fc = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2 * 36, CLASSES)
+        self.stem, self.conv, self.bn = nn.Conv2d(1, 3, 3), nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2)
+        self.fc = nn.Linear(2 * 16, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.fc(torch.relu(self.bn(self.conv(x))).flatten(1))
+        logits: torch.Tensor = self.fc(torch.relu(self.bn(self.conv(self.stem(x)))).flatten(1))
         return logits
 
 
@@ -66,15 +47,10 @@ def client(
 ) -> RoundContext[Any]:  # fmt: skip
     """Context of one client with n random samples of the first `labels` classes; `Small` unless a module is given."""
     torch.manual_seed(0)
-    module = Small() if module is None else module
-    parsed = config(method=method, **changes)
     random = np.random.default_rng(5)
     x, y = random.integers(0, 256, (n, 1, SIDE, SIDE), np.uint8), random.integers(0, labels, n)
-    info = DatasetInfo(1, SIDE, tuple("0123"), n, n, (0.0,), (1.0,))
-    layout, initial = Layout.of(module), weights.read(module)
-    trainer = LocalTrainer(module, parsed, ClientData(x, y, x, y, info), round, 0)
-    shared = METHODS[method].shared(layout, parsed.params)
-    return RoundContext(parsed, parsed.params, round, 0, layout, shared, lambda: initial, trainer, n, {})
+    module = Small() if module is None else module
+    return runs.client(method, module, x, y, round=round, num_classes=CLASSES, **changes)
 
 
 def another(model: Model, seed: int) -> Model:
