@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from client_app.trainer import LocalTrainer
-from fl_app import models
+from fl_app import weights
 from fl_app.config import parse
 from fl_app.data import ClientData, DatasetInfo
 from fl_app.keys import Scalar
@@ -63,7 +63,7 @@ def client(
         module = registered.wrap(module, config.params, config.seed)
     names = tuple(str(c) for c in range(classes))
     info = DatasetInfo(1, pixels.shape[-1], names, len(labels), len(labels), (0.0,), (1.0,))
-    layout, initial = Layout.of(module), models.read(module)
+    layout, initial = Layout.of(module), weights.read(module)
     trainer = LocalTrainer(module, config, ClientData(pixels, labels, pixels, labels, info), round, 0)
     shared = registered.shared(layout, config.params)
     return RoundContext(
