@@ -111,13 +111,13 @@ class CorollaClient(NumPyClient):
         ctx, state, trainer = self._timed("prepare", lambda: self._context(download))
         update = self.method.local_update()
         start = self._timed("merge", lambda: update.merge(download.model, state, ctx))
-        personal = update.personal(start, state, ctx)
+        personal = self._timed("evaluate", lambda: update.personal(start, state, ctx))
         loss_before, before = self._timed("evaluate", lambda: trainer.evaluate(personal))
         trained = self._timed("train", lambda: update.train(start, state, ctx))
         train_loss = trainer.last_loss
         update.keep_local(trained, state, ctx)
-        personal = update.personal(trained, state, ctx)
-        loss_after, after = self._timed("evaluate", lambda: trainer.evaluate(personal))
+        used = self._timed("evaluate", lambda: update.personal(trained, state, ctx))
+        loss_after, after = self._timed("evaluate", lambda: trainer.evaluate(used))
         upload = self._timed("score", lambda: update.upload(start, trained, state, ctx))
         version = self._timed("state", lambda: self._save(state, download))
         metrics: dict[str, Scalar] = {

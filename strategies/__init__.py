@@ -23,13 +23,14 @@ from strategies import (
     lg_fedavg,
     local,
     moon,
+    pfedfda,
     pfedme,
 )
 from strategies.base import Method
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
-    fedntd, moon, fedbabu, fedselect, apfl,
+    fedntd, moon, fedbabu, fedselect, apfl, pfedfda,
 )  # fmt: skip
 
 METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}

@@ -46,9 +46,11 @@ def documented_bytes(method: str, layout: Layout) -> tuple[int, int]:
     mask = -(-layout.d // 8)
     head = sum(n for name, n in tensors.items() if name in layout.classifier)
     norms = sum(n for name, n in tensors.items() if name in layout.batchnorm)
+    classes, width = next(s.shape for s in layout.params if s.name in layout.classifier and len(s.shape) == 2)
+    gaussians = 4 * (classes * width + width * (width + 1) // 2)
     travels = {
         "local": 0, "fedper": whole - head, "fedrep": whole - head, "fedbabu": whole - head, "lg-fedavg": head,
-        "fedbn": whole - norms,
+        "fedbn": whole - norms, "pfedfda": whole - head + gaussians,
     }.get(method, whole)  # fmt: skip
     extra = {"fedcac": mask, "feddac": mask, "fedselect": mask, "fedobp": 8 * len(layout.params)}.get(method, 0)
     return travels + extra, travels
