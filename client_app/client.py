@@ -176,6 +176,25 @@ class CorollaClient(NumPyClient):
         return result
 
 
+class Refusal(NumPyClient):
+    """A client that cannot take part, and says why, whatever it is asked."""
+
+    def __init__(self, client_id: int, why: str) -> None:
+        self.client_id, self.answer = client_id, {wire.ERROR: why}
+
+    def get_properties(self, config: Config) -> Config:
+        """Say who this is, and why not."""
+        return {"client-id": self.client_id, **self.answer}
+
+    def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
+        """Say why not."""
+        return [], 0, {**self.answer}
+
+    def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
+        """Say why not."""
+        return 0.0, 0, {**self.answer}
+
+
 def _import_torch() -> None:
     """Import torch without the garbage collector, whose passes over what stays anyway are a fifth of the import's time.
 

@@ -9,7 +9,8 @@ from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.compat.client.client import Client
 
-from client_app.client import CorollaClient
+from client_app.client import CorollaClient, Refusal
+from fl_app import plugins
 from fl_app.config import parse
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS, METHODS
@@ -21,10 +22,14 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 def client_fn(context: Context) -> Client:
     """Build the client for one message; its id is the SuperNode's partition-id."""
-    config = parse(context.run_config, METHOD_PARAMS)
     client_id, num_clients = (context.node_config.get(name) for name in ("partition-id", "num-partitions"))
     if type(client_id) is not int or type(num_clients) is not int:
         raise UserError(f"the SuperNode needs --node-config 'partition-id=K num-partitions=N', got {context.node_config}")
+    try:
+        plugins.read(str(context.run_config.get("plugins", "")))
+        config = parse(context.run_config, METHOD_PARAMS)
+    except UserError as error:
+        return Refusal(client_id, str(error)).to_client()
     config = dataclasses.replace(config, num_clients=num_clients)
     data_path = str(context.node_config.get("data-path", ""))
     return CorollaClient(config, METHODS[config.method], client_id, data_path).to_client()

@@ -158,10 +158,12 @@ class LocalTrainer:
             value.backward()  # type: ignore[no-untyped-call]
         for layer in self._batchnorms if alone else []:
             layer.train()
+        value = value.detach()
         if counted:
-            self._epoch_loss += (value.detach() if self._reported is None else self._reported) * len(y)
+            loss = value if self._reported is None else torch.where(value.isfinite(), self._reported, value)
+            self._epoch_loss += loss * len(y)
             self._counted += len(y)
-        return value.detach()
+        return value
 
     def step(self, learning_rate: float | None = None) -> None:
         """One gradient step on `weights`, with weight decay and without momentum; default: this round's learning rate."""

@@ -27,10 +27,14 @@ from fl_app.keys import (
     NoParams,
     Rule,
     Scalar,
+    bears_on,
     key,
     nearest,
+    recorded,
     specs,
+    table_of,
 )
+from fl_app.plugins import is_reference
 
 PARTITIONS = ("dirichlet-client", "dirichlet", "pathological", "iid")
 FIXED_SIZES = ("dirichlet-client", "pathological", "iid")
@@ -41,7 +45,9 @@ class RunConfig:
     """Everything a run is defined by. See docs/config.md for every key."""
 
     # the experiment
-    method: str = key("fedcac", "Federated learning method; `corolla methods` lists them with their parameters.")
+    method: str = key(
+        "fedcac", "Federated learning method; `corolla methods` lists them with their parameters. Or your own `module:METHOD`."
+    )
     num_server_rounds: int = key(30, "Rounds T.", AT_LEAST_ONE, extends=True, headline=True)
     num_clients: int = key(
         0, "Clients N of the experiment; `corolla run --clients` sets it. 0: the SuperNodes' `num-partitions`.", NOT_NEGATIVE,
@@ -57,6 +63,9 @@ class RunConfig:
     scale: Literal["full", "small"] = key(
         "full", "Set by `corolla run --scale small`: clients, rounds and samples were cut, figures are not the paper's.",
         compared=False,
+    )
+    plugins: str = key(
+        "", "Set by `corolla run`: your own files that the run uses, each with the beginning of its sha256."
     )
     # data
     dataset: str = key(
@@ -213,20 +222,23 @@ class RunConfig:
 
     def own_keys(self) -> Iterator[tuple[KeySpec, Scalar]]:
         """Yield the keys that bear on this run, with their values: those of all runs, then the method's."""
-        for owner, table in ((self, ""), (self.params, self.method)):
+        for owner, table in ((self, ""), (self.params, table_of(self.method))):
             yield from ((spec, getattr(owner, spec.field)) for spec in specs(type(owner), table))
 
 
 def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     """Parse a flat run config into a RunConfig.
 
-    raw: keys as in docs/config.md; missing ones take their default. methods: parameter dataclass per method name.
+    raw: keys as in docs/config.md; missing ones take their default. methods: parameter dataclass per method name; a user's own
+    method is imported here, and its keys are known in its own runs alone.
     Raises UserError naming every problem at once (key, value, rule).
     """
     problems: list[str] = []
     known = {spec.name: spec for spec in specs(RunConfig)}
-    for name, cls in methods.items():
-        known |= {spec.name: spec for spec in specs(cls, name)}
+    method = str(raw.get("method", known["method"].default))
+    outside = [method] if is_reference(method) and method in methods else []
+    for name in [*methods, *outside]:
+        known |= {spec.name: spec for spec in specs(methods[name], table_of(name))}
     for name in raw:
         if name not in known:
             problems.append(f"{name}: unknown key{nearest(name, known)}")
@@ -236,9 +248,8 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
         _check_together(values, problems)
     complain(problems)
     top = {s.field: values[s.name] for s in specs(RunConfig)}
-    method = str(values["method"])
     cls = methods[method]
-    params = cls(**{s.field: values[s.name] for s in specs(cls, method)})
+    params = cls(**{s.field: values[s.name] for s in specs(cls, table_of(method))})
     defaults = {name: spec.default for name, spec in known.items()}
     config = RunConfig(**top, params=params, resolved=values, defaults=defaults)  # type: ignore[arg-type]
     complain([*params.problems(config)] if isinstance(params, Checked) else [])
@@ -260,6 +271,15 @@ def complain(problems: Sequence[str]) -> None:
         raise UserError("invalid configuration:\n" + "\n".join(f"  {p}" for p in problems))
 
 
+def parse_recorded(saved: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
+    """Parse what a run folder has recorded. Of a user's own method it says all that matters: its code is not needed."""
+    method = str(saved.get("method"))
+    if is_reference(method):
+        table = {key.rpartition(".")[2]: value for key, value in saved.items() if "." in key and bears_on(key, method)}
+        methods = {**methods, method: recorded(table)}
+    return parse(saved, methods)
+
+
 def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
     def refuse(name: str, allowed: tuple[str, ...], more: str = "", prefixes: tuple[str, ...] = ()) -> None:
         value = values[name]
@@ -268,7 +288,7 @@ def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], prob
         problems.append(f"{name}: must be one of {', '.join(allowed)}{more}, got {value!r}{hint}")
 
     if values["method"] not in methods:
-        refuse("method", tuple(methods))
+        refuse("method", tuple(methods), " or module:METHOD")
     dataset, partition, model = str(values["dataset"]), str(values["partition"]), str(values["model"])
     words = (*(name for name, data in DATASETS.items() if not data.has_path), NODE)
     if dataset in DATASETS and DATASETS[dataset].has_path:

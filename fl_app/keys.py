@@ -149,6 +149,12 @@ def specs(cls: type, table: str = "") -> list[KeySpec]:
     return out
 
 
+def recorded(table: Mapping[str, Scalar]) -> type:
+    """Return a dataclass whose keys are those of a method's table as a run has recorded it."""
+    fields = [(name.replace("-", "_"), type(value), key(value, "As recorded.")) for name, value in table.items()]
+    return dataclasses.make_dataclass("Recorded", fields, frozen=True)
+
+
 @dataclass(frozen=True)
 class NoParams:
     """For methods without parameters."""
@@ -157,15 +163,26 @@ class NoParams:
 # Flat keys ------------------------------------------------------------------------------------------------------------
 
 
+def table_of(method: str) -> str:
+    """Return the name of a method's table: the method's, or that of the user's file for `module:NAME`."""
+    return method.partition(":")[0].rpartition(".")[2]
+
+
 def bears_on(name: str, method: str) -> bool:
     """Tell whether a key bears on a method's runs: those of all runs do, and those in the method's own table."""
     table = name.rpartition(".")[0]
-    return not table or table == method
+    return not table or table == table_of(method)
 
 
 def own(flat: Mapping[str, Value], method: str) -> dict[str, Value]:
     """Leave out the keys of other methods' tables."""
     return {name: value for name, value in flat.items() if bears_on(name, method)}
+
+
+def without_others(flat: Mapping[str, Value], methods: Iterable[str]) -> dict[str, Value]:
+    """Leave out the tables of those among `methods` that are the user's own and not this run's: only theirs know these keys."""
+    tables = {table_of(name) for name in methods if ":" in name} - {table_of(str(flat.get("method", "")))}
+    return {name: value for name, value in flat.items() if name.rpartition(".")[0] not in tables}
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

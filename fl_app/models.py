@@ -18,7 +18,6 @@ sizes from 8 to 64 work for all of them, and larger ones too.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fl_app import plugins
 from fl_app.catalogue import MODELS
 from fl_app.errors import UserError, listed, said
 from fl_app.rng import torch_seed
@@ -50,7 +50,7 @@ def build(
         raise UserError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
     with torch.random.fork_rng(devices=[]):
         if ":" in name:
-            factory = _import_factory(name)
+            factory = plugins.load("model", name)
             _seed(seed, name)
             return _call_factory(name, factory, in_channels, num_classes, image_size)
         network = MODELS.get(name)
@@ -160,25 +160,6 @@ class ResNet(nn.Module):
             x = self.get_submodule(f"layer{k + 1}")(x)
         logits: Tensor = self.fc(x.mean(dim=(2, 3)))
         return logits if self.classifier is None else self.classifier(logits)
-
-
-def _import_factory(name: str) -> Callable[..., object]:
-    module_name, _, attribute = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise UserError(
-            f"model {name}: cannot import {module_name} ({said(error)}); the module must be importable on every node "
-            "or lie in the app directory"
-        ) from error
-    try:
-        factory: Callable[..., object] = getattr(module, attribute)
-    except AttributeError as error:
-        raise UserError(
-            f"model {name}: {module_name} ({module.__file__}) has no {attribute}; expected a function of in_channels, "
-            "num_classes and image_size"
-        ) from error
-    return factory
 
 
 def _call_factory(

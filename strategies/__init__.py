@@ -1,8 +1,6 @@
-"""The methods, one file per paper, and their registry."""
+"""The methods, one file per paper."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from strategies import (
     apfl,
@@ -26,15 +24,13 @@ from strategies import (
     pfedfda,
     pfedme,
 )
-from strategies.base import Method
+from strategies.registry import Methods, Params
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
     fedntd, moon, fedbabu, fedselect, apfl, pfedfda,
 )  # fmt: skip
 
-METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}
+METHODS = Methods(_MODULES)
 
-METHOD_PARAMS: dict[str, type] = {name: method.params for name, method in METHODS.items()}
-
-SUMMARIES: dict[str, str] = {m.METHOD.name: (m.__doc__ or "").strip().splitlines()[0] for m in _MODULES}
+METHOD_PARAMS = Params(METHODS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from flwr.clientapp import ClientApp
 from hypothesis import settings
 
 from client_app.client_app import app as client_app
-from fl_app import server_app
+from fl_app import plugins, server_app
 from fl_app.config import RunConfig, parse
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Slot
@@ -30,6 +30,17 @@ SMALL: dict[str, Scalar] = {
 }  # fmt: skip
 
 Run = Callable[..., RunFolder]
+
+PLUGINS = Path(__file__).parent / "plugins"  # methods as a user brings them
+OWN_METHODS = tuple(f"{path.stem}:METHOD" for path in sorted(PLUGINS.glob("*.py")))
+
+
+@pytest.fixture
+def own_methods() -> Iterator[None]:
+    """Let the methods of tests/plugins be found, as beside a config file there."""
+    plugins.look_in(PLUGINS)
+    yield
+    plugins.look_in()
 
 
 @pytest.fixture(scope="session")

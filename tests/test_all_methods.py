@@ -1,4 +1,5 @@
-"""Every registered method through the same rounds: plain and BatchNorm model, full and partial participation, in one process.
+"""Every method, built in or from outside (tests/plugins), through the same rounds: plain and BatchNorm model, full and
+partial participation, in one process.
 
 Per case: reruns give equal bits, the wire carries exactly the documented bytes, a run killed after a checkpoint and resumed
 (client state reloaded from disk at the generation the server names) ends with the same bits. tests/e2e runs every method
@@ -24,6 +25,7 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS, METHODS
+from tests.conftest import OWN_METHODS
 
 CLIENTS = 4
 MODELS = {"plain": "mlp", "batchnorm": "resnet8"}
@@ -56,9 +58,18 @@ def documented_bytes(method: str, layout: Layout) -> tuple[int, int]:
     return travels + extra, travels
 
 
+def documented_extras(method: str, layout: Layout) -> tuple[int, int]:
+    """Bytes up and down of the extra arrays of tests/plugins, as their docstrings have them."""
+    if method != "prototypes:METHOD":
+        return 0, 0
+    classes, features = next(slot.shape for slot in layout.params if slot.name in layout.classifier)
+    return 4 * classes * features + 8 * classes, 4 * classes * features + classes
+
+
+@pytest.mark.usefixtures("own_methods")
 @pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["full", "partial"])
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *OWN_METHODS])
 def test_two_rounds(tmp_path: Path, method: str, model: str, fraction: float) -> None:
     config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "fraction_train": fraction}
     folder, parsed = start(tmp_path, "one", **config)
@@ -69,9 +80,10 @@ def test_two_rounds(tmp_path: Path, method: str, model: str, fraction: float) ->
     assert len(rounds[-1]["evaluation"]["clients"]) == CLIENTS
 
     layout = Layout.of(models.build(MODELS[model], in_channels=1, num_classes=10, image_size=8))
+    documented = [sum(pair) for pair in zip(documented_bytes(method, layout), documented_extras(method, layout), strict=True)]
     for record in rounds:
         for client in record["clients"].values():
-            assert (client["upload-bytes"], client["download-bytes"]) == documented_bytes(method, layout)
+            assert [client["upload-bytes"], client["download-bytes"]] == documented
 
     again, _ = start(tmp_path, "two", **config)
     assert read_summary(again.path)["digest"] == summary["digest"]

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 import deploy.cli
 from fl_app.cli import listings, results, runs, sweeps
-from fl_app.cli.settings import errors
+from fl_app.cli.settings import errors, look_for_plugins
 from fl_app.errors import UserError
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
@@ -31,6 +31,7 @@ def main() -> None:
     """Run the command; bad input ends with a message and exit code 2, a failed run with 1."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)  # end what we started, as Ctrl-C does
+    look_for_plugins()
     try:
         app()
     except UserError as error:

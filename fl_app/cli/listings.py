@@ -10,13 +10,14 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from fl_app import plugins
 from fl_app.cli.settings import SetOption, absolute_paths, console, errors, parse_set, resolve
 from fl_app.cli.tables import size
 from fl_app.config import class_names
 from fl_app.errors import UserError
 from fl_app.experiments.runs import by_experiment
-from fl_app.keys import Scalar, specs
-from strategies import METHOD_PARAMS, METHODS, SUMMARIES
+from fl_app.keys import Scalar, nearest, specs
+from strategies import METHOD_PARAMS, METHODS
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
 state_app = typer.Typer(no_args_is_help=True, help="Client state left on this machine's disk.")
@@ -45,12 +46,19 @@ def presets(
         errors.print(f"{hidden} more that Corolla cannot run; --all lists them with the reason")
 
 
-def methods() -> None:
+def methods(
+    name: Annotated[str, typer.Argument(help="One of them, with what its parameters mean; your own as module:METHOD.")] = "",
+) -> None:
     """List the methods and their parameters."""
-    for name, method in METHODS.items():
-        console.print(f"[bold]{name}[/]  {escape(SUMMARIES[name])}")
-        for spec in specs(method.params, name):
-            console.print(f"    {escape(spec.name)} = {escape(repr(spec.default))}  ({escape(spec.range)})", soft_wrap=True)
+    if name and not plugins.is_reference(name) and name not in METHODS:
+        raise UserError(f"method: must be one of {', '.join(METHODS)} or module:METHOD, got {name!r}{nearest(name, METHODS)}")
+    for each in [name] if name else METHODS:
+        method = METHODS[each]
+        console.print(f"[bold]{each}[/]  {escape(METHODS.summary(each))}", soft_wrap=True)
+        for spec in specs(method.params, method.name):
+            meaning = f"  {spec.doc}" if name else ""
+            words = f"    {spec.name} = {spec.default!r}  ({spec.range.replace('`', '')}){meaning}"
+            console.print(escape(words), soft_wrap=True)
 
 
 def reference(root: Annotated[Path, typer.Argument(help="A clone's root.")] = Path(".")) -> None:

@@ -18,23 +18,26 @@ from fl_app.cli.settings import (
     ScaleOption,
     SetOption,
     VerboseOption,
-    absolute_paths,
     check_locally,
     check_resources,
     console,
     errors,
+    look_for_plugins,
+    name_plugins,
     parse_set,
     read_preset,
+    ready,
     resolve,
     scaled,
+    warn,
     warn_of_settings,
 )
 from fl_app.cli.tables import show_results, size
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.experiments.runs import Run
-from fl_app.keys import Scalar
-from fl_app.server.run_folder import check_unchanged
+from fl_app.keys import Scalar, without_others
+from fl_app.server.run_folder import PLUGINS, check_unchanged
 from strategies import METHODS
 
 Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
@@ -73,16 +76,18 @@ def run(
         raise UserError(f"--clients {clients} and --set num-clients={given['num-clients']} contradict each other")
     base = saved_config(resume) if resume else scaled(read_preset(preset) if preset else {}, scale)
     options = {key: value for key, value in (("num-clients", clients), ("output-dir", output_dir)) if value is not None}
-    config = absolute_paths({"output-dir": "runs", **base, **given, **options})
+    config = ready(without_others({"output-dir": "runs", **base, **given, **options}, [str(base.get("method"))]))
     if superlink is None:
         config["num-clients"] = config.get("num-clients") or 10
     parsed = resolve(config)
     warn_of_settings(given, [parsed])
+    name_plugins([config])
     if dry_run:
         show_dry_run(parsed, preset or "")
         return
     if resume:
         check_unchanged(resume, parsed)
+        warn_of_changed_plugins(resume / PLUGINS)
     if resume and is_finished(resume, parsed):
         console.print("this run is complete; there is nothing to resume")
         finish([resume])
@@ -103,8 +108,17 @@ def run(
 
 
 def saved_config(run: Path) -> dict[str, Scalar]:
-    """Read the config an interrupted run is continued with."""
+    """Read the config an interrupted run is continued with; of the user's own files it has copies."""
+    look_for_plugins(run / PLUGINS)
     return Run(run).settings | {"resume": str(run.resolve())}
+
+
+def warn_of_changed_plugins(copies: Path) -> None:
+    """Say which of the user's own files are no longer what the run was started with; it goes on with its copies."""
+    for copy in sorted(copies.rglob("*.py")):
+        here = Path(copy.relative_to(copies))
+        if here.is_file() and here.read_bytes() != copy.read_bytes():
+            warn(f"{here} has changed since the run was started, which goes on with {copy}")
 
 
 def is_finished(run: Path, config: RunConfig) -> bool:

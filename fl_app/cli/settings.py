@@ -13,10 +13,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fl_app import presets
+from fl_app import plugins, presets
 from fl_app.catalogue import PATH_DATASETS
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
+from fl_app.experiments.bundle import APP_DIRECTORY
 from fl_app.keys import Scalar, bears_on
 from strategies import METHOD_PARAMS, METHODS
 
@@ -71,8 +72,15 @@ SET_HELP = "A config key, e.g. --set fedcac.tau=0.3; the value is TOML, a bare w
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP, callback=checked_set)]
 
 
+def look_for_plugins(*first: Path) -> None:
+    """Look up the user's own files in these directories, then in the current one, then in the app's."""
+    plugins.look_in(*first, Path(), APP_DIRECTORY)
+
+
 def read_preset(name: str) -> dict[str, Scalar]:
-    """Read a preset by name, or a TOML file by path, as a flat run config."""
+    """Read a preset by name, or a TOML file by path, as a flat run config; the user's own files may lie beside such a file."""
+    if name.endswith(".toml"):
+        look_for_plugins(Path(name).parent)
     return presets.read_preset(name, METHODS)
 
 
@@ -97,6 +105,18 @@ def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
         if f"{kind}:" in prefixes and colon and path:
             out[name] = f"{kind}:{Path(path).expanduser().resolve()}"
     return out
+
+
+def ready(config: dict[str, Scalar]) -> dict[str, Scalar]:
+    """Make a config fit to leave this process: absolute paths, the user's own files named with what is in them."""
+    return absolute_paths(config) | {"plugins": plugins.fingerprint(plugins.files(config))}
+
+
+def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
+    """Say on standard error which files the user's own methods and models are taken from."""
+    used = dict.fromkeys(item for config in configs for item in plugins.references(config).items())
+    for key, reference in used:
+        errors.print(f"{key} {escape(reference)}: {escape(plugins.origin(reference))}", soft_wrap=True)
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------

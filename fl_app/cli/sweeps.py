@@ -19,12 +19,14 @@ from fl_app.cli.settings import (
     ScaleOption,
     SetOption,
     VerboseOption,
-    absolute_paths,
     check_locally,
     check_resources,
     console,
     errors,
+    look_for_plugins,
+    name_plugins,
     parse_set,
+    ready,
     warn_of_settings,
 )
 from fl_app.cli.tables import show_table
@@ -47,13 +49,15 @@ def sweep(
     verbose: VerboseOption = False,
 ) -> None:
     """Run all combinations of a sweep file; started again, it does only what is not finished."""
+    look_for_plugins(file.parent)
     given = parse_set(set_ or [])
     plan = sweeping.read(file)
     if scale is Scale.small:
         plan = dataclasses.replace(plan, scale=scale.value)
     directory = (output_dir or Path("runs") / file.stem).expanduser().resolve()
-    points = sweeping.expand(plan, METHOD_PARAMS, directory, given, absolute_paths)
+    points = sweeping.expand(plan, METHOD_PARAMS, directory, given, ready)
     warn_of_settings(given, [point.parsed for point in points])
+    name_plugins(point.config for point in points)
     if dry_run:
         typer.echo("\n".join(point.name for point in points))
         return

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import fl_app
 from fl_app.errors import UserError
 from fl_app.experiments import keeper, namespace
+from fl_app.experiments.bundle import bundle
 from fl_app.keys import Scalar
 from fl_app.processes import (
     LAUNCH,
@@ -35,7 +35,6 @@ from fl_app.toml import to_toml
 
 log = logging.getLogger("corolla")
 
-APP_DIRECTORY = Path(fl_app.__file__).resolve().parent.parent
 _END_SECONDS = 60
 _LONGEST_TEMPORARY = 107 - len("/corolla-flwr-12345678/ray/session_2000-01-01_00-00-00_123456_1234567/sockets/plasma_store")
 
@@ -108,12 +107,10 @@ def flwr_run(
     inside: words before every command that say where it runs. Ctrl-C stops the run before it is raised again. Raises UserError
     if Flower did not accept the run.
     """
-    if not (APP_DIRECTORY / "pyproject.toml").is_file():
-        raise UserError(f"{APP_DIRECTORY} has no pyproject.toml: install Corolla from a clone (`make install`)")
-    with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as overrides:
+    with bundle(config) as app, tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as overrides:
         overrides.write(to_toml(config))
         overrides.flush()
-        command = [*inside, script("flwr"), "run", str(APP_DIRECTORY), superlink, "--stream", "--run-config", overrides.name]
+        command = [*inside, script("flwr"), "run", str(app), superlink, "--stream", "--run-config", overrides.name]
         if federation_config:
             command += ["--federation-config", federation_config]
         process = subprocess.Popen(

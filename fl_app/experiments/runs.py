@@ -35,7 +35,7 @@ class Run:
 
     def config(self, methods: Mapping[str, type]) -> RunConfig:
         """Its config, parsed. Raises UserError if it is not one of this version."""
-        return config.parse(self.settings, methods)
+        return config.parse_recorded(self.settings, methods)
 
     @property
     def finished(self) -> bool:

@@ -21,16 +21,17 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fl_app import plugins
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.experiments.runs import Run, inside
 from fl_app.files import lock, make_directory
-from fl_app.keys import Scalar, bears_on
+from fl_app.keys import Scalar, bears_on, without_others
 from fl_app.presets import read_preset, small
 from fl_app.toml import flatten, read_toml, to_toml
 
@@ -110,10 +111,11 @@ def expand(
     touch on a flat config (absolute paths). Raises UserError with the problems of all combinations.
     """
     points: dict[str, Point] = {}
+    named = _methods_named(sweep, overrides)
     problems = Problems()
     for varying, changes in _combinations(sweep):
         try:
-            raw = _merge(sweep, changes, methods, overrides)
+            raw = without_others(_merge(sweep, changes, methods, overrides, named), named)
             parsed = parse(finish(raw), methods)
         except UserError as error:
             problems.add(error, _words(varying))
@@ -144,12 +146,20 @@ def variant_label(variant: Mapping[str, Scalar]) -> str:
     return str(variant["name"]) if "name" in variant else _words(variant)
 
 
-def _merge(sweep: Sweep, changes: Raw, methods: Mapping[str, type], overrides: Mapping[str, Scalar]) -> Raw:
+def _methods_named(sweep: Sweep, overrides: Mapping[str, Scalar]) -> list[str]:
+    """Methods that any of a sweep's runs may have."""
+    tables = (sweep.settings, overrides, *sweep.variants)
+    return [str(name) for name in [*sweep.grid.get("method", []), *(table["method"] for table in tables if "method" in table)]]
+
+
+def _merge(
+    sweep: Sweep, changes: Raw, methods: Mapping[str, type], overrides: Mapping[str, Scalar], named: Collection[str]
+) -> Raw:
     preset = str(changes.pop("preset", sweep.preset))
     raw = {**(read_preset(preset, methods) if preset else {}), **sweep.settings, **changes}
     raw["num-clients"] = raw.get("num-clients") or 10
     if sweep.scale == "small":
-        raw |= small(parse(raw, methods))
+        raw |= small(parse(without_others(raw, named), methods))
     return raw | dict(overrides)
 
 
@@ -272,6 +282,7 @@ def run_parallel(
         announce(k, len(points), point.name)
         config, log = logs / f"{point.name}.toml", logs / f"{point.name}.log"
         config.write_text(to_toml(point.config), encoding="utf-8")
+        plugins.write(plugins.files(point.config), logs)
         with log.open("wb") as file:
             command = [sys.executable, "-m", "fl_app.cli", "run", str(config), *options]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)

@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fl_app import plugins
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, opener, publish_text
-from fl_app.keys import Scalar
+from fl_app.keys import Scalar, table_of
 from fl_app.layout import Layout, Model
 from fl_app.report.kinds import Figure, to_json
 from fl_app.toml import flatten, read_toml, to_toml
@@ -28,6 +29,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 RUN = "run.json"
 CLIENTS = "clients.json"
+PLUGINS = "plugins"  # copies of the user's own files that the run uses
 MODELS = "models"
 
 
@@ -49,6 +51,7 @@ class RunFolder:
 
         Raises UserError if it exists already or cannot be created.
         """
+        own = plugins.read(config.plugins)
         name = config.run_name or default_name(config)
         path = Path(config.output_dir).expanduser().resolve() / name
         try:
@@ -60,6 +63,7 @@ class RunFolder:
         folder = cls(path, experiment)
         folder.lock()
         folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
+        plugins.write(own, path / PLUGINS)
         folder.write(RUN, json.dumps({"experiment": experiment, "starts": 0, "figures": to_json(figures)}) + "\n")
         return folder
 
@@ -71,6 +75,7 @@ class RunFolder:
         """
         path = Path(config.resume)
         check_unchanged(path, config)
+        plugins.read(config.plugins)
         try:
             run = json.loads((path / RUN).read_text(encoding="utf-8"))
             folder = cls(path, str(run["experiment"]), int(run["starts"]) + 1)
@@ -145,7 +150,7 @@ class RunFolder:
 def default_name(config: RunConfig) -> str:
     """Time, method and data set."""
     dataset = config.dataset.split(":")[0]
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-{dataset}-seed{config.seed}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{table_of(config.method)}-{dataset}-seed{config.seed}"
 
 
 def read_config(run: Path) -> dict[str, Scalar]:

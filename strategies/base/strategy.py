@@ -82,5 +82,5 @@ class PersonalizedStrategy(Rounds, Generic[P]):
         log.info(
             "%s: %d clients, %d rounds, model %s with %d parameters (%d travel), %s",
             c.method, c.num_clients, c.num_server_rounds, c.model, self.full_layout.d, self.layout.d,
-            ", ".join(f"{k}={v}" for k, v in c.resolved.items() if k.startswith(f"{c.method}.")) or "no parameters",
+            ", ".join(f"{key.name}={value}" for key, value in c.own_keys() if "." in key.name) or "no parameters",
         )

@@ -267,11 +267,14 @@ def with_test_models(environment: Mapping[str, str]) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def corolla(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command as a user would."""
+def corolla(
+    *arguments: str, environment: dict[str, str] | None = None, directory: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the command as a user would, in a directory."""
     return subprocess.run(
-        [COROLLA, *arguments], env=environment or dict(os.environ), capture_output=True, text=True, stdin=subprocess.DEVNULL
-    )
+        [COROLLA, *arguments], env=environment or dict(os.environ), cwd=directory, capture_output=True, text=True,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
 
 
 def settings(values: dict[str, Any]) -> list[str]:

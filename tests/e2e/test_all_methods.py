@@ -1,4 +1,4 @@
-"""Every method through Flower's simulation, on one SuperLink: the digest is that of one process."""
+"""Every method through Flower's simulation, on one SuperLink, and those from outside deployed: the digests are one process's."""
 
 from __future__ import annotations
 
@@ -6,25 +6,46 @@ from pathlib import Path
 
 import pytest
 
+from fl_app import plugins
 from fl_app.experiments.launch import COMPLETED, simulation
+from fl_app.keys import table_of
 from strategies import METHODS
-from tests.e2e.conftest import corolla, settings, summary
+from tests.conftest import OWN_METHODS, PLUGINS
+from tests.e2e.conftest import Cluster, corolla, settings, summary
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
+SMALL = {
+    "num-server-rounds": 2, "num-clients": 4, "fraction-train": 0.5, "train-samples": 24, "test-samples": 12,
+    "local-epochs": 1, "learning-rate": 0.05, "model": "resnet8", "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("own_methods")
 def test_simulation_equals_one_process(tmp_path: Path) -> None:
-    common = {
-        "num-server-rounds": 2, "num-clients": 4, "fraction-train": 0.5, "train-samples": 24, "test-samples": 12,
-        "local-epochs": 1, "learning-rate": 0.05, "model": "resnet8", "device": "cpu", "state-dir": str(tmp_path / "state"),
-    }  # fmt: skip
+    common = {**SMALL, "state-dir": str(tmp_path / "state")}
     with simulation(4, 1, 0) as submit:
-        for method in METHODS:
-            config = {**common, "method": method, "output-dir": str(tmp_path), "run-name": f"{method}-simulation"}
+        for method in [*METHODS, *OWN_METHODS]:
+            name = table_of(method)
+            config = {**common, "method": method, "output-dir": str(tmp_path), "run-name": f"{name}-simulation"}
+            config["plugins"] = plugins.fingerprint(plugins.files(config))
             lines: list[str] = []
             assert submit(config, lines.append) == COMPLETED, "\n".join(lines)
-            config["run-name"] = f"{method}-one-process"
-            done = corolla("run", "--in-process", *settings(config))
+            config["run-name"] = f"{name}-one-process"
+            done = corolla("run", "--in-process", *settings(config), directory=PLUGINS)
             assert done.returncode == 0, done.stderr
-            digests = [summary(tmp_path / f"{method}-{mode}")["digest"] for mode in ("simulation", "one-process")]
+            digests = [summary(tmp_path / f"{name}-{mode}")["digest"] for mode in ("simulation", "one-process")]
             assert digests[0] == digests[1] is not None, method
+
+
+def test_own_methods_are_sent_to_the_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start(4)
+    for method in OWN_METHODS:
+        digests = []
+        for name, how in (("deployed", ["--superlink", "test"]), ("one-process", ["--in-process"])):
+            config = {**SMALL, "method": method, "output-dir": str(tmp_path), "run-name": f"{table_of(method)}-{name}"}
+            done = corolla("run", *how, *settings(config), environment=cluster.environment, directory=PLUGINS)
+            assert done.returncode == 0, done.stdout + done.stderr
+            digests.append(summary(tmp_path / config["run-name"])["digest"])
+        assert digests[0] == digests[1] is not None, method

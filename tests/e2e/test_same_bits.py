@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import PLUGINS
 from tests.e2e.conftest import Cluster, corolla, rounds, settings, summary
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -14,6 +15,7 @@ CLIENTS = 4
 CASES = {
     "fedavg": {"method": "fedavg", "model": "mlp"},
     "fedcac-batchnorm": {"method": "fedcac", "model": "resnet8", "fedcac.beta": 2, "local-epochs": 1},
+    "own-method": {"method": "prototypes:METHOD", "prototypes.weight": 0.2, "local-epochs": 1},
 }
 
 
@@ -39,7 +41,7 @@ def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path:
             name = f"{case}-{mode}"
             done = corolla(
                 "run", *arguments, "--output-dir", str(tmp_path), *settings({**common, **config, "run-name": name}),
-                environment=cluster.environment,
+                environment=cluster.environment, directory=PLUGINS,
             )  # fmt: skip
             assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
             found[mode] = (summary(tmp_path / name)["digest"], accuracies(tmp_path / name))

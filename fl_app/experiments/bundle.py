@@ -1,0 +1,50 @@
+"""The Flower app as a run submits it: Corolla's packages and the user's own files, in a directory of its own.
+
+`flwr run` walks through the whole directory it is given, in a clone with its `.venv` for many seconds, and refuses every run-config
+key that the app's pyproject.toml does not have. So each run gets a small copy, with the keys of the user's own method in it. On a
+node Flower unpacks it and imports from there first of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import tomli_w
+
+import fl_app
+from fl_app import plugins
+from fl_app.errors import UserError
+from fl_app.keys import Scalar
+from fl_app.toml import read_toml
+
+APP_DIRECTORY = Path(fl_app.__file__).resolve().parent.parent
+
+
+@contextlib.contextmanager
+def bundle(config: Mapping[str, Scalar]) -> Iterator[Path]:
+    """Yield a directory with the app for a run with this config; it is removed in the end.
+
+    Raises UserError if Corolla was not installed from a clone, which has the app's pyproject.toml.
+    """
+    if not (APP_DIRECTORY / "pyproject.toml").is_file():
+        raise UserError(f"{APP_DIRECTORY} has no pyproject.toml: install Corolla from a clone (`make install`)")
+    project = read_toml(APP_DIRECTORY / "pyproject.toml")
+    known = project["tool"]["flwr"]["app"]["config"]
+    for name, value in config.items():
+        table, _, key = name.rpartition(".")
+        (known.setdefault(table, {}) if table else known).setdefault(key, value)
+    with tempfile.TemporaryDirectory(prefix="corolla-app-") as name:
+        directory = Path(name)
+        for package in plugins.PACKAGES:
+            shutil.copytree(APP_DIRECTORY / package, directory / package, ignore=_all_but_python)
+        plugins.write(plugins.files(config), directory)
+        (directory / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
+        yield directory
+
+
+def _all_but_python(directory: str, names: list[str]) -> list[str]:
+    return [n for n in names if n == "__pycache__" or not (n.endswith(".py") or Path(directory, n).is_dir())]

@@ -1,0 +1,111 @@
+"""The registry: the built-in methods by name, and the user's own, which are imported and checked when they are asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from fl_app import plugins
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.keys import specs, table_of
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy
+
+
+class Methods(Mapping[str, Method[Any]]):
+    """The methods by name. `module:NAME` is one of the user's own: it is imported when it is asked for.
+
+    Counted and iterated over are the built-in ones alone.
+    """
+
+    def __init__(self, modules: tuple[ModuleType, ...]) -> None:
+        self._modules = {module.METHOD.name: module for module in modules}
+
+    def __getitem__(self, name: str) -> Method[Any]:
+        """Raise KeyError for an unknown name, UserError for a reference to what is no method."""
+        if plugins.is_reference(name):
+            return self._from_outside(name)
+        method: Method[Any] = self._modules[name].METHOD
+        return method
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the built-in methods' names."""
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        """Count the built-in methods."""
+        return len(self._modules)
+
+    def summary(self, name: str) -> str:
+        """Return the first line of a method's docstring."""
+        method = self[name]
+        module = sys.modules[name.partition(":")[0]] if plugins.is_reference(name) else self._modules[method.name]
+        return ((module.__doc__ or "").strip().splitlines() or [""])[0]
+
+    def _from_outside(self, name: str) -> Method[Any]:
+        method, table = plugins.load("method", name), table_of(name)
+        try:
+            if not isinstance(method, Method):
+                raise UserError(f"must be a strategies.base.Method, got {type(method).__name__}")
+            if table in self or table in {key.name for key in specs(RunConfig)}:
+                what = "method" if table in self else "key"
+                raise UserError(f"{table}, its file's name, exists already: Corolla has a {what} of that name; choose another")
+            _check(method, table)
+        except UserError as error:
+            raise UserError(f"method {name}: {error}") from None
+        return method
+
+
+@functools.cache
+def _check(method: Method[Any], table: str) -> None:
+    """Check all parts of a user's method. Raises UserError naming what is wrong."""
+    if method.name != table:
+        raise UserError(f"its name must be its file's, {table}, got {method.name!r}")
+    for part, base in (("strategy", PersonalizedStrategy), ("local_update", LocalUpdate)):
+        half = getattr(method, part)
+        made_of = getattr(half, "__origin__", half)  # FedAvg[Params] is FedAvg
+        if not isinstance(made_of, type) or not issubclass(made_of, base):
+            raise UserError(f"{part} must be a class made of {base.__name__}, got {half!r}")
+    _check_params(method.params, table)
+
+
+def _check_params(params: type, table: str) -> None:
+    if not dataclasses.is_dataclass(params):
+        raise UserError(f"params must be a dataclass of declared keys, got {params!r}")
+    try:
+        declared = specs(params, table)
+    except (TypeError, NameError) as error:
+        raise UserError(f"params: {error}") from None
+    undeclared = {field.name for field in dataclasses.fields(params)} - {spec.field for spec in declared}
+    problems = [f"{name}: must be declared, as in `{name}: float = key(0.5, ...)`" for name in sorted(undeclared)]
+    for spec in declared:
+        if spec.type not in (bool, int, float, str) or spec.about != "training":
+            problems.append(f"{spec.name}: must be a bool, int, float, str or Literal of words, and about training")
+        else:
+            spec.read(spec.default, problems)
+    if problems:
+        raise UserError(f"params: {'; '.join(problems)}")
+
+
+class Params(Mapping[str, type]):
+    """Parameter dataclass per method."""
+
+    def __init__(self, methods: Methods) -> None:
+        self._methods = methods
+
+    def __getitem__(self, name: str) -> type:
+        """Raise as Methods does."""
+        return self._methods[name].params
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the built-in methods' names."""
+        return iter(self._methods)
+
+    def __len__(self) -> int:
+        """Count the built-in methods."""
+        return len(self._methods)
+
