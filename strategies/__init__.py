@@ -11,6 +11,7 @@ from strategies import (
     fedbn,
     fedcac,
     feddac,
+    fedgen,
     fedntd,
     fedobp,
     fedpake,
@@ -28,7 +29,7 @@ from strategies.registry import Methods, Params
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
-    fedntd, moon, fedbabu, fedselect, apfl, pfedfda,
+    fedntd, moon, fedbabu, fedselect, apfl, pfedfda, fedgen,
 )  # fmt: skip
 
 METHODS = Methods(_MODULES)

@@ -41,8 +41,8 @@ def start(directory: Path, name: str, **config: Scalar) -> tuple[RunFolder, RunC
     return run(InProcessGrid(app, raw, CLIENTS), parsed, lambda *_: None), parsed
 
 
-def documented_bytes(method: str, layout: Layout) -> tuple[int, int]:
-    """Bytes up and down per client and round, as docs/methods.md has them (defaults)."""
+def documented_bytes(method: str, layout: Layout, round: int) -> tuple[int, int]:
+    """Bytes up and down per client in a round, as docs/methods.md has them (defaults)."""
     tensors = {slot.name: 4 * slot.size for slot in layout.params + layout.buffers}
     whole = sum(tensors.values())
     mask = -(-layout.d // 8)
@@ -54,8 +54,10 @@ def documented_bytes(method: str, layout: Layout) -> tuple[int, int]:
         "local": 0, "fedper": whole - head, "fedrep": whole - head, "fedbabu": whole - head, "lg-fedavg": head,
         "fedbn": whole - norms, "pfedfda": whole - head + gaussians,
     }.get(method, whole)  # fmt: skip
-    extra = {"fedcac": mask, "feddac": mask, "fedselect": mask, "fedobp": 8 * len(layout.params)}.get(method, 0)
-    return travels + extra, travels
+    extra = {"fedcac": mask, "feddac": mask, "fedselect": mask, "fedobp": 8 * len(layout.params), "fedgen": 4 * classes}
+    generator = (32 + classes + 3) * 256 + (256 + 1) * width + 2 * 256  # noise 32, hidden 256; and its statistics
+    sent = {"fedgen": 4 * generator + classes} if round > 1 else {}
+    return travels + extra.get(method, 0), travels + sent.get(method, 0)
 
 
 def documented_extras(method: str, layout: Layout) -> tuple[int, int]:
@@ -80,8 +82,9 @@ def test_two_rounds(tmp_path: Path, method: str, model: str, fraction: float) ->
     assert len(rounds[-1]["evaluation"]["clients"]) == CLIENTS
 
     layout = Layout.of(models.build(MODELS[model], in_channels=1, num_classes=10, image_size=8))
-    documented = [sum(pair) for pair in zip(documented_bytes(method, layout), documented_extras(method, layout), strict=True)]
     for record in rounds:
+        plain, more = documented_bytes(method, layout, record["round"]), documented_extras(method, layout)
+        documented = [plain[0] + more[0], plain[1] + more[1]]
         for client in record["clients"].values():
             assert [client["upload-bytes"], client["download-bytes"]] == documented
 

@@ -34,7 +34,7 @@ def known_shape(config: RunConfig) -> Shape | None:
 
 
 def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
-    """Bytes of one round, from the server half itself: what it would send, what it expects back.
+    """Bytes of the last round, from the server half itself: what it would send, what it expects back.
 
     method: the registered Method of config.method; shape: in_channels, num_classes, image_size. Raises UserError if the
     model does not fit the images, or the method not the model.
@@ -46,11 +46,12 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     zeros = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
     shared = method.shared(layout, config.params)
     strategy = method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
+    strategy.round = config.num_server_rounds - 1  # those that are behind it
     arrays = strategy.expected().shapes().values()
     return RoundBytes(
         participants=len(strategy.sample(list(range(config.num_clients)), 1)),
         upload=sum(math.prod(dims) * np.dtype(dtype).itemsize for dtype, dims in arrays),
-        download=strategy.download_for(0, 1, "train").nbytes,
+        download=strategy.download_for(0, config.num_server_rounds, "train").nbytes,
     )
 
 
