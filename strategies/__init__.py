@@ -5,6 +5,7 @@ from __future__ import annotations
 from strategies import (
     apfl,
     ditto,
+    fedala,
     fedamp,
     fedavg,
     fedbabu,
@@ -29,7 +30,7 @@ from strategies.registry import Methods, Params
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
-    fedntd, moon, fedbabu, fedselect, apfl, pfedfda, fedgen,
+    fedntd, moon, fedbabu, fedselect, apfl, pfedfda, fedgen, fedala,
 )  # fmt: skip
 
 METHODS = Methods(_MODULES)

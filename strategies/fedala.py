@@ -1,0 +1,223 @@
+"""FedALA: FedAvg whose clients start from an element-wise, learned mixture of their own last model and the received one.
+
+Zhang, Hua, Wang, Song, Xue, Ma, Guan: "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023.
+
+Client, on the tensors P of its last modules, with w_prev, its trained vector of its last participation: it starts from
+w_prev + (w_g - w_prev) * A, and from w_g below. Before training it learns A in [0, 1]^P, ones at first, on a sample of its
+data: A <- clip(A - eta_A g * (w_g - w_prev), 0, 1), g the gradient of the loss at the mixture; one epoch, and the first time
+until the loss settles. Then it trains everything as in FedAvg. Server: FedAvg. eta_A = 0 is FedAvg, bit for bit. Evaluations
+learn A too, on the same sample, and do not keep it.
+
+Decisions and deviations: `layers` counts modules, a weight and its bias being one (the authors' code: tensors). Learning runs
+in evaluation mode with the received statistics (the code: in whatever mode the model was left). The loss has settled by the
+means of the epochs (the code: their last batches), after `max-epochs` at the latest. A client learns from its second
+participation on (the code: as soon as the sum of the first tensor's differences is not 0), and only in its own rounds: the
+authors let all clients learn in every round, so that an idle one's old model drifts to the global one. The sample is drawn
+anew every round, of all data (the code: a contiguous block). Statistics are averaged (the code keeps them at home).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
+from fl_app.layout import Layout, Model
+from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Trainer, all_tensors
+from strategies.fedavg import FedAvg
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    Gradient = Callable[[Tensor], tuple[Tensor, Tensor]]  # values on P -> a batch's mean loss, and its gradient on P
+
+_SETTLED = 10  # epochs whose losses must be alike
+_CHUNK = 512  # samples whose features are computed at a time
+
+
+@dataclass(frozen=True)
+class FedALAParams:
+    """Parameters of FedALA, table `fedala`."""
+
+    layers: int = key(1, "Last modules with parameters whose start is mixed (p); 0: all.", NOT_NEGATIVE)
+    sample_share: float = key(0.8, "Share of the training samples that A is learned on (s).", POSITIVE_RATIO)
+    weight_learning_rate: float = key(1.0, "Step size of A (eta); never decays. 0 is FedAvg.", NOT_NEGATIVE)
+    threshold: float = key(
+        0.1, "A is first learned until the last ten epochs' losses deviate by less (authors' code; 0.01 in the paper, they say).",
+        POSITIVE,
+    )  # fmt: skip
+    max_epochs: int = key(100, "Most epochs of learning A for the first time (ours).", AT_LEAST_ONE)
+
+
+def mix(own: Tensor, received: Tensor, weights: Tensor) -> Tensor:
+    """Mixture own + (received - own) * weights, of equal shapes; exactly `own` at 0 and `received` at 1."""
+    between = own + (received - own) * weights
+    return between.where(weights != 0, own).where(weights != 1, received)
+
+
+def step(own: Tensor, received: Tensor, weights: Tensor, gradient: Tensor, rate: float) -> Tensor:
+    """Learn the mixture's weights: clip(weights - rate * gradient * (received - own), 0, 1).
+
+    own, received, weights in [0, 1], gradient (of the loss at the mixture): tensors of equal shape, of which the result is one.
+    """
+    return (weights - rate * gradient * (received - own)).clamp(0, 1)
+
+
+def settled(losses: Sequence[float], threshold: float, most: int) -> bool:
+    """Tell whether learning ends: after more than ten epochs whose last ten mean losses deviate by less, or after the most."""
+    alike = len(losses) > _SETTLED and float(np.std(losses[-_SETTLED:])) < threshold
+    return alike or len(losses) >= most
+
+
+def mixed_from(layout: Layout, layers: int) -> int:
+    """Return the first position of the last `layers` modules that own parameters; 0: all of them, as for too many."""
+    owners = [slot.name.rpartition(".")[0] for slot in layout.params]
+    last = list(dict.fromkeys(owners))[-layers:]
+    return layout.params[owners.index(last[0])].start
+
+
+class FedALAUpdate(LocalUpdate[FedALAParams]):
+    """Client half. State: `fedala.own` (the last trained values on P), `fedala.weights` (A), both in named_parameters order."""
+
+    def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedALAParams]) -> Model:
+        """Learn A, and mix."""
+        if "fedala.own" not in state.arrays or not ctx.params.weight_learning_rate:
+            return received
+        first, trainer = mixed_from(ctx.layout, ctx.params.layers), ctx.trainer
+
+        def on_device(part: NDArray[np.float32]) -> Tensor:
+            return trainer.tensor(np.concatenate([received.params[:first], part]))[first:]
+
+        def off_device(part: Tensor) -> NDArray[np.float32]:
+            whole = trainer.weights.clone()
+            whole[first:] = part
+            return trainer.vector(whole)[first:]
+
+        own, theirs = on_device(state.arrays["fedala.own"]), on_device(received.params[first:])
+        known = state.arrays.get("fedala.weights")
+        weights = on_device(np.ones(ctx.layout.d - first, np.float32) if known is None else known)
+        with held_below(trainer.module, first):
+            weights = self.learn(own, theirs, weights, self.gradients(received, first, ctx), ctx, once=known is not None)
+        state.arrays["fedala.weights"] = off_device(weights)
+        return Model(np.concatenate([received.params[:first], off_device(mix(own, theirs, weights))]), received.buffers)
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedALAParams]) -> Model:
+        """Train everything as FedAvg does, and keep what comes out on P."""
+        after = super().train(start, state, ctx)
+        state.arrays["fedala.own"] = after.params[mixed_from(ctx.layout, ctx.params.layers) :]
+        return after
+
+    def learn(
+        self, own: Tensor, received: Tensor, weights: Tensor, gradients: Sequence[tuple[int, Gradient]],
+        ctx: RoundContext[FedALAParams], *, once: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return A after an epoch, or after as many as it takes to settle. gradients: per batch, with its samples."""
+        p = ctx.params
+        losses: list[float] = []
+        while True:
+            total = own.new_zeros(())
+            for size, gradient_at in gradients:
+                loss, gradient = gradient_at(mix(own, received, weights))
+                weights = step(own, received, weights, gradient, p.weight_learning_rate)
+                total += loss * size
+            if once:
+                return weights
+            losses.append(float(total) / sum(size for size, _ in gradients))
+            if settled(losses, p.threshold, p.max_epochs):
+                return weights
+
+    def gradients(self, received: Model, first: int, ctx: RoundContext[FedALAParams]) -> list[tuple[int, Gradient]]:
+        """Return, per batch of the round's sample, its size and the gradient on P as a function of the values on P."""
+        trainer, n = ctx.trainer, ctx.num_samples
+        chosen = ctx.rng("ala").choice(n, max(1, int(ctx.params.sample_share * n)), replace=False)
+        batches = [chosen[at : at + ctx.config.batch_size] for at in range(0, len(chosen), ctx.config.batch_size)]
+        trainer.load(received)
+        trainer.module.eval()
+        features = None
+        if frozenset(slot.name for slot in ctx.layout.params if slot.start >= first) == ctx.layout.classifier:
+            features = head_inputs(trainer, chosen)
+        if features is None:
+            return [(len(batch), whole(trainer, first, batch)) for batch in batches]
+        shape = trainer.classifier().weight.shape
+        cuts = np.cumsum([len(batch) for batch in batches])[:-1].tolist()
+        pairs = zip(*(part.tensor_split(cuts) for part in features), strict=True)
+        return [(len(y), head(shape, z, y)) for z, y in pairs]
+
+
+@contextmanager
+def held_below(module: nn.Module, first: int) -> Iterator[None]:
+    """Compute no gradients of the parameters before a position, for a while."""
+    held: list[nn.Parameter] = []
+    stop = 0
+    for parameter in module.parameters():
+        stop += parameter.numel()
+        if stop <= first and parameter.requires_grad:
+            parameter.requires_grad_(False)
+            held.append(parameter)
+    try:
+        yield
+    finally:
+        for parameter in held:
+            parameter.requires_grad_(True)
+
+
+def head_inputs(trainer: Trainer, chosen: NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
+    """Return the last Linear layer's input, float32 [n, k], and labels, at the loaded model; None if it gives no logits."""
+    import torch
+
+    module = trainer.module
+    seen: list[Tensor] = []
+    labels: list[Tensor] = []
+    results: list[Tensor] = []
+    hook = trainer.classifier().register_forward_hook(lambda _, inputs, output: results.extend((inputs[0], output)))
+    try:
+        with torch.no_grad():
+            for at in range(0, len(chosen), _CHUNK):
+                x, y = trainer.samples(chosen[at : at + _CHUNK])
+                results.clear()
+                logits = trainer.logits(module, x)
+                if len(results) != 2 or results[0].ndim != 2 or not torch.equal(results[1].float(), logits):
+                    return None
+                seen.append(results[0].float())
+                labels.append(y)
+    finally:
+        hook.remove()
+    return torch.cat(seen), torch.cat(labels)
+
+
+def head(shape: Sequence[int], z: Tensor, y: Tensor) -> Gradient:
+    """Mean cross-entropy, and its gradient, of a Linear layer [C, k] with or without bias on features z [n, k], labels y [n]."""
+    size = shape[0] * shape[1]
+
+    def gradient_at(values: Tensor) -> tuple[Tensor, Tensor]:
+        logits = z @ values[:size].view(shape[0], shape[1]).T + (values[size:] if len(values) > size else 0)
+        log_likelihood = logits.log_softmax(1)
+        right = log_likelihood.gather(1, y[:, None])
+        residual = log_likelihood.exp()
+        residual.scatter_add_(1, y[:, None], -right.new_ones(right.shape))
+        residual /= len(y)
+        gradient = values.new_empty(values.shape)
+        gradient[:size] = (residual.T @ z).view(-1)
+        if len(values) > size:
+            gradient[size:] = residual.sum(0)
+        return -right.mean(), gradient
+
+    return gradient_at
+
+
+def whole(trainer: Trainer, first: int, batch: NDArray[np.int64]) -> Gradient:
+    """Mean loss of a batch of training samples, and its gradient from a position on, at the loaded model with others there."""
+
+    def gradient_at(values: Tensor) -> tuple[Tensor, Tensor]:
+        trainer.weights[first:] = values
+        return trainer.differentiate(*trainer.samples(batch), counted=False), trainer.gradient[first:]
+
+    return gradient_at
+
+
+METHOD = Method("fedala", FedALAParams, FedAvg[FedALAParams], FedALAUpdate, all_tensors)
