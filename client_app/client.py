@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import logging
 import sys
 import time
@@ -59,6 +60,7 @@ class CorollaClient(NumPyClient):
         if self.config.report_class_counts:
             counts = np.bincount(self.data.y_train, minlength=info.num_classes)
             properties["class-counts"] = ",".join(str(n) for n in counts)
+            properties["class-names"] = json.dumps(info.classes)
         return properties
 
     def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:

@@ -115,8 +115,12 @@ class RunFolder:
     def write_clients(self, properties: Mapping[int, Mapping[str, Scalar]]) -> None:
         """Write clients.json, per client its training and test samples, and its class counts if it tells them.
 
-        Clients known from before and absent from `properties` stay.
+        Clients known from before and absent from `properties` stay. The classes' names go into run.json.
         """
+        about = read_about(self.path)
+        names = next((names for i in sorted(properties) if (names := told_names(properties[i]))), about.get("classes"))
+        if names != about.get("classes"):
+            self.write(RUN, json.dumps({**about, "classes": names}) + "\n")
         known = read_clients(self.path) | {str(i): client_facts(i, p) for i, p in properties.items()}
         rows = (f"{json.dumps(i)}: {json.dumps(known[i])}" for i in sorted(known, key=int))
         self.write(CLIENTS, "{\n" + ",\n".join(rows) + "\n}\n")
@@ -212,6 +216,16 @@ def client_facts(client_id: int, properties: Mapping[str, Scalar]) -> dict[str, 
     return facts
 
 
+def told_names(properties: Mapping[str, Scalar]) -> list[str]:
+    """Read the names of the classes from a client's properties; empty if there is not one for each."""
+    try:
+        names = json.loads(str(properties.get("class-names", "[]")))
+    except ValueError:
+        names = None
+    fits = isinstance(names, list) and len(names) == properties.get("num-classes") and all(isinstance(n, str) for n in names)
+    return [str(name) for name in names] if fits else []
+
+
 def read_clients(run: Path) -> dict[str, dict[str, Any]]:
     """Read clients.json, facts by client id; empty if the run has none that can be read."""
     try:
@@ -222,7 +236,10 @@ def read_clients(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_about(run: Path) -> dict[str, Any]:
-    """Read run.json: the experiment's id, how often it was resumed, its method's figures; empty if it cannot be read."""
+    """Read run.json: the experiment's id, how often it was resumed, its method's figures, the classes' names.
+
+    Empty if it cannot be read.
+    """
     try:
         about = json.loads((run / RUN).read_text(encoding="utf-8"))
     except (OSError, ValueError):
