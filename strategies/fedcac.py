@@ -260,7 +260,7 @@ class FedCACUpdate(LocalUpdate[FedCACParams]):
 FIGURES = (
     Matrix(
         "overlap", "Overlap of critical parameters", "share of critical parameters in common",
-        "The share of its critical parameters that a client has in common with another (Fig. 7).",
+        "The share of its critical parameters that a client has in common with another (Fig. 7 of its paper).",
         heading="Overlap of critical masks", value="overlap",
     ),
     Links(

@@ -256,7 +256,7 @@ def shared(layout: Layout, params: FedOBPParams) -> frozenset[str]:
 FIGURES = (
     Layers(
         COUNTS, "In which layers the personal parameters are", "share of personal parameters (%)",
-        "Of all parameters that clients keep personal in a round, the share that lies in each layer (Fig. 5).",
+        "Of all parameters that clients keep personal in a round, the share that lies in each layer (Fig. 5 of its paper).",
         name="personal", shares=True,
     ),
 )  # fmt: skip

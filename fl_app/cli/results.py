@@ -43,11 +43,14 @@ def compare(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of run folders.")],
     output: Annotated[Path, typer.Option(help="Directory for report.html and report-figures/.")] = Path("."),
+    figures: Annotated[Path | None, typer.Option(help="Directory for every picture as PNG, SVG and PDF.")] = None,
+    tables: Annotated[Path | None, typer.Option(help="Directory for rounds.csv and clients.csv.")] = None,
 ) -> None:
     """Write a page with tables and pictures of one or more runs, and the pictures as PNG."""
     from fl_app.report.page import write_report
 
-    for path in write_report(runs, output, {name: method.figures for name, method in METHODS.items()}):
+    declared = {name: method.figures for name, method in METHODS.items()}
+    for path in write_report(runs, output, declared, figures, tables):
         console.print(f"{path}", soft_wrap=True)
 
 

@@ -1,28 +1,22 @@
-"""What a report knows of its runs: records of run folders as arrays, and how the runs are told apart. Imports no matplotlib."""
+"""What a report knows of its runs: run folders, and their records as arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.config import RunConfig
 from fl_app.errors import UserError
-from fl_app.keys import Scalar, bears_on, specs
+from fl_app.keys import Scalar
 from fl_app.report.kinds import Figure, from_json
 from fl_app.server.run_folder import CONFIG, read_about, read_clients, read_config, read_metrics, read_summary
 
 Record = dict[str, Any]
 Floats = NDArray[np.float64]
-
-LABEL_LENGTH = 40
-NOT_SETTINGS = frozenset(key.name for key in specs(RunConfig) if not key.tells_runs_apart)
-KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
-DATA_KEYS = frozenset(key.name for key in specs(RunConfig) if key.about == "data")
 
 
 @dataclass(frozen=True)
@@ -38,7 +32,7 @@ class Curve:
 @dataclass(frozen=True)
 class Run:
     """A run folder as read. rounds: records by round number, ascending; facts: clients.json; figures: what its method declared;
-    number, label: in the report.
+    classes: names in label order, empty if unknown; number, label: in the report.
     """
 
     path: Path
@@ -47,9 +41,9 @@ class Run:
     facts: dict[str, dict[str, Any]]
     finished: bool
     figures: tuple[Figure, ...] = ()
-    number: int = 1
+    classes: tuple[str, ...] = ()
+    number: str = "1"
     label: str = ""
-    settings: dict[str, Scalar] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
@@ -101,7 +95,7 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path], declared: Mapping[str, Sequence[Figure]] | None = None) -> list[Run]:
-    """Read run folders, or folders of run folders, and label them. Raises UserError naming every path that is neither.
+    """Read run folders, or folders of run folders. Raises UserError naming every path that is neither.
 
     declared: figures by method, for runs of before these were kept in run.json.
     """
@@ -119,7 +113,7 @@ def read_runs(paths: Sequence[Path], declared: Mapping[str, Sequence[Figure]] | 
                 problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
-    return labelled(list(found.values()))
+    return list(found.values())
 
 
 def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None) -> Run:
@@ -132,40 +126,9 @@ def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None)
         finished = False
     known = tuple((declared or {}).get(str(config.get("method")), ()))
     figures = from_json(about["figures"]) if "figures" in about else known
-    return Run(path.resolve(), config, dict(sorted(rounds.items())), read_clients(path), finished, figures)
-
-
-def labelled(runs: list[Run]) -> list[Run]:
-    """Number the runs and name them by method and the settings in which they differ."""
-    keys = differences(runs)
-    out = []
-    for number, run in enumerate(runs, 1):
-        settings = {key: run.config[key] for key in keys if key in run.config and relevant(key, run)}
-        words = [f"{key.rpartition('.')[2]} {show(value)}" for key, value in settings.items()]
-        label = ", ".join([run.method, *words])
-        out.append(replace(run, number=number, label=f"{number} {label}" if len(runs) > 1 else label, settings=settings))
-    return out
-
-
-def short(label: str, length: int = LABEL_LENGTH) -> str:
-    """Cut a label to a length, after a comma if it can be; its number stays."""
-    if len(label) <= length:
-        return label
-    whole = label[: length - 1].rpartition(", ")[0]
-    return f"{whole}, …" if whole else label[: length - 1] + "…"
-
-
-def relevant(key: str, run: Run) -> bool:
-    """Tell whether a key tells a run from others of its method."""
-    return key != "method" and key not in NOT_SETTINGS and bears_on(key, run.method)
-
-
-def differences(runs: Sequence[Run]) -> list[str]:
-    """Keys that do not have one value in all runs on which they bear: methods' own first, then by importance."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if relevant(key, run))
-    differ = [k for k in keys if len({show(r.config[k]) for r in runs if k in r.config and relevant(k, r)}) > 1]
-    order = dict(zip(KEY_SETTINGS, range(len(KEY_SETTINGS)), strict=True))
-    return sorted(differ, key=lambda k: (-1 if "." in k else order.get(k, len(order))))
+    classes = about["classes"] if isinstance(about.get("classes"), list) else str(config.get("classes", "")).split(",")
+    names = tuple(str(name).strip() for name in classes)
+    return Run(path.resolve(), config, dict(sorted(rounds.items())), read_clients(path), finished, figures, names)
 
 
 def show(value: Scalar) -> str:
@@ -178,17 +141,21 @@ def show(value: Scalar) -> str:
 # Arrays ---------------------------------------------------------------------------------------------------------------
 
 
-def curve(run: Run, name: str) -> Curve | None:
-    """Mean and quartiles of a client metric over the rounds; `evaluation`: accuracy in evaluations of all clients."""
-    if name == "evaluation":
-        samples = {t: numbers(e["clients"], "accuracy") for t, e in run.evaluations.items()}
-    else:
-        samples = {t: numbers(r.get("clients", {}), name) for t, r in run.rounds.items()}
-    samples = {t: values for t, values in samples.items() if values.size}
+def curve(runs: Sequence[Run], name: str) -> Curve | None:
+    """Mean and quartiles of a metric of the runs' clients over the rounds; `evaluation`: accuracy in evaluations of all."""
+    samples: dict[int, list[Floats]] = {}
+    for run in runs:
+        tables = {t: e["clients"] for t, e in run.evaluations.items()}
+        if name != "evaluation":
+            tables = {t: r.get("clients", {}) for t, r in run.rounds.items()}
+        for t, table in tables.items():
+            if (values := numbers(table, "accuracy" if name == "evaluation" else name)).size:
+                samples.setdefault(t, []).append(values)
     if not samples:
         return None
-    low, high = np.array([np.percentile(v, (25, 75)) for v in samples.values()]).T
-    return Curve(np.array(list(samples), np.int64), np.array([v.mean() for v in samples.values()]), low, high)
+    pooled = [np.concatenate(samples[t]) for t in sorted(samples)]
+    low, high = np.array([np.percentile(values, (25, 75)) for values in pooled]).T
+    return Curve(np.array(sorted(samples), np.int64), np.array([values.mean() for values in pooled]), low, high)
 
 
 def numbers(clients: dict[str, Record], name: str) -> Floats:
@@ -208,14 +175,15 @@ def final_accuracies(run: Run) -> tuple[Floats, str]:
     return np.sort(np.array(list(latest.values()), np.float64)), "each client's last round, before training"
 
 
-def spent(run: Run) -> tuple[Floats, Floats]:
-    """Bytes exchanged until the models of a round were with the clients, and the accuracy these had; both [rounds]."""
-    up = np.array([r.get("upload-bytes") or 0 for r in run.rounds.values()], np.float64)
-    down = np.array([r.get("download-bytes") or 0 for r in run.rounds.values()], np.float64)
-    values = [r.get("accuracy-before") for r in run.rounds.values()]
-    accuracy = np.array([np.nan if v is None else v for v in values], np.float64)
-    known = ~np.isnan(accuracy)
-    return (np.cumsum(up + down) - up)[known], accuracy[known]
+def spent(run: Run) -> dict[int, tuple[float, float]]:
+    """Bytes exchanged until the models of a round were with the clients, and the accuracy these had, by round."""
+    out, total = {}, 0.0
+    for t, record in run.rounds.items():
+        total += record.get("download-bytes") or 0
+        if (accuracy := record.get("accuracy-before")) is not None:
+            out[t] = (total, float(accuracy))
+        total += record.get("upload-bytes") or 0
+    return out
 
 
 def server_seconds(run: Run) -> dict[str, float]:

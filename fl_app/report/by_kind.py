@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps, rc_context
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
@@ -14,23 +14,8 @@ from matplotlib.ticker import MaxNLocator
 
 from fl_app.report import kinds
 from fl_app.report.arrays import Floats, Run
-from fl_app.report.figures import (
-    BLUE,
-    COLOURS,
-    COLOURS_OF_VALUES,
-    LINES,
-    MARKERS,
-    NEVER,
-    STYLE,
-    Drawn,
-    Look,
-    Panel,
-    new_figure,
-    percent_axis,
-    png,
-    rounds_axis,
-    thinned,
-)
+from fl_app.report.figures import Drawn, Panel, new_figure, percent_axis, rounds_axis, thinned
+from fl_app.report.looks import BLUE, COLOURS, COLOURS_OF_VALUES, LINES, MARKERS, Look, never
 from fl_app.report.matrices import draw_matrix
 from fl_app.report.recorded import groups, layers, links, scalars
 
@@ -42,16 +27,15 @@ def of_run(run: Run) -> Iterator[Panel]:
     """Yield the pictures that the run's method declared and its records have numbers for."""
     taken: set[str] = set()
     for figure in run.figures:
-        with rc_context(STYLE):
-            drawn = DRAW[type(figure)](run, figure)
-            if drawn is None:
-                continue
-            title, caption, picture = drawn
-            name = figure.file_name
-            while name in taken:
-                name += "-"
-            taken.add(name)
-            yield Panel(f"{name}-{run.number}", title, " ".join(caption.split()), png(picture))
+        drawn = DRAW[type(figure)](run, figure)
+        if drawn is None:
+            continue
+        title, caption, draw = drawn
+        name = figure.file_name
+        while name in taken:
+            name += "-"
+        taken.add(name)
+        yield Panel(f"{name}-{run.number.replace('.', '-')}", title, " ".join(caption.split()), draw)
 
 
 # Clients over rounds --------------------------------------------------------------------------------------------------
@@ -62,32 +46,42 @@ def _links(run: Run, figure: kinds.Links) -> Drawn | None:
     if found is None:
         return None
     ids, grid = found
-    picture, top, axes, inches = _clients_over_rounds(ids, grid)
-    top.set_ylim(0, 1.1 * max(_mean_line(top, grid), 0.5))
-    image = _heat(axes, grid, int(np.nanmax(grid)))
-    bar = picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * inches)
-    bar.ax.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
-    return figure.title, f"{figure.caption} Above: the mean over the clients. Hatched: not in the round.", picture
+
+    def draw() -> Figure:
+        picture, top, axes, inches = _clients_over_rounds(ids, grid)
+        top.set_ylim(0, 1.1 * max(_mean_line(top, grid), 0.5))
+        image = _heat(axes, grid, int(np.nanmax(grid)))
+        bar = picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * inches)
+        bar.ax.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        return picture
+
+    return figure.title, f"{figure.caption} Above: the mean over the clients. Hatched: not in the round.", draw
 
 
 def _scalars(run: Run, figure: kinds.Scalars) -> Drawn | None:
     found = scalars(run, figure.record)
     if found is None:
         return None
-    ids, grid = found
-    grid = 100 * grid if figure.percent else grid
-    if not ids:
+    ids, grid = found[0], 100 * found[1] if figure.percent else found[1]
+
+    def of_rounds() -> Figure:
         picture = new_figure(3.6)
         axes = picture.add_subplot()
         _mean_line(axes, grid)
         axes.set_ylabel(figure.unit)
         rounds_axis(axes, grid.shape[1])
-        return figure.title, figure.caption, picture
-    picture, top, axes, inches = _clients_over_rounds(ids, grid, line=1.6)
-    _mean_line(top, grid)
-    image = _heat(axes, grid, low=None)
-    picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * inches)
-    return figure.title, f"{figure.caption} Above: the mean over the clients. Hatched: nothing was recorded.", picture
+        return picture
+
+    def of_clients() -> Figure:
+        picture, top, axes, inches = _clients_over_rounds(ids, grid, line=1.6)
+        _mean_line(top, grid)
+        image = _heat(axes, grid, low=None)
+        picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * inches)
+        return picture
+
+    if not ids:
+        return figure.title, figure.caption, of_rounds
+    return figure.title, f"{figure.caption} Above: the mean over the clients. Hatched: nothing was recorded.", of_clients
 
 
 def _groups(run: Run, figure: kinds.Groups) -> Drawn | None:
@@ -95,19 +89,22 @@ def _groups(run: Run, figure: kinds.Groups) -> Drawn | None:
     if found is None:
         return None
     ids, grid, names = found
-    picture, top, axes, inches = _clients_over_rounds(ids, grid)
-    known = [row[~np.isnan(row)] for row in grid.T]
-    counts = np.array([len(np.unique(row)) for row in known], np.float64)
-    _mean_line(top, np.where(counts, counts, np.nan)[None])
-    top.set(ylabel=figure.unit or "groups", ylim=(0, 1.1 * counts.max()))
-    top.yaxis.set_major_locator(MaxNLocator(3, integer=True))
-    image = _heat(axes, grid, len(names) - 1)
-    bar = picture.colorbar(image, ax=axes, label="group", fraction=0.04, pad=0.01, aspect=6 * inches)
-    ticks = thinned(len(names), inches, 0.15)
-    bar.set_ticks(ticks, labels=[names[k] for k in ticks])
-    bar.ax.minorticks_off()
+    counts = np.array([len(np.unique(column[~np.isnan(column)])) for column in grid.T], np.float64)
+
+    def draw() -> Figure:
+        picture, top, axes, inches = _clients_over_rounds(ids, grid)
+        _mean_line(top, np.where(counts, counts, np.nan)[None])
+        top.set(ylabel=figure.unit or "groups", ylim=(0, 1.1 * counts.max()))
+        top.yaxis.set_major_locator(MaxNLocator(3, integer=True))
+        image = _heat(axes, grid, len(names) - 1)
+        bar = picture.colorbar(image, ax=axes, label="group", fraction=0.04, pad=0.01, aspect=6 * inches)
+        ticks = thinned(len(names), inches, 0.15)
+        bar.set_ticks(ticks, labels=[names[k] for k in ticks])
+        bar.ax.minorticks_off()
+        return picture
+
     text = "Above: how many groups the round's clients are in. Hatched: not in the round."
-    return figure.title, f"{figure.caption} {text}", picture
+    return figure.title, f"{figure.caption} {text}", draw
 
 
 def _clients_over_rounds(ids: list[int], grid: Floats, line: float = 1.1) -> tuple[Figure, Axes, Axes, float]:
@@ -137,7 +134,7 @@ def _mean_line(axes: Axes, grid: Floats) -> float:
 
 def _heat(axes: Axes, grid: Floats, levels: int = 0, top: float | None = None, low: float | None = 0) -> Any:
     """Rows over rounds 1 .. last; levels: values are whole numbers up to it, and few enough get one colour each."""
-    axes.patch.set(**NEVER)
+    axes.patch.set(**never())
     axes.grid(visible=False)
     extent = (0.5, grid.shape[1] + 0.5, grid.shape[0] - 0.5, -0.5)
     colours: dict[str, Any] = {"cmap": COLOURS_OF_VALUES, "vmin": low, "vmax": top or levels or None}
@@ -150,18 +147,26 @@ def _heat(axes: Axes, grid: Floats, levels: int = 0, top: float | None = None, l
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
+Part = tuple[kinds.Layers, tuple[list[str], Floats]]  # what is drawn; layers' names and [layers, rounds]
+
+
 def _layers(run: Run, figure: kinds.Layers) -> Drawn | None:
     chain: list[kinds.Layers] = [figure]
     while chain[-1].beside:
         chain.append(chain[-1].beside)
-    found = [(part, values) for part in chain if (values := layers(run, part)) is not None]
+    found: list[Part] = [(part, values) for part in chain if (values := layers(run, part)) is not None]
     if not found:
         return None
-    if len(found) == 1 and found[0][0].shares:
-        names, grid = found[0][1]
-        picture = _few_shares(figure, names, grid) if len(names) <= MOST_LINES else _many_shares(figure, names, grid)
-        text = "Weights and biases count together; the layers sum to 100 %. Rounds without any are left out."
-        return figure.title, f"{figure.caption} {text}", picture
+    names, grid = found[0][1]
+    if len(found) > 1 or not found[0][0].shares:
+        return figure.title, figure.caption, lambda: _side_by_side(found)
+    text = f"{figure.caption} Weights and biases count together; the layers sum to 100 %. Rounds without any are left out."
+    draw = _few_shares if len(names) <= MOST_LINES else _many_shares
+    return figure.title, text, lambda: draw(figure, names, grid)
+
+
+def _side_by_side(found: list[Part]) -> Figure:
+    """A row per layer, a column per round, one picture beside the other."""
     most = max(len(names) for _, (names, _) in found)
     height = min(10.0, 1.3 + max(0.24 * most, 1.0))
     picture = new_figure(height)
@@ -180,7 +185,7 @@ def _layers(run: Run, figure: kinds.Layers) -> Drawn | None:
             bar.set_ticks(list(whole))
         rounds_axis(axes)
         previous = names
-    return figure.title, figure.caption, picture
+    return picture
 
 
 def _few_shares(figure: kinds.Layers, names: list[str], grid: Floats) -> Figure:

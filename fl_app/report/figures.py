@@ -1,8 +1,4 @@
-"""What all pictures of the report share: looks, axes, legends, rendering; matplotlib's objects, no pyplot.
-
-Runs are told apart by colour (Okabe-Ito), line style and marker, so also in black and white: one colour per method, one
-line style per run of a method, one marker per run.
-"""
+"""What all pictures of the report share: a picture and its files, axes, legends; matplotlib's objects, no pyplot."""
 
 from __future__ import annotations
 
@@ -11,81 +7,41 @@ import math
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fl_app.report.arrays import (
-    Run,
-    short,
-)  # fmt: skip
+from fl_app.report.groups import Group, short
+from fl_app.report.looks import DARK, LIGHT, Look, looks
 
-BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
-)  # fmt: skip
-COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, BLACK, SKY)
-LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.3, 1.4)), (0, (7, 2, 1.3, 2)), (0, (12, 3)))
-MARKERS = "os^DvXP<>dp*"
-HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo", "++")
 WIDTH = 11.0  # inches, shown as 1100 pixels
 DPI = 160
-NEVER: dict[str, Any] = {"hatch": "////", "edgecolor": "0.7", "facecolor": "white"}  # cells that hold nothing
-COLOURS_OF_VALUES = "viridis"  # lightness grows with the value, no grey
-TOGETHER = 4  # runs whose quartiles can share one picture
-STYLE: Any = {
-    "font.size": 10, "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "0.9", "axes.axisbelow": True,
-    "legend.frameon": False, "lines.linewidth": 1.7, "lines.markersize": 6.2, "hatch.linewidth": 0.6,
-    "text.parse_math": False, "figure.facecolor": "white", "savefig.facecolor": "white",
-}  # fmt: skip
+TOGETHER = 4  # curves whose spread can share one picture
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture of the report. name: of its file; caption: how to read it."""
+    """A picture of the report. name: of its files; caption: how to read it; folded: the page shows it on demand.
+
+    draw: called anew for every rendering, with the settings of light or dark pictures in force.
+    """
 
     name: str
     title: str
     caption: str
-    png: bytes
+    draw: Callable[[], Figure]
+    folded: bool = False
 
-
-Drawn = tuple[str, str, Figure]  # title, caption, picture
-
-
-@dataclass(frozen=True)
-class Look:
-    """How a run is drawn."""
-
-    colour: str
-    line: Any
-    marker: str
-    turn: int = 0  # whose turn it is to carry a marker, so that lines on top of each other show all markers
-
-    def line_style(self, points: int) -> dict[str, Any]:
-        """Arguments for a line with this many points; at most about a dozen carry a marker."""
-        step = max(1, math.ceil(points / 12), min(2, points // 4))
-        return {
-            "color": self.colour, "linestyle": self.line, "marker": self.marker, "markevery": (self.turn % step, step),
-            "markeredgecolor": "white", "markeredgewidth": 0.6,
-        }  # fmt: skip
-
-
-def looks(runs: Sequence[Run]) -> dict[int, Look]:
-    """Return each run's look, by its number."""
-    methods = list(dict.fromkeys(run.method for run in runs))
-    seen: dict[str, int] = {}
-    out = {}
-    for k, run in enumerate(runs):
-        group, within = methods.index(run.method), seen.get(run.method, 0)
-        seen[run.method] = within + 1
-        colour = group if len(methods) > 1 else k
-        line = within if len(runs) > len(methods) > 1 else k
-        out[run.number] = Look(COLOURS[colour % len(COLOURS)], LINES[line % len(LINES)], MARKERS[k % len(MARKERS)], k)
-    return out
+    def render(self, kind: str = "png", dark: bool = False) -> bytes:
+        """Return the picture as a png, svg or pdf file; the same bytes every time."""
+        out = io.BytesIO()
+        with rc_context(DARK if dark else LIGHT):
+            dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+            self.draw().savefig(out, format=kind, dpi=DPI, metadata=dates)
+        return out.getvalue()
 
 
 def new_figure(height: float, width: float = WIDTH, arranged: bool = True) -> Figure:
@@ -95,19 +51,17 @@ def new_figure(height: float, width: float = WIDTH, arranged: bool = True) -> Fi
     return figure
 
 
-def png(figure: Figure) -> bytes:
-    """Render a figure."""
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=DPI)
-    return out.getvalue()
-
-
 # Pieces ---------------------------------------------------------------------------------------------------------------
 
 
-def listed(runs: Sequence[Run]) -> str:
+def styled(groups: Sequence[Group]) -> dict[int, Look]:
+    """Return each group's look, by its number."""
+    return {group.number: look for group, look in zip(groups, looks([g.method for g in groups]), strict=True)}
+
+
+def listed(numbers: Sequence[object]) -> str:
     """Name runs by their numbers."""
-    return ("run " if len(runs) == 1 else "runs ") + ", ".join(str(run.number) for run in runs)
+    return ("run " if len(numbers) == 1 else "runs ") + ", ".join(map(str, numbers))
 
 
 def percent_axis(axes: Axes, label: str = "test accuracy (%)") -> None:
@@ -125,40 +79,34 @@ def rounds_axis(axes: Axes, last: int = 0) -> None:
     axes.set_xlabel("round")
 
 
-def legend(figure: Figure, axes: Axes, runs: Sequence[Run]) -> None:
-    """Put one legend for all runs below the axes; a single run needs none."""
-    if len(runs) < 2:
-        return
+def legend(figure: Figure, axes: Axes) -> None:
+    """Put one legend for all lines below the axes; a single line needs none."""
     handles, labels = axes.get_legend_handles_labels()
+    if len(handles) < 2:
+        return
     column = 5.9 * max(map(len, labels)) + 62  # points: a label's letters, line and gaps
     columns = max(1, min(len(labels), int(72 * WIDTH / column)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.6, fontsize=9.5)
 
 
-def small_multiples(runs: Sequence[Run], draw: Callable[[Axes, Run, bool], None]) -> tuple[Figure, list[Axes]]:
-    """One small picture per run, with the other runs in grey behind it. draw(axes, run, in_focus)."""
-    columns = 4 if len(runs) > 4 else len(runs)
-    rows = math.ceil(len(runs) / columns)
-    figure = new_figure(0.4 + 2.35 * rows)
+def small_multiples(groups: Sequence[Group], draw: Callable[[Axes, Group, bool], None]) -> tuple[Figure, list[Axes]]:
+    """One small picture per group, with the others in grey behind it. draw(axes, group, in_focus)."""
+    columns = 4 if len(groups) > 4 else len(groups)
+    rows = math.ceil(len(groups) / columns)
+    figure = new_figure(0.4 + 2.35 * rows if columns > 1 else 4.2)
     first: Axes | None = None
     grid: list[Axes] = []
-    for k, run in enumerate(runs):
+    for k, group in enumerate(groups):
         axes = figure.add_subplot(rows, columns, k + 1, sharex=first, sharey=first)
         first = first or axes
-        for other in runs:
-            if other is not run:
+        for other in groups:
+            if other is not group:
                 draw(axes, other, False)
-        draw(axes, run, True)
-        axes.set_title("\n".join(textwrap.wrap(short(run.label, 56), 31)), fontsize=9)
-        axes.tick_params(labelleft=k % columns == 0, labelbottom=k + columns >= len(runs))
+        draw(axes, group, True)
+        axes.set_title("\n".join(textwrap.wrap(short(group.label, 56), 31)), fontsize=9)
+        axes.tick_params(labelleft=k % columns == 0, labelbottom=k + columns >= len(groups))
         grid.append(axes)
     return figure, grid
-
-
-def thinned(count: int, inches: float, needed: float) -> list[int]:
-    """Positions of the labels that fit when each needs so many inches."""
-    step = next(s for s in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 10**9) if inches / count * s >= needed)
-    return list(range(0, count, step))
 
 
 def label_outer(grid: list[Axes], columns: int, x: Callable[[Axes], None], y: Callable[[Axes], None]) -> None:
@@ -170,3 +118,17 @@ def label_outer(grid: list[Axes], columns: int, x: Callable[[Axes], None], y: Ca
             axes.set_ylabel("")
         if k + columns < len(grid):
             axes.set_xlabel("")
+
+
+def thinned(count: int, inches: float, needed: float) -> list[int]:
+    """Positions of the labels that fit when each needs so many inches."""
+    step = next(s for s in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 10**9) if inches / count * s >= needed)
+    return list(range(0, count, step))
+
+
+def clipped(name: str, length: int = 16) -> str:
+    """Cut a name that is too long for an axis."""
+    return name if len(name) <= length else name[: length - 1] + "…"
+
+
+Drawn = tuple[str, str, Callable[[], Figure]]  # title, caption, picture

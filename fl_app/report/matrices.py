@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +13,10 @@ from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
 from fl_app.report.arrays import Floats, Run
-from fl_app.report.figures import COLOURS_OF_VALUES, NEVER, VERMILLION, WIDTH, Drawn, new_figure, thinned
+from fl_app.report.figures import WIDTH, Drawn, clipped, new_figure, thinned
 from fl_app.report.kinds import Matrix
-from fl_app.report.recorded import by_likeness, class_counts, cosine, matrix
+from fl_app.report.looks import COLOURS_OF_VALUES, VERMILLION, never, shares, shown
+from fl_app.report.recorded import by_likeness, class_counts, class_names, cosine, matrix
 
 ALIKE = 0.99  # cosine similarity from which two clients' class distributions are called the same
 MARGINS = 2.05  # inches beside the matrices
@@ -22,11 +24,14 @@ MARGINS = 2.05  # inches beside the matrices
 
 @dataclass(frozen=True)
 class _Likeness:
-    """Whose data is alike. counts: [N, classes]; similarity: [N, N]; same: pairs that count as the same, bool [N, N]."""
+    """Whose data is alike. counts: [N, classes]; similarity: [N, N]; same: pairs that count as the same, bool [N, N];
+    classes: their names, if known.
+    """
 
     counts: NDArray[np.int64]
     similarity: Floats
     same: NDArray[np.bool_]
+    classes: tuple[str, ...]
 
     @property
     def few(self) -> bool:
@@ -40,31 +45,43 @@ def draw_matrix(run: Run, figure: Matrix) -> Drawn | None:
     if found is None:
         return None
     ids, values = found
-    off = ~np.eye(len(ids), dtype=bool)
     alike = _likeness(run, ids)
-    order = by_likeness(values if alike is None else alike.similarity)
-    labels, square = [str(ids[k]) for k in order], np.ix_(order, order)
-    width = 0.0 if alike is None else _mix_width(alike.counts)
-    side = 4.0 if alike is None else (WIDTH - MARGINS) / (2 + width)
-    picture = new_figure(side + 1.75, side + 0.8 if alike is None else WIDTH, arranged=False)
-    axes = _place(picture, 0.6, side)
-    _square(picture, axes, np.where(off, values, np.nan)[square], labels, figure.heading or figure.title, figure.unit)
-    axes.set_ylabel("client")
     text = (
         f"{figure.caption} Each client is a row and a column; neighbours have similar {'values' if alike is None else 'data'}. "
         f"{'Colour' if alike is None else 'Left'}: what was last recorded of each pair; hatched: the client itself, and pairs "
         "that never shared a round. "
     )
     if alike is None:
-        return figure.title, text, picture
-    axes = _place(picture, side + 1.15, side)
-    shown = np.where(off, alike.similarity, np.nan)
-    _square(picture, axes, shown[square], labels, "Similarity of class distributions", "cosine similarity", (0.0, 1.0))
+        return figure.title, text, lambda: _alone(figure, ids, values)
+    text += _agreement(figure.value, values, alike)
+    return f"{figure.title}, and whose data is alike", text, lambda: _beside(figure, ids, values, alike)
+
+
+def _alone(figure: Matrix, ids: list[int], values: Floats) -> Figure:
+    side, order = 4.0, by_likeness(values)
+    picture = new_figure(side + 1.75, side + 0.8, arranged=False)
+    axes = _place(picture, 0.6, side)
+    _square(axes, values, ids, order, figure.heading or figure.title, figure.unit)
+    axes.set_ylabel("client")
+    return picture
+
+
+def _beside(figure: Matrix, ids: list[int], values: Floats, alike: _Likeness) -> Figure:
+    order = by_likeness(alike.similarity)
+    width = float(min(0.75, max(0.4, alike.counts.shape[1] / 16)))  # of the classes' picture, in widths of a matrix
+    side = (WIDTH - MARGINS) / (2 + width)
+    below = max((0.085 * len(clipped(name)) - 0.35 for name in alike.classes), default=0.0)
+    picture = new_figure(side + 1.75 + max(below, 0), arranged=False)
+    axes = _place(picture, 0.6, side)
+    _square(axes, values, ids, order, figure.heading or figure.title, figure.unit)
+    axes.set_ylabel("client")
+    other = _place(picture, side + 1.15, side)
+    _square(other, alike.similarity, ids, order, "Similarity of class distributions", "cosine similarity", (0.0, 1.0))
     if alike.few:
-        for k in (0, 1):
-            _outline(picture.axes[2 * k], alike.same[square])
-    _class_mix(picture, _place(picture, 2 * side + 1.5, side, width * side), alike.counts[order])
-    return f"{figure.title}, and whose data is alike", text + _agreement(figure.value, values, alike, off), picture
+        for each in (axes, other):
+            _outline(each, alike.same[np.ix_(order, order)])
+    _class_mix(_place(picture, 2 * side + 1.5, side, width * side), alike.counts[order], alike.classes)
+    return picture
 
 
 def _likeness(run: Run, ids: list[int]) -> _Likeness | None:
@@ -73,27 +90,31 @@ def _likeness(run: Run, ids: list[int]) -> _Likeness | None:
         return None
     counts = told[1][[told[0].index(i) for i in ids]]
     similarity = cosine(counts)
-    return _Likeness(counts, similarity, (similarity >= ALIKE) & ~np.eye(len(ids), dtype=bool))
+    same = (similarity >= ALIKE) & ~np.eye(len(ids), dtype=bool)
+    return _Likeness(counts, similarity, same, class_names(run, counts.shape[1]))
 
 
 def _place(figure: Figure, left: float, height: float, width: float = 0.0) -> Axes:
     """Axes and, below them, axes for their colours; all in inches, width 0: square. Equal heights need fixed places."""
     whole, total = figure.get_size_inches()
     width = width or height
-    axes = figure.add_axes((left / whole, 1.35 / total, width / whole, height / total))
+    axes = figure.add_axes((left / whole, (total - 0.4 - height) / total, width / whole, height / total))
     figure.add_axes((left / whole, 0.55 / total, width / whole, 0.13 / total))
     return axes
 
 
 def _square(
-    figure: Figure, axes: Axes, values: Floats, labels: list[str], title: str, unit: str, limits: tuple[Any, Any] = (None, None)
+    axes: Axes, values: Floats, ids: list[int], order: list[int], title: str, unit: str, limits: tuple[Any, Any] = (None, None)
 ) -> None:
-    n = len(labels)
-    axes.patch.set(**NEVER)
-    image = axes.imshow(values, cmap=COLOURS_OF_VALUES, vmin=limits[0], vmax=limits[1], interpolation="nearest", aspect="equal")
+    n, labels = len(ids), [str(ids[k]) for k in order]
+    cells = np.where(np.eye(n, dtype=bool), np.nan, values)[np.ix_(order, order)]
+    axes.patch.set(**never())
+    image = axes.imshow(cells, cmap=COLOURS_OF_VALUES, vmin=limits[0], vmax=limits[1], interpolation="nearest", aspect="equal")
     axes.grid(visible=False)
     axes.set_title(title)
-    side = figure.get_figheight() - 1.75
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    side = axes.get_position().height * figure.get_figheight()
     ticks = thinned(n, side, 0.085)
     size = min(9.0, max(6.5, side / n * 72 * 0.9))
     names = [labels[k] for k in ticks]
@@ -106,31 +127,32 @@ def _square(
 def _outline(axes: Axes, cells: NDArray[np.bool_]) -> None:
     width = float(np.clip(36 / len(cells), 0.6, 2))
     for i, j in zip(*np.nonzero(cells), strict=True):
-        box = Rectangle((j - 0.46, i - 0.46), 0.92, 0.92, fill=False, edgecolor=VERMILLION, linewidth=width)
+        box = Rectangle((j - 0.46, i - 0.46), 0.92, 0.92, fill=False, edgecolor=shown(VERMILLION), linewidth=width)
         axes.add_patch(box)
 
 
-def _mix_width(counts: NDArray[np.int64]) -> float:
-    """Width of the classes' picture, in widths of a matrix."""
-    return float(min(0.75, max(0.4, counts.shape[1] / 16)))
-
-
-def _class_mix(figure: Figure, axes: Axes, counts: NDArray[np.int64]) -> None:
+def _class_mix(axes: Axes, counts: NDArray[np.int64], classes: Sequence[str]) -> None:
     """Rows of the matrices beside it: what share of a client's samples is of which class."""
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    image = axes.imshow(shares, cmap="Greys", vmin=0, vmax=1, interpolation="nearest", aspect="auto")
+    figure = axes.get_figure()
+    assert isinstance(figure, Figure)
+    rows = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    image = axes.imshow(rows, cmap=shares(), vmin=0, vmax=1, interpolation="nearest", aspect="auto")
     axes.grid(visible=False)
     axes.set_title("Classes")
     axes.set_yticks([])
-    axes.set_xticks(thinned(counts.shape[1], 2.0, 0.2))
-    axes.set_xlabel("class (label index)")
+    ticks = thinned(counts.shape[1], axes.get_position().width * figure.get_figwidth(), 0.17)
+    names = [clipped(classes[k]) for k in ticks] if classes else [str(k) for k in ticks]
+    upright = max(map(len, names)) <= 2
+    axes.set_xticks(ticks, names, rotation=0 if upright else 90, fontsize=None if upright else 8.5)
+    axes.set_xlabel("class" if classes else "class (label index)")
     figure.colorbar(image, cax=figure.axes[-1], orientation="horizontal", label="share of samples", ticks=[0, 0.5, 1])
 
 
-def _agreement(name: str, values: Floats, alike: _Likeness, off: NDArray[np.bool_]) -> str:
+def _agreement(name: str, values: Floats, alike: _Likeness) -> str:
     """Put into words how far the values tell whose data is alike."""
     from scipy.stats import spearmanr
 
+    off = ~np.eye(len(values), dtype=bool)
     known, same, similarity = off & ~np.isnan(values), alike.same, alike.similarity
     text = "Middle: cosine similarity of the two clients' class counts. Right: each row's classes. "
     if alike.few and (known & same).any() and (known & ~same).any():

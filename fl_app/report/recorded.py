@@ -138,6 +138,11 @@ def class_counts(run: Run) -> tuple[list[int], NDArray[np.int64]] | None:
     return ids, np.array([rows[i] for i in ids], np.int64)
 
 
+def class_names(run: Run, num_classes: int) -> tuple[str, ...]:
+    """Return the classes' names in label order; empty if the run does not have one for each."""
+    return run.classes if len(run.classes) == num_classes else ()
+
+
 def cosine(counts: NDArray[np.int64]) -> Floats:
     """Cosine similarity of the clients' class counts, [N, N]."""
     unit = counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1e-12)

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from fl_app.report import arrays, recorded
+from fl_app.report.groups import grouped
 from fl_app.report.kinds import Layers
 from tests.e2e.conftest import COROLLA, corolla, settings
 
@@ -118,11 +119,13 @@ def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_pane
 
     done = corolla("report", str(directory), "--output", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    runs = arrays.read_runs([directory])
+    groups = grouped(arrays.read_runs([directory]))
+    runs = [run for group in groups for run in group.runs]
+    assert [len(group.runs) for group in groups] == [2] * 5
     assert sorted(run.method for run in runs) == sorted(METHODS * 2)
     own = {"fedcac": ("overlap", "collaborators"), "fedobp": ("personal",)}
-    names = {"accuracy", "accuracy-spread", "clients", "communication", "seconds", "partition-1", "partition-2"}
-    names |= {f"{name}-{run.number}" for run in runs for name in own.get(run.method, ())}
+    names = {"accuracy", "accuracy-spread", "accuracy-seeds", "clients", "communication", "seconds", "partition-1", "partition-2"}
+    names |= {f"{name}-{run.number.replace('.', '-')}" for run in runs for name in own.get(run.method, ())}
     pictures = {p.stem: p for p in (tmp_path / "out" / "report-figures").iterdir()}
     assert set(pictures) == names
     for path in pictures.values():
@@ -154,12 +157,12 @@ def kill_in_the_middle(command: list[str], directory: Path, finished: int) -> No
 def assert_every_panel_has_data(run: arrays.Run) -> None:
     assert run.finished and list(run.rounds) == list(range(1, 7))
     for name, points in (("accuracy-before", 6), ("accuracy-after", 6), ("evaluation", 2)):
-        curve = arrays.curve(run, name)
-        assert curve is not None and len(curve.mean) == points and (curve.low <= curve.high).all(), run.label
+        curve = arrays.curve([run], name)
+        assert curve is not None and len(curve.mean) == points and (curve.low <= curve.high).all(), run.path.name
     assert len(arrays.final_accuracies(run)[0]) == 10
     assert sum(arrays.server_seconds(run).values()) > 0 and sum(arrays.client_seconds(run).values()) > 0
-    sent, accuracy = arrays.spent(run)
-    assert len(accuracy) == 6 and (np.diff(sent) > 0).all() == (run.method != "local")
+    sent = [nbytes for nbytes, _ in arrays.spent(run).values()]
+    assert len(sent) == 6 and (np.diff(sent) > 0).all() == (run.method != "local")
     told = recorded.class_counts(run)
     assert told is not None and told[1].sum() == 10 * 60
     if run.method == "fedcac":

@@ -12,6 +12,7 @@ import numpy as np
 from fl_app.config import parse
 from fl_app.report import page as report
 from fl_app.report.kinds import Figure, Groups, Layers, Scalars, to_json
+from fl_app.server.run_folder import read_about
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import flat
@@ -54,12 +55,12 @@ EVERYTHING = (
 )  # fmt: skip
 
 
-def many_runs(path: Path, num_runs: int, num_clients: int) -> list[Path]:
-    """Runs with long names, many clients and everything methods record."""
+def many_runs(path: Path, num_runs: int, num_clients: int, seeds: int = 1) -> list[Path]:
+    """Runs with long names, many clients and everything methods record, each with so many seeds."""
     rng = np.random.default_rng(0)
     out = []
-    for k in range(num_runs):
-        method, rounds = ("fedcac", "fedavg", "local")[k % 3], []
+    for k in range(num_runs * seeds):
+        setting, rounds = k // seeds, []
         for t in range(1, 5):
             rows = {
                 str(i): {"accuracy-before": rng.random(), "collaborators": [0] * int(rng.integers(9)),
@@ -72,9 +73,12 @@ def many_runs(path: Path, num_runs: int, num_clients: int) -> list[Path]:
             evaluation = {"accuracy": 0.5, "clients": {i: {"accuracy": rng.random()} for i in rows}}
             overlap = rng.random((num_clients, num_clients)).tolist()
             rounds.append(record(t, rows, overlap=overlap, evaluation=evaluation, **more))
-        run = folder(path / f"run-{k:02}", rounds, figures=EVERYTHING, method=method, seed=k,
-                     model=f"a_long_module_name_{k}:factory", learning_rate=0.01 * (k + 1))  # fmt: skip
+        run = folder(path / f"run-{k:02}", rounds, figures=EVERYTHING, method=("fedcac", "fedavg", "local")[setting % 3], seed=k,
+                     model=f"a_long_module_name_{setting}:factory", learning_rate=0.01 * (setting + 1))  # fmt: skip
         facts = {str(i): {"class-counts": rng.integers(0, 50, 10).tolist()} for i in range(num_clients)}
         (run / "clients.json").write_text(json.dumps(facts))
+        if setting % 2 == 0:
+            classes = [f"a class with a long name {c}" for c in range(10)]
+            (run / "run.json").write_text(json.dumps({**read_about(run), "classes": classes}))
         out.append(run)
     return out

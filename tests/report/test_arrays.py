@@ -83,33 +83,16 @@ def test_curves_bytes_and_seconds_by_hand(tmp_path: Path) -> None:
                | {"1": {"accuracy-before": 0.7}}),
     ]  # fmt: skip
     run = arrays.read_run(folder(tmp_path / "r", rounds))
-    curve = arrays.curve(run, "accuracy-before")
+    curve = arrays.curve([run], "accuracy-before")
     assert curve is not None
     assert curve.rounds.tolist() == [1, 2]
     assert curve.mean == pytest.approx([0.2, 0.7])
     assert curve.low == pytest.approx([0.15, 0.6]) and curve.high == pytest.approx([0.25, 0.8])
-    bytes_, accuracy = arrays.spent(run)  # round 1: its downloads; round 2: all of round 1 and its downloads
-    assert bytes_.tolist() == [40, 180] and accuracy == pytest.approx([0.2, 0.7])
+    spent = arrays.spent(run)  # round 1: its downloads; round 2: all of round 1 and its downloads
+    assert {t: nbytes for t, (nbytes, _) in spent.items()} == {1: 40, 2: 180}
+    assert [accuracy for _, accuracy in spent.values()] == pytest.approx([0.2, 0.7])
     assert arrays.server_seconds(run) == {"wait": 2.0, "evaluate": 1.0}
     assert arrays.client_seconds(run) == {"train": 1.0, "evaluate": 0.5}
-    assert arrays.curve(run, "evaluation") is None
+    assert arrays.curve([run], "evaluation") is None
     values, source = arrays.final_accuracies(run)
     assert values.tolist() == [0.5, 0.7, 0.9] and "last round" in source
-
-
-def test_runs_are_named_by_what_differs(tmp_path: Path) -> None:
-    one = [record(1, {"0": {"accuracy-before": 0.5}})]
-    paths = [
-        folder(tmp_path / "a", one, method="fedcac", seed=1),
-        folder(tmp_path / "b", one, method="fedcac", seed=1, fedcac={"tau": 0.25}),
-        folder(tmp_path / "c", one, method="fedavg", seed=1, fedcac={"tau": 0.75}),
-        folder(tmp_path / "d", one, method="fedavg", seed=2),
-    ]
-    runs = arrays.read_runs([*paths, tmp_path / "a"])
-    labels = ["1 fedcac, tau 0.5, seed 1", "2 fedcac, tau 0.25, seed 1", "3 fedavg, seed 1", "4 fedavg, seed 2"]
-    assert [run.label for run in runs] == labels
-    assert arrays.differences(runs) == ["fedcac.tau", "seed"]
-    assert [run.number for run in arrays.read_runs([tmp_path])] == [1, 2, 3, 4]
-    assert arrays.read_runs(paths[:1])[0].label == "fedcac"
-    assert arrays.short("12 method, first 1, second 2", 22) == "12 method, first 1, …"
-    assert len(arrays.short("12 " + "x" * 90)) == arrays.LABEL_LENGTH

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import json
 import re
@@ -13,10 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
+from fl_app.errors import UserError
 from fl_app.report import page as report
-from fl_app.server.run_folder import read_clients
+from fl_app.report.arrays import read_run
+from fl_app.report.recorded import class_names
+from fl_app.server.run_folder import read_about, read_clients, told_names
 from strategies import METHODS
 from tests.report.builders import folder, record, write
 
@@ -26,9 +31,9 @@ def test_the_page_is_self_contained_and_every_picture_decodes(fedcac: Path, feda
     assert names == {
         "accuracy", "clients", "communication", "seconds", "partition-1", "partition-2", "overlap-1", "collaborators-1",
     }  # fmt: skip
-    assert not re.search(r"https?:|<script|<link|@import|url\(", page)
-    sources = re.findall(r'<img [^>]*src="([^"]+)"', page)
-    assert len(sources) == len(names)
+    assert not re.search(r"https?:|<script [^>]*src|<link|@import|url\(", page)
+    sources = re.findall(r'<(?:img|source) [^>]*src(?:set)?="([^"]+)"', page)
+    assert len(sources) == 2 * len(names) == len(set(sources)), "one light and one dark picture each"
     for source in sources:
         head, _, data = source.partition(",")
         assert head == "data:image/png;base64"
@@ -54,13 +59,13 @@ def test_without_class_counts_only_what_is_known_is_drawn(start: Callable[..., P
     assert all("class-counts" not in facts for facts in read_clients(run).values())
     page, names = write(tmp_path, run)
     assert "overlap-1" in names and not [name for name in names if name.startswith("partition")]
-    assert "Overlap of critical parameters</h3>" in page and "cosine" not in page
+    assert "Overlap of critical parameters</a></h3>" in page and "cosine" not in page
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     rounds = [record(1, {"0": {"accuracy-before": 0.5}}, failures=[{"client": 3, "cause": "<script>alert(1)</script>"}])]
     page, _ = write(tmp_path, folder(tmp_path / "<b>$x_1$&", rounds, model="my_model:make"))
-    assert "<script" not in page and "<b>$" not in page
+    assert "<script>alert" not in page and "<b>$" not in page
     assert "&lt;b&gt;$x_1$&amp;" in page and "&lt;script&gt;alert(1)" in page and "my_model:make" in page
 
 
@@ -100,3 +105,55 @@ def test_runs_older_than_the_declarations_take_those_of_their_method(fedcac: Pat
     assert "overlap-1" not in write(tmp_path / "out", copy)[1]
     report.write_report([copy], tmp_path / "out", {"fedcac": METHODS["fedcac"].figures})
     assert (tmp_path / "out" / report.PICTURES / "overlap-1.png").is_file()
+
+
+def test_every_link_of_the_page_leads_somewhere(fedcac: Path, fedavg: Path, tmp_path: Path) -> None:
+    page, names = write(tmp_path, fedcac, fedavg)
+    anchors = re.findall(r' id="([^"]+)"', page)
+    assert len(anchors) == len(set(anchors))
+    assert set(re.findall(r'href="#([^"]+)"', page)) <= set(anchors)
+    assert {*names, "results", "pictures", "run-1"} <= set(anchors)
+
+
+def test_every_picture_comes_as_png_svg_and_pdf_too_always_the_same_bytes(fedavg: Path, tmp_path: Path) -> None:
+    contents = []
+    for k in range(2):
+        report.write_report([fedavg], tmp_path / "out", figures=tmp_path / f"figures{k}")
+        contents.append({p.name: p.read_bytes() for p in (tmp_path / f"figures{k}").iterdir()})
+    assert contents[0] == contents[1]
+    names = {p.stem for p in (tmp_path / "out" / report.PICTURES).iterdir()}
+    assert set(contents[0]) == {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
+    for name, content in contents[0].items():
+        assert content.startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[name.rpartition(".")[2]])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--figures: cannot write into"):
+        report.write_report([fedavg], tmp_path / "out", figures=tmp_path / "file")
+
+
+def test_the_numbers_come_as_csv(fedcac: Path, fedavg: Path, tmp_path: Path) -> None:
+    report.write_report([fedcac, fedavg], tmp_path / "out", tables=tmp_path / "tables")
+    rounds = list(csv.DictReader((tmp_path / "tables" / "rounds.csv").open()))
+    clients = list(csv.DictReader((tmp_path / "tables" / "clients.csv").open()))
+    assert len(rounds) == 8 + 3 and len(clients) == 20 * 8 + 3 * 3
+    for path in (fedcac, fedavg):
+        summary = json.loads((path / "summary.json").read_text())
+        own = [row for row in rounds if row["run"] == path.name]
+        assert float(own[-1]["evaluation-accuracy"]) == summary["final-accuracy"]
+        assert sum(int(row["upload-bytes"]) for row in own) == summary["upload-bytes"]
+        last = [row for row in clients if row["run"] == path.name and row["round"] == own[-1]["round"]]
+        assert np.mean([float(row["evaluation-accuracy"]) for row in last]) == pytest.approx(summary["final-accuracy"])
+    assert {row["train-samples"] for row in clients if row["run"] == fedcac.name} == {"40"}
+
+
+def test_classes_have_their_names(start: Callable[..., Path], tmp_path: Path) -> None:
+    run = start("named", num_server_rounds=1)
+    assert read_about(run)["classes"] == [str(k) for k in range(10)]
+    assert read_run(run).classes == tuple("0123456789")
+    secret = start("unnamed", num_server_rounds=1, report_class_counts=False)
+    assert not read_about(secret).get("classes") and class_names(read_run(secret), 10) == ()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '["a"]', '["a", 2]', "null", '"ab"', '{"a": 1, "b": 2}'])
+def test_malformed_names_of_classes_are_dropped(text: str) -> None:
+    assert told_names({"class-names": text, "num-classes": 2}) == []
+    assert told_names({"class-names": '["a", "b, c"]', "num-classes": 2}) == ["a", "b, c"]

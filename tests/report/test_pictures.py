@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from fl_app.report import by_kind, comparison, figures, partitions
+from fl_app.report import figures
+from fl_app.report.accuracy import accuracy
 from fl_app.report.arrays import read_runs
+from fl_app.report.by_kind import of_run
+from fl_app.report.costs import costs
+from fl_app.report.groups import grouped
+from fl_app.report.looks import DARK, LIGHT
+from fl_app.report.partitions import partitions
 from tests.report.builders import many_runs
 
 
@@ -22,43 +29,41 @@ def test_a_legend_is_never_wider_than_the_picture(letters: int) -> None:
     axes = drawing.add_subplot()
     for k in range(14):
         axes.plot([0, 1], label=f"{k} fedavg, seed {k} and other words".ljust(letters, "m")[:letters])
-    figures.legend(drawing, axes, [None] * 14)  # type: ignore[list-item]
+    figures.legend(drawing, axes)
     drawing.draw_without_rendering()
     box = drawing.legends[0].get_window_extent()
     assert drawing.bbox.x0 <= box.x0 and box.x1 <= drawing.bbox.x1
 
 
-@pytest.mark.parametrize(("num_runs", "num_clients"), [(14, 40), (2, 14), (4, 20)])
-def test_nothing_overlaps_with_many_runs_clients_and_layers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_runs: int, num_clients: int
-) -> None:
-    drawn: list[Figure] = []
-
-    def keep(figure: Figure) -> bytes:
-        drawn.append(figure)
-        return b""
-
-    for module in (comparison, partitions, by_kind):
-        monkeypatch.setattr(module, "png", keep)
-    runs = read_runs(many_runs(tmp_path, num_runs, num_clients))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a layout that does not fit warns
-        names = [p.name for p in comparison.comparison(runs)]
-        names += [p.name for p in partitions.partitions(runs[:1])] + [p.name for p in by_kind.of_run(runs[0])]
-        for figure in drawn:
-            figure.draw_without_rendering()
-    spread = ["accuracy-spread"] * (num_runs > 4)
-    assert names == [
-        "accuracy", *spread, "clients", "communication", "seconds", "partition", "overlap-1", "collaborators-1", "personal-1",
-        "dispersion-1", "density-1", "alpha-1", "cluster-1",
+@pytest.mark.parametrize(("num_runs", "num_clients", "seeds"), [(14, 40, 1), (2, 14, 1), (4, 20, 1), (2, 20, 3), (1, 14, 2)])
+def test_nothing_overlaps_with_many_runs_clients_and_layers(tmp_path: Path, num_runs: int, num_clients: int, seeds: int) -> None:
+    groups = grouped(read_runs(many_runs(tmp_path, num_runs, num_clients, seeds)))
+    assert [len(group.runs) for group in groups] == [seeds] * num_runs
+    run = groups[0].first
+    panels = [*accuracy(groups), *costs(groups), *partitions([run]), *of_run(run)]
+    spread = ["accuracy-spread"] * (num_runs > 4 or seeds > 1) + ["accuracy-seeds"] * (seeds > 1)
+    assert [panel.name.removesuffix("-1") for panel in panels if panel.name != "partition-1"] == [
+        "accuracy", *spread, "clients", "communication", "seconds", "partition",
+        *(f"{name}{'-1' if seeds > 1 else ''}" for name in (
+            "overlap", "collaborators", "personal", "dispersion", "density", "alpha", "cluster",
+        )),
     ]  # fmt: skip
-    for name, figure in zip(names, drawn, strict=True):
-        for group in text_groups(figure):
-            for text, box in group:
-                assert figure.bbox.x0 - 1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1, f"{name}: {text!r} is cut"
-                assert figure.bbox.y0 - 1 <= box.y0 and box.y1 <= figure.bbox.y1 + 1, f"{name}: {text!r} is cut"
-            for (a, first), (b, second) in combinations(group, 2):
-                assert not overlapping(first, second), f"{name}: {a!r} lies on {b!r}"
+    for panel in panels:
+        for settings in (LIGHT, DARK) if num_runs == 2 else (LIGHT,):
+            with warnings.catch_warnings(), rc_context(settings):
+                warnings.simplefilter("error")  # a layout that does not fit warns
+                figure = panel.draw()
+                figure.draw_without_rendering()
+                assert_nothing_is_cut(panel.name, figure)
+
+
+def assert_nothing_is_cut(name: str, figure: Figure) -> None:
+    for group in text_groups(figure):
+        for text, box in group:
+            assert figure.bbox.x0 - 1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1, f"{name}: {text!r} is cut"
+            assert figure.bbox.y0 - 1 <= box.y0 and box.y1 <= figure.bbox.y1 + 1, f"{name}: {text!r} is cut"
+        for (a, first), (b, second) in combinations(group, 2):
+            assert not overlapping(first, second), f"{name}: {a!r} lies on {b!r}"
 
 
 def text_groups(figure: Figure) -> list[list[tuple[str, Bbox]]]:

@@ -1,0 +1,206 @@
+"""The report's pictures of accuracy, all runs compared: over rounds, and client by client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from fl_app.report.arrays import Curve, Floats, curve
+from fl_app.report.figures import (
+    TOGETHER,
+    Panel,
+    label_outer,
+    legend,
+    listed,
+    new_figure,
+    percent_axis,
+    rounds_axis,
+    small_multiples,
+    styled,
+)
+from fl_app.report.groups import DATA_KEYS, Group, all_clients, differences, over_seeds, short
+from fl_app.report.looks import LINES, Look, tone
+
+SOURCES = (
+    ("accuracy-before", "Received model, before local training"),
+    ("accuracy-after", "After local training"),
+    ("evaluation", "All clients' own models"),
+)
+
+
+def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:
+    """Yield the pictures of accuracy of all groups with any rounds."""
+    groups = [group for group in groups if group.last_round]
+    known = [source for source in SOURCES if any(curve(group.runs, source[0]) for group in groups)]
+    if not any(len(run.evaluations) > 1 for group in groups for run in group.runs):
+        known = [source for source in known if source[0] != "evaluation"]
+    if known:
+        yield Panel("accuracy", "Accuracy over rounds", _caption(groups), lambda: _over_rounds(groups, known))
+        yield from _spread(groups)
+    yield from _sorted(groups)
+
+
+# Over rounds ----------------------------------------------------------------------------------------------------------
+
+
+def repeated(groups: Sequence[Group]) -> bool:
+    """Tell whether any of the groups has several runs, so that bands are over seeds."""
+    return any(len(group.runs) > 1 for group in groups)
+
+
+def _caption(groups: Sequence[Group]) -> str:
+    bands, other = "Bands: the middle half of the clients (quartiles).", ""
+    if repeated(groups):
+        bands = "Where a curve stands for several seeds it is their mean, and the band ± one sample standard deviation over them."
+    elif len(groups) > TOGETHER:
+        bands = "Their spread is in the next picture."
+    firsts = [group.first for group in groups]
+    if {*DATA_KEYS, "seed"} & set(differences(firsts)):
+        other = "The runs do not all have the same test data: see their settings."
+    return (
+        f"Lines: mean over the round's clients, each on its own test data. {bands} A gap between the pictures is what local "
+        f"training adds, and what aggregation takes away again. {other}"
+    ).rstrip()
+
+
+def _over_rounds(groups: Sequence[Group], sources: Sequence[tuple[str, str]]) -> Figure:
+    style, last = styled(groups), max(group.last_round for group in groups)
+    figure, first = new_figure(4.4), None
+    for k, (name, title) in enumerate(sources):
+        axes = figure.add_subplot(1, len(sources), k + 1, sharey=first)
+        first = first or axes
+        for group in groups:
+            found = over_seeds(group, name) if repeated(groups) else curve(group.runs, name)
+            band = len(group.runs) > 1 if repeated(groups) else len(groups) <= TOGETHER
+            _line(axes, found, short(group.label), style[group.number], band)
+        axes.set_title(title)
+        rounds_axis(axes, last)
+        percent_axis(axes) if k == 0 else axes.tick_params(labelleft=False)
+    assert first is not None
+    legend(figure, first)
+    return figure
+
+
+def _line(axes: Axes, found: Curve | None, label: str, look: Look, band: bool) -> None:
+    """Draw a curve; a label without one is for the legend."""
+    if found is None:
+        axes.plot([], [], label=label, **look.line_style(1))
+        return
+    if band:
+        axes.fill_between(found.rounds, found.low, found.high, color=look.drawn(), alpha=0.16, linewidth=0)
+        for edge in (found.low, found.high):
+            axes.plot(found.rounds, edge, color=look.drawn(), linestyle=look.line, linewidth=0.6, alpha=0.7)
+    axes.plot(found.rounds, found.mean, label=label, **look.line_style(len(found.rounds)))
+
+
+def _behind(axes: Axes, x: NDArray[Any], y: Floats) -> None:
+    axes.plot(x, y, color=tone(0.82), linewidth=0.9, zorder=1)
+
+
+def _spread(groups: Sequence[Group]) -> Iterator[Panel]:
+    """Yield what one picture cannot hold: the spread over clients, and the single runs behind a mean."""
+    name = "accuracy-before"
+    curves = {group.number: curve(group.runs, name) for group in groups}
+    drawn = [group for group in groups if curves[group.number]]
+    if drawn and (len(groups) > TOGETHER or repeated(groups)):
+        yield Panel(
+            "accuracy-spread", "Accuracy and its spread over clients, run by run",
+            "Accuracy of the received model before local training. Line: mean over the round's clients; band: the middle half "
+            "of the clients (quartiles), of all seeds together; grey: the other runs.", lambda: _clients_spread(groups, curves),
+        )  # fmt: skip
+    several = [group for group in drawn if len(group.runs) > 1]
+    if several:
+        yield Panel(
+            "accuracy-seeds", "Accuracy over rounds, seed by seed",
+            "Accuracy of the received model before local training, mean over the round's clients: one line per run.",
+            lambda: _single_runs(several), folded=True,
+        )  # fmt: skip
+
+
+def _clients_spread(groups: Sequence[Group], curves: dict[int, Curve | None]) -> Figure:
+    style, last = styled(groups), max(group.last_round for group in groups)
+
+    def draw(axes: Axes, group: Group, in_focus: bool) -> None:
+        found = curves[group.number]
+        if in_focus:
+            _line(axes, found, short(group.label), style[group.number], True)
+        elif found is not None:
+            _behind(axes, found.rounds, found.mean)
+
+    figure, grid = small_multiples(groups, draw)
+    label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), percent_axis)
+    return figure
+
+
+def _single_runs(groups: Sequence[Group]) -> Figure:
+    style, last = styled(groups), max(group.last_round for group in groups)
+
+    def draw(axes: Axes, group: Group, in_focus: bool) -> None:
+        if not in_focus:
+            return
+        for k, run in enumerate(group.runs):
+            found = curve([run], "accuracy-before")
+            if found is not None:
+                look = style[group.number]
+                axes.plot(
+                    found.rounds, found.mean, color=look.drawn(), linestyle=LINES[k % len(LINES)], linewidth=1.3,
+                    label=f"seed {run.config.get('seed', '?')}",
+                )  # fmt: skip
+        axes.legend(fontsize=8, handlelength=3.2, loc="lower right")
+
+    figure, grid = small_multiples(groups, draw)
+    label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), percent_axis)
+    return figure
+
+
+# Client by client -----------------------------------------------------------------------------------------------------
+
+
+def _sorted(groups: Sequence[Group]) -> Iterator[Panel]:
+    drawn = [group for group in groups if all_clients(group)[0].size]
+    if not drawn:
+        return
+    sources: dict[str, list[int]] = {}
+    for group in drawn:
+        sources.setdefault(all_clients(group)[1], []).append(group.number)
+    where = "; ".join(f"{text} ({listed(numbers)})" if len(sources) > 1 else text for text, numbers in sources.items())
+    seeds = " Clients of all seeds count together." if repeated(drawn) else ""
+    yield Panel(
+        "clients", "Final accuracy of each client",
+        "Clients sorted by accuracy on their own test data: where the line starts is the worst-off client, and where it "
+        f"crosses 50 % the median one. A flat line treats all alike.{seeds} Measured: {where}.", lambda: _clients(drawn),
+    )  # fmt: skip
+
+
+def _clients(groups: Sequence[Group]) -> Figure:
+    style = styled(groups)
+
+    def draw(axes: Axes, group: Group, in_focus: bool) -> None:
+        values = all_clients(group)[0]
+        x: Floats = 100 * (np.arange(len(values)) + 0.5) / len(values)
+        if in_focus:
+            axes.plot(x, values, label=short(group.label), **style[group.number].line_style(len(x)))
+        else:
+            _behind(axes, x, values)
+
+    def ticks(axes: Axes) -> None:
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("clients, worst to best (%)")
+
+    if len(groups) > 2 * TOGETHER:
+        figure, grid = small_multiples(groups, draw)
+        label_outer(grid, min(4, len(groups)), ticks, percent_axis)
+        return figure
+    figure = new_figure(4.2)
+    axes = figure.add_subplot()
+    for group in groups:
+        draw(axes, group, True)
+    ticks(axes)
+    percent_axis(axes)
+    legend(figure, axes)
+    return figure

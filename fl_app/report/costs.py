@@ -1,0 +1,109 @@
+"""The report's pictures of what runs cost, all compared: bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+from fl_app.report.arrays import Floats, Run, client_seconds, server_seconds
+from fl_app.report.figures import Panel, legend, new_figure, percent_axis, styled
+from fl_app.report.groups import Group, exchanged, phases, short
+from fl_app.report.looks import COLOURS, HATCHES, paper, shown
+
+Points = dict[int, tuple[Floats, Floats]]  # bytes and accuracies by a group's number
+Side = tuple[str, Callable[[Run], dict[str, float]]]
+
+
+def costs(groups: Sequence[Group]) -> Iterator[Panel]:
+    """Yield the pictures of what the groups with any rounds cost."""
+    groups = [group for group in groups if group.last_round]
+    yield from _communication(groups)
+    yield from _seconds(groups)
+
+
+def _communication(groups: Sequence[Group]) -> Iterator[Panel]:
+    points = {group.number: exchanged(group) for group in groups}
+    drawn = [group for group in groups if points[group.number][0].size]
+    if any(points[group.number][0][-1] > 0 for group in drawn):
+        yield Panel(
+            "communication", "Communication and accuracy",
+            "What was sent until the clients had the models whose accuracy is shown (mean, before local training): model "
+            "parameters and masks, all clients together. Higher and further left is better.",
+            lambda: _bytes_and_accuracy(drawn, points),
+        )  # fmt: skip
+
+
+def _bytes_and_accuracy(groups: Sequence[Group], points: Points) -> Figure:
+    style, totals = styled(groups), [x[-1] for x, _ in points.values() if x.size and x[-1] > 0]
+    figure = new_figure(4.2)
+    axes = figure.add_subplot()
+    unit, scale = next((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1)) if max(totals) >= s)
+    for group in groups:
+        x, y = points[group.number]
+        if x[-1] > 0:
+            axes.plot(x / scale, y, label=short(group.label), **style[group.number].line_style(len(x)))
+        else:
+            look = style[group.number]
+            label = f"{short(group.label)} (sends no parameters)"
+            axes.axhline(y[-1], color=look.drawn(), linestyle=look.line, label=label)
+    if max(totals) / min(totals) > 30:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+        unit += ", logarithmic"
+    else:
+        axes.set_xlim(left=0)
+    axes.set_xlabel(f"uploads and downloads of all clients until then ({unit})")
+    percent_axis(axes)
+    legend(figure, axes)
+    return figure
+
+
+def _seconds(groups: Sequence[Group]) -> Iterator[Panel]:
+    both: list[Side] = [("Server, wall time", server_seconds), ("One client, mean", client_seconds)]
+    sides = [(title, of) for title, of in both if any(sum(phases(group, of).values()) > 0 for group in groups)]
+    if sides:
+        yield Panel(
+            "seconds", "Seconds per round by phase",
+            "Mean over the rounds. Left: the server's wall time; wait is mostly the clients' training, take-in is decoding and "
+            "checking uploads, personalize is the method's aggregation, record writes the round before. Right: what one client "
+            "does meanwhile, mean over clients; clients that share a machine wait for each other, so the left bar is not their "
+            "sum.", lambda: _phases(groups, sides),
+        )  # fmt: skip
+
+
+def _phases(groups: Sequence[Group], sides: Sequence[Side]) -> Figure:
+    height = 0.9 + 0.34 * len(groups)
+    figure = new_figure(height + 0.6)
+    grid = figure.add_gridspec(2, len(sides), height_ratios=[height, 0.6])
+    for k, (title, of) in enumerate(sides):
+        axes = figure.add_subplot(grid[0, k])
+        _stacked(axes, [phases(group, of) for group in groups])
+        axes.set_title(title)
+        below = figure.add_subplot(grid[1, k])
+        below.axis("off")
+        below.legend(*axes.get_legend_handles_labels(), loc="center", ncols=3, fontsize=9, handlelength=2.6)
+        names = [short(group.label) for group in groups] if k == 0 else [str(group.number) for group in groups]
+        axes.set_yticks(range(len(groups)), names if len(groups) > 1 or k == 0 else [""])
+    return figure
+
+
+def _stacked(axes: Axes, rows: list[dict[str, float]]) -> None:
+    """Horizontal bars, one per row, stacked by phase, with their sums at the end."""
+    left = np.zeros(len(rows))
+    for k, phase in enumerate(dict.fromkeys(name for row in rows for name in row)):
+        width = np.array([row.get(phase, 0.0) for row in rows])
+        axes.barh(
+            range(len(rows)), width, left=left, height=0.66, label=phase, color=shown(COLOURS[(k + 1) % len(COLOURS)]),
+            alpha=0.75, hatch=HATCHES[k % len(HATCHES)], edgecolor=paper(), linewidth=0.4,
+        )  # fmt: skip
+        left += width
+    for y, total in enumerate(left):
+        axes.text(total, y, f" {total:.3g} s", va="center", fontsize=9)
+    axes.set_xlim(0, 1.16 * float(left.max() or 1))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("seconds per round")

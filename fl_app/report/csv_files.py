@@ -1,0 +1,62 @@
+"""The report's numbers as CSV, one line per run and round, and one per run, round and client; ratios and bytes, nothing rounded."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
+
+from fl_app.report.arrays import Record, Run
+
+ROUNDS, CLIENTS = "rounds.csv", "clients.csv"
+_PARTS = ("round", "clients", "evaluation", "failures", "seconds")  # of a round's record, written in their own way
+
+Line = dict[str, object]
+
+
+def rounds_csv(runs: Sequence[Run]) -> str:
+    """One line per run and round: everything the round recorded that is one number."""
+    return _csv([_start(run, t) | _round(record) for run in runs for t, record in run.rounds.items()])
+
+
+def clients_csv(runs: Sequence[Run]) -> str:
+    """One line per run, round and client that took part or was evaluated: everything recorded of it that is one number."""
+    return _csv([_start(run, t) | line for run in runs for t, record in run.rounds.items() for line in _clients(run, record)])
+
+
+def _start(run: Run, t: int) -> Line:
+    return {"run": run.path.name, "method": run.method, "seed": run.config.get("seed", ""), "round": t}
+
+
+def _round(record: Record) -> Line:
+    evaluation = {f"evaluation-{name}": value for name, value in _numbers(record.get("evaluation") or {})}
+    seconds = {f"seconds-{name}": value for name, value in _numbers(record.get("seconds", {}))}
+    plain = {name: value for name, value in _numbers(record) if name not in _PARTS}
+    return {**plain, **evaluation, "failures": len(record.get("failures", [])), **seconds}
+
+
+def _clients(run: Run, record: Record) -> Iterator[Line]:
+    trained, evaluated = record.get("clients", {}), (record.get("evaluation") or {}).get("clients", {})
+    for client_id in sorted({*trained, *evaluated}, key=int):
+        row, facts = trained.get(client_id, {}), run.facts.get(client_id, {})
+        yield {
+            "client": client_id, **{name: facts.get(name, "") for name in ("train-samples", "test-samples")},
+            **dict(_numbers(row)),
+            **{f"evaluation-{name}": value for name, value in _numbers(evaluated.get(client_id, {}))},
+            **{f"seconds-{name}": value for name, value in _numbers(row.get("seconds", {}))},
+        }  # fmt: skip
+
+
+def _numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, value
+
+
+def _csv(lines: Sequence[Line]) -> str:
+    columns = dict.fromkeys(name for line in lines for name in line)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()

@@ -1,0 +1,152 @@
+"""Runs that differ in the seed alone as one row and one curve, and how the rows are told apart."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from fl_app.config import RunConfig
+from fl_app.experiments.grouping import by_settings, mean_std
+from fl_app.keys import Scalar, bears_on, specs
+from fl_app.report.arrays import Curve, Floats, Run, curve, final_accuracies, show, spent
+
+LABEL_LENGTH = 40
+NOT_SETTINGS = frozenset(key.name for key in specs(RunConfig) if not key.tells_runs_apart)
+KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
+DATA_KEYS = frozenset(key.name for key in specs(RunConfig) if key.about == "data")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in the seed alone, often a single one. number, label, settings: in the report, what tells it apart."""
+
+    runs: tuple[Run, ...]
+    number: int = 1
+    label: str = ""
+    settings: dict[str, Scalar] = field(default_factory=dict)
+
+    @property
+    def first(self) -> Run:
+        """The first of the runs."""
+        return self.runs[0]
+
+    @property
+    def method(self) -> str:
+        """Name of the method."""
+        return self.first.method
+
+    @property
+    def last_round(self) -> int:
+        """The last round any of the runs has a record of, 0 without any."""
+        return max(max(run.rounds, default=0) for run in self.runs)
+
+    @property
+    def name(self) -> str:
+        """What the user called the runs; empty if names were made."""
+        names = [given_name(run) for run in self.runs]
+        if not all(names) or len(names) == 1:
+            return names[0] if all(names) else ""
+        stem = os.path.commonprefix(names)
+        digits = r"\d*" if any(name[len(stem) :][:1].isdecimal() for name in names) else ""
+        return re.sub(rf"[-_.,= ]*(seed|s)?[-_.,= ]*{digits}$", "", stem, flags=re.IGNORECASE)
+
+    def mean(self, of: Callable[[Run], float | None]) -> tuple[float, float | None] | None:
+        """Mean and sample standard deviation of a figure over the runs; None if one lacks it."""
+        values = [of(run) for run in self.runs]
+        known = [value for value in values if value is not None]
+        return mean_std(known) if len(known) == len(values) else None
+
+
+def given_name(run: Run) -> str:
+    """The run's name if somebody gave it one; empty if it was made of time, method and data set, or by a sweep."""
+    name = str(run.config.get("run-name", ""))
+    made = rf"\d{{8}}-\d{{6}}-{re.escape(run.method)}-.*|(.*=.*|{re.escape(run.method)})-[0-9a-f]{{6}}"
+    return "" if re.fullmatch(made, name) else name
+
+
+def grouped(runs: Sequence[Run]) -> list[Group]:
+    """Put runs together that differ in the seed alone, finished ones only, and number and name them."""
+
+    def settings(run: Run) -> dict[str, Scalar]:
+        own = {key: value for key, value in run.config.items() if relevant(key, run)}
+        return {**own, "method": run.method, "unfinished": "" if run.finished else str(run.path)}
+
+    found = [Group(tuple(same)) for same in by_settings(runs, settings)]
+    keys = [key for key in differences([group.first for group in found]) if key != "seed" or len(found) == len(runs)]
+    out = []
+    for number, group in enumerate(found, 1):
+        first = group.first
+        varying = {key: first.config[key] for key in keys if key in first.config and relevant(key, first)}
+        words = [f"{key.rpartition('.')[2]} {show(value)}" for key, value in varying.items()]
+        label = group.name or ", ".join([group.method, *words])
+        label = f"{number} {label}" if len(found) > 1 else label
+        out.append(Group(_numbered(group.runs, number, label), number, label, varying))
+    return out
+
+
+def _numbered(runs: Sequence[Run], number: int, label: str) -> tuple[Run, ...]:
+    if len(runs) == 1:
+        return (replace(runs[0], number=str(number), label=label),)
+    names = [given_name(run) or f"{run.method}, seed {show(run.config.get('seed', '?'))}" for run in runs]
+    tags = [f"{number}.{k}" for k in range(1, len(runs) + 1)]
+    return tuple(replace(run, number=tag, label=f"{tag} {name}") for run, tag, name in zip(runs, tags, names, strict=True))
+
+
+def short(label: str, length: int = LABEL_LENGTH) -> str:
+    """Cut a label to a length, after a comma if it can be; its number stays."""
+    if len(label) <= length:
+        return label
+    whole = label[: length - 1].rpartition(", ")[0]
+    return f"{whole}, …" if whole else label[: length - 1] + "…"
+
+
+def relevant(key: str, run: Run) -> bool:
+    """Tell whether a key bears on a run: those that do not tell runs apart and other methods' tables do not."""
+    return key != "method" and key not in NOT_SETTINGS and bears_on(key, run.method)
+
+
+def differences(runs: Sequence[Run]) -> list[str]:
+    """Keys that do not have one value in all runs on which they bear: methods' own first, then by importance."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if relevant(key, run))
+    differ = [k for k in keys if len({show(r.config[k]) for r in runs if k in r.config and relevant(k, r)}) > 1]
+    order = dict(zip(KEY_SETTINGS, range(len(KEY_SETTINGS)), strict=True))
+    return sorted(differ, key=lambda k: (-1 if "." in k else order.get(k, len(order))))
+
+
+# Arrays ---------------------------------------------------------------------------------------------------------------
+
+
+def over_seeds(group: Group, name: str) -> Curve | None:
+    """Mean of the runs' means over the rounds that all runs have, and that mean ± one sample standard deviation."""
+    curves = [found for run in group.runs if (found := curve([run], name))]
+    rounds = sorted(set.intersection(*(set(c.rounds.tolist()) for c in curves))) if curves else []
+    if not rounds or len(curves) < len(group.runs):
+        return None
+    values = np.array([c.mean[np.isin(c.rounds, rounds)] for c in curves])
+    mean, std = values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
+    return Curve(np.array(rounds, np.int64), mean, mean - std, mean + std)
+
+
+def all_clients(group: Group) -> tuple[Floats, str]:
+    """Accuracies of the clients of all runs, sorted, and where they come from."""
+    found = [final_accuracies(run) for run in group.runs]
+    sources = list(dict.fromkeys(source for values, source in found if values.size))
+    return np.sort(np.concatenate([values for values, _ in found])), "; ".join(sources)
+
+
+def exchanged(group: Group) -> tuple[Floats, Floats]:
+    """Mean over the runs of the bytes exchanged and the accuracy then, over the rounds that all runs have; both [rounds]."""
+    found = [spent(run) for run in group.runs]
+    rounds = sorted(set.intersection(*(set(of) for of in found)))
+    table = np.array([[of[t] for t in rounds] for of in found], np.float64).reshape(len(found), len(rounds), 2).mean(axis=0)
+    return table[:, 0], table[:, 1]
+
+
+def phases(group: Group, of: Callable[[Run], dict[str, float]]) -> dict[str, float]:
+    """Mean over the runs of seconds by phase."""
+    rows = [of(run) for run in group.runs]
+    return {phase: float(np.mean([row.get(phase, 0.0) for row in rows])) for row in rows for phase in row}

@@ -1,0 +1,93 @@
+"""Runs that differ in the seed alone are one row and one curve; names and numbers of rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_app.experiments.grouping import by_settings, mean_std
+from fl_app.report import groups
+from fl_app.report.arrays import read_run, read_runs
+from tests.report.builders import folder, record, write
+
+ONE = [record(1, {"0": {"accuracy-before": 0.5}})]
+
+
+def two_rounds(first: float, second: float) -> list[dict[str, Any]]:
+    return [record(t, {"0": {"accuracy-before": a}, "1": {"accuracy-before": a + 0.2}}) for t, a in ((1, first), (2, second))]
+
+
+def test_runs_that_differ_in_the_seed_alone_are_together() -> None:
+    runs: list[dict[str, Any]] = [
+        {"method": "a", "seed": 1}, {"method": "b", "seed": 1}, {"method": "a", "seed": 2}, {"method": "a", "seed": 1, "x": 1.0},
+        {"method": "a", "x": 1, "seed": 3}, {"method": "a", "x": True},
+    ]  # fmt: skip
+    assert [[runs.index(run) for run in group] for group in by_settings(runs, lambda run: run)] == [[0, 2], [1], [3, 4], [5]]
+
+
+def test_the_deviation_is_the_sample_one() -> None:
+    assert mean_std([1.0, 3.0]) == (2.0, pytest.approx(2**0.5))
+    assert mean_std([4.0]) == (4.0, None)
+
+
+def test_rows_are_named_by_what_differs(tmp_path: Path) -> None:
+    paths = [
+        folder(tmp_path / "a", ONE, method="fedcac", seed=1),
+        folder(tmp_path / "b", ONE, method="fedcac", seed=1, fedcac={"tau": 0.25}),
+        folder(tmp_path / "c", ONE, method="fedavg", seed=1, fedcac={"tau": 0.75}, round_timeout=7.0, run_name="x"),
+    ]  # fmt: skip
+    other = folder(tmp_path / "d", ONE, method="fedavg", seed=2)
+    runs = read_runs([*paths, tmp_path / "a"])
+    assert groups.differences(runs) == ["fedcac.tau"]
+    assert [group.label for group in groups.grouped(runs)] == ["1 fedcac, tau 0.5", "2 fedcac, tau 0.25", "3 x"]
+    found = groups.grouped(read_runs([tmp_path]))
+    assert [group.label for group in found] == ["1 fedcac, tau 0.5", "2 fedcac, tau 0.25", "3 fedavg"]
+    assert [[run.number for run in group.runs] for group in found] == [["1"], ["2"], ["3.1", "3.2"]]
+    assert [run.label for run in found[2].runs] == ["3.1 x", "3.2 fedavg, seed 2"]
+    apart = groups.grouped(read_runs([paths[0], other]))
+    assert [group.label for group in apart] == ["1 fedcac, seed 1", "2 fedavg, seed 2"]
+    assert groups.grouped(read_runs(paths[:1]))[0].label == "fedcac"
+    assert groups.short("12 method, first 1, second 2", 22) == "12 method, first 1, …"
+    assert len(groups.short("12 " + "x" * 90)) == groups.LABEL_LENGTH
+
+
+@pytest.mark.parametrize(("names", "name"), [
+    (["mine"], "mine"), (["20250101-120000-fedavg-digits-seed0"], ""), (["tau=0.3,seed=1-0a1b2c"], ""), (["fedavg-0a1b2c"], ""),
+    (["mine-seed0", "mine-seed1"], "mine"), (["resnet18-0", "resnet18-1"], "resnet18"), (["tau0.5_s1", "tau0.5_s12"], "tau0.5"),
+    (["one", "two"], ""), (["mine", ""], ""), (["b-10", "b-11"], "b"), (["seed0", "seed1"], ""),
+])  # fmt: skip
+def test_a_name_somebody_gave_is_told_from_one_that_was_made(names: list[str], name: str, tmp_path: Path) -> None:
+    runs = [read_run(folder(tmp_path / str(k), ONE, seed=k, run_name=given)) for k, given in enumerate(names)]
+    assert groups.grouped(runs)[0].name == name
+
+
+def test_the_mean_over_seeds_by_hand(tmp_path: Path) -> None:
+    runs = [folder(tmp_path / str(k), two_rounds(0.1 + 0.2 * k, 0.5), seed=k) for k in range(2)]
+    (group,) = groups.grouped(read_runs(runs))
+    curve = groups.over_seeds(group, "accuracy-before")
+    assert curve is not None and curve.rounds.tolist() == [1, 2]
+    std = np.std([0.2, 0.4], ddof=1)
+    assert curve.mean == pytest.approx([0.3, 0.6])
+    assert curve.low == pytest.approx([0.3 - std, 0.6]) and curve.high == pytest.approx([0.3 + std, 0.6])
+    nbytes, accuracy = groups.exchanged(group)
+    assert nbytes.tolist() == [40, 180] and accuracy == pytest.approx([0.3, 0.6])
+    assert groups.all_clients(group)[0] == pytest.approx([0.5, 0.5, 0.7, 0.7])
+    assert group.mean(lambda run: run.best("accuracy-before")) == (pytest.approx(0.6), pytest.approx(0.0))
+
+
+def test_an_unfinished_run_is_a_row_of_its_own(tmp_path: Path) -> None:
+    runs = [folder(tmp_path / str(k), two_rounds(0.1, 0.5), finished=k < 2, seed=k, num_server_rounds=2) for k in range(3)]
+    assert [[run.number for run in group.runs] for group in groups.grouped(read_runs(runs))] == [["1.1", "1.2"], ["2"]]
+
+
+def test_seeds_are_one_row_that_opens_and_one_curve(tmp_path: Path) -> None:
+    runs = [folder(tmp_path / f"mine-{k}", two_rounds(0.1 + 0.2 * k, 0.5 + 0.1 * k), seed=k) for k in range(3)]
+    runs.append(folder(tmp_path / "other", two_rounds(0.2, 0.3), method="local"))
+    page, names = write(tmp_path / "out", *runs)
+    assert {"accuracy", "accuracy-spread", "accuracy-seeds", "clients", "communication", "seconds"} == names
+    assert page.count("<tbody>") == 2 and page.count('<tr class="single">') == 3
+    assert ">3 runs</button>" in page and '70.00<span class="std">± 10.00</span>' in page
+    assert "± one sample standard deviation" in page and "2.1" not in page
