@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fl_app.catalogue import DATASETS
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.experiments import runs as run_folders
-from fl_app.experiments.table import ACCURACIES, mean_std, show
+from fl_app.experiments.grouping import by_settings, mean_std
+from fl_app.experiments.table import ACCURACIES, show
 from fl_app.keys import Scalar
 from fl_app.presets import Preset, all_presets, small
 from fl_app.server.run_folder import SUMMARY
@@ -101,11 +101,7 @@ def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Run],
 
 def group(runs: Iterable[Run]) -> list[list[Run]]:
     """Put runs together that differ in the seed alone (and in keys that cannot change a result)."""
-    groups: dict[tuple[Any, ...], list[Run]] = {}
-    for run in runs:
-        key = (run.config.method, run.config.scale, *sorted(settings(run.config).items(), key=str))
-        groups.setdefault(key, []).append(run)
-    return list(groups.values())
+    return by_settings(runs, lambda run: {**settings(run.config), "method": run.config.method, "scale": run.config.scale})
 
 
 def settings(config: RunConfig) -> dict[str, Scalar]:

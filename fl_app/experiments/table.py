@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fl_app.experiments.grouping import by_settings, mean_std
 from fl_app.experiments.runs import Run
 from fl_app.experiments.sweep import Point, identity
 from fl_app.keys import Scalar
@@ -32,26 +32,17 @@ class Row:
 
 def tabulate(points: Sequence[Point], finished: Mapping[str, Run]) -> list[Row]:
     """Average the finished runs over seeds; std is the sample standard deviation (n - 1), None for one run."""
-    groups: dict[tuple[tuple[str, Scalar], ...], list[Run]] = {}
-    for point in points:
-        varying = tuple((k, v) for k, v in point.varying.items() if k != "seed")
-        runs = groups.setdefault(varying, [])
-        if (run := finished.get(identity(point.parsed))) is not None:
-            runs.append(run)
     rows = []
-    for varying, runs in groups.items():
+    for same in by_settings(points, lambda point: point.varying):
+        runs = [run for point in same if (run := finished.get(identity(point.parsed))) is not None]
+        varying = {key: value for key, value in same[0].varying.items() if key != "seed"}
         means = {}
         for metric in (*ACCURACIES, *COSTS):
             values = [run.summary[metric] for run in runs if run.summary.get(metric) is not None]
             if values:
                 means[metric] = mean_std(values)
-        rows.append(Row(dict(varying), len(runs), means))
+        rows.append(Row(varying, len(runs), means))
     return rows
-
-
-def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and sample standard deviation, None for a single value."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def show(pair: tuple[float, float | None] | None) -> str:
