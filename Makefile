@@ -16,8 +16,10 @@ $(VENV)/.installed: pyproject.toml
 run: install
 	$(BIN)/corolla demo
 
+# first what needs no Flower processes, on up to four cores, then what starts them, one after the other
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --ignore tests/e2e
+	$(BIN)/python -m pytest tests/e2e
 
 # minutes of real Flower processes: every method in simulation, launched clusters
 test-long: install
