@@ -108,7 +108,7 @@ def test_another_split_or_data_set_has_no_counterpart(tmp_path: Path) -> None:
 
 
 def test_paths_that_are_no_runs_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="neither a run folder nor a folder of them"):
+    with pytest.raises(UserError, match="this run folder holds no run"):
         compare.load([tmp_path], METHOD_PARAMS)
     folder = run_folder(tmp_path, "a", "fedcac/cifar10-dirichlet-0.1", {})
     (folder / "summary.json").unlink()

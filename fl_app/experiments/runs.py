@@ -5,8 +5,6 @@ fl_app/server/run_folder.py writes these folders, and reads single files back to
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +15,7 @@ from fl_app import config
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.server.run_folder import CONFIG, RUN, SUMMARY, read_clients, read_config, read_metrics, read_summary
+from fl_app.server.run_folder import CONFIG, RUN, read_about, read_clients, read_config, read_metrics, read_summary
 
 Record = dict[str, Any]
 
@@ -40,7 +38,10 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether it has its summary."""
-        return (self.path / SUMMARY).is_file()
+        try:
+            return bool(self.summary)
+        except UserError:
+            return False
 
     @cached_property
     def summary(self) -> Record:
@@ -51,6 +52,11 @@ class Run:
     def rounds(self) -> dict[int, Record]:
         """Its rounds' records by number, ascending, as far as they can be read."""
         return dict(sorted((record["round"], record) for record in read_metrics(self.path)))
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What run.json says of it: its experiment's id, its method's figures; empty if there is none that can be read."""
+        return read_about(self.path)
 
     @cached_property
     def clients(self) -> dict[str, dict[str, Any]]:
@@ -68,8 +74,8 @@ def find(paths: Iterable[Path]) -> list[Run]:
     for path in paths:
         folders = [path] if (path / CONFIG).is_file() else sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
         if not folders:
-            what = f"neither a run folder nor a folder of them (no {CONFIG})" if path.is_dir() else "this run folder does not exist"
-            problems.append(f"{path}: {what}")
+            what = f"holds no run (no {CONFIG}), nor does a folder in it" if path.is_dir() else "does not exist"
+            problems.append(f"{path}: this run folder {what}")
         for folder in folders:
             run = found.setdefault(folder.resolve(), Run(folder))
             try:
@@ -83,11 +89,8 @@ def find(paths: Iterable[Path]) -> list[Run]:
 
 def by_experiment(root: Path) -> dict[str, Run]:
     """Return runs by their experiment's id: those directly under a directory, and those of sweeps in it."""
-    found: dict[str, Run] = {}
-    for path in sorted([*root.glob(f"*/{RUN}"), *root.glob(f"*/*/{RUN}")]):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found[str(json.loads(path.read_text(encoding="utf-8"))["experiment"])] = Run(path.parent)
-    return found
+    found = [Run(path.parent) for path in sorted([*root.glob(f"*/{RUN}"), *root.glob(f"*/*/{RUN}")])]
+    return {str(run.about["experiment"]): run for run in found if "experiment" in run.about}
 
 
 def inside(directory: Path) -> list[Run]:

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.errors import UserError
+from fl_app.experiments import runs as run_folders
 from fl_app.keys import Scalar
 from fl_app.report.kinds import Figure, from_json
-from fl_app.server.run_folder import CONFIG, read_about, read_clients, read_config, read_metrics, read_summary
 
 Record = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -99,36 +98,18 @@ def read_runs(paths: Sequence[Path], declared: Mapping[str, Sequence[Figure]] | 
 
     declared: figures by method, for runs of before these were kept in run.json.
     """
-    problems: list[str] = []
-    found: dict[Path, Run] = {}
-    for path in paths:
-        folders = [path] if (path / CONFIG).is_file() else sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
-        if not folders:
-            what = "holds no run (no config.toml)" if path.is_dir() else "does not exist"
-            problems.append(f"{path}: this run folder {what}")
-        for folder in folders:
-            try:
-                found.setdefault(folder.resolve(), read_run(folder, declared))
-            except UserError as error:
-                problems.append(str(error))
-    if problems:
-        raise UserError("\n".join(problems))
-    return list(found.values())
+    return [read_run(run.path, declared) for run in run_folders.find(paths)]
 
 
 def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None) -> Run:
     """Read one run folder, finished or not. Raises UserError if it has no readable config."""
-    config, about = read_config(path), read_about(path)
-    rounds = {record["round"]: record for record in read_metrics(path)}
-    try:
-        finished = bool(read_summary(path))
-    except UserError:
-        finished = False
+    run = run_folders.Run(path.resolve())
+    config, about = run.settings, run.about
     known = tuple((declared or {}).get(str(config.get("method")), ()))
     figures = from_json(about["figures"]) if "figures" in about else known
     classes = about["classes"] if isinstance(about.get("classes"), list) else str(config.get("classes", "")).split(",")
     names = tuple(str(name).strip() for name in classes)
-    return Run(path.resolve(), config, dict(sorted(rounds.items())), read_clients(path), finished, figures, names)
+    return Run(run.path, config, run.rounds, run.clients, run.finished, figures, names)
 
 
 def show(value: Scalar) -> str:
