@@ -64,6 +64,10 @@ METRICS: dict[str, tuple[str, Callable[[Run], float | None]]] = {
     "final-accuracy-pooled": (
         "all clients' test data after the last round", lambda run: run.folder.summary["final-accuracy-pooled"]
     ),
+    "final-accuracy-finetuned-pooled": (
+        "all clients' test data after the last round, each with the model it fine-tuned",
+        lambda run: run.folder.summary.get("final-accuracy-finetuned-pooled"),
+    ),
     "last-10-accuracy-pooled": (
         "mean over the last 10 rounds of the accuracy on the round's clients' test data, before training", _last_rounds
     ),
