@@ -267,6 +267,32 @@ def test_a_round_goes_on_without_a_client_whose_objective_fails(
     assert failure["client"] == 1 and why in failure["cause"]
 
 
+WRONG = HEAD + """
+class Server(FedAvg):
+    def personalize(self, round, uploads):
+        super().personalize(round, uploads)
+        {wrong}
+METHOD = Method("wrong", NoParams, Server, LocalUpdate, all_tensors)
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("self.global_model = type(self.global_model)(self.global_model.params.astype('f8'), self.global_model.buffers)",
+         r"the params of a model must be float32 \[17226\], got float64 \[17226\]"),
+        ("self.memory['rate'] = 0.5", r"memory\['rate'\] must be a NumPy array, got float"),
+    ],
+)  # fmt: skip
+def test_what_a_server_half_cannot_send_or_keep_is_named(
+    here: Path, raw_config: dict[str, Scalar], wrong: str, why: str
+) -> None:
+    (here / "wrong.py").write_text(WRONG.replace("{wrong}", wrong))
+    raw = {**raw_config, "method": "wrong:METHOD"}
+    with pytest.raises(UserError, match=f"method wrong:METHOD: {why}"):
+        server_app.run(InProcessGrid(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None)
+
+
 # What a run keeps
 
 

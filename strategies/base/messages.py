@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from fl_app import wire
 from fl_app.config import RunConfig
+from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.server import kept
@@ -80,11 +82,19 @@ class Messages(Strategy, ABC):
             round=round,
             attempt=self.attempt.generation,
             experiment=self.folder.experiment,
-            model=self.model_for(client_id),
+            model=self._sendable(self.model_for(client_id)),
             state_version=self.versions.get(client_id, ""),
             keep_from=self.kept_versions.get(client_id, ""),
             extras=self.download_extras(client_id),
         )
+
+    def _sendable(self, model: Model) -> Model:
+        """Return a method's model. Raises UserError if a client could not take it: it is the method's mistake."""
+        for name, array, length in (("params", model.params, self.layout.d), ("buffers", model.buffers, self.layout.b)):
+            if array.dtype != np.float32 or array.shape != (length,):
+                got = f"{array.dtype} {list(array.shape)}"
+                raise UserError(f"method {self.config.method}: the {name} of a model must be float32 [{length}], got {got}")
+        return model
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp.strategy import Result
 
@@ -115,7 +116,11 @@ class Rounds(Messages):
     def save_checkpoint(self, record: Record) -> None:
         """Make everything the next round depends on durable, with the metrics line of the round it follows."""
         arrays = {"global.params": self.global_model.params, "global.buffers": self.global_model.buffers}
-        arrays |= {f"memory.{name}": array for name, array in self.memory.items()}
+        for name, array in self.memory.items():
+            if not isinstance(array, np.ndarray):
+                got = type(array).__name__
+                raise UserError(f"method {self.config.method}: memory[{name!r}] must be a NumPy array, got {got}")
+            arrays[f"memory.{name}"] = array
         for client_id, own in self.personal.items():
             arrays |= {f"client.{client_id}.{name}": array for name, array in own.items()}
         meta = {"versions": {str(i): v for i, v in self.versions.items()}, "record": record}
