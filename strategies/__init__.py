@@ -20,6 +20,7 @@ from strategies import (
     fedprox,
     fedrep,
     fedselect,
+    flute,
     lg_fedavg,
     local,
     moon,
@@ -30,7 +31,7 @@ from strategies.registry import Methods, Params
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
-    fedntd, moon, fedbabu, fedselect, apfl, pfedfda, fedgen, fedala,
+    fedntd, moon, fedbabu, fedselect, apfl, pfedfda, fedgen, fedala, flute,
 )  # fmt: skip
 
 METHODS = Methods(_MODULES)
