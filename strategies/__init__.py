@@ -20,6 +20,7 @@ from strategies import (
     fedprox,
     fedrep,
     fedselect,
+    floco,
     lg_fedavg,
     local,
     moon,
@@ -30,7 +31,7 @@ from strategies.base import Method
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
-    fedntd, moon, fedbabu, fedselect, apfl, pfedfda,
+    fedntd, moon, fedbabu, fedselect, apfl, pfedfda, floco,
 )  # fmt: skip
 
 METHODS: dict[str, Method[Any]] = {module.METHOD.name: module.METHOD for module in _MODULES}

@@ -50,7 +50,7 @@ def documented_bytes(method: str, layout: Layout) -> tuple[int, int]:
     gaussians = 4 * (classes * width + width * (width + 1) // 2)
     travels = {
         "local": 0, "fedper": whole - head, "fedrep": whole - head, "fedbabu": whole - head, "lg-fedavg": head,
-        "fedbn": whole - norms, "pfedfda": whole - head + gaussians,
+        "fedbn": whole - norms, "pfedfda": whole - head + gaussians, "floco": whole + 9 * 4 * classes * width,
     }.get(method, whole)  # fmt: skip
     extra = {"fedcac": mask, "feddac": mask, "fedselect": mask, "fedobp": 8 * len(layout.params)}.get(method, 0)
     return travels + extra, travels
