@@ -85,7 +85,7 @@ class CorollaClient(NumPyClient):
             loss, accuracy = trainer.evaluate(model)
             metrics: dict[str, Scalar] = {
                 "accuracy": accuracy,
-                "sha256": hashlib.sha256(model.params.tobytes()).hexdigest(),
+                "sha256": hashlib.sha256(update.export(model, state, ctx).params.tobytes()).hexdigest(),
                 **self._fallback,
             }
             if self.config.finetune_epochs:
@@ -105,7 +105,8 @@ class CorollaClient(NumPyClient):
         ctx, state, _ = self._context(download)
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
-        return Upload(update.personal(start, state, ctx), metrics=self._fallback, num_examples=ctx.num_samples)
+        model = update.export(update.personal(start, state, ctx), state, ctx)
+        return Upload(model, metrics=self._fallback, num_examples=ctx.num_samples)
 
     def _train(self, download: Download) -> Upload:
         ctx, state, trainer = self._timed("prepare", lambda: self._context(download))

@@ -67,9 +67,8 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         config, num_clients=roster.num_clients, resolved={**config.resolved, "num-clients": roster.num_clients}
     )
     method = METHODS[config.method]
-    module = method.network(config, **common_shape(roster))
-    layout = Layout.of(module)
-    initial = weights.initial_model(module, config.initial_weights) if config.initial_weights else weights.read(module)
+    module = method.network(config, **common_shape(roster), initial_weights=config.initial_weights)
+    layout, initial = Layout.of(module), weights.read(module)
     shared = method.shared(layout, config.params)
     if config.resume:
         folder = RunFolder.resume(config)
@@ -117,13 +116,17 @@ def save_models(strategy: PersonalizedStrategy[Any], exchange: Exchange, folder:
     """Write the final models: global, per client where the server holds them, and collected personal models."""
     config = strategy.config
     if strategy.has_global_model():
-        folder.save_model("global", strategy.layout, strategy.global_model)
+        folder.save_model("global", strategy.exported_layout(strategy.layout), strategy.exported_global())
     if config.collect_personal_models:
+        whole = strategy.exported_layout(strategy.full_layout)
         for client_id, model in strategy.collect(exchange, config.num_server_rounds).items():
-            folder.save_model(f"client-{client_id}", strategy.full_layout, model)
+            folder.save_model(f"client-{client_id}", whole, model)
     else:
+        layout = strategy.exported_layout(strategy.layout)
         for client_id in sorted(strategy.personal):
-            folder.save_model(f"client-{client_id}", strategy.layout, strategy.personal_model(client_id))
+            held = strategy.personal_model(client_id)
+            if held is not None:
+                folder.save_model(f"client-{client_id}", layout, held)
 
 
 def configure_logging() -> None:

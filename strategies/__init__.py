@@ -20,6 +20,7 @@ from strategies import (
     fedprox,
     fedrep,
     fedselect,
+    floco,
     flute,
     lg_fedavg,
     local,
@@ -31,7 +32,7 @@ from strategies.registry import Methods, Params
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
-    fedntd, moon, fedbabu, fedselect, apfl, pfedfda, fedgen, fedala, flute,
+    fedntd, moon, fedbabu, fedselect, apfl, pfedfda, fedgen, fedala, flute, floco,
 )  # fmt: skip
 
 METHODS = Methods(_MODULES)

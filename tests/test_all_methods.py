@@ -53,6 +53,7 @@ def documented_bytes(method: str, layout: Layout, round: int) -> tuple[int, int]
     travels = {
         "local": 0, "fedper": whole - head, "fedrep": whole - head, "fedbabu": whole - head, "lg-fedavg": head,
         "fedbn": whole - norms, "flute": whole - head, "pfedfda": whole - head + gaussians,
+        "floco": whole + 9 * 4 * classes * width,
     }.get(method, whole)  # fmt: skip
     extra = {"fedcac": mask, "feddac": mask, "fedselect": mask, "fedobp": 8 * len(layout.params), "fedgen": 4 * classes}
     generator = (32 + classes + 3) * 256 + (256 + 1) * width + 2 * 256  # noise 32, hidden 256; and its statistics

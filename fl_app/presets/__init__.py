@@ -176,6 +176,9 @@ def small(config: RunConfig) -> dict[str, Scalar]:
         "partition": "dirichlet-client" if config.partition == "dirichlet" else config.partition,
     }
     out |= {name: min(before[name] or most, most) for name, most in SMALL_SAMPLES.items()}
-    counted = [key.name for key, value in config.own_keys() if key.counts_rounds and value]
-    out |= {name: max(1, round(before[name] * rounds / config.num_server_rounds)) for name in counted}
+    for key, value in config.own_keys():
+        if key.counts_rounds and value:
+            least = max(1, round(before[key.name] * rounds / config.num_server_rounds))
+            allowed = (r for r in range(least, before[key.name] + 1) if key.rule is None or key.rule.admits(r))
+            out[key.name] = next(allowed)
     return {name: value for name, value in out.items() if value != before[name]}

@@ -237,6 +237,12 @@ class LocalUpdate(Generic[P]):
             return Model(state.arrays["personal.params"], state.arrays["personal.buffers"])
         return model
 
+    def export(self, model: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
+        """Return a personal model as it is hashed and collected: as it is, or, where the method wraps the user's network, as that
+        network (the strategy's `exported_layout`).
+        """
+        return model
+
     def keep_personal(self, model: Model, state: ClientState) -> None:
         """Store the client's second model, all tensors of it: from now on its personal one."""
         state.arrays["personal.params"], state.arrays["personal.buffers"] = model.params, model.buffers

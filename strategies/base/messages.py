@@ -70,6 +70,10 @@ class Messages(Strategy, ABC):
         """See PersonalizedStrategy."""
 
     @abstractmethod
+    def exported_layout(self, layout: Layout) -> Layout:
+        """See PersonalizedStrategy."""
+
+    @abstractmethod
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """See PersonalizedStrategy."""
 

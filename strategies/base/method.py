@@ -36,14 +36,21 @@ class Method(Generic[P]):
     wrap: Callable[[nn.Module, P, int], nn.Module] | None = None
     figures: tuple[Figure, ...] = ()
 
-    def network(self, config: RunConfig, *, in_channels: int, num_classes: int, image_size: int) -> nn.Module:
-        """Build the network the method trains, with its initial weights from the seed."""
-        from fl_app import models
+    def network(
+        self, config: RunConfig, *, in_channels: int, num_classes: int, image_size: int, initial_weights: str = ""
+    ) -> nn.Module:
+        """Build the network the method trains, with its initial weights from the seed.
+
+        initial_weights: a safetensors file that gives those of the run's model, before the method wraps it.
+        """
+        from fl_app import models, weights
 
         module = models.build(
             config.model, in_channels=in_channels, num_classes=num_classes, image_size=image_size, norm=config.norm,
             seed=config.seed,
         )  # fmt: skip
+        if initial_weights:
+            weights.write(module, weights.initial_model(module, initial_weights))
         return module if self.wrap is None else self.wrap(module, config.params, config.seed)
 
 

@@ -98,8 +98,9 @@ class Rounds(Messages):
         return records.evaluation_record(self.attempt.clients, self.config.num_clients, sent, self.attempt.failures)
 
     def collect(self, exchange: Exchange, round: int) -> dict[int, Model]:
-        """Ask every client for its personal model (all tensors); those that fail are logged."""
-        expected = Expected(self.full_layout.d, self.full_layout.b)
+        """Ask every client for its personal model (all tensors, as exported); those that fail are logged."""
+        layout = self.exported_layout(self.full_layout)
+        expected = Expected(layout.d, layout.b)
         messages = (self._message(exchange, i, "collect", "train", round) for i in exchange.client_ids)
         models: dict[int, Model] = {}
         for reply in exchange.ask("collecting models", messages, self.config.round_timeout, len(exchange.client_ids)):

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from numpy.typing import NDArray
 
-from fl_app.layout import Model
+from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload
 from strategies.base.rounds import Rounds
 from strategies.base.uploads import Uploads
@@ -51,9 +51,19 @@ class PersonalizedStrategy(Rounds, Generic[P]):
         """Choose the round's clients: fraction-train of those connected, at least one, sorted."""
         return self.drawn(client_ids, round)
 
-    def personal_model(self, client_id: int) -> Model:
+    def personal_model(self, client_id: int) -> Model | None:
         """Return what the server holds of a client's personal model, for the run folder; by default what the client is sent."""
         return self.model_for(client_id)
+
+    def exported_global(self) -> Model:
+        """Return the global model for the run folder."""
+        return self.global_model
+
+    def exported_layout(self, layout: Layout) -> Layout:
+        """Return how models of a layout leave the run, in files and from clients (`LocalUpdate.export`): as they are, or, where the
+        method wraps the user's network, as that network.
+        """
+        return layout
 
     def has_global_model(self) -> bool:
         """Tell whether `global_model` is a result of the method."""

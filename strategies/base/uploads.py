@@ -29,6 +29,13 @@ class Uploads:
     extras: dict[str, NDArray[Any]]
     metrics: list[Mapping[str, Scalar]]
 
+    def rows(self, chosen: list[int]) -> Uploads:
+        """Copies of the chosen rows of every stack."""
+        bits = None if self.bits is None else self.bits[chosen]
+        extras = {name: stack[chosen] for name, stack in self.extras.items()}
+        ids, metrics = [self.ids[k] for k in chosen], [self.metrics[k] for k in chosen]
+        return Uploads(ids, self.W[chosen], self.B[chosen], self.sizes[chosen], bits, extras, metrics)
+
 
 @dataclass
 class Intake:

@@ -1,0 +1,350 @@
+"""FLOCO: clients train a simplex of classifiers, and each gets a region of it, near those whose updates are like its own.
+
+Grinwald, Wiesner, Nakajima: "Federated Learning over Connected Modes", NeurIPS 2024.
+
+The classifier's weight becomes M endpoints W_1..W_M [C, f] beside one bias; what is used is sum_m alpha_m W_m. Clients train body,
+bias and all endpoints by SGD, with one alpha per batch; the server averages all of it as FedAvg does. Before round tau alpha is
+uniform on the simplex; from then on client i draws it around its centre c_i: c_i + r u / ||u||_1, u uniform in [-1, 1]^M, r in
+[0, rho]. It is evaluated, exported and hashed at its centre, sum_m c_m W_m, (1/M, ...) before tau.
+
+Centres come from the endpoints' updates in round tau - 1, in which all connected clients train and only those drawn are averaged:
+their first M principal components kappa [N, M] are projected on scaled simplices {x >= 0, sum x = z} and divided by their sum, for
+that z of which the centres have the least Riesz energy (`subregions`). Who comes later trains on the whole simplex first, and is
+then placed by that update, with the mean, axes and z of then. FLOCO+ (`personal-epochs`): a second simplex model, kept at home,
+trained with lambda/2 ||v - w_received||^2 after the first; the client is evaluated with it.
+
+Deviations: the paper's subregion is an L1 ball in the simplex, drawn from uniformly; all code's draws leave the simplex and are not
+uniform. We run the code's; `sampling = simplex` projects them back. The sign of a principal component is arbitrary and decides the
+centres: +updates, each column's largest |score| positive (FL-bench projects +updates, Flower -updates). FLOCO+'s gradient is
+lambda (v - w); FL-bench and the authors' code have lambda v - w by a slip of precedence. BatchNorm is averaged (authors: local).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from threadpoolctl import threadpool_limits
+
+from fl_app import rng
+from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, Rule, key
+from fl_app.layout import Layout, Model, Slot
+from strategies.base import ClientState, LocalUpdate, Method, Objective, RoundContext, Uploads, all_but_classifier
+from strategies.fedavg import FedAvg
+from strategies.fedprox import proximal
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+log = logging.getLogger("corolla")
+
+Matrix = NDArray[np.float64]
+_TOTALS = np.linspace(1e-4, 1, 1000)  # values of z
+_AHEAD = 64  # alphas that are drawn and moved to the device at a time
+
+
+@dataclass(frozen=True)
+class FLOCOParams:
+    """Parameters of FLOCO, table `floco`."""
+
+    endpoints: int = key(10, "Endpoints of the simplex of classifiers (M).", AT_LEAST_ONE)
+    projection_round: int = key(
+        10, "Round from which clients have regions of their own (tau; paper: 250 of 500).", Rule(low=2), counts_rounds=True
+    )
+    radius: float = key(0.1, "Radius of a client's region (rho).", NOT_NEGATIVE)
+    personal_epochs: int = key(0, "FLOCO+: epochs of a second, personal simplex model per round; 0: none.", NOT_NEGATIVE)
+    proximal_weight: float = key(1.0, "FLOCO+: pull of that model towards the received one (lambda).", NOT_NEGATIVE)
+    sampling: Literal["authors", "simplex"] = key(
+        "authors", "Mixtures around a centre as all code draws them, or projected back to the simplex."
+    )
+
+
+# Kernels: the simplex ---------------------------------------------------------------------------------------------------
+
+
+def project_simplex(v: ArrayLike, total: float) -> Matrix:
+    """Euclidean projection of vectors [..., M] on {x >= 0, sum x = total}, float64."""
+    values = np.asarray(v, np.float64)
+    falling = -np.sort(-values, axis=-1)
+    shifts = (np.cumsum(falling, axis=-1) - total) / np.arange(1, values.shape[-1] + 1)
+    positive = np.maximum((falling > shifts).sum(axis=-1, keepdims=True), 1)  # entries above 0 in the result
+    projected: Matrix = np.maximum(values - np.take_along_axis(shifts, positive - 1, axis=-1), 0)
+    return projected
+
+
+def on_simplex(kappa: ArrayLike, total: float) -> Matrix:
+    """Projection on the simplex of sum `total`, divided by its sum: rows [..., M] of sum 1."""
+    projected = project_simplex(kappa, total)
+    scaled: Matrix = projected / projected.sum(axis=-1, keepdims=True)
+    return scaled
+
+
+def subregions(kappa: ArrayLike) -> tuple[Matrix, float]:
+    """Centres of the clients' regions, float64 [N, M], rows >= 0 of sum 1, and the simplex's size z they belong to.
+
+    kappa: scores [N, M]. Of 1000 sizes the one of which the centres have the least Riesz energy, sum over pairs of
+    1 / max(||c_i - c_j||, 1e-4)^2; the smaller of equals.
+    """
+    from scipy.spatial.distance import pdist
+
+    scores = np.asarray(kappa, np.float64)
+    best, least = float(_TOTALS[0]), math.inf
+    for total in _TOTALS:
+        energy = float((1 / np.maximum(pdist(on_simplex(scores, total), "sqeuclidean"), 1e-8)).sum())
+        if energy < least:
+            best, least = float(total), energy
+    return on_simplex(scores, best), best
+
+
+def principal_scores(X: Matrix, components: int) -> tuple[Matrix, Matrix, Matrix]:
+    """Scores [N, M] of the rows of X [N, D] on its first M principal axes, their mean [D], the axes [M, D]; float64.
+
+    Beyond the rank of X, scores and axes are 0. The largest |score| of each column is positive.
+    """
+    mean = X.mean(axis=0)
+    left, lengths, right = np.linalg.svd(X - mean, full_matrices=False)
+    rank = int((lengths > lengths[0] * max(X.shape) * np.finfo(np.float64).eps).sum())
+    k = min(components, rank)
+    scores, axes = np.zeros((len(X), components)), np.zeros((components, X.shape[1]))
+    scores[:, :k], axes[:k] = left[:, :k] * lengths[:k], right[:k]
+    flip = np.where(scores[np.abs(scores).argmax(axis=0), np.arange(components)] < 0, -1.0, 1.0)
+    return scores * flip, mean, axes * flip[:, None]
+
+
+def uniform_mixture(generator: np.random.Generator, endpoints: int) -> Matrix:
+    """A point drawn uniformly from the simplex, float64 [M]."""
+    drawn = generator.exponential(size=endpoints)
+    point: Matrix = drawn / drawn.sum()
+    return point
+
+
+def mixture_around(centre: Matrix, generator: np.random.Generator, radius: float) -> Matrix:
+    """A point near a centre [M] as the authors' code draws it: at an L1 distance of up to `radius`, not always on the simplex."""
+    direction = generator.uniform(-1, 1, len(centre))
+    length = generator.uniform(0, radius)
+    point: Matrix = centre + length * direction / np.abs(direction).sum()
+    return point
+
+
+# Kernels: the model -----------------------------------------------------------------------------------------------------
+
+
+def endpoints_slot(layout: Layout) -> Slot:
+    """The endpoints, [M, C, f]."""
+    (slot,) = (slot for slot in layout.params if slot.name in layout.classifier and len(slot.shape) == 3)
+    return slot
+
+
+def collapsed_layout(layout: Layout) -> Layout:
+    """Layout of the user's own model, given that of the simplex model."""
+    wide, slots, start = endpoints_slot(layout), list[Slot](), 0
+    for slot in layout.params:
+        shape = slot.shape[1:] if slot is wide else slot.shape
+        slots.append(Slot(slot.name, shape, start, start + math.prod(shape)))
+        start += math.prod(shape)
+    return dataclasses.replace(layout, params=tuple(slots))
+
+
+def collapse(model: Model, layout: Layout, centre: Matrix) -> Model:
+    """A simplex model at one point, sum_m c_m W_m, as the user's own model. layout: of the simplex model; centre: [M]."""
+    wide = endpoints_slot(layout)
+    endpoints = model.params[wide.start : wide.stop].reshape(wide.shape[0], -1).astype(np.float64)
+    used = (centre @ endpoints).astype(np.float32)
+    return Model(np.concatenate([model.params[: wide.start], used, model.params[wide.stop :]]), model.buffers)
+
+
+def centre_of(extras: Mapping[str, NDArray[Any]], endpoints: int) -> tuple[Matrix, bool]:
+    """Where a client is evaluated [M], and whether that is a region of its own; all zeros stand for none yet."""
+    sent = extras.get("centre")
+    if sent is None or not sent.any():
+        return np.full(endpoints, 1 / endpoints), False
+    return sent.astype(np.float64), True
+
+
+def simplex_network(module: nn.Module, params: FLOCOParams, seed: int) -> nn.Module:
+    """Replace the last Linear layer's weight by endpoints from Xavier-normal draws; a network it does not fit stays as it is."""
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class SimplexLinear(nn.Linear):
+        """Linear layer whose weight is a mixture of endpoints, [M, C, f]: `alpha` [M] in training, `centre` [M] else."""
+
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")  # draws nothing
+            drawn = torch.empty(params.endpoints, *linear.weight.shape)
+            for m, endpoint in enumerate(drawn):
+                generator = torch.Generator().manual_seed(rng.torch_seed(seed, f"model:floco-{m}"))
+                nn.init.xavier_normal_(endpoint, generator=generator)
+            self.weight = nn.Parameter(drawn, requires_grad=linear.weight.requires_grad)
+            self.bias = linear.bias
+            self.alpha = self.centre = torch.full((params.endpoints,), 1 / params.endpoints)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, enabled=False):  # weights are mixed in float32
+                used = (self.alpha if self.training else self.centre) @ self.weight.flatten(1)
+            return functional.linear(x, used.view(self.out_features, self.in_features), self.bias)
+
+    linear = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    if linear and linear[-1][0]:
+        parent, _, name = linear[-1][0].rpartition(".")
+        setattr(module.get_submodule(parent), name, SimplexLinear(linear[-1][1]))
+    return module
+
+
+def simplex_tensors(layout: Layout, params: object) -> frozenset[str]:
+    """All tensors travel. Raises UserError for a model without a last Linear layer, or with nothing below it."""
+    all_but_classifier(layout)
+    return layout.names
+
+
+# Halves ---------------------------------------------------------------------------------------------------------------
+
+
+class FLOCO(FedAvg[FLOCOParams]):
+    """Server half. Kept per client: `centre` float32 [M]. Memory, from round tau - 1 on: `mean` float32 [MCf], `axes` float32
+    [M, MCf] and `total` float64 [1], for those who come later.
+    """
+
+    _averaged: frozenset[int] = frozenset()  # of the clients of round tau - 1, those that `sample` drew
+
+    def sample(self, client_ids: list[int], round: int) -> list[int]:
+        """Let everybody train in the round before the projection."""
+        drawn = super().sample(client_ids, round)
+        self._averaged = frozenset(drawn)
+        return client_ids if round == self.params.projection_round - 1 else drawn
+
+    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """From round tau on, the client's centre, zeros if it has none."""
+        if max(self.round, self.attempt.round) < self.params.projection_round:
+            return {}
+        mine = self.personal.get(client_id)
+        return {"centre": np.zeros(self.params.endpoints, np.float32) if mine is None else mine["centre"]}
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Average what was drawn; place the clients of the round before tau, later those that have no place yet."""
+        received, before_projection = self.global_model, round == self.params.projection_round - 1
+        rows = [k for k, i in enumerate(uploads.ids) if i in self._averaged or not before_projection]
+        if rows:
+            super().personalize(round, uploads if len(rows) == len(uploads.ids) else uploads.rows(rows))
+        else:
+            log.warning("round %d: floco: no upload of those drawn came, the global model stays", round)
+        with threadpool_limits(1, "blas"):  # so that no result depends on the number of threads
+            if before_projection:
+                self.place_all(self.updates(uploads, received), uploads.ids)
+            elif round >= self.params.projection_round:
+                self.place_new(uploads, received)
+
+    def updates(self, uploads: Uploads, received: Model) -> Matrix:
+        """How far training moved the endpoints, float64 [N, MCf]."""
+        slot = endpoints_slot(self.layout)
+        ends = slice(slot.start, slot.stop)
+        moved: Matrix = uploads.W[:, ends].astype(np.float64) - received.params[ends]
+        return moved
+
+    def place_all(self, updates: Matrix, ids: list[int]) -> None:
+        """Give every client a region, and remember what places later ones."""
+        kappa, mean, axes = principal_scores(updates, self.params.endpoints)
+        centres, total = subregions(kappa)
+        for client_id, centre in zip(ids, centres, strict=True):
+            self.keep_for(client_id, centre=centre.astype(np.float32))
+        self.memory |= {"mean": mean.astype(np.float32), "axes": axes.astype(np.float32), "total": np.array([total])}
+        largest = float(np.abs(kappa).max())
+        log.info("floco: regions for %d clients, largest score %.3g, simplex of sum %.3g", len(ids), largest, total)
+        self.note_round("largest-score", largest)
+        self.note_round("simplex-sum", total)
+
+    def place_new(self, uploads: Uploads, received: Model) -> None:
+        """Place clients by their first update."""
+        new = [k for k, i in enumerate(uploads.ids) if i not in self.personal]
+        if not new or "axes" not in self.memory:
+            return
+        kappa = (self.updates(uploads, received)[new] - self.memory["mean"]) @ self.memory["axes"].astype(np.float64).T
+        for k, centre in zip(new, on_simplex(kappa, float(self.memory["total"][0])), strict=True):
+            self.keep_for(uploads.ids[k], centre=centre.astype(np.float32))
+
+    def exported_layout(self, layout: Layout) -> Layout:
+        """That of the user's own model."""
+        return collapsed_layout(layout)
+
+    def exported_global(self) -> Model:
+        """The middle of the simplex."""
+        return collapse(self.global_model, self.layout, centre_of({}, self.params.endpoints)[0])
+
+    def personal_model(self, client_id: int) -> Model | None:
+        """The global model at the client's centre; FLOCO+'s is the client's alone."""
+        if self.params.personal_epochs:
+            return None
+        centre, _ = centre_of(self.download_extras(client_id), self.params.endpoints)
+        return collapse(self.global_model, self.layout, centre)
+
+
+class FLOCOUpdate(LocalUpdate[FLOCOParams]):
+    """Client half. State, with FLOCO+ alone: the personal simplex model."""
+
+    def merge(self, received: Model, state: ClientState, ctx: RoundContext[FLOCOParams]) -> Model:
+        """Set the point at which this message's models are evaluated."""
+        import torch
+
+        layer: Any = ctx.trainer.classifier()
+        centre = centre_of(ctx.extras, ctx.params.endpoints)[0]
+        layer.alpha = layer.centre = torch.from_numpy(centre.astype(np.float32)).to(ctx.trainer.weights.device)
+        return received
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FLOCOParams]) -> Model:
+        """Train the simplex, and with FLOCO+ a personal one near what was received."""
+        p = ctx.params
+        after = ctx.trainer.train(start, objective=self.mixed_loss(ctx, "floco-alpha"))
+        if p.personal_epochs:
+            personal = ctx.trainer.train(
+                self.personal(start, state, ctx),
+                epochs=p.personal_epochs,
+                purpose="train-personal",
+                objective=self.mixed_loss(ctx, "floco-alpha-personal"),
+                correction=proximal(ctx, p.proximal_weight, start.params),
+            )
+            self.keep_personal(personal, state)
+        return after
+
+    def mixed_loss(self, ctx: RoundContext[FLOCOParams], purpose: str) -> Objective:
+        """The task's loss with another mixture on every batch."""
+        trainer = ctx.trainer
+        layer: Any = trainer.classifier()
+        alphas = mixtures(ctx, purpose)
+
+        def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            layer.alpha = next(alphas)
+            return trainer.loss(trainer.logits(module, x), y)
+
+        return loss
+
+    def export(self, model: Model, state: ClientState, ctx: RoundContext[FLOCOParams]) -> Model:
+        """Collapse a simplex model at the client's centre."""
+        return collapse(model, ctx.layout, centre_of(ctx.extras, ctx.params.endpoints)[0])
+
+
+def mixtures(ctx: RoundContext[FLOCOParams], purpose: str) -> Iterator[Tensor]:
+    """Yield a mixture float32 [M] on the device per batch, from the client's region or, without one, the whole simplex."""
+    import torch
+
+    p, generator = ctx.params, ctx.rng(purpose)
+    centre, own = centre_of(ctx.extras, p.endpoints)
+
+    def draw() -> Matrix:
+        if not own:
+            return uniform_mixture(generator, p.endpoints)
+        point = mixture_around(centre, generator, p.radius)
+        return project_simplex(point, 1) if p.sampling == "simplex" else point
+
+    while True:
+        ahead = np.stack([draw() for _ in range(_AHEAD)]).astype(np.float32)
+        yield from torch.from_numpy(ahead).to(ctx.trainer.weights.device)
+
+
+METHOD = Method("floco", FLOCOParams, FLOCO, FLOCOUpdate, simplex_tensors, wrap=simplex_network)

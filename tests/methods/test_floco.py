@@ -1,0 +1,386 @@
+"""FLOCO: the simplex's kernels, its network, limits, regions, late clients, FLOCO+, what leaves a run."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from torch import nn
+
+from client_app.state import State
+from fl_app import models, weights
+from fl_app.errors import UserError
+from fl_app.experiments.export import export_state_dict
+from fl_app.layout import Layout
+from fl_app.server import checkpoint
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from strategies import METHODS
+from strategies.base import Uploads
+from strategies.floco import (
+    FLOCO,
+    FLOCOParams,
+    FLOCOUpdate,
+    centre_of,
+    collapse,
+    collapsed_layout,
+    endpoints_slot,
+    mixture_around,
+    on_simplex,
+    principal_scores,
+    project_simplex,
+    simplex_network,
+    subregions,
+    uniform_mixture,
+)
+from tests.conftest import Run, f32
+from tests.conftest import config as configured
+from tests.methods.one_client import client, same, samples, small
+
+SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
+EARLY: dict[str, Any] = {"projection_round": 2, "endpoints": 3}
+scores = hnp.arrays(np.float64, hnp.array_shapes(min_dims=2, max_dims=2, max_side=5), elements=st.floats(-4, 4))
+
+
+# The simplex ------------------------------------------------------------------------------------------------------------
+
+
+def test_projections_that_are_known() -> None:
+    np.testing.assert_allclose(project_simplex([0.5, 0.3, -0.4], 1), [0.6, 0.4, 0], rtol=0, atol=1e-15)
+    np.testing.assert_array_equal(project_simplex(np.array([[2.0, 0, 0]]), 1), [[1, 0, 0]])
+    np.testing.assert_allclose(project_simplex([0.0, 0], 3), [1.5, 1.5])
+    assert project_simplex([-7.0], 0.25).tolist() == [0.25]
+
+
+@given(scores, st.floats(1e-4, 5))
+def test_projection_is_on_the_simplex_and_nothing_on_it_is_nearer(v: np.ndarray, total: float) -> None:
+    projected = project_simplex(v, total)
+    assert (projected >= 0).all()
+    np.testing.assert_allclose(projected.sum(axis=1), total, rtol=1e-9)
+    for corner in np.eye(v.shape[1]) * total:  # (v - p) (y - p) <= 0 for every y of the simplex, hence for its corners
+        assert ((v - projected) * (corner - projected)).sum(axis=1).max() <= 1e-9
+
+
+@given(scores)
+def test_centres_are_the_projections_of_least_energy(kappa: np.ndarray) -> None:
+    centres, total = subregions(kappa)
+    assert centres.shape == kappa.shape and (centres >= 0).all()
+    np.testing.assert_allclose(centres.sum(axis=1), 1, rtol=0, atol=1e-12)
+
+    def energy(z: float) -> float:
+        rows = on_simplex(kappa, z)
+        return sum(1 / max(np.linalg.norm(a - b), 1e-4) ** 2 for a, b in itertools.combinations(rows, 2))
+
+    np.testing.assert_allclose(centres, on_simplex(kappa, total))
+    for z in np.linspace(1e-4, 1, 1000)[::111]:
+        assert energy(total) <= energy(z) * (1 + 1e-6)
+
+
+def test_of_equal_energies_the_smaller_simplex_is_taken() -> None:
+    for kappa in (np.zeros((1, 3)), np.array([[9.0, 0], [0, 9]]), np.ones((2, 1))):  # one client, corners always, one endpoint
+        assert subregions(kappa)[1] == 1e-4
+    assert subregions(np.zeros((1, 4)))[0].tolist() == [[0.25] * 4]
+
+
+@pytest.mark.parametrize(("n", "components"), [(6, 3), (2, 4), (1, 2), (5, 5)])
+def test_scores_are_those_of_principal_components(n: int, components: int) -> None:
+    from sklearn.decomposition import PCA
+
+    X = np.random.default_rng(n).normal(size=(n, 20))
+    kappa, mean, axes = principal_scores(X, components)
+    rank = min(n - 1, components)
+    assert kappa.shape == (n, components) and axes.shape == (components, 20)
+    assert not kappa[:, rank:].any() and not axes[rank:].any()
+    np.testing.assert_allclose((X - mean) @ axes.T, kappa, atol=1e-12)
+    assert (kappa.max(axis=0) >= -kappa.min(axis=0)).all()
+    if rank:
+        np.testing.assert_allclose(np.abs(PCA(rank).fit_transform(X)), np.abs(kappa[:, :rank]), atol=1e-10)
+
+
+def test_mixtures() -> None:
+    drawn = uniform_mixture(np.random.default_rng(0), 3)
+    np.testing.assert_allclose(drawn, [0.395462, 0.593018, 0.011520], rtol=0, atol=5e-7)
+    assert uniform_mixture(np.random.default_rng(1), 1).tolist() == [1]
+    generator, centre = np.random.default_rng(0), np.array([0.7, 0.3, 0])
+    points = np.array([mixture_around(centre, generator, 0.4) for _ in range(200)])
+    assert 0.3 < np.abs(points - centre).sum(axis=1).max() <= 0.4 and (points < 0).any()
+    assert mixture_around(centre, generator, 0.0).tobytes() == centre.tobytes()
+
+
+def test_without_a_centre_the_middle() -> None:
+    for extras in ({}, {"centre": f32(0, 0)}):
+        middle, own = centre_of(extras, 2)
+        assert middle.tolist() == [0.5, 0.5] and not own
+    centre, own = centre_of({"centre": f32(0.5, 0.5)}, 2)
+    assert own and centre.dtype == np.float64
+
+
+# The network ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_network_is_the_runs_with_endpoints() -> None:
+    plain = models.build("mlp", **SHAPE)
+    wrapped = METHODS["floco"].network(configured(method="floco", floco={"endpoints": 4}), **SHAPE)
+    ours, theirs = Layout.of(wrapped), Layout.of(plain)
+    assert [s.name for s in ours.params] == [s.name for s in theirs.params] and ours.classifier == theirs.classifier
+    assert collapsed_layout(ours) == theirs
+    slot = endpoints_slot(ours)
+    assert slot.shape == (4, 10, slot.shape[2]) and ours.d == theirs.d + 3 * 10 * slot.shape[2]
+    before, after = theirs.tensors(weights.read(plain)), ours.tensors(weights.read(wrapped))
+    for name in before:
+        assert np.array_equal(before[name], after[name]) == (name != slot.name)
+    ends = after[slot.name]
+    assert len({end.tobytes() for end in ends}) == 4
+    assert ends.std() == pytest.approx(math.sqrt(2 / (10 + slot.shape[2])), rel=0.1)
+    again = METHODS["floco"].network(configured(method="floco", floco={"endpoints": 4}), **SHAPE)
+    assert weights.read(again).params.tobytes() == weights.read(wrapped).params.tobytes()
+
+
+@given(st.integers(0, 100))
+def test_collapsed_it_computes_the_same(seed: int) -> None:
+    wrapped = simplex_network(small(batchnorm=True), FLOCOParams(endpoints=3), seed).eval()
+    plain, layout = small(batchnorm=True).eval(), Layout.of(wrapped)
+    centre = uniform_mixture(np.random.default_rng(seed), 3)
+    wrapped.classifier.centre = torch.from_numpy(centre.astype(np.float32))
+    weights.write(plain, collapse(weights.read(wrapped), layout, centre))
+    x = torch.from_numpy(np.random.default_rng(seed).normal(size=(7, 4)).astype(np.float32))
+    torch.testing.assert_close(wrapped(x), plain(x), rtol=0, atol=1e-6)
+
+
+def test_gradients_of_the_endpoints_sum_to_that_of_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    ctx = client("floco", small(), *samples(), floco={"endpoints": 3})
+    update, slot = FLOCOUpdate(), endpoints_slot(ctx.layout)
+    trainer: Any = ctx.trainer
+    trainer.load(update.merge(ctx.initial(), State(), ctx))
+    x, y = next(iter(trainer.batches(1)))
+    trainer.differentiate(x, y, update.mixed_loss(ctx, "floco-alpha"))
+    alpha = uniform_mixture(ctx.rng("floco-alpha"), 3)  # the batch's, before tau
+    got = trainer.vector(trainer.gradient)
+
+    plain = small()
+    weights.write(plain, collapse(ctx.initial(), ctx.layout, alpha))
+    nn.functional.cross_entropy(plain(x), y).backward()
+    used = plain.classifier.weight.grad.numpy()  # type: ignore[union-attr]
+    ends = got[slot.start : slot.stop].reshape(slot.shape)
+    np.testing.assert_allclose(ends.sum(axis=0), used, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(ends, alpha[:, None, None] * used, rtol=0, atol=1e-6)
+
+
+def test_every_batch_has_a_mixture_of_its_own() -> None:
+    ctx = client("floco", small(), *samples(), round=2, extras={"centre": f32(0.5, 0.5, 0)}, floco=EARLY)
+    update, layer = FLOCOUpdate(), ctx.trainer.classifier()
+    update.merge(ctx.initial(), State(), ctx)
+    loss, generator, seen = update.mixed_loss(ctx, "floco-alpha"), ctx.rng("floco-alpha"), []
+    for x, y in ctx.trainer.batches():
+        loss(ctx.trainer.module, x, y)
+        seen.append(layer.alpha.numpy())
+    want = [mixture_around(np.array([0.5, 0.5, 0]), generator, 0.1) for _ in range(6)]
+    np.testing.assert_allclose(seen, want, rtol=0, atol=1e-7)
+    assert layer.centre.tolist() == [0.5, 0.5, 0]
+    flat = client("floco", small(), *samples(), extras=ctx.extras, floco={**EARLY, "radius": 3.0, "sampling": "simplex"})
+    loss = update.mixed_loss(flat, "floco-alpha")
+    for x, y in flat.trainer.batches():
+        loss(flat.trainer.module, x, y)
+        alpha = flat.trainer.classifier().alpha.numpy()
+        assert (alpha >= 0).all() and alpha.sum() == pytest.approx(1, abs=1e-6)
+
+
+# Limits -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17}], ids=["mlp", "resnet8"])
+def test_one_endpoint_without_a_radius_is_fedavg_bit_for_bit(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
+    one = {"endpoints": 1, "radius": 0.0, "projection_round": 2}
+    network = METHODS["floco"].network(configured(method="floco", floco=one, **model), **SHAPE)
+    layout, start = Layout.of(network), tmp_path / "start.safetensors"
+    weights.save_safetensors(start, collapsed_layout(layout), collapse(weights.read(network), layout, np.ones(1)))
+
+    setting = {**model, "initial_weights": str(start), "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7}
+    plain = run(method="fedavg", run_name="plain", **setting)
+    folder = run(method="floco", run_name="floco", floco=one, **setting)
+    assert (folder.path / "models/global.safetensors").read_bytes() == (plain.path / "models/global.safetensors").read_bytes()
+    assert read_summary(folder.path)["digest"] == read_summary(plain.path)["digest"]
+    ours, theirs = (list(read_metrics(f.path)) for f in (folder, plain))
+    assert [len(r["clients"]) for r in ours] == [3, 2, 2] and [len(r["clients"]) for r in theirs] == [2] * 3
+    assert ours[2]["accuracy-after"] == theirs[2]["accuracy-after"]
+
+
+@pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}])
+@pytest.mark.parametrize("n", [1, 2, 10])
+def test_few_samples_and_missing_classes(n: int, kinds: dict[str, Any]) -> None:
+    ctx = client("floco", small(**kinds), *samples(n), floco=EARLY)
+    update, state = FLOCOUpdate(), State()
+    after = update.train(update.merge(ctx.initial(), state, ctx), state, ctx)
+    assert np.isfinite(after.params).all() and not same(after, ctx.initial()) and not state.arrays
+
+
+def test_models_that_do_not_fit_are_refused() -> None:
+    for module, words in [
+        (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
+        (nn.Linear(4, 2), "nothing below its only Linear layer"),
+    ]:
+        wrapped = simplex_network(module, FLOCOParams(), 0)
+        with pytest.raises(UserError, match=words):
+            METHODS["floco"].shared(Layout.of(wrapped), FLOCOParams())
+
+
+# The server -------------------------------------------------------------------------------------------------------------
+
+
+def server(tmp_path: Path, **floco: Any) -> FLOCO:
+    config = configured(method="floco", floco=EARLY | floco, num_clients=6, fraction_train=0.5)
+    module = simplex_network(small(), config.params, 0)
+    layout = Layout.of(module)
+    return FLOCO(config, config.params, layout, weights.read(module), layout.names, RunFolder(tmp_path, "x"))
+
+
+def uploads(strategy: FLOCO, ids: list[int], seed: int = 0) -> Uploads:
+    random = np.random.default_rng(seed)
+    W = strategy.global_model.params + random.normal(0, 0.3, (len(ids), strategy.layout.d)).astype(np.float32)
+    return Uploads(ids, W, np.zeros((len(ids), 0), np.float32), np.ones(len(ids)), None, {}, [{}] * len(ids))
+
+
+def test_before_the_projection_everybody_trains_and_those_drawn_are_averaged(tmp_path: Path) -> None:
+    strategy = server(tmp_path, projection_round=3)
+    everybody = list(range(6))
+    assert len(strategy.sample(everybody, 1)) == 3
+    drawn = strategy.drawn(everybody, 2)
+    assert strategy.sample(everybody, 2) == everybody and len(drawn) == 3
+    came = uploads(strategy, [0, 1, 2, 4, 5])
+    rows = [k for k, i in enumerate(came.ids) if i in drawn]
+    want = came.W[rows].astype(np.float64).mean(axis=0).astype(np.float32)
+    moved = came.W - strategy.global_model.params
+    assert not strategy.download_extras(0)
+    strategy.personalize(2, came)
+    assert strategy.global_model.params.tobytes() == want.tobytes()
+
+    strategy.round = 3
+    slot = endpoints_slot(strategy.layout)
+    kappa, _, _ = principal_scores(moved[:, slot.start : slot.stop].astype(np.float64), 3)
+    for k, i in enumerate(came.ids):
+        np.testing.assert_allclose(strategy.download_extras(i)["centre"], subregions(kappa)[0][k], rtol=0, atol=1e-4)
+    assert strategy.download_extras(3)["centre"].tolist() == [0, 0, 0]
+    assert strategy.attempt.round_notes["simplex-sum"] == subregions(kappa)[1]
+
+
+def test_no_upload_of_those_drawn_leaves_the_global_model(tmp_path: Path) -> None:
+    strategy = server(tmp_path)
+    drawn = strategy.drawn(list(range(6)), 1)
+    strategy.sample(list(range(6)), 1)
+    before = strategy.global_model
+    strategy.personalize(1, uploads(strategy, [i for i in range(6) if i not in drawn]))
+    assert strategy.global_model is before and len(strategy.personal) == 3
+
+
+def test_a_late_client_is_placed_where_its_update_would_have_put_it(tmp_path: Path) -> None:
+    strategy = server(tmp_path)
+    strategy.sample(list(range(6)), 1)
+    first = uploads(strategy, [0, 1, 2, 3])
+    moved = first.W - strategy.global_model.params
+    strategy.personalize(1, first)
+    centres = {i: own["centre"] for i, own in strategy.personal.items()}
+    late = uploads(strategy, [0, 5])
+    late.W[1] = strategy.global_model.params + moved[2]
+    strategy.personalize(2, late)
+    np.testing.assert_allclose(strategy.personal[5]["centre"], centres[2], rtol=0, atol=1e-4)
+    assert all(strategy.personal[i]["centre"] is centres[i] for i in centres)  # the others stay where they are
+    assert sum(a.nbytes for a in strategy.memory.values()) == 4 * 4 * 3 * 3 * 5 + 8  # 4 (M + 1) M C f, and z
+
+
+def test_what_the_server_exports(tmp_path: Path) -> None:
+    strategy = server(tmp_path)
+    strategy.keep_for(1, centre=f32(0, 1, 0))
+    layout, plain = strategy.exported_layout(strategy.full_layout), Layout.of(small())
+    assert layout == plain
+    ends = strategy.layout.tensors(strategy.global_model)["classifier.weight"]
+    middle = layout.tensors(strategy.exported_global())["classifier.weight"]
+    np.testing.assert_allclose(middle, ends.mean(axis=0), rtol=0, atol=1e-7)
+    strategy.round = 1  # before tau there are no regions
+    early, strategy.round = strategy.personal_model(1), 2
+    late = strategy.personal_model(1)
+    assert early is not None and late is not None
+    assert np.array_equal(layout.tensors(early)["classifier.weight"], middle)
+    assert np.array_equal(layout.tensors(late)["classifier.weight"], ends[1])
+    assert server(tmp_path, personal_epochs=1).personal_model(1) is None  # FLOCO+: it is the client's alone
+
+
+# Whole runs -------------------------------------------------------------------------------------------------------------
+
+
+def personal_hashes(folder: RunFolder) -> dict[str, str]:
+    clients = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
+    return {i: row["sha256"] for i, row in clients.items()}
+
+
+@pytest.mark.parametrize("collected", [False, True])
+@pytest.mark.parametrize("plus", [0, 1])
+def test_models_leave_a_run_collapsed(run: Run, tmp_path: Path, collected: bool, plus: int) -> None:
+    floco = {**EARLY, "personal_epochs": plus}
+    folder = run(
+        method="floco", floco=floco, num_server_rounds=3, evaluate_every=1, collect_personal_models=collected, finetune_epochs=1,
+    )  # fmt: skip
+    rounds = list(read_metrics(folder.path))
+    assert not any(r["failures"] or r["evaluation"]["failures"] for r in rounds)
+    layout = Layout.of(models.build("mlp", **SHAPE))
+    whole = Layout.of(METHODS["floco"].network(configured(method="floco", floco=floco), **SHAPE))
+    for record in rounds:
+        for row in record["clients"].values():
+            assert row["upload-bytes"] == 4 * whole.d
+            assert row["download-bytes"] == 4 * whole.d + (4 * 3 if record["round"] >= 2 else 0)
+    assert [len({r["sha256"] for r in record["evaluation"]["clients"].values()}) for record in rounds] == [3 if plus else 1, 3, 3]
+
+    files = {p.stem for p in (folder.path / "models").iterdir()}
+    assert files == {"global"} | ({f"client-{i}" for i in range(3)} if collected or not plus else set())
+    for i, digest in personal_hashes(folder).items():
+        if f"client-{i}" in files:
+            model = weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout)
+            assert hashlib.sha256(model.params.tobytes()).hexdigest() == digest
+    for chosen in (None, *(int(name[7:]) for name in files if name != "global")):
+        state = torch.load(export_state_dict(folder.path, chosen, tmp_path / f"{chosen}.pt"))
+        models.build("mlp", **SHAPE).load_state_dict(state, strict=True)
+
+
+def test_floco_plus_keeps_a_second_model_near_the_received_one() -> None:
+    floco = {**EARLY, "personal_epochs": 2, "proximal_weight": 0.0}
+    ctx = client("floco", small(batchnorm=True), *samples(), floco=floco)
+    plain = client("floco", small(batchnorm=True), *samples(), floco=EARLY)
+    update, state = FLOCOUpdate(), State()
+    start = update.merge(ctx.initial(), state, ctx)
+    after = update.train(start, state, ctx)
+    assert same(after, update.train(update.merge(plain.initial(), State(), plain), State(), plain))  # what travels is the same
+    assert sum(a.nbytes for a in state.arrays.values()) == 4 * (ctx.layout.d + ctx.layout.b)
+    own = update.personal(after, state, ctx)
+    assert not same(own, after) and update.export(own, state, ctx).params.size == collapsed_layout(ctx.layout).d
+    pulled = client("floco", small(batchnorm=True), *samples(), floco=floco | {"proximal_weight": 5.0})
+    near = State()
+    update.train(update.merge(pulled.initial(), near, pulled), near, pulled)
+    distance = [np.linalg.norm(s.arrays["personal.params"] - start.params) for s in (state, near)]
+    assert distance[1] < distance[0]
+
+
+def test_a_resumed_run_knows_regions_and_places_late_clients(run: Run, tmp_path: Path) -> None:
+    setting = dict(
+        method="floco", floco=EARLY, num_server_rounds=4, num_clients=4, fraction_train=0.5, checkpoint_every=1, evaluate_every=1
+    )
+    folder = run(run_name="whole", **setting)
+    digest, rounds = read_summary(folder.path)["digest"], list(read_metrics(folder.path))
+    (folder.path / "summary.json").unlink()
+    for file in (folder.path / checkpoint.DIRECTORY).glob("round-000004.*"):
+        file.unlink()
+    shutil.rmtree(folder.path / "models")
+    resumed = run(run_name="whole", resume=str(folder.path), **setting)
+    assert read_summary(resumed.path)["digest"] == digest
+    again = list(read_metrics(resumed.path))
+    assert personal_hashes(resumed) == {i: r["sha256"] for i, r in rounds[-1]["evaluation"]["clients"].items()}
+    assert [r["upload-bytes"] for r in again] == [r["upload-bytes"] for r in rounds]
+    assert len(rounds[0]["clients"]) == 4 and rounds[0]["largest-score"] > 0
