@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
 from fl_app.layout import Model
+from fl_app.report.kinds import Matrix
 from strategies import aggregate
 from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
 from strategies.fedprox import proximal
@@ -151,4 +152,12 @@ class FedAMPUpdate(LocalUpdate[FedAMPParams]):
         return after
 
 
-METHOD = Method("fedamp", FedAMPParams, FedAMP, FedAMPUpdate, all_tensors)
+FIGURES = (
+    Matrix(
+        "attention", "Attention between clients", "weight of the column's client",
+        "How much of each client's model, the columns, is in the cloud model of another, a row.",
+        heading="Attention", value="weight",
+    ),
+)  # fmt: skip
+
+METHOD = Method("fedamp", FedAMPParams, FedAMP, FedAMPUpdate, all_tensors, figures=FIGURES)

@@ -280,6 +280,11 @@ FIGURES = (
         "With how many others a client shares its important parameters in a round. While the threshold rises, until round "
         "alpha, clients start with many collaborators and keep the most similar ones; then they are alone.",
     ),
+    Matrix(
+        "neighbours", "Weights in the less important parameters", "weight of the column's client",
+        "How much each client, a row, takes from the others, the columns, for its less important parameters.",
+        heading="Weights of neighbours", value="weight",
+    ),
 )  # fmt: skip
 
 METHOD = Method("feddac", FedDACParams, FedDAC, FedDACUpdate, all_but_local_statistics, figures=FIGURES)

@@ -23,7 +23,8 @@ figure { margin: 1.2rem 0 2rem; }
 .picture:target img { width: calc(1.6 * var(--w)); max-width: none; }
 .zoom { font-size: .85rem; margin: 0; } .zoom .fit, .picture:target + .zoom .full { display: none; }
 .picture:target + .zoom .fit { display: inline; }
-details.folded { margin: 1rem 0; } details.folded > summary { cursor: pointer; font-weight: 600; }
+details.folded { margin: 1rem 0; } details.folded > figure > h3 { display: none; }
+details.folded > summary { cursor: pointer; font-weight: 600; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .86rem; margin: .8rem 0; }
 th, td { padding: .3rem .5rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { border-bottom: 2px solid var(--ink); vertical-align: bottom; } th.n { text-align: right; }
@@ -42,7 +43,8 @@ html:not(.scripted) td button { display: none; }
 @media screen and (prefers-color-scheme: dark) { .swatch { background: var(--dark); } }
 .mark { color: var(--mark); font-weight: 600; }
 @media (max-width: 700px) { main { padding: 1rem .8rem 3rem; } h1 { font-size: 1.5rem; } nav > details > ul { columns: 1; }
-  .picture img { width: min(var(--w), 720px); max-width: none; } }
+  .picture img { width: min(var(--w), 720px); max-width: none; }
+  th.name, td.name { position: sticky; left: 0; background: var(--paper); min-width: 7rem; } }
 @media print { body, main { background: #fff; padding: 0; } figure { break-inside: avoid; } .zoom, nav { display: none; } }
 """
 

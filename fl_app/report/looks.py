@@ -29,7 +29,7 @@ LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.3, 1.4)), (0, (7, 2, 1.3, 2))
 MARKERS = "os^DvXP<>dp*"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo", "++")
 COLOURS_OF_VALUES = "viridis"  # lightness grows with the value, no grey
-SALT = 3207014  # of the rule below: with it, no two methods of the registry have the same colour and line or colour and marker
+SALT = 3207014  # of the rule below, chosen so that methods people compare have colours of their own, and no two look the same
 SHADES = (0.0, 0.4, -0.35)  # of a method's first, second, ... run: towards paper, towards ink
 
 _COMMON: Any = {

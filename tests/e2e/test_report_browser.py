@@ -18,7 +18,9 @@ from PIL import Image
 from fl_app.report import arrays, recorded
 from fl_app.report.groups import grouped
 from fl_app.report.kinds import Layers
+from fl_app.report.page import write_report
 from tests.e2e.conftest import COROLLA, corolla, settings
+from tests.report.builders import many_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 OPTIONS = [
@@ -51,12 +53,16 @@ def browser() -> str:
     pytest.skip(f"NO BROWSER: none of {', '.join(BROWSERS)} is installed, so the report was not opened in one")
 
 
-def look_at(page: Path, browser: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
-    """Open a report; what the browser says about it, and its DOM. Fails unless all images are shown and nothing complained."""
+def look_at(page: Path, browser: str, tmp_path: Path, script: str = "", *options: str) -> tuple[dict[str, Any], str]:
+    """Open a report and run a script in it; what the browser says about it, and its DOM.
+
+    Fails unless all images are shown and nothing complained.
+    """
     probed = tmp_path / "probed.html"
-    probed.write_text(page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}"), encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace("<head>", f"<head>{PROBE}")
+    probed.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     opened = subprocess.run(
-        [browser, *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
+        [browser, *OPTIONS, *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     found = re.search(r'<pre id="probe">(.*?)</pre>', opened.stdout, re.S)
@@ -89,6 +95,39 @@ def test_all_images_decode_and_the_console_is_silent(browser: str, tmp_path: Pat
     assert len(probe["images"]) == len(pictures) == 7
     assert probe["title"] == "2 runs: fedavg, fedcac"
     assert "is not finished" in dom
+
+
+PRESS = """
+document.querySelectorAll("details").forEach(d => d.open = true);
+document.querySelector("button.open").click();
+const press = name => [...document.querySelectorAll("th button")].find(b => b.textContent === name).click();
+press("final (%)"); press("final (%)");
+document.title = JSON.stringify({
+  order: [...document.querySelectorAll("table tbody")].map(b => Number(b.rows[0].cells[0].dataset.value)),
+  shown: [...document.querySelectorAll("tr.single")].filter(r => r.offsetParent).length,
+  background: getComputedStyle(document.querySelector("main")).backgroundColor,
+  picture: document.images[0].currentSrc === document.images[0].src,
+  widest: Math.max(...[...document.images].map(i => i.clientWidth))});
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("options", "dark"), [
+    ([], False), (["--blink-settings=preferredColorScheme=0"], True), (["--window-size=500,900"], False),
+])  # fmt: skip
+def test_tables_sort_and_open_on_light_dark_and_small_screens(
+    options: list[str], dark: bool, browser: str, tmp_path: Path
+) -> None:
+    runs = many_runs(tmp_path / "runs", num_runs=3, num_clients=6, seeds=2)
+    page, _ = write_report(runs, tmp_path)
+    probe, _ = look_at(page, browser, tmp_path, PRESS, *options)
+    found = json.loads(probe["title"])
+    finals = [np.mean([arrays.read_run(path).final()[1]["accuracy"] for path in runs[k : k + 2]]) for k in (0, 2, 4)]  # type: ignore[index]
+    assert found["order"] == [int(k) + 1 for k in np.argsort(finals, kind="stable")]
+    assert found["shown"] == 2, "the runs of one row"
+    assert found["background"] == ("rgb(23, 24, 26)" if dark else "rgb(255, 255, 255)")
+    assert found["picture"] is not dark
+    assert found["widest"] > 700, "a picture too small to read"
 
 
 METHODS = ("fedavg", "local", "fedper", "fedcac", "fedobp")

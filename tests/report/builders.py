@@ -70,7 +70,7 @@ def many_runs(path: Path, num_runs: int, num_clients: int, seeds: int = 1) -> li
             }  # fmt: skip
             layers = {f"layer{j}.0.downsample.conv{j}.weight": float(rng.random()) for j in range(30)}
             more = {"high-dispersion": layers, "macro-classes": {name: 1 + t % 4 for name in layers}}
-            evaluation = {"accuracy": 0.5, "clients": {i: {"accuracy": rng.random()} for i in rows}}
+            evaluation = {"accuracy": 0.5 + 0.1 * (2 * k % 5), "clients": {i: {"accuracy": rng.random()} for i in rows}}
             overlap = rng.random((num_clients, num_clients)).tolist()
             rounds.append(record(t, rows, overlap=overlap, evaluation=evaluation, **more))
         run = folder(path / f"run-{k:02}", rounds, figures=EVERYTHING, method=("fedcac", "fedavg", "local")[setting % 3], seed=k,
