@@ -19,12 +19,12 @@ import psutil
 import pytest
 
 from fl_app.experiments import namespace
-from fl_app.experiments.keeper import NETWORK
 from fl_app.experiments.bundle import APP_DIRECTORY
+from fl_app.experiments.keeper import NETWORK
 from fl_app.processes import end_processes, flower_environment, processes_with, script
 from tests.e2e.conftest import COROLLA, settings, wait_for
 from tests.e2e.test_network import IP, NUMBERS, inside, ip
-from tests.test_namespace import ended_well, fork
+from tests.experiments.test_namespace import ended_well, fork
 
 pytestmark = [pytest.mark.timeout(400)]
 

@@ -1,0 +1,215 @@
+"""The `corolla` command as a user types it: parsing, bad input before anything is written, in-process runs, export."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fl_app import cli, models
+from fl_app.cli.reference import config_page, pyproject_with_defaults
+from fl_app.errors import UserError
+from strategies import METHOD_PARAMS, METHODS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def corolla(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path / "state"))
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["corolla", *arguments])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(exit_.value.code or 0), out, " ".join(err.split())
+
+    return invoke
+
+
+def test_set_values_are_toml_and_bare_words_are_strings() -> None:
+    words = ["a=1", "b=0.5", "c=true", 'd="x y"', "e=fedcac", "f=folder:/tmp/x=y", "g=", "h=1e-3", "i='7'"]
+    expected = {"a": 1, "b": 0.5, "c": True, "d": "x y", "e": "fedcac", "f": "folder:/tmp/x=y", "g": "", "h": 1e-3, "i": "7"}
+    assert cli.settings.parse_set(words) == expected
+    with pytest.raises(UserError, match="expected KEY=VALUE"):
+        cli.settings.parse_set(["tau"])
+    with pytest.raises(UserError, match="must be a string, a number"):
+        cli.settings.parse_set(["a=[1, 2]"])
+
+
+def write_npz(path: Path, num_train: int = 40, classes: int = 4, **replace: object) -> Path:
+    rng = np.random.default_rng(0)
+    arrays: dict[str, object] = {
+        "x_train": rng.integers(0, 256, (num_train, 8, 8), dtype=np.uint8), "y_train": np.arange(num_train) % classes,
+        "x_test": rng.integers(0, 256, (20, 8, 8), dtype=np.uint8), "y_test": np.arange(20) % classes,
+    }  # fmt: skip
+    np.savez(path, **{**arrays, **replace})  # type: ignore[arg-type]
+    return path
+
+
+def write_images(root: Path) -> Path:
+    for part in ("train", "test"):
+        for name in ("cat", "dog"):
+            (root / part / name).mkdir(parents=True)
+            Image.new("L", (8, 8)).save(root / part / name / "0.png")
+    return root
+
+
+BAD = {
+    "unknown method": (["method=fedcax"], "method: must be one of"),
+    "unknown key": (["fedcac.tua=0.3"], "fedcac.tua: unknown key; did you mean fedcac.tau?"),
+    "wrong type": (['fedcac.tau="abc"'], "fedcac.tau: expected a number, got 'abc'"),
+    "out of range": (["fedcac.tau=1.5"], "fedcac.tau: must be in [0, 1], got 1.5"),
+    "missing data path": (["dataset=folder:/no/such/folder"], "/no/such/folder"),
+    "corrupt npz": (["dataset=npz:corrupt.npz"], "corrupt.npz"),
+    "class with no images": (["dataset=folder:images"], "dog"),
+    "more classes per client than classes": (
+        ["partition=pathological", "classes-per-client=12"], "classes-per-client: must be at most",
+    ),
+    "too few samples": (["train-samples=5000"], "train-samples: every client needs 5000"),
+    "model module missing": (["model=nowhere:factory"], "cannot import nowhere"),
+    "model factory raises": (["model=badmodel:raises"], "ZeroDivisionError"),
+    "model of wrong output size": (["model=badmodel:wrong"], "[2, 10]"),
+    "relative initial weights missing": (["initial-weights=none.safetensors"], "none.safetensors"),
+    "unknown device": (["device=tpu"], "device: must be auto, cpu, cuda or cuda:k, got 'tpu'"),
+}  # fmt: skip
+if not torch.cuda.is_available():
+    BAD["cuda without a GPU"] = (["device=cuda"], "device: cuda asked for, this machine has 0 usable GPUs")
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("mode", [[], ["--in-process"]], ids=["simulation", "in-process"])
+def test_bad_input_is_refused_before_anything_is_written(  # type: ignore[no-untyped-def]
+    corolla, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, mode: list[str]
+) -> None:
+    (tmp_path / "corrupt.npz").write_bytes(b"PK\x03\x04 not an archive")
+    write_images(tmp_path / "images")
+    (tmp_path / "images" / "train" / "dog" / "0.png").unlink()
+    (tmp_path / "badmodel.py").write_text(
+        "from torch import nn\ndef raises(**_): return 1 / 0\n"
+        "def wrong(in_channels, num_classes, image_size): return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    pairs, message = BAD[case]
+    code, _, err = corolla("run", *mode, *[word for pair in pairs for word in ("--set", pair)])
+    assert code == 2
+    assert message in err, err
+    assert len(err) < 1500
+    assert not (tmp_path / "runs").exists()
+
+
+def test_exit_code_and_message_of_a_real_process(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [Path(sys.executable).parent / "corolla", "run", "--set", "fedcac.tau=2"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "fedcac.tau: must be in [0, 1], got 2" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_preset_typo_suggests_the_nearest(corolla) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = corolla("run", "deno")
+    assert code == 2
+    assert "did you mean demo?" in err
+
+
+@pytest.mark.parametrize("words", [["--set", "seed", "3"], ["demo", "--set", "seed", "3"], ["--set", "seed"]])
+@pytest.mark.parametrize("command", ["run", "sweep"])
+def test_a_setting_without_an_equals_sign_is_explained(corolla, command: str, words: list[str]) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = corolla(command, *words)
+    assert code == 2 and err == "error: --set seed: expected KEY=VALUE in one word, as in --set seed=1"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "meant"),
+    [("difits", "digits"), ("cifar-10", "cifar10"), ("tiny-imagnet:/x", "tiny-imagenet:"), ("folders:/y", "folder:")],
+)
+def test_a_misspelt_data_set_suggests_the_nearest(corolla, dataset: str, meant: str) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = corolla("run", "--dry-run", "--set", f"dataset={dataset}")
+    assert code == 2 and err.endswith(f"did you mean {meant}?")
+
+
+def test_settings_without_effect_are_named(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    dry = ("--dry-run", "--set", "fedcac.tau=0.3")
+    code, _, err = corolla("run", *dry, "--set", "method=fedavg")
+    assert code == 0
+    assert err == "warning: --set fedcac.tau has no effect: it is a key of method fedcac, not of fedavg"
+    assert corolla("run", *dry)[2] == ""
+    (tmp_path / "all.toml").write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')  # files may be for several methods
+    assert corolla("run", "all.toml", "--dry-run")[2] == ""
+    (tmp_path / "s.toml").write_text('[grid]\nmethod = ["fedavg", "fedcac"]\n')
+    assert corolla("sweep", "s.toml", *dry)[2] == ""
+    code, _, err = corolla("sweep", "s.toml", *dry, "--set", "ditto.proximal-weight=1.0")
+    assert code == 0 and err.count("warning:") == 1 and "ditto.proximal-weight" in err and "not of fedavg, fedcac" in err
+
+
+def test_a_phase_that_is_never_reached_is_named(corolla) -> None:  # type: ignore[no-untyped-def]
+    beta = ("run", "--dry-run", "--set", "fedcac.beta=9", "--set")
+    code, _, err = corolla(*beta, "num-server-rounds=8")
+    assert code == 0 and err.startswith("warning: fedcac.beta = 9 is above num-server-rounds = 8") and err.count("warning") == 1
+    assert corolla(*beta, "num-server-rounds=9")[2] == ""
+
+
+def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    sets = ["--set", "run-name=one", "--set", "model=resnet8", "--set", "train-samples=20", "--set", "num-server-rounds=1"]
+    code, out, err = corolla("run", "--in-process", "--clients", "2", "--set", "local-epochs=1", *sets)
+    assert code == 0, err
+    assert "fedcac" in out and str(tmp_path / "runs" / "one") in out.replace("\n", "")
+    assert "so it can be below final" in " ".join(out.split())
+    code, out, _ = corolla("export", "runs/one", "--client", "1")
+    assert code == 0 and Path("one-client-1.pt").is_file()
+    model = models.build("resnet8", in_channels=1, num_classes=10, image_size=8)
+    model.load_state_dict(torch.load("one-client-1.pt"))
+    code, _, err = corolla("export", "runs/one", "--client", "7")
+    assert code == 2 and "it holds client-0, client-1, global" in err
+    code, _, err = corolla("run", "--in-process", "--clients", "2", *sets)
+    assert code == 2 and "exists already" in err
+
+
+def test_client_state_is_listed_and_removed(corolla) -> None:  # type: ignore[no-untyped-def]
+    sets = ["--set", "method=local", "--set", "num-server-rounds=1", "--set", "run-name=two"]
+    assert corolla("run", "--in-process", "--clients", "3", *sets)[0] == 0
+    experiment = json.loads(Path("runs/two/summary.json").read_text())["experiment"]
+    code, out, _ = corolla("state", "list")
+    assert code == 0 and f"{experiment}" in out and "3 clients" in out and out.split()[-1] == "runs/two"
+    assert "no run under elsewhere" in corolla("state", "list", "--runs", "elsewhere")[1]
+    assert corolla("state", "remove", experiment)[0] == 0
+    assert experiment not in corolla("state", "list")[1]
+    code, _, err = corolla("state", "remove", experiment)
+    assert code == 2 and experiment in err
+
+
+def test_data_show_tells_who_gets_what(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    write_npz(tmp_path / "d.npz")
+    options = ["dataset=npz:d.npz", "partition=iid", "num-clients=2", "train-samples=0", "test-samples=0", "data-dir=data"]
+    code, out, err = corolla("data", "show", *[w for o in options for w in ("--set", o)])
+    assert code == 0, err
+    assert "40 training and 20 test images, 1 x 8 x 8, 4 classes" in " ".join(out.split())
+    sets = [w for o in options if "num-clients" not in o for w in ("--set", o)]
+    code, out, _ = corolla("data", "show", "--clients", "4", *sets)
+    assert code == 0 and [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["0", "1", "2", "3"]
+    code, _, err = corolla("data", "show", "--clients", "4", *sets, "--set", "num-clients=3")
+    assert code == 2 and "--clients 4 and --set num-clients=3 contradict each other" in err
+
+
+def test_methods_lists_every_method_and_key(corolla) -> None:  # type: ignore[no-untyped-def]
+    code, out, _ = corolla("methods")
+    assert code == 0
+    for name in METHODS:
+        assert name in out
+    assert "fedcac.tau = 0.5" in out
+
+
+def test_generated_reference_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == config_page(METHOD_PARAMS)
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert pyproject_with_defaults(text, METHOD_PARAMS) == text

@@ -1,0 +1,211 @@
+"""The live display: fed with a run's log lines, drawn on a console of fixed width."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from client_app.client_app import app as client_app
+from fl_app import server_app
+from fl_app.cli import live
+from fl_app.config import parse
+from fl_app.server import log_lines
+from fl_app.server.inprocess import InProcessGrid
+from strategies import METHOD_PARAMS, METHODS
+
+
+def record(number: int = 1, **changes: Any) -> dict[str, Any]:
+    """A round as metrics.jsonl has it."""
+    clients = {"0": {"accuracy-before": 0.016, "accuracy-after": 0.88}, "1": {"accuracy-before": 0.248, "accuracy-after": 0.984}}
+    return {
+        "round": number, "accuracy-before": 0.132, "accuracy-after": 0.932, "loss": 0.179, "upload-bytes": 700_000,
+        "download-bytes": 600_000, "seconds": {"round": 2.5, "wait": 2.1, "personalize": 0.4, "record": 0.01},
+        "failures": [{"client": 7, "cause": "no reply within 5 s"}], "clients": clients, **changes,
+    }  # fmt: skip
+
+
+SENTENCE = (
+    "round 1/3: accuracy  13.2% ± 16.4 before,  93.2% ± 7.4 after training, loss 0.179, 2 clients, 0.7 MB up, 0.6 MB down, "
+    "2.5 s (wait 2.1, personalize 0.4); 1 failed"
+)
+LINES = [
+    "fedcac: 10 clients, 3 rounds, model mlp with 17226 parameters (17226 travel), fedcac.tau=0.5",
+    "run folder: /runs/x",
+    'progress: ["round 1/3", 0, 10]',
+    'progress: ["round 1/3", 4, 10]',
+    "round 1/3: client 7 dropped: no reply within 5 s",
+    log_lines.round_line(record(), 3),
+    'progress: ["round 2/3", 6, 10]',
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def display(terminal: bool = True, width: int = 100, height: int = 30) -> tuple[live.Display, Console]:
+    file = Terminal() if terminal else io.StringIO()
+    options: dict[str, Any] = {"width": width, "height": height, "highlight": False, "color_system": None}
+    console = Console(file=file, force_terminal=True, _environ={"TERM": "xterm"}, **options)
+    return live.Display("fedcac", console, 3), console
+
+
+def drawn(shown: live.Display, width: int = 100, height: int = 30) -> list[str]:
+    """What the panel looks like now."""
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(shown._panel)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+def row(lines: list[str], number: int) -> list[str]:
+    return next(words for line in lines if (words := line.strip("│ ").split())[:1] == [str(number)])
+
+
+def test_the_panel_shows_what_arrived() -> None:
+    shown, _ = display()
+    for line in LINES:
+        shown.raw(log_lines.LOG_MARK + line)
+    lines = drawn(shown)
+    text = "\n".join(lines)
+    assert "1/3 done" in text and "round 2/3" in text and "6/10 replies" in text
+    assert row(lines, 1) == ["1", "13.2", "±", "16.4", "93.2", "±", "7.4", "0.179", "0.7", "0.6", "2.5", "1"]
+    assert "seconds of round 1: wait 2.1, personalize 0.4" in text and "failures so far: 1" in text
+    assert "fedcac" in lines[0] and max(map(len, lines)) <= 97
+
+
+@pytest.mark.parametrize(("width", "height"), [(72, 14), (80, 24), (200, 60)])
+def test_it_fits_the_terminal(width: int, height: int) -> None:
+    shown, _ = display(width=width, height=height)
+    for k in range(1, 31):
+        shown.line(log_lines.round_line(record(k), 40))
+    lines = drawn(shown, width, height)
+    assert len(lines) <= height and max(map(len, lines)) <= width - live.ECHO
+    assert row(lines, 30) and not [line for line in lines if line.strip("│ ").startswith("21 ")]
+    assert "…" not in "".join(lines) and "about 0:00:00 left" not in lines[-1]
+
+
+def test_every_methods_round_line_is_read(raw_config: dict[str, Any]) -> None:
+    """The panel is fed with the line that log_lines writes of a record: they must fit each other."""
+    told: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    handler, log = Keep(), logging.getLogger("corolla")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        for method in METHODS:
+            raw = raw_config | {"method": method, "run-name": method, "evaluate-every": 1}
+            raw |= {"model": "resnet8"} if method == "fedbn" else {}
+            config = parse(raw, METHOD_PARAMS)
+            server_app.run(InProcessGrid(client_app, raw, config.num_clients), config, lambda what, done, total: None)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    rounds = [found for line in told if (found := log_lines.read_round(line))]
+    assert [(r.number, r.total) for r in rounds] == [(1, 2), (2, 2)] * len(METHODS)
+    for r in rounds:
+        assert r.before_deviation is not None and r.after_deviation is not None and r.everyone is not None and r.loss is not None
+        assert r.evaluated and 0 <= r.everyone <= 1 and r.loss > 0 and r.failed == 0
+        assert r.upload_bytes >= 0 and r.download_bytes >= 0 and r.seconds["round"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "tail"),
+    [
+        ({"failures": []}, " (wait 2.1, personalize 0.4)"),
+        ({"failures": [], "seconds": {"round": 2.5}}, ""),
+        ({"failures": [], "evaluation": {"accuracy": None}}, " (wait 2.1, personalize 0.4); all clients   n/a"),
+        ({"evaluation": {"accuracy": 0.5}}, " (wait 2.1, personalize 0.4); all clients  50.0%; 1 failed"),
+    ],
+)
+def test_parts_of_a_round_line(changes: dict[str, Any], tail: str) -> None:
+    line = log_lines.round_line(record(2, **changes), 9)
+    found = log_lines.read_round(line)
+    assert found is not None and (found.number, found.total, found.before) == (2, 9, 0.132)
+    assert line.startswith(f"{log_lines.sentence(found)} | ") and log_lines.sentence(found).endswith(f"2.5 s{tail}")
+
+
+def test_a_round_without_any_accuracy() -> None:
+    nobody = {"accuracy-before": None, "accuracy-after": None, "loss": None, "clients": {"4": {}}, "failures": []}
+    found = log_lines.read_round(log_lines.round_line(record(**nobody), 3))
+    assert found is not None
+    text = log_lines.sentence(found)
+    assert text.startswith("round 1/3: accuracy   n/a before,   n/a after training, loss n/a, 1 clients, 0.7 MB up")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "round 2/9: 3/10", "client 3 dropped: 5/10", "resumed after round two", "progress: 3", 'progress: {"a": 1}',
+        "client 3 dropped: x" + LINES[5].removeprefix(SENTENCE), LINES[5].replace("13.2%", "99.9%"), SENTENCE,
+        SENTENCE + " | data: {}", SENTENCE + " | data: [", LINES[5].replace('"seconds":{', '"seconds":[{'),
+    ],
+)  # fmt: skip
+def test_a_line_that_only_looks_like_data_is_none(line: str) -> None:
+    assert log_lines.read(line) is None
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    shown, console = display(terminal=False)
+    with shown:
+        for line in LINES:
+            shown.raw(log_lines.LOG_MARK + line)
+        shown.raw(log_lines.LOG_MARK + log_lines.resumed_line(2))
+        shown.raw("INFO : Flower's own line")
+    expected = [LINES[0], LINES[4], SENTENCE, "resumed after round 2"]
+    assert console.file.getvalue() == "".join(f"{line}\n" for line in expected)  # type: ignore[attr-defined]
+
+
+def test_a_resumed_run_begins_where_it_was() -> None:
+    shown, _ = display()
+    for line in (log_lines.folder_line(Path("/runs/x")), log_lines.resumed_line(2), 'progress: ["round 3/3", 1, 10]'):
+        shown.line(line)
+    text = "\n".join(drawn(shown))
+    assert "2/3 done" in text and "round 3/3" in text and "1/10 replies" in text
+
+
+def test_what_is_not_shown_is_kept() -> None:
+    shown, _ = display(terminal=False)
+    shown.raw(log_lines.LOG_MARK + log_lines.folder_line(Path("/runs/x")))
+    for line in log_lines.error_lines(ValueError("no data")):
+        shown.raw(log_lines.LOG_MARK + line)
+    assert str(shown.folder) == "/runs/x" and shown.errors == ["no data"]
+    for k in range(100):
+        shown.raw(f"line {k}")
+    assert list(shown.lines) == [f"line {k}" for k in range(60, 100)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_terminal_is_left_as_it_was(error: type[BaseException]) -> None:
+    shown, console = display()
+    with pytest.raises(error), shown:
+        for line in LINES:
+            shown.line(line)
+        raise error
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1 and out.rindex("\x1b[?25h") > out.rindex("╰")
+    assert "client 7 dropped: no reply" in out and "6/10 replies" in out.rpartition("╭")[2]
+    assert SENTENCE not in out
+
+
+def test_progress_lines_are_few(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(log_lines.log, "propagate", True)
+    progress = log_lines.LineProgress()
+    with caplog.at_level(logging.INFO, logger="corolla"):
+        for k in range(1001):
+            progress("round 1/2", k, 1000)
+            clock[0] += 0.001
+    told = [log_lines.read(message) for message in caplog.messages]
+    assert told == [log_lines.Progress("round 1/2", k, 1000) for k in (0, 250, 500, 750, 1000)]

@@ -1,0 +1,325 @@
+"""The cluster launcher without processes: inventory, command lines, Flower's config file."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy import commands, connection, inventory
+from deploy.cluster import Cluster, _key_files, load, record_path
+from deploy.commands import Place
+from deploy.inventory import Inventory
+from fl_app.errors import UserError
+from fl_app.keys import specs
+
+LAB = """
+superlink: {host: local, fleet-address: lab.example.org}
+hosts:
+  - {host: local, supernodes: 3, gpus: [0, 1]}
+  - {host: user@node2, python: /opt/corolla/.venv/bin/python, gpus: [4], data-path: /site a, threads: 4}
+  - {host: user@node2, python: /opt/corolla/.venv/bin/python, gpus: []}
+  - {host: local}
+"""
+
+
+def parsed(text: str = LAB, **top: Any) -> Inventory:
+    raw = {**yaml.safe_load(text), **top}
+    return inventory.parse(raw, "lab", Path("/etc/lab"))
+
+
+def problems(text: str, **top: Any) -> list[str]:
+    with pytest.raises(UserError) as error:
+        parsed(text, **top)
+    return [line.strip() for line in str(error.value).splitlines()[1:]]
+
+
+# Inventory ------------------------------------------------------------------------------------------------------------
+
+
+def test_supernodes_are_numbered_in_order_over_all_entries() -> None:
+    nodes = parsed().supernodes
+    assert [(n.client_id, n.host, n.gpu) for n in nodes] == [
+        (0, "local", "0"), (1, "local", "1"), (2, "local", "0"),  # round robin over two GPUs
+        (3, "user@node2", "4"), (4, "user@node2", ""),  # [] hides all GPUs
+        (5, "local", None),  # not given: as the machine is
+    ]  # fmt: skip
+    assert nodes[3].data_path == "/site a" and nodes[3].threads == 4
+    assert parsed().hosts == {"local": sys.executable, "user@node2": "/opt/corolla/.venv/bin/python"}
+
+
+def test_one_supernode_for_each_gpu_unless_told() -> None:
+    assert len(parsed("hosts: [{host: local, gpus: [0, 1, 2]}]").supernodes) == 3
+    assert len(parsed("hosts: [{host: local, gpus: [0, 1, 2], supernodes: 1}]").supernodes) == 1
+    assert [n.gpu for n in parsed("hosts: [{host: local, gpus: [GPU-1a2b, MIG-3c]}]").supernodes] == ["GPU-1a2b", "MIG-3c"]
+
+
+@pytest.mark.parametrize(
+    "address, tls, insecure, secure",
+    [
+        ("127.0.0.1", None, None, False), ("localhost", None, None, False), ("::1", None, None, False),
+        ("127.8.9.1", None, None, False), ("127.0.0.1", True, None, True), ("10.0.0.1", None, None, True),
+        ("lab.example.org", None, None, True), ("10.0.0.1", None, True, False), ("fd00::2", None, None, True),
+        ("10.0.0.1", False, True, False), ("10.0.0.1", None, False, True),
+    ],
+)  # fmt: skip
+def test_everything_but_loopback_is_secure_unless_insecure_is_asked_for(
+    address: str, tls: bool | None, insecure: bool | None, secure: bool
+) -> None:
+    superlink = {"fleet-address": address}
+    assert parsed("hosts: [{host: local}]", superlink=superlink, tls=tls, insecure=insecure).secure is secure
+
+
+def test_insecure_option_counts_as_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "lab.yaml"
+    path.write_text("superlink: {fleet-address: 10.0.0.1}\nhosts: [{host: local}]\n")
+    assert inventory.read(path).secure and not inventory.read(path, insecure=True).secure
+    assert inventory.read(path).keys == str(tmp_path / "lab-keys")
+
+
+def test_all_problems_are_reported_together() -> None:
+    found = problems(
+        "superlink: {fleet-adress: x, control-port: 70000}\n"
+        "hosts:\n"
+        "  - {host: local, gpu: [0], threads: 0}\n"
+        "  - {supernodes: 2.5}\n"
+        "  - {host: '-oProxyCommand=x', python: /p}\n"
+        "  - {host: user@node2}\n"
+        "  - {host: local, gpus: [0, 0], python: /usr/bin/python3}\n"
+        "  - {host: local, gpus: [0, 1], data-path: /site}\n"
+        "  - 7\n",
+        colour="red",
+    )
+    for expected in (
+        "colour: unknown key; there are name, superlink",
+        "superlink.fleet-adress: unknown key; did you mean fleet-address?",
+        "superlink.control-port: must be an integer in [1, 65535], got 70000",
+        "hosts[0].gpu: unknown key; did you mean gpus?",
+        "hosts[0].threads: must be an integer in [1, 4096], got 0",
+        "hosts[1].host: missing",
+        "hosts[1].supernodes: must be an integer in [1, 10000], got 2.5",
+        "hosts[2].host: must be local, HOST or USER@HOST as ssh takes it, got '-oProxyCommand=x'",
+        "hosts[3].python: missing; the absolute path of Corolla's Python on user@node2",
+        "hosts[4].gpus: must be a list of GPU numbers, each once, got [0, 0]",
+        "hosts[4].python: must be absent for host local",
+        "hosts[5].data-path: 2 SuperNodes would train on the same data",
+        "hosts[6]: must be a mapping with the keys host, python",
+    ):
+        assert any(line.startswith(expected) for line in found), f"{expected}\nnot in\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("hosts: []", "hosts: must be a list of entries"),
+        ("superlink: {}", "hosts: must be a list of entries"),
+        ("hosts: [{host: node2, python: /p}]", "superlink.fleet-address: must be an address that node2 can reach"),
+        ("hosts: [{host: local}]\ntls: true\ninsecure: true", "tls, insecure: true for both"),
+        ("hosts: [{host: local}]\nname: default", "name: must not be 'default'"),
+        ("hosts: [{host: local}]\nname: a b", "name: must be letters, digits, - and _, got 'a b'"),
+        ("hosts: [{host: local}]\ntls: sure", "tls: must be true or false, got 'sure'"),
+        ("hosts: [{host: local}]\nsuperlink: {fleet-address: 10.0.0}", "superlink.fleet-address: must be an IP address"),
+        ("hosts: [{host: local}]\nsuperlink: {fleet-address: 0.0.0.0}", "superlink.fleet-address: must be the address"),
+        ("hosts: [{host: local}]\nsuperlink: {fleet-address: 'a:9092'}", "superlink.fleet-address: must be an IP address"),
+        ("hosts: [{host: local}]\nsuperlink: {fleet-port: 8000}", "superlink.control-port: must differ from fleet-port"),
+        ("hosts: [{host: local}]\nsuperlink: {database: x.db}", "superlink.database: must be an absolute path"),
+        ("hosts: [{host: local, data-path: '/a\"b'}]", "hosts[0].data-path: must be an absolute path without quotes"),
+        ("hosts: [{host: local, environment: {A: 1}}]", "hosts[0].environment: must be a mapping of names to strings"),
+        ("hosts: [{host: local}]\nsuperlink: {fleet-address: 10.0.0.1}\ntls: false", "tls: false with fleet-address"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(text: str, expected: str) -> None:
+    assert any(line.startswith(expected) for line in problems(text)), problems(text)
+
+
+def test_a_host_has_one_python() -> None:
+    text = "superlink: {fleet-address: h}\nhosts: [{host: n, python: /a}, {host: n, python: /b}]"
+    assert problems(text) == ["hosts: n has two different `python`s, '/a' and '/b'"]
+
+
+def test_the_documentation_lists_every_key() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
+    for prefix, cls in (("", inventory._File), ("superlink.", inventory.SuperLink), ("hosts[].", inventory._Host)):
+        for spec in specs(cls):
+            as_above = prefix == "hosts[]." and spec.name in ("host", "python")
+            assert not spec.doc or as_above or f"| `{prefix}{spec.name}` | {spec.doc} |" in text, spec
+
+
+def test_files_that_are_no_inventory(tmp_path: Path) -> None:
+    for content, expected in (("a: [", "not valid YAML"), ("- 1", "the file: must be a mapping"), ("", "must be a mapping")):
+        (tmp_path / "x.yaml").write_text(content)
+        with pytest.raises(UserError, match=expected):
+            inventory.read(tmp_path / "x.yaml")
+    with pytest.raises(UserError, match="No such file"):
+        inventory.read(tmp_path / "none.yaml")
+
+
+# Command lines --------------------------------------------------------------------------------------------------------
+
+PLACE = Place("/state/lab", "/venv/bin", tuple(range(5001, 5020)))
+
+
+def test_superlink_command_with_tls() -> None:
+    process = commands.superlink(parsed(), PLACE)
+    assert process.command == (
+        "/venv/bin/flower-superlink", "--ssl-ca-certfile", "/state/lab/keys/ca.crt", "--ssl-certfile",
+        "/state/lab/keys/server.crt", "--ssl-keyfile", "/state/lab/keys/server.key", "--enable-supernode-auth",
+        "--fleet-api-address", "0.0.0.0:9092", "--host", "127.0.0.1", "--port", "8000",
+        "--health-server-address", "127.0.0.1:5001",
+    )  # fmt: skip
+    assert process.http == "https://127.0.0.1:8000/health" and process.ca == "/state/lab/keys/ca.crt"
+
+
+def test_superlink_listens_on_loopback_alone_when_that_is_its_address() -> None:
+    for address, bound in (("127.0.0.1", "127.0.0.1:9092"), ("localhost", "127.0.0.1:9092"), ("::1", "[::1]:9092")):
+        link = {"fleet-address": address, "database": "/var/lab.db"}
+        command = commands.superlink(parsed("hosts: [{host: local}]", superlink=link), PLACE).command
+        assert command[command.index("--fleet-api-address") + 1] == bound
+        assert "--insecure" in command and "--enable-supernode-auth" not in command
+        assert command[-2:] == ("--database", "/var/lab.db")
+    ipv6 = commands.superlink(parsed("hosts: [{host: local}]", superlink={"fleet-address": "fd00::2"}), PLACE).command
+    assert "[::]:9092" in ipv6
+
+
+def test_supernode_command_gpu_threads_and_data() -> None:
+    lab = parsed()
+    process = commands.supernode(lab, lab.supernodes[3], PLACE, 0)
+    assert process.command == (
+        "/venv/bin/flower-supernode", "--root-certificates", "/state/lab/keys/ca.crt",
+        "--auth-supernode-private-key", "/state/lab/keys/supernode-3.key", "--superlink", "lab.example.org:9092",
+        "--host", "127.0.0.1", "--port", "5002", "--health-server-address", "127.0.0.1:5003",
+        "--node-config", 'partition-id=3 num-partitions=6 data-path="/site a"',
+    )  # fmt: skip
+    assert process.environment == {
+        "OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "4"
+    }  # fmt: skip
+
+
+def test_node_config_is_read_by_flower_as_meant() -> None:
+    from flwr.common.config import parse_config_args
+
+    lab = parsed()
+    config = commands.supernode(lab, lab.supernodes[3], PLACE, 0).command[-1]
+    assert parse_config_args([config]) == {"partition-id": 3, "num-partitions": 6, "data-path": "/site a"}
+
+
+def test_supernodes_without_gpus_and_their_own_environment() -> None:
+    lab = parsed("hosts: [{host: local, environment: {COROLLA_DATA_DIR: /d}}, {host: local, gpus: []}]")
+    first, second = (commands.supernode(lab, node, PLACE, k) for k, node in enumerate(lab.supernodes))
+    assert "CUDA_VISIBLE_DEVICES" not in first.environment and first.environment["COROLLA_DATA_DIR"] == "/d"
+    assert second.environment["CUDA_VISIBLE_DEVICES"] == ""
+    used = [word for process in (first, second) for word in process.command if word.startswith("50")]
+    assert len(set(used)) == len(used)
+    assert commands.num_ports(lab, "local") == 5
+
+
+def test_tunnel_to_a_remote_superlink() -> None:
+    link = {"host": "user@server", "python": "/p", "fleet-address": "server"}
+    lab = parsed("hosts: [{host: local}]", superlink=link)
+    command = commands.tunnel(lab, "/k/ca.crt").command
+    assert command[0] == "ssh" and command[-2:] == ("--", "user@server") and "BatchMode=yes" in command
+    assert "127.0.0.1:8000:127.0.0.1:8000" in command
+
+
+def test_a_host_gets_its_own_keys_and_nothing_else(tmp_path: Path) -> None:
+    from deploy import certificates
+
+    lab = parsed(keys=str(tmp_path / "keys"))
+    certificates.make(lab)
+    assert sorted(_key_files(lab, "user@node2")) == ["ca.crt", "supernode-3.key", "supernode-4.key"]
+    local = {"ca.crt", "server.crt", "server.key", "supernode-0.key", "supernode-1.key", "supernode-2.key", "supernode-5.key"}
+    assert set(_key_files(lab, "local")) == local
+
+
+def test_a_record_is_read_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deploy.cluster import _save_new
+
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
+    cluster = Cluster(parsed(), "t0ken", "/home/u/.flwr/config.toml", "2026-01-01 00:00:00")
+    _save_new(cluster)
+    assert load("lab") == cluster
+    assert record_path("lab").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(UserError, match="already up .since 2026-01-01 00:00:00.; `corolla cluster down lab` ends it"):
+        _save_new(cluster)
+    with pytest.raises(UserError, match="cluster other is not up"):
+        load("other")
+
+
+# Flower's config file -------------------------------------------------------------------------------------------------
+
+TABLE = {"address": "127.0.0.1:8000", "root-certificates": '/keys "x"/ca.crt'}
+MINE = """# my own notes
+[superlink]
+default = "local"   # keep
+
+[superlink.local]
+address = ":local:"
+options.num-supernodes = 10
+
+[other]
+list = [1,
+  2]"""
+
+
+@pytest.mark.parametrize("text", [MINE, MINE + "\n", MINE + "\n\n# the end\n", ""])
+def test_add_and_remove_leave_the_rest_as_it_was(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    path.chmod(0o600)
+    connection.add(path, "lab", TABLE)
+    after = tomllib.loads(path.read_text())
+    assert after["superlink"]["lab"] == TABLE and path.read_text().startswith(text)
+    assert path.stat().st_mode & 0o777 == 0o600
+    connection.remove(path, "lab", TABLE)
+    assert path.read_text().rstrip("\n") == text.rstrip("\n")
+
+
+def test_tables_after_ours_survive(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(MINE)
+    connection.add(path, "lab", TABLE)
+    connection.add(path, "lab2", TABLE)
+    with path.open("a") as file:
+        file.write("# about mine\n[superlink.mine]\naddress = 'x'\n")
+    connection.remove(path, "lab", TABLE)
+    assert set(tomllib.loads(path.read_text())["superlink"]) == {"default", "local", "lab2", "mine"}
+    assert "# about mine" in path.read_text()
+
+
+def test_remove_after_flower_rewrote_the_file(tmp_path: Path) -> None:
+    import tomli_w
+
+    path = tmp_path / "config.toml"
+    path.write_text(MINE)
+    connection.add(path, "lab", TABLE)
+    path.write_text(tomli_w.dumps(tomllib.loads(path.read_text())))
+    connection.remove(path, "lab", TABLE)
+    assert tomllib.loads(path.read_text()) == tomllib.loads(MINE)
+
+
+def test_another_connection_of_that_name_is_not_touched(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text('[superlink.lab]\naddress = "elsewhere:1"\n')
+    with pytest.raises(UserError, match="has a connection named 'lab' already"):
+        connection.add(path, "lab", TABLE)
+    connection.remove(path, "lab", TABLE)
+    assert "elsewhere" in path.read_text()
+
+
+def test_files_that_cannot_take_a_table_stay_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    for text in ('superlink = { default = "x" }\n', "broken = [\n"):
+        path.write_text(text)
+        with pytest.raises(UserError):
+            connection.add(path, "lab", TABLE)
+        assert path.read_text() == text
+
+
+def test_without_a_file_flowers_own_defaults_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "config.toml"
+    connection.add(path, "lab", TABLE)
+    assert {"default", "local", "lab"} <= set(tomllib.loads(path.read_text())["superlink"])

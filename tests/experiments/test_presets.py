@@ -1,0 +1,344 @@
+"""Presets: every published row parses and dry-runs; figures typed here from the papers, independently of the files."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from fl_app import cli, presets
+from fl_app.cli import listings
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.experiments import dry_run
+from fl_app.keys import Scalar
+from fl_app.server.run_folder import read_metrics, read_summary
+from fl_app.toml import flatten
+from strategies import METHOD_PARAMS, METHODS
+from tests.conftest import Run
+
+ALL = presets.all_presets()
+WITHOUT_MOON = {name: method for name, method in METHODS.items() if name != "moon"}
+
+# Figures read in the papers, not in the preset files: (mean, std), None where the table prints no deviation.
+FIGURES = {
+    "fedcac/tiny-imagenet-pathological-2/fedbn": (89.41, 0.32),
+    "fedcac/cifar100-pathological-2": (93.05, 0.90),
+    "fedcac/cifar10-pathological-2/local": (85.85, 0.93),
+    "fedcac/cifar10-dirichlet-0.1": (86.82, 1.18),
+    "fedcac/cifar100-dirichlet-0.1": (57.22, 1.52),
+    "fedcac/tiny-imagenet-dirichlet-0.5/fedper": (12.69, 0.42),
+    "fedcac/cifar10-dirichlet-0.5/fedavg": (60.41, 1.36),
+    "fedcac/cifar100-dirichlet-0.01/fedamp": (85.11, 1.15),
+    "fedcac/cifar10-dirichlet-1.0/fedrep": (60.52, 0.72),
+    "fedcac/tiny-imagenet-dirichlet-0.1/as-critical": (37.97, 0.63),
+    "fedpake/cifar100-pathological-10": (69.72, 0.25),
+    "fedpake/cifar100-dirichlet-0.1-resnet34": (39.12, 0.04),
+    "fedpake/tiny-imagenet-dirichlet-0.1/fedprox": (19.64, 0.22),
+    "fedpake/cifar10-pathological-2/ditto": (90.53, 0.04),
+    "fedpake/cifar10-dirichlet-0.1-100-clients-half": (88.63, 0.22),
+    "fedpake/cifar100-dirichlet-0.1-50-clients/fedavg": (29.71, 0.11),
+    "fedpake/cifar100-dirichlet-0.01/fedbabu": (71.67, 0.16),
+    "fedpake/cifar100-dirichlet-1.0": (39.41, 0.10),
+    "fedobp/cifar100-dirichlet-0.1": (50.37, 0.16),
+    "fedobp/svhn-dirichlet-0.5/fedavg": (90.24, 0.66),
+    "fedobp/emnist-dirichlet-0.1/fedrep": (94.36, 0.22),
+    "fedobp/fashion-mnist-dirichlet-0.5": (93.11, 0.04),
+    "fedobp/mnist-dirichlet-0.1/lg-fedavg": (97.82, 0.13),
+    "fedobp/medmnist-c-dirichlet-0.5/fedper": (41.35, 0.06),
+    "fedobp/mnist-dirichlet-0.1-resnet18/fedper": (99.63, None),
+    "fedobp/cifar100-dirichlet-0.1-resnet18": (64.58, None),
+    "feddac/cifar100-dirichlet-0.5": (57.94, None),
+    "feddac/tiny-imagenet-dirichlet-0.5": (37.53, None),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_published_figures(name: str) -> None:
+    published = ALL[name].published
+    assert published is not None
+    assert (published.mean, published.std) == FIGURES[name]
+
+
+def test_there_is_one_preset_per_cell_of_the_tables() -> None:
+    per_table = Counter((p.paper, p.source.partition(":")[0]) for p in ALL.values() if p.published)
+    assert sorted(per_table.values()) == sorted([7 * 3, 7 * 9, 3, 9 * 7, 9 * 6, 9 * 3, 13 * 8, 13 * 8, 11 * 6, 2])
+    assert sum(p.published is None for p in ALL.values()) == 6 + 1  # FedDAC's other settings, demo
+
+
+def test_every_preset_that_corolla_can_run_resolves_and_dry_runs() -> None:
+    available = [p for p in ALL.values() if not p.unavailable(METHODS)]
+    for preset in available:
+        config = parse(preset.settings, METHOD_PARAMS)
+        shape = dry_run.known_shape(config)
+        assert shape is not None, preset.name
+        cost = dry_run.round_bytes(config, METHODS[config.method], shape)
+        assert cost.participants == max(1, round(config.fraction_train * config.num_clients))
+        assert cost.upload > 0 or config.method == "local", preset.name
+        assert preset.metric or preset.name.endswith(("ditto", "demo")), preset.name
+        small = parse(dict(preset.settings) | presets.small(config), METHOD_PARAMS)
+        assert small.scale == "small" and small.num_clients <= 10 and small.num_server_rounds <= 20
+    assert len(available) >= 268
+
+
+def test_presets_that_cannot_run_say_why() -> None:
+    reasons = {name: p.unavailable(WITHOUT_MOON) for name, p in ALL.items()}
+    assert "method moon" in reasons["fedpake/cifar10-dirichlet-0.1/moon"]
+    for name, reason in reasons.items():
+        assert (ALL[name].settings.get("method", "fedcac") in WITHOUT_MOON) == (not reason), name
+    with pytest.raises(UserError, match="method moon is not in Corolla"):
+        presets.read_preset("fedpake/cifar10-dirichlet-0.1/moon", WITHOUT_MOON)
+
+
+# Settings typed here, all of them: a key that is missing or too many is a failure.
+CAC = {
+    "num-clients": 40, "num-server-rounds": 500, "local-epochs": 5, "batch-size": 100, "learning-rate": 0.1, "momentum": 0.9,
+    "train-samples": 500, "test-samples": 100,
+}  # fmt: skip
+CAC_PATHOLOGICAL = CAC | {"partition": "pathological", "classes-per-client": 2, "pathological-assignment": "random"}
+DAC = {
+    "num-clients": 40, "num-server-rounds": 300, "batch-size": 100, "learning-rate": 0.01, "momentum": 0.9, "train-samples": 500,
+    "test-samples": 100, "method": "feddac", "feddac.tau": 0.3, "feddac.alpha": 200, "feddac.neighbours": 5,
+}  # fmt: skip
+OBP = {
+    "num-clients": 100, "num-server-rounds": 400, "fraction-train": 0.1, "local-epochs": 5, "batch-size": 32,
+    "learning-rate": 0.01, "model": "cnn", "normalize": "mean-std", "partition": "dirichlet", "test-ratio": 0.25,
+}  # fmt: skip
+PAKE = {
+    "num-clients": 20, "num-server-rounds": 1000, "fraction-train": 1.0, "local-epochs": 1, "batch-size": 10,
+    "learning-rate": 0.005, "drop-last": True, "normalize": "symmetric", "model": "resnet18",
+}  # fmt: skip
+PAKE_DIRICHLET = PAKE | {
+    "partition": "dirichlet", "dirichlet-alpha": 0.1, "dirichlet-balance": True, "min-samples": 40, "test-ratio": 0.25
+}  # fmt: skip
+PAKE_OWN = {"method": "fedpake", "fedpake.threshold": 0.2, "fedpake.delta": 0.2, "fedpake.batchnorm-statistics": "local"}
+SETTINGS: dict[str, dict[str, Scalar]] = {
+    "fedcac/tiny-imagenet-dirichlet-0.01": CAC | {
+        "method": "fedcac", "dataset": "tiny-imagenet:tiny-imagenet-200", "model": "resnet10", "partition": "dirichlet-client",
+        "dirichlet-alpha": 0.01, "fedcac.beta": 170, "fedcac.tau": 0.5,
+    },
+    "fedcac/cifar10-pathological-2": CAC_PATHOLOGICAL | {
+        "method": "fedcac", "dataset": "cifar10", "model": "resnet8", "fedcac.beta": 100, "fedcac.tau": 0.5,
+    },
+    "fedcac/cifar10-pathological-2/fedper": CAC_PATHOLOGICAL | {"method": "fedper", "dataset": "cifar10", "model": "resnet8"},
+    "fedcac/cifar100-pathological-2/fedamp": CAC_PATHOLOGICAL | {
+        "method": "fedamp", "dataset": "cifar100", "model": "resnet10", "fedamp.sigma": 100.0, "fedamp.alpha": 1e4,
+        "fedamp.alpha-decay": 0.1, "fedamp.alpha-decay-every": 30,
+    },
+    "fedcac/cifar10-dirichlet-0.1/as-critical": CAC | {
+        "method": "fedcac", "dataset": "cifar10", "model": "resnet8", "partition": "dirichlet-client", "dirichlet-alpha": 0.1,
+        "fedcac.beta": 100, "fedcac.tau": 0.5, "fedcac.non-critical": "as-critical",
+    },
+    "feddac/cifar10-pathological-2": DAC | {
+        "dataset": "cifar10", "model": "cnn", "local-epochs": 10, "partition": "pathological", "classes-per-client": 2,
+        "pathological-assignment": "random",
+    },
+    "feddac/cifar100-dirichlet-0.5": DAC | {
+        "dataset": "cifar100", "model": "resnet10", "local-epochs": 5, "partition": "dirichlet-client", "dirichlet-alpha": 0.5,
+    },
+    "fedobp/emnist-dirichlet-0.1": OBP | {
+        "method": "fedobp", "dataset": "emnist", "dirichlet-alpha": 0.1, "fedobp.quantile": 0.995,
+    },
+    "fedobp/svhn-dirichlet-0.5/lg-fedavg": OBP | {
+        "method": "lg-fedavg", "dataset": "svhn", "dirichlet-alpha": 0.5, "lg-fedavg.shared": "first",
+    },
+    "fedobp/mnist-dirichlet-0.1/fedrep": OBP | {
+        "method": "fedrep", "dataset": "mnist", "dirichlet-alpha": 0.1, "fedrep.head-epochs": 4, "fedrep.body-epochs": 1,
+    },
+    "fedobp/fashion-mnist-dirichlet-0.1-resnet18": OBP | {
+        "method": "fedobp", "dataset": "fashion-mnist", "dirichlet-alpha": 0.1, "model": "resnet18-fedobp",
+        "fedobp.quantile": 1 - 0.0018,
+    },
+    "fedpake/tiny-imagenet-pathological-20": PAKE | PAKE_OWN | {
+        "dataset": "tiny-imagenet:tiny-imagenet-200", "partition": "pathological", "classes-per-client": 20,
+        "pathological-assignment": "blocks", "train-samples": 0, "test-samples": 0, "fedpake.num-micro": 8,
+        "fedpake.num-macro": 8,
+    },
+    "fedpake/cifar100-dirichlet-0.1-resnet34/fedprox": PAKE_DIRICHLET | {
+        "method": "fedprox", "dataset": "cifar100", "model": "resnet34", "fedprox.mu": 0.001,
+        "fedprox.batchnorm-statistics": "local",
+    },
+    "fedpake/cifar10-dirichlet-0.1-100-clients-half": PAKE_DIRICHLET | PAKE_OWN | {
+        "dataset": "cifar10", "num-clients": 100, "fraction-train": 0.5, "fedpake.num-micro": 4, "fedpake.num-macro": 4,
+    },
+    "fedpake/cifar10-dirichlet-0.1/moon": PAKE_DIRICHLET | {
+        "method": "moon", "dataset": "cifar10", "moon.temperature": 1.0, "moon.batchnorm-statistics": "local",
+    },
+    "fedpake/cifar10-dirichlet-0.1/fedntd": PAKE_DIRICHLET | {
+        "method": "fedntd", "dataset": "cifar10", "fedntd.batchnorm-statistics": "local",
+    },
+    "fedpake/cifar10-dirichlet-0.1/fedgen": PAKE_DIRICHLET | {
+        "method": "fedgen", "dataset": "cifar10", "fedgen.generator-learning-rate": 5e-3, "fedgen.noise-dim": 512,
+        "fedgen.hidden": 512, "fedgen.alpha": 1.0, "fedgen.beta": 0.0, "fedgen.decay": 1.0, "fedgen.diversity": 0.0,
+        "fedgen.generator-steps": 1000, "fedgen.teacher": "ensemble", "fedgen.batchnorm-statistics": "local",
+    },
+    "fedpake/cifar10-dirichlet-0.1/fedbabu": PAKE_DIRICHLET | {
+        "method": "fedbabu", "dataset": "cifar10", "finetune-epochs": 10,
+    },
+    "fedpake/cifar100-dirichlet-1.0/fedavg": PAKE_DIRICHLET | {
+        "method": "fedavg", "dataset": "cifar100", "dirichlet-alpha": 1.0, "fedavg.batchnorm-statistics": "local",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_are_those_of_the_papers(name: str) -> None:
+    assert ALL[name].settings == SETTINGS[name]
+
+
+def test_every_quantile_is_the_papers() -> None:
+    quantiles = {"cifar10-dirichlet-0.1": 0.99998, "cifar10-dirichlet-0.5": 0.99979, "cifar100-dirichlet-0.1": 0.9998,
+                 "cifar100-dirichlet-0.5": 0.99992, "emnist-dirichlet-0.5": 0.9991, "svhn-dirichlet-0.1": 0.99997,
+                 "svhn-dirichlet-0.5": 0.9998, "mnist-dirichlet-0.1": 0.9998, "fashion-mnist-dirichlet-0.5": 0.9999}  # fmt: skip
+    assert {name: ALL[f"fedobp/{name}"].settings["fedobp.quantile"] for name in quantiles} == quantiles
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("feddac/cifar100-dirichlet-0.5", "partition is not in the text"),
+    ("feddac/tiny-imagenet-dirichlet-0.5", "partition is not in the text"),
+    ("feddac/cifar100-dirichlet-0.5", "pre-trained: not comparable"),
+    ("fedobp/cifar10-dirichlet-0.1-resnet18/fedper", "ImageNet weights and scores running statistics too: not comparable"),
+    ("fedcac/cifar100-dirichlet-0.1/fedrep", "does not give its parameters: our defaults"),
+    ("fedcac/cifar100-dirichlet-0.1", "augment=crop-flip-rotate"),
+    ("fedcac/cifar10-dirichlet-0.1", "momentum 0.9"),
+    ("fedpake/cifar10-dirichlet-0.1", "PFLlib"),
+    ("fedpake/cifar10-dirichlet-0.1/moon", "0 by default in PFLlib"),
+    ("fedpake/cifar10-dirichlet-0.1/fedntd", "0 by default in PFLlib"),
+    ("fedpake/cifar10-dirichlet-0.1/fedgen", "the paper cites another FedGen"),
+    ("fedpake/cifar10-dirichlet-0.1/fedbabu", "not like for like"),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_said(name: str, words: str) -> None:
+    assert any(words in note for note in ALL[name].notes)
+
+
+def test_bytes_of_a_round_by_hand() -> None:
+    config = parse(ALL["fedcac/cifar10-dirichlet-0.1"].settings, METHOD_PARAMS)
+    cost = dry_run.round_bytes(config, METHODS["fedcac"], (3, 10, 32))
+    d, b = 1_235_274, 2 * (64 * 3 + 128 * 3 + 256 * 3)  # per block two BatchNorms, one more: stem or shortcut
+    assert (cost.participants, cost.upload, cost.download) == (40, 4 * (d + b) + -(-d // 8), 4 * (d + b))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_of_a_round_are_those_a_run_records(run: Run, method: str) -> None:
+    folder = run(method=method, num_clients=2, model="resnet8" if method == "fedbn" else "mlp")
+    config = parse(tomllib.loads(folder.path.joinpath("config.toml").read_text().partition("\n[")[0]), METHOD_PARAMS)
+    cost = dry_run.round_bytes(config, METHODS[method], (1, 10, 8))
+    record = list(read_metrics(folder.path))[-1]
+    assert record["upload-bytes"] == 2 * cost.upload
+    assert record["download-bytes"] == 2 * cost.download
+    assert read_summary(folder.path)["scale"] == "full"
+
+
+def test_small_scales_rounds_clients_samples_and_beta() -> None:
+    full = dict(ALL["fedcac/cifar10-dirichlet-0.1"].settings)
+    changes = presets.small(parse(full, METHOD_PARAMS))
+    assert {k: v for k, v in changes.items() if not k.startswith("feddac")} == {
+        "scale": "small", "num-server-rounds": 20, "num-clients": 10, "batch-size": 20, "train-samples": 100,
+        "test-samples": 40, "fedcac.beta": 4,
+    }  # fmt: skip
+    again = presets.small(parse(full | changes, METHOD_PARAMS))
+    assert again == {}
+    sparse = dict(ALL["fedobp/cifar10-dirichlet-0.1/fedavg"].settings)
+    changes = presets.small(parse(sparse, METHOD_PARAMS))
+    assert (changes["partition"], changes["fraction-train"], changes["num-clients"]) == ("dirichlet-client", 0.5, 10)
+    with pytest.raises(UserError, match="cannot be cut"):
+        presets.small(parse({"partition": "file:/x.npz"}, METHOD_PARAMS))
+
+
+def test_a_wrong_name_suggests_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"did you mean fedcac/cifar10-dirichlet-0\.1\?"):
+        presets.read_preset("fedcac/cifar10-dirichlt-0.1", METHODS)
+    with pytest.raises(UserError, match="none matches"):
+        presets.find("nothing-of-this-name")
+    assert [p.name for p in presets.find("fedcac/*-pathological-2")] == [
+        f"fedcac/{d}-pathological-2" for d in ("cifar10", "cifar100", "tiny-imagenet")
+    ]
+
+
+def test_files_are_read_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')
+    assert presets.read_preset(str(path), METHODS) == {"method": "fedavg", "fedcac.tau": 0.3}
+    path.write_text("[grid]\nseed = [0]\n")
+    with pytest.raises(UserError, match="is a sweep: use `corolla sweep"):
+        presets.read_preset(str(path), METHODS)
+    path.write_text("method = fedavg")
+    with pytest.raises(UserError, match="not valid TOML"):
+        presets.read_preset(str(path), METHODS)
+    with pytest.raises(UserError, match="No such file"):
+        presets.read_preset(str(tmp_path / "none.toml"), METHODS)
+
+
+def corolla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["corolla", *words])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+def test_dry_run_prints_what_a_run_would_use_and_touches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path / "data"))
+    name = "fedcac/tiny-imagenet-dirichlet-0.1"
+    code, out, _ = corolla(capsys, monkeypatch, "run", name, "--dry-run", "--set", "seed=3")
+    assert code == 0
+    assert "# published: 40.19 ± 1.20 %" in out and "40 of 40 clients" in out
+    printed = parse(flatten(tomllib.loads(out)), METHOD_PARAMS)
+    expected = parse(ALL[name].settings, METHOD_PARAMS).resolved | {"seed": 3, "output-dir": str(tmp_path / "runs")}
+    expected["dataset"] = f"tiny-imagenet:{tmp_path}/tiny-imagenet-200"
+    assert printed.resolved == expected
+    code, out, _ = corolla(capsys, monkeypatch, "run", name, "--dry-run", "--scale", "small", "--set", "num-server-rounds=7")
+    small = tomllib.loads(out)
+    assert (code, small["scale"], small["num-clients"], small["num-server-rounds"]) == (0, "small", 10, 7)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_available_preset_starts_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = corolla(capsys, monkeypatch, "presets")
+    names = out.splitlines()
+    assert names == sorted(names, key=lambda name: name.split("/"))
+    assert set(names) == {name for name, p in ALL.items() if not p.unavailable(METHODS)}
+    for name in names:
+        code, out, err = corolla(capsys, monkeypatch, "run", name, "--dry-run")
+        assert (code, err) == (0, ""), f"{name}: {err}"
+        printed = tomllib.loads(out)
+        assert printed["method"] == ALL[name].settings.get("method", "fedcac") and "# bytes per round, " in out
+        if published := ALL[name].published:
+            assert f"# published: {published} %, {ALL[name].paper}, {ALL[name].source}\n" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_listing_is_one_name_a_line_when_piped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(listings, "METHODS", WITHOUT_MOON)
+    code, out, err = corolla(capsys, monkeypatch, "presets", "fedpake/cifar10-pathological-2")
+    assert code == 0
+    assert "fedpake/cifar10-pathological-2/fedavg" in out.splitlines()
+    assert "moon" not in out and "--all lists them" in err
+    code, out, _ = corolla(capsys, monkeypatch, "presets", "fedpake/cifar10-pathological-2", "--all")
+    assert "fedpake/cifar10-pathological-2/moon\tunavailable: method moon is not in Corolla" in out.splitlines()
+    code, _, err = corolla(capsys, monkeypatch, "presets", "fedcak/cifar10-dirichlet-0.1")
+    assert code == 2 and "did you mean fedcac/cifar10-dirichlet-0.1?" in err
+
+
+def test_a_scaled_run_says_so_in_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path / "state"))
+    sets = ["dataset=digits", "model=mlp", "num-server-rounds=1", "num-clients=2", "local-epochs=1", "run-name=one"]
+    words = ["run", "fedcac/cifar10-dirichlet-0.1/fedavg", "--in-process", "--scale", "small"]
+    code, _, err = corolla(capsys, monkeypatch, *words, *[w for s in sets for w in ("--set", s)])
+    assert code == 0, err
+    assert read_summary(tmp_path / "runs" / "one")["scale"] == "small"
+    assert 'scale = "small"' in (tmp_path / "runs" / "one" / "config.toml").read_text()

@@ -1,0 +1,269 @@
+"""Sweeps: combinations, problems before anything is written, resuming after SIGKILL, the table against numbers by hand."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_app import cli
+from fl_app.errors import UserError
+from fl_app.experiments import sweep
+from strategies import METHOD_PARAMS
+
+ROOT = Path(__file__).resolve().parents[2]
+COROLLA = [sys.executable, "-m", "fl_app.cli"]
+SMALL = """
+[settings]
+dataset = "digits"
+num-clients = 3
+num-server-rounds = {rounds}
+train-samples = 24
+test-samples = 10
+local-epochs = 1
+batch-size = 8
+device = "cpu"
+state-dir = "state"
+
+[grid]
+method = ["fedavg", "local"]
+seed = [0, 1]
+"""
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def points(path: Path, **overrides: Any) -> list[sweep.Point]:
+    return sweep.expand(sweep.read(path), METHOD_PARAMS, path.parent / "out", overrides, lambda raw: raw)
+
+
+# The file
+
+
+def test_combinations_without_duplicates(tmp_path: Path) -> None:
+    text = '[settings]\nnum-clients = 4\n[grid]\nmethod = ["fedavg", "fedcac"]\n"fedcac.tau" = [0.3, 0.5]\nseed = [0, 1]\n'
+    found = points(write(tmp_path / "s.toml", text))
+    assert [p.varying for p in found] == [
+        {"method": "fedavg", "seed": 0}, {"method": "fedavg", "seed": 1},
+        {"method": "fedcac", "fedcac.tau": 0.3, "seed": 0}, {"method": "fedcac", "fedcac.tau": 0.3, "seed": 1},
+        {"method": "fedcac", "fedcac.tau": 0.5, "seed": 0}, {"method": "fedcac", "fedcac.tau": 0.5, "seed": 1},
+    ]  # fmt: skip
+    assert len({p.name for p in found}) == 6
+    assert found[2].name.startswith("fedcac,tau=0.3,seed=0-")
+    assert all(p.parsed.num_clients == 4 and p.parsed.output_dir == str(tmp_path / "out") for p in found)
+    again = points(tmp_path / "s.toml")
+    assert [p.name for p in again] == [p.name for p in found]
+
+
+def test_variants_presets_and_scale(tmp_path: Path) -> None:
+    text = """
+preset = "demo"
+scale = "small"
+[grid]
+"fedcac.beta" = [4, 15]
+[[variants]]
+name = "alone"
+"fedcac.collaboration" = "none"
+[[variants]]
+"fedcac.tau" = 0.2
+"""
+    found = points(write(tmp_path / "s.toml", text))
+    assert [(p.varying["variant"], p.parsed.params.beta) for p in found] == [
+        ("alone", 4), ("tau=0.2", 4), ("alone", 15), ("tau=0.2", 15)
+    ]  # fmt: skip
+    assert {p.parsed.scale for p in found} == {"small"}
+    assert {p.parsed.num_server_rounds for p in points(tmp_path / "s.toml", **{"num-server-rounds": 3})} == {3}
+
+
+def test_wrong_files_are_refused_with_all_their_problems(tmp_path: Path) -> None:
+    text = 'preset = 3\nsede = 1\nscale = "tiny"\n[settings]\nrun-name = "x"\nseed = [1]\n[grid]\nmethod = "fedavg"\n'
+    with pytest.raises(UserError) as caught:
+        sweep.read(write(tmp_path / "s.toml", text))
+    for words in ("preset: expected", "sede: not a part", "scale: must be", "run-name: not a setting",
+                  "seed: must be one value", "method: must be a list"):  # fmt: skip
+        assert words in str(caught.value)
+    with pytest.raises(UserError, match="two are named 'a'"):
+        sweep.read(write(tmp_path / "s.toml", '[[variants]]\nname = "a"\n[[variants]]\nname = "a"\nseed = 1\n'))
+
+
+@pytest.mark.parametrize("file", sorted(p.name for p in (ROOT / "sweeps").glob("*.toml")))
+def test_sweep_files_expand(file: str) -> None:
+    plan = sweep.read(ROOT / "sweeps" / file)
+    full = sweep.expand(plan, METHOD_PARAMS, Path("/out"), {}, dict)
+    assert len(full) > 1
+    if not str(plan.settings.get("partition", "")).startswith("file:"):
+        small = sweep.expand(dataclasses.replace(plan, scale="small"), METHOD_PARAMS, Path("/out"), {}, dict)
+        assert {p.parsed.scale for p in small} == {"small"}
+
+
+def test_problems_of_all_combinations_are_reported_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = lambda *words: corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process", *words)  # noqa: E731
+    write(tmp_path / "s.toml", '[grid]\nmethod = ["fedavg", "fedcax"]\nlearning-rate = [0.1, -1.0]\nsede = [0]\n')
+    code, _, err = run()
+    assert code == 2
+    for words in ("method: must be one of", "learning-rate: must be > 0", "sede: unknown key; did you mean seed?",
+                  "in fedavg,learning-rate=-1.0,sede=0; fedcax,learning-rate=-1.0,sede=0"):  # fmt: skip
+        assert err.count(words) == 1, err
+    write(tmp_path / "s.toml", '[settings]\npartition = "pathological"\n[grid]\nclasses-per-client = [2, 11, 12]\n')
+    code, _, err = run()
+    assert code == 2
+    assert err.count("classes-per-client: must be at most") == 2 and "in classes-per-client=11" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["s.toml"]
+
+
+# Runs
+
+
+def corolla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["corolla", *words])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out, err = capsys.readouterr()
+    return int(exit_.value.code or 0), out, err
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(sweep.VARIABLE, "")  # a sweep in this process sets it: restored after each test
+
+
+def stamps(directory: Path) -> dict[str, int]:
+    return {p.parent.name: p.stat().st_mtime_ns for p in directory.glob("*/summary.json")}
+
+
+def test_a_killed_sweep_repeats_nothing_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "s.toml", SMALL.format(rounds=30))
+    directory = tmp_path / "runs" / "s"
+
+    def again(*words: str) -> str:
+        code, out, err = corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process", *words)
+        assert code == 0, err
+        return out
+
+    process = subprocess.Popen([*COROLLA, "sweep", "s.toml", "--in-process"], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        begun = {p.parent.name for p in directory.glob("*/metrics.jsonl")}
+        if stamps(directory) and begun - set(stamps(directory)):
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = stamps(directory)
+    interrupted = {p.parent.name for p in directory.glob("*/config.toml")} - set(before)
+    assert 1 <= len(before) <= 3 and len(interrupted) == 1
+
+    out = again()
+    assert f"4 runs, {len(before)} finished before, {4 - len(before)} to do" in out
+    assert "unfinished, set aside" in out
+    after = stamps(directory)
+    assert len(after) == 4 and before.items() <= after.items()
+    assert {p.name for p in (directory / "unfinished").iterdir()} == interrupted
+
+    assert "4 finished before, 0 to do" in again()
+    assert stamps(directory) == after
+
+    # the table, against numbers computed here
+    accuracies: dict[str, list[float]] = {}
+    for path in directory.glob("*/summary.json"):
+        summary = json.loads(path.read_text())
+        accuracies.setdefault(summary["method"], []).append(summary["final-accuracy"])
+    with (directory / "results.csv").open(newline="") as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {"fedavg", "local"}
+    for method, values in accuracies.items():
+        assert int(rows[method]["n"]) == 2
+        assert float(rows[method]["final-accuracy-mean"]) == pytest.approx(sum(values) / 2)
+        assert float(rows[method]["final-accuracy-std"]) == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+        shown = f"{100 * statistics.fmean(values):.2f} ± {100 * statistics.stdev(values):.2f}"
+        assert shown in (directory / "results.md").read_text() and shown in out
+
+    # another seed: only that is run, with two processes at a time
+    write(tmp_path / "s.toml", SMALL.format(rounds=30).replace("seed = [0, 1]", "seed = [0, 1, 2]"))
+    out = again("--jobs", "2")
+    assert "6 runs, 4 finished before, 2 to do" in out
+    assert after.items() <= stamps(directory).items() and len(stamps(directory)) == 6
+
+
+def test_folders_of_runs_are_recognised_by_their_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = SMALL.format(rounds=1).replace("seed = [0, 1]", "")
+    write(tmp_path / "s.toml", text)
+    sweep_it = lambda: corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process")  # noqa: E731
+    code, out, _ = sweep_it()
+    assert code == 0 and "2 to do" in out
+    directory = tmp_path / "runs" / "s"
+    fedavg, local = (next(directory.glob(f"{method}-*")) for method in ("fedavg", "local"))
+    fedavg.rename(directory / "renamed")
+    (local / "summary.json").unlink()
+    (directory / "empty").mkdir()
+    shutil.copytree(local, directory / "unfinished" / local.name)
+    code, out, _ = sweep_it()
+    assert code == 0 and "2 runs, 1 finished before, 1 to do" in out
+    assert {p.name for p in (directory / "unfinished").iterdir()} == {local.name, f"{local.name}-2", "empty"}
+    write(tmp_path / "s.toml", text.replace("local-epochs = 1", "local-epochs = 2"))
+    code, out, _ = sweep_it()
+    assert code == 0 and "2 runs, 0 finished before, 2 to do" in out
+    assert (directory / "renamed" / "summary.json").is_file() and (local / "summary.json").is_file()
+
+
+def test_a_failed_run_does_not_end_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "s.toml", SMALL.format(rounds=1).replace("seed = [0, 1]", ""))
+    real = cli.runs.run_in_process
+
+    def fails_for_fedavg(config: Any, parsed: Any) -> Path:
+        if parsed.method == "fedavg":
+            raise RuntimeError("no such luck")
+        return real(config, parsed)
+
+    monkeypatch.setattr(cli.runs, "run_in_process", fails_for_fedavg)
+    code, out, err = corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process")
+    assert code == 1 and "RuntimeError: no such luck" in err
+    results = (tmp_path / "runs" / "s" / "results.md").read_text()
+    assert "1 runs failed" in results and "| fedavg | 0 |" in results and "| local | 1 |" in results
+
+
+def test_two_sweeps_do_not_share_a_directory(tmp_path: Path) -> None:
+    with sweep.locked(tmp_path / "out"), pytest.raises(UserError, match="another `corolla sweep` is running"):
+        with sweep.locked(tmp_path / "out"):
+            pass
+
+
+def test_what_a_killed_sweep_left_running_is_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    ours = subprocess.Popen(command, env=dict(os.environ, **{sweep.VARIABLE: str(tmp_path)}))
+    other = subprocess.Popen(command, env=dict(os.environ, **{sweep.VARIABLE: str(tmp_path / "other")}))
+    try:
+        time.sleep(0.2)
+        assert sweep.end_leftovers(tmp_path) == 1
+        assert ours.poll() is not None and other.poll() is None
+        assert os.environ[sweep.VARIABLE] == str(tmp_path)
+    finally:
+        for process in (ours, other):
+            process.kill()
+            process.wait()

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fl_app import partition as part
+from fl_app.config import RunConfig
+from fl_app.data import partitions
+from fl_app.errors import UserError
+from fl_app.rng import generator
+
+APP = Path(__file__).resolve().parents[2]
+ARGUMENTS: dict[str, Any] = {
+    "num_clients": 4, "seed": 0, "alpha": 0.3, "classes_per_client": 2, "train_samples": 20, "test_samples": 10,
+    "min_samples": 5, "test_ratio": 0.25,
+}  # fmt: skip
+K = 5
+Y_TRAIN = np.arange(200) % K
+Y_TEST = np.arange(100) % K
+Y_ALL = np.concatenate([Y_TRAIN, Y_TEST])
+
+
+def split(name: str, y_train: Any = Y_TRAIN, y_test: Any = Y_TEST, classes: int = K, **changes: Any) -> Any:
+    return part.split(name, y_train, y_test, classes, **(ARGUMENTS | changes))
+
+
+def labels(counts: list[int]) -> np.ndarray:
+    return np.random.default_rng(1).permutation(np.repeat(np.arange(len(counts)), counts))
+
+
+# pure pieces, by hand
+
+
+def test_allocate_by_hand() -> None:
+    room = np.array([10, 10, 10])
+    # 7 * q = 3.5, 2.1, 1.4: floors 3 + 2 + 1, the one left goes to the largest remainder, 0.5
+    assert part.allocate(np.array([0.5, 0.3, 0.2]), 7, room).tolist() == [4, 2, 1]
+    # class 0 wants all 8 but has 3; nothing else has weight: by room left, 5 * (4, 8)/12 = 1.67, 3.33 -> 2, 3
+    assert part.allocate(np.array([1.0, 0, 0]), 8, np.array([3, 4, 8])).tolist() == [3, 2, 3]
+    # its other class takes the excess as long as it can
+    assert part.allocate(np.array([0.9, 0.1, 0]), 8, np.array([3, 9, 9])).tolist() == [3, 5, 0]
+    assert part.allocate(np.array([0.5, 0.5, 0]), 8, np.array([3, 3, 9]), spill=False).tolist() == [3, 3, 0]
+
+
+@given(
+    q=st.lists(st.floats(0, 1), min_size=1, max_size=8),
+    room=st.lists(st.integers(0, 30), min_size=8, max_size=8),
+    total=st.integers(0, 300),
+)
+def test_allocate_is_exact_and_fits(q: list[float], room: list[int], total: int) -> None:
+    cap = np.array(room[: len(q)])
+    total = min(total, int(cap.sum()))
+    counts = part.allocate(np.array(q), total, cap)
+    assert counts.sum() == total and np.all(counts >= 0) and np.all(counts <= cap)
+
+
+def test_mixes_have_the_stated_concentration() -> None:
+    # Dir(a) with a_k = alpha * prior_k: E q_k = a_k / a_0, Var q_k = m (1 - m) / (a_0 + 1), a_0 = alpha * K
+    prior = np.array([3, 1, 0, 2])
+    mixes = part.client_mixes(prior, 0.5, 40_000, 3)
+    mean = prior / 6
+    assert np.allclose(mixes.mean(0), mean, atol=0.01) and np.allclose(mixes.sum(1), 1)
+    assert np.allclose(mixes.var(0), mean * (1 - mean) / (0.5 * 3 + 1), atol=0.005)
+    assert np.isfinite(part.client_mixes(prior, 1e-12, 100, 0)).all()
+
+
+def test_deal_is_disjoint_until_the_pool_is_used_up() -> None:
+    y = np.zeros(10, np.int64)
+    hands = part.deal(np.array([[4], [4], [4], [10]]), y, np.random.default_rng(0))
+    first = np.concatenate([hands[0], hands[1]])
+    assert len(set(first)) == 8
+    assert all(len(set(h)) == len(h) for h in hands)
+    assert set(range(10)) - set(first) <= set(hands[2])  # what was left of the first round
+    assert set(hands[3]) == set(range(10))
+
+
+@given(k=st.integers(1, 7), clients=st.integers(1, 30), classes=st.integers(7, 12), seed=st.integers(0, 99))
+def test_classes_are_used_equally(k: int, clients: int, classes: int, seed: int) -> None:
+    present = np.arange(classes)[1:]
+    holds = part.assign_classes(present, classes, clients, min(k, len(present)), np.random.default_rng(seed))
+    used = holds.sum(0)[present]
+    assert np.all(holds.sum(1) == min(k, len(present))) and used.max() - used.min() <= 1 and not holds[:, 0].any()
+
+
+@pytest.mark.parametrize("assignment", ["balanced", "random"])
+def test_every_pair_of_classes_is_possible(assignment: str) -> None:
+    pairs = set()
+    for seed in range(60):
+        holds = part.assign_classes(np.arange(4), 4, 5, 2, np.random.default_rng(seed), assignment)
+        assert (holds.sum(1) == 2).all()
+        pairs |= {tuple(np.flatnonzero(row)) for row in holds}
+    assert len(pairs) == 6
+
+
+def test_random_assignment_lets_clients_share_classes() -> None:
+    # FedCAC's setting on CIFAR-100: 40 clients, 2 of 100 classes. A pair shares none with probability 98 * 97 / (100 * 99).
+    rng = np.random.default_rng(0)
+    sharing = {
+        how: np.mean([np.triu(holds @ holds.T, 1).sum() for holds in
+                      (part.assign_classes(np.arange(100), 100, 40, 2, rng, how).astype(int) for _ in range(50))])
+        for how in ("balanced", "random")
+    }  # fmt: skip
+    assert sharing["balanced"] == 0  # 80 of 100 classes, each once
+    assert sharing["random"] == pytest.approx(40 * 39 / 2 * 2 * 2 / 100, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "clients, classes, per_client, expected",
+    [
+        (4, 4, 2, ["01", "01", "23", "23"]),  # ceil(4 * 2 / 4) = 2 clients a class
+        (20, 10, 2, [f"{2 * (i // 4)}{2 * (i // 4) + 1}" for i in range(20)]),  # FedPake's setting
+        (3, 4, 2, ["01", "01", "23"]),  # ceil(1.5) = 2; the third is alone with what is left
+        (3, 3, 2, ["01", "01", "2"]),  # and here lacks a class
+        (2, 5, 2, ["01", "23"]),  # ceil(0.8) = 1; nobody's: 4
+    ],
+)
+def test_blocks_by_hand(clients: int, classes: int, per_client: int, expected: list[str]) -> None:
+    holds = part.assign_classes(np.arange(classes), classes, clients, per_client, np.random.default_rng(0), "blocks")
+    assert ["".join(map(str, np.flatnonzero(row))) for row in holds] == expected
+
+
+# whole partitions
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    counts=st.lists(st.integers(0, 60), min_size=2, max_size=8).filter(lambda c: sum(c) >= 20),
+    test_counts=st.lists(st.integers(0, 60), min_size=8, max_size=8),
+    clients=st.integers(1, 12),
+    alpha=st.sampled_from([1e-6, 0.01, 0.1, 1.0, 100.0]),
+    seed=st.integers(0, 99),
+    shares=st.tuples(st.integers(0, 20), st.integers(0, 20)),
+)
+def test_dirichlet_client_properties(
+    counts: list[int], test_counts: list[int], clients: int, alpha: float, seed: int, shares: tuple[int, int]
+) -> None:
+    y_train, y_test = labels(counts), labels(test_counts[: len(counts)])
+    if shares[1] > len(y_test):
+        return
+    result = split("dirichlet-client", y_train, y_test, len(counts), num_clients=clients, alpha=alpha, seed=seed,
+                   train_samples=shares[0], test_samples=shares[1])  # fmt: skip
+    assert len(result) == clients
+    n = len(y_train)
+    for train, test in result:
+        assert len(train) == (shares[0] or n // clients) and len(test) == (shares[1] or len(y_test) // clients)
+        assert len(set(train)) == len(train) and len(set(test)) == len(test)
+        assert train.dtype == test.dtype == np.int64
+        assert np.all(train < n) and np.all(test >= n) and np.all(test < n + len(y_test))
+
+
+def test_dirichlet_client_has_the_same_mix_in_train_and_test() -> None:
+    # 1,000 of each class: no class runs out, so both counts are q rounded
+    y = labels([1000] * K)
+    both = np.concatenate([y, y])
+    mixes = part.client_mixes(np.full(K, 1000), 0.3, 4, 0)
+    for (train, test), q in zip(
+        split("dirichlet-client", y, y, train_samples=500, test_samples=100), mixes, strict=True
+    ):
+        assert np.all(np.abs(np.bincount(both[train], minlength=K) - 500 * q) < 1)
+        assert np.all(np.abs(np.bincount(both[test], minlength=K) - 100 * q) < 1)
+
+
+@settings(deadline=None, max_examples=15)
+@given(clients=st.integers(1, 6), alpha=st.sampled_from([0.5, 5.0]), ratio=st.sampled_from([0.0, 0.25, 0.9]),
+       seed=st.integers(0, 9))  # fmt: skip
+def test_dirichlet_divides_everything(clients: int, alpha: float, ratio: float, seed: int) -> None:
+    result = split("dirichlet", num_clients=clients, alpha=alpha, test_ratio=ratio, seed=seed, min_samples=3)
+    assert sorted(np.concatenate([i for share in result for i in share])) == list(range(300))
+    for train, test in result:
+        total = len(train) + len(test)
+        assert total >= 3 and len(train) >= 1 and len(test) == min(round(ratio * total), total - 1)
+    if clients == 1 and ratio:
+        assert result[0][1].min() < 200 <= result[0][0].max()  # both sets are mixed
+
+
+@settings(deadline=None, max_examples=30)
+@given(clients=st.integers(1, 30), k=st.integers(1, K), train=st.sampled_from([0, 10, 33]),
+       test=st.sampled_from([0, 5, 20]), seed=st.integers(0, 99))  # fmt: skip
+def test_pathological_properties(clients: int, k: int, train: int, test: int, seed: int) -> None:
+    result = split(
+        "pathological", num_clients=clients, classes_per_client=k, train_samples=train, test_samples=test, seed=seed
+    )
+    used = np.zeros(K, int)
+    for mine, held_out in result:
+        own = np.bincount(Y_ALL[mine], minlength=K)
+        assert np.count_nonzero(own) == k
+        assert set(Y_ALL[held_out]) <= set(Y_ALL[mine])
+        assert len(set(mine)) == len(mine) and len(set(held_out)) == len(held_out)
+        assert np.all(mine < 200) and np.all(held_out >= 200)
+        if train:
+            assert len(mine) == train and own[own > 0].max() - own[own > 0].min() <= 1
+        if test:
+            assert len(held_out) == test
+        used += own > 0
+    assert used.max() - used.min() <= 1
+    if not train:
+        everything = np.concatenate([mine for mine, _ in result])
+        assert len(set(everything)) == len(everything) == 40 * np.count_nonzero(used)  # each class used in full
+
+
+@settings(deadline=None, max_examples=15)
+@given(clients=st.integers(1, 12), train=st.integers(0, 16), test=st.integers(0, 8), seed=st.integers(0, 99))
+def test_iid_properties(clients: int, train: int, test: int, seed: int) -> None:
+    result = split("iid", num_clients=clients, train_samples=train, test_samples=test, seed=seed)
+    for side, size, n, offset in ((0, train, 200, 0), (1, test, 100, 200)):
+        hands = [share[side] for share in result]
+        everything = np.concatenate(hands)
+        assert len(set(everything)) == len(everything) == (size * clients or n)
+        assert everything.min() >= offset and everything.max() < offset + n
+        sizes = [len(h) for h in hands]
+        assert (set(sizes) == {size}) if size else (max(sizes) - min(sizes) <= 1)
+
+
+@pytest.mark.parametrize("assignment", ["random", "blocks"])
+@pytest.mark.parametrize("train, test", [(0, 0), (20, 10)])
+def test_clients_hold_the_classes_assigned_to_them(assignment: str, train: int, test: int) -> None:
+    result = split("pathological", num_clients=6, assignment=assignment, train_samples=train, test_samples=test)
+    rng = generator(0, "partition-classes")
+    holds = part.assign_classes(np.arange(K), K, 6, 2, rng, assignment)
+    for row, (mine, held_out) in zip(holds, result, strict=True):
+        assert set(Y_ALL[mine]) == set(Y_ALL[held_out]) == set(np.flatnonzero(row))
+        assert not train or (len(mine), len(held_out)) == (train, test)
+    if not train:  # the classes that someone holds are used in full
+        everything = np.concatenate([mine for mine, _ in result])
+        assert len(set(everything)) == len(everything) == 40 * np.count_nonzero(holds.any(0))
+
+
+@settings(deadline=None, max_examples=15)
+@given(clients=st.integers(2, 8), alpha=st.sampled_from([0.1, 1.0]), seed=st.integers(0, 99))
+def test_balanced_dirichlet_stops_at_an_equal_share(clients: int, alpha: float, seed: int) -> None:
+    result = split("dirichlet", num_clients=clients, alpha=alpha, seed=seed, min_samples=4, balance=True)
+    assert sorted(np.concatenate([i for share in result for i in share])) == list(range(300))
+    for client_id, share in enumerate(result):
+        counts = np.bincount(Y_ALL[np.concatenate(share)], minlength=K)
+        before = np.cumsum(counts) - counts
+        rest = 1 if client_id == clients - 1 else 0  # what rounding the others' shares down leaves of a class
+        assert counts.sum() >= 4 and counts[before > 300 / clients].max(initial=0) <= rest
+
+
+def test_balance_is_a_partition_of_its_own() -> None:
+    spread = {b: np.std([len(a) for a, _ in split("dirichlet", alpha=0.3, balance=b, min_samples=1)]) for b in (False, True)}
+    assert spread[True] < spread[False]
+
+
+def test_seeds_differ_and_repeat() -> None:
+    for name in ("dirichlet-client", "dirichlet", "pathological", "iid"):
+        a, b, c = split(name), split(name), split(name, seed=1)
+        assert all(np.array_equal(x, y) for s, t in zip(a, b, strict=True) for x, y in zip(s, t, strict=True))
+        assert any(not np.array_equal(s[0], t[0]) for s, t in zip(a, c, strict=True))
+
+
+def test_an_empty_test_set_is_allowed_when_no_test_samples_are_asked_for() -> None:
+    none = np.zeros(0, np.int64)
+    for name in ("dirichlet-client", "pathological", "iid"):
+        assert all(len(test) == 0 for _, test in split(name, y_test=none, test_samples=0))
+        with pytest.raises(UserError, match="test-samples: .*the test set of the data set"):
+            split(name, y_test=none)
+    assert sum(len(test) for _, test in split("iid", y_test=Y_TEST[:2], test_samples=0)) == 2
+
+
+@pytest.mark.parametrize(
+    "name, changes, message",
+    [
+        ("pathological", {"classes_per_client": 6}, "classes-per-client: must be at most the data set's 5 .*got 6"),
+        ("pathological", {"train_samples": 1}, r"train-samples: must be at least classes-per-client \(2\), got 1"),
+        ("pathological", {"train_samples": 81}, r"train-samples: client 0 needs 81 samples but its classes .* have 80"),
+        ("pathological", {"test_samples": 41}, r"test-samples: client 0 needs 41 samples but its classes .* have 40"),
+        ("dirichlet-client", {"train_samples": 201}, "train-samples: every client needs 201 samples but .* has 200"),
+        ("dirichlet-client", {"test_samples": 101}, "test-samples: every client needs 101 samples but .* has 100"),
+        ("iid", {"train_samples": 51}, "train-samples: 4 clients with 51 each need 204 samples but .* has 200"),
+        ("iid", {"test_samples": 26}, "test-samples: 4 clients with 26 each need 104 samples but .* has 100"),
+        ("iid", {"num_clients": 0}, "num-clients: must be >= 1, got 0"),
+        ("iid", {"num_clients": 201}, "num-clients: must be <= 200, the training samples of the data set, got 201"),
+        ("dirichlet", {"min_samples": 76}, "min-samples: 4 clients with 76 each need 304 .* has 300"),
+        ("dirichlet", {"min_samples": 75, "alpha": 0.05}, "min-samples: no draw .* at least 75 .*dirichlet-alpha 0.05"),
+        ("pathological", {"assignment": "blocks", "num_clients": 3, "classes_per_client": 3},
+         r"pathological-assignment: blocks leaves client 2 with 2 of .*\(3\) classes; .*\(3\) .*multiple of 2,"),
+        ("round-robin", {}, "partition: unknown 'round-robin'"),
+    ],
+)
+def test_errors(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        split(name, **changes)
+
+
+# the index file
+
+
+def test_written_once_and_keyed_by_what_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(**changes: Any) -> str:
+        return partitions._key(RunConfig(**({"num_clients": 10} | changes)), "data")
+
+    assert key(method="x", learning_rate=1.0, test_ratio=0.5, classes_per_client=3) == key()
+    assert len({key(), key(seed=1), key(num_clients=3), key(dirichlet_alpha=1.0), key(train_samples=9)}) == 5
+    assert key(partition="dirichlet", train_samples=9) == key(partition="dirichlet")
+    assert key(partition="dirichlet", test_ratio=0.5) != key(partition="dirichlet")
+    assert key(partition="dirichlet", dirichlet_balance=True) != key(partition="dirichlet")
+    assert key(partition="pathological", pathological_assignment="blocks") != key(partition="pathological")
+    assert key(pathological_assignment="blocks", dirichlet_balance=True) == key()
+    config = RunConfig(num_clients=3, train_samples=20, test_samples=5)
+    written = partitions.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
+    monkeypatch.setattr(partitions, "split", None)  # not called again
+    again = partitions.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
+    assert again.num_clients == 3
+    for i in range(3):
+        assert all(np.array_equal(a, b) for a, b in zip(written.client(i), again.client(i), strict=True))
+        assert [len(a) for a in again.client(i)] == [20, 5]
+
+
+def test_equal_in_every_process() -> None:
+    code = """
+import hashlib, numpy as np
+from fl_app.partition import split
+y, t = np.arange(200) % 5, np.arange(100) % 5
+for name in ("dirichlet-client", "dirichlet", "pathological", "iid"):
+    shares = split(name, y, t, 5, num_clients=4, seed=7, alpha=0.3, classes_per_client=2, train_samples=20,
+                   test_samples=10, min_samples=5, test_ratio=0.25)
+    print(hashlib.sha256(b"".join(i.tobytes() for share in shares for i in share)).hexdigest())
+"""
+    procs = [subprocess.Popen([sys.executable, "-c", code], cwd=APP, stdout=subprocess.PIPE) for _ in range(2)]
+    first, second = (proc.communicate()[0] for proc in procs)
+    assert first == second and len(first.split()) == 4

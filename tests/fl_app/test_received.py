@@ -1,0 +1,68 @@
+"""Replies as the ServerApp receives them: in pieces."""
+
+from __future__ import annotations
+
+import tracemalloc
+from typing import Any
+
+import numpy as np
+from flwr.app import RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+from fl_app import received as receiving
+from fl_app import wire
+from fl_app.layout import Model
+from fl_app.received import ReceivedArray
+from fl_app.wire import Expected, Upload
+from tests.conftest import f32
+from tests.fl_app.test_wire import npy, refuse, reply
+
+receiving.install()
+
+
+def received(content: RecordDict, tamper: Any = lambda contents: None) -> RecordDict:
+    """Take a reply apart and put it together again as the ServerApp does."""
+    contents = {name: found.deflate() for name, found in get_all_nested_objects(content).items()}
+    tamper(contents)
+    got = inflate_object_from_contents(content.object_id, contents)
+    assert isinstance(got, RecordDict)
+    return got
+
+
+def test_a_received_array_is_put_together_from_its_pieces() -> None:
+    n = 3 * 2**20  # 12 MiB: three of Flower's pieces
+    sent = Upload(Model(np.arange(n, dtype=np.float32), f32(1)), num_examples=3)
+    content = received(reply(sent))
+    array = content.array_records["fitres.parameters"]["0"]
+    assert isinstance(array, ReceivedArray) and len(array.pieces) == 3
+    got = wire.decode_upload(content, Expected(n, 1))
+    assert got.model.params.tobytes() == sent.model.params.tobytes() and got.model.buffers.tolist() == [1]
+    assert array.data == npy(sent.model.params)
+
+
+def test_pieces_of_an_array_that_is_refused_are_not_joined() -> None:
+    content = received(reply(Upload(Model(np.zeros(2**28, np.float32), f32()), num_examples=3)))  # 1 GB: one piece, 205 times
+    array = content.array_records["fitres.parameters"]["0"]
+    assert isinstance(array, ReceivedArray) and len(array.pieces) == 205
+    tracemalloc.start()
+    refuse(content, "array params has shape (268435456,), expected (10,)", expected=Expected(10, 0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+
+
+def test_an_array_whose_header_is_cut_over_pieces() -> None:
+    whole = npy(f32(1, 2, 3))
+    array = ReceivedArray(dtype="", shape=(), stype="", data=b"")
+    array.pieces = [memoryview(whole)[i : i + 5] for i in range(0, len(whole), 5)]
+    assert wire._load("params", array, "<f4", (3,)).tolist() == [1, 2, 3]
+
+
+def test_pieces_that_are_not_there() -> None:
+    def lose_one(contents: dict[str, bytes]) -> None:
+        head = next(name for name, found in contents.items() if found.startswith(b"Array "))
+        contents[head] = contents[head].replace(b'"arraychunk_ids": [0', b'"arraychunk_ids": [  ')
+
+    content = received(reply(Upload(Model(f32(1), f32()), num_examples=3)), lose_one)
+    refuse(content, "array params is not a NumPy array", expected=Expected(1, 0))

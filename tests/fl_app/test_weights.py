@@ -1,0 +1,144 @@
+"""The vectors behind a module, their files, and every error a user's weights can cause."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fl_app import models, weights
+from fl_app.errors import UserError
+from fl_app.layout import Layout, Model
+from tests.fl_app.test_models import same, small, torchvision_resnet
+
+
+def test_read_after_write_is_identity() -> None:
+    module = small("resnet8")
+    layout = Layout.of(module)
+    rng = np.random.default_rng(0)
+    model = Model(rng.random(layout.d, np.float32), rng.random(layout.b, np.float32))
+    model.params.flags.writeable = False
+    pointers = [p.data_ptr() for p in module.parameters()]
+    weights.write(module, model)
+    assert same(weights.read(module), model)
+    assert [p.data_ptr() for p in module.parameters()] == pointers
+    state = module.state_dict()
+    assert all(np.array_equal(state[name].numpy(), array) for name, array in layout.tensors(model).items())
+
+
+def test_read_shares_no_memory() -> None:
+    module = nn.Linear(1, 1, bias=False)
+    model = weights.read(module)
+    assert model.params.flags.writeable and model.buffers.shape == (0,)
+    with torch.no_grad():
+        module.weight += 1
+    assert model.params[0] != module.weight.item()
+
+
+def test_write_refuses_the_wrong_length() -> None:
+    with pytest.raises(AssertionError, match="6 elements"):
+        weights.write(nn.Linear(2, 2), Model(np.zeros(7, np.float32), np.zeros(0, np.float32)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_read_and_write_on_a_gpu() -> None:
+    module = small("resnet8")
+    model = weights.read(module)
+    module.cuda()
+    assert same(weights.read(module), model)
+    other = weights.read(small("resnet8", seed=9))
+    weights.write(module, other)
+    assert same(weights.read(module), other)
+
+
+# files
+
+
+def test_file_round_trip(tmp_path: Path) -> None:
+    module = small("resnet8")
+    layout, model, path = Layout.of(module), weights.read(module), tmp_path / "global.safetensors"
+    weights.save_safetensors(path, layout, model)
+    weights.save_safetensors(path, layout, model)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert same(weights.load_safetensors(path, layout), model)
+    other = small("resnet8", seed=1)
+    assert same(weights.initial_model(other, str(path)), model)
+
+
+def test_failed_save_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = nn.Linear(2, 2)
+    layout, model, path = Layout.of(module), weights.read(module), tmp_path / "m.safetensors"
+    weights.save_safetensors(path, layout, model)
+
+    def fail(fd: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        weights.save_safetensors(path, layout, Model(model.params + 1, model.buffers))
+    assert same(weights.load_safetensors(path, layout), model)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_initial_model_reads_a_torchvision_checkpoint_in_any_float(tmp_path: Path, dtype: torch.dtype) -> None:
+    theirs = torchvision_resnet("resnet18", 3)
+    state = {k: t.to(dtype) if t.is_floating_point() else t for k, t in theirs.state_dict().items()}
+    save_file(state, tmp_path / "w.safetensors")
+    module = models.build("resnet18", in_channels=3, num_classes=3, image_size=32)
+    model = weights.initial_model(module, str(tmp_path / "w.safetensors"))
+    expected = weights.read(theirs.to(dtype).float())
+    assert model.params.dtype == np.float32 and same(model, expected)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+        self.register_buffer("scale", torch.full((1,), 7.0), persistent=False)
+
+
+def test_initial_model_ignores_tied_names_and_keeps_unsaved_buffers(tmp_path: Path) -> None:
+    module = Tied()
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    assert "b.weight" in state and "scale" not in state
+    save_file(state, tmp_path / "w.safetensors")
+    model = weights.initial_model(module, str(tmp_path / "w.safetensors"))
+    assert model.params.shape == (8,) and same(model, weights.read(module)) and model.buffers[0] == 7
+
+
+def test_initial_model_names_what_does_not_fit(tmp_path: Path) -> None:
+    path = str(tmp_path / "w.safetensors")
+    save_file({"fc1.weight": torch.zeros(4, 64), "fc1.bias": torch.zeros(128, dtype=torch.int8),
+               "head": torch.zeros(3), "steps": torch.zeros(1, dtype=torch.int64)}, path)  # fmt: skip
+    with pytest.raises(UserError) as caught:
+        weights.initial_model(small("mlp"), path)
+    assert str(caught.value).splitlines() == [
+        f"initial-weights {path}: does not fit the model:",
+        "  missing (4): fc2.weight [64, 128]; fc2.bias [64]; classifier.weight [3, 64]; classifier.bias [3]",
+        "  unexpected (1): head [3]",
+        "  wrong shape or type (2): fc1.weight [4, 64], expected [128, 64]; fc1.bias torch.int8 [128], expected [128]",
+    ]
+    with pytest.raises(UserError, match=r"missing \(47\): .*; and 42 more"):
+        weights.initial_model(small("resnet8"), path)
+
+
+def test_initial_model_refuses_missing_corrupt_and_infinite_files(tmp_path: Path) -> None:
+    module, path = nn.Linear(2, 1), tmp_path / "w.safetensors"
+    with pytest.raises(UserError, match="^initial-weights .*: no such file"):
+        weights.initial_model(module, str(path))
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        weights.initial_model(module, str(tmp_path))
+    for content in (b"", b"PK\x03\x04 not safetensors", b"\xff" * 64):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="not a readable safetensors file"):
+            weights.initial_model(module, str(path))
+    save_file({"weight": torch.tensor([[1.0, torch.inf]]), "bias": torch.zeros(1)}, path)
+    with pytest.raises(UserError, match="finite in float32, but not so in weight"):
+        weights.initial_model(module, str(path))

@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.compat.common import recorddict_compat as compat
+from flwr.compat.common.parameter import ndarrays_to_parameters, parameters_to_ndarrays
+from flwr.compat.common.typing import Code, EvaluateRes, FitRes, GetPropertiesRes, Status
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from fl_app import wire
+from fl_app.layout import Model
+from fl_app.wire import Download, Expected, Upload, WireError
+from strategies.masks import pack
+from tests.conftest import bools, f32
+
+OK = Status(Code.OK, "")
+EXPECTED = Expected(d=10, b=2, num_params=10, num_selected=4, extras={"counts": ("<i8", (3,))})
+MASK = bools("1100100001")
+finite = st.floats(-(2.0**100), 2.0**100, width=32)
+scalars = st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | st.text(max_size=20)
+
+
+def upload(**changes: Any) -> Upload:
+    model = Model(np.arange(10, dtype=np.float32), f32(0.5, -1))
+    fields: dict[str, Any] = {
+        "model": model, "mask": pack(MASK), "extras": {"counts": np.array([1, 2, 3])}, "metrics": {"accuracy-after": 0.5},
+        "num_examples": 7,
+    }  # fmt: skip
+    return Upload(**(fields | changes))
+
+
+def as_reply(arrays: list[np.ndarray], num_examples: int, metrics: Mapping[str, Any]) -> RecordDict:
+    """What Flower makes of the three things NumPyClient.fit returns."""
+    result = FitRes(OK, ndarrays_to_parameters(arrays), num_examples, dict(metrics))
+    return compat.fitres_to_recorddict(result, keep_input=False)
+
+
+def reply(sent: Upload, **metrics: Any) -> RecordDict:
+    arrays, num_examples, own = wire.encode_upload(sent)
+    return as_reply(list(arrays), num_examples, {**own, **metrics})
+
+
+def with_bytes(index: int, data: bytes, sent: Upload | None = None) -> RecordDict:
+    """A good reply, one array's bytes replaced."""
+    content = reply(sent or upload())
+    record = content.array_records["fitres.parameters"]
+    record[str(index)].data = data
+    return content
+
+
+def npy(array: np.ndarray, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    np.save(stream, array, **options)
+    return stream.getvalue()
+
+
+def refuse(content: RecordDict, *words: str, expected: Expected = EXPECTED) -> None:
+    with pytest.raises(WireError) as info:
+        wire.decode_upload(content, expected)
+    for word in words:
+        assert word in str(info.value), str(info.value)
+
+
+# round trips
+
+
+def test_upload_round_trip() -> None:
+    sent = upload()
+    got = wire.decode_upload(reply(sent), EXPECTED)
+    assert got.model.params.tolist() == sent.model.params.tolist() and got.model.params.dtype == np.float32
+    assert got.model.buffers.tolist() == [0.5, -1]
+    assert got.mask is not None and got.mask.tolist() == pack(MASK).tolist()
+    assert got.extras["counts"].tolist() == [1, 2, 3]
+    assert got.num_examples == 7 and dict(got.metrics) == {"accuracy-after": 0.5}
+    assert got.nbytes == sent.nbytes == 4 * (10 + 2) + 2 + 3 * 8
+
+
+@given(
+    hnp.arrays(np.float32, st.integers(0, 30), elements=finite),
+    hnp.arrays(np.float32, st.integers(0, 5), elements=finite),
+    st.dictionaries(st.text(min_size=1, max_size=10), scalars, max_size=4),
+    st.integers(0, 2**40),
+)
+def test_any_upload_round_trip(params: np.ndarray, buffers: np.ndarray, metrics: dict[str, Any], n: int) -> None:
+    metrics = {name: value for name, value in metrics.items() if name not in (wire.ARRAYS, wire.ERROR)}
+    sent = Upload(Model(params, buffers), metrics=metrics, num_examples=n)
+    got = wire.decode_upload(reply(sent), Expected(len(params), len(buffers)))
+    assert got.model.params.tobytes() == params.tobytes() and got.model.buffers.tobytes() == buffers.tobytes()
+    assert got.mask is None and got.num_examples == n and dict(got.metrics) == metrics
+
+
+@pytest.mark.parametrize("task", ["train", "collect", "evaluate"])
+def test_download_round_trip(task: str) -> None:
+    sent = Download(
+        task, 3, 1, "abc", Model(f32(1, 2, 3), f32(4)), "000002-00", "000001-00", {"center": f32(7, 8)}, {"mu": 0.5, "on": True}
+    )
+    content = wire.encode_download(sent)
+    read = compat.recorddict_to_evaluateins if task == "evaluate" else compat.recorddict_to_fitins
+    ins = read(content, True)
+    got = wire.decode_download(parameters_to_ndarrays(ins.parameters), ins.config)
+    for field in ("task", "round", "attempt", "experiment", "state_version", "keep_from"):
+        assert getattr(got, field) == getattr(sent, field)
+    assert got.model.params.tolist() == [1, 2, 3] and got.model.buffers.tolist() == [4]
+    assert got.extras["center"].tolist() == [7, 8] and dict(got.method) == {"mu": 0.5, "on": True}
+    assert got.nbytes == sent.nbytes == 4 * 6
+    assert got.model.params.flags.writeable, "torch warns about read-only arrays"
+
+
+def test_an_empty_model_sends_no_bytes() -> None:
+    empty = Model(np.zeros(0, np.float32), np.zeros(0, np.float32))
+    down = Download("train", 1, 0, "abc", empty)
+    ins = compat.recorddict_to_fitins(wire.encode_download(down), True)
+    assert ins.parameters.tensors == [] and down.nbytes == 0
+    assert wire.decode_download([], ins.config).model.params.shape == (0,)
+    got = wire.decode_upload(reply(Upload(empty, num_examples=3)), Expected(0, 0))
+    assert got.nbytes == 0 and got.num_examples == 3
+
+
+def test_the_bytes_are_numpys_own_format() -> None:
+    assert wire._dump(f32(1, 2)) == npy(f32(1, 2))
+
+
+def test_array_data_is_not_copied() -> None:
+    content = reply(upload())
+    assert not wire.decode_upload(content, EXPECTED).model.params.flags.owndata
+
+
+# what is refused, and how
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["params", "buffers"])
+def test_non_finite_values(bad: float, where: str) -> None:
+    model = Model(np.arange(10, dtype=np.float32), f32(0.5, -1))
+    getattr(model, where)[1] = bad
+    refuse(reply(upload(model=model)), f"array {where} has 1 non-finite values")
+
+
+def test_wrong_length() -> None:
+    short = Model(np.zeros(9, np.float32), f32(0, 0))
+    refuse(reply(upload(model=short)), "array params has shape (9,), expected (10,)")
+    refuse(with_bytes(0, npy(np.zeros((2, 5), np.float32))), "shape (2, 5), expected (10,)")
+    refuse(reply(upload(mask=np.zeros(3, np.uint8))), "array mask has shape (3,), expected (2,)")
+
+
+@pytest.mark.parametrize("dtype", ["<f8", "<f2", "<i4", ">f4"])
+def test_wrong_dtype(dtype: str) -> None:
+    refuse(with_bytes(0, npy(np.zeros(10, dtype))), f"array params has dtype {np.dtype(dtype)}, expected float32")
+
+
+def test_wrong_dtype_of_a_mask_and_an_extra() -> None:
+    refuse(with_bytes(2, npy(np.zeros(2, bool))), "array mask has dtype bool, expected uint8")
+    refuse(with_bytes(3, npy(np.zeros(3, np.float32))), "array counts has dtype float32, expected int64")
+
+
+def test_missing_renamed_and_extra_arrays() -> None:
+    wanted = "expected the arrays ['params', 'buffers', 'mask', 'counts']"
+    refuse(reply(upload(mask=None)), wanted, "got ['params', 'buffers', 'counts']")
+    refuse(reply(upload(extras={"count": np.array([1, 2, 3])})), wanted, "'count']")
+    refuse(reply(upload(extras={"counts": np.array([1, 2, 3]), "more": f32(1)})), wanted, "'more']")
+    refuse(reply(upload(), **{wire.ARRAYS: "buffers,params,mask,counts"}), wanted)
+    arrays, n, metrics = wire.encode_upload(upload())
+    refuse(as_reply(list(arrays)[:3], n, metrics), wanted, "(3 sent)")
+    refuse(as_reply([], n, metrics), wanted, "(0 sent)")
+    refuse(as_reply(list(arrays), n, {}), wanted, "got [] (4 sent)")
+
+
+def test_mask_with_another_number_of_ones() -> None:
+    refuse(reply(upload(mask=pack(bools("1110100001")))), "mask has 5 ones, expected 4")
+    refuse(reply(upload(mask=np.zeros(2, np.uint8))), "mask has 0 ones, expected 4")
+    any_number = Expected(10, 2, 10, -1, EXPECTED.extras)
+    wire.decode_upload(reply(upload(mask=np.zeros(2, np.uint8))), any_number)
+
+
+@pytest.mark.parametrize("bit", range(10, 16))
+def test_mask_with_ones_in_its_padding(bit: int) -> None:
+    mask = pack(bools("1100100000"))
+    mask[1] |= 1 << (bit - 8)
+    refuse(reply(upload(mask=mask)), "mask has ones beyond its 10 bits")
+
+
+def test_a_mask_without_padding() -> None:
+    expected = Expected(0, 0, 8, 8)
+    got = wire.decode_upload(reply(Upload(Model(f32(), f32()), np.array([255], np.uint8), num_examples=1)), expected)
+    assert got.mask is not None and got.mask.tolist() == [255]
+
+
+@pytest.mark.parametrize("keep", [0, 5, 9, 60, 127, 128, 140, 167])
+def test_truncated_bytes(keep: int) -> None:
+    data = npy(np.zeros(10, np.float32))
+    assert len(data) == 128 + 40
+    refuse(with_bytes(0, data[:keep]), "array params")
+
+
+def test_bytes_too_many() -> None:
+    refuse(with_bytes(0, npy(np.zeros(10, np.float32)) + b"\0"), "array params has 41 bytes")
+
+
+def test_pickled_objects_are_never_loaded() -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (pytest.fail, ("the pickle was executed",))
+
+    pickled = npy(np.array([Bomb()] * 10, dtype=object), allow_pickle=True)
+    refuse(with_bytes(0, pickled), "array params has dtype object, expected float32")
+
+
+def test_other_format_versions_and_fortran_order() -> None:
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, np.zeros(10, np.float32), version=(2, 0))
+    refuse(with_bytes(0, stream.getvalue()), "array params is not a NumPy array: format version (2, 0)")
+    matrix = Expected(0, 0, extras={"m": ("<f4", (2, 3))})
+    sent = Upload(Model(f32(), f32()), extras={"m": np.asfortranarray(np.ones((2, 3), np.float32))}, num_examples=1)
+    refuse(reply(sent), "array m has shape (2, 3)", expected=matrix)
+
+
+@given(st.binary(max_size=300))
+def test_garbage_bytes(data: bytes) -> None:
+    refuse(with_bytes(0, data), "array params")
+
+
+@given(st.integers(0, 127), st.integers(0, 255), st.integers(0, 127), st.integers(0, 255))
+def test_a_damaged_header(i: int, a: int, j: int, b: int) -> None:
+    """Two bytes of the header replaced: it reads as the same header, or is refused as any other array is."""
+    data = bytearray(npy(np.zeros(10, np.float32)))
+    data[i], data[j] = a, b
+    try:
+        got = wire.decode_upload(with_bytes(0, bytes(data)), EXPECTED)
+    except WireError as error:
+        assert str(error).startswith("array params")
+    else:
+        assert got.model.params.shape == (10,)
+
+
+@pytest.mark.parametrize("header", [
+    b"{'descr': '<f4', 'fortran_order': False, 'shape': (10,)", b"(" * 150, b"{'descr': 1, 'fortran_order': 0, 'shape': 3}",
+    b"{'descr': '<f4', 'fortran_order': False, 'shape': (-10,), }", b"{'descr': [], 'fortran_order': False, 'shape': (10,)}",
+    b"{'descr': '<f4', 'fortran_order': False, 'shape': (1e3,)}", b"\xff\xfe" * 20,
+])  # fmt: skip
+def test_headers_that_are_not_headers(header: bytes) -> None:
+    padded = header.ljust(118) + b"\n"
+    data = b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + bytes(40)
+    refuse(with_bytes(0, data), "array params")
+
+
+# scalars
+
+
+@pytest.mark.parametrize("records", [
+    RecordDict(),
+    RecordDict({"fitres.parameters": ArrayRecord(), "fitres.metrics": ConfigRecord({"arrays": ""})}),
+    RecordDict({"fitres.metrics": ConfigRecord({"arrays": ""}), "fitres.num_examples": MetricRecord({"num_examples": 1})}),
+    RecordDict({"fitres.parameters": ArrayRecord(), "fitres.metrics": ConfigRecord(),
+                "fitres.num_examples": MetricRecord({"examples": 1})}),
+])  # fmt: skip
+def test_replies_that_are_no_replies(records: RecordDict) -> None:
+    refuse(records, "malformed reply", expected=Expected(0, 0))
+
+
+def test_garbage_metrics() -> None:
+    for garbage in ([1.0, 2.0], b"bytes", ["a"]):
+        refuse(reply(upload(), garbage=garbage), "malformed reply", "garbage must be a scalar")
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, [3]])
+def test_bad_num_examples(count: Any) -> None:
+    content = reply(upload())
+    content.metric_records["fitres.num_examples"] = MetricRecord({"num_examples": count})
+    refuse(content, f"num_examples must be an integer >= 0, got {count!r}")
+
+
+def test_a_reported_error_is_the_message() -> None:
+    refuse(as_reply([], 0, {wire.ERROR: "client 3: out of memory"}), "client 3: out of memory")
+
+
+@pytest.mark.parametrize("value", [7.0, -0.1, np.inf, True, "0.5"])
+def test_an_accuracy_that_is_none(value: Any) -> None:
+    with pytest.raises(WireError, match=r"metric accuracy-after must be a number in \[0, 1\], got"):
+        wire.number({"accuracy-after": value}, "accuracy-after", 0, 1)
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.25, float("nan")])
+def test_an_accuracy_that_is_one(value: float) -> None:
+    assert wire.number({"accuracy-after": value}, "accuracy-after", 0, 1) == pytest.approx(value, nan_ok=True)
+    assert np.isnan(wire.number({}, "accuracy-after", 0, 1))
+
+
+# evaluation and properties
+
+
+def evaluation(loss: Any = 0.5, num_examples: Any = 4, **metrics: Any) -> RecordDict:
+    content = compat.evaluateres_to_recorddict(EvaluateRes(OK, 0.0, 0, metrics))
+    content.metric_records["evaluateres.loss"] = MetricRecord({"loss": loss})
+    content.metric_records["evaluateres.num_examples"] = MetricRecord({"num_examples": num_examples})
+    return content
+
+
+SHA = {"sha256": "ab" * 32}
+
+
+def test_evaluation_round_trip() -> None:
+    assert wire.decode_evaluation(evaluation(accuracy=0.75, **SHA)) == (0.5, 4, {"accuracy": 0.75, **SHA})
+    loss, num_examples, _ = wire.decode_evaluation(evaluation(float("nan"), 0, accuracy=float("nan"), **SHA))
+    assert np.isnan(loss) and num_examples == 0
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    (RecordDict(), "malformed reply"),
+    (evaluation(accuracy=[0.5], **SHA), "malformed reply"),
+    (evaluation(loss=[0.5], **SHA), "loss must be a number >= 0, got [0.5]"),
+    (evaluation(loss=-1.0, **SHA), "loss must be a number >= 0, got -1.0"),
+    (evaluation(num_examples=-4, **SHA), "num_examples must be an integer >= 0, got -4"),
+    (evaluation(accuracy=0.5), "sha256 must be 64 hexadecimal digits, got ''"),
+    (evaluation(accuracy=0.5, sha256="xyz"), "sha256 must be 64 hexadecimal digits, got 'xyz'"),
+    (evaluation(error="client 3: no such state"), "client 3: no such state"),
+])  # fmt: skip
+def test_bad_evaluations(content: RecordDict, words: str) -> None:
+    with pytest.raises(WireError) as info:
+        wire.decode_evaluation(content)
+    assert words in str(info.value)
+
+
+def test_properties() -> None:
+    good = compat.getpropertiesres_to_recorddict(GetPropertiesRes(OK, {"client-id": 3, "name": "x"}))
+    assert wire.decode_properties(good) == {"client-id": 3, "name": "x"}
+    with pytest.raises(WireError, match="malformed properties"):
+        wire.decode_properties(RecordDict())
+    bad = compat.getpropertiesres_to_recorddict(GetPropertiesRes(OK, {"client-id": b"3"}))
+    with pytest.raises(WireError, match="malformed properties: .*client-id must be a scalar, got bytes"):
+        wire.decode_properties(bad)
+
+
+def test_a_download_with_arrays_missing() -> None:
+    ins = compat.recorddict_to_fitins(wire.encode_download(Download("train", 1, 0, "e", Model(f32(1), f32()))), True)
+    with pytest.raises(WireError, match=r"expected the arrays \['params'\], got 0"):
+        wire.decode_download([], ins.config)

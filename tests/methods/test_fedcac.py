@@ -1,0 +1,189 @@
+"""FedCAC against METHODS.md: the kernels, the server half under partial participation, the client half, every option."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from strategies import aggregate, masks
+from strategies.fedcac import (
+    collaborators,
+    mask_overlap,
+    most_alike,
+    personalize,
+)
+from tests.conftest import bools, f32, flat_layout
+
+LAYOUT = flat_layout([8], [2])
+HALF = masks.num_selected(LAYOUT.sizes, 0.5)
+
+# The golden round: N = 3, d = 8, K = 4. Sums of columns are made to be simple: w0 + w1 + 2 w2 = 17 everywhere.
+W = np.stack([f32(0, 1, 2, 3, 4, 5, 6, 7), f32(2, 3, 4, 5, 6, 7, 8, 9), f32(7.5, 6.5, 5.5, 4.5, 3.5, 2.5, 1.5, 0.5)])
+B = np.stack([f32(1, 10), f32(3, 20), f32(8, 60)])
+WEIGHTS = np.array([1.0, 1.0, 2.0])
+BITS = np.stack([masks.pack(bools(m)) for m in ("1111 0000", "1110 1000", "0000 1111")])
+
+
+def symmetric(values: np.ndarray) -> np.ndarray:
+    return np.asarray((values + values.T) / 2 * (1 - np.eye(len(values))) + np.eye(len(values)))
+
+
+overlaps = st.integers(2, 7).flatmap(lambda n: hnp.arrays(np.float64, (n, n), elements=st.floats(0, 1))).map(symmetric)
+
+
+# collaborators (Eq. 7-8)
+
+
+def test_collaborators_by_hand() -> None:
+    O = np.array([[1, 0.8, 0.5], [0.8, 1, 0.2], [0.5, 0.2, 1]])  # noqa: E741
+    # mean over pairs (0.8 + 0.5 + 0.2)/3 = 0.5, maximum 0.8; t/beta = 1/10: threshold 0.53, so only 0 and 1.
+    assert collaborators(O, 1, 10).tolist() == [[False, True, False], [True, False, False], [False, False, False]]
+    # A threshold just above 0.5 lets the pair (0, 2) out; with a third weak pair the mean falls and lets it in:
+    O[1, 2] = O[2, 1] = 0.1  # mean 7/15 = 0.4667, threshold 0.4667 + 0.0333 = 0.5 at t/beta = 0.1 (0.49 at 0.07)
+    assert collaborators(O, 7, 100)[0].tolist() == [False, True, True]
+    assert collaborators(O, 20, 100)[0].tolist() == [False, True, False]  # threshold 0.533
+
+
+def test_collaborators_of_one_client() -> None:
+    assert collaborators(np.eye(1), 1, 10).tolist() == [[False]]
+
+
+@given(st.floats(0, 1), st.integers(1, 10))
+def test_two_clients_always_collaborate_until_beta(value: float, round: int) -> None:
+    O = np.array([[1, value], [value, 1]])  # noqa: E741
+    assert collaborators(O, round, 10).tolist() == [[False, True], [True, False]]
+
+
+@given(st.floats(0, 1), st.integers(2, 12), st.integers(1, 30))
+def test_equal_overlaps_make_everyone_collaborate(value: float, n: int, round: int) -> None:
+    # The mean of equal numbers may be rounded above them: the cap at O_max is what makes everyone qualify.
+    O = np.where(np.eye(n, dtype=bool), 1.0, value)  # noqa: E741
+    assert (collaborators(O, round, 30) == ~np.eye(n, dtype=bool)).all()
+
+
+@given(overlaps)
+def test_only_the_most_alike_pairs_at_beta(O: np.ndarray) -> None:  # noqa: E741, N803
+    highest = O[~np.eye(len(O), dtype=bool)].max()
+    assert (collaborators(O, 10, 10) == ((highest == O) & ~np.eye(len(O), dtype=bool))).all()
+
+
+@given(overlaps, st.integers(1, 12))
+def test_collaborators_equal_the_naive_reference(O: np.ndarray, round: int) -> None:  # noqa: E741, N803
+    n = len(O)
+    pairs = [O[i, j] for i in range(n) for j in range(n) if i != j]
+    O_avg, O_max = sum(pairs) / len(pairs), max(pairs)
+    threshold = O_max if round == 10 else min(O_max, O_avg + round / 10 * (O_max - O_avg))
+    got = collaborators(O, round, 10)
+    assert got.dtype == np.bool_ and not np.diag(got).any() and (got == got.T).all()
+    for i in range(n):
+        for j in range(n):
+            if i != j and abs(O[i, j] - threshold) > 1e-12:
+                assert got[i, j] == (round <= 10 and O[i, j] > threshold)
+
+
+@given(overlaps, st.integers(11, 1000))
+def test_nobody_collaborates_after_beta(O: np.ndarray, round: int) -> None:  # noqa: E741, N803
+    assert not collaborators(O, round, 10).any()
+
+
+@pytest.mark.parametrize(("round", "beta"), [(0, 10), (1, 0), (-1, 5)])
+def test_collaborators_refuse_rounds_below_one(round: int, beta: int) -> None:
+    with pytest.raises(ValueError, match=f"round and beta must be at least 1, got round {round} and beta {beta}"):
+        collaborators(np.eye(2), round, beta)
+
+
+def test_most_alike_breaks_ties_to_the_lower_id() -> None:
+    O = np.array([[1, 0.5, 0.5, 0.2], [0.5, 1, 0.9, 0.5], [0.5, 0.9, 1, 0.9], [0.2, 0.5, 0.9, 1]])  # noqa: E741
+    assert [np.flatnonzero(row).tolist() for row in most_alike(O, 1)] == [[1], [2], [1], [2]]
+    assert [np.flatnonzero(row).tolist() for row in most_alike(O, 2)] == [[1, 2], [0, 2], [1, 3], [1, 2]]
+    assert (most_alike(O, 9) == ~np.eye(4, dtype=bool)).all()
+
+
+def test_most_alike_with_many_ties() -> None:
+    n = 60  # long enough for a sort that is not stable to show it
+    O = symmetric(np.random.default_rng(0).choice([0.1, 0.2, 0.4], (n, n)))  # noqa: E741
+    for i, row in enumerate(most_alike(O, 7)):
+        others = sorted((j for j in range(n) if j != i), key=lambda j: (-O[i, j], j))  # noqa: B023
+        assert np.flatnonzero(row).tolist() == sorted(others[:7])
+
+
+def test_most_alike_does_not_choose_oneself_at_zero_overlap() -> None:
+    assert most_alike(np.eye(3), 1).tolist() == [[False, True, False], [True, False, False], [True, False, False]]
+
+
+# personalize
+
+
+def test_the_golden_round() -> None:
+    # overlaps: O_01 = 3/4, O_02 = 0, O_12 = 1/4; mean 1/3, maximum 3/4. t = 1, beta = 2: threshold 1/3 + (5/12)/2 = 0.54,
+    # so clients 0 and 1 collaborate, client 2 is alone.
+    # global: (w0 + w1 + 2 w2)/4 = 17/4 everywhere. u_0 = u_1 = (w0 + w1)/2 = 1 2 3 4 5 6 7 8 (unweighted), u_2 = w2.
+    # merged: u on the client's own mask (0: parameters 0-3; 1: 0, 1, 2, 4; 2: 4-7), 17/4 elsewhere.
+    g = 4.25
+    mean, personalized = personalize(W, BITS, 1, beta=2, weights=WEIGHTS)
+    assert mean.tolist() == [g] * 8
+    assert personalized.tolist() == [
+        [1, 2, 3, 4, g, g, g, g],
+        [1, 2, 3, g, 5, g, g, g],
+        [g, g, g, g, 3.5, 2.5, 1.5, 0.5],
+    ]
+
+
+def test_the_golden_round_after_beta() -> None:
+    # t = 3 > beta: everyone keeps its own critical parameters.
+    g = 4.25
+    mean, personalized = personalize(W, BITS, 3, beta=2, weights=WEIGHTS)
+    assert mean.tolist() == [g] * 8
+    assert personalized.tolist() == [
+        [0, 1, 2, 3, g, g, g, g],
+        [2, 3, 4, g, 6, g, g, g],
+        [g, g, g, g, 3.5, 2.5, 1.5, 0.5],
+    ]
+
+
+def test_uniform_weights_are_the_default() -> None:
+    uniform = personalize(W, BITS, 1, beta=2)
+    explicit = personalize(W, BITS, 1, beta=2, weights=np.ones(3))
+    np.testing.assert_array_equal(uniform[0], explicit[0])
+    np.testing.assert_array_equal(uniform[1], explicit[1])
+    assert uniform[0][0] == np.float32(9.5 / 3)
+
+
+@pytest.mark.parametrize("round", [1, 5, 20])
+def test_nothing_critical_is_fedavg_bit_for_bit(round: int) -> None:
+    rng = np.random.default_rng(0)
+    stack, sizes = rng.standard_normal((5, 20_003), dtype=np.float32), rng.integers(1, 99, 5).astype(float)
+    bits = np.stack([masks.pack(masks.top_k(row, [20_003], 0.0)) for row in stack])
+    fedavg = aggregate.weighted_mean(stack, sizes)
+    mean, personalized = personalize(stack, bits, round, beta=10, weights=sizes)
+    assert mean.tobytes() == fedavg.tobytes()
+    assert all(row.tobytes() == fedavg.tobytes() for row in personalized)
+
+
+def test_everything_critical_after_beta_is_local_training() -> None:
+    bits = np.full((3, 1), 255, np.uint8)
+    assert (personalize(W, bits, 3, beta=2, weights=WEIGHTS)[1] == W).all()
+
+
+def test_one_client_keeps_its_model() -> None:
+    mean, personalized = personalize(W[:1], BITS[:1], 1, beta=10)
+    assert (mean == W[0]).all() and (personalized == W[:1]).all()
+
+
+def test_mask_overlap_of_empty_masks() -> None:
+    assert (mask_overlap(W, np.zeros((3, 1), np.uint8)) == np.eye(3)).all()
+
+
+def test_personalize_refuses_what_does_not_fit() -> None:
+    unequal = np.stack([masks.pack(bools(m)) for m in ("11110000", "11100000", "00001111")])
+    with pytest.raises(ValueError, match=r"masks must have equally many ones, got \[3, 4\]"):
+        personalize(W, unequal, 1, beta=2)
+    with pytest.raises(ValueError, match=r"masks must be uint8 \(3, 1\) for W \(3, 8\), got uint8 \(2, 1\)"):
+        personalize(W, BITS[:2], 1, beta=2)
+    with pytest.raises(ValueError, match="got int64"):
+        personalize(W, BITS.astype(np.int64), 1, beta=2)
+    with pytest.raises(ValueError, match="weights must be 3 numbers"):
+        personalize(W, BITS, 1, beta=2, weights=np.ones(2))

@@ -1,0 +1,163 @@
+"""Who is connected, over a grid whose nodes do what each test says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from flwr.app import Error, RecordDict
+
+from fl_app.errors import UserError
+from fl_app.server import roster as roster_module
+from fl_app.server.exchange import Exchange
+from tests.server.fake_grid import SILENT, UNDELIVERED, exchange, properties, three
+
+
+@pytest.fixture(autouse=True)
+def poll_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster_module, "POLL_SECONDS", 0.005)
+
+
+def refused(e: Exchange) -> str:
+    with pytest.raises(UserError) as info:
+        e.roster.wait()
+    return str(info.value)
+
+
+def test_clients_are_known_by_their_ids() -> None:
+    e = exchange(three())
+    e.roster.wait()
+    assert e.client_ids == [0, 1, 2] and e.roster.num_clients == 3
+    assert [e.message(i, RecordDict(), "train", 1).metadata.dst_node_id for i in e.client_ids] == [77, 91, 50]
+    assert e.roster.properties[2]["client-id"] == 2
+
+
+def test_every_node_is_asked_once() -> None:
+    e = exchange(three())
+    e.roster.wait()
+    e.refresh()
+    e.refresh()
+    assert sorted(e.grid.asked) == [50, 77, 91]  # type: ignore[attr-defined]
+
+
+def test_the_number_of_clients_comes_from_the_nodes_if_not_configured() -> None:
+    e = exchange({1: properties(0, 2), 2: properties(1, 2)}, num_clients=0)
+    e.roster.wait()
+    assert e.roster.num_clients == 2 and e.roster.minimum == 2 and e.client_ids == [0, 1]
+
+
+def test_fewer_clients_than_there_are_may_be_enough() -> None:
+    nodes = three()
+    del nodes[91]
+    e = exchange(nodes, min_available_clients=2)
+    e.roster.wait()
+    assert e.client_ids == [0, 2]
+
+
+def test_too_few_clients_fail_after_the_timeout() -> None:
+    nodes = three()
+    del nodes[77]
+    text = refused(exchange(nodes))
+    assert text.startswith("min-available-clients: 3 clients must be connected, 2 were after 0 s (client ids [1, 2])")
+
+
+def test_clients_may_come_later() -> None:
+    nodes, polls = {}, []
+
+    def arrive(what: str, done: int, total: int) -> None:
+        polls.append((what, done, total))
+        nodes.update(three())
+
+    e = exchange(nodes, arrive, available_timeout=10)
+    e.roster.wait()
+    assert e.client_ids == [0, 1, 2] and polls[0] == ("clients connected", 0, 3)
+
+
+def test_a_slow_nodes_properties_are_waited_for() -> None:
+    answers = iter([SILENT] * 5 + [properties(1)] * 5)
+    e = exchange(three() | {91: lambda: next(answers)}, available_timeout=0.02, round_timeout=10)
+    e.roster.wait()
+    assert e.client_ids == [0, 1, 2]
+
+
+def test_a_query_that_could_not_be_delivered_is_sent_again() -> None:
+    nodes = three() | {91: UNDELIVERED}
+    e = exchange(nodes, lambda *a: nodes.update({91: properties(1)}), available_timeout=10)
+    e.roster.wait()
+    assert e.client_ids == [0, 1, 2] and e.grid.asked.count(91) == 2  # type: ignore[attr-defined]
+
+
+# properties that are refused
+
+
+@pytest.mark.parametrize(("answer", "words"), [
+    (properties(1, 4), "client 1: num-partitions must be the run's 3 clients, got 4"),
+    (properties(1, "3"), "client 1: num-partitions must be the run's 3 clients, got '3'"),
+    (properties(3), "client 3: partition-id must be in [0, 3), got 3"),
+    (properties(-1), "client -1: partition-id must be in [0, 3), got -1"),
+    (properties("1"), "client 1: partition-id must be in [0, 3), got '1'"),
+    ({"num-clients": 3}, "client ?: partition-id must be in [0, 3), got None"),
+    (properties(1, error="no such file /site"), "client 1: no such file /site"),
+    (Error(0, "ModuleNotFoundError: my_models"), "a node: no properties: ModuleNotFoundError: my_models"),
+    (RecordDict(), "a node: malformed properties"),
+])  # fmt: skip
+def test_refused_properties(answer: Any, words: str) -> None:
+    text = refused(exchange(three() | {91: answer}))
+    assert text.startswith("clients that cannot take part:\n") and words in text
+
+
+def test_two_nodes_with_the_same_partition_id() -> None:
+    text = refused(exchange(three() | {91: properties(2)}))
+    assert text == "clients that cannot take part:\n  client 2: two SuperNodes carry this partition-id"
+
+
+def test_all_refusals_are_reported_together() -> None:
+    text = refused(exchange({1: properties(0, error="a"), 2: properties(1, error="b"), 3: properties(2, error="c")}))
+    assert text.splitlines()[1:] == ["  client 0: a", "  client 1: b", "  client 2: c"]
+
+
+# nodes that come and go
+
+
+def test_a_node_is_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster_module.log, "propagate", True)
+    nodes = three()
+    e = exchange(nodes)
+    e.roster.wait()
+    del nodes[77]
+    nodes[123] = properties(0)
+    e.refresh()
+    assert e.client_ids == [0, 1, 2]
+    assert e.message(0, RecordDict(), "train", 2).metadata.dst_node_id == 123
+    nodes[124] = properties(1)  # the old node of client 1 is not yet known to be gone
+    e.refresh()
+    assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 124
+    assert "client 1 is now another SuperNode" in caplog.text
+    del nodes[91]
+    e.refresh()
+    assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 124
+
+
+def test_a_client_is_gone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roster_module.log, "propagate", True)
+    nodes = three()
+    e = exchange(nodes, min_available_clients=2)
+    e.roster.wait()
+    del nodes[50]
+    e.refresh()
+    assert e.client_ids == [0, 1] and "client 2 is gone" in caplog.text
+    del nodes[77]
+    with pytest.raises(UserError, match=r"2 clients must be connected, 1 were after .*\(client ids \[1\]\)"):
+        e.refresh()
+
+
+def test_a_refused_latecomer_does_not_stop_the_run(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster_module.log, "propagate", True)
+    nodes = three()
+    e = exchange(nodes)
+    e.roster.wait()
+    nodes[99] = properties(2, 7)
+    e.refresh()
+    assert e.client_ids == [0, 1, 2] and "num-partitions must be the run's 3 clients, got 7" in caplog.text

@@ -1,0 +1,310 @@
+"""Whole runs in one process: the real ServerApp and ClientApp, joined by InProcessGrid."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.clientapp import ClientApp
+
+from client_app.client_app import app as real_app
+from client_app.client_app import client_fn
+from client_app.trainer import LocalTrainer
+from fl_app import models, weights, wire
+from fl_app.errors import UserError
+from fl_app.layout import Layout, Model
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from strategies import masks
+from strategies.fedcac import personalize
+from tests.conftest import Run
+
+METHODS = ("fedavg", "local", "fedcac")
+
+
+def rounds(folder: RunFolder) -> list[dict[str, Any]]:
+    return list(read_metrics(folder.path))
+
+
+def layout_of(model: str) -> Layout:
+    return Layout.of(models.build(model, in_channels=1, num_classes=10, image_size=8))
+
+
+def no_run_folder(raw: dict[str, Any]) -> bool:
+    runs = Path(raw["output-dir"])
+    return not runs.exists() or not list(runs.iterdir())
+
+
+# results
+
+
+@pytest.mark.parametrize("model", ["mlp", "resnet8"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run(run: Run, method: str, model: str) -> None:
+    small = {"num_clients": 2, "train_samples": 10, "test_samples": 6} if model == "resnet8" else {}
+    folder = run(method=method, model=model, fedcac={"tau": 0.3}, **small)
+    n, layout = small.get("num_clients", 3), layout_of(model)
+    records = rounds(folder)
+    assert [r["round"] for r in records] == [1, 2]
+    whole = 4 * (layout.d + layout.b)
+    down = {"fedavg": whole, "fedcac": whole, "local": 0}[method]
+    up = down + (-(-layout.d // 8) if method == "fedcac" else 0)
+    for record in records:
+        assert set(record) >= {
+            "round", "accuracy-before", "accuracy-before-pooled", "accuracy-after", "accuracy-after-pooled", "loss",
+            "seconds", "upload-bytes", "download-bytes", "failures", "clients",
+        }  # fmt: skip
+        assert record["failures"] == [] and list(record["clients"]) == [str(i) for i in range(n)]
+        for row in record["clients"].values():
+            assert row["upload-bytes"] == up and row["download-bytes"] == down
+            assert row["train-samples"] == small.get("train_samples", 24)
+            assert row["test-samples"] == small.get("test_samples", 10)
+            assert ("collaborators" in row) == (method == "fedcac")
+            assert {"train", "evaluate"} <= set(row["seconds"])
+        assert ("overlap" in record) == (method == "fedcac") and np.shape(record.get("overlap", [])) in ((0,), (n, n))
+        assert record["upload-bytes"] == n * up and record["download-bytes"] == n * down
+        for name in ("accuracy-before", "accuracy-after", "loss"):
+            mean = np.mean([row[name] for row in record["clients"].values()])
+            assert record[name] == pytest.approx(mean)
+        assert record["seconds"]["round"] >= record["seconds"]["personalize"] >= 0
+    assert "evaluation" not in records[0] and list(records[1]["evaluation"]["clients"]) == [str(i) for i in range(n)]
+
+    summary = read_summary(folder.path)
+    assert summary["final-accuracy"] == records[1]["evaluation"]["accuracy"]
+    assert summary["best-accuracy"] == max(r["accuracy-before"] for r in records)
+    assert summary["rounds"] == 2 and summary["absent"] == [] and summary["failures"] == 0
+    assert len(summary["digest"]) == 64 and summary["upload-bytes"] == 2 * n * up
+    assert summary["num-clients"] == n and summary["method"] == method
+
+    resolved = tomllib.loads((folder.path / "config.toml").read_text())
+    assert resolved["num-clients"] == n and resolved["fedcac"]["tau"] == 0.3 and resolved["run-name"] == "run"
+    saved = {p.name for p in (folder.path / "models").glob("*")} if (folder.path / "models").exists() else set()
+    assert ("global.safetensors" in saved) == (method != "local")
+    assert ("client-0.safetensors" in saved) == (method == "fedcac")
+    if method != "local":
+        model_file = weights.load_safetensors(folder.path / "models" / "global.safetensors", layout)
+        assert model_file.params.shape == (layout.d,)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rerun_gives_the_same_bits(run: Run, method: str) -> None:
+    def measured(**changes: Any) -> tuple[Any, ...]:
+        folder = run(method=method, **changes)
+        accuracies = [(r["accuracy-before"], r["accuracy-after"], r["loss"]) for r in rounds(folder)]
+        return read_summary(folder.path)["digest"], accuracies
+
+    first = measured(run_name="a")
+    assert measured(run_name="b") == first
+    assert measured(run_name="c", seed=1)[0] != first[0]
+
+
+def test_a_rerun_with_batchnorm_dropout_free_augmentation_and_momentum(run: Run) -> None:
+    options = {"model": "resnet8", "augment": "crop-flip", "momentum": 0.9, "train_samples": 9, "num_clients": 2}
+    digests = [read_summary(run(method="fedcac", run_name=name, **options).path)["digest"] for name in "ab"]
+    assert digests[0] == digests[1]
+
+
+def test_local_training_needs_no_server(run: Run) -> None:
+    # each client alone: training it for 2 rounds is the same whether others take part or not
+    folder = run(method="local", num_server_rounds=3)
+    records = rounds(folder)
+    for i in ("0", "1", "2"):
+        rows = [r["clients"][i] for r in records]
+        # what a round starts from is what the round before ended with, read back from the client's disk
+        assert [row["accuracy-before"] for row in rows[1:]] == [row["accuracy-after"] for row in rows[:-1]]
+        assert records[-1]["evaluation"]["clients"][i]["accuracy"] == rows[-1]["accuracy-after"]
+
+
+def test_fedcac_in_a_run_is_the_mathematics(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[np.ndarray, np.ndarray, int]] = []
+    original = wire.decode_upload
+
+    def spy(content: Any, expected: Any) -> Any:
+        upload = original(content, expected)
+        sent.append((upload.model.params.copy(), upload.mask.copy(), upload.num_examples))
+        return upload
+
+    monkeypatch.setattr(wire, "decode_upload", spy)
+    folder = run(method="fedcac", num_server_rounds=1, partition="dirichlet", min_samples=5, fedcac={"tau": 0.3, "beta": 2})
+    W, bits = np.stack([w for w, _, _ in sent]), np.stack([m for _, m, _ in sent])
+    counts = np.array([n for _, _, n in sent], float)
+    assert len(set(counts)) == 3, "the test wants unequal clients"
+    mean, personalized = personalize(W, bits, 1, beta=2, weights=counts)
+    layout = layout_of("mlp")
+    assert {masks.popcount(row) for row in bits} == {masks.num_selected(layout.sizes, 0.3)}
+    directory = folder.path / "models"
+    assert (weights.load_safetensors(directory / "global.safetensors", layout).params == mean).all()
+    for i in range(3):
+        saved = weights.load_safetensors(directory / f"client-{i}.safetensors", layout)
+        assert (saved.params == personalized[i]).all()
+
+
+def test_evaluate_every(run: Run) -> None:
+    records = rounds(run(num_server_rounds=5, evaluate_every=2))
+    assert [r["round"] for r in records if "evaluation" in r] == [2, 4, 5]
+
+
+def test_a_finished_run_is_never_overwritten(run: Run) -> None:
+    folder = run(num_server_rounds=1)
+    before = read_summary(folder.path)
+    with pytest.raises(UserError, match=r"run-name: .*/run exists already; choose another name or remove it"):
+        run(num_server_rounds=1, seed=4)
+    assert read_summary(folder.path) == before
+
+
+def test_fedcac_with_local_statistics_does_not_send_them(run: Run) -> None:
+    small = {"model": "resnet8", "num_clients": 2, "train_samples": 8, "num_server_rounds": 2}
+    folder = run(method="fedcac", fedcac={"batchnorm-statistics": "local"}, **small)
+    layout = layout_of("resnet8")
+    for record in rounds(folder):
+        for row in record["clients"].values():
+            assert row["upload-bytes"] == 4 * layout.d + -(-layout.d // 8) and row["download-bytes"] == 4 * layout.d
+
+
+@pytest.mark.parametrize("option", [
+    {"selection": "random"}, {"selection": "sensitivity-reverse"}, {"collaboration": "none"}, {"collaboration": "top"},
+    {"non-critical": "as-critical"}, {"tau": 0.0}, {"tau": 1.0}, {"beta": 1},
+], ids=str)  # fmt: skip
+def test_every_option_changes_the_result(run: Run, option: dict[str, Any]) -> None:
+    # sharp data (two classes each), so that thresholds choose some clients and not others
+    def digest(name: str, **fedcac: Any) -> str:
+        common = {"num_clients": 4, "partition": "pathological", "run_name": name}
+        return str(read_summary(run(method="fedcac", fedcac={"beta": 4} | fedcac, **common).path)["digest"])
+
+    assert digest("plain") != digest("changed", **option)
+
+
+# partial participation
+
+
+def test_partial_participation(run: Run) -> None:
+    folder = run(method="fedcac", num_clients=5, fraction_train=0.4, num_server_rounds=4)
+    records = rounds(folder)
+    took_part = [sorted(map(int, r["clients"])) for r in records]
+    assert all(len(ids) == 2 for ids in took_part) and len({tuple(ids) for ids in took_part}) > 1
+    assert list(records[-1]["evaluation"]["clients"]) == ["0", "1", "2", "3", "4"]  # all clients, not only the round's
+    directory, layout = folder.path / "models", layout_of("mlp")
+    saved = {p.name for p in directory.iterdir()}
+    assert saved == {"global.safetensors"} | {f"client-{i}.safetensors" for ids in took_part for i in ids}
+    assert weights.load_safetensors(directory / "global.safetensors", layout)
+
+
+def test_local_clients_that_are_absent_keep_their_model(run: Run) -> None:
+    records = rounds(run(method="local", num_clients=4, fraction_train=0.5, num_server_rounds=4))
+    last: dict[str, float] = {}
+    for record in records:
+        for i, row in record["clients"].items():
+            if i in last:
+                assert row["accuracy-before"] == last[i]
+            last[i] = row["accuracy-after"]
+    for i, row in records[-1]["evaluation"]["clients"].items():
+        assert i not in last or row["accuracy"] == last[i]
+
+
+# small clients
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> dict[str, Any]:
+    """Client 0 has one sample, client 1 no test data, client 2 batch-size + 1 samples."""
+    random = np.random.default_rng(0)
+    x = random.integers(0, 256, (40, 8, 8, 1), np.uint8)
+    data, split = tmp_path / "data.npz", tmp_path / "split.npz"
+    np.savez(data, x_train=x, y_train=np.arange(40) % 10, x_test=x[:20], y_test=np.arange(20) % 10)
+    np.savez(
+        split, train_idx_0=[3], train_idx_1=np.arange(4, 12), train_idx_2=np.arange(12, 33), test_idx_0=[0, 1],
+        test_idx_1=np.zeros(0, int), test_idx_2=np.arange(5, 15),
+    )  # fmt: skip
+    return {"dataset": f"npz:{data}", "partition": f"file:{split}", "batch_size": 20, "model": "resnet8"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_sample_and_no_test_data(run: Run, uneven: dict[str, Any], method: str) -> None:
+    folder = run(method=method, **uneven)
+    for record in rounds(folder):
+        assert record["failures"] == []
+        rows = record["clients"]
+        assert [rows[i]["train-samples"] for i in "012"] == [1, 8, 21]
+        assert [rows[i]["test-samples"] for i in "012"] == [2, 0, 10]
+        assert rows["1"]["accuracy-before"] is None and rows["1"]["loss"] is not None
+        # unweighted over those that have it; pooled by test samples
+        a, b = rows["0"]["accuracy-before"], rows["2"]["accuracy-before"]
+        assert record["accuracy-before"] == pytest.approx((a + b) / 2)
+        assert record["accuracy-before-pooled"] == pytest.approx((2 * a + 10 * b) / 12)
+    summary = read_summary(folder.path)
+    assert summary["digest"] and summary["final-accuracy"] is not None
+
+
+def test_nobody_has_test_data(run: Run, uneven: dict[str, Any], tmp_path: Path) -> None:
+    split = dict(np.load(tmp_path / "split.npz"))
+    np.savez(tmp_path / "none.npz", **{k: v if "train" in k else v[:0] for k, v in split.items()})
+    summary = read_summary(run(**(uneven | {"partition": f"file:{tmp_path / 'none.npz'}", "model": "mlp"})).path)
+    assert summary["final-accuracy"] is None and summary["best-accuracy"] is None and summary["digest"]
+
+
+# models
+
+
+def test_collect_personal_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: dict[int, np.ndarray] = {}
+    original = LocalTrainer.train
+
+    def train(self: LocalTrainer, start: Model, **options: Any) -> Model:
+        result = original(self, start, **options)
+        trained[self.client_id] = result.params
+        return result
+
+    monkeypatch.setattr(LocalTrainer, "train", train)
+    folder = run(method="local", collect_personal_models=True)
+    layout = layout_of("mlp")
+    assert {p.name for p in (folder.path / "models").iterdir()} == {f"client-{i}.safetensors" for i in range(3)}
+    for i in range(3):
+        saved = weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout)
+        assert (saved.params == trained[i]).all()
+
+
+def test_without_collecting_local_models_stay_on_the_clients(run: Run, tmp_path: Path) -> None:
+    folder = run(method="local")
+    assert not (folder.path / "models").exists()
+    assert {p.parent.name for p in (tmp_path / "state").rglob("*.state")} == {f"client-{i:04d}" for i in range(3)}
+
+
+def test_initial_weights(run: Run, tmp_path: Path) -> None:
+    first = run(run_name="first")
+    file = first.path / "models" / "global.safetensors"
+    second = run(run_name="second", initial_weights=str(file))
+    # round 1 of the second run starts where the first ended
+    final, start = rounds(first)[-1]["evaluation"]["clients"], rounds(second)[0]["clients"]
+    assert [start[i]["loss-before"] for i in "012"] == [final[i]["loss"] for i in "012"]
+
+
+# the grid itself
+
+
+def test_clients_are_handled_one_after_the_other_and_in_any_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = read_summary(run(method="fedcac", run_name="forward").path)["digest"]
+    original = InProcessGrid.pull_messages
+
+    def last_first(self: InProcessGrid, message_ids: Any) -> Any:
+        return original(self, list(message_ids)[::-1])
+
+    monkeypatch.setattr(InProcessGrid, "pull_messages", last_first)
+    assert read_summary(run(method="fedcac", run_name="backward").path)["digest"] == forward
+
+
+def test_the_client_app_is_the_deployed_one() -> None:
+    assert isinstance(real_app, ClientApp) and callable(client_fn)
+
+
+def test_metrics_are_plain_json(run: Run) -> None:
+    folder = run(method="fedcac", num_server_rounds=1)
+    (line,) = (folder.path / "metrics.jsonl").read_text().splitlines()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(line, parse_constant=refuse)

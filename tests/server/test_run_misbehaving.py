@@ -1,0 +1,227 @@
+"""Whole runs in one process: the real ServerApp and ClientApp, joined by InProcessGrid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Context, Message
+
+import client_app.client
+from client_app.client_app import app as real_app
+from fl_app import models, wire
+from fl_app.errors import UserError
+from fl_app.layout import Layout, Model
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from strategies import masks
+from tests.conftest import Run
+
+METHODS = ("fedavg", "local", "fedcac")
+
+
+def rounds(folder: RunFolder) -> list[dict[str, Any]]:
+    return list(read_metrics(folder.path))
+
+
+def layout_of(model: str) -> Layout:
+    return Layout.of(models.build(model, in_channels=1, num_classes=10, image_size=8))
+
+
+def no_run_folder(raw: dict[str, Any]) -> bool:
+    runs = Path(raw["output-dir"])
+    return not runs.exists() or not list(runs.iterdir())
+
+
+# clients that misbehave
+
+
+def corrupting(client_id: int, change: Callable[[wire.Upload], wire.Upload]) -> Callable[..., Any]:
+    """A `fit` whose upload is changed after everything else, for one client."""
+    original = client_app.client.CorollaClient._train
+
+    def train(self: Any, download: Any) -> wire.Upload:
+        upload = original(self, download)
+        return change(upload) if self.client_id == client_id else upload
+
+    return train
+
+
+def replaced(upload: wire.Upload, **changes: Any) -> wire.Upload:
+    return wire.Upload(**(vars(upload) | changes))
+
+
+def with_nan(upload: wire.Upload) -> wire.Upload:
+    params = upload.model.params.copy()
+    params[5] = np.nan
+    return replaced(upload, model=Model(params, upload.model.buffers))
+
+
+def raising(upload: wire.Upload) -> wire.Upload:
+    raise RuntimeError("out of memory")
+
+
+def shorter(upload: wire.Upload) -> wire.Upload:
+    return replaced(upload, model=Model(upload.model.params[:-1], upload.model.buffers))
+
+
+def in_float64(upload: wire.Upload) -> wire.Upload:
+    return replaced(upload, model=Model(upload.model.params.astype(np.float64), upload.model.buffers))  # type: ignore[arg-type]
+
+
+def all_ones(upload: wire.Upload) -> wire.Upload:
+    assert upload.mask is not None
+    return replaced(upload, mask=np.full_like(upload.mask, 255))
+
+
+def one_bit_more(upload: wire.Upload) -> wire.Upload:
+    assert upload.mask is not None
+    d = upload.model.params.size
+    mask = masks.unpack(upload.mask, d)
+    mask[np.flatnonzero(~mask)[0]] = True
+    return replaced(upload, mask=masks.pack(mask))
+
+
+def without_mask(upload: wire.Upload) -> wire.Upload:
+    return replaced(upload, mask=None)
+
+
+def too_accurate(upload: wire.Upload) -> wire.Upload:
+    return replaced(upload, metrics={**upload.metrics, "accuracy-after": 7.0})
+
+
+def no_samples(upload: wire.Upload) -> wire.Upload:
+    return replaced(upload, num_examples=0)
+
+
+@pytest.mark.parametrize(("change", "cause"), [
+    (raising, "RuntimeError: out of memory"),
+    (with_nan, "array params has 1 non-finite values"),
+    (shorter, "array params has shape (17225,), expected (17226,)"),
+    (in_float64, "array params has dtype float64, expected float32"),
+    (one_bit_more, "mask has 8614 ones, expected 8613"),
+    (all_ones, "mask has ones beyond its 17226 bits"),
+    (without_mask, "expected the arrays ['params', 'mask'], got ['params']"),
+    (too_accurate, "metric accuracy-after must be a number in [0, 1], got 7.0"),
+    (no_samples, "num_examples must be at least 1, got 0"),
+])  # fmt: skip
+def test_a_bad_client_is_dropped_by_name_and_the_others_go_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch, change: Callable[[wire.Upload], wire.Upload], cause: str
+) -> None:
+    monkeypatch.setattr(client_app.client.CorollaClient, "_train", corrupting(1, change))
+    folder = run(method="fedcac", num_clients=3)
+    for record in rounds(folder):
+        (failure,) = record["failures"]
+        assert failure["client"] == 1 and cause in failure["cause"]
+        assert list(record["clients"]) == ["0", "2"]
+        collaborators = [i for row in record["clients"].values() for i in row["collaborators"]]
+        assert 1 not in collaborators
+    summary = read_summary(folder.path)
+    assert summary["failures"] == 2 and summary["digest"]  # it can still be evaluated, on the global model
+    saved = {p.name for p in (folder.path / "models").iterdir()}
+    assert saved == {"global.safetensors", "client-0.safetensors", "client-2.safetensors"}
+
+
+def test_a_dropped_client_leaves_no_trace_in_the_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Client 2's bad upload, decoded into the round's stack or not, is as if it had never been sent."""
+    monkeypatch.setattr(client_app.client.CorollaClient, "_train", corrupting(2, with_nan))
+    nan = run(method="fedcac", run_name="nan")
+    monkeypatch.undo()
+    monkeypatch.setattr(client_app.client.CorollaClient, "_train", corrupting(2, raising))
+    absent = run(method="fedcac", run_name="absent")
+    monkeypatch.undo()
+    plain = run(method="fedcac", run_name="plain")
+
+    def hashes(folder: RunFolder) -> list[str]:
+        clients = rounds(folder)[-1]["evaluation"]["clients"]
+        return [clients[i]["sha256"] for i in ("0", "1")]
+
+    assert hashes(nan) == hashes(absent) != hashes(plain)
+
+
+def test_a_client_that_crashes_outside_our_code(run: Run) -> None:
+    def crash(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 0 and message.metadata.message_type == "train":
+            raise MemoryError("killed")
+        return real_app(message, context)
+
+    folder = run(app=crash)
+    for record in rounds(folder):
+        (failure,) = record["failures"]
+        assert failure["client"] == 0 and "MemoryError: killed" in failure["cause"]
+
+
+def test_one_failure_of_local_training_keeps_the_earlier_state(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upload of round 2 is refused, so the client goes on from round 1's generation, though round 2's is on disk."""
+    calls = []
+
+    def second_time(upload: wire.Upload) -> wire.Upload:
+        calls.append(1)
+        return too_accurate(upload) if len(calls) == 2 else upload
+
+    monkeypatch.setattr(client_app.client.CorollaClient, "_train", corrupting(1, second_time))
+    records = rounds(run(method="local", num_server_rounds=3))
+    assert [f["client"] for f in records[1]["failures"]] == [1]
+    assert records[2]["clients"]["1"]["accuracy-before"] == records[0]["clients"]["1"]["accuracy-after"]
+    assert records[2]["clients"]["1"]["loss-before"] == records[0]["clients"]["1"]["loss-after"]
+    assert records[2]["clients"]["0"]["loss-before"] == records[1]["clients"]["0"]["loss-after"]
+
+
+def test_a_lost_state_file_fails_that_client_by_name(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def lose(upload: wire.Upload) -> wire.Upload:
+        for path in (tmp_path / "state").rglob("client-0001/*.state"):
+            path.unlink()
+        return upload
+
+    monkeypatch.setattr(client_app.client.CorollaClient, "_train", corrupting(1, lose))
+    records = rounds(run(method="local"))
+    (failure,) = records[1]["failures"]
+    assert "is missing" in failure["cause"]
+    assert failure["client"] == 1 and "client 1: state of 000001-" in failure["cause"]
+    assert records[1]["evaluation"]["absent"] == [1] and records[1]["evaluation"]["digest"] is None
+
+
+def test_all_clients_failing(run: Run, monkeypatch: pytest.MonkeyPatch, raw_config: dict[str, Any]) -> None:
+    def fail(self: Any, download: Any) -> wire.Upload:
+        raise RuntimeError("no disk")
+
+    monkeypatch.setattr(client_app.client.CorollaClient, "_train", fail)
+    with pytest.raises(UserError) as info:
+        run()
+    text = str(info.value)
+    assert text.startswith("round 1") and all(f"client {i}: RuntimeError: no disk" in text for i in range(3))
+    assert not (Path(raw_config["output-dir"]) / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("metrics", [
+    {"accuracy": 7.0}, {"sha256": "no hash"}, {"accuracy": "high"}, {"error": "out of memory"},
+], ids=str)  # fmt: skip
+def test_a_bad_evaluation_is_dropped_by_name(run: Run, monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any]) -> None:
+    original = client_app.client.CorollaClient.evaluate
+
+    def evaluate(self: Any, parameters: Any, config: Any) -> Any:
+        loss, n, own = original(self, parameters, config)
+        return loss, n, {**own, **(metrics if self.client_id == 2 else {})}
+
+    monkeypatch.setattr(client_app.client.CorollaClient, "evaluate", evaluate)
+    folder = run(num_server_rounds=1)
+    evaluation = rounds(folder)[0]["evaluation"]
+    assert [f["client"] for f in evaluation["failures"]] == [2] and evaluation["absent"] == [2]
+    assert evaluation["digest"] is None and evaluation["accuracy"] is not None
+    assert read_summary(folder.path)["absent"] == [2]
+
+
+def test_a_clients_odd_numbers_and_texts_harm_nobody_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN seconds are recorded as null, NaN sample counts drop the client, its text cannot forge our log marks."""
+    real = wire.encode_upload
+
+    def odd(upload: wire.Upload) -> Any:
+        arrays, num_examples, metrics = real(upload)
+        return arrays, num_examples, {**metrics, "seconds-train": float("nan")}
+
+    monkeypatch.setattr(wire, "encode_upload", odd)
+    clients = next(read_metrics(run().path))["clients"]
+    assert all(row["seconds"]["train"] is None for row in clients.values())
+    assert wire.one_line("boom\ncorolla: error: fake\n" + "x" * 900).count("\n") == 0
