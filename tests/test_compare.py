@@ -87,6 +87,14 @@ def test_fedpakes_figure_is_the_mean_of_the_last_ten_rounds(tmp_path: Path) -> N
     assert str(line.preset.published) == "33.57 ± 0.09"
 
 
+def test_fedbabus_figure_is_the_fine_tuned_one(tmp_path: Path) -> None:
+    tuned = {"final-accuracy-pooled": 0.3, "final-accuracy-finetuned-pooled": 0.8}
+    (line,) = lines(run_folder(tmp_path, "a", "fedpake/cifar10-dirichlet-0.1/fedbabu", tuned))
+    assert line.ours == (0.8, None)
+    (line,) = lines(run_folder(tmp_path, "older", "fedpake/cifar10-dirichlet-0.1/fedbabu", {"final-accuracy-pooled": 0.3}))
+    assert line.ours is None
+
+
 def test_small_runs_find_their_preset_and_say_what_they_are(tmp_path: Path) -> None:
     name = "fedobp/cifar10-dirichlet-0.1/fedavg"
     small = presets.small(parse(presets.read_preset(name, METHOD_PARAMS), METHOD_PARAMS))
