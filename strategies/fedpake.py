@@ -334,13 +334,8 @@ class FedPake(PersonalizedStrategy[FedPakeParams]):
         merged, splits = aggregate_layers(uploads.W, self.layout.sizes, self.params)
         self.global_model = Model(merged, weighted_mean(uploads.B))
         named = list(zip(self.layout.params, splits, strict=True))
-        self.note_round("high-dispersion", {slot.name: round_to(split.num_high / slot.size) for slot, split in named})
+        self.note_round("high-dispersion", {slot.name: round(split.num_high / slot.size, 6) for slot, split in named})
         self.note_round("macro-classes", {slot.name: split.num_macro for slot, split in named})
-
-
-def round_to(value: float) -> float:
-    """Six digits are enough for a report."""
-    return float(np.round(value, 6))
 
 
 FIGURES = (

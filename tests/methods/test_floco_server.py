@@ -1,0 +1,191 @@
+"""FLOCO: the simplex's kernels, its network, limits, regions, late clients, FLOCO+, what leaves a run."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from client_app.state import State
+from fl_app import models, weights
+from fl_app.experiments.export import export_state_dict
+from fl_app.layout import Layout
+from fl_app.server import checkpoint
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from strategies import METHODS
+from strategies.base import Uploads
+from strategies.floco import (
+    FLOCO,
+    FLOCOUpdate,
+    collapsed_layout,
+    endpoints_slot,
+    principal_scores,
+    simplex_network,
+    subregions,
+)
+from tests.conftest import Run, f32
+from tests.conftest import config as configured
+from tests.methods.one_client import client, same, samples, small
+
+SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
+EARLY: dict[str, Any] = {"projection_round": 2, "endpoints": 3}
+scores = hnp.arrays(np.float64, hnp.array_shapes(min_dims=2, max_dims=2, max_side=5), elements=st.floats(-4, 4))
+
+
+# The server -------------------------------------------------------------------------------------------------------------
+
+
+def server(tmp_path: Path, **floco: Any) -> FLOCO:
+    config = configured(method="floco", floco=EARLY | floco, num_clients=6, fraction_train=0.5)
+    module = simplex_network(small(), config.params, 0)
+    layout = Layout.of(module)
+    return FLOCO(config, config.params, layout, weights.read(module), layout.names, RunFolder(tmp_path, "x"))
+
+
+def uploads(strategy: FLOCO, ids: list[int], seed: int = 0) -> Uploads:
+    random = np.random.default_rng(seed)
+    W = strategy.global_model.params + random.normal(0, 0.3, (len(ids), strategy.layout.d)).astype(np.float32)
+    return Uploads(ids, W, np.zeros((len(ids), 0), np.float32), np.ones(len(ids)), None, {}, [{}] * len(ids))
+
+
+def test_before_the_projection_everybody_trains_and_those_drawn_are_averaged(tmp_path: Path) -> None:
+    strategy = server(tmp_path, projection_round=3)
+    everybody = list(range(6))
+    assert len(strategy.sample(everybody, 1)) == 3
+    drawn = strategy.drawn(everybody, 2)
+    assert strategy.sample(everybody, 2) == everybody and len(drawn) == 3
+    came = uploads(strategy, [0, 1, 2, 4, 5])
+    rows = [k for k, i in enumerate(came.ids) if i in drawn]
+    want = came.W[rows].astype(np.float64).mean(axis=0).astype(np.float32)
+    moved = came.W - strategy.global_model.params
+    assert not strategy.download_extras(0)
+    strategy.personalize(2, came)
+    assert strategy.global_model.params.tobytes() == want.tobytes()
+
+    strategy.round = 3
+    slot = endpoints_slot(strategy.layout)
+    kappa, _, _ = principal_scores(moved[:, slot.start : slot.stop].astype(np.float64), 3)
+    for k, i in enumerate(came.ids):
+        np.testing.assert_allclose(strategy.download_extras(i)["centre"], subregions(kappa)[0][k], rtol=0, atol=1e-4)
+    assert strategy.download_extras(3)["centre"].tolist() == [0, 0, 0]
+    assert strategy.attempt.round_notes["simplex-sum"] == subregions(kappa)[1]
+
+
+def test_no_upload_of_those_drawn_leaves_the_global_model(tmp_path: Path) -> None:
+    strategy = server(tmp_path)
+    drawn = strategy.drawn(list(range(6)), 1)
+    strategy.sample(list(range(6)), 1)
+    before = strategy.global_model
+    strategy.personalize(1, uploads(strategy, [i for i in range(6) if i not in drawn]))
+    assert strategy.global_model is before and len(strategy.personal) == 3
+
+
+def test_a_late_client_is_placed_where_its_update_would_have_put_it(tmp_path: Path) -> None:
+    strategy = server(tmp_path)
+    strategy.sample(list(range(6)), 1)
+    first = uploads(strategy, [0, 1, 2, 3])
+    moved = first.W - strategy.global_model.params
+    strategy.personalize(1, first)
+    centres = {i: own["centre"] for i, own in strategy.personal.items()}
+    late = uploads(strategy, [0, 5])
+    late.W[1] = strategy.global_model.params + moved[2]
+    strategy.personalize(2, late)
+    np.testing.assert_allclose(strategy.personal[5]["centre"], centres[2], rtol=0, atol=1e-4)
+    assert all(strategy.personal[i]["centre"] is centres[i] for i in centres)  # the others stay where they are
+    assert sum(a.nbytes for a in strategy.memory.values()) == 4 * 4 * 3 * 3 * 5 + 8  # 4 (M + 1) M C f, and z
+
+
+def test_what_the_server_exports(tmp_path: Path) -> None:
+    strategy = server(tmp_path)
+    strategy.keep_for(1, centre=f32(0, 1, 0))
+    layout, plain = strategy.exported_layout(strategy.full_layout), Layout.of(small())
+    assert layout == plain
+    ends = strategy.layout.tensors(strategy.global_model)["classifier.weight"]
+    middle = layout.tensors(strategy.exported_global())["classifier.weight"]
+    np.testing.assert_allclose(middle, ends.mean(axis=0), rtol=0, atol=1e-7)
+    strategy.round = 1  # before tau there are no regions
+    early, strategy.round = strategy.personal_model(1), 2
+    late = strategy.personal_model(1)
+    assert early is not None and late is not None
+    assert np.array_equal(layout.tensors(early)["classifier.weight"], middle)
+    assert np.array_equal(layout.tensors(late)["classifier.weight"], ends[1])
+    assert server(tmp_path, personal_epochs=1).personal_model(1) is None  # FLOCO+: it is the client's alone
+
+
+# Whole runs -------------------------------------------------------------------------------------------------------------
+
+
+def personal_hashes(folder: RunFolder) -> dict[str, str]:
+    clients = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
+    return {i: row["sha256"] for i, row in clients.items()}
+
+
+@pytest.mark.parametrize("collected", [False, True])
+@pytest.mark.parametrize("plus", [0, 1])
+def test_models_leave_a_run_collapsed(run: Run, tmp_path: Path, collected: bool, plus: int) -> None:
+    floco = {**EARLY, "personal_epochs": plus}
+    folder = run(
+        method="floco", floco=floco, num_server_rounds=3, evaluate_every=1, collect_personal_models=collected, finetune_epochs=1,
+    )  # fmt: skip
+    rounds = list(read_metrics(folder.path))
+    assert not any(r["failures"] or r["evaluation"]["failures"] for r in rounds)
+    layout = Layout.of(models.build("mlp", **SHAPE))
+    whole = Layout.of(METHODS["floco"].network(configured(method="floco", floco=floco), **SHAPE))
+    for record in rounds:
+        for row in record["clients"].values():
+            assert row["upload-bytes"] == 4 * whole.d
+            assert row["download-bytes"] == 4 * whole.d + (4 * 3 if record["round"] >= 2 else 0)
+    assert [len({r["sha256"] for r in record["evaluation"]["clients"].values()}) for record in rounds] == [3 if plus else 1, 3, 3]
+
+    files = {p.stem for p in (folder.path / "models").iterdir()}
+    assert files == {"global"} | ({f"client-{i}" for i in range(3)} if collected or not plus else set())
+    for i, digest in personal_hashes(folder).items():
+        if f"client-{i}" in files:
+            model = weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout)
+            assert hashlib.sha256(model.params.tobytes()).hexdigest() == digest
+    for chosen in (None, *(int(name[7:]) for name in files if name != "global")):
+        state = torch.load(export_state_dict(folder.path, chosen, tmp_path / f"{chosen}.pt"))
+        models.build("mlp", **SHAPE).load_state_dict(state, strict=True)
+
+
+def test_floco_plus_keeps_a_second_model_near_the_received_one() -> None:
+    floco = {**EARLY, "personal_epochs": 2, "proximal_weight": 0.0}
+    ctx = client("floco", small(batchnorm=True), *samples(), floco=floco)
+    plain = client("floco", small(batchnorm=True), *samples(), floco=EARLY)
+    update, state = FLOCOUpdate(), State()
+    start = update.merge(ctx.initial(), state, ctx)
+    after = update.train(start, state, ctx)
+    assert same(after, update.train(update.merge(plain.initial(), State(), plain), State(), plain))  # what travels is the same
+    assert sum(a.nbytes for a in state.arrays.values()) == 4 * (ctx.layout.d + ctx.layout.b)
+    own = update.personal(after, state, ctx)
+    assert not same(own, after) and update.export(own, state, ctx).params.size == collapsed_layout(ctx.layout).d
+    pulled = client("floco", small(batchnorm=True), *samples(), floco=floco | {"proximal_weight": 5.0})
+    near = State()
+    update.train(update.merge(pulled.initial(), near, pulled), near, pulled)
+    distance = [np.linalg.norm(s.arrays["personal.params"] - start.params) for s in (state, near)]
+    assert distance[1] < distance[0]
+
+
+def test_a_resumed_run_knows_regions_and_places_late_clients(run: Run, tmp_path: Path) -> None:
+    setting = dict(
+        method="floco", floco=EARLY, num_server_rounds=4, num_clients=4, fraction_train=0.5, checkpoint_every=1, evaluate_every=1
+    )
+    folder = run(run_name="whole", **setting)
+    digest, rounds = read_summary(folder.path)["digest"], list(read_metrics(folder.path))
+    (folder.path / "summary.json").unlink()
+    for file in (folder.path / checkpoint.DIRECTORY).glob("round-000004.*"):
+        file.unlink()
+    shutil.rmtree(folder.path / "models")
+    resumed = run(run_name="whole", resume=str(folder.path), **setting)
+    assert read_summary(resumed.path)["digest"] == digest
+    again = list(read_metrics(resumed.path))
+    assert personal_hashes(resumed) == {i: r["sha256"] for i, r in rounds[-1]["evaluation"]["clients"].items()}
+    assert [r["upload-bytes"] for r in again] == [r["upload-bytes"] for r in rounds]
+    assert len(rounds[0]["clients"]) == 4 and rounds[0]["largest-score"] > 0
