@@ -40,7 +40,6 @@ from strategies.micro_classes import most_frequent, num_differing
 
 _TINY = 1e-12  # |mean| below it is replaced
 _ROUNDING = 1e-9  # similarities that reach delta but for rounding do reach it
-
 _BLOCK = 65_536  # columns
 _CHUNK = 80_000  # float64 values: what `measure` works on stays in the cache
 
@@ -334,7 +333,7 @@ class FedPake(PersonalizedStrategy[FedPakeParams]):
         merged, splits = aggregate_layers(uploads.W, self.layout.sizes, self.params)
         self.global_model = Model(merged, weighted_mean(uploads.B))
         named = list(zip(self.layout.params, splits, strict=True))
-        self.note_round("high-dispersion", {slot.name: round(split.num_high / slot.size, 6) for slot, split in named})
+        self.note_round("high-dispersion", {slot.name: float(np.round(split.num_high / slot.size, 6)) for slot, split in named})
         self.note_round("macro-classes", {slot.name: split.num_macro for slot, split in named})
 
 

@@ -22,6 +22,7 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_config, read_metrics, read_summary
 from strategies import METHOD_PARAMS
 from tests.conftest import PLUGINS, SMALL
+from tests.strategies.test_plugins import example
 
 HEAD = """
 from dataclasses import dataclass
