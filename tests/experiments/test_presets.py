@@ -157,6 +157,18 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
         "method": "fedala", "dataset": "cifar10", "dirichlet-alpha": 0.1, "fedala.layers": 1, "fedala.sample-share": 0.8,
         "fedala.weight-learning-rate": 1.0, "fedala.threshold": 0.1,
     },
+    "fedobp/svhn-dirichlet-0.5/flute": OBP | {
+        "method": "flute", "dataset": "svhn", "dirichlet-alpha": 0.5, "flute.body-epochs": 1, "flute.collapse-weight": 0.25,
+        "flute.head-weight": 0.0025, "flute.feature-weight": 0.005, "flute.head-learning-rate": 0.5,
+    },
+    "fedobp/medmnist-c-dirichlet-0.5/feddpa": OBP | {
+        "method": "feddpa", "dataset": "medmnist-c", "dirichlet-alpha": 0.5, "feddpa.threshold": 0.4,
+        "feddpa.threshold-meaning": "quantile", "feddpa.constraint": "none",
+    },
+    "fedobp/cifar100-dirichlet-0.1/floco": OBP | {
+        "method": "floco", "dataset": "cifar100", "dirichlet-alpha": 0.1, "floco.endpoints": 10, "floco.projection-round": 10,
+        "floco.radius": 0.1, "floco.personal-epochs": 0,
+    },
     "fedobp/medmnist-a-dirichlet-0.1/pfedfda": OBP | {
         "method": "pfedfda", "dataset": "medmnist-a", "dirichlet-alpha": 0.1, "pfedfda.betas": "separate", "pfedfda.folds": 2,
         "pfedfda.eps": 1e-4,
@@ -217,7 +229,7 @@ def test_every_quantile_is_the_papers() -> None:
     assert {name: ALL[f"fedobp/{name}"].settings["fedobp.quantile"] for name in quantiles} == quantiles
 
 
-OTHER_METHODS = ("apfl", "fedala", "fedselect", "pfedfda")
+OTHER_METHODS = ("apfl", "fedala", "feddpa", "fedselect", "flute", "pfedfda")
 
 
 @pytest.mark.parametrize(("name", "words"), [
