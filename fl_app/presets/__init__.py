@@ -6,7 +6,7 @@ fl_app/presets/*.toml holds two kinds of files. A plain one (demo.toml) is a run
 `datasets` entry, its `splits` entry, the table, the column, and of the row's `methods` entry, later ones winning; keys of
 other methods' tables are dropped. `rows` are the published figures in per cent, column by column: 86.82±1.18 or
 87.02(0.17), "-" for none. `notes` say where a setting departs from the paper or is not in it; `metric` is the figure of ours
-that is compared (fl_app/experiments/compare.py; "" if a run does not record it); `missing` explains what Corolla does not have.
+that is compared (fl_app/experiments/compare.py; "" if a run does not record it).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Preset:
     """Settings (flat run config) with their source.
 
     paper and source name the cell; repeats: runs behind it; metric: which figure of ours it is; notes: where the settings
-    depart from the paper; missing: explanations by word. All are empty for presets of our own.
+    depart from the paper. All are empty for presets of our own.
     """
 
     name: str
@@ -63,15 +63,13 @@ class Preset:
     metric: str = ""
     repeats: int = 0
     notes: tuple[str, ...] = ()
-    missing: Mapping[str, str] | None = None
 
     def unavailable(self, methods: Mapping[str, object]) -> str:
         """Say why Corolla, with these methods, cannot run it; "" if it can."""
         for key, known in (("method", methods), ("dataset", DATASETS), ("model", MODELS)):
             word = str(self.settings.get(key, ""))
             if word and ":" not in word and word not in known:
-                why = (self.missing or {}).get(word)
-                return f"{key} {word} is not in Corolla" + (f": {why}" if why else "")
+                return f"{key} {word} is not in Corolla"
         return ""
 
 
@@ -109,7 +107,6 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                     metric=entry.get("metric", paper["metric"]),
                     repeats=paper["repeats"],
                     notes=tuple(note for layer in layers for note in layer.get("notes", ())),
-                    missing=paper.get("missing"),
                 )
 
 
