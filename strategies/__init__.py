@@ -12,6 +12,7 @@ from strategies import (
     fedbn,
     fedcac,
     feddac,
+    feddpa,
     fedgen,
     fedntd,
     fedobp,
@@ -32,7 +33,7 @@ from strategies.registry import Methods, Params
 
 _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
-    fedntd, moon, fedbabu, fedselect, apfl, pfedfda, fedgen, fedala, flute, floco,
+    fedntd, moon, fedbabu, fedselect, apfl, pfedfda, fedgen, fedala, flute, floco, feddpa,
 )  # fmt: skip
 
 METHODS = Methods(_MODULES)

@@ -1,0 +1,180 @@
+"""FedDPA: parameters with much Fisher information stay personal, and norms of both parts' updates are held.
+
+Yang, Huang, Ye: "Dynamic Personalized Federated Learning with Adaptive Differential Privacy", NeurIPS 2023. WITHOUT its
+differential privacy: updates are neither clipped nor noised, there is no accountant, and nothing here is private. (Not the
+method of the same name that adapts language models.)
+
+Client, with its trained vector w_prev and the mask M of its last participation, empty at first: it starts from w_prev on M and
+w_g elsewhere; trains M alone on CE + lambda1/2 ||u - u0||_2, then the rest alone on CE + lambda2/2 | ||v - v0||_2 - C_b |, u and v
+being all elements in M and outside, u0 and v0 at the start, and no norm squared; uploads everything; and takes the diagonal
+Fisher information of the result, scaled to [0, 1] in every tensor, whose part above tau is the next M. Server: FedAvg. With
+tau = 1, and lambda2 = 0 or `constraint = none`, it is FedAvg, bit for bit; `none` is FedOBP with this M.
+
+Decisions and deviations, where the paper and the authors' code differ: Fisher information squares each sample's gradient, as in
+the code (Eq. 4 prints the whole log-likelihood's, which is near 0 at a trained model). Above tau, as in the code (at least tau
+in print). One norm over all elements, centred on the start, as in the text (the code: one per tensor, both centred on w_g). A
+tensor of equal Fisher values has nothing personal (the code zeroes it: 0/0). Training is in training mode (the code's in
+evaluation mode, after its Fisher pass). The phases follow each other, as in the code (Algorithm 1: alternate per epoch). M is
+computed after training (the paper: when the next model comes, of the same model and data; so evaluations cost nothing).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app import wire
+from fl_app.keys import NOT_NEGATIVE, RATIO, key
+from fl_app.layout import Model
+from fl_app.report.kinds import Scalars
+from fl_app.wire import Upload
+from strategies import fedobp, masks
+from strategies.base import ClientState, Correction, LocalUpdate, Method, RoundContext, Uploads, all_tensors
+from strategies.fedavg import FedAvg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHARE = "personal-share"
+
+
+@dataclass(frozen=True)
+class FedDPAParams:
+    """Parameters of FedDPA, table `feddpa`."""
+
+    threshold: float = key(0.4, "Fisher information above which a parameter is personal (tau); 1: none is.", RATIO)
+    threshold_meaning: Literal["value", "quantile"] = key(
+        "value", "tau is a value after min-max scaling per tensor (the paper), or a quantile of every tensor (FedOBP's table)."
+    )
+    constraint: Literal["adaptive", "none"] = key(
+        "adaptive", "Personal and shared parameters in two phases with penalties, or everything together without (FedOBP's table)."
+    )
+    personal_weight: float = key(0.05, "Weight of the personal update's norm (lambda1, its Tables 5 and 6).", NOT_NEGATIVE)
+    shared_weight: float = key(
+        0.1, "Weight of the distance of the shared update's norm from `bound` (lambda2; the code has the two swapped).",
+        NOT_NEGATIVE,
+    )  # fmt: skip
+    bound: float = key(0.5, "Norm that the shared update is drawn to (C_b).", NOT_NEGATIVE)
+    fisher_samples: int = key(0, "Training samples that the Fisher information is taken of; 0: all.", NOT_NEGATIVE)
+
+
+def personal_mask(
+    fisher: NDArray[np.floating[Any]], sizes: Sequence[int], *, threshold: float, meaning: str
+) -> NDArray[np.bool_]:
+    """Personal parameters, layer by layer: Fisher information above the threshold (FedDPA §3.2).
+
+    fisher: float [d], not negative; sizes: elements per layer, summing to d; threshold in [0, 1]; meaning: "value", of the layer
+    scaled to [0, 1] by its minimum and maximum, or "quantile" of the layer, interpolated linearly. Returns bool [d]; a layer of
+    equal values has nothing personal.
+    Raises ValueError on shapes that do not fit, arguments out of range and values that are not finite.
+    """
+    if fisher.shape != (sum(sizes),):
+        raise ValueError(f"fisher has shape {fisher.shape}, sizes sum to {sum(sizes)}")
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold must be in [0, 1], got {threshold}")
+    if meaning not in ("value", "quantile"):
+        raise ValueError(f"meaning must be one of value, quantile, got {meaning!r}")
+    if not np.isfinite(fisher).all():
+        raise ValueError(f"fisher must be finite, got {np.count_nonzero(~np.isfinite(fisher))} values that are not")
+    mask = np.zeros(fisher.size, bool)
+    start = 0
+    for size in sizes:
+        layer = fisher[start : start + size].astype(np.float64)
+        spread = np.ptp(layer) if size else 0
+        if spread > 0 and meaning == "value":
+            mask[start : start + size] = (layer - layer.min()) / spread > threshold
+        elif spread > 0:
+            mask[start : start + size] = fedobp.select(layer, (size,), quantile=threshold)
+        start += size
+    return mask
+
+
+def constraint_gradient(update: Tensor, weight: float, bound: float = 0.0) -> Tensor:
+    """Gradient of weight/2 | ||update||_2 - bound |, of its shape [d]; 0 for no update.
+
+    With bound 0 that is weight/2 ||update||_2; below the bound it points outward.
+    """
+    norm = update.norm()
+    factor: Tensor = weight / 2 * (norm - bound).sign() / norm.where(norm > 0, norm.new_ones(()))
+    return update * factor
+
+
+class FedDPA(FedAvg[FedDPAParams]):
+    """Server half: FedAvg, and a record of how much is personal."""
+
+    def check(self, upload: Upload) -> None:
+        """Refuse a share that is none."""
+        wire.number(upload.metrics, SHARE, 0, 1)
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Average, and note the shares."""
+        super().personalize(round, uploads)
+        for client_id, metrics in zip(uploads.ids, uploads.metrics, strict=True):
+            self.note(client_id, SHARE, wire.number(metrics, SHARE))
+
+
+class FedDPAUpdate(LocalUpdate[FedDPAParams]):
+    """Client half. State: `feddpa.own` (trained vector of the last participation), `feddpa.mask` (M, packed)."""
+
+    def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedDPAParams]) -> Model:
+        """Put the client's own values on M."""
+        if "feddpa.own" not in state.arrays:
+            return received
+        return Model(np.where(self.mask(state, ctx), state.arrays["feddpa.own"], received.params), received.buffers)
+
+    def mask(self, state: ClientState, ctx: RoundContext[FedDPAParams]) -> NDArray[np.bool_]:
+        """Return M, bool [d]; empty before the first participation."""
+        d = ctx.layout.d
+        return masks.unpack(state.arrays["feddpa.mask"], d) if "feddpa.mask" in state.arrays else np.zeros(d, bool)
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedDPAParams]) -> Model:
+        """Train, under the constraints unless there are none, and choose what is personal next time."""
+        p, trainer = ctx.params, ctx.trainer
+        if p.constraint == "none":
+            after = trainer.train(start)
+        else:
+            mask, after = self.mask(state, ctx), start
+            if mask.any():
+                pull = constraint(ctx, start, p.personal_weight)
+                after = trainer.train(start, purpose="train-personal", correction=pull, frozen=~mask)
+            after = trainer.train(after, correction=constraint(ctx, after, p.shared_weight, p.bound), frozen=mask)
+        fisher = trainer.fisher(after, p.fisher_samples)
+        mask = personal_mask(fisher, ctx.layout.sizes, threshold=p.threshold, meaning=p.threshold_meaning)
+        state.arrays["feddpa.own"], state.arrays["feddpa.mask"] = after.params, masks.pack(mask)
+        return after
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedDPAParams]) -> Upload:
+        """Send everything, and for the record which share is personal from now on."""
+        plain = super().upload(before, after, state, ctx)
+        share = masks.popcount(state.arrays["feddpa.mask"]) / ctx.layout.d
+        return dataclasses.replace(plain, metrics={**plain.metrics, SHARE: share})
+
+
+def constraint(ctx: RoundContext[Any], start: Model, weight: float, bound: float = 0.0) -> Correction | None:
+    """Add `constraint_gradient` of what has moved since the start to every step; None, no operation at all, for weight 0.
+
+    What a phase holds still has not moved, so that the norm is that of the other parameters.
+    """
+    if not weight:
+        return None
+    center = ctx.trainer.tensor(start.params)
+
+    def pull(weights: Tensor, gradient: Tensor) -> None:
+        gradient.add_(constraint_gradient(weights - center, weight, bound))
+
+    return pull
+
+
+FIGURES = (
+    Scalars(
+        SHARE, "How much is personal", "share of the parameters (%)",
+        "Share of a client's parameters whose Fisher information is above the threshold after its training.", percent=True,
+    ),
+)  # fmt: skip
+
+METHOD = Method("feddpa", FedDPAParams, FedDPA, FedDPAUpdate, all_tensors, figures=FIGURES)
