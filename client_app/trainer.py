@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from client_app.batches import Batch, Batches
+from client_app.fisher import fisher
 from client_app.flat import SGD, FlatModule
-from client_app.measures import accuracy, features, fisher
+from client_app.measures import accuracy, features
 from client_app.turns import alternate
 from fl_app.config import RunConfig
 from fl_app.data import ClientData

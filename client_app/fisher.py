@@ -1,0 +1,153 @@
+"""The diagonal of the Fisher information: the mean over samples of squared gradients, one sample's loss at a time.
+
+Layers of the usual kinds give it from what goes through them, in about one pass over the data: the gradient of a sample is a
+product of the layer's input and its output's gradient, and for a Linear layer so is its square, which is never formed per
+sample. Any other model is differentiated by torch.func, which takes several times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import batch_norm, cross_entropy, group_norm, unfold
+
+from fl_app import rng
+from fl_app.layout import Vector
+
+if TYPE_CHECKING:
+    from client_app.trainer import LocalTrainer
+
+_GRADIENT_BYTES = 2**28  # of the per-sample gradients that are held at a time
+_CHUNK = 64  # samples at a time, at most
+
+Squares = Callable[[Any, Tensor, Tensor], list[Tensor]]
+
+
+def fisher(trainer: LocalTrainer, samples: int = 0) -> Vector:
+    """Mean over training samples of (d log p(y|x) / d w)^2 at the loaded model in evaluation mode, float32 [d].
+
+    samples: how many, drawn without replacement from the stream "fisher"; 0: all.
+    """
+    n = len(trainer.data.train_labels)
+    chosen = np.arange(n)
+    if 0 < samples < n:
+        stream = rng.generator(trainer.config.seed, "fisher", trainer.round, trainer.client_id)
+        chosen = np.sort(stream.choice(n, samples, replace=False))
+    module = trainer.module
+    kinds = known_kinds(module)
+    sums = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in module.parameters()]
+    largest = max((p.numel() for p in module.parameters()), default=1) if kinds else trainer.layout.d
+    step = max(1, min(_CHUNK, _GRADIENT_BYTES // max(4 * largest, 1)))
+    for start in range(0, len(chosen), step):
+        x, y = trainer.samples(chosen[start : start + step])
+        squares = by_layer(module, kinds, x, y) or one_by_one(module, x, y)
+        for total, part in zip(sums, squares, strict=True):
+            total += part
+    vector = torch.cat([total.reshape(-1) for total in sums]) / max(len(chosen), 1)
+    mean: Vector = vector.float().cpu().numpy()
+    return mean
+
+
+def one_by_one(module: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    """Return the sum of the samples' squared gradients, by parameter, of any module that torch.func can differentiate."""
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+    def sample_loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(functional_call(module, values, (x[None],)).float(), y[None])
+
+    found = vmap(grad(sample_loss), in_dims=(None, 0, 0))(parameters, x.detach(), y)
+    return [found[name].square().sum(0) for name in parameters]
+
+
+def by_layer(module: nn.Module, kinds: dict[nn.Module, Squares], x: Tensor, y: Tensor) -> list[Tensor]:
+    """Return the same from the layers' inputs and outputs; nothing if they, or how they are used, are not of the known kinds."""
+    passes = watched(module, kinds, x) if kinds else None
+    if passes is None:
+        return []
+    logits, seen = passes
+    slopes = torch.autograd.grad(cross_entropy(logits.float(), y, reduction="sum"), [output for _, output in seen.values()])
+    slope_of = dict(zip(seen, slopes, strict=True))
+    found: list[Tensor] = []
+    with torch.no_grad():
+        for layer, squares in kinds.items():
+            found += squares(layer, seen[layer][0], slope_of[layer])
+    return found
+
+
+def watched(
+    module: nn.Module, layers: Iterable[nn.Module], x: Tensor
+) -> tuple[Tensor, dict[nn.Module, tuple[Tensor, Tensor]]] | None:
+    """Return the logits, and each layer's input and output; None unless each is used once, a Linear one on a vector per sample.
+
+    What follows a layer gets a copy of its output, which it may overwrite.
+    """
+    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    uses: list[nn.Module] = []
+
+    def note(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen[layer] = inputs[0].detach(), output
+        uses.append(layer)
+        return output.clone()
+
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    try:
+        logits: Tensor = module(x.detach().requires_grad_())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    flat = all(z.ndim == 2 for layer, (z, _) in seen.items() if isinstance(layer, nn.Linear))
+    return (logits, seen) if flat and len(uses) == len(seen) == len(hooks) else None
+
+
+def _linear(layer: nn.Linear, z: Tensor, slope: Tensor) -> list[Tensor]:
+    weight = slope.square().T @ z.square()
+    return [weight] if layer.bias is None else [weight, slope.square().sum(0)]
+
+
+def _convolution(layer: nn.Conv2d, z: Tensor, slope: Tensor) -> list[Tensor]:
+    patches = unfold(z, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
+    slope = slope.flatten(2)
+    weight = (slope @ patches.transpose(1, 2)).square_().sum(0).view(layer.weight.shape)
+    return [weight] if layer.bias is None else [weight, slope.sum(2).square_().sum(0)]
+
+
+def _normalized(scaled: Tensor, slope: Tensor) -> list[Tensor]:
+    n, channels = slope.shape[:2]
+    weight, bias = (t.reshape(n, channels, -1).sum(2).square_().sum(0) for t in (slope * scaled, slope))
+    return [weight, bias]
+
+
+def _batch_norm(layer: nn.BatchNorm2d, z: Tensor, slope: Tensor) -> list[Tensor]:
+    return _normalized(batch_norm(z, layer.running_mean, layer.running_var, eps=layer.eps), slope)
+
+
+def _group_norm(layer: nn.GroupNorm, z: Tensor, slope: Tensor) -> list[Tensor]:
+    return _normalized(group_norm(z, layer.num_groups, eps=layer.eps), slope)
+
+
+_KINDS: dict[type[nn.Module], Squares] = {
+    nn.Linear: _linear, nn.Conv2d: _convolution, nn.BatchNorm1d: _batch_norm, nn.BatchNorm2d: _batch_norm,
+    nn.GroupNorm: _group_norm,
+}  # fmt: skip
+
+
+def known_kinds(module: nn.Module) -> dict[nn.Module, Squares]:
+    """Return the layers that own parameters, in order, and how their squares are computed; nothing if one is of another kind."""
+    layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
+    owned = [id(p) for layer in layers for p in layer.parameters(recurse=False)]
+    if len(set(owned)) != len(owned) or not all(_is_known(layer) for layer in layers):
+        return {}
+    return {layer: _KINDS[type(layer)] for layer in layers}
+
+
+def _is_known(layer: nn.Module) -> bool:
+    if isinstance(layer, nn.Conv2d):
+        usual = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    else:
+        usual = not isinstance(layer, nn.modules.batchnorm._BatchNorm) or layer.running_mean is not None
+    return type(layer) in _KINDS and usual
