@@ -9,6 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from fl_app.experiments.grouping import mean_std
 from fl_app.experiments.runs import Run, find
 
 LAST = 10  # rounds that before and after are averaged over
@@ -40,7 +41,8 @@ def main() -> None:
     print("| method | final, all clients | pooled | fine-tuned | before, last 10 rounds | after, last 10 rounds | seeds |")
     print("|---|---|---|---|---|---|---|")
     for method, runs in sorted(found.items(), key=lambda item: -statistics.mean(run[0] for run in item[1])):
-        cells = [f"{statistics.mean(column):.1f} ± {statistics.stdev(column):.1f}" for column in zip(*runs, strict=True)]
+        pairs = [mean_std(column) for column in zip(*runs, strict=True)]
+        cells = [f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}") for mean, std in pairs]
         print(f"| {method} | {' | '.join(cells)} | {len(runs)} |")
 
 

@@ -39,7 +39,8 @@ class Figure:
 class Matrix(Figure):
     """Numbers between clients, drawn beside the similarity of their class distributions where that is known.
 
-    Recorded per round as rows in the order of the round's clients, or per client as such a row or as {client id: number}.
+    Recorded per round as rows in the order of the round's clients, or per client as such a row or as {client id: number}, the
+    round's other clients being 0.
     heading: above the matrix; value: what one number is called in a sentence.
     """
 

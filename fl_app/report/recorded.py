@@ -33,7 +33,8 @@ def matrix(run: Run, record: str) -> tuple[list[int], Floats] | None:
             if isinstance(row, list) and len(row) == len(clients):
                 row = dict(zip(clients, row, strict=True))
             if isinstance(row, dict):
-                pairs |= {(int(i), int(j)): number(value) for j, value in row.items() if j.isdecimal()}
+                named = dict.fromkeys(clients, 0.0) | row
+                pairs |= {(int(i), int(j)): number(value) for j, value in named.items() if j.isdecimal()}
     ids = sorted({i for pair in pairs for i in pair})
     values = np.array([[pairs.get((i, j), math.nan) for j in ids] for i in ids], np.float64)
     off = ~np.eye(len(ids), dtype=bool)

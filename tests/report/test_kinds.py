@@ -55,7 +55,7 @@ def test_other_forms_of_records_by_hand(tmp_path: Path) -> None:
     nan = np.nan
     ids, weights = recorded.matrix(run, "weights") or ([], np.zeros(0))
     assert ids == [0, 2]
-    np.testing.assert_array_equal(weights, [[nan, 0.5], [3, nan]])
+    np.testing.assert_array_equal(weights, [[0, 0.5], [3, nan]])
     ids, alpha = recorded.scalars(run, "alpha") or ([], np.zeros(0))
     assert ids == [0, 2]
     np.testing.assert_array_equal(alpha, [[0.25, nan, nan, nan], [nan, nan, nan, 0.75]])
