@@ -112,8 +112,19 @@ def _linear(layer: nn.Linear, z: Tensor, slope: Tensor) -> list[Tensor]:
 def _convolution(layer: nn.Conv2d, z: Tensor, slope: Tensor) -> list[Tensor]:
     patches = unfold(z, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
     slope = slope.flatten(2)
-    weight = (slope @ patches.transpose(1, 2)).square_().sum(0).view(layer.weight.shape)
+    weight = _squared_products(slope, patches.transpose(1, 2)).view(layer.weight.shape)
     return [weight] if layer.bias is None else [weight, slope.sum(2).square_().sum(0)]
+
+
+def _squared_products(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of the squares of a_i b_i over i: [n, o, l], [n, l, k] -> [o, k]."""
+    if a.is_cuda:
+        return (a @ b).square_().sum(0)
+    product, total = a.new_empty(a.shape[1], b.shape[2]), a.new_zeros(a.shape[1], b.shape[2])
+    for left, right in zip(a, b, strict=True):  # one by one they stay in the cache: five times as fast
+        torch.mm(left, right, out=product)
+        total.addcmul_(product, product)
+    return total
 
 
 def _normalized(scaled: Tensor, slope: Tensor) -> list[Tensor]:

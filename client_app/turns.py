@@ -23,12 +23,15 @@ def alternate(trainer: LocalTrainer, start: Model, sides: Mapping[str, NDArray[n
     trainer.load(start)
     trainer.module.train()
     trainer.steps = trainer.epoch = 0
-    optimizers = {
-        purpose: trainer.optimizer(trainer.weights, still=trainer.flat.hold(frozen)) for purpose, frozen in sides.items()
-    }
+    parameters = list(trainer.module.parameters())
+    optimizers, differentiated = {}, {}
+    for purpose, frozen in sides.items():
+        optimizers[purpose] = trainer.optimizer(trainer.weights, still=trainer.flat.hold(frozen))
+        differentiated[purpose] = [parameter.requires_grad for parameter in parameters]
     for purpose, batch in trainer.data.turns(epochs, sides):
         if batch.first:
-            trainer.flat.hold(sides[purpose])
+            for parameter, needed in zip(parameters, differentiated[purpose], strict=True):
+                parameter.requires_grad_(needed)
         x, y = trainer.opened(batch)
         trainer.differentiate(x, y)
         optimizers[purpose].step(trainer.gradient, trainer.learning_rate)

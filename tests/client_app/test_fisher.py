@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from client_app.fisher import by_layer, known_kinds, one_by_one
 from fl_app import models, weights
 from fl_app.layout import Model
-from tests.test_train import CLASSES, mlp, trainer, with_batchnorm
+from tests.client_app.test_train import CLASSES, mlp, trainer, with_batchnorm
 
 
 class InPlace(nn.Module):
