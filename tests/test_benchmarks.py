@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import deployment, gpu_check, loopback, simulation, startup
+from benchmarks import deployment, gpu_check, loopback, methods, simulation, startup
+from strategies import METHODS
 
 
 def test_gpu_check_on_the_cpu() -> None:
@@ -45,3 +46,22 @@ def test_rounds_by_hand() -> None:
     told = {name: (k + 1.0, k / 2) for k, name in enumerate(startup.PARTS)}
     assert startup.parts(told, 0) == dict.fromkeys(startup.PARTS.values(), 1.0)
     assert sum(startup.parts(told, 1).values()) == 2.0
+
+
+def test_counted_passes_by_hand() -> None:
+    # FedAvg's 5 epochs take 30 s, 10 of them forward: a forward pass 2 s, a backward pass 4 s
+    taken = {"fedavg": 30.0, methods.FORWARD: 10.0, methods.SOLVE: 0.5}
+    assert methods.Passes().seconds(taken) == 30
+    assert methods.Passes(2, 1).seconds(taken) == 40
+    assert methods.Passes(1, 0, 0, 1, 8).seconds(taken) == 10 + 4 + 4
+    assert str(methods.Passes(2, 1, 0.8, 0)) == "2 E + 0.8 forward, E backward"
+    assert str(methods.Passes(1, 0, 0, 1, 8)) == "E forward, 1 backward, 8 solves"
+
+
+def test_every_method_has_a_row_in_the_table_of_methods() -> None:
+    seconds = methods.measure("mlp", side=8, channels=1, batch=8, steps=2, repeats=1)
+    text, ratios = methods.table({"mlp": seconds})
+    rows = text.splitlines()
+    assert [row.split("`")[1] for row in rows[2:]] == list(METHODS)
+    assert len({row.count("|") for row in rows}) == 1 and set(methods.COUNTED) <= {*METHODS, "feddpa"}
+    assert ratios["mlp: fedavg, measured / counted"] == 1 and all(ratio > 0 for ratio in ratios.values())

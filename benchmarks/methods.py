@@ -1,0 +1,203 @@
+"""Local training of every method beside FedAvg's: seconds of a client's round, and the passes over the data they should cost.
+
+python -m benchmarks.methods [--short]
+
+A round is what a client does between a download and its upload, evaluations left out: merge, train, score, and make the model it
+would be evaluated with, before training and after. It is the client's third, so that everything a method keeps is there. All
+methods take turns with a bare forward pass and a bare solve (pFedFDA's), whose shares in FedAvg's epoch turn what is counted into
+time. Seconds are the processor's, on one thread, so that other work on the machine matters little.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_limits
+
+from benchmarks.measure import arguments, finish, interleaved
+from benchmarks.training import client_data
+from client_app.state import State
+from client_app.trainer import LocalTrainer
+from fl_app import weights
+from fl_app.config import RunConfig, parse
+from fl_app.data import ClientData
+from fl_app.layout import Layout, Model
+from fl_app.server.run_folder import RunFolder
+from fl_app.wire import Upload
+from strategies import METHOD_PARAMS, METHODS, pfedfda
+from strategies.base import RoundContext, Uploads
+
+EPOCHS = 5
+TARGET = 1.15  # measured / counted
+FORWARD, SOLVE = "forward passes", "a solve"  # cases of their own
+
+
+class Passes(NamedTuple):
+    """Forward and backward passes over the training data, per local epoch and beside them, and solves with a k x k matrix."""
+
+    forward: float = 1
+    backward: float = 1
+    more_forward: float = 0
+    more_backward: float = 0
+    solves: int = 0
+
+    def seconds(self, taken: Mapping[str, float]) -> float:
+        """What it should take, from the seconds of FedAvg, of the forward passes in it, and of a solve."""
+        forward, backward = EPOCHS * self.forward + self.more_forward, EPOCHS * self.backward + self.more_backward
+        per_epoch = forward * taken[FORWARD] + backward * (taken["fedavg"] - taken[FORWARD])
+        return per_epoch / EPOCHS + self.solves * taken[SOLVE]
+
+    def __str__(self) -> str:
+        """Return it as the table shows it, E being the local epochs."""
+        text = f"{_sum(self.forward, self.more_forward)} forward, {_sum(self.backward, self.more_backward)} backward"
+        return text + (f", {self.solves} solves" if self.solves else "")
+
+
+def _sum(per_epoch: float, more: float) -> str:
+    parts = [f"{per_epoch:g} E".removeprefix("1 ")] * bool(per_epoch) + [f"{more:g}"] * bool(more)
+    return " + ".join(parts) or "0"
+
+
+COUNTED = {
+    "fedrep": Passes(1, 0, 0, 1),  # E - 1 epochs on the head, without a backward pass through the body, then one on the body
+    "flute": Passes(1, 0, 0, 1),  # likewise
+    "ditto": Passes(2, 2),
+    "pfedme": Passes(5, 5),  # inner steps
+    "apfl": Passes(2, 2),
+    "fedselect": Passes(2, 2),
+    "feddpa": Passes(2, 2, 1, 1),  # and Fisher
+    "moon": Passes(3, 1),  # two references
+    "fedntd": Passes(2, 1),  # one
+    "pfedfda": Passes(1, 1, 2, 0, 80),  # features at two bodies, and at each about 40 solves
+    "fedala": Passes(1, 1, 0.8, 0),  # features, to learn A on
+}
+"""What a method's round costs by its specification, defaults throughout; one that is not named here costs what FedAvg's does."""
+
+
+def counted(method: str) -> Passes:
+    """Passes of one of a method's rounds."""
+    return COUNTED.get(method, Passes())
+
+
+class Client:
+    """One client of a method and the server it talks to, without messages."""
+
+    def __init__(self, config: RunConfig, data: ClientData, shape: dict[str, int]) -> None:
+        method = METHODS[config.method]
+        self.config, self.data, self.method, self.shape = config, data, method, shape
+        module = method.network(config, **shape)
+        self.layout, self.initial = Layout.of(module), weights.read(module)
+        self.shared = method.shared(self.layout, config.params)
+        self.server = method.strategy(config, config.params, self.layout, self.initial, self.shared, RunFolder(Path(), ""))
+        self.state = State()
+
+    def context(self, round: int) -> tuple[RoundContext[Any], Model]:
+        """What the client is given in a round, and the model it is sent."""
+        download = self.server.download_for(0, round, "train")
+        trainer = LocalTrainer(self.method.network(self.config, **self.shape), self.config, self.data, round, 0)
+        context = RoundContext(
+            self.config, self.config.params, round, 0, self.layout, self.shared, lambda: self.initial, trainer,
+            len(self.data.y_train), download.extras,
+        )  # fmt: skip
+        return context, download.model
+
+    def round(self, context: RoundContext[Any], received: Model, state: State) -> Upload:
+        """Everything between a download and the upload but the evaluations."""
+        update = self.method.local_update()
+        start = update.merge(received, state, context)
+        update.personal(start, state, context)
+        trained = update.train(start, state, context)
+        update.keep_local(trained, state, context)
+        update.personal(trained, state, context)
+        return update.upload(start, trained, state, context)
+
+    def take_part(self, round: int) -> None:
+        """Take part in a round alone."""
+        context, received = self.context(round)
+        self.server.attempt = dataclasses.replace(self.server.attempt, round=round)
+        self.server.sample([0], round)
+        upload = self.round(context, received, self.state)
+        bits = None if upload.mask is None else upload.mask[None].copy()
+        extras = {name: np.array(array)[None] for name, array in upload.extras.items()}
+        W, B = upload.model.params[None].copy(), upload.model.buffers[None].copy()
+        sizes, metrics = np.array([float(upload.num_examples)]), [upload.metrics]
+        self.server.round = round
+        self.server.personalize(round, Uploads([0], W, B, sizes, bits, extras, metrics))
+
+    def third_round(self) -> Callable[[], Upload]:
+        """Take part in two rounds; return the third, to be repeated."""
+        for round in (1, 2):
+            self.take_part(round)
+        context, received = self.context(3)
+        return lambda: self.round(context, received, State(dict(self.state.arrays), self.state.version))
+
+
+def forward(context: RoundContext[Any], model: Model) -> None:
+    """A forward pass over the training data per local epoch, in batches as in training."""
+    with torch.no_grad():
+        network = context.trainer.network(model)
+        for x, _ in context.trainer.batches():
+            context.trainer.logits(network, x)
+
+
+def solve(context: RoundContext[Any]) -> Callable[[], object]:
+    """Return one solve with a matrix as wide as the classifier's input."""
+    classes, width = pfedfda.head_shape(context.layout)
+    means, covariance = np.ones((classes, width)), np.eye(width) + 0.5
+    return partial(pfedfda.lda_head, means, covariance, np.ones(classes), eps=1e-4)
+
+
+def measure(model: str, side: int, channels: int, batch: int, steps: int, repeats: int) -> dict[str, float]:
+    """Median seconds of a round, by method."""
+    data, shape = client_data(batch * steps, side, channels), {"in_channels": channels, "num_classes": 10, "image_size": side}
+    cases: dict[str, Callable[[], object]] = {}
+    for method in METHODS:
+        raw = {"method": method, "model": model, "num-clients": 1, "local-epochs": EPOCHS, "batch-size": batch}
+        client = Client(parse({**raw, "learning-rate": 0.01, "device": "cpu"}, METHOD_PARAMS), data, shape)
+        if method == "fedavg":
+            context, received = client.context(1)
+            cases |= {FORWARD: partial(forward, context, received), SOLVE: solve(context)}
+        cases[method] = client.third_round()
+    with threadpool_limits(1, "blas"):
+        return interleaved(cases, repeats, time.process_time)
+
+
+def table(seconds: dict[str, dict[str, float]]) -> tuple[str, dict[str, float]]:
+    """Return the measured ratios as a Markdown table, and measured / counted by model and method."""
+    heads = [f"{model} / FedAvg | {model}, measured / counted" for model in seconds]
+    lines = ["| method | passes | " + " | ".join(heads) + " |", "|---" * (2 + 2 * len(seconds)) + "|"]
+    ratios: dict[str, float] = {}
+    for method in METHODS:
+        cells = []
+        for model, taken in seconds.items():
+            measured = taken[method] / taken["fedavg"]
+            ratio = taken[method] / counted(method).seconds(taken)
+            ratios[f"{model}: {method}, measured / counted"] = ratio
+            cells.append(f"{measured:.2f} | {ratio:.2f}")
+        lines.append(f"| `{method}` | {counted(method)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines), ratios
+
+
+def main() -> None:
+    """Measure, print, check."""
+    options = arguments(__doc__).parse_args()
+    torch.set_num_threads(1)
+    steps, repeats = (2, 1) if options.short else (6, 3)
+    seconds = {
+        name: measure(name, side, channels, batch, steps, repeats)
+        for name, side, channels, batch in (("cnn", 28, 1, 50), ("resnet8", 32, 3, 50))
+    }
+    text, ratios = table(seconds)
+    print(text)
+    finish({"seconds": seconds, **ratios}, dict.fromkeys(ratios, TARGET), options)
+
+
+if __name__ == "__main__":
+    main()
