@@ -7,6 +7,8 @@ vectors are rearranged where they come in and go out. That order is "the device'
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -71,6 +73,16 @@ class FlatModule:
     def read(self) -> Model:
         """Copy the module's values out."""
         return Model(self.vector(self.weights), self.statistics.to("cpu", copy=True).numpy())
+
+    def network(self, model: Model) -> nn.Module:
+        """Return a second network with a model's values: evaluation mode, without gradients."""
+        module = copy.deepcopy(self.module)
+        tensors = self.layout.tensors(model)
+        with torch.no_grad():
+            for name, own in (*module.named_parameters(), *module.named_buffers()):
+                if name in tensors:
+                    own.copy_(torch.from_numpy(np.array(tensors[name])))
+        return module.requires_grad_(False).eval()
 
     def hold(self, frozen: frozenset[str] | NDArray[np.bool_]) -> Tensor | None:
         """Keep what is frozen, and what the user's model froze, from training; autograd skips what need not be computed.

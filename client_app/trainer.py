@@ -5,7 +5,6 @@ What a method may do with it is strategies.base.Trainer.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping
 
@@ -18,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from client_app.batches import Batch, Batches
 from client_app.fisher import fisher
 from client_app.flat import SGD, FlatModule
-from client_app.measures import accuracy, features
+from client_app.measures import accuracy, features, loss_gradient
 from client_app.turns import alternate
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
@@ -95,14 +94,10 @@ class LocalTrainer:
                     correction(self.weights, self.gradient)
             optimizer.step(self.gradient, self.learning_rate)
             self.steps += 1
-        trained = self.trained()
-        if isinstance(frozen, frozenset) and frozen:  # statistics of frozen layers
-            trained = self.layout.put(trained, self.layout.take(start, frozen), frozen)
-        return trained
+        still = frozen if isinstance(frozen, frozenset) else frozenset()  # statistics of frozen layers too
+        return self.layout.put(self.trained(), self.layout.take(start, still), still) if still else self.trained()
 
-    def alternate(
-        self, start: Model, sides: Mapping[str, NDArray[np.bool_]], *, epochs: int | None = None
-    ) -> Model:
+    def alternate(self, start: Model, sides: Mapping[str, NDArray[np.bool_]], *, epochs: int | None = None) -> Model:
         """Run local SGD on sides of the parameters in turn, an epoch each, and return the trained model."""
         return alternate(self, start, sides, self.config.local_epochs if epochs is None else epochs)
 
@@ -151,7 +146,7 @@ class LocalTrainer:
         for layer in self._batchnorms if alone else []:
             layer.eval()
         self._reported = None
-        value = self._mean_loss(x, y) if objective is None else objective(self.module, x, y)
+        value = cross_entropy(self.logits(self.module, x), y) if objective is None else objective(self.module, x, y)
         if not isinstance(value, Tensor) or value.ndim:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UserError(f"objective: must return a scalar tensor, the batch's mean, got {got}")
@@ -184,13 +179,7 @@ class LocalTrainer:
 
     def network(self, model: Model) -> nn.Module:
         """Return a second network with a model's values: evaluation mode, without gradients."""
-        module = copy.deepcopy(self.module)
-        tensors = self.layout.tensors(model)
-        with torch.no_grad():
-            for name, own in (*module.named_parameters(), *module.named_buffers()):
-                if name in tensors:
-                    own.copy_(torch.from_numpy(np.array(tensors[name])))
-        return module.requires_grad_(False).eval()
+        return self.flat.network(model)
 
     def classifier(self, module: nn.Module | None = None) -> nn.Linear:
         """Return a module's last Linear layer. Raises UserError if it has none."""
@@ -221,9 +210,6 @@ class LocalTrainer:
         self._reported = value.detach()
         return value
 
-    def _mean_loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(self.logits(self.module, x), y)
-
     def features(self, model: Model) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return (features float32 [n, f], labels int64 [n]) of all training data: evaluation mode, nothing augmented."""
         self.load(model)
@@ -240,11 +226,7 @@ class LocalTrainer:
         """Return the gradient of the mean cross-entropy over all training data at `model`, float32 [d]."""
         self.load(model)
         self.module.eval()
-        self.gradient.zero_()
-        n = len(self.data.train_labels)
-        for x, y in self.data.train():
-            (cross_entropy(self.logits(self.module, x), y, reduction="sum") / n).backward()  # type: ignore[no-untyped-call]
-        return self.vector(self.gradient)
+        return loss_gradient(self)
 
     def evaluate(self, model: Model) -> tuple[float, float]:
         """Return (mean cross-entropy, accuracy) on the test data; NaN where there is none."""
