@@ -13,7 +13,7 @@ from strategies import METHODS
 from tests.conftest import OWN_METHODS, PLUGINS
 from tests.e2e.conftest import Cluster, corolla, settings, summary
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 SMALL = {
