@@ -23,7 +23,8 @@ test: install
 
 # minutes of real Flower processes: every method in simulation, launched clusters
 test-long: install
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long -n auto --maxprocesses 4 --ignore tests/e2e
+	$(BIN)/python -m pytest -m long tests/e2e
 
 # deployments whose processes are killed and whose network is cut (as root; says so otherwise)
 test-faults: install
