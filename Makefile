@@ -3,23 +3,26 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install run test test-long test-faults test-docker cluster-demo soak bench bench-short check lint types docs clean
+NEXT := .venv-next
+
+.PHONY: install run test test-long test-faults test-hostile test-next test-docker cluster-demo soak bench bench-short check lint types \
+  docs clean
 
 install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version) if sys.version_info < (3, 11) else None'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	touch $@
+	@$(PYTHON) deploy/install.py $(VENV)
+	@touch $@
 
 run: install
 	$(BIN)/corolla demo
 
 # first what needs no Flower processes, on up to four cores, then what starts them, one after the other
 test: install
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --ignore tests/e2e
-	$(BIN)/python -m pytest tests/e2e
+	@echo "1/2: what needs no Flower processes"
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --ignore tests/e2e
+	@echo "2/2: what starts them"
+	@$(BIN)/python -m pytest tests/e2e
 
 # minutes of real Flower processes: every method in simulation, launched clusters
 test-long: install
@@ -29,6 +32,21 @@ test-long: install
 # deployments whose processes are killed and whose network is cut (as root; says so otherwise)
 test-faults: install
 	$(BIN)/python -m pytest -m faults -rs
+
+# the newest Flower, in an environment of its own on top of this one's other packages: unit tests there, and digests of both
+test-next: install
+	test -x $(NEXT)/bin/python || $(BIN)/python -m venv $(NEXT)
+	{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; pwd; } \
+	  > "$$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pinned.pth"
+	$(NEXT)/bin/python -m pip install --quiet --upgrade 'flwr[simulation]'
+	$(NEXT)/bin/python -m pytest tests/fl_app/test_wire.py tests/fl_app/test_wire_texts.py tests/fl_app/test_received.py \
+	  tests/server/test_exchange.py tests/server/test_roster.py tests/deploy
+	COROLLA_NEXT=$(NEXT)/bin/python $(BIN)/python -m pytest -m next -rs tests/e2e/test_next.py
+
+# every attack of tests/hostile/catalogue.py; the results are in hostile.json, `python -m tests.hostile.table` makes docs/security.md's
+# table of them
+test-hostile: install
+	$(BIN)/python -m pytest -m hostile -rs tests/hostile
 
 # clusters in containers; needs a Docker engine, says so without one
 test-docker: install
@@ -58,8 +76,10 @@ lint: install
 types: install
 	$(BIN)/mypy
 
+# what it writes into pyproject.toml is the run config's defaults, which need no new installation
 docs: install
 	$(BIN)/corolla reference
+	touch $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) *.egg-info
+	rm -rf $(VENV) $(NEXT) *.egg-info

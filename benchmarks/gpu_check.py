@@ -23,7 +23,8 @@ import torch
 
 from benchmarks.measure import arguments, interleaved, machine
 from benchmarks.training import client_data, configure, ours, plain, relative
-from client_app.trainer import LocalTrainer, resolve_device
+from client_app.loaded import resolve_device
+from client_app.trainer import LocalTrainer
 from fl_app import models, weights
 from fl_app.config import RunConfig
 from fl_app.data import ClientData

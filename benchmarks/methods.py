@@ -32,7 +32,8 @@ from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload
 from strategies import METHOD_PARAMS, METHODS, pfedfda
-from strategies.base import RoundContext, Uploads
+from strategies.base import Method, RoundContext
+from strategies.base.uploads import Intake
 
 EPOCHS = 5
 TARGET = 1.15  # measured / counted
@@ -77,6 +78,11 @@ COUNTED = {
     "fedntd": Passes(2, 1),  # one
     "pfedfda": Passes(1, 1, 2, 0, 80),  # features at two bodies, and at each about 40 solves
     "fedala": Passes(1, 1, 0.8, 0),  # features, to learn A on
+    "feddwa": Passes(2, 2),  # the guidance
+    "fedas": Passes(1, 1, 3, 2),  # prototypes; an epoch of alignment; gradients for the information
+    "fedfomo": Passes(0.8, 0.8, 0.6, 0),  # a fifth is held out, on which three models are judged
+    "ifca": Passes(1, 1, 4, 0),  # models to choose from
+    "fedem": Passes(3, 3, 3, 0),  # components
 }
 """What a method's round costs by its specification, defaults throughout; one that is not named here costs what FedAvg's does."""
 
@@ -84,6 +90,17 @@ COUNTED = {
 def counted(method: str) -> Passes:
     """Passes of one of a method's rounds."""
     return COUNTED.get(method, Passes())
+
+
+def local_round(method: Method[Any], context: RoundContext[Any], received: Model, state: State) -> Upload:
+    """A client's part of a round: everything between a download and the upload but the evaluations."""
+    update = method.local_update()
+    start = update.merge(received, state, context)
+    update.personal(start, state, context)
+    trained = update.train(start, state, context)
+    update.keep_local(trained, state, context)
+    update.personal(trained, state, context)
+    return update.upload(start, trained, state, context)
 
 
 class Client:
@@ -108,41 +125,29 @@ class Client:
         )  # fmt: skip
         return context, download.model
 
-    def round(self, context: RoundContext[Any], received: Model, state: State) -> Upload:
-        """Everything between a download and the upload but the evaluations."""
-        update = self.method.local_update()
-        start = update.merge(received, state, context)
-        update.personal(start, state, context)
-        trained = update.train(start, state, context)
-        update.keep_local(trained, state, context)
-        update.personal(trained, state, context)
-        return update.upload(start, trained, state, context)
-
     def take_part(self, round: int) -> None:
         """Take part in a round alone."""
         context, received = self.context(round)
         self.server.attempt = dataclasses.replace(self.server.attempt, round=round)
         self.server.sample([0], round)
-        upload = self.round(context, received, self.state)
-        bits = None if upload.mask is None else upload.mask[None].copy()
-        extras = {name: np.array(array)[None] for name, array in upload.extras.items()}
-        W, B = upload.model.params[None].copy(), upload.model.buffers[None].copy()
-        sizes, metrics = np.array([float(upload.num_examples)]), [upload.metrics]
+        upload = local_round(self.method, context, received, self.state)
+        intake = Intake.of([0], self.server.expected())
+        intake.accept(0, self.server.complete(0, upload), upload.metrics, upload.nbytes)
         self.server.round = round
-        self.server.personalize(round, Uploads([0], W, B, sizes, bits, extras, metrics))
+        self.server.personalize(round, intake.uploads())
 
     def third_round(self) -> Callable[[], Upload]:
         """Take part in two rounds; return the third, to be repeated."""
         for round in (1, 2):
             self.take_part(round)
         context, received = self.context(3)
-        return lambda: self.round(context, received, State(dict(self.state.arrays), self.state.version))
+        return lambda: local_round(self.method, context, received, State(dict(self.state.arrays), self.state.version))
 
 
 def forward(context: RoundContext[Any], model: Model) -> None:
-    """A forward pass over the training data per local epoch, in batches as in training."""
+    """A forward pass over the training data per local epoch, in batches and with BatchNorm's statistics as in training."""
     with torch.no_grad():
-        network = context.trainer.network(model)
+        network = context.trainer.network(model).train()
         for x, _ in context.trainer.batches():
             context.trainer.logits(network, x)
 
@@ -189,7 +194,7 @@ def main() -> None:
     """Measure, print, check."""
     options = arguments(__doc__).parse_args()
     torch.set_num_threads(1)
-    steps, repeats = (2, 1) if options.short else (6, 3)
+    steps, repeats = (2, 1) if options.short else (6, 5)
     seconds = {
         name: measure(name, side, channels, batch, steps, repeats)
         for name, side, channels, batch in (("cnn", 28, 1, 50), ("resnet8", 32, 3, 50))

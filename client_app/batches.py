@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from client_app.augment import AUGMENTATIONS
-from fl_app import rng
+from fl_app import rng, tasks
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 
@@ -25,8 +25,8 @@ _EVALUATION_BATCH = 512
 class Batch(NamedTuple):
     """One batch of training, on the device.
 
-    first: whether it opens an epoch. x: float32 [m, C, S, S], normalised and augmented. y: int64 [m]. indices: int64 [m] of
-    the samples in the client's training data.
+    first: whether it opens an epoch. x: float32 [m, ...], normalised and augmented. y: int64 [m] or float32 [m, k].
+    indices: int64 [m] of the samples in the client's training data.
     """
 
     first: bool
@@ -47,25 +47,43 @@ class Batches:
         avoid_single: bool = False, memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:  # fmt: skip
         self.config, self.device, self.round, self.client_id = config, device, round, client_id
+        self.task = tasks.of(config)
         self._avoid_single, self._format = avoid_single, memory_format
         self._x_train, self.train_labels = self._resident(data.x_train), self._resident(data.y_train)
         self._x_test, self.test_labels = self._resident(data.x_test), self._resident(data.y_test)
         shifts = {"mean-std": (data.info.mean, data.info.std), "symmetric": ((0.5,), (0.5,))}
         shift = shifts.get(config.normalize)  # mean and std, per channel or for all
-        self._shift = shift and [torch.tensor(values, device=device).view(1, -1, 1, 1) for values in shift]
+        samples = self._x_train.ndim
+        axes = (1, -1, 1, 1) if samples == 4 else (*[1] * (samples - 1), -1)  # a channel's, or a feature's, the last axis
+        self._shift = shift and [torch.tensor(values, device=device).view(axes) for values in shift]
+        if samples != 4:
+            self._format = torch.contiguous_format
+
+        self._used: Tensor | None = None  # training samples that batches are made of, on the CPU; None: all
 
     def _resident(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array)).to(self.device)
+
+    def leave_out(self, samples: np.ndarray) -> None:
+        """Make no batches of some training samples any more: int64 [m], fewer than there are."""
+        used = np.setdiff1d(np.arange(len(self.train_labels)), samples)
+        self._used = torch.from_numpy(used) if len(used) < len(self.train_labels) else None
+
+    @property
+    def num_used(self) -> int:
+        """Training samples that batches are made of."""
+        return len(self.train_labels) if self._used is None else len(self._used)
 
     def epochs(self, epochs: int, purpose: str) -> Iterator[Batch]:
         """Yield the batches of shuffled epochs. purpose: names the random stream."""
         seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)  # for a user's model with dropout
-        n, augment = len(self.train_labels), AUGMENTATIONS[self.config.augment]
+        n, augment = self.num_used, AUGMENTATIONS[self.config.augment]
         bounds = self._bounds()
         for _ in range(epochs):
-            plan = torch.randperm(n, generator=generator)[: bounds[-1][1], None]
+            order = torch.randperm(n, generator=generator)
+            plan = (order if self._used is None else self._used[order])[: bounds[-1][1], None]
             if augment is not None:
                 side = self._x_train.shape[-1]
                 draws = [augment.draws(stop - start, side, generator) for start, stop in bounds]
@@ -89,7 +107,7 @@ class Batches:
 
     def _bounds(self) -> list[tuple[int, int]]:
         """First and last + 1 position of every batch of an epoch; samples beyond the last one's are not used in it."""
-        n, size = len(self.train_labels), self.config.batch_size
+        n, size = self.num_used, self.config.batch_size
         bounds = [*range(0, n, size), n]
         if self.config.drop_last and len(bounds) > 2 and n - bounds[-2] < size:
             del bounds[-1]
@@ -101,9 +119,11 @@ class Batches:
         """Return (inputs float32 [m, C, S, S], labels int64 [m]) of chosen training samples, nothing augmented."""
         return self.inputs(self._x_train[indices]), self.train_labels[indices]
 
-    def train(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over the training data in order, nothing augmented."""
-        return self._in_order(self._x_train, self.train_labels)
+    def train(self, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over training samples, default all, in order, nothing augmented."""
+        if chosen is None:
+            return self._in_order(self._x_train, self.train_labels)
+        return (self.chosen(part) for part in torch.split(chosen, _EVALUATION_BATCH))
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over the test data in order."""
@@ -115,8 +135,8 @@ class Batches:
             yield self.inputs(images[chosen]), labels[chosen]
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Normalise images uint8 [m, C, S, S] as `normalize` says: float32 of the same shape."""
-        x = images.float().div_(255)
+        """Make of samples what the model is given, as the task and `normalize` say."""
+        x = self.task.inputs(images)
         if self._shift is not None:
             x = x.sub_(self._shift[0]).div_(self._shift[1])
         return x.contiguous(memory_format=self._format)

@@ -17,7 +17,7 @@ from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
 from client_app.state import State, StateStore, state_root
-from fl_app import wire
+from fl_app import parts, tasks, wire
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, open_client
 from fl_app.errors import UserError
@@ -27,6 +27,9 @@ from fl_app.wire import Download, Upload
 from strategies.base import Method, RoundContext
 
 log = logging.getLogger("corolla")
+
+HOPELESS = 1e4  # a loss from which no training comes back, and to which none on a client's own data leads
+_looked_at: set[tuple[str, str, str]] = set()  # data whose files this process has compared with what they were
 
 
 class CorollaClient(NumPyClient):
@@ -38,11 +41,17 @@ class CorollaClient(NumPyClient):
         self._fallback: dict[str, Scalar] = {}  # for the metrics, if the state the server named is damaged
 
     def get_properties(self, config: Config) -> Config:
-        """Say who this is and what data it has, or why it cannot take part. Does not import torch on a CPU."""
+        """Say who this is and what data it has, or why it cannot take part. Does not import torch on a CPU.
+
+        This is asked once, when a run starts; the first in a process looks whether files of the data have been overwritten.
+        """
         try:
+            source = (self.config.dataset, self.config.data_dir, self.data_path)
+            self.data = open_client(self.config, self.client_id, data_path=self.data_path, look=source not in _looked_at)
+            _looked_at.add(source)
             info = self.data.info
             if self.config.device.startswith("cuda"):
-                from client_app.trainer import resolve_device
+                from client_app.loaded import resolve_device
 
                 resolve_device(self.config.device)
         except Exception as error:
@@ -57,17 +66,20 @@ class CorollaClient(NumPyClient):
             "train-samples": len(self.data.y_train),
             "test-samples": len(self.data.y_test),
         }
-        if self.config.report_class_counts:
+        if info.shape:  # not square images
+            properties["input-shape"] = ",".join(map(str, info.shape))
+        if self.config.report_class_counts or self.config.dataset.startswith(("npz:", "table:", "hf:")):
+            properties["class-names"] = json.dumps(info.classes)  # to read the outputs by; of labels that were strings, the mapping
+        if self.config.report_class_counts and tasks.of(self.config).has_classes:
             counts = np.bincount(self.data.y_train, minlength=info.num_classes)
             properties["class-counts"] = ",".join(str(n) for n in counts)
-            properties["class-names"] = json.dumps(info.classes)
         return properties
 
     def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
-        """Train one round ("train") or hand out the personal model ("collect")."""
+        """Train one round ("train"), hand out the personal model ("collect") or remove what is kept of a run ("forget")."""
         try:
             download = wire.decode_download(parameters, config)
-            upload = self._collect(download) if download.task == "collect" else self._train(download)
+            upload = {"collect": self._collect, "forget": self._forget}.get(download.task, self._train)(download)
             arrays, num_examples, metrics = wire.encode_upload(upload)
             return arrays, num_examples, dict(metrics)
         except Exception as error:
@@ -82,15 +94,16 @@ class CorollaClient(NumPyClient):
             update = self.method.local_update()
             start = update.merge(download.model, state, ctx)
             model = update.personal(start, state, ctx)
-            loss, accuracy = trainer.evaluate(model)
+            names = [metric.name for metric in tasks.measured(self.config)]
+            loss, found = trainer.measure(model, names)
             metrics: dict[str, Scalar] = {
-                "accuracy": accuracy,
+                **found,
                 "sha256": hashlib.sha256(update.export(model, state, ctx).params.tobytes()).hexdigest(),
                 **self._fallback,
             }
             if self.config.finetune_epochs:
                 tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
-                metrics["accuracy-finetuned"] = trainer.evaluate(tuned)[1]
+                metrics |= {f"{name}-finetuned": value for name, value in trainer.measure(tuned, names)[1].items()}
             return loss, len(self.data.y_test), dict(metrics)
         except Exception as error:
             log.exception("client %d failed", self.client_id)
@@ -108,22 +121,32 @@ class CorollaClient(NumPyClient):
         model = update.export(update.personal(start, state, ctx), state, ctx)
         return Upload(model, metrics=self._fallback, num_examples=ctx.num_samples)
 
+    def _forget(self, download: Download) -> Upload:
+        StateStore(state_root(self.config.state_dir), download.experiment, self.client_id).forget()
+        return Upload(download.model)
+
     def _train(self, download: Download) -> Upload:
         ctx, state, trainer = self._timed("prepare", lambda: self._context(download))
         update = self.method.local_update()
         start = self._timed("merge", lambda: update.merge(download.model, state, ctx))
         personal = self._timed("evaluate", lambda: update.personal(start, state, ctx))
         loss_before, before = self._timed("evaluate", lambda: trainer.evaluate(personal))
-        trained = self._timed("train", lambda: update.train(start, state, ctx))
+        try:
+            trained = self._timed("train", lambda: update.train(start, state, ctx))
+        except UserError as error:
+            if not len(self.data.y_test) or loss_before < HOPELESS:
+                raise
+            raise UserError(f"{error}; the model it was sent had a loss of {loss_before:.3g} already") from None
         train_loss = trainer.last_loss
         update.keep_local(trained, state, ctx)
         used = self._timed("evaluate", lambda: update.personal(trained, state, ctx))
         loss_after, after = self._timed("evaluate", lambda: trainer.evaluate(used))
         upload = self._timed("score", lambda: update.upload(start, trained, state, ctx))
         version = self._timed("state", lambda: self._save(state, download))
+        headline = trainer.task.headline.name
         metrics: dict[str, Scalar] = {
-            "accuracy-before": before,
-            "accuracy-after": after,
+            f"{headline}-before": before,
+            f"{headline}-after": after,
             "loss": train_loss,
             "loss-before": loss_before,
             "loss-after": loss_after,
@@ -142,12 +165,13 @@ class CorollaClient(NumPyClient):
         from fl_app import weights
 
         info = self.data.info
-        module = self.method.network(
-            self.config, in_channels=info.in_channels, num_classes=info.num_classes, image_size=info.image_size
-        )
+        partial = self.config.train or self.config.share  # what does not travel comes from the file here too
+        weights_file = self.config.initial_weights if partial else ""
+        module = self.method.network(self.config, **info.model_arguments, initial_weights=weights_file)
         layout = Layout.of(module)
         initial = weights.read(module)
-        shared = self.method.shared(layout, self.config.params)
+        shared = self.method.travelling(self.config, layout)
+        self._check_frozen(download, layout.constants)
         received = layout.subset(shared)
         if (download.model.params.size, download.model.buffers.size) != (received.d, received.b):
             raise UserError(
@@ -165,9 +189,19 @@ class CorollaClient(NumPyClient):
         )
         return context, state, trainer
 
+    def _check_frozen(self, download: Download, own: str) -> None:
+        """Raise UserError unless what does not train is here what it is on the server."""
+        theirs = str(download.method.get(parts.HASH, ""))
+        if own != theirs:
+            raise UserError(
+                f"train: the tensors of model {self.config.model} that do not train are not the server's (sha256 "
+                f"{own[:12] or 'of none'}, the server's {theirs[:12] or 'of none'}); every node needs the same file"
+            )
+
     def _save(self, state: State, download: Download) -> str:
+        read_from = state.version  # a repetition of this round would start from it again
         version = self._store.save(state, download.round, download.attempt)
-        self._store.delete_before(download.keep_from)
+        self._store.delete_before(read_from, download.keep)
         return version
 
     def _timed(self, phase: str, work: Callable[[], Any]) -> Any:

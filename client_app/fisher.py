@@ -14,22 +14,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.functional import batch_norm, cross_entropy, group_norm, unfold
+from torch.nn.functional import batch_norm, group_norm, unfold
 
 from fl_app import rng
 from fl_app.layout import Vector
+from fl_app.tasks import Classification, Task
 
 if TYPE_CHECKING:
-    from client_app.trainer import LocalTrainer
+    from client_app.loaded import LoadedModel
 
 _GRADIENT_BYTES = 2**28  # of the per-sample gradients that are held at a time
 _CHUNK = 64  # samples at a time, at most
 
+_CROSS_ENTROPY = Classification()
+
 Squares = Callable[[Any, Tensor, Tensor], list[Tensor]]
 
 
-def fisher(trainer: LocalTrainer, samples: int = 0) -> Vector:
-    """Mean over training samples of (d log p(y|x) / d w)^2 at the loaded model in evaluation mode, float32 [d].
+def fisher(trainer: LoadedModel, samples: int = 0) -> Vector:
+    """Mean over training samples of (d loss(x, y) / d w)^2 at the loaded model in evaluation mode, float32 [d].
 
     samples: how many, drawn without replacement from the stream "fisher"; 0: all.
     """
@@ -45,7 +48,7 @@ def fisher(trainer: LocalTrainer, samples: int = 0) -> Vector:
     step = max(1, min(_CHUNK, _GRADIENT_BYTES // max(4 * largest, 1)))
     for start in range(0, len(chosen), step):
         x, y = trainer.samples(chosen[start : start + step])
-        squares = by_layer(module, kinds, x, y) or one_by_one(module, x, y)
+        squares = by_layer(module, kinds, x, y, trainer.task) or one_by_one(module, x, y, trainer.task)
         for total, part in zip(sums, squares, strict=True):
             total += part
     vector = torch.cat([total.reshape(-1) for total in sums]) / max(len(chosen), 1)
@@ -53,24 +56,26 @@ def fisher(trainer: LocalTrainer, samples: int = 0) -> Vector:
     return mean
 
 
-def one_by_one(module: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+def one_by_one(module: nn.Module, x: Tensor, y: Tensor, task: Task = _CROSS_ENTROPY) -> list[Tensor]:
     """Return the sum of the samples' squared gradients, by parameter, of any module that torch.func can differentiate."""
     parameters = {name: p.detach() for name, p in module.named_parameters()}
 
     def sample_loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(functional_call(module, values, (x[None],)).float(), y[None])
+        return task.loss(functional_call(module, values, (x[None],)).float(), y[None])
 
     found = vmap(grad(sample_loss), in_dims=(None, 0, 0))(parameters, x.detach(), y)
     return [found[name].square().sum(0) for name in parameters]
 
 
-def by_layer(module: nn.Module, kinds: dict[nn.Module, Squares], x: Tensor, y: Tensor) -> list[Tensor]:
+def by_layer(
+    module: nn.Module, kinds: dict[nn.Module, Squares], x: Tensor, y: Tensor, task: Task = _CROSS_ENTROPY
+) -> list[Tensor]:
     """Return the same from the layers' inputs and outputs; nothing if they, or how they are used, are not of the known kinds."""
     passes = watched(module, kinds, x) if kinds else None
     if passes is None:
         return []
     logits, seen = passes
-    slopes = torch.autograd.grad(cross_entropy(logits.float(), y, reduction="sum"), [output for _, output in seen.values()])
+    slopes = torch.autograd.grad(task.total(logits.float(), y), [output for _, output in seen.values()])
     slope_of = dict(zip(seen, slopes, strict=True))
     found: list[Tensor] = []
     with torch.no_grad():

@@ -8,6 +8,7 @@ vectors are rearranged where they come in and go out. That order is "the device'
 from __future__ import annotations
 
 import copy
+import math
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fl_app.layout import Layout, Model, Slot, Vector
+
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 
 
 class FlatModule:
@@ -99,18 +102,37 @@ class FlatModule:
         return self.tensor(still) if still.any() else None
 
 
+@torch.no_grad()
+def prepared(gradient: Tensor, still: Tensor | None, clip_norm: float) -> None:
+    """Zero what must not move, and scale the rest down to a norm as torch.nn.utils.clip_grad_norm_ does (0: leave it)."""
+    if still is not None:
+        gradient.masked_fill_(still, 0)
+    if clip_norm:
+        gradient.mul_((clip_norm / (gradient.norm() + 1e-6)).clamp(max=1.0))
+
+
 class SGD:
     """torch.optim.SGD's step on a flat vector: weight decay, then momentum. still: bool [d], what must not move."""
 
-    def __init__(self, vector: Tensor, *, momentum: float, weight_decay: float, still: Tensor | None = None) -> None:
-        self._vector, self._momentum, self._weight_decay, self._still = vector, momentum, weight_decay, still
-        self._velocity = torch.zeros_like(vector) if momentum else None
+    def __init__(
+        self, vector: Tensor, *, momentum: float, weight_decay: float, still: Tensor | None = None, clip_norm: float = 0
+    ) -> None:
+        moving = range(len(vector))
+        if still is not None:  # of a large part that stands still nothing need be computed
+            free = (~still).nonzero()
+            moving = range(int(free[0]), int(free[-1]) + 1) if len(free) else range(0)
+            still = still[moving.start : moving.stop]
+            still = still if bool(still.any()) else None
+        self._momentum, self._weight_decay, self._still, self._clip_norm = momentum, weight_decay, still, clip_norm
+        self._part = slice(moving.start, moving.stop)
+        self._vector = vector[self._part]
+        self._velocity = torch.zeros_like(self._vector) if momentum else None
 
     @torch.no_grad()
     def step(self, gradient: Tensor, learning_rate: float) -> None:
         """Move the vector; `gradient` may be overwritten."""
-        if self._still is not None:
-            gradient.masked_fill_(self._still, 0)
+        gradient = gradient[self._part]
+        prepared(gradient, self._still, self._clip_norm)
         update = gradient
         if self._weight_decay:
             update = update.add(self._vector, alpha=self._weight_decay)
@@ -119,3 +141,25 @@ class SGD:
         if self._velocity is not None:
             update = self._velocity.mul_(self._momentum).add_(update)
         self._vector.add_(update, alpha=-learning_rate)
+
+
+class AdamW:
+    """torch.optim.AdamW's step on a flat vector, with its default betas and epsilon. still: bool [d], what must not move."""
+
+    def __init__(self, vector: Tensor, *, weight_decay: float, still: Tensor | None = None, clip_norm: float = 0) -> None:
+        self._vector, self._weight_decay, self._still, self._clip_norm = vector, weight_decay, still, clip_norm
+        self._first, self._second = torch.zeros_like(vector), torch.zeros_like(vector)
+        self._steps = 0
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor, learning_rate: float) -> None:
+        """Move the vector; `gradient` may be overwritten."""
+        prepared(gradient, self._still, self._clip_norm)
+        self._steps += 1
+        if self._weight_decay:
+            shrunk = self._vector * (1 - learning_rate * self._weight_decay)
+            self._vector.copy_(shrunk if self._still is None else torch.where(self._still, self._vector, shrunk))
+        self._first.lerp_(gradient, 1 - BETA1)
+        self._second.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
+        size = self._second.sqrt().div_(math.sqrt(1 - BETA2**self._steps)).add_(EPSILON)
+        self._vector.addcdiv_(self._first, size, value=-learning_rate / (1 - BETA1**self._steps))

@@ -2,7 +2,8 @@
 
 A generation is one file, `<state dir>/<experiment>/client-<id>/<round>-<attempt>.state`: a sha256 and then safetensors bytes,
 published whole and durable. A client loads exactly the generation the server names, never the latest: after a server crash or
-a repeated round the client may be ahead of the server.
+a repeated round the client may be ahead of the server. What is older than that and named by no checkpoint is deleted at once, all
+of it when the run is finished.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import MutableMapping
+from collections.abc import Collection, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
+from fl_app.wire import state_version
 
 log = logging.getLogger("corolla")
 
@@ -96,7 +98,7 @@ class StateStore:
             return ""
         from safetensors.numpy import save
 
-        version = f"{round:06d}-{attempt:06d}"
+        version = state_version(round, attempt)
         payload = save({name: np.asarray(array, order="C") for name, array in state.arrays.items()})
         path = self._path(version)
 
@@ -112,12 +114,21 @@ class StateStore:
             raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
         return version
 
-    def delete_before(self, version: str) -> None:
-        """Delete the generations older than `version`, and what interrupted writes of such left; "" deletes none."""
+    def delete_before(self, version: str, keep: Collection[str] = ()) -> None:
+        """Delete the generations older than `version`, and what interrupted writes of such left; "" deletes none.
+
+        keep: generations that stay.
+        """
         if version and self.directory.is_dir():
             for path in [*self.directory.glob(f"*{_SUFFIX}"), *self.directory.glob(".*.tmp")]:
-                if path.name.lstrip(".") < version:
+                if path.name.lstrip(".") < version and path.stem not in keep:
                     path.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """Delete all generations of this client, and the experiment's directory if no other client has any in it."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.directory.parent.rmdir()
 
     def _path(self, version: str) -> Path:
         return self.directory / f"{version}{_SUFFIX}"

@@ -21,7 +21,7 @@ def alternate(trainer: LocalTrainer, start: Model, sides: Mapping[str, NDArray[n
     a side's own, over all its epochs.
     """
     trainer.load(start)
-    trainer.module.train()
+    trainer.train_mode()
     trainer.steps = trainer.epoch = 0
     parameters = list(trainer.module.parameters())
     optimizers, differentiated = {}, {}

@@ -2,7 +2,8 @@
 
 All in one directory (mode 0700): `ca.crt`, `server.crt` and `supernode-K.pub` are public, `ca.key`, `server.key` and
 `supernode-K.key` private (0600). Nodes get `ca.crt` and their own key, nothing else; `ca.key` is needed only to make another
-server certificate and is best kept off the cluster. Nothing that exists is overwritten unless forced.
+server certificate and is best kept off the cluster. Git is told to leave all of it alone. Nothing that exists is overwritten
+unless forced.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -17,11 +19,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from deploy.inventory import LOCAL, Inventory
+from deploy import lifetimes
+from deploy.inventory import LOCAL, Inventory, SuperNode
 from fl_app.errors import UserError
 from fl_app.files import publish
 
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
+IGNORE = ".gitignore"
 _CA_DAYS, _SERVER_DAYS = 3650, 825
 _ALWAYS = ("localhost", "127.0.0.1", "::1")  # the control API, which only listens on loopback
 
@@ -49,10 +53,7 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
         _write(directory / CA_KEY, _pem(ca_key), 0o600, written)
         _write(directory / CA, ca.public_bytes(serialization.Encoding.PEM), 0o644, written)
     if new_ca or not (directory / SERVER).exists():
-        ca_key, ca = _load_authority(directory)
-        key, certificate = _server(server_names(inventory), ca_key, ca)
-        _write(directory / SERVER_KEY, _pem(key), 0o600, written)
-        _write(directory / SERVER, certificate.public_bytes(serialization.Encoding.PEM), 0o644, written)
+        _write_server(inventory, *_load_authority(directory), written)
     for node in inventory.supernodes:
         private, public = directory / f"{node.name}.key", directory / f"{node.name}.pub"
         if force or not private.exists():
@@ -63,11 +64,41 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
     return written
 
 
-def check(inventory: Inventory) -> None:
-    """Raise UserError naming what is missing, open to others, expired or does not fit, and the command that mends it."""
+def renew(inventory: Inventory) -> list[Path]:
+    """Make another server key and certificate by the same CA, for the names the inventory has now, and what else is missing.
+
+    The nodes need nothing new, unless the CA's own certificate is about to end: then it is made anew with the CA's key, and every
+    node needs the new ca.crt. Returns the files written. Raises UserError.
+    """
+    directory = Path(inventory.keys)
+    if not (directory / CA).exists():
+        raise UserError(f"keys: {directory} has no {CA}; `corolla cluster keys CLUSTER.yaml` makes everything")
+    _private_directory(directory)
+    written: list[Path] = []
+    ca_key, ca = _load_authority(directory)
+    if lifetimes.days_left(ca) < lifetimes.WARNING_DAYS:
+        _, ca = _authority(inventory.name, ca_key)
+        _write(directory / CA, ca.public_bytes(serialization.Encoding.PEM), 0o644, written)
+    _write_server(inventory, ca_key, ca, written)
+    return written + make(inventory)
+
+
+def _write_server(
+    inventory: Inventory, ca_key: ec.EllipticCurvePrivateKey, ca: x509.Certificate, written: list[Path]
+) -> None:
+    key, certificate = _server(server_names(inventory), ca_key, ca)
+    _write(Path(inventory.keys) / SERVER_KEY, _pem(key), 0o600, written)
+    _write(Path(inventory.keys) / SERVER, certificate.public_bytes(serialization.Encoding.PEM), 0o644, written)
+
+
+def check(inventory: Inventory, nodes: Sequence[SuperNode] | None = None) -> None:
+    """Raise UserError naming what is missing, open to others, expired or does not fit, and the command that mends it.
+
+    nodes: whose keys are needed; None: all.
+    """
     directory = Path(inventory.keys)
     names = [CA, SERVER, SERVER_KEY]
-    names += [f"{node.name}.{end}" for node in inventory.supernodes for end in ("key", "pub")]
+    names += [f"{node.name}.{end}" for node in (inventory.supernodes if nodes is None else nodes) for end in ("key", "pub")]
     if missing := [name for name in names if not (directory / name).is_file()]:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise UserError(
@@ -75,18 +106,26 @@ def check(inventory: Inventory) -> None:
             "(TLS and authentication are off with --insecure)"
         )
     _refuse_open([path for name in (CA_KEY, SERVER_KEY, *names) if (path := directory / name).suffix == ".key"])
-    again = "make it anew: remove server.crt and server.key and run `corolla cluster keys CLUSTER.yaml`"
-    certificate = x509.load_pem_x509_certificate((directory / SERVER).read_bytes())
-    if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
-        raise UserError(f"keys: {directory / SERVER} expired on {certificate.not_valid_after_utc:%Y-%m-%d}; {again}")
+    again = "`corolla cluster keys --renew CLUSTER.yaml` makes another one"
+    ca, certificate = (lifetimes.read(directory / name) for name in (CA, SERVER))
+    for name, each in ((CA, ca), (SERVER, certificate)):
+        if lifetimes.days_left(each) < 0:
+            raise UserError(f"keys: {directory / name} expired on {each.not_valid_after_utc:%Y-%m-%d}; {again}")
     held = subject_names(certificate)
     if lacking := [name for name in server_names(inventory) if name not in held]:
         what = f"not for {', '.join(lacking)} but for {', '.join(sorted(held))}"
         raise UserError(f"keys: {directory / SERVER} is {what}; {again}")
     try:
-        certificate.verify_directly_issued_by(x509.load_pem_x509_certificate((directory / CA).read_bytes()))
+        certificate.verify_directly_issued_by(ca)
     except Exception:  # InvalidSignature, ValueError, TypeError: all say the same to a user
         raise UserError(f"keys: {directory / SERVER} was not signed by {directory / CA}; {again}") from None
+
+
+def warnings(inventory: Inventory) -> list[str]:
+    """Return, in words, which of the certificates that are there have expired or are about to."""
+    again = "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
+    paths = [path for name in (CA, SERVER) if (path := Path(inventory.keys) / name).is_file()]
+    return [f"warning: keys: {path} {words}; {again}" for path in paths if (words := lifetimes.words(lifetimes.read(path)))]
 
 
 def subject_names(certificate: x509.Certificate) -> set[str]:
@@ -100,6 +139,8 @@ def _private_directory(directory: Path) -> None:
     mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & 0o077:
         raise UserError(f"keys: {directory} must be closed to others (mode 700), it is {mode:o}; `chmod 700 {directory}`")
+    if not (directory / IGNORE).exists():  # `git add .` must not take a key
+        publish(directory / IGNORE, lambda temporary: temporary.write_text("*\n"))
 
 
 def _refuse_open(keys: list[Path]) -> None:
@@ -116,8 +157,10 @@ def _write(path: Path, content: bytes, mode: int, written: list[Path]) -> None:
     written.append(path)
 
 
-def _authority(name: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    key = ec.generate_private_key(ec.SECP384R1())
+def _authority(
+    name: str, key: ec.EllipticCurvePrivateKey | None = None
+) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
+    key = key or ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"Corolla cluster {name}"[:64])])
     builder = _builder(subject, subject, key.public_key(), _CA_DAYS)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -131,7 +174,7 @@ def _server(
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
-    builder = _builder(subject, ca.subject, key.public_key(), _SERVER_DAYS)
+    builder = _builder(subject, ca.subject, key.public_key(), min(_SERVER_DAYS, int(lifetimes.days_left(ca))))
     builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(n) for n in names]), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(_usage(sign_certificates=False), critical=True)
@@ -172,7 +215,7 @@ def _load_authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.C
     except OSError as error:
         raise UserError(f"keys: {directory / CA_KEY}: {error.strerror}; it is needed to make a server certificate") from None
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return key, x509.load_pem_x509_certificate((directory / CA).read_bytes())
+    return key, lifetimes.read(directory / CA)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

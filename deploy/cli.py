@@ -33,8 +33,10 @@ def up(
     if not found.secure and not inventories.is_loopback(found.superlink.fleet_address):
         _say("note: insecure: anyone on the network can read the models and join as a SuperNode")
     running = cluster.up(found, _say, timeout)
-    nodes = len(running.inventory.supernodes)
-    _say(f"{nodes} SuperNodes connected. Now: corolla run --superlink {found.name} --clients {nodes} --set method=fedcac")
+    nodes, clients = len(running.inventory.supernodes), running.inventory.num_clients
+    if joined := running.inventory.joined:
+        _say(f"clients {', '.join(map(str, joined))} join by themselves: corolla cluster admit {inventory} CLIENT FILE.pub")
+    _say(f"{nodes} SuperNodes connected. Now: corolla run --superlink {found.name} --clients {clients} --set method=fedcac")
 
 
 @app.command()
@@ -43,11 +45,11 @@ def status(inventory: Running) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from deploy import cluster
+    from deploy import certificates, cluster, registered
 
     running = _running(inventory)
     found, failures = running.status()
-    online = cluster.seen_by_superlink(running)
+    online = registered.seen_by_superlink(running)
     nodes = {node.name: node for node in running.inventory.supernodes}
     table = Table("node", "client", "host", "GPU", "pid", "state", "health", "SuperLink says")
     good = not failures
@@ -62,9 +64,12 @@ def status(inventory: Running) -> None:
             good = good and cluster.is_ready(name, state) and (not node or said == "online")
             lives, healthy = ("alive" if state["alive"] else "ended"), ("serving" if state["healthy"] else "no answer")
             table.add_row(name, client, host, gpu, str(state["pid"] or ""), lives, healthy if state["alive"] else "", said)
+    for client_id, said in registered.joined(running).items():
+        admitted = "admitted" if said else "not admitted yet"
+        table.add_row(f"supernode-{client_id}", str(client_id), "joins", "", "", admitted, "", said)
     Console(width=None if Console().is_terminal else 140).print(table)
-    for error in failures.values():
-        typer.echo(str(error), err=True)
+    for words in [*map(str, failures.values()), *(certificates.warnings(running.inventory) if running.inventory.secure else [])]:
+        typer.echo(words, err=True)
     if not good:
         raise typer.Exit(1)
 
@@ -91,8 +96,23 @@ def restart(
     """Start one SuperNode again, after its machine came back; a run that waits goes on with it."""
     from deploy import cluster
 
-    cluster.restart(_running(inventory), node, timeout)
+    cluster.restart(_running(inventory), node, _say, timeout)
     _say(f"{node} is connected")
+
+
+@app.command()
+def revoke(
+    inventory: Running,
+    client: Annotated[int, typer.Argument(metavar="CLIENT", help="Client id: the K of supernode-K.")],
+) -> None:
+    """Take one SuperNode's key back: it is locked out at once and for good, and the others go on."""
+    from deploy import revoke as revoking
+
+    problems = revoking.revoke(_running(inventory), client)
+    _say(f"client {client}: the SuperLink takes its key no more; `corolla cluster keys` would make it another one")
+    if problems:
+        typer.echo("\n".join(problems), err=True)
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -116,17 +136,42 @@ def down(
 def keys(
     inventory: InventoryFile,
     force: Annotated[bool, typer.Option("--force", help="Make everything anew; nodes with old keys are locked out.")] = False,
+    renew: Annotated[bool, typer.Option("--renew", help="Make another server certificate; the nodes' keys stay.")] = False,
 ) -> None:
     """Make the CA, the server certificate and a key pair for every SuperNode; what exists is kept."""
     from deploy import certificates
     from deploy import inventory as inventories
 
     found = inventories.read(inventory)
-    written = certificates.make(found, force)
+    if force and renew:
+        raise UserError("--force and --renew exclude each other: --force makes everything anew, --renew the certificates")
+    written = certificates.renew(found) if renew else certificates.make(found, force)
     _say(f"{found.keys}: {len(written)} files written" + (": " + ", ".join(p.name for p in written) if written else ""))
     _say(f"the server certificate is for {', '.join(certificates.server_names(found))}")
+    if renew:
+        also = " (the CA's certificate is new, too: a node that has its own copy of ca.crt needs it)"
+        renewed_ca = any(path.name == certificates.CA for path in written)
+        _say(f"a running cluster takes them at its next `down` and `up`{also if renewed_ca else ''}")
     if not found.secure:
         _say("note: this cluster is on loopback or insecure and will not use them unless it says `tls: true`")
+
+
+@app.command()
+def admit(
+    inventory: InventoryFile,
+    client: Annotated[int, typer.Argument(metavar="CLIENT", help="Which client the site will be: an entry {host: joins}.")],
+    public: Annotated[Path, typer.Argument(metavar="FILE.pub", help="The site's public key, from `corolla node join`.")],
+) -> None:
+    """Register the public key of a site that joins by itself, and write the invitation to send back."""
+    from deploy import cluster, joining, registered
+    from deploy import inventory as inventories
+
+    found = inventories.read(inventory)
+    invitation = joining.admit(found, client, public)
+    if cluster.record_path(found.name).exists():
+        registered.register_key(cluster.load(found.name), f"supernode-{client}")
+        _say(f"client {client} is registered with the running cluster {found.name}")
+    _say(f"send {invitation} to the site: corolla node start NAME --invitation {invitation.name}")
 
 
 def _running(inventory: str) -> Cluster:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -16,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import certificates, commands, connection, hosts
+from deploy import certificates, clocks, commands, connection, hosts, registered, versions
 from deploy.commands import SUPERLINK, TUNNEL, Place, Process
 from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode
 from deploy.node import Json
 from deploy.processes import cluster_directory
 from fl_app.errors import UserError
-from fl_app.processes import flower_environment, script
 
 Say = Callable[[str], None]
 _LOG_LINES = 15
@@ -102,7 +99,8 @@ def load(name: str) -> Cluster:
     inventory = raw["inventory"]
     superlink = SuperLink(**{**inventory["superlink"], "names": tuple(inventory["superlink"]["names"])})
     nodes = tuple(SuperNode(**node) for node in inventory["supernodes"])
-    raw["inventory"] = Inventory(**{**inventory, "superlink": superlink, "supernodes": nodes})
+    joined = tuple(inventory.get("joined", ()))  # older records have none
+    raw["inventory"] = Inventory(**{**inventory, "superlink": superlink, "supernodes": nodes, "joined": joined})
     return Cluster(**raw)
 
 
@@ -130,6 +128,8 @@ def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
     """
     if inventory.secure:
         certificates.check(inventory)
+        for warning in certificates.warnings(inventory):
+            say(warning)
     cluster = Cluster(inventory, secrets.token_hex(16), str(connection.config_path()), time.strftime("%Y-%m-%d %H:%M:%S"))
     if not record_path(inventory.name).exists():
         connection.check(Path(cluster.config), inventory.name, cluster.connection)
@@ -141,8 +141,7 @@ def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
         connection.add(Path(cluster.config), inventory.name, cluster.connection)
         say(f"SuperLink on {inventory.superlink.host}: serving, connection {inventory.name} is in {cluster.config}")
         if inventory.secure:
-            register(cluster)
-            say(f"{len(inventory.supernodes)} SuperNode keys registered")
+            say(f"{len(registered.register(cluster))} SuperNode keys registered")
         _start_supernodes(cluster, places, seconds)
     except BaseException as error:
         problems = down(cluster, set(places))  # nothing was started on hosts that were not prepared
@@ -168,7 +167,8 @@ def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
     places |= {host: _place(reply) for host, reply in replies.items()}
     if failures:
         raise UserError("\n".join(str(error) for error in failures.values()))
-    _compare_versions(replies, say)
+    versions.compare({host: reply["versions"] for host, reply in replies.items()}, say)
+    _compare_clocks(cluster, (node.host for node in cluster.inventory.supernodes), say)
 
 
 def _prepare_host(cluster: Cluster, host: str, free: list[tuple[str, int]]) -> Json:
@@ -194,16 +194,18 @@ def _key_files(inventory: Inventory, host: str) -> dict[str, str]:
     return {name: (Path(inventory.keys) / name).read_text() for name in names}
 
 
-def _compare_versions(replies: dict[str, Json], say: Say) -> None:
-    reference_host, reference = next((host, reply["versions"]) for host, reply in replies.items())
-    for host, reply in replies.items():
-        for package, version in reply["versions"].items():
-            if version == reference[package]:
-                continue
-            what = f"{package} is {version} on {host} and {reference[package]} on {reference_host}"
-            if package != "torch":
-                raise UserError(f"{what}; install the same version on all hosts")
-            say(f"note: {what}; bits may differ from one client to the next")
+def _compare_clocks(cluster: Cluster, others: Iterable[str], say: Say) -> None:
+    """Compare hosts' clocks with the SuperLink's. Raises UserError if SuperNodes would be refused for it."""
+
+    def ahead(host: str) -> float:
+        reading: float = cluster.ask(host, "clock")["clock"]
+        return reading - time.time()  # asked over ssh, the command starts late: its reading is nearest to the answer's arrival
+
+    link = cluster.inventory.superlink.host
+    there = dict.fromkeys([link, *others])
+    if len(there) > 1:
+        for note in clocks.compare(hosts.each(ahead, there), link, cluster.inventory.secure):
+            say(note)
 
 
 def _start_superlink(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
@@ -251,18 +253,24 @@ def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
         time.sleep(0.5)
 
 
-def restart(cluster: Cluster, name: str, seconds: float) -> None:
-    """End a SuperNode of a running cluster if it is still there, start it again, and return when it is connected."""
+def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
+    """End a SuperNode of a running cluster if it is still there, start it again, and return when it is connected.
+
+    Checks keys and clocks as `up` does, before anything is ended. Raises UserError.
+    """
     nodes = {node.name: node for node in cluster.inventory.supernodes}
     if name not in nodes:
         raise UserError(f"{name}: one of {', '.join(nodes)} can be restarted")
     node = nodes[name]
+    if cluster.inventory.secure:
+        certificates.check(cluster.inventory, [node])
+    _compare_clocks(cluster, [node.host], say)
     before = cluster.ask(node.host, "status")["processes"].get(name, {}).get("node-id", "")
     if cluster.ask(node.host, "stop", names=[name])["left"]:
         raise UserError(f"{node.host}: {name} could not be ended")
     # a SuperNode that was killed counts as connected until its heartbeats are missed, and its key is refused until then
     deadline = time.monotonic() + seconds
-    while seen_by_superlink(cluster).get(before) == "online":
+    while registered.seen_by_superlink(cluster).get(before) == "online":
         if time.monotonic() > deadline:
             raise UserError(f"{name}: the SuperLink still takes its last connection for alive after {seconds:g} s; try again")
         time.sleep(2)
@@ -277,31 +285,7 @@ def is_ready(name: str, status: Json) -> bool:
     return bool(status.get("healthy") and (name in (SUPERLINK, TUNNEL) or status["node-id"]))
 
 
-def register(cluster: Cluster) -> None:
-    """Register every SuperNode's public key with the SuperLink; one that a kept database has already is fine."""
-    for node in cluster.inventory.supernodes:
-        public = Path(cluster.inventory.keys) / f"{node.name}.pub"
-        done = _flwr(cluster, "supernode", "register", str(public), cluster.inventory.name, "--name", node.name)
-        said = done.stdout + done.stderr
-        if done.returncode != 0 and "already in use" not in said:
-            raise UserError(f"{node.name}: its key {public} could not be registered:\n{said.strip()[-1000:]}")
-
-
-def _flwr(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [script("flwr"), *arguments]
-    environment = flower_environment(Path(cluster.config).parent)
-    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-
-
 # Status and down ------------------------------------------------------------------------------------------------------
-
-
-def seen_by_superlink(cluster: Cluster) -> dict[str, str]:
-    """Return what the SuperLink says of its nodes: node id -> online, offline, ...; empty if it does not answer."""
-    done = _flwr(cluster, "supernode", "list", cluster.inventory.name, "--format", "json")
-    with contextlib.suppress(ValueError, KeyError, TypeError):
-        return {str(node["node-id"]): str(node["status"]) for node in json.loads(done.stdout)["nodes"]}
-    return {}
 
 
 def _stop(cluster: Cluster, names: dict[str, list[str]], host: str) -> Json:

@@ -70,12 +70,11 @@ def superlink(inventory: Inventory, place: Place) -> Process:
 
 
 def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -> Process:
-    """Return a SuperNode. index: its place among its host's SuperNodes, for the ports."""
+    """Return a SuperNode behind its site's gate. index: its place among its host's SuperNodes, for the ports."""
     runtime, health = place.ports[2 * index + 1], f"127.0.0.1:{place.ports[2 * index + 2]}"
-    config = f"partition-id={node.client_id} num-partitions={len(inventory.supernodes)}"
-    if node.data_path:
-        config += f' data-path="{node.data_path}"'
-    command = [f"{place.scripts}/flower-supernode"]
+    config = node_config(node.client_id, inventory.num_clients, node.data_path)
+    command = [node.python, "-P", "-m", "deploy.supernode", "--name", f"{inventory.name}/{node.name}"]
+    command += [*(["--site", node.site] if node.site else []), "--"]
     if inventory.secure:
         command += ["--root-certificates", f"{place.keys}/{CA}"]
         command += ["--auth-supernode-private-key", f"{place.keys}/{node.name}.key"]
@@ -87,6 +86,11 @@ def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -
     if node.gpu is not None:
         environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": node.gpu}
     return Process(node.name, tuple(command), environment | dict(node.environment), health)
+
+
+def node_config(client_id: int, num_clients: int, data_path: str) -> str:
+    """Return what a SuperNode tells its client: who it is, of how many, and where its own data lies."""
+    return f"partition-id={client_id} num-partitions={num_clients}" + (f' data-path="{data_path}"' if data_path else "")
 
 
 def tunnel(inventory: Inventory, ca: str) -> Process:

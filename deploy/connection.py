@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import ssl
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,27 @@ def remove(path: Path, name: str, table: dict[str, Any]) -> None:
     if _parse(path, after) != expected:
         raise UserError(f"{path}: [superlink.{name}] cannot be cut out safely; remove it by hand")
     _write(path, after)
+
+
+def bad_certificate(name: str, seconds: float = 5) -> str:
+    """Say what is wrong with the certificate that a connection's SuperLink shows; "" if nothing is, or if nobody answers.
+
+    Flower's own commands call that a network that does not work.
+    """
+    path = config_path()
+    table = _parse(path, _text(path)).get("superlink", {}).get(name, {})
+    if not isinstance(table, dict) or "address" not in table or table.get("insecure"):
+        return ""
+    host, _, port = str(table["address"]).rpartition(":")
+    try:
+        context = ssl.create_default_context(cafile=table.get("root-certificates"))
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as plain:
+            context.wrap_socket(plain, server_hostname=host.strip("[]")).close()
+    except ssl.SSLCertVerificationError as error:
+        return str(error.verify_message)
+    except (OSError, ValueError):
+        pass
+    return ""
 
 
 def _with_table(path: Path, text: str, name: str, table: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,8 @@ from fl_app.keys import key, nearest, specs
 
 Entry = TypeVar("Entry")
 
-LOCAL = "local"
+LOCAL, JOINS = "local", "joins"
+_LONGEST_SHOWN = 300
 _HOST_WORD = r"[A-Za-z0-9_][\w.+:%-]*(@[A-Za-z0-9][\w.:%-]*)?"
 _DNS_NAME = r"[A-Za-z0-9]([\w-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([\w-]*[A-Za-z0-9])?)*\.?"
 
@@ -69,17 +71,21 @@ def _are_gpus(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(map(is_gpu, value)) and len(set(map(str, value))) == len(value))
 
 
+def _are_variables(value: Any) -> bool:
+    def is_pair(name: Any, text: Any) -> bool:  # as the kernel takes it
+        return isinstance(name, str) and isinstance(text, str) and bool(re.fullmatch(r"[^=\0]+", name)) and "\0" not in text
+
+    return isinstance(value, dict) and all(is_pair(*pair) for pair in value.items())
+
+
 _NAME = _text("letters, digits, - and _", r"[A-Za-z0-9][\w-]*")
-_TEXT = _text("a string", r".+")
+_TEXT = _text("a string without control characters", r"[^\x00-\x1f]+")
 _HOST = _text("local, HOST or USER@HOST as ssh takes it", _HOST_WORD)
-_PATH = _text("an absolute path without quotes or backslashes", r"""(/[^"'\\\n]*)?""")
+_PATH = _text("an absolute path without quotes, backslashes or control characters", r"""(/[^"'\\\x00-\x1f]*)?""")
 _ADDRESS = Form("an IP address or a DNS name without a port", lambda v: isinstance(v, str) and _is_address(v.strip("[]")))
 _ADDRESSES = Form("a list of IP addresses or DNS names", lambda v: isinstance(v, list) and all(map(_is_address, v)))
 _FLAG = Form("true or false", lambda v: v is None or isinstance(v, bool))
-_VARIABLES = Form(
-    "a mapping of names to strings",
-    lambda v: isinstance(v, dict) and all(isinstance(word, str) for pair in v.items() for word in pair),
-)
+_VARIABLES = Form("a mapping of names to strings, without `=` in a name or NUL anywhere", _are_variables)
 _GPUS = Form("a list of GPU numbers, each once", _are_gpus)
 _ENTRIES = Form("a list of entries such as {host: local, supernodes: 2}", lambda v: isinstance(v, list) and len(v) > 0)
 _PYTHON = "Corolla's Python there; only for a remote host"
@@ -105,12 +111,13 @@ class SuperLink:
 class _Host:
     """An entry of `hosts`: the SuperNodes of one machine. supernodes 0: one per GPU, else one."""
 
-    host: str = key(LOCAL, "`local`, or `USER@HOST` as ssh takes it", _HOST)
+    host: str = key(LOCAL, "as above, or `joins`: its own site starts it (`corolla node join`)", _HOST)
     python: str = key("", _PYTHON, _PATH)
     supernodes: int = key(0, "another number of SuperNodes, GPUs taken round robin", _integer(1, 10_000))
     gpus: tuple[str | int, ...] | None = key(None, "GPU numbers, one SuperNode each; `[]` hides all GPUs", _GPUS)
     data_path: str = key("", "this node's own data", _PATH)
     threads: int = key(1, "`OMP_NUM_THREADS`, `MKL_NUM_THREADS`", _integer(1, 4096))
+    site: str = key("", "the node's `site.toml`, if it lies elsewhere than usual", _PATH)
     environment: Mapping[str, str] = key({}, "more environment variables, such as `COROLLA_DATA_DIR`", _VARIABLES)
 
 
@@ -137,6 +144,7 @@ class SuperNode:
     data_path: str = ""
     threads: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
+    site: str = ""
 
     @property
     def name(self) -> str:
@@ -146,13 +154,19 @@ class SuperNode:
 
 @dataclass(frozen=True)
 class Inventory:
-    """A whole cluster. `secure`: TLS and SuperNode authentication are on."""
+    """A whole cluster. `secure`: TLS and SuperNode authentication are on. joined: clients whose SuperNodes their sites start."""
 
     name: str
     superlink: SuperLink
     supernodes: tuple[SuperNode, ...]
     keys: str
     secure: bool
+    joined: tuple[int, ...] = ()
+
+    @property
+    def num_clients(self) -> int:
+        """Clients of the cluster, whoever starts their SuperNodes."""
+        return len(self.supernodes) + len(self.joined)
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -175,7 +189,9 @@ def read(path: Path, insecure: bool = False) -> Inventory:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise UserError(f"{path}: not valid YAML: nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date or number that is none
         raise UserError(f"{path}: not valid YAML: {error}") from None
     if isinstance(raw, dict) and insecure:
         raw = {**raw, "insecure": True}
@@ -189,24 +205,26 @@ def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
     if top.name in ("default", LOCAL):
         problems.append(f"name: must not be {top.name!r}, Flower's config file uses it; give the cluster a `name`")
     superlink = _superlink(top.superlink, problems)
-    supernodes = _supernodes(top.hosts, problems)
+    supernodes, joined = _supernodes(top.hosts, problems)
     if top.tls and top.insecure:
         problems.append("tls, insecure: true for both; choose one (--insecure counts as insecure: true)")
     elif top.tls is False and top.insecure is None and not is_loopback(superlink.fleet_address):
         problems.append(f"tls: false with fleet-address {superlink.fleet_address}; say `insecure: true` if you mean it")
     _check_together(superlink, supernodes, problems)
+    secure = bool(top.tls) or (not top.insecure and not is_loopback(superlink.fleet_address))
+    if joined and not secure:
+        problems.append("hosts: sites that join need TLS and keys: say `tls: true`, or leave `insecure` out")
     if problems:
         raise UserError("invalid cluster:\n" + "\n".join(f"  {p}" for p in problems))
-    secure = bool(top.tls) or (not top.insecure and not is_loopback(superlink.fleet_address))
     keys = Path(top.keys or f"{top.name}-keys").expanduser()
-    return Inventory(top.name, superlink, supernodes, str((directory / keys).resolve()), secure)
+    return Inventory(top.name, superlink, supernodes, str((directory / keys).resolve()), secure, joined)
 
 
 def _read(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
     """Read one mapping of the inventory as a dataclass of keys; a wrong value is noted, and counts as its default."""
     known = {spec.name: spec for spec in specs(cls)}
     if not isinstance(raw, dict):
-        problems.append(f"{label or 'the file'}: must be a mapping with the keys {', '.join(known)}, got {raw!r}")
+        problems.append(f"{label or 'the file'}: must be a mapping with the keys {', '.join(known)}, got {_shown(raw)}")
         raw = {}
     prefix, values = f"{label}." if label else "", {}
     for name in raw:
@@ -214,10 +232,21 @@ def _read(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
             problems.append(f"{prefix}{name}: unknown key{nearest(str(name), known) or '; there are ' + ', '.join(known)}")
     for name, spec in ((name, spec) for name, spec in known.items() if name in raw):
         if spec.rule and not spec.rule.admits(raw[name]):
-            problems.append(f"{prefix}{name}: must be {spec.rule}, got {raw[name]!r}")
+            problems.append(f"{prefix}{name}: must be {spec.rule}, got {_shown(raw[name])}")
         else:
             values[spec.field] = tuple(raw[name]) if isinstance(raw[name], list) else raw[name]
     return cls(**values)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as errors print it: not all of what is long, deep, or by YAML's aliases vast."""
+    words = reprlib.Repr()
+    words.maxlevel, words.maxstring = 3, _LONGEST_SHOWN
+    try:
+        text = words.repr(value)
+        return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+    except ValueError:  # of an integer with thousands of digits
+        return f"a very long {type(value).__name__}"
 
 
 def _superlink(raw: Any, problems: list[str]) -> SuperLink:
@@ -230,14 +259,20 @@ def _superlink(raw: Any, problems: list[str]) -> SuperLink:
     return replace(entry, python=_python("superlink", entry, problems), fleet_address=address)
 
 
-def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[SuperNode, ...]:
-    """Number the SuperNodes over all entries, in order: one per GPU unless `supernodes` is given."""
+def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperNode, ...], tuple[int, ...]]:
+    """Number the clients over all entries, in order: one per GPU unless `supernodes` is given. Returns also those that join."""
     nodes: list[SuperNode] = []
+    joined: list[int] = []
     for index, item in enumerate(raw):
         label = f"hosts[{index}]"
         entry = _read(label, item, _Host, problems)
         if isinstance(item, dict) and "host" not in item:
             problems.append(f"{label}.host: missing; local or user@host")
+        if entry.host == JOINS:
+            if more := [name for name in item if name not in ("host", "supernodes")]:
+                problems.append(f"{label}.{more[0]}: the site that joins decides it; leave it out")
+            joined += range(len(nodes) + len(joined), len(nodes) + len(joined) + (entry.supernodes or 1))
+            continue
         gpus = None if entry.gpus is None else tuple(map(str, entry.gpus))
         count = entry.supernodes or len(gpus or ()) or 1
         if entry.data_path and count > 1:
@@ -248,9 +283,11 @@ def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[SuperNode, .
         python = _python(label, entry, problems)
         for k in range(count):
             gpu = None if gpus is None else gpus[k % len(gpus)] if gpus else ""
-            node = SuperNode(len(nodes), entry.host, python, gpu, entry.data_path, entry.threads, entry.environment)
-            nodes.append(node)
-    return tuple(nodes)
+            client_id = len(nodes) + len(joined)
+            nodes.append(
+                SuperNode(client_id, entry.host, python, gpu, entry.data_path, entry.threads, entry.environment, entry.site)
+            )
+    return tuple(nodes), tuple(joined)
 
 
 def _python(label: str, entry: SuperLink | _Host, problems: list[str]) -> str:

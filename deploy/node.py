@@ -4,6 +4,7 @@ The same `handle` serves this machine directly and a remote one over ssh (deploy
 
 - prepare: check versions, paths and ports; make the cluster's directory; write key files; return directory, ports
 - start: start processes
+- clock: what this host's clock says
 - status: each process's pid, whether it lives, its health, the node id it got from the SuperLink
 - logs: the end of a process's log, and what refusals in it mean
 - stop: end processes; clear: remove key files
@@ -21,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from deploy import explain, health, processes
+from deploy import clocks, explain, health, processes
 from fl_app.errors import UserError
 from fl_app.files import publish_text
 from fl_app.processes import free_ports
@@ -52,11 +53,16 @@ def handle(request: Json) -> Json:
             for process in request["processes"]:
                 processes.start(directory, token, **process)
             return {}
+        case "clock":
+            return {"clock": clocks.now()}
         case "status":
             return {"processes": _status(directory, token)}
         case "logs":
             name = request["name"]
             means = explain.meanings(name, processes.log_end(directory, name, sys.maxsize))
+            record = processes.read_record(directory, name)
+            if record and not processes.alive(record):
+                means = [explain.ENDED, *(meaning for meaning in means if not meaning.startswith("not connected"))]
             return {"text": processes.log_end(directory, name, request["lines"]), "means": means}
         case "stop":
             names = request["names"]

@@ -1,4 +1,4 @@
-"""What has a name here: the data sets and the models, one table each. Imports nothing heavy, the run config asks it."""
+"""What has a name here: the data sets, the models, the partitions and the tasks. Imports nothing heavy, the run config asks it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,13 @@ DATASETS: Mapping[str, NamedData] = {
     "medmnist-c": NamedData(1, 11, 28, file="organcmnist.npz"),  # OrganCMNIST
     "tiny-imagenet": NamedData(3, 200, 64, has_path=True),
 }
+BY_CLASS = ("dirichlet-client", "dirichlet", "pathological")  # partitions that divide by labels
+PARTITIONS = (*BY_CLASS, "iid")
+BY_COLUMN = "by-column"
+FIXED_SIZES = ("dirichlet-client", "pathological", "iid")
+TASKS = ("classification", "multi-label", "regression")
 NODE = "node"  # each SuperNode's own data
-OWN_DATA = ("folder", "npz")  # the user's, written folder:/path
+OWN_DATA = ("folder", "npz", "table", "hf")  # the user's, written folder:/path
 PATH_DATASETS = (*(f"{kind}:" for kind in OWN_DATA), *(f"{name}:" for name, data in DATASETS.items() if data.has_path))
 
 

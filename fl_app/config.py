@@ -8,14 +8,14 @@ serves the parser, docs/config.md, `corolla methods` and the defaults in pyproje
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
-from fl_app.catalogue import DATASETS, MODELS, NODE, PATH_DATASETS
-from fl_app.errors import UserError
+from fl_app import rng
+from fl_app.catalogue import DATASETS, FIXED_SIZES, MODELS, PARTITIONS, TASKS
+from fl_app.config_rules import Checked, check_together, check_words, complain
 from fl_app.keys import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -36,9 +36,6 @@ from fl_app.keys import (
 )
 from fl_app.plugins import is_reference
 
-PARTITIONS = ("dirichlet-client", "dirichlet", "pathological", "iid")
-FIXED_SIZES = ("dirichlet-client", "pathological", "iid")
-
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -46,7 +43,8 @@ class RunConfig:
 
     # the experiment
     method: str = key(
-        "fedcac", "Federated learning method; `corolla methods` lists them with their parameters. Or your own `module:METHOD`."
+        "fedcac", "Federated learning method; `corolla methods` lists them with their parameters. Or your own `module:METHOD`.",
+        checked=True,
     )
     num_server_rounds: int = key(30, "Rounds T.", AT_LEAST_ONE, extends=True, headline=True)
     num_clients: int = key(
@@ -55,6 +53,10 @@ class RunConfig:
     )
     fraction_train: float = key(
         1.0, "Fraction of the clients sampled for each round (at least one is).", POSITIVE_RATIO, headline=True
+    )
+    holdout_clients: float = key(
+        0.0, "Part of the clients, drawn by the seed, that never train: evaluations tell of them apart (`unseen`), as they are and "
+        "after `finetune-epochs`.", BELOW_ONE, compared=False,
     )
     seed: int = key(
         0, "Seed of everything random: partition, initial weights, sampling, batches.", NOT_NEGATIVE,
@@ -71,7 +73,8 @@ class RunConfig:
     dataset: str = key(
         "digits",
         ", ".join(f"`{name}:/path`" if data.has_path else f"`{name}`" for name, data in DATASETS.items())
-        + ", `folder:/path`, `npz:/path` or `node` (each SuperNode's own `data-path`).", about="data", headline=True,
+        + ", `folder:/path`, `npz:/path`, `table:/path.csv` (or `.parquet`), `hf:/path` (saved by `datasets`) or `node` (each "
+        "SuperNode's own `data-path`).", about="data", headline=True,
     )
     classes: str = key(
         "", "Comma-separated class names in label order; required by `node`, optional for `folder:`. Empty: sorted names.",
@@ -83,8 +86,17 @@ class RunConfig:
         "and centre-cropped; 0: as they are, all equal and square.",
         Rule(low=0, high=512), about="data",
     )
+    target: str = key(
+        "", "Column of a table or of `hf:` that is to be learned; several numbers with commas. All other columns are features.",
+        about="data", compared=False,
+    )
+    client: str = key(
+        "",
+        "Column that says whose each sample is (a hospital, a device), for the partition `by-column`; of an `npz:` the arrays "
+        "NAME_train and NAME_test. It is no feature.", about="data", compared=False,
+    )
     partition: str = key(
-        "dirichlet-client", "`dirichlet-client`, `dirichlet`, `pathological`, `iid` or `file:/path.npz`.",
+        "dirichlet-client", "`dirichlet-client`, `dirichlet`, `pathological`, `iid`, `by-column` or `file:/path.npz`.",
         about="data", headline=True,
     )
     dirichlet_alpha: float = key(
@@ -121,7 +133,8 @@ class RunConfig:
         about="data", partitions=("dirichlet",),
     )
     test_ratio: float = key(
-        0.25, "Part of each client's samples used for test in the `dirichlet` partition.", BELOW_ONE,
+        0.25, "Part of each client's samples used for test in the `dirichlet` partition, and of the rows of a table (or of `hf:`) "
+        "that has no test part of its own.", BELOW_ONE,
         about="data", partitions=("dirichlet",),
     )
     normalize: Literal["unit", "mean-std", "symmetric"] = key(
@@ -138,6 +151,18 @@ class RunConfig:
         "", "Directory of prepared data sets. Empty: `$COROLLA_DATA_DIR`, or the user's cache.",
         about="place", checked=True,
     )
+    # task
+    task: str = key(
+        "classification",
+        "What is learned: " + ", ".join(f"`{name}`" for name in TASKS) + ", or your own `module:Class` (docs/tasks.md).",
+        headline=True, checked=True,
+    )
+    metrics: str = key(
+        "",
+        "Which of the task's metrics evaluations of all clients measure beside its headline, with commas, or `all`. Empty: all, "
+        "but for `classification` accuracy alone (the others take every client's process seconds to import).",
+        compared=False, checked=True,
+    )
     # model
     model: str = key(
         "mlp",
@@ -145,17 +170,36 @@ class RunConfig:
         headline=True, checked=True,
     )
     norm: Literal["batch", "group"] = key("batch", "Normalisation layers of the ResNets.", checked=True)
+    share: str = key(
+        "", "Patterns over tensor names, with commas: of what the method sends only these travel. Empty: all of it."
+    )
+    train: str = key(
+        "", "Patterns over tensor names, with commas: only these train, `*.adapter.*`. All others never travel and must be "
+        "the same on every node, which checks it. Empty: all."
+    )
     initial_weights: str = key(
-        "", "Safetensors file the run starts from, read by the server. Empty: from the seed.", checked=True
+        "",
+        "File the run starts from, read by the server: safetensors or a PyTorch state dict (`.pt`, as `corolla export` writes). "
+        "Empty: from the seed.", checked=True,
     )
     # local training
     local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE, headline=True)
     batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE, headline=True)
     drop_last: bool = key(False, "Leave the last batch of an epoch out if it is incomplete, unless it is the only one.")
-    learning_rate: float = key(0.1, "SGD learning rate.", POSITIVE, headline=True)
+    optimizer: Literal["sgd", "adamw"] = key(
+        "sgd", "`adamw`: betas 0.9 and 0.999, as torch.optim.AdamW; its moments start at zero in every round. A method's own plain "
+        "gradient steps stay that.", headline=True,
+    )
+    learning_rate: float = key(0.1, "Learning rate.", POSITIVE, headline=True)
     learning_rate_decay: float = key(1.0, "Factor on the learning rate after every round.", POSITIVE_RATIO)
+    schedule: Literal["constant", "cosine"] = key(
+        "constant", "`cosine`: times (1 + cos(pi (t - 1) / T)) / 2 in round t of T, beside `learning-rate-decay`."
+    )
     momentum: float = key(0.0, "SGD momentum; it starts at zero in every round.", BELOW_ONE)
-    weight_decay: float = key(0.0, "SGD weight decay.", NOT_NEGATIVE)
+    weight_decay: float = key(0.0, "Weight decay; decoupled from the gradient with `adamw`.", NOT_NEGATIVE)
+    clip_norm: float = key(
+        0.0, "Largest Euclidean norm of the gradient a step is taken with; larger ones are scaled down to it. 0: any.", NOT_NEGATIVE
+    )
     precision: Literal["float32", "bfloat16"] = key(
         "float32", "`bfloat16`: forward and backward passes in mixed precision (autocast); weights stay float32."
     )
@@ -183,6 +227,22 @@ class RunConfig:
         1, "How often a round with fewer usable uploads than `min-results` is repeated before the run fails.",
         Rule(low=0, high=99), about="running",
     )
+    max_update_norm: float = key(
+        3.0, "Uploads that lie farther from the median of all uploads (per parameter) than so many times the median distance are "
+        "dropped by name; 0: none is.", NOT_NEGATIVE, compared=False,
+    )  # fmt: skip
+    max_size_weight: float = key(
+        0.0, "Weight of a client's training samples in means, at most so many times the median client's; 0: no limit.",
+        NOT_NEGATIVE, compared=False,
+    )  # fmt: skip
+    robust: Literal["none", "median", "trimmed-mean", "krum", "geometric-median"] = key(
+        "none", "What replaces means over clients on the server, so that a few that lie cannot carry them away; every client then "
+        "counts once.", compared=False,
+    )  # fmt: skip
+    robust_liars: float = key(
+        0.3, "Part of the clients that may lie, for `robust = trimmed-mean` and `krum`; at least one of three.",
+        Rule(low=0, high=0.5, high_open=True), compared=False,
+    )  # fmt: skip
     server_memory_limit: float = key(
         2.0, "Gigabytes of per-client arrays the server keeps in memory between rounds; what is beyond lies in memory-mapped "
         "files in the run folder. 0: no limit.", NOT_NEGATIVE, about="running",
@@ -191,7 +251,7 @@ class RunConfig:
         5, "Rounds between checkpoints; there is always one after the last.", AT_LEAST_ONE, about="running"
     )
     finetune_epochs: int = key(
-        0, "Evaluations also report every client's accuracy after so many local epochs from its personal model; not kept.",
+        0, "Evaluations also measure every client after so many local epochs from its personal model; not kept.",
         NOT_NEGATIVE, compared=False,
     )
     # files
@@ -200,6 +260,12 @@ class RunConfig:
     state_dir: str = key(
         "", "Directory of client state on each client. Empty: `$COROLLA_STATE_DIR`, or the user's state directory.",
         about="place",
+    )
+    keep_state: bool = key(
+        False,
+        "Keep what clients keep between rounds when the run is finished: only then can it be continued with more rounds "
+        "(methods without client state always can).",
+        about="running",
     )
     resume: str = key("", "Run folder to continue; set by `corolla run --resume`.", about="place")
     collect_personal_models: bool = key(
@@ -215,10 +281,29 @@ class RunConfig:
         False, "Also write every round as TensorBoard events, into the run folder (needs `pip install tensorboard`).",
         about="running", checked=True,
     )
-    # the chosen method's parameter dataclass, and all keys as resolved and as defaulted
+    # the chosen method's parameters, and all keys as resolved and as defaulted
     params: Any = dataclasses.field(default=NoParams())
     resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
+
+    def rate_factor(self, round: int) -> float:
+        """What `learning-rate-decay` and `schedule` make of a learning rate in a round, from 1."""
+        angle = math.pi * (round - 1) / self.num_server_rounds if self.schedule == "cosine" else 0.0
+        return self.learning_rate_decay ** (round - 1) * ((1 + math.cos(angle)) / 2)
+
+    @property
+    def unseen(self) -> frozenset[int]:
+        """The clients that never train (`holdout-clients`): at least one if any, and not all."""
+        count = min(max(1, math.floor(self.holdout_clients * self.num_clients + 0.5)), self.num_clients - 1)
+        if not self.holdout_clients or count < 1:
+            return frozenset()
+        drawn = rng.generator(self.seed, "holdout").choice(self.num_clients, count, replace=False)
+        return frozenset(int(i) for i in drawn)
+
+    @property
+    def num_training(self) -> int:
+        """How many clients train."""
+        return self.num_clients - len(self.unseen)
 
     def own_keys(self) -> Iterator[tuple[KeySpec, Scalar]]:
         """Yield the keys that bear on this run, with their values: those of all runs, then the method's."""
@@ -243,9 +328,9 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
         if name not in known:
             problems.append(f"{name}: unknown key{nearest(name, known)}")
     values = {name: spec.read(raw[name], problems) if name in raw else spec.default for name, spec in known.items()}
-    _check_words(values, methods, problems)
+    check_words(values, methods, problems)
     if not problems:
-        _check_together(values, problems)
+        check_together(values, problems)
     complain(problems)
     top = {s.field: values[s.name] for s in specs(RunConfig)}
     cls = methods[method]
@@ -256,21 +341,6 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     return config
 
 
-@runtime_checkable
-class Checked(Protocol):
-    """Parameters of a method with rules that one key's range cannot say."""
-
-    def problems(self, config: RunConfig) -> Iterable[str]:
-        """Say what is wrong with the values together, one line each: key, rule, value."""
-        ...
-
-
-def complain(problems: Sequence[str]) -> None:
-    """Raise UserError with all of the problems, if there are any."""
-    if problems:
-        raise UserError("invalid configuration:\n" + "\n".join(f"  {p}" for p in problems))
-
-
 def parse_recorded(saved: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     """Parse what a run folder has recorded. Of a user's own method it says all that matters: its code is not needed."""
     method = str(saved.get("method"))
@@ -278,52 +348,3 @@ def parse_recorded(saved: Mapping[str, Scalar], methods: Mapping[str, type]) -> 
         table = {key.rpartition(".")[2]: value for key, value in saved.items() if "." in key and bears_on(key, method)}
         methods = {**methods, method: recorded(table)}
     return parse(saved, methods)
-
-
-def _check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
-    def refuse(name: str, allowed: tuple[str, ...], more: str = "", prefixes: tuple[str, ...] = ()) -> None:
-        value = values[name]
-        kind, colon, _ = str(value).partition(":")
-        hint = nearest(kind + colon, (*allowed, *prefixes))
-        problems.append(f"{name}: must be one of {', '.join(allowed)}{more}, got {value!r}{hint}")
-
-    if values["method"] not in methods:
-        refuse("method", tuple(methods), " or module:METHOD")
-    dataset, partition, model = str(values["dataset"]), str(values["partition"]), str(values["model"])
-    words = (*(name for name, data in DATASETS.items() if not data.has_path), NODE)
-    if dataset in DATASETS and DATASETS[dataset].has_path:
-        problems.append(f"dataset: {dataset} needs its folder: {dataset}:/path/to/it")
-    elif dataset not in words and not _has_path(dataset, PATH_DATASETS):
-        refuse("dataset", words, " or folder:/path, npz:/path", PATH_DATASETS)
-    if partition not in PARTITIONS and not _has_path(partition, ("file:",)):
-        refuse("partition", PARTITIONS, " or file:/path.npz", ("file:",))
-    if model not in MODELS and not re.fullmatch(r"[\w.]+:\w+", model):
-        refuse("model", tuple(MODELS), " or module:factory")
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
-        problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
-    if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):
-        problems.append(f"run-name: letters, digits and _.+=,@- only, not starting with a dot, got {values['run-name']!r}")
-    names = class_names(str(values["classes"]))
-    if len(set(names)) != len(names):
-        problems.append(f"classes: every name once, got {values['classes']!r}")
-    if dataset == NODE and len(names) < 2:
-        problems.append(f"classes: dataset node needs at least two class names, got {values['classes']!r}")
-
-
-def _has_path(value: str, prefixes: tuple[str, ...]) -> bool:
-    return any(value.startswith(p) and len(value) > len(p) for p in prefixes)
-
-
-def _check_together(values: Mapping[str, Any], problems: list[str]) -> None:
-    if values["min-available-clients"] > values["num-clients"] > 0:
-        problems.append(
-            f"min-available-clients: must be at most num-clients ({values['num-clients']}), "
-            f"got {values['min-available-clients']}"
-        )
-    if values["initial-weights"] and not Path(str(values["initial-weights"])).is_absolute():
-        problems.append(f"initial-weights: must be an absolute path, got {values['initial-weights']!r}")
-
-
-def class_names(classes: str) -> tuple[str, ...]:
-    """Split the `classes` key."""
-    return tuple(name.strip() for name in classes.split(",") if name.strip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _MAX_LISTED = 5
+_CONTROL = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])  # C0, DEL, C1
 
 
 class UserError(ValueError):
@@ -18,3 +19,8 @@ def listed(names: list[str], separator: str = ", ") -> str:
 def said(error: BaseException) -> str:
     """Return an exception's type and message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def plain(text: str) -> str:
+    """Return a text without control characters and lone surrogates: what clients wrote goes to terminals, files and pages."""
+    return text.translate(_CONTROL).encode("utf-8", "replace").decode("utf-8")

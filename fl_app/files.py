@@ -7,6 +7,7 @@ already keeps its mode.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -14,10 +15,12 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from fl_app import checksums
 from fl_app.errors import UserError
 
 DIRECTORY_MODE = 0o700
@@ -84,39 +87,65 @@ def lock(path: Path, *, wait: bool) -> IO[bytes]:
     return file
 
 
+def is_full(error: OSError) -> bool:
+    """Tell whether an error is that of a disk with no room left; numpy's own says how much it wrote and has no number."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and "requested and" in str(error))
+
+
+@contextmanager
+def room(key: str, directory: Path) -> Iterator[None]:
+    """Let a full disk be a UserError in one line. key: of the configuration; directory: what is being written under."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise UserError(f"{key}: cannot write under {directory}: {os.strerror(error.errno or errno.ENOSPC)}") from None
+        raise
+
+
 def cache_key(prefix: str, parts: Sequence[Any]) -> str:
     """Return a directory name: a readable prefix and 16 hex digits of the sha256 of `parts` (as JSON)."""
     digest = hashlib.sha256(json.dumps([FORMAT, *parts]).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', prefix)}-{digest[:16]}"
 
 
-def build_once(target: Path, build: Callable[[Path], None], *, key: str, force: bool = False) -> None:
+def build_once(
+    target: Path, build: Callable[[Path], None], *, key: str, force: bool = False, stale: Callable[[Path], bool] | None = None
+) -> None:
     """Let `build` fill a fresh directory with files and rename it to `target`, once over all processes of this file system.
 
     Others wait on a lock file beside it. Nothing unfinished ever bears the name; what an interrupted build left is
-    removed by the next one. key: of the configuration, for errors. force: build again and replace. Raises what `build` raises
-    and UserError if nothing can be written there.
+    removed by the next one. key: of the configuration, for errors. force: build again and replace. stale(target): whether what is
+    there must be built again, asked once more under the lock. Raises what `build` raises, and UserError if nothing can be written
+    there, or if what is there is not what was built (see fl_app.checksums).
     """
+
+    def is_there() -> bool:
+        return target.is_dir() and not force and not (stale and stale(target))
+
     try:
-        if target.is_dir() and not force:
+        if is_there():
+            checksums.refuse_damage(key, target, checksums.compare(target, whole=False))
             return
         make_directory(target.parent)
         held = lock(target.parent / f".{target.name}.lock", wait=True)
     except OSError as error:
         raise UserError(f"{key}: cannot write under {target.parent} ({error.strerror})") from error
     with held:
-        for stale in target.parent.glob(f".{target.name}.tmp-*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        if target.is_dir() and not force:
+        for left in target.parent.glob(f".{target.name}.tmp-*"):
+            shutil.rmtree(left, ignore_errors=True)
+        if is_there():
             return
         fresh = target.parent / f".{target.name}.tmp-{os.getpid()}"
         make_directory(fresh, exist_ok=False)
         try:
-            build(fresh)
-            for file in fresh.iterdir():
-                file.chmod(FILE_MODE)  # before, the directory's mode closed them
-                sync(file)
-            sync(fresh)
+            with room(key, target.parent):
+                build(fresh)
+                checksums.write(fresh)
+                for file in fresh.iterdir():
+                    file.chmod(FILE_MODE)  # before, the directory's mode closed them
+                    sync(file)
+                sync(fresh)
             if target.is_dir():
                 os.rename(target, f"{fresh}.old")
             os.rename(fresh, target)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -138,6 +139,11 @@ class KeySpec:
 
 def specs(cls: type, table: str = "") -> list[KeySpec]:
     """List the keys a dataclass declares, in order; fields that are no keys are left out."""
+    return list(_specs(cls, table))
+
+
+@functools.lru_cache(maxsize=256)  # every message to a client parses a config: reading the declarations took most of that
+def _specs(cls: type, table: str) -> tuple[KeySpec, ...]:
     hints, out = get_type_hints(cls), []
     for f in dataclasses.fields(cls):
         if "key" not in f.metadata:
@@ -146,7 +152,7 @@ def specs(cls: type, table: str = "") -> list[KeySpec]:
         choices = tuple(get_args(hint)) if get_origin(hint) is Literal else ()
         name = (f"{table}." if table else "") + f.name.replace("_", "-")
         out.append(KeySpec(name, f.name, str if choices else hint, choices, **f.metadata["key"]))
-    return out
+    return tuple(out)
 
 
 def recorded(table: Mapping[str, Scalar]) -> type:
@@ -183,6 +189,13 @@ def without_others(flat: Mapping[str, Value], methods: Iterable[str]) -> dict[st
     """Leave out the tables of those among `methods` that are the user's own and not this run's: only theirs know these keys."""
     tables = {table_of(name) for name in methods if ":" in name} - {table_of(str(flat.get("method", "")))}
     return {name: value for name, value in flat.items() if name.rpartition(".")[0] not in tables}
+
+
+def show(value: Scalar) -> str:
+    """Return a value as one writes it: 1 and 1.0 alike."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

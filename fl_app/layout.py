@@ -62,34 +62,38 @@ def _slots(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
 class Layout:
     """Names, shapes and slices of a model's parameters and buffers.
 
-    classifier: names of the last Linear layer's tensors. batchnorm: names of BatchNorm's parameters and statistics.
+    classifier: names of the last Linear layer's tensors. batchnorm: names of BatchNorm's parameters and statistics. constants:
+    sha256 of the tensors that are no part of it (fl_app/parts.py), "" if there are none.
     """
 
     params: tuple[Slot, ...]
     buffers: tuple[Slot, ...]
     classifier: frozenset[str] = frozenset()
     batchnorm: frozenset[str] = frozenset()
+    constants: str = ""
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
         """Read the layout of a torch module."""
         from torch import nn
 
+        constant: frozenset[str] = getattr(module, "frozen_names", frozenset())
         classifier: frozenset[str] = frozenset()
         batchnorm: set[str] = set()
         for prefix, child in module.named_modules():
             own = {f"{prefix}.{n}" if prefix else n for n, _ in child.named_parameters(recurse=False)}
             buffers = [n for n, b in child.named_buffers(recurse=False) if b.is_floating_point()]
-            own |= {f"{prefix}.{n}" if prefix else n for n in buffers}
+            own = (own | {f"{prefix}.{n}" if prefix else n for n in buffers}) - constant
             if isinstance(child, nn.Linear):
                 classifier = frozenset(own)
             elif isinstance(child, nn.modules.batchnorm._BatchNorm):
                 batchnorm |= own
         return cls(
             _slots((n, tuple(p.shape)) for n, p in module.named_parameters()),
-            _slots((n, tuple(b.shape)) for n, b in module.named_buffers() if b.is_floating_point()),
+            _slots((n, tuple(b.shape)) for n, b in module.named_buffers() if b.is_floating_point() and n not in constant),
             classifier,
             frozenset(batchnorm),
+            getattr(module, "frozen_sha256", ""),
         )
 
     @cached_property

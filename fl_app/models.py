@@ -13,11 +13,15 @@ sizes from 8 to 64 work for all of them, and larger ones too.
   pixel; BatchNorm then refuses to train on a batch of one.
 - `resnet18-fedobp`: FedOBP's (its Table 4): `resnet18` with torchvision's 1000 outputs, and on them, without an activation
   between, the classifier; 11,699,522 parameters for 3 channels and 10 classes.
-- `module:factory`: the user's, called with keywords in_channels, num_classes, image_size.
+- `module:factory`: the user's, called with keywords in_channels, num_classes, image_size, and input_shape if it takes that.
+
+Samples need not be square images: input_shape says what they are. Of images in_channels is the channels; of series [T, C] it is C
+and image_size T, of rows [features] it is their number and image_size 1. num_classes is the number of outputs, whatever the task.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -38,28 +42,36 @@ SMALLEST_CNN_SIZE = 4
 
 
 def build(
-    name: str, *, in_channels: int, num_classes: int, image_size: int, norm: str = "batch", seed: int = 0
-) -> nn.Module:
+    name: str, *, in_channels: int, num_classes: int, image_size: int, norm: str = "batch", seed: int = 0,
+    input_shape: tuple[int, ...] = (), input_dtype: str = "float32",
+) -> nn.Module:  # fmt: skip
     """Build a model on the CPU, in train mode, its weights a function of (seed, name) alone.
 
+    input_shape: of a sample, () for images [in_channels, image_size, image_size]; input_dtype: of what the model is given.
     name: a key of the module docstring's list. norm: `batch` or `group` (32 groups), used by the resnets only. Torch's
     global generator is left as it was. A user's factory must draw from torch's generator, not NumPy's, to be seeded.
     Raises UserError for an unknown name or norm, an image too small, and whatever a user's factory does wrong.
     """
     if norm not in NORMS:
         raise UserError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
+    shape = input_shape or (in_channels, image_size, image_size)
     with torch.random.fork_rng(devices=[]):
         if ":" in name:
             factory = plugins.load("model", name)
             _seed(seed, name)
-            return _call_factory(name, factory, in_channels, num_classes, image_size)
+            example = torch.zeros((2, *shape), dtype=getattr(torch, input_dtype))
+            return _call_factory(name, factory, in_channels, num_classes, image_size, example)
         network = MODELS.get(name)
         if network is None:
             raise UserError(f"model: must be one of {', '.join(MODELS)} or module:factory, got {name!r}")
         _seed(seed, name)
+        if name == "mlp":
+            return _mlp(math.prod(shape), num_classes)
+        if len(shape) != 3:
+            raise UserError(f"model {name}: needs images, a sample of the data has shape {list(shape)}; take mlp or your own")
         if network.blocks:
             return ResNet(network.blocks, in_channels, num_classes, norm, network.extra)
-        return {"mlp": _mlp, "cnn": _cnn}[name](in_channels, num_classes, image_size)
+        return _cnn(shape, num_classes)
 
 
 def _seed(seed: int, name: str) -> None:
@@ -67,10 +79,10 @@ def _seed(seed: int, name: str) -> None:
     torch.default_generator.manual_seed(torch_seed(seed, f"model:{name}"))
 
 
-def _mlp(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
+def _mlp(inputs: int, num_classes: int) -> nn.Module:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["flatten"] = nn.Flatten()
-    layers["fc1"] = nn.Linear(in_channels * image_size**2, 128)
+    layers["fc1"] = nn.Linear(inputs, 128)
     layers["relu1"] = nn.ReLU()
     layers["fc2"] = nn.Linear(128, 64)
     layers["relu2"] = nn.ReLU()
@@ -78,13 +90,13 @@ def _mlp(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
     return nn.Sequential(layers)
 
 
-def _cnn(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
-    if image_size < SMALLEST_CNN_SIZE:
-        raise UserError(f"model cnn: images must be at least {SMALLEST_CNN_SIZE} pixels wide, got {image_size}")
-    padding = 0 if image_size >= UNPADDED_CNN_SIZE else 2
-    side = image_size
+def _cnn(shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    in_channels, *sides = shape
+    if min(sides) < SMALLEST_CNN_SIZE:
+        raise UserError(f"model cnn: images must be at least {SMALLEST_CNN_SIZE} pixels wide, got {min(sides)}")
+    padding = 0 if min(sides) >= UNPADDED_CNN_SIZE else 2
     for _ in range(2):
-        side = (side - 4 + 2 * padding) // 2
+        sides = [(side - 4 + 2 * padding) // 2 for side in sides]
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     layers["conv1"] = nn.Conv2d(in_channels, 32, 5, padding=padding)
     layers["relu1"] = nn.ReLU()
@@ -93,7 +105,7 @@ def _cnn(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
     layers["relu2"] = nn.ReLU()
     layers["pool2"] = nn.MaxPool2d(2)
     layers["flatten"] = nn.Flatten()
-    layers["fc1"] = nn.Linear(64 * side**2, 512)
+    layers["fc1"] = nn.Linear(64 * math.prod(sides), 512)
     layers["relu3"] = nn.ReLU()
     layers["classifier"] = nn.Linear(512, num_classes)
     return nn.Sequential(layers)
@@ -163,10 +175,11 @@ class ResNet(nn.Module):
 
 
 def _call_factory(
-    name: str, factory: Callable[..., object], in_channels: int, num_classes: int, image_size: int
+    name: str, factory: Callable[..., object], in_channels: int, num_classes: int, image_size: int, example: Tensor
 ) -> nn.Module:
+    more = {"input_shape": tuple(example.shape[1:])} if _takes(factory, "input_shape") else {}
     try:
-        module = factory(in_channels=in_channels, num_classes=num_classes, image_size=image_size)
+        module = factory(in_channels=in_channels, num_classes=num_classes, image_size=image_size, **more)
     except Exception as error:
         raise UserError(
             f"model {name}: the factory raised {said(error)}; it is called as factory(in_channels={in_channels}, "
@@ -178,8 +191,15 @@ def _call_factory(
             f"{type(module).__qualname__}"
         )
     _check_tensors(name, module)
-    _check_output(name, module, (2, in_channels, image_size, image_size), num_classes)
+    _check_output(name, module, example, num_classes)
     return module
+
+
+def _takes(factory: Callable[..., object], keyword: str) -> bool:
+    try:
+        return keyword in inspect.signature(factory).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 def _check_tensors(name: str, module: nn.Module) -> None:
@@ -196,14 +216,15 @@ def _check_tensors(name: str, module: nn.Module) -> None:
             raise UserError(f"model {name}: must be built on the CPU (training moves it), but {listed(devices)}")
 
 
-def _check_output(name: str, module: nn.Module, shape: tuple[int, ...], num_classes: int) -> None:
+def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: int) -> None:
+    shape, dtype = tuple(example.shape), str(example.dtype).removeprefix("torch.")
     module.eval()
     try:
         with torch.no_grad():
-            output = module(torch.zeros(shape))
+            output = module(example)
     except Exception as error:
         raise UserError(
-            f"model {name}: forward raised {said(error)} on a float32 batch of shape {list(shape)} in eval mode; it "
+            f"model {name}: forward raised {said(error)} on a {dtype} batch of shape {list(shape)} in eval mode; it "
             f"must return logits of shape {[shape[0], num_classes]}"
         ) from error
     got = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__qualname__}"

@@ -13,6 +13,7 @@ x_test[i - num_train]. The partitions:
 - `pathological` (McMahan et al. 2017): `classes_per_client` classes per client, the same for training and test; which, says
   `assignment`, see ASSIGNMENTS. Not flwr-datasets' PathologicalPartitioner, which does not fix sizes.
 - `iid`: disjoint uniform shares (flwr-datasets' IidPartitioner on shuffled data).
+- `by-column`: client i holds the samples of the i-th value, sorted, of a column of the data: a hospital's, a device's.
 - `file:/path.npz`: the user's own.
 
 `dirichlet-client` and `pathological` deal each class from a shuffled pool, disjointly over clients while it lasts; then
@@ -37,27 +38,31 @@ from fl_app.rng import generator, seed_sequence
 
 Indices = NDArray[np.int64]
 Share = tuple[Indices, Indices]
+Column = tuple[Indices, Indices, tuple[str, ...]]  # whose each training and test sample is, a place in the names
 DIRICHLET_RESTARTS = 10
 
 
 def split(
     name: str, y_train: Indices, y_test: Indices, num_classes: int, *, num_clients: int, seed: int, alpha: float,
     classes_per_client: int, train_samples: int, test_samples: int, min_samples: int, test_ratio: float,
-    assignment: str = "balanced", balance: bool = False, dataset: str = "the data set",
+    assignment: str = "balanced", balance: bool = False, dataset: str = "the data set", groups: Column | None = None,
 ) -> list[Share]:  # fmt: skip
     """Divide a data set over clients; a pure function of its arguments (and of the file named by `file:`).
 
-    name: one of config.PARTITIONS or `file:/path.npz`. y_train, y_test: int64 [n], [m] in [0, num_classes).
+    name: one of config.PARTITIONS or `file:/path.npz`. y_train, y_test: int64 [n], [m] in [0, num_classes); `iid`
+    and `by-column` ask for their lengths alone.
     train_samples, test_samples: per client, 0 for an equal share. assignment: of classes to clients, one of ASSIGNMENTS.
-    balance: of `dirichlet`. dataset: its name in errors. Returns per client (train, test): int64 indices into [train; test],
-    sorted (as in the file for `file:`). Raises UserError naming the key, the rule and the value where the data cannot be
-    divided so.
+    balance: of `dirichlet`. dataset: its name in errors. groups: of `by-column`. Returns per client (train, test): int64 indices
+    into [train; test], sorted (as in the file for `file:`). Raises UserError naming the key, the rule and the value where the data
+    cannot be divided so.
     """
     task = _Task(np.asarray(y_train), np.asarray(y_test), num_classes, num_clients, seed, dataset)
     if num_clients < 1:
         raise UserError(f"num-clients: must be >= 1, got {num_clients}")
     if name.startswith("file:"):
         return partition_file.read(Path(name.removeprefix("file:")).expanduser(), task.sides, num_clients, dataset)
+    if name == "by-column":
+        return _by_column(groups, num_clients, len(y_train), dataset)
     if len(y_train) < num_clients:
         raise UserError(f"num-clients: must be <= {len(y_train)}, the training samples of {dataset}, got {num_clients}")
     sizes = (train_samples, test_samples)
@@ -279,6 +284,19 @@ def _iid(task: _Task, sizes: tuple[int, int]) -> list[Share]:
         else:
             dealt.append(_parts(IidPartitioner(task.num_clients), order))
     return list(zip(*dealt, strict=True))
+
+
+def _by_column(groups: Column | None, num_clients: int, num_train: int, dataset: str) -> list[Share]:
+    if groups is None:
+        raise UserError(f"client: partition by-column needs the name of the column of {dataset} that says whose a sample is")
+    train, test, names = groups
+    if len(names) != num_clients:
+        raise UserError(f"num-clients: must be {len(names)}, the values of the column client of {dataset}, got {num_clients}")
+    shares = [(np.flatnonzero(train == k), num_train + np.flatnonzero(test == k)) for k in range(num_clients)]
+    for k, (mine, _) in enumerate(shares):
+        if not len(mine):
+            raise UserError(f"client: {names[k]!r} has no training samples in {dataset}")
+    return shares
 
 
 def _dirichlet(task: _Task, alpha: float, min_samples: int, test_ratio: float, balance: bool) -> list[Share]:

@@ -33,7 +33,7 @@ def read(
     for side, word, labels, offset in sides:
         rows = _rows(path, side, arrays)
         if len(rows) != num_clients:
-            raise UserError(f"num-clients: must be {len(rows)}, {path}'s {side}_idx clients, got {num_clients}")
+            raise UserError(f"num-clients: must be {len(rows)}, as many as {path}'s {side}_idx has, got {num_clients}")
         for i, row in enumerate(rows):
             bad = row[(row < 0) | (row >= len(labels))]
             if len(bad):

@@ -1,4 +1,4 @@
-"""The user's own Python files, named `module:NAME`: a method or a model that Corolla does not have.
+"""The user's own Python files, named `module:NAME`: a method, a model or a task.
 
 A module is looked up in the directories `look_in` was told, then wherever Python imports from. The command names the config
 file's directory and the current one. On a node nothing is named: there the app's directory, into which the command has put the
@@ -22,14 +22,14 @@ from fl_app.errors import UserError, said
 from fl_app.files import make_directory, publish
 from fl_app.keys import Scalar
 
-PACKAGES = ("fl_app", "strategies", "client_app", "deploy")  # Corolla's own
+PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")  # Corolla's own
 _DIGITS = 16  # of a file's sha256
 _directories: list[Path] = []
 _imported: set[str] = set()
 
 
 def is_reference(name: object) -> bool:
-    """Tell whether a method's or a model's name is `module:NAME`, something from outside."""
+    """Tell whether a method's, a model's or a task's name is `module:NAME`, something from outside."""
     return ":" in str(name)
 
 
@@ -55,7 +55,7 @@ def source(reference: str) -> tuple[Path, Path] | None:
 
 def references(config: Mapping[str, Scalar]) -> dict[str, str]:
     """Return the references in a flat run config by their keys."""
-    return {key: str(config[key]) for key in ("method", "model") if is_reference(config.get(key, ""))}
+    return {key: str(config[key]) for key in ("method", "model", "task") if is_reference(config.get(key, ""))}
 
 
 def origin(reference: str) -> str:

@@ -16,15 +16,22 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import received, weights
+from fl_app import received, tasks, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.server import checkpoint, events
 from fl_app.server.exchange import Exchange
-from fl_app.server.log_lines import LOG_MARK, LineProgress, error_lines, folder_line, resumed_line
+from fl_app.server.log_lines import (
+    LOG_MARK,
+    LineProgress,
+    PlainFormatter,
+    error_lines,
+    folder_line,
+    resumed_line,
+    stopped_line,
+)
 from fl_app.server.record import summarize
-from fl_app.server.roster import Roster
 from fl_app.server.run_folder import RunFolder, read_metrics
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
@@ -55,21 +62,26 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     """Wait for clients, build the model from what they say about their data, run the method, write the results.
 
     in_flight: bytes of unanswered messages beyond which no further one is sent.
-    Raises UserError before anything is written if the model or a client's data does not fit.
+    Raises UserError before anything is written if the model or a client's data does not fit. If somebody asked it to, the run
+    ends after a round, without a summary.
     """
+    method = METHODS[config.method]
+    method.check(config)
     if config.tensorboard:
         events.require_tensorboard()
+    tasks.measured(config)
     received.install()
     exchange = Exchange(grid, config, progress, in_flight)
     roster = exchange.roster
+    progress("clients connected", 0, roster.minimum)
     roster.wait()
     config = dataclasses.replace(
         config, num_clients=roster.num_clients, resolved={**config.resolved, "num-clients": roster.num_clients}
     )
-    method = METHODS[config.method]
-    module = method.network(config, **common_shape(roster), initial_weights=config.initial_weights)
+    assert roster.shape is not None
+    module = method.network(config, **roster.shape._asdict(), initial_weights=config.initial_weights)
     layout, initial = Layout.of(module), weights.read(module)
-    shared = method.shared(layout, config.params)
+    shared = method.travelling(config, layout)
     if config.resume:
         folder = RunFolder.resume(config)
     else:
@@ -78,6 +90,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         log.info("%s", folder_line(folder.path))
         folder.write_clients(roster.properties)
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
+        strategy.reports = method.reports
         if config.resume:
             saved = checkpoint.load_latest(folder.path)
             strategy.restore(saved)
@@ -89,27 +102,20 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
             folder.rewind(strategy.round, saved.meta["record"])
             log.info("%s", resumed_line(strategy.round))
         if config.tensorboard:
-            folder.events = events.EventFiles(folder.path, strategy.round)
+            folder.events = events.EventFiles(folder.path, strategy.round, strategy.measured[0].name)
         strategy.start(exchange)
         folder.write_clients(roster.properties)  # again: some may have come later
+        if strategy.round < config.num_server_rounds:
+            log.info("%s", stopped_line(strategy.round))
+            return folder
         save_models(strategy, exchange, folder)
         folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
+        if not config.keep_state and any(strategy.versions.values()):
+            folder.note_state_removed()
+            strategy.forget_state(exchange)
         return folder
     finally:
         folder.close()
-
-
-def common_shape(roster: Roster) -> dict[str, int]:
-    """Return in_channels, num_classes, image_size, on which all clients must agree (UserError names those that differ)."""
-    shapes: dict[tuple[int, ...], list[int]] = {}
-    for client_id, properties in sorted(roster.properties.items()):
-        shape = tuple(int(properties[name]) for name in ("in-channels", "num-classes", "image-size"))
-        shapes.setdefault(shape, []).append(client_id)
-    if len(shapes) > 1:
-        lines = [f"  clients {ids}: {s[0]} channels, {s[1]} classes, {s[2]} pixels" for s, ids in shapes.items()]
-        raise UserError("clients' data must have the same channels, classes and image size:\n" + "\n".join(lines))
-    in_channels, num_classes, image_size = next(iter(shapes))
-    return {"in_channels": in_channels, "num_classes": num_classes, "image_size": image_size}
 
 
 def save_models(strategy: PersonalizedStrategy[Any], exchange: Exchange, folder: RunFolder) -> None:
@@ -133,7 +139,7 @@ def configure_logging() -> None:
     """Log to standard error, whatever hosts the app; the mark tells our lines from Flower's and Ray's."""
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter(f"{LOG_MARK}%(message)s"))
+        handler.setFormatter(PlainFormatter(f"{LOG_MARK}%(message)s"))
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False

@@ -17,6 +17,8 @@ from fl_app.errors import UserError, listed, said
 from fl_app.files import publish
 from fl_app.layout import Layout, Model, Vector
 
+_PYTORCH = (".pt", ".pth")  # files of torch.save
+
 
 def read(module: nn.Module) -> Model:
     """Copy a module's parameters and float buffers into vectors: params float32 [d], buffers float32 [b].
@@ -37,7 +39,8 @@ def write(module: nn.Module, model: Model) -> None:
 
 
 def _float_buffers(module: nn.Module) -> list[Tensor]:
-    return [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    constant: frozenset[str] = getattr(module, "frozen_names", frozenset())
+    return [buffer for name, buffer in module.named_buffers() if buffer.is_floating_point() and name not in constant]
 
 
 def _flat(tensors: Iterable[Tensor]) -> Vector:
@@ -60,7 +63,7 @@ def _unflat(tensors: list[Tensor], vector: Vector) -> None:
 
 
 def initial_model(module: nn.Module, path: str) -> Model:
-    """Read `initial-weights`, a safetensors file, into the vectors of `module`; the module itself stays as it is.
+    """Read `initial-weights`, safetensors or a PyTorch state dict, into the vectors of `module`, which stays as it is.
 
     Names and shapes must equal the module's; any floating dtype is converted to float32. Integer tensors (such as
     `num_batches_tracked`) and second names of tied parameters are ignored; buffers that a state dict never holds keep
@@ -96,12 +99,25 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if Path(path).suffix in _PYTORCH and Path(path).is_file():
+        return _load_state_dict(path, source)
     try:
         return load_file(path)
     except FileNotFoundError as error:
         raise UserError(f"{source}: no such file; expected a safetensors file") from error
     except (OSError, SafetensorError) as error:
         raise UserError(f"{source}: not a readable safetensors file ({said(error)})") from error
+
+
+def _load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
+    """Read what `torch.save(module.state_dict(), path)` wrote, or `corolla export`; nothing but tensors is unpickled."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for a bad file
+        raise UserError(f"{source}: not a readable PyTorch file of tensors alone ({said(error).splitlines()[0]})") from error
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise UserError(f"{source}: must hold a state dict, tensors by name, got {type(state).__name__}")
+    return state
 
 
 def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout) -> Model:

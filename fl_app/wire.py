@@ -21,24 +21,26 @@ from flwr.compat.common import recorddict_compat as compat
 from flwr.compat.common.typing import Config, EvaluateIns, FitIns, GetPropertiesIns, Parameters
 from numpy.typing import NDArray
 
+from fl_app.errors import plain
 from fl_app.keys import Scalar
 from fl_app.layout import Model
 from fl_app.received import ReceivedArray
 
 Array = NDArray[np.generic]
-ARRAYS = "arrays"
-ERROR = "error"
+ARRAYS, ERROR = "arrays", "error"
+STATE_VERSION = "state-version"  # metric: the generation of state that this message made, "" without any
 STATE_USED = "state-used"  # metric of a client whose state was damaged: the earlier generation it went on from
 MAX_TEXT = 2**20  # characters of a name or a text among the scalars; class counts of 100,000 classes fit
+MAX_NUMBER = 1e30  # size of a number that a client reports: sums of such are finite
 _LINE = 500
-_META = ("round", "attempt", "task", "experiment", "state-version", "keep-from", ARRAYS)
+_META = ("round", "attempt", "task", "experiment", "state-version", "keep", ARRAYS)
 
 
 class WireError(ValueError):
     """A message that breaks the protocol; the text says how, on one short line, the caller knows whose it is."""
 
     def __init__(self, text: str) -> None:
-        super().__init__(" ".join(text.split())[:_LINE])
+        super().__init__(plain(" ".join(text.split()))[:_LINE])
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,16 @@ class Download:
     """What the server sends to one client for one task.
 
     model: the tensors that travel, packed. extras: further arrays of the method. state_version: the generation of client
-    state to load ("" for none). keep_from: the oldest generation to keep. method: scalars for the method's client half.
+    state to load ("" for none). keep: generations that a checkpoint names. method: scalars for the method's client half.
     """
 
-    task: str  # "train", "evaluate" or "collect"
+    task: str  # "train", "evaluate", "collect" or "forget": remove the client's state, the run is finished
     round: int
     attempt: int
     experiment: str
     model: Model
     state_version: str = ""
-    keep_from: str = ""
+    keep: tuple[str, ...] = ()
     extras: Mapping[str, Array] = field(default_factory=dict)
     method: Mapping[str, Scalar] = field(default_factory=dict)
 
@@ -122,7 +124,7 @@ def _arrays(model: Model, mask: Array | None, extras: Mapping[str, Array]) -> di
 
 
 def encode_download(download: Download) -> RecordDict:
-    """Encode a download as Flower's fit instructions ("train", "collect") or evaluate instructions."""
+    """Encode a download as Flower's fit instructions ("train", "collect", "forget") or evaluate instructions."""
     arrays = _arrays(download.model, None, download.extras)
     config: Config = {
         "task": download.task,
@@ -130,7 +132,7 @@ def encode_download(download: Download) -> RecordDict:
         "attempt": download.attempt,
         "experiment": download.experiment,
         "state-version": download.state_version,
-        "keep-from": download.keep_from,
+        "keep": ",".join(download.keep),
         ARRAYS: ",".join(arrays),
         **download.method,
     }
@@ -154,8 +156,8 @@ def decode_properties(content: RecordDict) -> dict[str, Scalar]:
     """Return a node's properties. Raises WireError if the client could not give them or they are not well-formed."""
     try:
         return _scalars(compat.recorddict_to_getpropertiesres(content).properties)
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"malformed properties: {error!r}") from None
+    except Exception as error:  # Flower's own reading raises what it likes
+        raise WireError(f"malformed properties: {error!r:.{_LINE}}") from None
 
 
 def decode_upload(content: RecordDict, expected: Expected) -> Upload:
@@ -168,12 +170,12 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
         metrics = _scalars(content.config_records["fitres.metrics"])
         num_examples = content.metric_records["fitres.num_examples"]["num_examples"]
         tensors = [record[name] for name in record if name != compat.EMPTY_TENSOR_KEY]
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"malformed reply: {error!r}") from None
+    except Exception as error:
+        raise WireError(f"malformed reply: {error!r:.{_LINE}}") from None
     if metrics.get(ERROR):
         raise WireError(one_line(metrics[ERROR]))
-    if not isinstance(num_examples, int) or num_examples < 0:
-        raise WireError(f"num_examples must be an integer >= 0, got {num_examples!r}")
+    if type(num_examples) is not int or num_examples < 0:
+        raise WireError(f"num_examples must be an integer >= 0, got {reprlib.repr(num_examples)}")
     shapes = expected.shapes()
     names = [name for name in str(metrics.pop(ARRAYS, "")).split(",") if name]
     if names != list(shapes) or len(tensors) != len(names):
@@ -192,31 +194,36 @@ def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar
     try:
         result = compat.recorddict_to_evaluateres(content)
         metrics = _scalars(result.metrics)
-    except (KeyError, TypeError, ValueError) as error:
-        raise WireError(f"malformed reply: {error!r}") from None
+    except Exception as error:
+        raise WireError(f"malformed reply: {error!r:.{_LINE}}") from None
     if metrics.get(ERROR):
         raise WireError(one_line(metrics[ERROR]))
     if not isinstance(result.loss, float) or result.loss < 0:
-        raise WireError(f"loss must be a number >= 0, got {result.loss!r}")
-    if not isinstance(result.num_examples, int) or result.num_examples < 0:
-        raise WireError(f"num_examples must be an integer >= 0, got {result.num_examples!r}")
-    sha256 = metrics.get("sha256", "")
-    if not re.fullmatch("[0-9a-f]{64}", str(sha256)):
+        raise WireError(f"loss must be a number >= 0, got {reprlib.repr(result.loss)}")
+    if type(result.num_examples) is not int or result.num_examples < 0:
+        raise WireError(f"num_examples must be an integer >= 0, got {reprlib.repr(result.num_examples)}")
+    if not re.fullmatch("[0-9a-f]{64}", str(sha256 := metrics.get("sha256", ""))):
         raise WireError(f"sha256 must be 64 hexadecimal digits, got {reprlib.repr(sha256)}")
-    return result.loss, result.num_examples, metrics
+    return number({"loss": result.loss}, "loss", 0), result.num_examples, metrics
 
 
 def one_line(text: object) -> str:
     """Return a client's text on one line, its last 500 characters: it goes into logs that others read."""
-    return " ".join(str(text).split())[-_LINE:]
+    return plain(" ".join(str(text).split()))[-_LINE:]
 
 
-def number(metrics: Mapping[str, Scalar], name: str, low: float = -math.inf, high: float = math.inf) -> float:
-    """Read a number a client reported; NaN is allowed (no test data). Raises WireError unless it lies in [low, high]."""
+def number(metrics: Mapping[str, Scalar], name: str, low: float = -MAX_NUMBER, high: float = MAX_NUMBER) -> float:
+    """Read a number a client reported: in [low, high], NaN (no test data), or without `high` infinity, a loss's; else WireError."""
     value = metrics.get(name, math.nan)
-    if isinstance(value, (bool, str)) or not (math.isnan(value) or low <= value <= high):
+    upper = math.inf if value == math.inf and high == MAX_NUMBER else high
+    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isnan(value) or low <= value <= upper):
         raise WireError(f"metric {name} must be a number in [{low:g}, {high:g}], got {reprlib.repr(value)}")
     return float(value)
+
+
+def state_version(round: int, attempt: int) -> str:
+    """Name the generation of client state that a message makes."""
+    return f"{round:06d}-{attempt:06d}"
 
 
 def _scalars(record: Mapping[str, object] | ConfigRecord) -> dict[str, Scalar]:
@@ -261,7 +268,7 @@ def decode_download(arrays: Sequence[Array], config: Mapping[str, object]) -> Do
         experiment=str(scalars["experiment"]),
         model=model,
         state_version=str(scalars["state-version"]),
-        keep_from=str(scalars["keep-from"]),
+        keep=tuple(filter(None, str(scalars["keep"]).split(","))),
         extras=named,
         method={k: v for k, v in scalars.items() if k not in _META},
     )

@@ -74,6 +74,8 @@ def next_alpha(alpha: float, v: Values, w: Values, gradient: Values, *, learning
 class APFLUpdate(LocalUpdate[APFLParams]):
     """Client half. State: `apfl.params` (v), `apfl.buffers` (the mixture's statistics), `apfl.alpha` (float64 [1])."""
 
+    reports = ("alpha",)
+
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> Model:
         """Mix the client's own model with a shared one."""
         if "apfl.params" not in state.arrays:

@@ -139,7 +139,8 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
         trainer.load(received)
         trainer.module.eval()
         features = None
-        if frozenset(slot.name for slot in ctx.layout.params if slot.start >= first) == ctx.layout.classifier:
+        merged = frozenset(slot.name for slot in ctx.layout.params if slot.start >= first)
+        if trainer.task.cross_entropy and merged == ctx.layout.classifier:
             features = head_inputs(trainer, chosen)
         if features is None:
             return [(len(batch), whole(trainer, first, batch)) for batch in batches]
@@ -220,4 +221,4 @@ def whole(trainer: Trainer, first: int, batch: NDArray[np.int64]) -> Gradient:
     return gradient_at
 
 
-METHOD = Method("fedala", FedALAParams, FedAvg[FedALAParams], FedALAUpdate, all_tensors)
+METHOD = Method("fedala", FedALAParams, FedAvg[FedALAParams], FedALAUpdate, all_tensors, needs_whole=True)

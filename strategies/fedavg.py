@@ -11,8 +11,8 @@ from typing import Literal, TypeVar
 
 from fl_app.keys import key
 from fl_app.layout import Model
-from strategies.aggregate import weighted_mean
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics
+from strategies.robust import RULES
 
 P = TypeVar("P")
 
@@ -29,9 +29,12 @@ class GlobalModelParams:
 class FedAvg(PersonalizedStrategy[P]):
     """Server half, for every method whose server averages what travels."""
 
+    robust = RULES
+
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Mean weighted by training samples."""
-        self.global_model = Model(weighted_mean(uploads.W, uploads.sizes), weighted_mean(uploads.B, uploads.sizes))
+        """Mean weighted by training samples, or what the key `robust` puts in its place."""
+        mean = self.averaging.mean
+        self.global_model = Model(mean(uploads.W, uploads.sizes), mean(uploads.B, uploads.sizes))
 
 
 METHOD = Method(

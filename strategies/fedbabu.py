@@ -18,6 +18,7 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
+from fl_app.config import RunConfig
 from fl_app.keys import key
 from fl_app.layout import Model
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_but_classifier
@@ -41,8 +42,15 @@ class FedBABU(FedAvg[FedBABUParams]):
     def summary(self) -> None:
         """Log what runs; warn where nothing is personalized."""
         super().summary()
-        if not self.config.finetune_epochs:
-            log.warning("fedbabu: finetune-epochs is 0, but fine-tuning at evaluation is all its personalization (authors: 5)")
+        warn_without_finetuning(self.config)
+
+
+def warn_without_finetuning(config: RunConfig) -> None:
+    """Warn of a run whose method personalizes by fine-tuning alone, and which does none."""
+    if not config.finetune_epochs:
+        log.warning(
+            "%s: finetune-epochs is 0, but fine-tuning at evaluation is all its personalization (authors: 5)", config.method
+        )
 
 
 class FedBABUUpdate(LocalUpdate[FedBABUParams]):

@@ -38,6 +38,7 @@ from strategies.base import (
     all_but_local_statistics,
 )
 from strategies.blocks import for_blocks
+from strategies.robust import PLAIN, RULES, Averaging
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,14 @@ def personalize(
     chosen: NDArray[np.bool_] | None = None,
     non_critical: str = "all",
     out: aggregate.Stack | None = None,
+    averaging: Averaging = PLAIN,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """FedCAC's server step (Eq. 7-11).
 
     W: float32 [N, d], the clients' trained vectors; bits: uint8 [N, ceil(d/8)], their packed critical masks, each with the
     same number of ones; round t from 1; weights: float64 [N] of the global mean, None for uniform; chosen: bool [N, N], who
     shares critical parameters with whom, None for Eq. 7-8; non_critical: "all", or "as-critical" (ablation, Table 3);
-    out: float32 [N, d] for the second result, may be W itself.
+    out: float32 [N, d] for the second result, may be W itself; averaging: what replaces means, over all and over collaborators.
     Returns (global float32 [d], personalized float32 [N, d]).
     Raises ValueError on shapes that do not fit and on masks of unequal size.
     """
@@ -129,41 +131,37 @@ def personalize(
     members = chosen | np.eye(W.shape[0], dtype=bool)
     weights = np.ones(W.shape[0]) if weights is None else weights
     if non_critical == "as-critical":
-        mean = aggregate.weighted_mean(W, weights)
-        return mean, aggregate.group_means(W, members, out=out)
-    return collaborate(W, bits, members, weights, out=out)
+        mean = averaging.mean(W, weights)
+        return mean, averaging.group_means(W, members, out=out)
+    return collaborate(W, bits, members, weights, out=out, averaging=averaging)
 
 
 def collaborate(
     W: aggregate.Stack, bits: masks.Bits, members: NDArray[np.bool_], weights: NDArray[np.float64],
-    out: aggregate.Stack | None = None,
+    out: aggregate.Stack | None = None, averaging: Averaging = PLAIN,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Global mean, and per client the mean of its group on its critical parameters (FedCAC Eq. 9-11).
 
     W: float32 [N, d]; bits: uint8 [N, ceil(d/8)] packed masks; members: bool [N, N], row i the group of client i, itself
-    included; weights: float64 [N] for the global mean; out: float32 [N, d] for the second result, may be W itself.
+    included; weights: float64 [N] for the global mean; out: float32 [N, d] for the second result, may be W itself; averaging:
+    what replaces both means.
     Returns (float32 [d], float32 [N, d]).
     Clients with equal groups share one mean, a client alone takes its own row: no [N, N] x [N, d] product when the groups
     are small.
     """
     n, d = W.shape
-    weights = aggregate.check_weights(weights, n)
-    total = weights.sum()
     alone = members.sum(axis=1) == 1
     groups, group_of = np.unique(members[~alone], axis=0, return_inverse=True)
     group_index = np.full(n, -1)
     group_index[~alone] = group_of.reshape(-1)
-    summands = groups.astype(np.float32)
-    counts = groups.sum(axis=1, dtype=np.float32)[:, None]
+    mean_of, group_means_of = averaging.over_all(W, weights), averaging.over_groups(W, groups)
     mean = np.empty(d, dtype=np.float32)
     personalized = np.empty((n, d), dtype=np.float32) if out is None else out
 
     def block(start: int, stop: int) -> None:
         rows = W[:, start:stop]
-        mean[start:stop] = aggregate.mean_block(rows, weights, total)
-        if len(groups):
-            group = summands @ rows
-            group /= counts
+        mean[start:stop] = mean_of(rows)
+        group = group_means_of(rows)
         packed = slice(start // 8, -(-stop // 8))
         for i in range(n):
             own = rows[i] if alone[i] else group[group_index[i]]
@@ -192,6 +190,8 @@ def mask_overlap(W: aggregate.Stack, bits: masks.Bits) -> NDArray[np.float64]:
 class FedCAC(PersonalizedStrategy[FedCACParams]):
     """Server half: keeps, per client, its last personalized vector and its mask."""
 
+    robust = RULES
+
     def expected(self) -> Expected:
         """A mask in which exactly K parameters are critical."""
         return dataclasses.replace(super().expected(), num_params=self.layout.d, num_selected=self.num_critical)
@@ -210,10 +210,10 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         chosen = self.choose(overlap, round)
         mean, personalized = personalize(
             uploads.W, uploads.bits, round, beta=p.beta, weights=weights, chosen=chosen, non_critical=p.non_critical,
-            out=uploads.W,
+            out=uploads.W, averaging=self.averaging,
         )  # fmt: skip
-        statistics = aggregate.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
-        self.global_model = Model(mean, aggregate.weighted_mean(uploads.B, weights))
+        statistics = self.averaging.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
+        self.global_model = Model(mean, self.averaging.mean(uploads.B, weights))
         for i, client_id in enumerate(uploads.ids):
             self.keep_for(
                 client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round)
@@ -270,4 +270,4 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("fedcac", FedCACParams, FedCAC, FedCACUpdate, all_but_local_statistics, figures=FIGURES)
+METHOD = Method("fedcac", FedCACParams, FedCAC, FedCACUpdate, all_but_local_statistics, figures=FIGURES, needs_whole=True)

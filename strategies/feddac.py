@@ -287,4 +287,4 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("feddac", FedDACParams, FedDAC, FedDACUpdate, all_but_local_statistics, figures=FIGURES)
+METHOD = Method("feddac", FedDACParams, FedDAC, FedDACUpdate, all_but_local_statistics, figures=FIGURES, needs_whole=True)

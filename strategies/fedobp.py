@@ -57,7 +57,8 @@ class FedOBPParams:
         "none", "Min-max normalisation of the scores before the quantile; `global` cannot change the mask (Table 8)."
     )
     scope: Literal["all", "classifier"] = key(
-        "all", "Where the quantile is taken and parameters are personal: everywhere, or in the last Linear layer (Table 8's CLS)."
+        "all", "Where the quantile is taken and parameters are personal: everywhere, or in the last Linear layer (Table 8's CLS).",
+        checked=True,
     )
     ema: float = key(0.0, "Weight of earlier participations' scores in an exponential moving average; 0: none.", BELOW_ONE)
     upload_mask: bool = key(False, "Upload the packed personal mask too; the counts per layer always travel.")
@@ -261,4 +262,4 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("fedobp", FedOBPParams, FedOBP, FedOBPUpdate, shared, figures=FIGURES)
+METHOD = Method("fedobp", FedOBPParams, FedOBP, FedOBPUpdate, shared, figures=FIGURES, needs_whole=True)

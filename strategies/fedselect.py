@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ from fl_app.wire import Expected, Upload, WireError
 from strategies import masks
 from strategies.aggregate import Stack, check_weights, mean_block, weighted_mean
 from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
+from strategies.base.uploads import Intake
 from strategies.blocks import for_blocks
 from strategies.fedobp import COUNTS, count_by_layer
 
@@ -137,6 +138,14 @@ class FedSelect(PersonalizedStrategy[FedSelectParams]):
         if count := np.count_nonzero(upload.model.params[masks.unpack(upload.mask, self.layout.d)]):
             raise WireError(f"{count} parameters that the mask calls personal are not 0")
 
+    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+        """Compare what is shared: `aggregate` does not read personal values, so the global model's may stand for them."""
+        assert intake.bits is not None
+        for row in intake.rows:
+            personal = masks.unpack(intake.bits[row], self.layout.d)
+            intake.W[row, personal] = self.global_model.params[personal]
+        return super().compared(intake)
+
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average what is shared; note how many parameters of every tensor are personal."""
         assert uploads.bits is not None
@@ -206,4 +215,4 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("fedselect", FedSelectParams, FedSelect, FedSelectUpdate, all_tensors, figures=FIGURES)
+METHOD = Method("fedselect", FedSelectParams, FedSelect, FedSelectUpdate, all_tensors, figures=FIGURES, needs_whole=True)

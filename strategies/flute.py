@@ -154,7 +154,7 @@ def with_features(ctx: RoundContext[FLUTEParams]) -> Objective | None:
 
 def clients_by_plan(config: RunConfig) -> int:
     """Return N, the clients of a round if none is missing, which every client can tell."""
-    return max(1, math.floor(config.fraction_train * config.num_clients + 0.5))
+    return max(1, math.floor(config.fraction_train * config.num_training + 0.5))
 
 
 def weight_of(layout: Layout) -> Slot:
@@ -170,4 +170,4 @@ def shared(layout: Layout, params: Any) -> frozenset[str]:
     return body
 
 
-METHOD = Method("flute", FLUTEParams, FedAvg[FLUTEParams], FLUTEUpdate, shared)
+METHOD = Method("flute", FLUTEParams, FedAvg[FLUTEParams], FLUTEUpdate, shared, needs_classes=True)

@@ -34,9 +34,10 @@ from fl_app.keys import POSITIVE, Rule, key
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Expected, Upload, WireError
-from strategies.aggregate import weighted_mean
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
 from strategies.fedavg import FedAvg
+
+_LARGEST = 1e9  # of means and covariances that a client sends
 
 Matrix = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -87,11 +88,12 @@ def lda_head(means: Matrix, covariance: Matrix, prior: Matrix, *, eps: float) ->
     """Linear classifier of class Gaussians with one covariance: weight H [C, k] and bias c [C], float64.
 
     H = (S^-1 mu^T)^T by a Cholesky solve, S the shrunk covariance; c = -1/2 diag(mu H^T) + log pi. means: [C, k]; covariance:
-    [k, k]; prior: [C], positive. Raises numpy's LinAlgError if S is not positive definite.
+    [k, k]; prior: [C], positive. Raises ValueError if S is not finite, and numpy's LinAlgError, one too, if not positive definite.
     """
     from scipy.linalg import cho_factor, cho_solve
 
-    weight: Matrix = cho_solve(cho_factor(shrunk(covariance, eps=eps), lower=True), np.asarray(means, np.float64).T).T
+    factor = cho_factor(shrunk(covariance, eps=eps).T, overwrite_a=True)  # symmetric: .T saves a copy
+    weight: Matrix = cho_solve(factor, np.asarray(means, np.float64).T, check_finite=False).T
     return weight, -0.5 * (means * weight).sum(axis=1) + np.log(prior)
 
 
@@ -112,8 +114,11 @@ def local_gaussian(z: Matrix, y: Labels, means: Matrix, *, least: int, ridge: fl
 
 def interpolate(own: Gaussians, shared: Gaussians, betas: tuple[float, float]) -> Gaussians:
     """Beta own + (1 - beta) shared; betas: of the means, of the covariance."""
-    (m, s), (o, g) = betas, (own, shared)
-    return Gaussians(m * o.means + (1 - m) * g.means, s * o.covariance + (1 - s) * g.covariance)
+    of_means, of_covariance = betas
+    means, covariance = of_means * own.means, of_covariance * own.covariance
+    means += (1 - of_means) * shared.means
+    covariance += (1 - of_covariance) * shared.covariance
+    return Gaussians(means, covariance)
 
 
 def cross_entropy(z: Matrix, y: Labels, head: tuple[Matrix, Matrix]) -> float:
@@ -210,6 +215,8 @@ def body(layout: Layout, params: object) -> frozenset[str]:
 class PFedFDA(FedAvg[PFedFDAParams]):
     """Server half. Memory: `means` float32 [C, k], `covariance` float32 [k(k+1)/2]."""
 
+    robust = frozenset({"krum", "geometric-median"})  # a median per entry of covariances need not be one
+
     def __init__(
         self, config: RunConfig, params: PFedFDAParams, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder
     ) -> None:
@@ -228,7 +235,9 @@ class PFedFDA(FedAvg[PFedFDAParams]):
         return dataclasses.replace(super().expected(), extras=extras)
 
     def check(self, upload: Upload) -> None:
-        """Refuse a covariance that no classifier can be made of: it would spoil everybody's."""
+        """Refuse Gaussians that no classifier can be made of: they would spoil everybody's."""
+        if max(float(np.abs(array).max(initial=0)) for array in upload.extras.values()) > _LARGEST:
+            raise WireError(f"its means and covariance must lie within {_LARGEST:g} of 0")
         try:
             np.linalg.cholesky(shrunk(symmetric(upload.extras["covariance"]), eps=self.params.eps))
         except np.linalg.LinAlgError:
@@ -238,13 +247,14 @@ class PFedFDA(FedAvg[PFedFDAParams]):
         """Average bodies, means and covariances."""
         super().personalize(round, uploads)
         for name, stack in uploads.extras.items():
-            mean = weighted_mean(stack.reshape(len(stack), -1), uploads.sizes)
+            mean = self.averaging.mean(stack.reshape(len(stack), -1), uploads.sizes)
             self.memory[name] = mean.reshape(stack.shape[1:])
 
 
 class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
     """Client half; an instance serves one message and remembers what it adapted last."""
 
+    reports = ("beta-means", "beta-covariance")
     _last: tuple[Model, Gaussians, tuple[float, float]] | None = None
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> Model:
@@ -329,4 +339,4 @@ def cross_validated(
     return beta, beta
 
 
-METHOD = Method("pfedfda", PFedFDAParams, PFedFDA, PFedFDAUpdate, body)
+METHOD = Method("pfedfda", PFedFDAParams, PFedFDA, PFedFDAUpdate, body, needs_classes=True)

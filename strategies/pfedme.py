@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, key
 from fl_app.layout import Model, Vector
-from strategies.aggregate import Stack, weighted_mean
+from strategies.aggregate import Stack
 from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
+from strategies.robust import PLAIN, RULES, Averaging
 
 log = logging.getLogger("corolla")
 
@@ -42,7 +43,7 @@ class PFedMeParams:
     inner_steps: int = key(5, "Gradient steps on theta per batch (K).", AT_LEAST_ONE)
     inner_learning_rate: float = key(0.05, "Step size of theta.", POSITIVE)
     outer_learning_rate: float = key(
-        0.005, "Step size of w (eta), times `learning-rate-decay`; times `proximal-weight` below 1.", POSITIVE
+        0.005, "Step size of w (eta), times `learning-rate-decay` and `schedule`; times `proximal-weight` below 1.", POSITIVE
     )
     beta: float = key(1.0, "Server step towards the clients' mean (beta); above 1 extrapolates.", POSITIVE)
 
@@ -55,14 +56,16 @@ class PFedMeParams:
             )
 
 
-def mix(previous: Vector, W: Stack, beta: float) -> Vector:
+def mix(previous: Vector, W: Stack, beta: float, averaging: Averaging = PLAIN) -> Vector:
     """Server step (1 - beta) w_g + beta mean_i w_i (Algorithm 1); W: float32 [N, d]. Returns float32 [d]."""
-    step: Vector = (1 - beta) * previous + beta * weighted_mean(W)
+    step: Vector = (1 - beta) * previous + beta * averaging.mean(W)
     return step
 
 
 class PFedMe(PersonalizedStrategy[PFedMeParams]):
     """Server half."""
+
+    robust = RULES
 
     def summary(self) -> None:
         """Log what runs; warn of step sizes that overshoot and of what is ignored."""
@@ -78,8 +81,8 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Step towards the unweighted mean; plain mean of the statistics."""
-        params = mix(self.global_model.params, uploads.W, self.params.beta)
-        self.global_model = Model(params, weighted_mean(uploads.B))
+        params = mix(self.global_model.params, uploads.W, self.params.beta, self.averaging)
+        self.global_model = Model(params, self.averaging.mean(uploads.B))
 
 
 class PFedMeUpdate(LocalUpdate[PFedMeParams]):
@@ -89,7 +92,7 @@ class PFedMeUpdate(LocalUpdate[PFedMeParams]):
         """Return w, keep theta as the personal model."""
         p = ctx.params
         trainer = ctx.trainer
-        eta = p.outer_learning_rate * ctx.config.learning_rate_decay ** (ctx.round - 1)
+        eta = p.outer_learning_rate * ctx.config.rate_factor(ctx.round)
         trainer.load(start)
         theta, w = trainer.weights, trainer.weights.clone()
         for x, y in trainer.batches():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from fl_app.layout import Layout, Slot
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder
 from strategies import METHOD_PARAMS
+from tests.lines import FileLines
 
 settings.register_profile("corolla", deadline=None, max_examples=50, derandomize=True)  # the same examples everywhere
 settings.load_profile("corolla")
@@ -31,6 +33,18 @@ SMALL: dict[str, Scalar] = {
 
 Run = Callable[..., RunFolder]
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the main process tell the tests' files, one a line, unless somebody asked for more or for nothing."""
+    if config.get_verbosity() == -1 and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FileLines(config), "file-lines")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts Flower's processes comes last."""
+    items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
+
+
 PLUGINS = Path(__file__).parent / "plugins"  # methods as a user brings them
 OWN_METHODS = tuple(f"{path.stem}:METHOD" for path in sorted(PLUGINS.glob("*.py")))
 
@@ -41,6 +55,17 @@ def own_methods() -> Iterator[None]:
     plugins.look_in(PLUGINS)
     yield
     plugins.look_in()
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """Leave logging as it was: a run sets it up for its process."""
+    log = logging.getLogger("corolla")
+    before, level, silenced = (log.disabled, log.propagate, log.handlers[:]), log.level, logging.root.manager.disable
+    yield
+    log.disabled, log.propagate, log.handlers[:] = before
+    log.setLevel(level)
+    logging.disable(silenced)
 
 
 @pytest.fixture(scope="session")

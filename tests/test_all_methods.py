@@ -13,14 +13,16 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from client_app.client_app import app
 from fl_app import models
 from fl_app.config import RunConfig, parse
+from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout
-from fl_app.server import checkpoint
+from fl_app.server import checkpoint, log_lines
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
@@ -34,15 +36,15 @@ MODELS = {"plain": "mlp", "batchnorm": "resnet8", "convolutional": "cnn"}
 def start(directory: Path, name: str, **config: Scalar) -> tuple[RunFolder, RunConfig]:
     raw: dict[str, Scalar] = {
         "num-server-rounds": 2, "num-clients": CLIENTS, "train-samples": 24, "test-samples": 12, "local-epochs": 1,
-        "batch-size": 12, "learning-rate": 0.05, "device": "cpu", "checkpoint-every": 1, "run-name": name,
+        "batch-size": 12, "learning-rate": 0.05, "device": "cpu", "checkpoint-every": 1, "keep-state": True, "run-name": name,
         "output-dir": str(directory), "state-dir": str(directory / "state"), **{k.replace("_", "-"): v for k, v in config.items()},
     }  # fmt: skip
     parsed = parse(raw, METHOD_PARAMS)
     return run(InProcessGrid(app, raw, CLIENTS), parsed, lambda *_: None), parsed
 
 
-def documented_bytes(method: str, layout: Layout, round: int) -> tuple[int, int]:
-    """Bytes up and down per client in a round, as docs/methods.md has them (defaults)."""
+def documented_bytes(method: str, layout: Layout, round: int, participants: int) -> tuple[int, int]:
+    """Bytes up and down per client in a round of so many, the first or the second, as docs/methods.md has them (defaults)."""
     tensors = {slot.name: 4 * slot.size for slot in layout.params + layout.buffers}
     whole = sum(tensors.values())
     mask = -(-layout.d // 8)
@@ -53,11 +55,16 @@ def documented_bytes(method: str, layout: Layout, round: int) -> tuple[int, int]
     travels = {
         "local": 0, "fedper": whole - head, "fedrep": whole - head, "fedbabu": whole - head, "lg-fedavg": head,
         "fedbn": whole - norms, "flute": whole - head, "pfedfda": whole - head + gaussians,
+        "fedas": whole - head, "fedem": 3 * whole, "perfedmask": whole - head,
         "floco": whole + 9 * 4 * classes * width,
     }.get(method, whole)  # fmt: skip
-    extra = {"fedcac": mask, "feddac": mask, "fedselect": mask, "fedobp": 8 * len(layout.params), "fedgen": 4 * classes}
+    extra = {
+        "fedcac": mask, "feddac": mask, "fedselect": mask, "fedobp": 8 * len(layout.params), "fedgen": 4 * classes,
+        "feddwa": 4 * layout.d, "fedfomo": 4 * 5, "ifca": 4,
+    }  # fmt: skip
     generator = (32 + classes + 3) * 256 + (256 + 1) * width + 2 * 256  # noise 32, hidden 256; and its statistics
-    sent = {"fedgen": 4 * generator + classes} if round > 1 else {}
+    later = {"fedgen": 4 * generator + classes, "fedfomo": (participants - 2) * whole}  # as many others as have been seen
+    sent = {"scaffold": 4 * layout.d, "ifca": 3 * whole} | (later if round > 1 else {})
     return travels + extra.get(method, 0), travels + sent.get(method, 0)
 
 
@@ -84,10 +91,16 @@ def test_two_rounds(tmp_path: Path, method: str, model: str, fraction: float) ->
 
     layout = Layout.of(models.build(MODELS[model], in_channels=1, num_classes=10, image_size=8))
     for record in rounds:
-        plain, more = documented_bytes(method, layout, record["round"]), documented_extras(method, layout)
+        plain = documented_bytes(method, layout, record["round"], len(record["clients"]))
+        more = documented_extras(method, layout)
         documented = [plain[0] + more[0], plain[1] + more[1]]
         for client in record["clients"].values():
             assert [client["upload-bytes"], client["download-bytes"]] == documented
+        told = log_lines.read_round(log_lines.round_line(record, 2))  # what the panel is fed with
+        assert told is not None and (told.number, told.total, told.failed) == (record["round"], 2, 0)
+        assert told.before_deviation is not None and told.after_deviation is not None
+        assert told.loss is not None and told.loss > 0 and told.upload_bytes >= 0 and told.seconds["round"] > 0
+        assert told.evaluated == (record["round"] == 2) and (not told.evaluated or 0 <= (told.everyone or 0) <= 1)
 
     again, _ = start(tmp_path, "two", **config)
     assert read_summary(again.path)["digest"] == summary["digest"]
@@ -102,6 +115,32 @@ def test_two_rounds(tmp_path: Path, method: str, model: str, fraction: float) ->
     assert read_summary(resumed.path)["digest"] == summary["digest"]
     for before, after in zip(rounds, read_metrics(resumed.path), strict=True):
         assert json.dumps(strip(before)) == json.dumps(strip(after))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_regression(tmp_path: Path, method: str) -> None:
+    """Every method learns numbers from rows, or says by name that it is about classes."""
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(90, 6)).astype(np.float32)
+    y = x @ draw.normal(size=6)
+    np.savez(tmp_path / "rows.npz", x_train=x[:60], y_train=y[:60], x_test=x[60:], y_test=y[60:])
+    config: dict[str, Scalar] = {
+        "method": method, "dataset": f"npz:{tmp_path / 'rows.npz'}", "task": "regression", "partition": "iid", "train_samples": 0,
+        "test_samples": 0, "learning_rate": 0.02, "data_dir": str(tmp_path / "data"),
+    }  # fmt: skip
+    why = {"pfedgate": "its gate looks at images"}.get(method, "it is about classes, and task regression has none")
+    if METHODS[method].needs_classes or method == "pfedgate":
+        with pytest.raises(UserError, match=f"method {method}: {why}"):
+            start(tmp_path, "one", **config)
+        return
+    folder, _ = start(tmp_path, "one", **config)
+    summary, rounds = read_summary(folder.path), list(read_metrics(folder.path))
+    assert summary["digest"] and summary["failures"] == 0
+    assert all(r["rmse-before"] > 0 and r["rmse-after"] > 0 for r in rounds) and rounds[-1]["evaluation"]["mae"] > 0
+    assert summary["final-rmse"] == rounds[-1]["evaluation"]["rmse"]
+    assert summary["best-rmse"] == min(r["rmse-before"] for r in rounds)
+    again, _ = start(tmp_path, "two", **config)
+    assert read_summary(again.path)["digest"] == summary["digest"]
 
 
 def strip(record: dict[str, object]) -> dict[str, object]:

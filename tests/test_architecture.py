@@ -40,7 +40,7 @@ def test_strategies_do_not_import_the_client() -> None:
 
 
 def test_kernels_do_not_import_flower_or_torch() -> None:
-    for name in ("masks", "scores", "aggregate"):
+    for name in ("masks", "scores", "aggregate", "robust"):
         wrong = {m for m in imports(ROOT / "strategies" / f"{name}.py") if m.split(".")[0] in ("flwr", "torch", "fl_app")}
         assert not wrong, f"strategies/{name}.py imports {wrong}"
 

@@ -8,22 +8,29 @@ import typer
 from rich.markup import escape
 
 import deploy.cli
-from fl_app.cli import listings, results, runs, sweeps
+import deploy.node_cli
+from fl_app.cli import listings, results, runs, sweeps, verify
 from fl_app.cli.settings import errors, look_for_plugins
 from fl_app.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__
+)
+app.callback()(listings.about)
 app.command("run")(runs.run)
 app.command("demo")(runs.demo)
 app.command("sweep")(sweeps.sweep)
 app.command("compare")(results.compare)
 app.command("report")(results.report)
 app.command("export")(results.export)
+app.command("runs")(results.runs)
 app.command("presets")(listings.presets)
 app.command("methods")(listings.methods)
+listings.data_app.command("verify")(verify.data_verify)
 app.add_typer(listings.data_app, name="data")
 app.add_typer(listings.state_app, name="state")
 app.add_typer(deploy.cli.app, name="cluster")
+app.add_typer(deploy.node_cli.app, name="node")
 app.command("reference", hidden=True)(listings.reference)
 
 
@@ -33,7 +40,7 @@ def main() -> None:
         signal.signal(number, _interrupt)  # end what we started, as Ctrl-C does
     look_for_plugins()
     try:
-        app()
+        app(prog_name="corolla")
     except UserError as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
         raise SystemExit(2) from None

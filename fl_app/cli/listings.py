@@ -3,27 +3,60 @@
 from __future__ import annotations
 
 import time
+from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from fl_app import plugins
-from fl_app.cli.settings import SetOption, absolute_paths, console, errors, parse_set, resolve
+from fl_app.cli.settings import (
+    DEFAULT_CLIENTS,
+    PresetArgument,
+    Scale,
+    ScaleOption,
+    SetOption,
+    absolute_paths,
+    console,
+    errors,
+    parse_set,
+    read_preset,
+    resolve,
+    scaled,
+    warn_of_data,
+    with_clients,
+)
 from fl_app.cli.tables import size
-from fl_app.config import class_names
+from fl_app.cli.waiting import waiting
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.experiments.runs import by_experiment
-from fl_app.keys import Scalar, nearest, specs
-from strategies import METHOD_PARAMS, METHODS
+from fl_app.keys import nearest, specs, without_others
+from strategies import METHOD_PARAMS, METHODS, overview
+
+if TYPE_CHECKING:
+    from fl_app.data import DatasetInfo
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
-state_app = typer.Typer(no_args_is_help=True, help="Client state left on this machine's disk.")
+state_app = typer.Typer(help="Client state left on this machine's disk, with its size; without a command: the list.")
 
 ClientsOption = Annotated[int | None, typer.Option(help="Clients the data is divided over (default 10).", min=1)]
 StateDirOption = Annotated[str, typer.Option(help="State directory.")]
+
+
+def show_version(asked: bool) -> None:
+    """Print the versions of Corolla and Flower, and end."""
+    if asked:
+        typer.echo(f"corolla {metadata.version('corolla')} (flwr {metadata.version('flwr')})")
+        raise typer.Exit
+
+
+def about(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """Personalized federated learning: runs, their results, and what there is to run."""
 
 
 def presets(
@@ -47,9 +80,19 @@ def presets(
 
 
 def methods(
-    name: Annotated[str, typer.Argument(help="One of them, with what its parameters mean; your own as module:METHOD.")] = "",
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="One of them, with what its parameters mean; your own as module:METHOD.",
+            autocompletion=lambda incomplete: [name for name in METHODS if name.startswith(incomplete)],
+        ),
+    ] = "",
+    table: Annotated[bool, typer.Option("--table", help="What each shares, keeps and costs, and when to use it.")] = False,
 ) -> None:
     """List the methods and their parameters."""
+    if table:
+        typer.echo(overview.table())
+        return
     if name and not plugins.is_reference(name) and name not in METHODS:
         raise UserError(f"method: must be one of {', '.join(METHODS)} or module:METHOD, got {name!r}{nearest(name, METHODS)}")
     for each in [name] if name else METHODS:
@@ -73,51 +116,79 @@ def reference(root: Annotated[Path, typer.Argument(help="A clone's root.")] = Pa
 
 @data_app.command("prepare")
 def data_prepare(
+    preset: PresetArgument = None,
     set_: SetOption = None,
     clients: ClientsOption = None,
+    scale: ScaleOption = Scale.full,
     force: Annotated[bool, typer.Option("--force", help="Convert again.")] = False,
 ) -> None:
-    """Download and convert a data set, and make its partition, ahead of a run."""
-    show_data(set_ or [], clients, force)
+    """Download and convert the data set of a preset, a .toml file or --set, and make its partition, ahead of a run."""
+    prepared(data_config(preset, set_ or [], clients, scale), force)
 
 
 @data_app.command("show")
-def data_show(set_: SetOption = None, clients: ClientsOption = None) -> None:
-    """Show the data set and who gets how much of which class."""
-    show_data(set_ or [], clients, force=False, table=True)
-
-
-def show_data(pairs: list[str], clients: int | None, force: bool, table: bool = False) -> None:
-    """Prepare what a config asks for and describe it."""
+def data_show(
+    preset: PresetArgument = None, set_: SetOption = None, clients: ClientsOption = None, scale: ScaleOption = Scale.full
+) -> None:
+    """Show the data set of a preset, a .toml file or --set, and who gets how much of which class."""
     from fl_app import data
 
-    given = parse_set(pairs)
-    if clients is not None and given.get("num-clients", clients) != clients:
-        raise UserError(f"--clients {clients} and --set num-clients={given['num-clients']} contradict each other")
-    asked: dict[str, Scalar] = {} if clients is None else {"num-clients": clients}
-    config = resolve(absolute_paths({"num-clients": 10, **given, **asked}))
+    config = data_config(preset, set_ or [], clients, scale)
+    info = prepared(config, force=False)
+    rows = Table("client", "train", "test", "training samples per class")
+    for client_id in range(config.num_clients):
+        part = data.open_client(config, client_id)
+        counts = [int((part.y_train == c).sum()) for c in range(info.num_classes)] if part.y_train.ndim == 1 else []
+        held = ", ".join(f"{info.classes[c]}: {n}" for c, n in enumerate(counts) if n)
+        rows.add_row(str(client_id), str(len(part.y_train)), str(len(part.y_test)), escape(held))
+    console.print(rows)
+    for line in data.partition_remarks(config):
+        console.print(line, soft_wrap=True)
+
+
+def data_config(preset: str | None, pairs: list[str], clients: int | None, scale: Scale) -> RunConfig:
+    """Resolve what a command about data is asked for, as `corolla run` would."""
+    given = with_clients(parse_set(pairs), clients)
+    base = scaled(read_preset(preset) if preset else {}, scale)
+    flat = absolute_paths(without_others({**base, **given}, [str(base.get("method"))]))
+    flat["num-clients"] = flat.get("num-clients") or DEFAULT_CLIENTS
+    config = resolve(flat)
     if config.dataset == "node":
         raise UserError("dataset: node data is prepared on its own SuperNode")
-    if force:
-        data.prepare(config.dataset, data.data_root(config), classes=class_names(config.classes), image_size=config.image_size,
-                     force=True)  # fmt: skip
-    info = data.check(config)
+    return config
+
+
+def prepared(config: RunConfig, force: bool) -> DatasetInfo:
+    """Prepare what a config asks for and describe it."""
+    from fl_app import data, tasks
+
+    with waiting(console) as shown:
+        shown.step(f"preparing {config.dataset}", brief=True)
+        info = data.check(config, force)
+    of_classes = tasks.of(config).has_classes
+    samples = "images" if len(info.input_shape) == 3 else "samples"
     console.print(
-        f"{escape(config.dataset)}: {info.num_train} training and {info.num_test} test images, {info.in_channels} x "
-        f"{info.image_size} x {info.image_size}, {info.num_classes} classes, under {data.data_root(config)}",
+        f"{escape(config.dataset)}: {info.num_train} training and {info.num_test} test {samples}, "
+        f"{' x '.join(map(str, info.input_shape))}, {info.num_classes} {'classes' if of_classes else 'outputs'}, under "
+        f"{data.data_root(config)}",
         soft_wrap=True,
     )
-    if table:
-        rows = Table("client", "train", "test", "training samples per class")
-        for client_id in range(config.num_clients):
-            part = data.open_client(config, client_id)
-            counts = [int((part.y_train == c).sum()) for c in range(info.num_classes)]
-            held = ", ".join(f"{info.classes[c]}: {n}" for c, n in enumerate(counts) if n)
-            rows.add_row(str(client_id), str(len(part.y_train)), str(len(part.y_test)), escape(held))
-        console.print(rows)
+    if samples == "images":
+        spreads = [0.0 if std == 1 else std for std in info.std]  # 1 stands for a channel that never varies
+        values = "; ".join(f"{mean:.3f} ± {std:.3f}" for mean, std in zip(info.mean, spreads, strict=True))
+        console.print(f"pixels from 0 to 1, mean ± standard deviation per channel: {values}", soft_wrap=True)
+    warn_of_data(info)
+    return info
 
 
 # State ----------------------------------------------------------------------------------------------------------------
+
+
+@state_app.callback(invoke_without_command=True)
+def state(context: typer.Context) -> None:
+    """List what is there, unless a command says otherwise."""
+    if context.invoked_subcommand is None:
+        state_list("", Path("runs"))
 
 
 @state_app.command("list")
@@ -131,7 +202,8 @@ def state_list(
     root = state_root(state_dir)
     found = stored(root)
     folders = {experiment: run.path for experiment, run in by_experiment(runs).items()}
-    console.print(f"client state under {root}: {len(found)} experiments", soft_wrap=True)
+    total = size(sum(e.nbytes for e in found))
+    console.print(f"client state under {root}: {len(found)} experiments, {total} in all", soft_wrap=True)
     for e in found:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(e.modified))
         run = escape(str(folders.get(e.experiment, f"no run under {runs}")))

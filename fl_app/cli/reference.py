@@ -65,8 +65,11 @@ def pyproject_with_defaults(text: str, methods: Mapping[str, type]) -> str:
 
 
 def write(root: Path, methods: Mapping[str, type]) -> None:
-    """Rewrite both files under a clone's root."""
+    """Bring both files under a clone's root up to date; one that is keeps its time, by which `make` decides what to do."""
     (root / "docs").mkdir(exist_ok=True)
-    (root / "docs" / "config.md").write_text(config_page(methods), encoding="utf-8")
     pyproject = root / "pyproject.toml"
-    pyproject.write_text(pyproject_with_defaults(pyproject.read_text(encoding="utf-8"), methods), encoding="utf-8")
+    pages = {root / "docs" / "config.md": config_page(methods)}
+    pages[pyproject] = pyproject_with_defaults(pyproject.read_text(encoding="utf-8"), methods)
+    for path, text in pages.items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -12,13 +13,22 @@ from fl_app.cli.settings import console, errors
 from fl_app.cli.tables import show_table
 from strategies import METHOD_PARAMS, METHODS
 
+if TYPE_CHECKING:
+    from fl_app.experiments.compare import Run
+
 
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them (a sweep's).")],
     paper: Annotated[bool, typer.Option("--paper", help="Beside the papers' figures.")] = False,
     dataset: Annotated[str, typer.Option(help="What the runs' own data set is to count as, e.g. cifar10.")] = "",
+    to: Annotated[
+        float | None, typer.Option(metavar="ACCURACY", help="Rounds, bytes and seconds to reach it, e.g. 0.8.")
+    ] = None,
 ) -> None:
-    """Put runs beside each other, or, with --paper, beside the published figures, with the settings that differ."""
+    """Put runs beside each other, and say which is better; with --paper, beside the published figures.
+
+    Runs that differ in the seed alone are one row. The first row's runs are what the others are compared with.
+    """
     from fl_app.experiments import compare as comparing
 
     found, unfinished = comparing.load(runs, METHOD_PARAMS)
@@ -26,7 +36,7 @@ def compare(
         errors.print(f"skipped, not finished: {escape(str(folder))}", soft_wrap=True)
     groups = comparing.group(found)
     if not paper:
-        show_table(comparing.side_by_side(groups))
+        show_comparison(groups, to)
         return
     lines = [line for group in groups for line in comparing.beside(group, METHOD_PARAMS, dataset)]
     if lines:
@@ -38,6 +48,36 @@ def compare(
     for run in found:
         if id(run) not in matched:
             typer.echo(f"no published counterpart: {run.folder.path} ({comparing.kind(run.config)})")
+
+
+def show_comparison(groups: Sequence[Sequence[Run]], to: float | None) -> None:
+    """Print groups of runs side by side, what each took to reach an accuracy, and their paired differences."""
+    from fl_app.experiments import compare as comparing
+    from fl_app.experiments import paired, reach
+
+    show_table(comparing.side_by_side(groups))
+    if to is not None:
+        typer.echo()
+        show_table(reach.table(groups, to))
+        typer.echo(reach.CAPTION)
+    if differences := paired.table(groups):
+        typer.echo()
+        show_table(differences)
+        typer.echo(paired.CAPTION)
+
+
+def runs(
+    directories: Annotated[list[Path] | None, typer.Argument(help="Directories of run folders (default: runs).")] = None,
+) -> None:
+    """List run folders: what is finished, what is running, what can be resumed; a sweep's runs too."""
+    from fl_app.experiments.runs import below, listing
+
+    places = directories or [Path("runs")]
+    found = [run for place in places for run in below(place)]
+    if not found:
+        console.print(f"no runs in {', '.join(map(str, places))}", soft_wrap=True)
+        return
+    show_table(listing(found))
 
 
 def report(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
+from fl_app.cli.interrupts import answered
 from fl_app.cli.live import Display, log_to
 from fl_app.cli.settings import (
+    DEFAULT_CLIENTS,
     CpusOption,
     GpusOption,
+    PresetArgument,
     Scale,
     ScaleOption,
     SetOption,
@@ -31,20 +35,20 @@ from fl_app.cli.settings import (
     scaled,
     warn,
     warn_of_settings,
+    with_clients,
 )
-from fl_app.cli.tables import show_results, size
+from fl_app.cli.tables import command, show_next, show_results, size
+from fl_app.cli.waiting import Submit, simulated
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.experiments.runs import Run
 from fl_app.keys import Scalar, without_others
-from fl_app.server.run_folder import PLUGINS, check_unchanged
+from fl_app.server.run_folder import PLUGINS, check_state, check_unchanged
 from strategies import METHODS
-
-Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
 
 
 def run(
-    preset: Annotated[str | None, typer.Argument(help="A preset's name or a .toml file with config keys.")] = None,
+    preset: PresetArgument = None,
     set_: SetOption = None,
     clients: Annotated[
         int | None,
@@ -66,21 +70,19 @@ def run(
     ] = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Run one experiment, in simulation unless --superlink is given."""
+    """Run one experiment, a preset, a .toml file or what --set says, in simulation unless --superlink is given."""
     if superlink and in_process:
         raise UserError("--superlink and --in-process exclude each other")
     if resume and (preset or output_dir is not None or scale is Scale.small):
         raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")
-    given = parse_set(set_ or [])
-    if clients is not None and given.get("num-clients", clients) != clients:
-        raise UserError(f"--clients {clients} and --set num-clients={given['num-clients']} contradict each other")
+    given = with_clients(parse_set(set_ or []), clients)
     base = saved_config(resume) if resume else scaled(read_preset(preset) if preset else {}, scale)
-    options = {key: value for key, value in (("num-clients", clients), ("output-dir", output_dir)) if value is not None}
+    options: dict[str, Scalar] = {} if output_dir is None else {"output-dir": output_dir}
     config = ready(without_others({"output-dir": "runs", **base, **given, **options}, [str(base.get("method"))]))
     if superlink is None:
-        config["num-clients"] = config.get("num-clients") or 10
+        config["num-clients"] = config.get("num-clients") or DEFAULT_CLIENTS
     parsed = resolve(config)
-    warn_of_settings(given, [parsed])
+    warn_of_settings(given, [(parsed, given if resume else {**base, **given})])
     name_plugins([config])
     if dry_run:
         show_dry_run(parsed, preset or "")
@@ -92,6 +94,8 @@ def run(
         console.print("this run is complete; there is nothing to resume")
         finish([resume])
         return
+    if resume:
+        check_state(resume)
     if superlink is not None:
         finish([run_deployed(config, superlink, verbose)])
         return
@@ -100,9 +104,7 @@ def run(
         finish([run_in_process(config, parsed)])
         return
     check_resources(cpus_per_client, gpus_per_client)
-    from fl_app.experiments.launch import simulation
-
-    with simulation(parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
+    with simulated(console, parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
         folder = run_one(config, submit, verbose)
     finish([folder])
 
@@ -139,7 +141,7 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
     shape = dry_run.known_shape(config)
     if shape is None and config.dataset != "node":
         info = data.check(config)
-        shape = (info.in_channels, info.num_classes, info.image_size)
+        shape = info.model_arguments
     if shape is None or not config.num_clients:
         typer.echo("# bytes per round: known when the nodes have said how many they are and what data they have")
         return
@@ -157,28 +159,41 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
 
 def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:
     """Run on a SuperLink that Flower's config file names."""
+    from deploy.connection import bad_certificate
     from fl_app.experiments.launch import flwr_run
     from fl_app.processes import flower_environment
 
     environment = flower_environment()
-    return run_one(config, lambda c, on_line: flwr_run(superlink, c, environment, on_line), verbose)
+    try:
+        where = f"--superlink {superlink} "
+        return run_one(config, lambda c, on_line: flwr_run(superlink, c, environment, on_line), verbose, where)
+    except UserError:
+        if why := bad_certificate(superlink):
+            raise UserError(
+                f"superlink {superlink}: its certificate is not to be trusted: {why}; if it is a cluster of yours, "
+                "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
+            ) from None
+        raise
 
 
-def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool) -> Path | None:
-    """Submit one run and show it; the folder's path if it lies on this machine. Exits with 1 if the run failed."""
-    from fl_app.experiments.launch import COMPLETED
+def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: str = "") -> Path | None:
+    """Submit one run and show it; the folder's path if it lies on this machine. Exits with 1 if the run failed.
+
+    where: the option that says where it runs, with a space, for the command that continues it.
+    """
+    from fl_app.experiments.launch import COMPLETED, LOST
 
     parsed = resolve(config)
     display = Display(parsed.method, console, parsed.num_server_rounds, verbose)
-    try:
-        with display:
-            status = submit(config, display.raw)
-    except KeyboardInterrupt:
-        if display.folder:
-            errors.print(f"stopped; continue with: corolla run --resume {display.folder}", soft_wrap=True)
-        raise
+    with stopping(display, where), display, answered(display):
+        display.step("sending the app to the SuperLink")
+        status = submit(config, display.raw)
     if display.errors:
         raise UserError("\n".join(display.errors))
+    if status == LOST:
+        more = f"; {resume_line(display.folder, where)}" if display.folder else ""
+        errors.print(f"[bold red]error:[/] the SuperLink ended or can no longer be reached{escape(more)}", soft_wrap=True)
+        raise typer.Exit(1)
     if status != COMPLETED:
         if not verbose:
             console.print(escape("\n".join(display.lines)), soft_wrap=True)
@@ -194,13 +209,27 @@ def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig) -> Path:
     from fl_app.server.inprocess import InProcessGrid
 
     display = Display(parsed.method, console, parsed.num_server_rounds)
+    with stopping(display, "--in-process "), display, log_to(display), answered(display):
+        return server_app.run(InProcessGrid(client_app, config, parsed.num_clients), parsed, display.progress).path
+
+
+@contextlib.contextmanager
+def stopping(display: Display, where: str) -> Iterator[None]:
+    """Say how a run goes on that Ctrl-C ended, and raise KeyboardInterrupt also when it ended after a round, as asked."""
     try:
-        with display, log_to(display):
-            return server_app.run(InProcessGrid(client_app, config, parsed.num_clients), parsed, display.progress).path
+        yield
+        if display.stopped is not None:
+            raise KeyboardInterrupt
     except KeyboardInterrupt:
         if display.folder:
-            errors.print(f"stopped; continue with: corolla run --in-process --resume {display.folder}", soft_wrap=True)
+            after = "" if display.stopped is None else f" after round {display.stopped}"
+            errors.print(f"stopped{after}; {resume_line(display.folder, where)}", soft_wrap=True)
         raise
+
+
+def resume_line(folder: Path, where: str) -> str:
+    """Say how an interrupted run goes on."""
+    return f"continue with: {command()} run {where}--resume {folder}"
 
 
 def finish(folders: Sequence[Path | None]) -> None:
@@ -208,6 +237,7 @@ def finish(folders: Sequence[Path | None]) -> None:
     here = [f for f in folders if f is not None and f.is_dir()]
     if here:
         show_results(here)
+        show_next(here)
     for folder in folders:
         if folder is not None and folder not in here:
             console.print(f"the run folder is on the SuperLink's machine: {folder}", soft_wrap=True)
@@ -217,13 +247,11 @@ def demo(
     output_dir: Annotated[str, typer.Option(help="Directory of run folders.")] = "runs", verbose: VerboseOption = False
 ) -> None:
     """Compare FedCAC, FedAvg and Local on digits: 10 clients, Dirichlet 0.1, in simulation (what `make run` does)."""
-    from fl_app.experiments.launch import simulation
-
     base = read_preset("demo") | {"output-dir": str(Path(output_dir).resolve())}
     check_locally(resolve(base))
     folders: list[Path | None] = []
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    with simulation(resolve(base).num_clients, 1, 0) as submit:
+    with simulated(console, resolve(base).num_clients, 1, 0) as submit:
         for method in ("fedcac", "fedavg", "local"):
             config = {**base, "method": method, "run-name": f"demo-{stamp}-{method}"}
             folders.append(run_one(config, submit, verbose))

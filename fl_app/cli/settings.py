@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Collection, Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,11 +15,15 @@ from rich.markup import escape
 
 from fl_app import plugins, presets
 from fl_app.catalogue import PATH_DATASETS
+from fl_app.cli.waiting import waiting
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.experiments.bundle import APP_DIRECTORY
 from fl_app.keys import Scalar, bears_on
 from strategies import METHOD_PARAMS, METHODS
+
+if TYPE_CHECKING:
+    from fl_app.data import DatasetInfo
 
 console = Console(highlight=False, emoji=False)
 errors = Console(stderr=True, highlight=False, emoji=False)
@@ -32,6 +36,14 @@ class Scale(StrEnum):
     small = "small"
 
 
+DEFAULT_CLIENTS = 10
+PresetArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="A preset's name or a .toml file with config keys.",
+        autocompletion=lambda incomplete: [name for name in presets.all_presets() if name.startswith(incomplete)],
+    ),
+]
 ScaleOption = Annotated[
     Scale, typer.Option(help="small: cut clients, rounds and samples to what a laptop does; --set still wins.")
 ]
@@ -85,13 +97,24 @@ def read_preset(name: str) -> dict[str, Scalar]:
 
 
 def resolve(config: Mapping[str, Scalar]) -> RunConfig:
-    """Parse a config with all registered methods."""
-    return parse(config, METHOD_PARAMS)
+    """Parse a config with all registered methods, and let its own check it."""
+    parsed = parse(config, METHOD_PARAMS)
+    METHODS[parsed.method].check(parsed)
+    return parsed
 
 
 def scaled(config: dict[str, Scalar], scale: Scale) -> dict[str, Scalar]:
     """Cut a config by --scale small."""
     return config | presets.small(resolve(config)) if scale is Scale.small else config
+
+
+def with_clients(given: dict[str, Scalar], clients: int | None) -> dict[str, Scalar]:
+    """Add --clients to the keys of --set. Raises UserError if the two contradict each other."""
+    if clients is None:
+        return given
+    if given.get("num-clients", clients) != clients:
+        raise UserError(f"--clients {clients} and --set num-clients={given['num-clients']} contradict each other")
+    return {**given, "num-clients": clients}
 
 
 def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
@@ -124,22 +147,27 @@ def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
 
 def check_locally(config: RunConfig) -> None:
     """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
-    from client_app.trainer import resolve_device
-    from fl_app import data, models, weights
+    from client_app.loaded import resolve_device
+    from fl_app import data, tasks
+    from fl_app.layout import Layout
     from fl_app.server import events
 
     if config.tensorboard:
         events.require_tensorboard()
     if config.dataset == "node":
         raise UserError("dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation")
+    METHODS[config.method].check(config)
+    tasks.measured(config)
     resolve_device(config.device)
-    info = data.check(config)
-    module = models.build(
-        config.model, in_channels=info.in_channels, num_classes=info.num_classes, image_size=info.image_size,
-        norm=config.norm, seed=config.seed,
-    )  # fmt: skip
-    if config.initial_weights:
-        weights.initial_model(module, config.initial_weights)
+    with waiting(console) as shown:
+        shown.step("checking the data and the model", brief=True)
+        info = data.check(config)
+        method = METHODS[config.method]
+        if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
+            raise UserError(f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}")
+        module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights)
+        method.travelling(config, Layout.of(module))
+    warn_of_data(info)
 
 
 def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
@@ -154,13 +182,13 @@ def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
             raise UserError(f"--gpus-per-client: this machine has {torch.cuda.device_count()} GPUs, got {gpus_per_client:g}")
 
 
-def warn_of_settings(given: Iterable[str], configs: Collection[RunConfig]) -> None:
+def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Collection[str]]]) -> None:
     """Say on standard error which settings are not what they seem: nothing is refused.
 
     given: keys of --set, of which those in a table of a method that no run has are without effect. Keys of presets and files
-    may be for several methods and are not named.
+    may be for several methods and are not named. runs: each with the keys that somebody chose for it; defaults are not named.
     """
-    methods = {config.method for config in configs}
+    methods = {config.method for config, _ in runs}
     for key in given:
         if not any(bears_on(key, method) for method in methods):
             owner = key.rpartition(".")[0]
@@ -168,12 +196,18 @@ def warn_of_settings(given: Iterable[str], configs: Collection[RunConfig]) -> No
     late = {
         f"{key.name} = {value} is above num-server-rounds = {config.num_server_rounds}: what begins after round {value} is "
         "never reached"
-        for config in configs
+        for config, chosen in runs
         for key, value in config.own_keys()
-        if key.counts_rounds and isinstance(value, int) and value > config.num_server_rounds
+        if key.counts_rounds and key.name in chosen and isinstance(value, int) and value > config.num_server_rounds
     }
     for text in sorted(late):
         warn(text)
+
+
+def warn_of_data(info: DatasetInfo) -> None:
+    """Say on standard error that a data set has nothing to learn from."""
+    if info.constant:
+        warn("the data set is constant: in every channel all pixels of all training images are the same")
 
 
 def warn(text: str) -> None:

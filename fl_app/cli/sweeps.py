@@ -29,7 +29,8 @@ from fl_app.cli.settings import (
     ready,
     warn_of_settings,
 )
-from fl_app.cli.tables import show_table
+from fl_app.cli.tables import show_next, show_table
+from fl_app.cli.waiting import simulated
 from fl_app.experiments import sweep as sweeping
 from fl_app.experiments import table as sweep_table
 from fl_app.experiments.sweep import Point
@@ -56,7 +57,7 @@ def sweep(
         plan = dataclasses.replace(plan, scale=scale.value)
     directory = (output_dir or Path("runs") / file.stem).expanduser().resolve()
     points = sweeping.expand(plan, METHOD_PARAMS, directory, given, ready)
-    warn_of_settings(given, [point.parsed for point in points])
+    warn_of_settings(given, [(point.parsed, point.config) for point in points])
     name_plugins(point.config for point in points)
     if dry_run:
         typer.echo("\n".join(point.name for point in points))
@@ -69,7 +70,8 @@ def sweep(
         todo = unfinished_points(directory, points)
         try:
             if jobs > 1:
-                failed = sweeping.run_parallel(todo, directory, jobs, ["--in-process"] if in_process else options, announce)
+                how = ["--in-process"] if in_process else options
+                failed = sweeping.run_parallel(todo, directory, jobs, how, announce, interrupted)
             else:
                 failed = run_points(todo, in_process, cpus_per_client, gpus_per_client, verbose)
         except KeyboardInterrupt:
@@ -99,18 +101,21 @@ def announce(k: int, total: int, name: str) -> None:
     console.print(f"[bold]{k}/{total}[/] {escape(name)}", soft_wrap=True)
 
 
+def interrupted(running: int) -> None:
+    """Answer Ctrl-C at once: the end of runs in progress takes a while."""
+    errors.print(f"stopping {running} runs")
+
+
 def run_points(
     points: Sequence[Point], in_process: bool, cpus_per_client: float, gpus_per_client: float, verbose: bool
 ) -> dict[str, str]:
     """Run one after the other, those with equally many clients on one SuperLink; messages of failed ones by name."""
-    from fl_app.experiments.launch import simulation
-
     failed: dict[str, str] = {}
     started = 0
     for num_clients in dict.fromkeys(point.parsed.num_clients for point in points):
         same = [point for point in points if point.parsed.num_clients == num_clients]
         with contextlib.ExitStack() as stack:
-            submit = None if in_process else stack.enter_context(simulation(num_clients, cpus_per_client, gpus_per_client))
+            submit = None if in_process else stack.enter_context(simulated(console, num_clients, cpus_per_client, gpus_per_client))
             for point in same:
                 started += 1
                 announce(started, len(points), point.name)
@@ -134,5 +139,7 @@ def show_sweep(directory: Path, points: Sequence[Point], title: str, scale: str,
     remarks = ["`--scale small`: cut to what a laptop does, not the papers' figures."] if scale == "small" else []
     sweep_table.write_results(directory, rows, title, remarks + [f"{len(failed)} runs failed."] * bool(failed))
     show_table(sweep_table.table(rows))
-    console.print("\n".join([sweep_table.CAPTION, *remarks]))
+    console.print("\n".join([sweep_table.caption(rows), *remarks]))
     console.print(f"{directory / 'results.csv'}\n{directory / 'results.md'}", soft_wrap=True)
+    if finished:
+        show_next([directory])

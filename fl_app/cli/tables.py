@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,10 +14,15 @@ from rich.table import Table
 
 from fl_app.cli.settings import console
 from fl_app.experiments.runs import Run
+from fl_app.tasks import Metric
 
 CAPTION = (
-    "accuracy. final: mean over all clients after the last round, each on its own test data; pooled: the same over all samples; "
-    "best: highest round of the mean over its clients, before they train, so it can be below final"
+    "{}. final: mean over all clients after the last round, each on its own test data; pooled: the same over all samples; "
+    "best: best round of the mean over its clients, before they train, so it can be below final"
+)
+ROUNDS = (
+    "seconds: of all rounds together, without the start; before and after, while it runs: the model a client receives, and what "
+    "its own training makes of it"
 )
 
 
@@ -23,18 +31,47 @@ def show_results(folders: Sequence[Path]) -> None:
     table = Table("method", "final", "pooled", "best", "upload", "download", "seconds")
     for column in table.columns[1:]:
         column.justify = "right"
-    summaries = [Run(folder).summary for folder in folders]
-    for s in summaries:
+    runs = [Run(folder) for folder in folders]
+    summaries = [run.summary for run in runs]
+    for s, metric in zip(summaries, [run.headline for run in runs], strict=True):
+        name = metric.name
         table.add_row(
-            s["method"], percent(s["final-accuracy"]), percent(s["final-accuracy-pooled"]), percent(s["best-accuracy"]),
+            s["method"], *(cell(metric, s[key]) for key in (f"final-{name}", f"final-{name}-pooled", f"best-{name}")),
             size(s["upload-bytes"]), size(s["download-bytes"]), f"{s['seconds']:.1f}",
         )  # fmt: skip
     console.print(table)
-    console.print(CAPTION)
+    for s, metric in zip(summaries, [run.headline for run in runs], strict=True):
+        if (name := f"unseen-{metric.name}") in s:
+            tuned = s.get(f"{name}-finetuned")
+            after = f", {cell(metric, tuned)} after finetune-epochs" if tuned is not None else ""
+            console.print(f"{s['method']}: clients that never trained (unseen): {cell(metric, s[name])}{after}")
+    console.print(CAPTION.format(", ".join(dict.fromkeys(run.headline.name for run in runs))))
+    console.print(ROUNDS)
     if any(s.get("scale") == "small" for s in summaries):
         console.print("cut by --scale small: not comparable with the papers' figures")
     for folder in folders:
         console.print(f"{folder}", soft_wrap=True)
+
+
+def show_next(runs: Sequence[Path]) -> None:
+    """Say what to do next: the command that writes a report of exactly these runs, or folders of runs, as it can be typed here."""
+    words = [command(), "report", *(shlex.quote(nearby(run)) for run in runs)]
+    console.print(f"\nnext: {escape(' '.join(words))}    # a page with tables and pictures", soft_wrap=True)
+
+
+def command() -> str:
+    """Return how this command was called, as its user would type it."""
+    called = Path(sys.argv[0])
+    found = shutil.which("corolla")
+    if called.name == "corolla" and called.is_file() and not (found and Path(found).samefile(called)):
+        return shlex.quote(nearby(called))
+    return "corolla"
+
+
+def nearby(path: Path) -> str:
+    """Return a path as one types it: relative if it lies under the current directory."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def show_table(lines: Sequence[Sequence[str]]) -> None:
@@ -49,6 +86,11 @@ def show_table(lines: Sequence[Sequence[str]]) -> None:
     for line in body:
         table.add_row(*map(escape, line))
     console.print(table)
+
+
+def cell(metric: Metric, value: float | None) -> str:
+    """Format a headline metric."""
+    return percent(value) if metric.ratio or value is None else metric.text(value)
 
 
 def percent(value: float | None) -> str:

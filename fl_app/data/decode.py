@@ -1,16 +1,21 @@
-"""Decoding of image files straight into memory-mapped arrays, by a few threads."""
+"""Decoding of image files straight into memory-mapped arrays, by a few threads.
+
+Pixels become 8 bits by the rule of the image's mode (MODES): 16 bits lose the lower eight, floats must lie in [0, 1] and are scaled
+to 255, transparency is dropped. A mode without a rule is refused.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from fl_app import progress
 from fl_app.data.folder import Listing
 from fl_app.data.prepared import Images
 from fl_app.errors import UserError
@@ -25,11 +30,11 @@ class _ColourFound(Exception):
 def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> None:
     """Decode image files straight into x_train.npy and x_test.npy; write the labels beside them.
 
-    One channel if all images are grayscale, else three (RGB).
+    One channel if all images are grayscale, else three (RGB). Raises UserError naming a file that cannot be converted.
     """
     first = train[0][0]
     with _reading(first) as image:
-        gray, (width, height) = _is_gray(image), image.size
+        gray, (width, height) = _rule(image)[0], image.size
     if not image_size and width != height:
         raise UserError(f"dataset: {first} has {width}x{height} pixels, not square; set image-size to resize and crop")
     side = image_size or width
@@ -39,10 +44,18 @@ def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> N
                 np.save(directory / f"y_{name}.npy", np.array([label for _, label in listing], np.int64))
                 shape = (len(listing), channels, side, side)
                 out = np.lib.format.open_memmap(directory / f"x_{name}.npy", mode="w+", dtype=np.uint8, shape=shape)
+                _reserve(directory / f"x_{name}.npy")
                 _decode_into(out, [file for file, _ in listing], first if not image_size else None)
             return
         except _ColourFound:
             continue
+
+
+def _reserve(path: Path) -> None:
+    """Take the room a file will need: on a full disk that is an OSError, and later, under a memory map, the process's end."""
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def _decode_into(out: Images, files: list[Path], like: Path | None) -> None:
@@ -54,8 +67,9 @@ def _decode_into(out: Images, files: list[Path], like: Path | None) -> None:
 
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
-        for _ in pool.map(batch, range(0, len(files), DECODE_BATCH)):
-            pass  # in order, so that the first bad file is the one reported
+        starts = range(0, len(files), DECODE_BATCH)
+        for start, _ in zip(starts, pool.map(batch, starts), strict=True):  # in order: the first bad file is the one reported
+            progress.tell("decoding images", min(start + DECODE_BATCH, len(files)), len(files))
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -63,11 +77,10 @@ def _decode_into(out: Images, files: list[Path], like: Path | None) -> None:
 def _pixels(file: Path, channels: int, side: int, like: Path | None) -> Images:
     """Return one image, uint8 [channels, side, side]; `like`: the image whose size all must have, None: resize."""
     with _reading(file) as image:
-        if channels == 1 and not _is_gray(image):
+        gray, eight_bit = _rule(image)
+        if channels == 1 and not gray:
             raise _ColourFound
-        if image.mode.startswith("I"):  # 16 bits a pixel
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        image = image.convert("L" if channels == 1 else "RGB")
+        image = eight_bit(image).convert("L" if channels == 1 else "RGB")
         if like is None:
             image = _resize(image, side)
         if image.size != (side, side):
@@ -91,8 +104,44 @@ def _resize(image: Image.Image, side: int) -> Image.Image:
     return image.crop((left, top, left + side, top + side))
 
 
-def _is_gray(image: Image.Image) -> bool:
-    return image.mode in ("1", "L", "LA") or image.mode.startswith("I")
+# Modes ----------------------------------------------------------------------------------------------------------------
+
+
+def _as_it_is(image: Image.Image) -> Image.Image:
+    return image
+
+
+def _high_byte(image: Image.Image) -> Image.Image:
+    """Take the upper eight of 16 bits; 32-bit integers must fit into 16."""
+    pixels = np.asarray(image)
+    if pixels.dtype.itemsize > 2 and (pixels.min() < 0 or pixels.max() > 0xFFFF):
+        raise ValueError(f"32-bit integers must be in [0, 65535], got {pixels.min()} .. {pixels.max()}")
+    return Image.fromarray((pixels >> 8).astype(np.uint8))
+
+
+def _scaled(image: Image.Image) -> Image.Image:
+    """Scale floats in [0, 1] to 255."""
+    pixels = np.asarray(image)
+    if not (np.isfinite(pixels).all() and pixels.min() >= 0 and pixels.max() <= 1):
+        raise ValueError(f"floats must be in [0, 1], got {pixels.min():g} .. {pixels.max():g}; save it with 8 or 16 bits")
+    return Image.fromarray(np.rint(pixels * np.float32(255)).astype(np.uint8))
+
+
+Rule = tuple[bool, Callable[[Image.Image], Image.Image]]
+
+# per PIL mode: whether it is grayscale, and how it becomes one that PIL converts to L or RGB
+MODES: dict[str, Rule] = {
+    **dict.fromkeys(("1", "L", "LA"), (True, _as_it_is)),
+    **dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N", "I"), (True, _high_byte)),
+    "F": (True, _scaled),
+    **dict.fromkeys(("P", "PA", "RGB", "RGBX", "RGBA", "RGBa", "CMYK", "YCbCr", "HSV"), (False, _as_it_is)),
+}
+
+
+def _rule(image: Image.Image) -> Rule:
+    if image.mode not in MODES:
+        raise ValueError(f"mode {image.mode} is not one of {', '.join(MODES)}")
+    return MODES[image.mode]
 
 
 @contextlib.contextmanager

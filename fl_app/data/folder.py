@@ -1,27 +1,32 @@
 """Data sets as image folders: train/<class>/* and test/<class>/*.
 
-The key rests on the modification times of the directories, not of their files: after overwriting an image in place, prepare
-again with force.
+The key rests on the modification times of the directories, which every client process can afford to read. Whether files have been
+overwritten in place is seen by who looks at all of them: `look`, before a run and once in every process of a client.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fl_app.data.prepared import Prepared, at_least_two, listed, open_or_convert
 from fl_app.errors import UserError
 
 Listing = list[tuple[Path, int]]  # image files with their labels
+RULES = 2  # by which files become arrays; others are converted again
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".pnm", ".gif", ".tif", ".tiff"}
 
 
 def prepare(
-    path: Path, root: Path, classes: tuple[str, ...], image_size: int, force: bool, *, site: bool
+    path: Path, root: Path, classes: tuple[str, ...], image_size: int, force: bool, *, site: bool, look: bool = False
 ) -> Prepared:
-    """Open an image folder. site: a site's own, which may lack classes and test/; else as `sources.prepare`."""
+    """Open an image folder. site: a site's own, which may lack classes and test/; else as `sources.prepare`.
+
+    look: at every file, and convert them again if one has another size or time than when they were converted.
+    """
     path = path.expanduser().resolve()
     train = _class_directories(path, "train")
     test = _class_directories(path, "test", required=not site)
@@ -45,8 +50,10 @@ def prepare(
         decode(directory, listings[0], listings[1], image_size)
         return names
 
-    parts = [str(path), stamps, names, image_size, site]
-    return open_or_convert(root, f"folder-{path.name}", parts, convert, force)
+    parts = [RULES, str(path), stamps, names, image_size, site]
+    return open_or_convert(
+        root, f"folder-{path.name}", parts, convert, force, lambda: _files_hash([*train.values(), *test.values()]), look
+    )
 
 
 def _class_directories(path: Path, side: str, required: bool = True) -> dict[str, Path]:
@@ -79,6 +86,17 @@ def _check_class_directories(
 def stamp(path: Path) -> int:
     """Return a path's modification time in nanoseconds, 0 if there is none."""
     return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def _files_hash(directories: Iterable[Path]) -> str:
+    """Return a sha256 over the names, sizes and modification times of all files in some directories."""
+    found = hashlib.sha256()
+    for directory in directories:
+        with os.scandir(directory) as entries:
+            for entry in sorted(entries, key=lambda e: e.name):
+                stat = entry.stat()
+                found.update(f"{directory}/{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    return found.hexdigest()
 
 
 def images_in(folder: Path) -> list[Path]:

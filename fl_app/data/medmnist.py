@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from fl_app.catalogue import DATASETS
-from fl_app.data.npz import images_and_labels, members
-from fl_app.data.prepared import Arrays, Images, Labels, Prepared, open_or_convert, save
+from fl_app.data.arrays import refuse, samples, targets
+from fl_app.data.npz import members
+from fl_app.data.prepared import Arrays, Prepared, Samples, Targets, open_or_convert, save
 from fl_app.errors import UserError
+from fl_app.tasks import Classification
 
 CLASSES = (
     "bladder", "femur-left", "femur-right", "heart", "kidney-left", "kidney-right", "liver", "lung-left", "lung-right",
@@ -41,15 +43,21 @@ def prepare(dataset: str, root: Path, force: bool) -> Prepared:
 
 def _read(path: Path, side: int) -> Arrays:
     arrays = members(path, [f"{split}_{kind}" for split in SPLITS for kind in ("images", "labels")])
-    parts: list[tuple[Images, Labels]] = []
+    parts: list[tuple[Samples, Targets]] = []
     for split in SPLITS:
         x_name, y_name = f"{split}_images", f"{split}_labels"
         x, y = arrays[x_name], arrays[y_name]
         y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y  # one column, for tasks with several
-        parts.append(images_and_labels(path, x_name, x, y_name, y))
+        if x.dtype != np.uint8:
+            refuse(path, x_name, "be uint8 with values 0 .. 255", x.dtype)
         if x.shape[1:] != (side, side):
             raise UserError(f"dataset: {path}: {x_name} must have shape [n, {side}, {side}], got {list(x.shape)}")
-        if y.max(initial=0) >= len(CLASSES):
-            raise UserError(f"dataset: {path}: {y_name} must hold labels below {len(CLASSES)}, got {y.max()}")
+        if len(x) != len(y):
+            refuse(path, y_name, f"have one label for each of the {len(x)} images", len(y))
+        some = [str(k) for k in range(int(y.max(initial=0)) + 1)]
+        labels, _, _ = targets(path, Classification(), (y_name, y), (y_name, y[:0]), some)
+        if labels.max(initial=0) >= len(CLASSES):
+            raise UserError(f"dataset: {path}: {y_name} must hold labels below {len(CLASSES)}, got {labels.max()}")
+        parts.append((samples(path, x_name, x), labels))
     (x_train, y_train), (x_val, y_val), (x_test, y_test) = parts
     return np.concatenate([x_train, x_val]), np.concatenate([y_train, y_val]), x_test, y_test

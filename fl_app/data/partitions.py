@@ -8,10 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from fl_app import tasks
+from fl_app.catalogue import BY_CLASS
+from fl_app.checksums import refuse_damage
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.data.prepared import Prepared
+from fl_app.errors import UserError, listed, said
 from fl_app.files import build_once, cache_key
-from fl_app.partition import Indices, Share, split
+from fl_app.partition import Column, Indices, Share, split
 
 
 @dataclass(frozen=True)
@@ -32,13 +36,24 @@ class Partition:
         return np.array(self.flat[start:middle]), np.array(self.flat[middle:stop])
 
 
+def partition_of(config: RunConfig, data: Prepared, force: bool = False) -> Partition:
+    """Open a data set's partition as `open_partition`. Raises UserError too for one by class where the task has none."""
+    if config.partition in BY_CLASS and not tasks.of(config).has_classes:
+        raise UserError(
+            f"partition: {config.partition} divides by classes, and task {config.task} has none; take iid, by-column or file:"
+        )
+    groups = None if data.groups is None else (data.groups.train, data.groups.test, data.groups.names)
+    return open_partition(config, data.y_train, data.y_test, data.info.num_classes, data.key, data.root, force, groups)
+
+
 def open_partition(
-    config: RunConfig, y_train: Indices, y_test: Indices, num_classes: int, dataset_key: str, root: Path
-) -> Partition:
-    """Open the partition `config` describes, computing and writing it first if no process has yet.
+    config: RunConfig, y_train: Indices, y_test: Indices, num_classes: int, dataset_key: str, root: Path,
+    force: bool = False, groups: Column | None = None,
+) -> Partition:  # fmt: skip
+    """Open the partition `config` describes, computing and writing it first if no process has yet, or if `force`.
 
     y_train, y_test: int64 [n], [m], read only when it must be computed. dataset_key: `Prepared.key`. root: data
-    directory. Raises UserError as `split` does.
+    directory. groups: as `split` takes them. Raises UserError as `split` does, and if what is there is damaged.
     """
     target = root / "partitions" / _key(config, dataset_key)
 
@@ -48,14 +63,50 @@ def open_partition(
             alpha=config.dirichlet_alpha, classes_per_client=config.classes_per_client,
             train_samples=config.train_samples, test_samples=config.test_samples, min_samples=config.min_samples,
             test_ratio=config.test_ratio, assignment=config.pathological_assignment, balance=config.dirichlet_balance,
-            dataset=config.dataset,
+            dataset=config.dataset, groups=groups,
         )  # fmt: skip
         parts = [part for share in shares for part in share]
         np.save(directory / "offsets.npy", np.cumsum([0, *map(len, parts)], dtype=np.int64))
         np.save(directory / "flat.npy", np.concatenate(parts))
 
-    build_once(target, build, key="data-dir")
-    return Partition(np.load(target / "flat.npy", mmap_mode="r"), np.load(target / "offsets.npy"))
+    build_once(target, build, key="data-dir", force=force)
+    try:
+        shares = Partition(np.load(target / "flat.npy", mmap_mode="r"), np.load(target / "offsets.npy"))
+        sound = shares.num_clients == config.num_clients and len(shares.flat) == shares.offsets[-1]
+        problems = [] if sound else ["flat.npy does not end where offsets.npy says"]
+    except Exception as error:  # of reading damaged bytes, which numpy may raise anything for
+        problems = [said(error)]
+    refuse_damage("data-dir", target, problems)
+    return shares
+
+
+def remarks(partition: Partition, num_train: int, num_test: int) -> list[str]:
+    """Say what a partition does with the images: how many several clients hold, one holds repeatedly, nobody holds.
+
+    num_train, num_test: images of the data set.
+    """
+    lines = []
+    total = num_train + num_test
+    used = np.zeros(total, bool)
+    for part, name in enumerate(("training", "test")):
+        hands = [partition.client(i)[part] for i in range(partition.num_clients)]
+        distinct = [np.unique(hand) for hand in hands]
+        holders = np.bincount(np.concatenate(distinct), minlength=total)
+        used |= holders > 0
+        if several := np.count_nonzero(holders > 1):
+            dealt = np.count_nonzero(holders)
+            lines.append(f"{name}: {several} of {dealt} images are held by several clients, one by {holders.max()} of them")
+        again = {i: len(hands[i]) - len(own) for i, own in enumerate(distinct) if len(own) < len(hands[i])}
+        if again:
+            who = listed([f"client {i}: {n} of {len(hands[i])}" for i, n in again.items()])
+            lines.append(f"{name}: images that a client holds already, counted again: {who}")
+    unused = ~used
+    if unused.any():
+        lines.append(
+            f"unused: {np.count_nonzero(unused[:num_train])} of {num_train} training and "
+            f"{np.count_nonzero(unused[num_train:])} of {num_test} test images of the data set"
+        )
+    return lines
 
 
 def _key(config: RunConfig, dataset_key: str) -> str:

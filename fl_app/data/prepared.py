@@ -1,14 +1,17 @@
 """The prepared form of a data set: memory-mapped arrays that every client process opens in milliseconds.
 
-A data set becomes <root>/datasets/<key>/ with x_train.npy, x_test.npy (uint8 [n, C, S, S]), y_train.npy, y_test.npy
-(int64 [n]) and info.json. The key names what defines the data; a client process computes it again. The conversion is under a
+A data set becomes <root>/datasets/<key>/ with x_train.npy, x_test.npy (images uint8 [n, C, H, W], or float32 or int64 [n, ...]),
+y_train.npy, y_test.npy (labels int64 [n], or float32 [n, k]) and info.json; groups_train.npy, groups_test.npy (int64 [n]) where a
+column says whose each sample is. The key names what defines the data; a client process computes it again. The conversion is under a
 lock and ends in a rename: many processes at once do it exactly once, and an interrupted one leaves nothing that would be used.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,16 +21,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app import checksums
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import UserError, said
 from fl_app.files import build_once, cache_key
+
+log = logging.getLogger("corolla")
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
-Arrays = tuple[Images, Labels, Images, Labels]
+Samples = NDArray[Any]  # uint8 [n, C, H, W], float32 or int64 [n, ...]
+Targets = NDArray[Any]  # int64 [n] or float32 [n, k]
+Arrays = tuple[Samples, Targets, Samples, Targets]
 
 FORMAT = 1
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
+FILES = "files.sha256"  # beside the arrays: what the files they were made of were like
+GROUPS = "groups.json"
 STATISTICS_BATCH = 1024
 
 
@@ -35,8 +45,10 @@ STATISTICS_BATCH = 1024
 class DatasetInfo:
     """What a model and a report need to know of a data set.
 
-    Images are [in_channels, image_size, image_size]. classes: names in label order. mean, std: per channel, of the
-    training images scaled to [0, 1]; std is 1 for a channel that never varies, so that dividing by it is safe.
+    Square images are [in_channels, image_size, image_size]; what other samples are is `shape`. classes: names of the model's
+    outputs in order: of the classes in label order, the labels or the numbers. mean, std: per channel, of the training images
+    scaled to [0, 1], or per feature, the last axis of samples that are no images; std is 1 where nothing varies: dividing by it
+    is safe. groups: names of the groups that a column makes of the samples.
     """
 
     in_channels: int
@@ -46,17 +58,37 @@ class DatasetInfo:
     num_test: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    shape: tuple[int, ...] = ()
+    groups: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int:
-        """Number of classes K."""
+        """Number of classes K, or of other outputs."""
         return len(self.classes)
+
+    @property
+    def constant(self) -> bool:
+        """Whether all training samples are one and the same value in every channel: nothing can be learned from them."""
+        return all(std == 1 for std in self.std)
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of a sample."""
+        return self.shape or (self.in_channels, self.image_size, self.image_size)
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        """What a model is built with (fl_app/models.py)."""
+        return {
+            "in_channels": self.in_channels, "num_classes": self.num_classes, "image_size": self.image_size,
+            "input_shape": self.input_shape,
+        }  # fmt: skip
 
     @classmethod
     def from_json(cls, text: str) -> DatasetInfo:
         """Read what `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
-        fields |= {name: tuple(fields[name]) for name in ("classes", "mean", "std")}
+        fields |= {name: tuple(fields[name]) for name in ("classes", "mean", "std", "shape", "groups") if name in fields}
         return cls(**fields)
 
     def to_json(self) -> str:
@@ -65,16 +97,26 @@ class DatasetInfo:
 
 
 @dataclass(frozen=True)
+class Groups:
+    """Whose each sample is: train, test: int64 [n], [m], places in `names`."""
+
+    train: Labels
+    test: Labels
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """A converted data set: read-only memory maps, x uint8 [n, C, S, S], y int64 [n]; key names it among all others."""
+    """A converted data set: read-only memory maps, x [n, ...], y [n] or [n, k]; key names it among all others."""
 
     root: Path
     info: DatasetInfo
     key: str
-    x_train: Images
-    y_train: Labels
-    x_test: Images
-    y_test: Labels
+    x_train: Samples
+    y_train: Targets
+    x_test: Samples
+    y_test: Targets
+    groups: Groups | None = None
 
 
 def data_root(config: RunConfig) -> Path:
@@ -85,33 +127,81 @@ def data_root(config: RunConfig) -> Path:
 
 
 def open_or_convert(
-    root: Path, name: str, parts: Sequence[Any], convert: Callable[[Path], Sequence[str]], force: bool
-) -> Prepared:
+    root: Path, name: str, parts: Sequence[Any], convert: Callable[[Path], Sequence[str]], force: bool,
+    files: Callable[[], str] | None = None, look: bool = False,
+) -> Prepared:  # fmt: skip
     """Open <root>/datasets/<key>, the key made of a readable name and `parts`, which JSON must hold.
 
     convert: writes the four arrays into a directory (see `save`) and returns the class names; called if no process has yet.
+    files: a hash of what the files are like now. look: compare it, and convert them again if it was another then.
     """
     key = cache_key(name, [FORMAT, *parts])
     directory = root / "datasets" / key
+    now = functools.cache(files) if files else None
 
     def build(fresh: Path) -> None:
+        if directory.is_dir() and not force:
+            log.warning("%s: files have changed since they were converted; they are converted again", name)
+        if now:
+            (fresh / FILES).write_text(now())
         names = tuple(convert(fresh))
         x_train, _, x_test, _ = _load(fresh)
-        mean, std = _statistics(x_train)
-        channels, size = x_train.shape[1:3]
-        info = DatasetInfo(channels, size, names, len(x_train), len(x_test), mean, std)
+        images = x_train.dtype == np.uint8
+        mean, std = _statistics(x_train) if images else _moments(x_train)
+        shape = x_train.shape[1:]
+        channels, size = _as_image(shape)
+        known = () if images and shape == (channels, size, size) else shape
+        column = json.loads((fresh / GROUPS).read_text()) if (fresh / GROUPS).exists() else ()
+        info = DatasetInfo(channels, size, names, len(x_train), len(x_test), mean, std, known, tuple(column))
         (fresh / "info.json").write_text(info.to_json())
 
-    build_once(directory, build, key="data-dir", force=force)
-    info = DatasetInfo.from_json((directory / "info.json").read_text())
-    return Prepared(root, info, key, *_load(directory))
+    def stale(there: Path) -> bool:
+        return look and now is not None and not ((there / FILES).is_file() and (there / FILES).read_text() == now())
+
+    build_once(directory, build, key="data-dir", force=force, stale=stale)
+    info, arrays, groups = _open(directory)
+    return Prepared(root, info, key, *arrays, groups)
 
 
-def save(directory: Path, arrays: Arrays) -> None:
-    """Write the four arrays a conversion ends in."""
+def save(directory: Path, arrays: Arrays, groups: Groups | None = None) -> None:
+    """Write the four arrays a conversion ends in: samples as they are, targets int64 or float32; and whose the samples are."""
     for name, array in zip(ARRAYS, arrays, strict=True):
-        dtype = np.uint8 if name.startswith("x") else np.int64
+        dtype = array.dtype if name.startswith("x") else np.float32 if array.dtype.kind == "f" else np.int64
         np.save(directory / f"{name}.npy", np.ascontiguousarray(array, dtype))
+    if groups is not None:
+        np.save(directory / "groups_train.npy", groups.train.astype(np.int64))
+        np.save(directory / "groups_test.npy", groups.test.astype(np.int64))
+        (directory / GROUPS).write_text(json.dumps(groups.names))
+
+
+def _as_image(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Channels and side of a sample, as a model is told: [C, S, S]; of [T, C] its features and its length, else features and 1."""
+    if len(shape) == 3:
+        return shape[0], shape[1] if shape[1] == shape[2] else max(shape[1:])
+    if len(shape) == 2:
+        return shape[1], shape[0]
+    return int(np.prod(shape)), 1
+
+
+def _open(directory: Path) -> tuple[DatasetInfo, Arrays, Groups | None]:
+    """Open what `open_or_convert` has built. Raises UserError if the arrays are not what info.json says."""
+    groups, problems = None, []
+    try:
+        info = DatasetInfo.from_json((directory / "info.json").read_text(encoding="utf-8"))
+        arrays = _load(directory)
+        for name, array in zip(ARRAYS, arrays, strict=True):
+            n = info.num_train if name.endswith("train") else info.num_test
+            inputs = name.startswith("x")
+            shape, dtype = (info.input_shape, arrays[0].dtype) if inputs else (arrays[1].shape[1:], arrays[1].dtype)
+            if (array.shape, array.dtype) != ((n, *shape), dtype) or (inputs and not info.shape and dtype != np.uint8):
+                problems.append(f"{name}.npy is not as info.json says")
+        if info.groups:
+            train, test = (np.load(directory / f"groups_{side}.npy", mmap_mode="r") for side in ("train", "test"))
+            groups = Groups(train, test, info.groups)
+    except Exception as error:  # of reading damaged bytes, which numpy may raise anything for
+        problems = [said(error)]
+    checksums.refuse_damage("data-dir", directory, problems)
+    return info, arrays, groups
 
 
 def _load(directory: Path) -> Arrays:
@@ -131,6 +221,16 @@ def _statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     mean = weights @ values
     std = np.sqrt(np.maximum(weights @ values**2 - mean**2, 0))
     std[np.count_nonzero(counts, axis=1) == 1] = 1.0
+    return tuple(map(float, mean)), tuple(map(float, std))
+
+
+def _moments(x: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and population std per channel of [n, C, H, W], per feature (last axis) of anything else."""
+    kept = 1 if x.ndim == 4 else x.ndim - 1
+    axes = tuple(axis for axis in range(x.ndim) if axis != kept)
+    mean = np.asarray(np.mean(x, axes, dtype=np.float64))
+    std = np.asarray(np.std(x, axes, dtype=np.float64))
+    std = np.where(std > 1e-12 * np.maximum(1, np.abs(mean)), std, 1.0)
     return tuple(map(float, mean)), tuple(map(float, std))
 
 

@@ -3,26 +3,62 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fl_app.catalogue import DATASETS
-from fl_app.data import folder, medmnist, named, npz
-from fl_app.data.prepared import Prepared
+from fl_app.config import RunConfig
+from fl_app.data import folder, medmnist, named, npz, table
+from fl_app.data.prepared import Prepared, data_root
+from fl_app.data.reading import Reading
 from fl_app.errors import UserError
 
 
+def prepare_for(config: RunConfig, data_path: str = "", *, force: bool = False, look: bool = False) -> Prepared:
+    """Open a run's data set, or, for dataset `node`, the site's own at `data_path`. Raises UserError as `prepare` does."""
+    reading = Reading.of(config)
+    if config.dataset == "node":
+        return _site(Path(data_path).expanduser(), data_root(config), reading, force, look)
+    return _prepare(config.dataset, data_root(config), reading, force, look)
+
+
 def prepare(
-    dataset: str, root: Path, *, classes: tuple[str, ...] = (), image_size: int = 0, force: bool = False
-) -> Prepared:
+    dataset: str, root: Path, *, classes: tuple[str, ...] = (), image_size: int = 0, force: bool = False, look: bool = False,
+    **more: Any,
+) -> Prepared:  # fmt: skip
     """Open a data set, converting it first if no process has yet, or if `force`.
 
-    dataset: as in the run config, but `node`. classes: label order of `folder:` and `npz:`; empty: sorted directory
-    names, "0" .. "max". image_size: pixels, 0: as the images are. Raises UserError naming what is wrong with the data.
+    dataset: as in the run config, but `node`. classes: label order of the user's own; empty: sorted directory names, sorted
+    strings, "0" .. "max". image_size: pixels, 0: as the images are. look: whether files of a folder have been overwritten since;
+    then convert them again. more: as in `Reading`. Raises UserError naming what is wrong with the data.
     """
+    return _prepare(dataset, root, Reading(classes, image_size, **more), force, look)
+
+
+def prepare_site(
+    data_path: str, root: Path, *, classes: tuple[str, ...], image_size: int = 0, force: bool = False, look: bool = False,
+    **more: Any,
+) -> Prepared:  # fmt: skip
+    """Open one site's own data (dataset `node`): an image folder, an .npz file or a table, converted first if needed.
+
+    classes: label order shared by all sites; the site may lack some of them, and its test set may be missing or empty. look: as
+    `prepare`. Raises UserError for a class not in `classes`, for a site without training samples, and as `prepare` does.
+    """
+    return _site(Path(data_path).expanduser(), root, Reading(classes, image_size, **more), force, look)
+
+
+def _prepare(dataset: str, root: Path, reading: Reading, force: bool, look: bool) -> Prepared:
     kind, _, path = dataset.partition(":")
-    if kind == "folder":
-        return folder.prepare(Path(path), root, classes, image_size, force, site=False)
     if kind == "npz":
-        return npz.prepare(Path(path), root, classes, image_size, force, site=False)
+        return npz.prepare(Path(path), root, reading, force, site=False)
+    if kind in ("table", "hf"):
+        return table.prepare(Path(path), root, reading, force, site=False, saved=kind == "hf")
+    if not reading.of_task.has_classes:
+        raise UserError(f"task: {dataset} has labels of classes, got {reading.task}")
+    if reading.client:
+        raise UserError(f"client: {dataset} has no columns, got {reading.client!r}")
+    classes, image_size = reading.classes, reading.image_size
+    if kind == "folder":
+        return folder.prepare(Path(path), root, classes, image_size, force, site=False, look=look)
     for key, value in (("classes", ",".join(classes)), ("image-size", image_size)):
         if value and not (kind == "tiny-imagenet" and key == "image-size"):
             raise UserError(f"{key}: {dataset} has its own; leave it unset, got {value!r}")
@@ -35,15 +71,11 @@ def prepare(
     raise UserError(f"dataset: {dataset!r} cannot be prepared")
 
 
-def prepare_site(
-    data_path: str, root: Path, *, classes: tuple[str, ...], image_size: int = 0, force: bool = False
-) -> Prepared:
-    """Open one site's own data (dataset `node`): an image folder or an .npz file, converted first if needed.
-
-    classes: label order shared by all sites; the site may lack some of them, and its test set may be missing or empty.
-    Raises UserError for a class not in `classes`, for a site without training samples, and as `prepare` does.
-    """
-    path = Path(data_path).expanduser()
+def _site(path: Path, root: Path, reading: Reading, force: bool, look: bool) -> Prepared:
+    if path.suffix in table.SUFFIXES:
+        return table.prepare(path, root, reading, force, site=True)
     if path.is_file() or path.suffix == ".npz":
-        return npz.prepare(path, root, classes, image_size, force, site=True)
-    return folder.prepare(path, root, classes, image_size, force, site=True)
+        return npz.prepare(path, root, reading, force, site=True)
+    if not reading.of_task.has_classes:
+        raise UserError(f"task: an image folder has labels of classes, got {reading.task}")
+    return folder.prepare(path, root, reading.classes, reading.image_size, force, site=True, look=look)

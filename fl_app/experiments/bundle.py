@@ -8,6 +8,7 @@ node Flower unpacks it and imports from there first of all.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,14 @@ def bundle(config: Mapping[str, Scalar]) -> Iterator[Path]:
         plugins.write(plugins.files(config), directory)
         (directory / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
         yield directory
+
+
+def application_hash(config: Mapping[str, Scalar]) -> str:
+    """Return the sha256 of the application as a run with this config submits it, by which sites know it."""
+    from flwr.cli.build import build_fab_from_disk
+
+    with bundle(config) as directory:
+        return hashlib.sha256(build_fab_from_disk(directory)).hexdigest()
 
 
 def _all_but_python(directory: str, names: list[str]) -> list[str]:

@@ -4,7 +4,7 @@ A run's published counterpart is the preset with its method, data set and partit
 the two Dirichlet kinds count as one) from whose settings it departs in the fewest keys; ties are all shown. A run cut by
 `--scale small` is matched with presets cut likewise, but its differences are those from the paper's settings. Keys that no
 paper states (`settings`), or that do not bear on the partition or the method, are not compared. Runs that differ in the seed
-alone are one line, mean ± std. Each preset says which of our figures is the paper's (`METRICS`).
+alone are one line, mean ± std (fl_app/experiments/grouping.py). Each preset says which of our figures is the paper's (`METRICS`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_app.catalogue import DATASETS
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
+from fl_app.experiments import grouping
 from fl_app.experiments import runs as run_folders
 from fl_app.experiments.grouping import by_settings, mean_std
-from fl_app.experiments.table import ACCURACIES, show
+from fl_app.experiments.table import figures, show
 from fl_app.keys import Scalar
+from fl_app.keys import show as written
 from fl_app.presets import Preset, all_presets, small
 from fl_app.server.run_folder import SUMMARY
 
@@ -105,22 +106,17 @@ def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Run],
 
 def group(runs: Iterable[Run]) -> list[list[Run]]:
     """Put runs together that differ in the seed alone (and in keys that cannot change a result)."""
-    return by_settings(runs, lambda run: {**settings(run.config), "method": run.config.method, "scale": run.config.scale})
+    return by_settings(runs, lambda run: grouping.settings(run.config.resolved))
 
 
 def settings(config: RunConfig) -> dict[str, Scalar]:
-    """The keys that define a run's result, without the seed; of the data set its kind alone."""
+    """The keys that define a run's result and that papers state, without the seed; of the data set its kind alone."""
     out = {
         key.name: value
         for key, value in config.own_keys()
         if key.tells_runs_apart and key.compared and (not key.partitions or config.partition in key.partitions)
     }
-    return out | {"dataset": _kind(config.dataset)}
-
-
-def _kind(dataset: str) -> str:
-    name = dataset.partition(":")[0]
-    return name if name in DATASETS else dataset
+    return out | {"dataset": grouping.kind(config.dataset)}
 
 
 def differences(
@@ -146,7 +142,8 @@ def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") 
         if preset.published is None or preset.unavailable(methods) or preset.settings["method"] != config.method:
             continue
         theirs = parse(preset.settings, methods)
-        if _kind(theirs.dataset) == (dataset or _kind(config.dataset)) and _split(theirs) == _split(config):
+        same_data = grouping.kind(theirs.dataset) == (dataset or grouping.kind(config.dataset)) and _split(theirs) == _split(config)
+        if same_data and theirs.task == config.task:
             cut = small(theirs) if config.scale == "small" else {}
             distance = len(differences(ours, settings(parse({**preset.settings, **cut}, methods))))
             found.append((distance, preset, differences(ours, settings(theirs))))
@@ -182,27 +179,35 @@ def describe(line: Line) -> list[str]:
 
 
 def _value(value: Scalar | None) -> str:
-    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "–" if value is None else written(value)
 
 
 def kind(config: RunConfig) -> str:
     """Return what is matched with the papers: method, data set, partition."""
     name, skew = _split(config)
-    return f"{config.method}, {_kind(config.dataset)}, {name}" + (f" {skew:g}" if skew else "")
+    return f"{config.method}, {grouping.kind(config.dataset)}, {name}" + (f" {skew:g}" if skew else "")
+
+
+def told_apart(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
+    """Return the method and the settings in which groups differ: their names, then for each group its values."""
+    every = [grouping.settings(runs[0].config.resolved) for runs in groups]
+    known = dict.fromkeys(key for one in every for key in one if key != "seed")
+    keys = [key for key in known if key == "method" or len({one[key] for one in every if key in one}) > 1]
+    return [keys, *([_value(one.get(key)) for key in keys] for one in every)]
 
 
 def side_by_side(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
-    """Return groups of runs as a table, header first: the settings in which they differ, n, accuracies in per cent."""
-    every = [{**settings(runs[0].config), "scale": runs[0].config.scale} for runs in groups]
-    known = dict.fromkeys(key for one in every for key in one)
-    keys = [key for key in known if key == "method" or len({one[key] for one in every if key in one}) > 1]
-    metrics = [m for m in ACCURACIES if any(run.folder.summary.get(m) is not None for runs in groups for run in runs)]
+    """Return groups of runs as a table, header first: the settings in which they differ, n, metrics, ratios in per cent."""
+    keys, *rows = told_apart(groups)
+    every_run = [run for runs in groups for run in runs]
+    named = {name: headline for run in every_run for name, headline in figures(run.folder.headline, True).items()}
+    metrics = [m for m in named if any(run.folder.summary.get(m) is not None for run in every_run)]
     lines = [[*keys, "n", *metrics]]
-    for one, runs in zip(every, groups, strict=True):
+    for row, runs in zip(rows, groups, strict=True):
         summaries = [run.folder.summary for run in runs]
         means = [[s[m] for s in summaries if s.get(m) is not None] for m in metrics]
-        shown = [show(mean_std(values) if values else None) for values in means]
-        lines.append([*(_value(one.get(key)) for key in keys), str(len(runs)), *shown])
+        shown = [show(mean_std(values) if values else None, named[m]) for m, values in zip(metrics, means, strict=True)]
+        lines.append([*row, str(len(runs)), *shown])
     return lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.toml import to_toml
 
-Shape = tuple[int, int, int]
+Shape = Mapping[str, Any]  # what a model is built with
 
 
 @dataclass(frozen=True)
@@ -28,23 +29,24 @@ class RoundBytes:
 
 
 def known_shape(config: RunConfig) -> Shape | None:
-    """Return (in_channels, num_classes, image_size) of a data set known by name; None for the user's own."""
+    """Return what a model for a data set known by name is built with; None for the user's own."""
     data = DATASETS.get(config.dataset.partition(":")[0])
-    return None if data is None else (data.in_channels, data.num_classes, config.image_size or data.image_size)
+    if data is None:
+        return None
+    size = config.image_size or data.image_size
+    return {"in_channels": data.in_channels, "num_classes": data.num_classes, "image_size": size}
 
 
 def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     """Bytes of the last round, from the server half itself: what it would send, what it expects back.
 
-    method: the registered Method of config.method; shape: in_channels, num_classes, image_size. Raises UserError if the
+    method: the registered Method of config.method; shape: what a model is built with. Raises UserError if the
     model does not fit the images, or the method not the model.
     """
-    in_channels, num_classes, image_size = shape
-    layout = Layout.of(
-        method.network(config, in_channels=in_channels, num_classes=num_classes, image_size=image_size)
-    )
+    method.check(config)
+    layout = Layout.of(method.network(config, **shape))
     zeros = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
-    shared = method.shared(layout, config.params)
+    shared = method.travelling(config, layout)
     strategy = method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
     strategy.round = config.num_server_rounds - 1  # those that are behind it
     arrays = strategy.expected().shapes().values()

@@ -6,9 +6,38 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from fl_app.keys import Scalar
+from fl_app.catalogue import DATASETS
+from fl_app.config import RunConfig
+from fl_app.keys import KeySpec, Scalar, bears_on, specs
 
 T = TypeVar("T")
+_KEYS = {key.name: key for key in specs(RunConfig)}
+
+
+def settings(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """The keys of a run's flat config by which it is told from others: those that may change a result and bear on this run.
+
+    Keys of all runs that the config lacks, being newer than the run, have their default; a data set counts by its name if it has
+    one, wherever it lies.
+    """
+    given = {name: key.default for name, key in _KEYS.items()} | dict(config)
+    method, partition = str(given["method"]), str(given["partition"])
+    found = {name: value for name, value in given.items() if tells(name, method, partition)}
+    return found | {"dataset": kind(str(given["dataset"]))}
+
+
+def tells(name: str, method: str, partition: str) -> bool:
+    """Tell whether runs of a method with such a partition are two experiments if they differ in this key."""
+    key: KeySpec | None = _KEYS.get(name)
+    if key is None:
+        return bears_on(name, method)
+    return key.tells_runs_apart and (not key.partitions or name == "seed" or partition in key.partitions)
+
+
+def kind(dataset: str) -> str:
+    """Return a data set's name without the path to it, if it has a name; else the path is all there is."""
+    name = dataset.partition(":")[0]
+    return name if name in DATASETS else dataset
 
 
 def by_settings(runs: Iterable[T], settings: Callable[[T], Mapping[str, Scalar]]) -> list[list[T]]:

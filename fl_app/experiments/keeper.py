@@ -3,6 +3,9 @@
 `python -m fl_app.experiments.keeper HOME` starts the SuperLink and writes one line of JSON to standard output: `error`, or
 `shared`, which is "" in a network of its own and else why there is none. When standard input ends, as it does when the launcher
 is killed, it ends everything that carries HOME in its environment, and removes HOME.
+
+A second process stands behind it, `python -m fl_app.experiments.keeper HOME LAUNCHER`, for when the keeper itself is killed: it
+waits for the end of its own standard input, then for that of the launcher, and does the same.
 """
 
 from __future__ import annotations
@@ -13,24 +16,44 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 
 from fl_app.errors import UserError
 from fl_app.experiments import namespace
-from fl_app.processes import LAUNCH, end_processes, free_ports, processes_with, script, wait_for_http
+from fl_app.processes import (
+    LAUNCH,
+    LAUNCHER,
+    end_processes,
+    free_ports,
+    is_alive,
+    processes_with,
+    script,
+    wait_for_http,
+)
 
 NAME = "simulation"  # of the SuperLink's connection in HOME/config.toml
 NETWORK = "COROLLA_SIMULATION_NETWORK"  # `host`: no network of its own, for clients that need the network
 _LOG = "superlink.log"
+_DONE = b"done"  # what the keeper says to the one behind it when it has ended everything itself
 
 
 def main() -> None:
-    """Keep one SuperLink."""
+    """Keep one SuperLink, or stand behind the one who does."""
+    home = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        stand_behind(home, sys.argv[2])
+    else:
+        keep(home)
+
+
+def keep(home: Path) -> None:
+    """Start a SuperLink, and end it with all it has started when standard input ends."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    home = Path(sys.argv[1])
+    behind = _second(home)
     try:
         shared = f"{NETWORK}=host" if os.environ.get(NETWORK) == "host" else namespace.why_not()
         if not shared:
@@ -44,7 +67,25 @@ def main() -> None:
         sys.stdin.buffer.read()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end(home, spared=behind.pid)
+        behind.communicate(_DONE)
+
+
+def stand_behind(home: Path, launcher: str) -> None:
+    """Wait until keeper and launcher are gone, and do what the keeper has not done. launcher: its identity."""
+    if sys.stdin.buffer.read() != _DONE:
+        while is_alive(launcher):
+            time.sleep(1)
         end(home)
+
+
+def _second(home: Path) -> subprocess.Popen[bytes]:
+    """Start who stands behind this process, without the marks of what is to be ended."""
+    environment = {name: value for name, value in os.environ.items() if name not in (LAUNCH, LAUNCHER)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "fl_app.experiments.keeper", str(home), os.environ[LAUNCHER]], env=environment,
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
 
 
 def start(home: Path) -> None:
@@ -59,9 +100,12 @@ def start(home: Path) -> None:
     wait_for_http(f"http://127.0.0.1:{port}/health", process, home / _LOG)
 
 
-def end(home: Path) -> None:
-    """End every process of this launch, the SuperLink first, but for this one, and remove its directory."""
-    end_processes(psutil.Process().children())
+def end(home: Path, spared: int = 0) -> None:
+    """End every process of this launch, the SuperLink first, but for this one, and remove its directory.
+
+    spared: pid of a child that goes on.
+    """
+    end_processes([child for child in psutil.Process().children() if child.pid != spared])
     for _ in range(3):  # one may have started another meanwhile
         end_processes(processes_with(f"{LAUNCH}={home}"))
     shutil.rmtree(home, ignore_errors=True)

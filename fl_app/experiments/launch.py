@@ -43,12 +43,14 @@ class SimulationSuperLink:
     """A SuperLink of our own for simulations, with a private home, ended with everything it started.
 
     A keeper holds it (fl_app/experiments/keeper.py): in a network of its own where the kernel allows it, which `inside`, words
-    before every command that talks to it, enters; and if this process is killed, the keeper ends what is left.
+    before every command that talks to it, enters; and if this process is killed, the keeper ends what is left. say: told what is
+    waited for, "" when that is over.
     """
 
     name = keeper.NAME
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
+        self._say = say
         self.home = Path(tempfile.mkdtemp(prefix="corolla-flwr-", dir=_short(tempfile.gettempdir())))
         self.environment = flower_environment(self.home)
         self.environment[LAUNCH] = str(self.home)
@@ -59,7 +61,10 @@ class SimulationSuperLink:
 
     def __enter__(self) -> SimulationSuperLink:
         """Start it and wait until it answers."""
-        end_processes(orphans())  # what a killed `corolla run` left would go on training
+        if left := orphans():  # what a killed `corolla run` left would go on training
+            self._say(f"ending what an interrupted run left running ({len(left)} processes)")
+            end_processes(left)
+        self._say("starting a SuperLink for the simulation")
         self._keeper = subprocess.Popen(
             [sys.executable, "-m", keeper.__name__, str(self.home)], env=self.environment, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, text=True, start_new_session=True,
@@ -76,12 +81,14 @@ class SimulationSuperLink:
             self.inside = [sys.executable, "-m", namespace.__name__, str(self._keeper.pid)]
         else:
             log.warning("no network of its own for the simulation (%s): docs/security.md says who can reach it", said["shared"])
+        self._say("")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Let the keeper end it; end and remove what a keeper that was killed has left."""
+        self._say("ending the simulation's processes")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._keeper.communicate(timeout=_END_SECONDS)
         end_processes(processes_with(f"{LAUNCH}={self.home}"))
@@ -101,11 +108,12 @@ def flwr_run(
     on_line: Callable[[str], None],
     federation_config: str = "",
     inside: Sequence[str] = (),
+    private: bool = False,
 ) -> str:
     """Submit a run with `flwr run --stream`, pass every line of its log on, and return its final status.
 
-    inside: words before every command that say where it runs. Ctrl-C stops the run before it is raised again. Raises UserError
-    if Flower did not accept the run.
+    inside: words before every command that say where it runs. After Ctrl-C the run is stopped on its SuperLink, unless `private`
+    says that this one ends with the command anyway. Raises UserError if Flower did not accept the run.
     """
     with bundle(config) as app, tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as overrides:
         overrides.write(to_toml(config))
@@ -128,7 +136,7 @@ def flwr_run(
                 on_line(line)
             process.wait()
         except BaseException:
-            if run_id:
+            if run_id and not private:
                 _output([*inside, script("flwr"), "stop", run_id, superlink], environment)
             raise
         finally:
@@ -141,17 +149,18 @@ def flwr_run(
 
 
 COMPLETED = "finished:completed"
+LOST = "lost"  # no SuperLink tells
 
 
 def status(run_id: str, superlink: str, environment: Mapping[str, str], inside: Sequence[str] = ()) -> str:
-    """Return a run's status as `flwr ls` names it; its --stream exits 0 even when the run failed."""
+    """Return a run's status as `flwr ls` names it, LOST if nobody answers; its --stream exits 0 even when the run failed."""
     deadline = time.monotonic() + 30
     while True:
         output = _output([*inside, script("flwr"), "ls", superlink, "--run-id", run_id, "--format", "json"], environment)
         try:
             found = str(json.loads(output)["runs"][0]["status"])
-        except (ValueError, KeyError, IndexError):
-            return f"unknown: {output[-500:]}"
+        except (ValueError, KeyError, IndexError, TypeError):
+            return LOST
         if found.startswith("finished") or time.monotonic() > deadline:
             return found
         time.sleep(0.5)
@@ -163,14 +172,14 @@ def _output(command: list[str], environment: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def simulation(
-    num_clients: int, cpus_per_client: float, gpus_per_client: float
+    num_clients: int, cpus_per_client: float, gpus_per_client: float, say: Callable[[str], None] = lambda text: None
 ) -> Iterator[Callable[[Mapping[str, Scalar], Callable[[str], None]], str]]:
-    """Yield run(config, on_line) -> final status, for simulated runs on one private SuperLink."""
+    """Yield run(config, on_line) -> final status, for simulated runs on one private SuperLink. say: see SimulationSuperLink."""
     federation = (
         f"num-supernodes={num_clients} client-resources-num-cpus={cpus_per_client:g} "
         f"client-resources-num-gpus={float(gpus_per_client)}"
     )
-    with SimulationSuperLink() as superlink:
+    with SimulationSuperLink(say) as superlink:
         yield lambda config, on_line: flwr_run(
-            superlink.name, config, superlink.environment, on_line, federation, superlink.inside
+            superlink.name, config, superlink.environment, on_line, federation, superlink.inside, private=True
         )

@@ -5,19 +5,34 @@ fl_app/server/run_folder.py writes these folders, and reads single files back to
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fl_app import config
+from fl_app import config, tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.files import lock
 from fl_app.keys import Scalar
-from fl_app.server.run_folder import CONFIG, RUN, read_about, read_clients, read_config, read_metrics, read_summary
+from fl_app.server.run_folder import (
+    CONFIG,
+    LOCK,
+    METRICS,
+    RUN,
+    SUMMARY,
+    read_about,
+    read_clients,
+    read_config,
+    read_metrics,
+    read_summary,
+)
+from fl_app.tasks import Metric
 
 Record = dict[str, Any]
+WRITTEN = (CONFIG, METRICS, SUMMARY)
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,16 @@ class Run:
         except UserError:
             return False
 
+    @property
+    def state(self) -> str:
+        """`running`, `finished`, or `interrupted`: it can be resumed."""
+        if (self.path / LOCK).exists():
+            try:
+                lock(self.path / LOCK, wait=False).close()
+            except OSError:  # another process has it, or it is not ours to open
+                return "finished" if self.finished else "running"
+        return "finished" if self.finished else "interrupted"
+
     @cached_property
     def summary(self) -> Record:
         """Its summary. Raises UserError if it is not finished."""
@@ -57,6 +82,11 @@ class Run:
     def about(self) -> dict[str, Any]:
         """What run.json says of it: its experiment's id, its method's figures; empty if there is none that can be read."""
         return read_about(self.path)
+
+    @cached_property
+    def headline(self) -> Metric:
+        """The metric its rounds were judged by."""
+        return tasks.recorded(self.about)
 
     @cached_property
     def clients(self) -> dict[str, dict[str, Any]]:
@@ -91,6 +121,34 @@ def by_experiment(root: Path) -> dict[str, Run]:
     """Return runs by their experiment's id: those directly under a directory, and those of sweeps in it."""
     found = [Run(path.parent) for path in sorted([*root.glob(f"*/{RUN}"), *root.glob(f"*/*/{RUN}")])]
     return {str(run.about["experiment"]): run for run in found if "experiment" in run.about}
+
+
+def below(directory: Path) -> list[Run]:
+    """Return the runs in a directory, in it and one level deeper (a sweep's), by path; it may be a run folder itself."""
+    found = [directory / CONFIG, *directory.glob(f"*/{CONFIG}"), *directory.glob(f"*/*/{CONFIG}")]
+    return [Run(path.parent) for path in sorted(found) if path.is_file()]
+
+
+def listing(found: Iterable[Run]) -> list[list[str]]:
+    """Return runs as a table, header first: folder, state, rounds, method, data, seed, final accuracy, when it was last written."""
+    rows = [["run", "state", "rounds", "method", "dataset", "seed", "accuracy", "written"]]
+    for run in found:
+        try:
+            settings = run.settings
+        except UserError:
+            rows.append([str(run.path), "unreadable", *[""] * 6])
+            continue
+        rounds = list(run.rounds.values())
+        last = rounds[-1] if rounds else {}
+        metric = run.headline
+        accuracy = last.get("evaluation", {}).get(metric.name) if run.finished else last.get(f"{metric.name}-before")
+        words = [str(settings.get(key, "")) for key in ("method", "dataset", "seed")]
+        done = f"{last.get('round', 0)}/{settings.get('num-server-rounds', '?')}"
+        share = "" if accuracy is None else f"{metric.text(accuracy)} {'%' if metric.ratio else metric.title}"
+        written = max(path.stat().st_mtime for path in (run.path / name for name in WRITTEN) if path.exists())
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
+        rows.append([str(run.path), run.state, done, *words, share, when])
+    return rows
 
 
 def inside(directory: Path) -> list[Run]:

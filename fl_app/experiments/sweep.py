@@ -267,11 +267,12 @@ def set_aside(folder: Path) -> Path:
 
 
 def run_parallel(
-    points: Sequence[Point], directory: Path, jobs: int, options: Sequence[str], announce: Callable[[int, int, str], None]
-) -> dict[str, str]:
+    points: Sequence[Point], directory: Path, jobs: int, options: Sequence[str], announce: Callable[[int, int, str], None],
+    interrupted: Callable[[int], None] = lambda running: None,
+) -> dict[str, str]:  # fmt: skip
     """Run `jobs` points at a time, each as its own `corolla run`; the ends of the logs of failed ones by name.
 
-    Logs are under the directory's `logs`. An interrupt ends the runs in progress too.
+    Logs are under the directory's `logs`. An interrupt ends the runs in progress too; `interrupted` is told how many first.
     """
     logs = directory / "logs"
     make_directory(logs)
@@ -297,8 +298,9 @@ def run_parallel(
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for process in active:
-                if process.poll() is None:
-                    process.send_signal(signal.SIGINT)
+            running = [process for process in active if process.poll() is None]
+            interrupted(len(running))
+            for process in running:
+                process.send_signal(signal.SIGTERM)  # at once: Ctrl-C would ask for the end of the round
             raise
     return failed

@@ -3,62 +3,88 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fl_app.experiments.grouping import by_settings, mean_std
+from fl_app import tasks
+from fl_app.experiments.grouping import by_settings, mean_std, settings
 from fl_app.experiments.runs import Run
 from fl_app.experiments.sweep import Point, identity
 from fl_app.keys import Scalar
+from fl_app.keys import show as written
+from fl_app.tasks import Metric
+
+ACCURACY = tasks.Classification.metrics[0]
 
 CAPTION = (
-    "accuracies in per cent, mean ± standard deviation over the seeds; n: finished runs. final: all clients after the last round; "
-    "pooled: over all samples; best: highest round of the mean over its clients, before they train, so it can be below final"
+    "{} mean ± standard deviation over the seeds; n: finished runs. final: all clients after the last round; "
+    "pooled: over all samples; best: best round of the mean over its clients, before they train, so it can be below final"
 )
-ACCURACIES = ("final-accuracy", "final-accuracy-pooled", "final-accuracy-finetuned", "best-accuracy")
 COSTS = ("upload-bytes", "download-bytes", "seconds")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: the runs that differ in nothing but the seed. means: by metric (mean, std or None)."""
+    """One line of the table: the runs that differ in nothing but the seed. means: by name in a summary (mean, std or None);
+    metrics: those of them that are the task's.
+    """
 
     varying: Mapping[str, Scalar]
     runs: int
     means: Mapping[str, tuple[float, float | None]]
+    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
 
 
 def tabulate(points: Sequence[Point], finished: Mapping[str, Run]) -> list[Row]:
     """Average the finished runs over seeds; std is the sample standard deviation (n - 1), None for one run."""
     rows = []
-    for same in by_settings(points, lambda point: point.varying):
+    for same in by_settings(points, lambda point: settings(point.parsed.resolved)):
         runs = [run for point in same if (run := finished.get(identity(point.parsed))) is not None]
         varying = {key: value for key, value in same[0].varying.items() if key != "seed"}
-        means = {}
-        for metric in (*ACCURACIES, *COSTS):
-            values = [run.summary[metric] for run in runs if run.summary.get(metric) is not None]
+        means, metrics = {}, figures(tasks.of(same[0].parsed).headline, same[0].parsed.holdout_clients > 0)
+        for name in (*metrics, *COSTS):
+            values = [run.summary[name] for run in runs if run.summary.get(name) is not None]
             if values:
-                means[metric] = mean_std(values)
-        rows.append(Row(varying, len(runs), means))
+                means[name] = mean_std(values)
+        rows.append(Row(varying, len(runs), means, metrics))
     return rows
 
 
-def show(pair: tuple[float, float | None] | None) -> str:
-    """Format mean and std of a ratio in per cent."""
+def figures(headline: Metric, unseen: bool = False) -> dict[str, Metric]:
+    """Names of what a summary tells of a headline metric. unseen: some clients never trained."""
+    name = headline.name
+    apart = (f"unseen-{name}", f"unseen-{name}-finetuned") if unseen else ()
+    return dict.fromkeys((f"final-{name}", f"final-{name}-pooled", f"final-{name}-finetuned", f"best-{name}", *apart), headline)
+
+
+def show(pair: tuple[float, float | None] | None, metric: Metric = ACCURACY) -> str:
+    """Format mean and std of a metric, of a ratio in per cent."""
     if pair is None:
         return "n/a"
     mean, std = pair
-    return f"{100 * mean:.2f}" + (f" ± {100 * std:.2f}" if std is not None else "")
+    return metric.text(mean) + (f" ± {metric.text(std)}" if std is not None else "")
+
+
+def caption(rows: Sequence[Row]) -> str:
+    """Say what a table's figures are."""
+    known = dict.fromkeys(metric for row in rows for metric in row.metrics.values())
+    names = [f"{'accuracies' if m == ACCURACY else m.name}{' in per cent' if m.ratio else ''}," for m in known]
+    return CAPTION.format(" ".join(names))
 
 
 def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the table as text, header first: what varies, n, accuracies in per cent."""
+    """Return the table as text, header first: what varies, n, metrics, ratios in per cent."""
     keys = list(dict.fromkeys(key for row in rows for key in row.varying))
-    metrics = [m for m in ACCURACIES if any(m in row.means for row in rows)]
+    known = {name: metric for row in rows for name, metric in row.metrics.items()}
+    metrics = {name: metric for name, metric in known.items() if any(name in row.means for row in rows)}
     header = [*keys, "n", *metrics]
-    body = [[str(r.varying.get(k, "–")) for k in keys] + [str(r.runs)] + [show(r.means.get(m)) for m in metrics] for r in rows]
+    body = [
+        [*(written(r.varying.get(k, "–")) for k in keys), str(r.runs), *(show(r.means.get(m), of) for m, of in metrics.items())]
+        for r in rows
+    ]
     return [header, *body]
 
 
@@ -67,14 +93,15 @@ def write_results(directory: Path, rows: Sequence[Row], title: str, remarks: Seq
     keys = list(dict.fromkeys(key for row in rows for key in row.varying))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*keys, "n", *(f"{m}-{s}" for m in ACCURACIES for s in ("mean", "std")), *COSTS])
+    known = list(dict.fromkeys(name for row in rows for name in row.metrics))
+    writer.writerow([*keys, "n", *(f"{m}-{s}" for m in known for s in ("mean", "std")), *COSTS])
     for row in rows:
-        numbers = [value for m in ACCURACIES for value in row.means.get(m, (None, None))]
+        numbers = [value for m in known for value in row.means.get(m, (None, None))]
         costs = [row.means.get(m, (None,))[0] for m in COSTS]
         writer.writerow([*(row.varying.get(k) for k in keys), row.runs, *numbers, *costs])
     header, *body = table(rows)
     lines = [f"# {title}", "", *(f"{remark}\n" for remark in remarks)]
     lines += [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]
-    lines += ["", "Accuracies in per cent, mean ± sample standard deviation over the seeds; n: finished runs.", ""]
+    lines += ["", f"{caption(rows).partition(' final:')[0].replace('standard', 'sample standard')}", ""]
     for name, content in (("results.csv", text.getvalue()), ("results.md", "\n".join(lines))):
         (directory / name).write_text(content, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The report's pictures of accuracy, all runs compared: over rounds, and client by client."""
+"""The report's pictures of the headline metric, all runs compared: over rounds, and client by client."""
 
 from __future__ import annotations
 
@@ -17,32 +17,45 @@ from fl_app.report.figures import (
     label_outer,
     legend,
     listed,
+    metric_axis,
     new_figure,
-    percent_axis,
     rounds_axis,
     small_multiples,
     styled,
 )
 from fl_app.report.groups import DATA_KEYS, Group, all_clients, differences, over_seeds, short
 from fl_app.report.looks import LINES, Look, tone
+from fl_app.tasks import Metric
 
 SOURCES = (
-    ("accuracy-before", "Received model, before local training"),
-    ("accuracy-after", "After local training"),
+    ("before", "Received model, before local training"),
+    ("after", "After local training"),
     ("evaluation", "All clients' own models"),
 )
 
 
 def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:
-    """Yield the pictures of accuracy of all groups with any rounds."""
-    groups = [group for group in groups if group.last_round]
+    """Yield the pictures of the headline metric of all groups with any rounds, those of another task apart."""
+    by_metric: dict[Metric, list[Group]] = {}
+    for group in groups:
+        if group.last_round:
+            by_metric.setdefault(group.first.metric, []).append(group)
+    for metric, same in by_metric.items():
+        yield from _of(metric, same)
+
+
+def _of(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     known = [source for source in SOURCES if any(curve(group.runs, source[0]) for group in groups)]
     if not any(len(run.evaluations) > 1 for group in groups for run in group.runs):
         known = [source for source in known if source[0] != "evaluation"]
     if known:
-        yield Panel("accuracy", "Accuracy over rounds", _caption(groups), lambda: _over_rounds(groups, known))
-        yield from _spread(groups)
-    yield from _sorted(groups)
+        yield Panel(metric.name, f"{_title(metric)} over rounds", _caption(groups), lambda: _over_rounds(groups, known))
+        yield from _spread(metric, groups)
+    yield from _sorted(metric, groups)
+
+
+def _title(metric: Metric) -> str:
+    return metric.title[:1].upper() + metric.title[1:]
 
 
 # Over rounds ----------------------------------------------------------------------------------------------------------
@@ -80,7 +93,7 @@ def _over_rounds(groups: Sequence[Group], sources: Sequence[tuple[str, str]]) ->
             _line(axes, found, short(group.label), style[group.number], band)
         axes.set_title(title)
         rounds_axis(axes, last)
-        percent_axis(axes) if k == 0 else axes.tick_params(labelleft=False)
+        metric_axis(groups)(axes) if k == 0 else axes.tick_params(labelleft=False)
     assert first is not None
     legend(figure, first)
     return figure
@@ -102,22 +115,23 @@ def _behind(axes: Axes, x: NDArray[Any], y: Floats) -> None:
     axes.plot(x, y, color=tone(0.82), linewidth=0.9, zorder=1)
 
 
-def _spread(groups: Sequence[Group]) -> Iterator[Panel]:
+def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     """Yield what one picture cannot hold: the spread over clients, and the single runs behind a mean."""
-    name = "accuracy-before"
+    name = "before"
     curves = {group.number: curve(group.runs, name) for group in groups}
     drawn = [group for group in groups if curves[group.number]]
     if drawn and (len(groups) > TOGETHER or repeated(groups)):
         yield Panel(
-            "accuracy-spread", "Accuracy and its spread over clients, run by run",
-            "Accuracy of the received model before local training. Line: mean over the round's clients; band: the middle half "
-            "of the clients (quartiles), of all seeds together; grey: the other runs.", lambda: _clients_spread(groups, curves),
+            f"{metric.name}-spread", f"{_title(metric)} and its spread over clients, run by run",
+            f"{_title(metric)} of the received model before local training. Line: mean over the round's clients; band: the middle "
+            "half of the clients (quartiles), of all seeds together; grey: the other runs.",
+            lambda: _clients_spread(groups, curves),
         )  # fmt: skip
     several = [group for group in drawn if len(group.runs) > 1]
     if several:
         yield Panel(
-            "accuracy-seeds", "Accuracy over rounds, seed by seed",
-            "Accuracy of the received model before local training, mean over the round's clients: one line per run.",
+            f"{metric.name}-seeds", f"{_title(metric)} over rounds, seed by seed",
+            f"{_title(metric)} of the received model before local training, mean over the round's clients: one line per run.",
             lambda: _single_runs(several), folded=True,
         )  # fmt: skip
 
@@ -133,7 +147,7 @@ def _clients_spread(groups: Sequence[Group], curves: dict[int, Curve | None]) ->
             _behind(axes, found.rounds, found.mean)
 
     figure, grid = small_multiples(groups, draw)
-    label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), percent_axis)
+    label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), metric_axis(groups))
     return figure
 
 
@@ -144,7 +158,7 @@ def _single_runs(groups: Sequence[Group]) -> Figure:
         if not in_focus:
             return
         for k, run in enumerate(group.runs):
-            found = curve([run], "accuracy-before")
+            found = curve([run], "before")
             if found is not None:
                 look = style[group.number]
                 axes.plot(
@@ -154,14 +168,14 @@ def _single_runs(groups: Sequence[Group]) -> Figure:
         axes.legend(fontsize=8, handlelength=3.2, loc="lower right")
 
     figure, grid = small_multiples(groups, draw)
-    label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), percent_axis)
+    label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), metric_axis(groups))
     return figure
 
 
 # Client by client -----------------------------------------------------------------------------------------------------
 
 
-def _sorted(groups: Sequence[Group]) -> Iterator[Panel]:
+def _sorted(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     drawn = [group for group in groups if all_clients(group)[0].size]
     if not drawn:
         return
@@ -171,8 +185,8 @@ def _sorted(groups: Sequence[Group]) -> Iterator[Panel]:
     where = "; ".join(f"{text} ({listed(numbers)})" if len(sources) > 1 else text for text, numbers in sources.items())
     seeds = " Clients of all seeds count together." if repeated(drawn) else ""
     yield Panel(
-        "clients", "Final accuracy of each client",
-        "Clients sorted by accuracy on their own test data: where the line starts is the worst-off client, and where it "
+        "clients" if metric.name == "accuracy" else f"clients-{metric.name}", f"Final {metric.title} of each client",
+        f"Clients sorted by {metric.title} on their own test data: where the line starts is the worst-off client, and where it "
         f"crosses 50 % the median one. A flat line treats all alike.{seeds} Measured: {where}.", lambda: _clients(drawn),
     )  # fmt: skip
 
@@ -194,13 +208,13 @@ def _clients(groups: Sequence[Group]) -> Figure:
 
     if len(groups) > 2 * TOGETHER:
         figure, grid = small_multiples(groups, draw)
-        label_outer(grid, min(4, len(groups)), ticks, percent_axis)
+        label_outer(grid, min(4, len(groups)), ticks, metric_axis(groups))
         return figure
     figure = new_figure(4.2)
     axes = figure.add_subplot()
     for group in groups:
         draw(axes, group, True)
     ticks(axes)
-    percent_axis(axes)
+    metric_axis(groups)(axes)
     legend(figure, axes)
     return figure

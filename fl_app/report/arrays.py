@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.experiments import runs as run_folders
-from fl_app.keys import Scalar
+from fl_app.keys import Scalar, show
 from fl_app.report.kinds import Figure, from_json
+from fl_app.tasks import Classification, Metric
 
 Record = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -31,7 +32,7 @@ class Curve:
 @dataclass(frozen=True)
 class Run:
     """A run folder as read. rounds: records by round number, ascending; facts: clients.json; figures: what its method declared;
-    classes: names in label order, empty if unknown; number, label: in the report.
+    classes: names in label order, empty if unknown; number, label: in the report; metric: the headline.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Run:
     classes: tuple[str, ...] = ()
     number: str = "1"
     label: str = ""
+    metric: Metric = Classification.metrics[0]
 
     @property
     def method(self) -> str:
@@ -85,8 +87,14 @@ class Run:
         return [(t, failure) for t, r in self.rounds.items() for failure in r.get("failures", [])]
 
     def best(self, name: str) -> float | None:
-        """Highest value of a round's metric."""
-        return max((r[name] for r in self.rounds.values() if r.get(name) is not None), default=None)
+        """Best value of a round's metric."""
+        values = [r[name] for r in self.rounds.values() if r.get(name) is not None]
+        return self.metric.best(values) if values else None
+
+    def key(self, name: str) -> str:
+        """Return how a record names the headline metric `before` or `after` training or in an `evaluation`; others as they are."""
+        metric = self.metric.name
+        return {"before": f"{metric}-before", "after": f"{metric}-after", "evaluation": metric}.get(name, name)
 
     def final(self) -> tuple[int, Record] | None:
         """Return the last evaluation of all clients, and its round."""
@@ -109,28 +117,21 @@ def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None)
     figures = from_json(about["figures"]) if "figures" in about else known
     classes = about["classes"] if isinstance(about.get("classes"), list) else str(config.get("classes", "")).split(",")
     names = tuple(str(name).strip() for name in classes)
-    return Run(run.path, config, run.rounds, run.clients, run.finished, figures, names)
-
-
-def show(value: Scalar) -> str:
-    """Return a value as one writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return Run(run.path, config, run.rounds, run.clients, run.finished, figures, names, metric=run.headline)
 
 
 # Arrays ---------------------------------------------------------------------------------------------------------------
 
 
 def curve(runs: Sequence[Run], name: str) -> Curve | None:
-    """Mean and quartiles of a metric of the runs' clients over the rounds; `evaluation`: accuracy in evaluations of all."""
+    """Mean and quartiles of a metric of the runs' clients over the rounds; name: as `Run.key` takes it."""
     samples: dict[int, list[Floats]] = {}
     for run in runs:
         tables = {t: e["clients"] for t, e in run.evaluations.items()}
         if name != "evaluation":
             tables = {t: r.get("clients", {}) for t, r in run.rounds.items()}
         for t, table in tables.items():
-            if (values := numbers(table, "accuracy" if name == "evaluation" else name)).size:
+            if (values := numbers(table, run.key(name))).size:
                 samples.setdefault(t, []).append(values)
     if not samples:
         return None
@@ -145,15 +146,19 @@ def numbers(clients: dict[str, Record], name: str) -> Floats:
 
 
 def final_accuracies(run: Run) -> tuple[Floats, str]:
-    """Each client's last known accuracy, sorted, and where it comes from."""
-    last = run.final()
-    if last and (run.finished or numbers(last[1]["clients"], "accuracy").size):
-        return np.sort(numbers(last[1]["clients"], "accuracy")), f"all clients, after round {last[0]}"
+    """Each client's last known headline metric, sorted from worst to best, and where it comes from."""
+    last, metric, before = run.final(), run.metric.name, run.key("before")
+    if last and (run.finished or numbers(last[1]["clients"], metric).size):
+        return ranked(numbers(last[1]["clients"], metric), run.metric), f"all clients, after round {last[0]}"
     latest: dict[str, float] = {}
     for record in run.rounds.values():
-        latest |= {i: row["accuracy-before"] for i, row in record.get("clients", {}).items()
-                   if row.get("accuracy-before") is not None}  # fmt: skip
-    return np.sort(np.array(list(latest.values()), np.float64)), "each client's last round, before training"
+        latest |= {i: row[before] for i, row in record.get("clients", {}).items() if row.get(before) is not None}
+    return ranked(np.array(list(latest.values()), np.float64), run.metric), "each client's last round, before training"
+
+
+def ranked(values: Floats, metric: Metric) -> Floats:
+    """Sort from worst to best."""
+    return np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
 
 
 def spent(run: Run) -> dict[int, tuple[float, float]]:
@@ -161,7 +166,7 @@ def spent(run: Run) -> dict[int, tuple[float, float]]:
     out, total = {}, 0.0
     for t, record in run.rounds.items():
         total += record.get("download-bytes") or 0
-        if (accuracy := record.get("accuracy-before")) is not None:
+        if (accuracy := record.get(run.key("before"))) is not None:
             out[t] = (total, float(accuracy))
         total += record.get("upload-bytes") or 0
     return out

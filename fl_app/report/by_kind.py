@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from fl_app.report import kinds
 from fl_app.report.arrays import Floats, Run
 from fl_app.report.figures import Drawn, Panel, new_figure, percent_axis, rounds_axis, thinned
-from fl_app.report.looks import BLUE, COLOURS, COLOURS_OF_VALUES, LINES, MARKERS, Look, never
+from fl_app.report.looks import COLOURS, COLOURS_OF_VALUES, LINES, MARKERS, Look, looks, never
 from fl_app.report.matrices import draw_matrix
 from fl_app.report.recorded import groups, layers, links, scalars
 
@@ -49,7 +49,7 @@ def _links(run: Run, figure: kinds.Links) -> Drawn | None:
 
     def draw() -> Figure:
         picture, top, axes, inches = _clients_over_rounds(ids, grid)
-        top.set_ylim(0, 1.1 * max(_mean_line(top, grid), 0.5))
+        top.set_ylim(0, 1.1 * max(_mean_line(top, grid, run), 0.5))
         image = _heat(axes, grid, int(np.nanmax(grid)))
         bar = picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * inches)
         bar.ax.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
@@ -67,14 +67,14 @@ def _scalars(run: Run, figure: kinds.Scalars) -> Drawn | None:
     def of_rounds() -> Figure:
         picture = new_figure(3.6)
         axes = picture.add_subplot()
-        _mean_line(axes, grid)
+        _mean_line(axes, grid, run)
         axes.set_ylabel(figure.unit)
         rounds_axis(axes, grid.shape[1])
         return picture
 
     def of_clients() -> Figure:
         picture, top, axes, inches = _clients_over_rounds(ids, grid, line=1.6)
-        _mean_line(top, grid)
+        _mean_line(top, grid, run)
         image = _heat(axes, grid, low=None)
         picture.colorbar(image, ax=axes, label=figure.unit, fraction=0.04, pad=0.01, aspect=6 * inches)
         return picture
@@ -93,7 +93,7 @@ def _groups(run: Run, figure: kinds.Groups) -> Drawn | None:
 
     def draw() -> Figure:
         picture, top, axes, inches = _clients_over_rounds(ids, grid)
-        _mean_line(top, np.where(counts, counts, np.nan)[None])
+        _mean_line(top, np.where(counts, counts, np.nan)[None], run)
         top.set(ylabel=figure.unit or "groups", ylim=(0, 1.1 * counts.max()))
         top.yaxis.set_major_locator(MaxNLocator(3, integer=True))
         image = _heat(axes, grid, len(names) - 1)
@@ -124,11 +124,11 @@ def _clients_over_rounds(ids: list[int], grid: Floats, line: float = 1.1) -> tup
     return picture, top, axes, inches
 
 
-def _mean_line(axes: Axes, grid: Floats) -> float:
-    """Draw the mean over the rows, at rounds that have any; returns its maximum."""
+def _mean_line(axes: Axes, grid: Floats, run: Run) -> float:
+    """Draw the mean over the rows in the method's colour, at rounds that have any; returns its maximum."""
     present = ~np.isnan(grid).all(axis=0)
     rounds, mean = np.arange(1, grid.shape[1] + 1)[present], np.nanmean(grid[:, present], axis=0)
-    axes.plot(rounds, mean, clip_on=False, **Look(BLUE, "-", "o").line_style(len(rounds)))
+    axes.plot(rounds, mean, clip_on=False, **looks([run.method])[0].line_style(len(rounds)))
     return float(mean.max())
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from fl_app.report.arrays import Floats, Run, client_seconds, server_seconds
-from fl_app.report.figures import Panel, legend, new_figure, percent_axis, styled
+from fl_app.report.figures import Panel, legend, metric_axis, new_figure, styled
 from fl_app.report.groups import Group, exchanged, phases, short
 from fl_app.report.looks import COLOURS, HATCHES, paper, shown
 
@@ -26,13 +26,16 @@ def costs(groups: Sequence[Group]) -> Iterator[Panel]:
 
 
 def _communication(groups: Sequence[Group]) -> Iterator[Panel]:
+    groups = [group for group in groups if group.first.metric == groups[0].first.metric]
     points = {group.number: exchanged(group) for group in groups}
     drawn = [group for group in groups if points[group.number][0].size]
     if any(points[group.number][0][-1] > 0 for group in drawn):
+        metric = groups[0].first.metric
+        better = "Higher" if metric.higher_is_better else "Lower"
         yield Panel(
-            "communication", "Communication and accuracy",
-            "What was sent until the clients had the models whose accuracy is shown (mean, before local training): model "
-            "parameters and masks, all clients together. Higher and further left is better.",
+            "communication", f"Communication and {metric.title}",
+            f"What was sent until the clients had the models whose {metric.title} is shown (mean, before local training), uploads "
+            f"and downloads of all clients together. {better} and further left is better.",
             lambda: _bytes_and_accuracy(drawn, points),
         )  # fmt: skip
 
@@ -57,7 +60,7 @@ def _bytes_and_accuracy(groups: Sequence[Group], points: Points) -> Figure:
     else:
         axes.set_xlim(left=0)
     axes.set_xlabel(f"uploads and downloads of all clients until then ({unit})")
-    percent_axis(axes)
+    metric_axis(groups)(axes)
     legend(figure, axes)
     return figure
 

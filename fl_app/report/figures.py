@@ -64,10 +64,23 @@ def listed(numbers: Sequence[object]) -> str:
     return ("run " if len(numbers) == 1 else "runs ") + ", ".join(map(str, numbers))
 
 
-def percent_axis(axes: Axes, label: str = "test accuracy (%)") -> None:
+def percent_axis(axes: Axes, label: str) -> None:
     """Make y a percentage, of values that are ratios."""
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}"))
     axes.set_ylabel(label)
+
+
+def metric_axis(groups: Sequence[Group]) -> Callable[[Axes], None]:
+    """Return what makes y the groups' headline metric, of ratios a percentage."""
+    metric = groups[0].first.metric
+
+    def label(axes: Axes) -> None:
+        if metric.ratio:
+            percent_axis(axes, f"test {metric.title} (%)")
+        else:
+            axes.set_ylabel(f"test {metric.title}")
+
+    return label
 
 
 def rounds_axis(axes: Axes, last: int = 0) -> None:

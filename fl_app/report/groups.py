@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fl_app.config import RunConfig
-from fl_app.experiments.grouping import by_settings, mean_std
-from fl_app.keys import Scalar, bears_on, specs
-from fl_app.report.arrays import Curve, Floats, Run, curve, final_accuracies, show, spent
+from fl_app.experiments.grouping import by_settings, mean_std, settings, tells
+from fl_app.keys import Scalar, show, specs
+from fl_app.report.arrays import Curve, Floats, Run, curve, final_accuracies, ranked, spent
 
 LABEL_LENGTH = 40
-NOT_SETTINGS = frozenset(key.name for key in specs(RunConfig) if not key.tells_runs_apart)
 KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
 DATA_KEYS = frozenset(key.name for key in specs(RunConfig) if key.about == "data")
 
@@ -71,11 +70,10 @@ def given_name(run: Run) -> str:
 def grouped(runs: Sequence[Run]) -> list[Group]:
     """Put runs together that differ in the seed alone, finished ones only, and number and name them."""
 
-    def settings(run: Run) -> dict[str, Scalar]:
-        own = {key: value for key, value in run.config.items() if relevant(key, run)}
-        return {**own, "method": run.method, "unfinished": "" if run.finished else str(run.path)}
+    def own(run: Run) -> dict[str, Scalar]:
+        return {**settings(run.config), "method": run.method, "unfinished": "" if run.finished else str(run.path)}
 
-    found = [Group(tuple(same)) for same in by_settings(runs, settings)]
+    found = [Group(tuple(same)) for same in by_settings(runs, own)]
     keys = [key for key in differences([group.first for group in found]) if key != "seed" or len(found) == len(runs)]
     out = []
     for number, group in enumerate(found, 1):
@@ -105,8 +103,8 @@ def short(label: str, length: int = LABEL_LENGTH) -> str:
 
 
 def relevant(key: str, run: Run) -> bool:
-    """Tell whether a key bears on a run: those that do not tell runs apart and other methods' tables do not."""
-    return key != "method" and key not in NOT_SETTINGS and bears_on(key, run.method)
+    """Tell whether a key is among a run's settings, beside the method."""
+    return key != "method" and tells(key, run.method, str(run.config.get("partition")))
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
@@ -132,10 +130,10 @@ def over_seeds(group: Group, name: str) -> Curve | None:
 
 
 def all_clients(group: Group) -> tuple[Floats, str]:
-    """Accuracies of the clients of all runs, sorted, and where they come from."""
+    """Headline metrics of the clients of all runs, worst to best, and where they come from."""
     found = [final_accuracies(run) for run in group.runs]
     sources = list(dict.fromkeys(source for values, source in found if values.size))
-    return np.sort(np.concatenate([values for values, _ in found])), "; ".join(sources)
+    return ranked(np.concatenate([values for values, _ in found]), group.first.metric), "; ".join(sources)
 
 
 def exchanged(group: Group) -> tuple[Floats, Floats]:

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from fl_app.report.arrays import Run, show
+from fl_app.errors import plain
+from fl_app.keys import show
+from fl_app.report.arrays import Run
 from fl_app.report.figures import styled
 from fl_app.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differences, given_name, short
+from fl_app.tasks import Metric
 
 BRIEF = 2  # so many settings that differ have a place in the table of results
 SHOWN_FAILURES = 20
@@ -67,7 +70,7 @@ def failure_list(run: Run) -> str:
     if not failures:
         return ""
     items = [
-        f"<li>round {t}: client {escape(str(f.get('client')))}: {escape(str(f.get('cause')))}</li>"
+        f"<li>round {t}: client {escape(plain(str(f.get('client'))))}: {escape(plain(str(f.get('cause'))))}</li>"
         for t, f in failures[:SHOWN_FAILURES]
     ]
     more = f"<p>… and {len(failures) - SHOWN_FAILURES} more in metrics.jsonl</p>" if len(failures) > SHOWN_FAILURES else ""
@@ -76,28 +79,37 @@ def failure_list(run: Run) -> str:
 
 # Results --------------------------------------------------------------------------------------------------------------
 
-ACCURACIES = {"final (%)": "accuracy", "pooled (%)": "accuracy-pooled", "fine-tuned (%)": "accuracy-finetuned"}
+FIGURES = {"final": "", "pooled": "-pooled", "fine-tuned": "-finetuned"}  # a column's head, how the record goes on
 
 
 def results_table(groups: Sequence[Group]) -> str:
     """Return the table of results: a row per group, which opens to those of its runs."""
     finals = [last[1] for group in groups for run in group.runs if (last := run.final())]
-    finetuned = any(final.get("accuracy-finetuned") is not None for final in finals)
-    accuracies = {head: name for head, name in ACCURACIES.items() if finetuned or name != "accuracy-finetuned"}
+    metrics = list(dict.fromkeys(group.first.metric for group in groups))
+    finetuned = any(final.get(f"{metric.name}-finetuned") is not None for final in finals for metric in metrics)
+    accuracies = {head: end for head, end in FIGURES.items() if finetuned or end != "-finetuned"}
+    if any("unseen" in final for final in finals):
+        accuracies |= {f"unseen{', fine-tuned' * bool(end)}": f"{end} unseen" for end in ("", *["-finetuned"] * finetuned)}
+    unit = " (%)" if metrics[0].ratio and len(metrics) == 1 else ""
     brief = 0 < len({key for group in groups for key in group.settings}) <= BRIEF
     seeds = any(len(group.runs) > 1 for group in groups)
-    head = ["run", "method", *["settings that differ"] * brief, *["n seeds"] * seeds, *(f"n {name}" for name in accuracies),
-            "n best (%)", "n best, pooled (%)", "n upload", "n download", "n seconds", "n rounds", "n failures",
+    head = ["run", "method", *["settings that differ"] * brief, *["n seeds"] * seeds, *(f"n {name}{unit}" for name in accuracies),
+            f"n best{unit}", f"n best, pooled{unit}", "n upload", "n download", "n seconds", "n rounds", "n failures",
             "digest"]  # fmt: skip
     rows = [_group_rows(groups, group, accuracies, brief, seeds) for group in groups]
     text = (
-        "Accuracy on test data. final: mean over all clients, each on its own test data, after the last round; pooled: over "
-        "all samples; best: highest mean over rounds, before local training, so it can be below final. upload, download: all "
-        "clients together. digest: its first 8 digits; equal digests mean the same final models, bit for bit."
+        f"{_headings(metrics)} on test data. final: mean over all clients, each on its own test data, after the last round; "
+        "pooled: over all samples; best: best mean over rounds, before local training, so it can be below final. upload, "
+        "download: all clients together. digest: its first 8 digits; equal digests mean the same final models, bit for bit."
     )
     if seeds:
         text += " Runs that differ in the seed alone are one row, mean ± sample standard deviation; bytes and seconds are means."
     return f'<h2 id="results"><a href="#results">Results</a></h2>{table(head, rows)}<p>{text}</p>'
+
+
+def _headings(metrics: Sequence[Metric]) -> str:
+    names = [metric.title[:1].upper() + metric.title[1:] for metric in metrics]
+    return f"{', '.join(names)}{' (ratios in per cent)' if len(metrics) > 1 else ''}"
 
 
 def _group_rows(groups: Sequence[Group], group: Group, accuracies: dict[str, str], brief: bool, seeds: bool) -> Rows:
@@ -126,10 +138,11 @@ def _figures(group: Group, accuracies: dict[str, str]) -> list[Cell]:
     rounds = Cell(str(len(run.rounds)), len(run.rounds))
     if not run.finished:
         rounds = Cell(f'<span class="mark" title="not finished">{len(run.rounds)} of {run.planned}</span>', len(run.rounds))
-    cells = [_mean(group, lambda r, name=name: _final(r, name), percent, note) for name in accuracies.values()]  # type: ignore[misc]
+    metric, before = run.metric, run.key("before")
+    cells = [_mean(group, lambda r, end=end: _final(r, metric.name + end), metric.text, note) for end in accuracies.values()]  # type: ignore[misc]
     cells += [
-        _mean(group, lambda r: r.best("accuracy-before"), percent),
-        _mean(group, lambda r: r.best("accuracy-before-pooled"), percent),
+        _mean(group, lambda r: r.best(before), metric.text),
+        _mean(group, lambda r: r.best(f"{before}-pooled"), metric.text),
         _mean(group, lambda r: r.total("upload-bytes"), size, spread=False),
         _mean(group, lambda r: r.total("download-bytes"), size, spread=False),
         _mean(group, Run.seconds, lambda value: f"{value:.1f}", spread=False),
@@ -141,7 +154,9 @@ def _figures(group: Group, accuracies: dict[str, str]) -> list[Cell]:
 
 def _final(run: Run, name: str) -> float | None:
     last = run.final()
-    value = last[1].get(name) if last else None
+    name, _, unseen = name.partition(" ")
+    told = (last[1].get("unseen") or {} if unseen else last[1]) if last else {}
+    value = told.get(name)
     return value if isinstance(value, (int, float)) else None
 
 
@@ -202,11 +217,6 @@ def swatch(groups: Sequence[Group], group: Group) -> str:
         return ""
     look = styled(groups)[group.number]
     return f'<span class="swatch" style="--light:{look.on(dark=False)};--dark:{look.on(dark=True)}"></span>'
-
-
-def percent(value: float) -> str:
-    """Format a ratio in percent."""
-    return f"{100 * value:.2f}"
 
 
 def size(nbytes: float) -> str:

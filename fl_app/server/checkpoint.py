@@ -6,9 +6,12 @@ else, the arrays' sha256 and its own. Both are published whole and durable; a tr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
-from fl_app.files import make_directory, publish, publish_text
+from fl_app.files import make_directory, publish, publish_text, room
 
 log = logging.getLogger("corolla")
 
@@ -35,20 +38,34 @@ class Checkpoint:
 
 
 def save(run: Path, round: int, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]) -> None:
-    """Write the checkpoint of a round; it is durable when this returns, and only then older ones are deleted."""
-    from safetensors.numpy import save_file
+    """Write the checkpoint of a round; it is durable when this returns, and only then older ones are deleted.
 
+    Raises UserError if the disk is full; the checkpoints before are still there then.
+    """
     directory = run / DIRECTORY
-    make_directory(directory)
-    for left in directory.glob(".*.tmp"):  # by a killed server
-        left.unlink()
-    tensors = directory / f"round-{round:06d}.safetensors"
-    publish(tensors, lambda file: save_file({name: np.asarray(a, order="C") for name, a in arrays.items()}, file))
-    body = json.dumps({**meta, "round": round, "tensors-sha256": _sha256(tensors)}, allow_nan=False)
-    publish_text(tensors.with_suffix(".json"), f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
+    with room("output-dir", run):
+        make_directory(directory)
+        for left in directory.glob(".*.tmp"):  # by a killed server
+            left.unlink()
+        tensors = directory / f"round-{round:06d}.safetensors"
+        publish(tensors, lambda file: _write_tensors(file, arrays))
+        body = json.dumps({**meta, "round": round, "tensors-sha256": _sha256(tensors)}, allow_nan=False)
+        publish_text(tensors.with_suffix(".json"), f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
     for old in rounds(run)[:-_KEEP]:
         for suffix in (".json", ".safetensors"):
             (directory / f"round-{old:06d}{suffix}").unlink(missing_ok=True)
+
+
+def _write_tensors(file: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file({name: np.asarray(a, order="C") for name, a in arrays.items()}, file)
+    except SafetensorError as error:  # which holds the system's error only in its words
+        if found := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
+        raise
 
 
 def rounds(run: Path) -> list[int]:
@@ -69,14 +86,14 @@ def load_latest(run: Path) -> Checkpoint:
     raise UserError(f"resume: {run} has no sound checkpoint")
 
 
-def versions_kept(run: Path) -> dict[int, str]:
-    """Client-state generations that the oldest checkpoint on disk names, per client id."""
+def versions_kept(run: Path) -> dict[int, tuple[str, ...]]:
+    """Client-state generations that the checkpoints on disk name, per client id."""
+    found: dict[int, set[str]] = {}
     for round in rounds(run):
-        try:
-            return {int(i): v for i, v in _meta(run / DIRECTORY / f"round-{round:06d}.json")["versions"].items()}
-        except (OSError, ValueError):
-            continue
-    return {}
+        with contextlib.suppress(OSError, ValueError):
+            for client_id, version in _meta(run / DIRECTORY / f"round-{round:06d}.json")["versions"].items():
+                found.setdefault(int(client_id), set()).add(version)
+    return {client_id: tuple(sorted(filter(None, versions))) for client_id, versions in found.items()}
 
 
 def _meta(path: Path) -> dict[str, Any]:

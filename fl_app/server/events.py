@@ -23,12 +23,16 @@ def require_tensorboard() -> None:
 
 
 class EventFiles:
-    """Writes rounds as events. last_round: rounds after it, left by an interrupted run, are hidden by TensorBoard."""
+    """Writes rounds as events.
 
-    def __init__(self, run: Path, last_round: int = 0) -> None:
+    metric: the task's headline. last_round: rounds after it, left by an interrupted run, are hidden by TensorBoard.
+    """
+
+    def __init__(self, run: Path, last_round: int = 0, metric: str = "accuracy") -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         make_directory(run / DIRECTORY)
+        self._metric = metric
         self._writer: Any = SummaryWriter(str(run / DIRECTORY), purge_step=last_round + 1)
         self._writer.flush()  # it is there then, open to all as the writer makes it
         for file in (run / DIRECTORY).iterdir():
@@ -36,17 +40,17 @@ class EventFiles:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Write one round, at once."""
-        for name, value in scalars(record):
+        for name, value in scalars(record, self._metric):
             self._writer.add_scalar(name, value, record["round"])
         self._writer.flush()
 
 
-def scalars(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield name and value of what a round's record says about all clients: ratios, losses, bytes, seconds by phase."""
+def scalars(record: Mapping[str, Any], metric: str = "accuracy") -> Iterator[tuple[str, float]]:
+    """Yield name and value of what a round's record says of all clients: the headline metric, losses, bytes, seconds by phase."""
     found = {
-        "accuracy/before-training": record["accuracy-before"],
-        "accuracy/after-training": record["accuracy-after"],
-        "accuracy/all-clients": record.get("evaluation", {}).get("accuracy"),
+        f"{metric}/before-training": record[f"{metric}-before"],
+        f"{metric}/after-training": record[f"{metric}-after"],
+        f"{metric}/all-clients": record.get("evaluation", {}).get(metric),
         "loss/training": record["loss"],
         "loss/before-training": record["loss-before"],
         "loss/after-training": record["loss-after"],

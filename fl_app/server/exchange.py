@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +11,8 @@ from flwr.serverapp import Grid
 
 from fl_app import wire
 from fl_app.config import RunConfig
+from fl_app.server import superlink
+from fl_app.server.replies import Answer, Inbox
 from fl_app.server.roster import POLL_SECONDS, Roster
 
 
@@ -44,7 +45,9 @@ class Exchange:
         self.config = config
         self.progress = progress
         self.in_flight = in_flight
-        self.roster = Roster(grid, config, progress)
+        link = superlink.connect(grid)
+        self.inbox = Inbox(grid, link)
+        self.roster = Roster(grid, config, progress, link)
 
     @property
     def client_ids(self) -> list[int]:
@@ -66,7 +69,7 @@ class Exchange:
         """
         client_of_node = {node: client for client, node in self.roster.node_of.items()}
         requests = iter(requests)
-        waiting: dict[str, tuple[int, int, float]] = {}  # message id -> client id, bytes, deadline
+        waiting: dict[str, tuple[int, int]] = {}  # message id -> client id, bytes
         done, unsent = 0, total
 
         def count() -> None:
@@ -75,31 +78,29 @@ class Exchange:
             self.progress(what, done, total)
 
         self.progress(what, done, total)
-        while waiting or unsent:
-            while unsent and sum(size for _, size, _ in waiting.values()) < self.in_flight:
-                message = next(requests)
-                unsent -= 1
-                client_id, size = client_of_node[message.metadata.dst_node_id], wire.size(message.content)
-                message_id = next(iter(self.grid.push_messages([message])), None)
-                if message_id:
-                    waiting[message_id] = client_id, size, time.monotonic() + timeout
-                else:
+        try:
+            while waiting or unsent:
+                while unsent and sum(size for _, size in waiting.values()) < self.in_flight:
+                    message = next(requests)
+                    unsent -= 1
+                    client_id, size = client_of_node[message.metadata.dst_node_id], wire.size(message.content)
+                    message_id = next(iter(self.grid.push_messages([message])), None)
+                    if message_id:
+                        waiting[message_id] = client_id, size
+                        self.inbox.expect(message_id, timeout)
+                    else:
+                        count()
+                        yield Reply(client_id, None, "the message could not be delivered")
+                    del message  # its arrays are the SuperLink's now
+                answers: list[Answer] = self.inbox.take(POLL_SECONDS) if waiting else []
+                while answers:  # each is freed when it has been taken in
+                    answer = answers.pop(0)
+                    client_id, _ = waiting.pop(answer.message_id)
                     count()
-                    yield Reply(client_id, None, "the message could not be delivered")
-                del message  # its arrays are the SuperLink's now
-            replies = list(self.grid.pull_messages(list(waiting)))[::-1]
-            if not replies:
-                late = [name for name, (_, _, deadline) in waiting.items() if time.monotonic() >= deadline]
-                for name in late:
-                    count()
-                    yield Reply(waiting.pop(name)[0], None, f"no reply within {timeout:g} s")
-                if waiting and not late:
-                    time.sleep(POLL_SECONDS)
-            while replies:  # each is freed when it has been taken in
-                reply = replies.pop()
-                client_id = waiting.pop(reply.metadata.reply_to_message_id)[0]
-                count()
-                if reply.has_error():
-                    yield Reply(client_id, None, f"error {reply.error.code}: {wire.one_line(reply.error.reason)}")
-                else:
-                    yield Reply(client_id, reply.content)
+                    reply = Reply(client_id, answer.content, answer.cause)
+                    del answer
+                    yield reply
+                    del reply
+        finally:  # also where nobody takes the rest
+            for message_id in waiting:
+                self.inbox.forget(message_id)

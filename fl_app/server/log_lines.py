@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fl_app.errors import plain
+
 log = logging.getLogger("corolla")
 
 LOG_MARK = "corolla: "
 PROGRESS_SECONDS = 0.25  # between two lines of progress
-_FOLDER, _RESUMED, _ERROR, _PROGRESS, _DATA = "run folder: ", "resumed after round ", "error: ", "progress: ", " | data: "
+_FOLDER, _RESUMED, _STOPPED = "run folder: ", "resumed after round ", "stopped after round "
+_ERROR, _PROGRESS, _DATA, _LEFT_OUT = "error: ", "progress: ", " | data: ", " cannot take part: "
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,21 @@ class Resumed:
     """The run goes on after a round it had before."""
 
     round: int
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """The run ended after a round because somebody asked for it; it can be resumed."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A client takes no part, and why: its site refuses, say."""
+
+    who: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -56,9 +75,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Round:
-    """A finished round. Accuracies in [0, 1], means over clients, with the deviation where there is one; None: there are none.
+    """A finished round. The headline metric's means over clients, with the deviation where there is one; None: there are none.
 
-    everyone: accuracy of all clients, where they were evaluated; seconds: by phase, `round` is their sum.
+    everyone: of all clients, where they were evaluated; seconds: by phase, `round` is their sum. metric: the headline's name;
+    ratio: whether it is shown in per cent.
     """
 
     number: int
@@ -75,9 +95,11 @@ class Round:
     evaluated: bool
     everyone: float | None
     failed: int
+    metric: str = "accuracy"
+    ratio: bool = True
 
 
-Line = Folder | Resumed | Failure | Progress | Round
+Line = Folder | Resumed | Stopped | LeftOut | Failure | Progress | Round
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -93,22 +115,32 @@ def resumed_line(round: int) -> str:
     return f"{_RESUMED}{round}"
 
 
+def left_out_line(who: str, why: str) -> str:
+    """Name a client that takes no part, and why."""
+    return f"{who}{_LEFT_OUT}{why}"
+
+
+def stopped_line(round: int) -> str:
+    """Name the last round of a run that was asked to stop."""
+    return f"{_STOPPED}{round}"
+
+
 def error_lines(error: Exception) -> Iterator[str]:
     """Tell why a run ended, one line for each of the message's."""
     for line in str(error).splitlines():
         yield f"{_ERROR}{line}"
 
 
-def round_line(record: Mapping[str, Any], total: int) -> str:
+def round_line(record: Mapping[str, Any], total: int, metric: str = "accuracy", ratio: bool = True) -> str:
     """Return the line that ends a round: a sentence for people, then the same as data. record: as in metrics.jsonl."""
-    before, after, loss = (_short(record[name]) for name in ("accuracy-before", "accuracy-after", "loss"))
+    before, after, loss = (_short(record[name]) for name in (f"{metric}-before", f"{metric}-after", "loss"))
     seconds = {phase: round(seconds, 3) for phase, seconds in record["seconds"].items()}
-    everyone = _short(record.get("evaluation", {}).get("accuracy"))
+    everyone = _short(record.get("evaluation", {}).get(metric))
     return _write(
         Round(
-            record["round"], total, before, _deviation(record, "accuracy-before"), after, _deviation(record, "accuracy-after"),
+            record["round"], total, before, _deviation(record, f"{metric}-before"), after, _deviation(record, f"{metric}-after"),
             loss, len(record["clients"]), record["upload-bytes"], record["download-bytes"], seconds, "evaluation" in record,
-            everyone, len(record["failures"]),
+            everyone, len(record["failures"]), metric, ratio,
         )
     )  # fmt: skip
 
@@ -117,12 +149,12 @@ def sentence(r: Round) -> str:
     """Tell a finished round in one line, for people."""
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases_of(r).items())
     line = (
-        f"round {r.number}/{r.total}: accuracy {_percent(r.before, r.before_deviation)} before, "
-        f"{_percent(r.after, r.after_deviation)} after training, loss {number(r.loss)}, {r.clients} clients, "
-        f"{r.upload_bytes / 1e6:.1f} MB up, {r.download_bytes / 1e6:.1f} MB down, {r.seconds['round']:.1f} s"
+        f"round {r.number}/{r.total}: {r.metric} {_value(r, r.before, r.before_deviation)} before, "
+        f"{_value(r, r.after, r.after_deviation)} after training, loss {number(r.loss)}, {r.clients} clients, "
+        f"{_bytes(r.upload_bytes)} up, {_bytes(r.download_bytes)} down, {r.seconds['round']:.1f} s"
     )
     line += f" ({phases})" if phases else ""
-    line += f"; all clients {_percent(r.everyone)}" if r.evaluated else ""
+    line += f"; all clients {_value(r, r.everyone)}" if r.evaluated else ""
     return line + (f"; {r.failed} failed" if r.failed else "")
 
 
@@ -131,12 +163,24 @@ def phases_of(r: Round) -> dict[str, float]:
     return {name: seconds for name, seconds in r.seconds.items() if name != "round" and seconds >= 0.05}
 
 
+def byte_unit(nbytes: float) -> tuple[float, str]:
+    """Return the unit in which so many bytes are told, and its name: a small model's are no megabytes."""
+    return (1e3, "kB") if 0 < nbytes < 1e5 else (1e6, "MB")
+
+
+def _bytes(nbytes: float) -> str:
+    unit, name = byte_unit(nbytes)
+    return f"{nbytes / unit:.1f} {name}"
+
+
 def number(value: float | None) -> str:
     """Write a loss."""
     return "n/a" if value is None else f"{value:.3f}"
 
 
-def _percent(value: float | None, deviation: float | None = None) -> str:
+def _value(r: Round, value: float | None, deviation: float | None = None) -> str:
+    if not r.ratio:
+        return "n/a" if value is None else f"{value:.4g}" + ("" if deviation is None else f" ± {deviation:.2g}")
     shown = "  n/a" if value is None else f"{100 * value:5.1f}%"
     return shown + ("" if deviation is None else f" ± {100 * deviation:.1f}")
 
@@ -168,6 +212,14 @@ class LineProgress:
             log.info("%s%s", _PROGRESS, json.dumps([what, done, total]))
 
 
+class PlainFormatter(logging.Formatter):
+    """Writes a record's lines without control characters: some of what is logged was written by clients."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format the record, keeping its lines."""
+        return "\n".join(plain(line.replace("\t", " ")) for line in super().format(record).split("\n"))
+
+
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
@@ -180,11 +232,15 @@ def read(text: str) -> Line | None:
     try:
         if text.startswith(_RESUMED):
             return Resumed(int(text.removeprefix(_RESUMED)))
+        if text.startswith(_STOPPED):
+            return Stopped(int(text.removeprefix(_STOPPED)))
         if text.startswith(_PROGRESS):
             what, done, total = json.loads(text.removeprefix(_PROGRESS))
             return Progress(str(what), int(done), int(total))
     except (ValueError, TypeError):
         return None
+    if (found := re.fullmatch(rf"(client -?\d+|a node){_LEFT_OUT}(.*)", text)) is not None:
+        return LeftOut(found[1], found[2])
     return read_round(text)
 
 

@@ -7,52 +7,61 @@ speaks of client ids (a SuperNode's partition-id).
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fl_app import wire
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import UserError, plain
 from fl_app.keys import Scalar
+from fl_app.server import properties as told
+from fl_app.server.identity import Holders, Identity
+from fl_app.server.log_lines import left_out_line
+from fl_app.server.properties import Properties, Shape
+from fl_app.server.replies import Answer, Inbox
+from fl_app.server.superlink import SuperLink, never_changes
 
 log = logging.getLogger("corolla")
 
 POLL_SECONDS = 0.1
 QUERY = "get_properties"
-_QUERIES = 3  # how often a node that answers with an error is asked who it is
-
-
-def check_properties(properties: Mapping[str, Scalar]) -> None:
-    """Raise WireError unless a client's properties are what CorollaClient.get_properties gives."""
-    for name, low in (("in-channels", 1), ("image-size", 1), ("num-classes", 1), ("train-samples", 0), ("test-samples", 0)):
-        value = properties.get(name)
-        if type(value) is not int or not low <= value < 2**31:
-            raise wire.WireError(f"property {name} must be an integer >= {low}, got {str(value)[:80]!r}")
-    counts = properties.get("class-counts")
-    if counts is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", str(counts)):
-        raise wire.WireError(f"property class-counts must be counts with commas, got {str(counts)[:80]!r}")
+_SILENT_SECONDS = 60  # after which a log says who is waited for
+_QUERIES = 3  # how often a node that answers with an error, or too late, is asked who it is
+_PAUSE = 0.5  # seconds before the second time, twice that before the third; at most a tenth of available-timeout
+_ARRIVAL = 2.0  # seconds a round waits for what newcomers have already answered
+T = TypeVar("T", bound=Hashable)
 
 
 class Roster:
     """The clients of a run: the node each one is (`node_of`) and what it said about itself (`properties`).
 
-    progress(what, done, total) is called as clients connect.
+    progress(what, done, total) is called as clients connect. link: the grid's way to each reply by itself, if it has one.
     """
 
-    def __init__(self, grid: Grid, config: RunConfig, progress: Callable[[str, int, int], None]) -> None:
+    def __init__(
+        self, grid: Grid, config: RunConfig, progress: Callable[[str, int, int], None], link: SuperLink | None = None
+    ) -> None:
         self.grid = grid
         self.config = config
         self.progress = progress
-        self.num_clients = config.num_clients  # 0 until a node says how many there are
+        self.num_clients = config.num_clients  # 0 until nodes say how many there are
+        self.shape: Shape | None = None  # of the data, as most clients have it
         self.properties: dict[int, dict[str, Scalar]] = {}
         self.node_of: dict[int, int] = {}  # client id -> node id
-        self._asked: dict[int, str] = {}  # node id -> id of the pending query, "" once answered
-        self._refused: dict[str, str] = {}  # who -> why its properties were refused
+        self._inbox = Inbox(grid, link)
+        self._asked: dict[str, int] = {}  # id of a pending query -> node id
         self._queries: dict[int, int] = {}  # node id -> how often it was asked
+        self._answers: dict[int, Properties] = {}  # what connected nodes said, in the order in which they did
+        self._who: dict[int, Identity] = {}
+        self._refused: dict[int, tuple[str, str]] = {}  # node id -> who it says it is, why it cannot take part
+        self._told: set[tuple[int, str]] = set()  # refusals that were logged
+        self._again: dict[int, float] = {}  # node id -> when a node that answered with an error is asked again
+        self._holders = Holders()
         self._started = False
 
     @property
@@ -66,100 +75,170 @@ class Roster:
         return self.config.min_available_clients or self.num_clients or 1
 
     def wait(self) -> None:
-        """Return when `minimum` clients are connected and every connected node has said who it is.
+        """Return when `minimum` clients are connected and every connected node has said who it is, or has had its time to.
 
-        Raises UserError after `available-timeout` without enough of them, or when a node's properties are refused.
+        Who is refused or silent is left out, by name in the log. Raises UserError after `available-timeout` without enough clients,
+        at once where no others can come.
         """
         started = time.monotonic()
-        told = -1
+        seen, hinted = -1, False
         while True:
             answered = self._take_in()
-            if self._refused and not self._started:
-                reasons = "\n".join(f"  {who}: {why}" for who, why in sorted(self._refused.items()))
-                self._refused = {}
-                raise UserError(f"clients that cannot take part:\n{reasons}")
-            pending = any(self._asked.values())
             waited = time.monotonic() - started
-            self._warn_of_refused()
+            pending = bool(self._asked or self._again)
+            if not pending:
+                self._warn_of_refused()
             if len(self.node_of) >= self.minimum and (not pending or waited > self.config.available_timeout):
+                self._warn_of_refused()
+                self._warn_of_silent(waited)
                 self._started = True
                 return
-            if len(self.node_of) != told:
-                told = len(self.node_of)
-                self.progress("clients connected", told, self.minimum)
-            limit = self.config.round_timeout if pending else self.config.available_timeout
-            if waited > limit:
-                raise UserError(
-                    f"min-available-clients: {self.minimum} clients must be connected, {len(self.node_of)} were after "
-                    f"{waited:.0f} s (client ids {self.client_ids})"
-                )
+            if len(self.node_of) != seen:
+                seen = len(self.node_of)
+                self.progress("clients connected", seen, self.minimum)
+            if self._asked and waited > _SILENT_SECONDS and not self._started and not hinted:
+                hinted = True
+                log.info("%d SuperNodes have not said yet who they are: a site may have to approve the run", len(self._asked))
+            limit = max(self.config.available_timeout, self.config.round_timeout if pending else 0)
+            if waited > limit or (self._refused and not pending and not self._started and never_changes(self.grid)):
+                raise UserError(self._too_few(waited))
             if not answered:
                 time.sleep(POLL_SECONDS)
 
     def refresh(self) -> None:
         """Take in nodes that came or went since the last round; waits only if fewer than `minimum` are left."""
         self._take_in()
+        until = time.monotonic() + _ARRIVAL
+        while self._inbox.arriving and time.monotonic() < until:  # who has answered takes part in this round
+            time.sleep(POLL_SECONDS / 10)
+            self._take_in()
         self._warn_of_refused()
         if len(self.node_of) < self.minimum:
             self.wait()
 
+    # Who is missing, and why
+
+    def _too_few(self, waited: float) -> str:
+        if self._started or not self._refused:
+            return (
+                f"min-available-clients: {self.minimum} clients must be connected, {len(self.node_of)} were after "
+                f"{waited:.0f} s (client ids {self.client_ids})"
+            )
+        if shapes := told.differing_shapes(self._answers.values()):
+            return f"clients' data must have the same channels, classes and image size:\n{shapes}"
+        return "clients that cannot take part:\n" + "\n".join(f"  {who}: {why}" for who, why in sorted(self._refused.values()))
+
     def _warn_of_refused(self) -> None:
-        for who, why in self._refused.items():
-            log.warning("%s cannot take part: %s", who, why)
-        self._refused = {}
+        for node, (who, why) in self._refused.items():
+            if (node, why) not in self._told:
+                self._told.add((node, why))
+                log.warning("%s", left_out_line(who, why))
+
+    @property
+    def left_out(self) -> list[dict[str, str]]:
+        """Who is connected and takes no part, and why, for the record."""
+        return [{"who": who, "cause": why} for who, why in sorted(self._refused.values())]
+
+    def _warn_of_silent(self, waited: float) -> None:
+        for node in sorted(self._asked.values()):
+            log.warning("%s has not said who it is within %.0f s: the run starts without it", self._name(node), waited)
+
+    def _name(self, node: int) -> str:
+        who = self._who.get(node)
+        return plain(who.name) if who and who.name else f"SuperNode {node}"
+
+    # Who is there
 
     def _take_in(self) -> bool:
         """Ask new nodes who they are and take in answers; tell whether there were any."""
         online = set(self.grid.get_node_ids())
-        for client_id, node_id in list(self.node_of.items()):
-            if node_id not in online:
+        for client_id, node in list(self.node_of.items()):
+            if node not in online:
                 log.warning("client %d is gone", client_id)
                 del self.node_of[client_id]
-        self._asked = {node: message for node, message in self._asked.items() if node in online}
-        new = [Message(wire.encode_query(), node, QUERY) for node in sorted(online - set(self._asked))]
-        if new:
-            nodes = [m.metadata.dst_node_id for m in new]
-            ids = zip(nodes, self.grid.push_messages(new), strict=True)
-            self._asked |= {node: message for node, message in ids if message}  # undelivered: asked again next time
-            for node in nodes:
-                self._queries[node] = self._queries.get(node, 0) + 1
-        by_message = {message: node for node, message in self._asked.items() if message}
-        if not by_message:
-            return False
-        answered: dict[int, int] = {}
-        messages = list(self.grid.pull_messages(list(by_message)))
-        for message in messages:
-            node = by_message[message.metadata.reply_to_message_id]
-            self._asked[node] = ""
-            self._introduce(node, message, answered)
-        return bool(messages)
+        for message_id, node in list(self._asked.items()):
+            if node not in online:
+                del self._asked[message_id]
+                self._inbox.forget(message_id)
+        for table in (self._answers, self._refused):
+            for node in set(table) - online:
+                table.pop(node)  # type: ignore[attr-defined]
+        self._again = {node: at for node, at in self._again.items() if node in online and at > time.monotonic()}
+        self._ask(online - set(self._answers) - set(self._refused) - set(self._asked.values()) - set(self._again))
+        answers = self._inbox.take(0) if self._asked else []
+        for answer in answers:
+            self._hear(self._asked.pop(answer.message_id), answer)
+        self._seat_all()
+        return bool(answers)
 
-    def _introduce(self, node: int, message: Message, answered: dict[int, int]) -> None:
-        who = "a node"
-        try:
-            if message.has_error():
-                if self._queries[node] < _QUERIES:
-                    del self._asked[node]  # asked again at the next refresh
-                    return
-                raise wire.WireError(f"no properties: {wire.one_line(message.error.reason)}")
-            properties = wire.decode_properties(message.content)
-            who = f"client {wire.one_line(properties.get('client-id', '?'))}"
-            if properties.get(wire.ERROR):
-                raise wire.WireError(wire.one_line(properties[wire.ERROR]))
-            client_id, partitions = properties.get("client-id"), properties.get("num-clients")
-            self.num_clients = self.num_clients or (partitions if isinstance(partitions, int) else 0)
-            if partitions != self.num_clients:
-                raise wire.WireError(f"num-partitions must be the run's {self.num_clients} clients, got {partitions!r}")
-            if not isinstance(client_id, int) or not 0 <= client_id < self.num_clients:
-                raise wire.WireError(f"partition-id must be in [0, {self.num_clients}), got {client_id!r}")
-            if client_id in answered or (client_id in self.node_of and not self._started):
-                raise wire.WireError("two SuperNodes carry this partition-id")
-            check_properties(properties)
-        except wire.WireError as error:
-            self._refused[who] = str(error)
+    def _ask(self, nodes: Iterable[int]) -> None:
+        new = [Message(wire.encode_query(), node, QUERY) for node in sorted(nodes)]
+        if not new:
             return
-        if client_id in self.node_of:
+        named = {info.node_id: Identity(info.public_key, info.name) for info in self.grid.get_nodes()}
+        asked = [m.metadata.dst_node_id for m in new]
+        for node, message_id in zip(asked, self.grid.push_messages(new), strict=True):
+            who = named.get(node)
+            self._who[node] = who if who and who.key else Identity(f"node {node}".encode())
+            self._queries[node] = self._queries.get(node, 0) + 1
+            if message_id:  # undelivered: asked again next time
+                self._asked[message_id] = node
+                self._inbox.expect(message_id, self.config.round_timeout)
+
+    def _hear(self, node: int, answer: Answer) -> None:
+        """Take in what a node said about itself, or why it did not."""
+        if answer.kind in ("error", "late") and self._queries[node] < _QUERIES:
+            pause = min(_PAUSE, self.config.available_timeout / 10)
+            self._again[node] = time.monotonic() + pause * self._queries[node]
+            return
+        who = "a node" if self._who[node].name == "" else self._name(node)
+        try:
+            if answer.content is None:
+                raise wire.WireError(answer.cause if answer.kind == "malformed" else f"no properties: {answer.reason}")
+            said = told.known(wire.decode_properties(answer.content))
+            who = claimed(said)
+            if said.get(wire.ERROR):
+                raise wire.WireError(wire.one_line(said[wire.ERROR]))
+            self._answers[node] = said
+        except wire.WireError as error:
+            self._refused[node] = who, str(error)
+
+    # Which node is which client
+
+    def _seat_all(self) -> None:
+        """Give every node that answered the client id it names, or note why not; before the start all anew, after every answer."""
+        if not self._started:
+            self.num_clients = self.config.num_clients or most_common(told.num_clients(p) for p in self._answers.values()) or 0
+            self.shape = most_common(told.shape(p) for p in self._answers.values())
+            self.node_of, self.properties, self._holders = {}, {}, Holders()
+        seated = set(self.node_of.values())
+        for node, said in self._answers.items():
+            if node not in seated:
+                try:
+                    self._refused.pop(node, None)
+                    self._seat(node, said)
+                except wire.WireError as error:
+                    self._refused[node] = claimed(said), str(error)
+
+    def _seat(self, node: int, said: Properties) -> None:
+        client_id = told.check(said, self.num_clients)
+        if told.shape(said) != self.shape:
+            raise wire.WireError(f"its data have {told.in_words(told.shape(said))}, the others' {told.in_words(self.shape)}")
+        self._holders.claim(client_id, self._who[node], client_id in self.node_of)
+        if client_id in self.properties and self._started:
             log.warning("client %d is now another SuperNode", client_id)
-        answered[client_id] = node
+        if client_id in self.node_of:
+            self._refused[self.node_of[client_id]] = f"client {client_id}", "two SuperNodes carry this partition-id"
         self.node_of[client_id] = node
-        self.properties[client_id] = properties
+        self.properties[client_id] = said
+
+
+def claimed(said: Properties) -> str:
+    """Say which client a node says it is."""
+    return f"client {wire.one_line(said.get('client-id', '?'))[:40]}"
+
+
+def most_common(values: Iterable[T | None]) -> T | None:
+    """Return the value that occurs most often, of several the first; None if there is none."""
+    counted = Counter(value for value in values if value is not None)
+    return max(counted, key=lambda value: counted[value]) if counted else None

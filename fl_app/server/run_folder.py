@@ -6,14 +6,16 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_app import plugins
+from fl_app import plugins, tasks
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
-from fl_app.files import lock, make_directory, opener, publish_text
+from fl_app.errors import UserError, plain
+from fl_app.files import FILE_MODE, lock, make_directory, opener, publish_text, room
 from fl_app.keys import Scalar, table_of
 from fl_app.layout import Layout, Model
 from fl_app.report.kinds import Figure, to_json
@@ -25,12 +27,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("corolla")
 
 CONFIG = "config.toml"
+LOCK = ".lock"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 RUN = "run.json"
 CLIENTS = "clients.json"
+STOP = "stop"  # a file: the run is asked to end after its round
 PLUGINS = "plugins"  # copies of the user's own files that the run uses
 MODELS = "models"
+STATE_REMOVED = "state-removed"  # in run.json
+LONGEST_NAME = 200  # characters of a class's name
 
 
 class RunFolder:
@@ -61,10 +67,12 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
         folder = cls(path, experiment)
-        folder.lock()
+        with room("output-dir", path):
+            folder.lock()
+            plugins.write(own, path / PLUGINS)
         folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
-        plugins.write(own, path / PLUGINS)
-        folder.write(RUN, json.dumps({"experiment": experiment, "starts": 0, "figures": to_json(figures)}) + "\n")
+        about = {"experiment": experiment, "starts": 0, "figures": to_json(figures)}
+        folder.write(RUN, json.dumps({**about, "metrics": [asdict(metric) for metric in tasks.measured(config)]}) + "\n")
         return folder
 
     @classmethod
@@ -75,6 +83,7 @@ class RunFolder:
         """
         path = Path(config.resume)
         check_unchanged(path, config)
+        check_state(path)
         plugins.read(config.plugins)
         try:
             run = json.loads((path / RUN).read_text(encoding="utf-8"))
@@ -87,16 +96,26 @@ class RunFolder:
     def lock(self) -> None:
         """Hold the folder for this process. Raises UserError if another one still runs it."""
         try:
-            self._lock = lock(self.path / ".lock", wait=False)
+            self._lock = lock(self.path / LOCK, wait=False)
         except BlockingIOError:
             raise UserError(f"{self.path} is still being run by another process; end that first") from None
 
     def close(self) -> None:
         """Let others have the folder."""
+        self.asked_to_stop()
         self._lock.close()
+
+    def asked_to_stop(self) -> bool:
+        """Tell whether somebody wants the run to end after this round (see `ask_to_stop`); the question is then answered."""
+        try:
+            (self.path / STOP).unlink()
+        except OSError:
+            return False
+        return True
 
     def continue_with(self, config: RunConfig) -> None:
         """Record a resumed start and the keys that changed."""
+        self.asked_to_stop()
         self.write(RUN, json.dumps({**read_about(self.path), "experiment": self.experiment, "starts": self.starts}) + "\n")
         kept = {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""}
         self.write(CONFIG, to_toml({**config.resolved, **kept}))
@@ -110,12 +129,14 @@ class RunFolder:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one round to metrics.jsonl."""
-        with open(self.path / METRICS, "a", encoding="utf-8", opener=opener) as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if self.events:
-            self.events.add(record)
+        line = json.dumps(record, allow_nan=False) + "\n"
+        with room("output-dir", self.path):
+            with open(self.path / METRICS, "a", encoding="utf-8", opener=opener) as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            if self.events:
+                self.events.add(record)
 
     def write_clients(self, properties: Mapping[int, Mapping[str, Scalar]]) -> None:
         """Write clients.json, per client its training and test samples, and its class counts if it tells them.
@@ -123,7 +144,8 @@ class RunFolder:
         Clients known from before and absent from `properties` stay. The classes' names go into run.json.
         """
         about = read_about(self.path)
-        names = next((names for i in sorted(properties) if (names := told_names(properties[i]))), about.get("classes"))
+        told = Counter(said for i in sorted(properties) if (said := tuple(told_names(properties[i]))))
+        names = list(told.most_common(1)[0][0]) if told else about.get("classes")  # as most say, of several the first
         if names != about.get("classes"):
             self.write(RUN, json.dumps({**about, "classes": names}) + "\n")
         known = read_clients(self.path) | {str(i): client_facts(i, p) for i, p in properties.items()}
@@ -132,7 +154,12 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a text file atomically."""
-        publish_text(self.path / name, text)
+        with room("output-dir", self.path):
+            publish_text(self.path / name, text)
+
+    def note_state_removed(self) -> None:
+        """Note that the clients' state is removed now: the run cannot be continued any more."""
+        self.write(RUN, json.dumps({**read_about(self.path), STATE_REMOVED: True}) + "\n")
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json; its presence says that the run is complete."""
@@ -143,8 +170,20 @@ class RunFolder:
         from fl_app.weights import save_safetensors
 
         directory = self.path / MODELS
-        make_directory(directory)
-        save_safetensors(directory / f"{name}.safetensors", layout, model)
+        with room("output-dir", self.path):
+            make_directory(directory)
+            save_safetensors(directory / f"{name}.safetensors", layout, model)
+
+
+def ask_to_stop(run: Path) -> bool:
+    """Ask whoever runs this folder to end after its round; tell whether the folder is on this machine."""
+    try:
+        if not (run / RUN).is_file():
+            return False
+        (run / STOP).touch(FILE_MODE)
+    except OSError:
+        return False
+    return True
 
 
 def default_name(config: RunConfig) -> str:
@@ -173,6 +212,15 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
         raise UserError("resume: these keys must not change:\n" + "\n".join(changed))
 
 
+def check_state(run: Path) -> None:
+    """Raise UserError if a finished run is to be continued whose clients have removed their state."""
+    if read_about(run).get(STATE_REMOVED):
+        raise UserError(
+            f"resume: the clients of {run} removed their state when it ended, so that it cannot be continued; "
+            "a run started with keep-state = true can"
+        )
+
+
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the rounds of a run folder; lines that are none, such as half a line after a crash, are skipped and logged."""
     path = run / METRICS
@@ -190,9 +238,8 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
                 log.warning("%s: line %d is not a round's record; skipped", path, number)
 
 
-_PARTS: dict[str, type | tuple[type, ...]] = {
+_PARTS: dict[str, type] = {
     "clients": dict, "seconds": dict, "failures": list, "evaluation": dict, "upload-bytes": int, "download-bytes": int,
-    "accuracy-before": (int, float, type(None)), "accuracy-before-pooled": (int, float, type(None)),
 }  # fmt: skip
 
 
@@ -201,6 +248,9 @@ def _is_record(record: Any) -> bool:
     if not isinstance(record, dict) or type(record.get("round")) is not int or record["round"] < 1:
         return False
     if not all(isinstance(record[name], kind) for name, kind in _PARTS.items() if name in record):
+        return False
+    read = [value for name, value in record.items() if name.endswith(("-before", "-before-pooled"))]
+    if not all(isinstance(value, (int, float, type(None))) for value in read):
         return False
     tables = [record.get("clients", {}), record.get("evaluation", {}).get("clients", {})]
     if not all(isinstance(table, dict) for table in tables):
@@ -225,10 +275,10 @@ def told_names(properties: Mapping[str, Scalar]) -> list[str]:
     """Read the names of the classes from a client's properties; empty if there is not one for each."""
     try:
         names = json.loads(str(properties.get("class-names", "[]")))
-    except ValueError:
+    except (ValueError, RecursionError):
         names = None
     fits = isinstance(names, list) and len(names) == properties.get("num-classes") and all(isinstance(n, str) for n in names)
-    return [str(name) for name in names] if fits else []
+    return [plain(name)[:LONGEST_NAME] for name in names] if fits else []
 
 
 def read_clients(run: Path) -> dict[str, dict[str, Any]]:
@@ -241,7 +291,7 @@ def read_clients(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_about(run: Path) -> dict[str, Any]:
-    """Read run.json: the experiment's id, how often it was resumed, its method's figures, the classes' names.
+    """Read run.json: the experiment's id, how often it was resumed, its method's figures, its metrics, the classes' names.
 
     Empty if it cannot be read.
     """

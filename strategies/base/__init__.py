@@ -11,6 +11,7 @@ from strategies.base.local_update import (
 )
 from strategies.base.method import (
     AnyMethod,
+    Drawings,
     Method,
     all_but_classifier,
     all_but_local_statistics,
@@ -25,6 +26,7 @@ __all__ = [
     "AnyMethod",
     "ClientState",
     "Correction",
+    "Drawings",
     "LocalUpdate",
     "Method",
     "Objective",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fl_app.errors import said
+from fl_app.keys import Scalar
 from fl_app.server import record as records
 from fl_app.server.exchange import Reply
 from fl_app.server.record import Record
+from fl_app.tasks import Metric
 from fl_app.wire import WireError
 from strategies.base.uploads import Intake
 
@@ -18,24 +22,29 @@ log = logging.getLogger("corolla")
 class Attempt:
     """One attempt at a round, or an evaluation: all that is true of it and of nothing after it.
 
-    generation: tells the client states of attempts apart. sent: bytes per client. failures: causes by client.
+    generation: tells the client states of attempts apart. declared: what the asked clients said about their data when they
+    connected. sent: bytes per client. failures: causes by client.
     """
 
     round: int = 0
     generation: int = 0
     intake: Intake | None = None
+    declared: dict[int, Mapping[str, Scalar]] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
     failures: list[Record] = field(default_factory=list)
     client_notes: dict[int, Record] = field(default_factory=dict)
     round_notes: Record = field(default_factory=dict)
     clients: dict[int, Record] = field(default_factory=dict)  # of an evaluation
 
-    def fail(self, reply: Reply, step: str, became: str, error: WireError) -> None:
+    def fail(self, reply: Reply, step: str, became: str, error: Exception) -> None:
         """Note and log why a client's reply to a step is not used."""
+        if not isinstance(error, WireError):  # something that no check knew of
+            log.debug("client %d", reply.client_id, exc_info=error)
+            error = WireError(f"malformed reply: {said(error)}")
         self.failures.append({"client": reply.client_id, "cause": str(error)})
         log.error("%s: client %d %s: %s", step, reply.client_id, became, error)
 
-    def record(self, earlier: list[Attempt]) -> Record:
+    def record(self, earlier: list[Attempt], headline: Metric) -> Record:
         """The round's record; `earlier` attempts count with their failures and their downloads."""
         assert self.intake is not None
         used = self.intake.metrics
@@ -48,7 +57,7 @@ class Attempt:
         }
         failures = [{**f, "attempt": k} for k, attempt in enumerate(earlier, 1) for f in attempt.failures]
         sent_bytes = sum(sum(attempt.sent.values()) for attempt in (*earlier, self))
-        return records.round_record(self.round, rows, sent_bytes, self.round_notes, failures + self.failures)
+        return records.round_record(self.round, rows, sent_bytes, self.round_notes, failures + self.failures, headline)
 
 
 class TooFewResults(Exception):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.layout import Layout, Model, Vector
+from fl_app.tasks import Task
 from fl_app.wire import Upload
 
 if TYPE_CHECKING:
@@ -35,11 +36,24 @@ class ClientState(Protocol):
     arrays: MutableMapping[str, NDArray[Any]]
 
 
+class SampleLosses(Protocol):
+    """Losses of training samples, one by one."""
+
+    def __call__(
+        self, model: Model, samples: NDArray[np.int64] | None = None, module: nn.Module | None = None
+    ) -> NDArray[np.float32]:
+        """Return the losses of chosen training samples, default all, float32 [n]: evaluation mode, nothing augmented.
+
+        module: what of the network gives the logits, default all of it.
+        """
+        ...
+
+
 class Optimizer(Protocol):
-    """Steps on one flat vector, with a momentum of its own that starts at zero."""
+    """Steps on one flat vector, with a momentum or moments of its own that start at zero."""
 
     def step(self, gradient: Tensor, learning_rate: float) -> None:
-        """Move the vector: weight decay, then momentum, as torch.optim.SGD."""
+        """Move the vector, as torch.optim.SGD or AdamW."""
         ...
 
 
@@ -51,6 +65,7 @@ class Trainer(Protocol):
     (`tensor` and `vector` convert). The module is in training mode while `train` or `batches` runs.
     """
 
+    task: Task
     module: nn.Module
     weights: Tensor  # float32 [d]
     gradient: Tensor  # float32 [d]
@@ -128,8 +143,11 @@ class Trainer(Protocol):
         """One gradient step on `weights`, with weight decay and without momentum; default: this round's learning rate."""
         ...
 
-    def optimizer(self, vector: Tensor) -> Optimizer:
-        """Return the run's optimizer for a vector [d] on the device; what the user's model holds fixed does not move."""
+    def optimizer(self, vector: Tensor, *, part: slice = slice(None)) -> Optimizer:
+        """Return the run's optimizer for a vector [d] on the device, or a part of it, of which it then takes gradients.
+
+        What the user's model holds fixed does not move.
+        """
         ...
 
     def tensor(self, vector: Vector) -> Tensor:
@@ -175,8 +193,18 @@ class Trainer(Protocol):
         """Return the gradient of the mean training loss at `model`, float32 [d]; evaluation mode, nothing augmented."""
         ...
 
+    @property
+    def sample_losses(self) -> SampleLosses:
+        """Each training sample's loss at a model."""
+        ...
+
+    @property
+    def leave_out(self) -> Callable[[NDArray[np.int64]], None]:
+        """Make no batches of some training samples, int64 [m], any more."""
+        ...
+
     def evaluate(self, model: Model) -> tuple[float, float]:
-        """Return (loss, accuracy) on the test data, NaN where there is none."""
+        """Return (loss, the task's headline metric) on the test data, NaN where there is none."""
         ...
 
 
@@ -206,7 +234,12 @@ class RoundContext(Generic[P]):
 
 
 class LocalUpdate(Generic[P]):
-    """The client half of FedAvg, and of every method that only keeps some tensors local. Stateless; see RoundContext."""
+    """The client half of FedAvg, and of every method that only keeps some tensors local. Stateless; see RoundContext.
+
+    reports: names of the numbers that `upload` adds to its metrics; the server keeps no others, but for those that figures draw.
+    """
+
+    reports: ClassVar[tuple[str, ...]] = ()
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
         """Return the model training starts from: received tensors, and the client's own where they do not travel."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -14,7 +15,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fl_app import wire
+from fl_app import parts, tasks, wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
@@ -24,9 +25,12 @@ from fl_app.server import record as records
 from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.run_folder import RunFolder
 from fl_app.stopwatch import Stopwatch
-from fl_app.wire import Download, Expected, Upload, WireError
+from fl_app.wire import Download, Expected, Upload
+from strategies.aggregate import Stack
 from strategies.base.attempt import Attempt, TooFewResults
+from strategies.base.screening import USUAL, Screening, Stray
 from strategies.base.uploads import Intake, Uploads
+from strategies.robust import capped
 
 log = logging.getLogger("corolla")
 
@@ -34,18 +38,25 @@ log = logging.getLogger("corolla")
 class Messages(Strategy, ABC):
     """A Flower Strategy that sends every client one message per round, and takes in each reply by itself."""
 
+    spread: ClassVar[float] = 1.0  # how many times as far apart as others' a method's honest uploads lie; inf: no bound on them
+
     def __init__(
         self, config: RunConfig, params: Any, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder
     ) -> None:
         self.config, self.params, self.full_layout, self.shared, self.folder = config, params, layout, shared, folder
+        self.measured = tasks.measured(config)
         self.layout = layout.subset(shared)
+        self._told: dict[str, Scalar] = {parts.HASH: layout.constants} if layout.constants else {}
         self.global_model = layout.take(initial, shared)
         self.personal: dict[int, dict[str, NDArray[Any]]] = {}
         self.memory: dict[str, NDArray[Any]] = {}
         self.versions: dict[int, str] = {}  # generation of client state accepted last
-        self.kept_versions: dict[int, str] = {}  # generation a durable checkpoint may need
+        self.kept_versions: dict[int, tuple[str, ...]] = {}  # generations that durable checkpoints name
         self.round = 0
         self.attempt = Attempt()
+        self.reports: tuple[str, ...] = ()  # numbers that the method's own client half reports
+        self.screening = Screening()
+        self.strayed: list[Stray] = []  # uploads of the last round that were used though they lay far from the others
 
     # What the method says
 
@@ -66,7 +77,19 @@ class Messages(Strategy, ABC):
         """See PersonalizedStrategy."""
 
     @abstractmethod
+    def expected_from(self, client_id: int) -> Expected:
+        """See PersonalizedStrategy."""
+
+    @abstractmethod
+    def complete(self, client_id: int, upload: Upload) -> Upload:
+        """See PersonalizedStrategy."""
+
+    @abstractmethod
     def check(self, upload: Upload) -> None:
+        """See PersonalizedStrategy."""
+
+    @abstractmethod
+    def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """See PersonalizedStrategy."""
 
     @abstractmethod
@@ -88,8 +111,9 @@ class Messages(Strategy, ABC):
             experiment=self.folder.experiment,
             model=self._sendable(self.model_for(client_id)),
             state_version=self.versions.get(client_id, ""),
-            keep_from=self.kept_versions.get(client_id, ""),
+            keep=self.kept_versions.get(client_id, ()),
             extras=self.download_extras(client_id),
+            method=self._told,
         )
 
     def _sendable(self, model: Model) -> Model:
@@ -105,8 +129,9 @@ class Messages(Strategy, ABC):
     ) -> Iterable[Message]:
         """Sample clients by id and build their messages one at a time, as they are sent."""
         exchange: Exchange = grid  # type: ignore[assignment]
-        ids = self.sample(exchange.client_ids, server_round)
+        ids = self.sample([i for i in exchange.client_ids if i not in self.config.unseen], server_round)
         self.attempt.intake = Intake.of(ids, self.expected())
+        self.attempt.declared = {i: exchange.roster.properties[i] for i in ids}
         self.attempt.sent = dict.fromkeys(ids, 0)
         return (self._message(exchange, i, "train", "train", server_round) for i in ids)
 
@@ -115,7 +140,7 @@ class Messages(Strategy, ABC):
     ) -> Iterable[Message]:
         """Address every connected client."""
         exchange: Exchange = grid  # type: ignore[assignment]
-        self.attempt = Attempt(server_round, self.attempt.generation)
+        self.attempt = Attempt(server_round, self.attempt.generation, declared=dict(exchange.roster.properties))
         return (self._message(exchange, i, "evaluate", "evaluate", server_round) for i in exchange.client_ids)
 
     def _message(self, exchange: Exchange, client_id: int, task: str, kind: str, round: int) -> Message:
@@ -138,41 +163,63 @@ class Messages(Strategy, ABC):
         watch = watch or Stopwatch()
         intake = self.attempt.intake
         assert intake is not None
+        version = wire.state_version(server_round, self.attempt.generation)
         for reply in replies:
             watch.lap("wait")
             try:
-                upload = wire.decode_upload(reply.usable(), intake.expected)
-                metrics = records.check_upload(upload)
+                upload = wire.decode_upload(reply.usable(), self.expected_from(reply.client_id))
+                declared = self.attempt.declared.get(reply.client_id)
+                metrics = records.check_upload(upload, self.reports, declared, version, self.measured[0])
                 self.check(upload)
-                intake.accept(reply.client_id, upload, metrics)
+                intake.accept(reply.client_id, self.complete(reply.client_id, upload), metrics, upload.nbytes)
                 self._warn_of_damage(reply.client_id, metrics)
-            except WireError as error:
+            except Exception as error:  # one client's reply, whatever it is, ends nothing
                 self.attempt.fail(reply, f"round {server_round}", "dropped", error)
             watch.lap("take-in")
         watch.lap("wait")
+        strayed = self._screen(server_round, intake)
         needed = max(1, math.ceil(self.config.min_results * len(intake.ids)))
         if len(intake.metrics) < needed:
             raise TooFewResults(f"{len(intake.metrics)} of {len(intake.ids)} uploads usable, {needed} needed")
+        self.strayed = strayed
+        self.screening.accept(server_round, intake.metrics)
         uploads = intake.uploads()
+        if self.config.max_size_weight:
+            uploads = dataclasses.replace(uploads, sizes=capped(uploads.sizes, self.config.max_size_weight))
         intake.forget_stacks()
         self.round = server_round
         self.personalize(server_round, uploads)
         kept.settle(self.personal, uploads.ids, self.config.server_memory_limit * 1e9, self.folder.path)
         for client_id, reported in intake.metrics.items():
-            self.versions[client_id] = str(reported.get("state-version", ""))
+            self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
         watch.lap("personalize")
         return None, None
 
+    def _screen(self, round: int, intake: Intake) -> list[Stray]:
+        """Leave out, by name, what lies too far from the others; return what lies far and is used, as nothing is refused."""
+        if math.isinf(self.spread):
+            return []
+        limit = self.config.max_update_norm * self.spread
+        strayed = self.screening.strays(round, intake, self.compared(intake), limit or USUAL * self.spread)
+        for stray in strayed:
+            if limit:
+                intake.reject(stray.client_id)
+                self.attempt.fail(Reply(stray.client_id, None), f"round {round}", "dropped", stray.refusal())
+            else:
+                log.warning("round %d: client %d is used (max-update-norm is 0), but %s", round, stray.client_id, stray)
+        return [] if limit else strayed
+
     def aggregate_evaluate(self, server_round: int, replies: Iterator[Reply]) -> MetricRecord | None:  # type: ignore[override]
-        """Collect accuracies and hashes per client."""
+        """Collect metrics and hashes per client."""
         for reply in replies:
             try:
                 loss, num_examples, metrics = wire.decode_evaluation(reply.usable())
-                records.check_evaluation(metrics)
+                declared = self.attempt.declared.get(reply.client_id)
+                metrics = records.check_evaluation(metrics, num_examples, declared, self.measured)
                 self._warn_of_damage(reply.client_id, metrics)
                 row = {name: records.clean(value) for name, value in metrics.items()}
                 self.attempt.clients[reply.client_id] = {**row, "loss": records.clean(loss), "test-samples": num_examples}
-            except WireError as error:
+            except Exception as error:
                 self.attempt.fail(reply, "evaluation", "failed", error)
         return None
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from fl_app import parts, rng, tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.layout import Layout
-from fl_app.report.kinds import Figure
+from fl_app.report.kinds import Figure, Scalars
 from strategies.base.local_update import LocalUpdate
 from strategies.base.strategy import PersonalizedStrategy
 
@@ -20,12 +21,30 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True)
+class Drawings:
+    """The run's model, drawn as often as a method wants: drawings(k) is the k-th, each with initial weights of its own.
+
+    The first, drawings(0), is the run's. inputs: shape of a sample, channels, height and width of an image; seed: the run's.
+    """
+
+    make: Callable[[int], nn.Module]
+    inputs: tuple[int, ...]
+    seed: int
+
+    def __call__(self, k: int) -> nn.Module:
+        """Draw the k-th."""
+        return self.make(k)
+
+
+@dataclass(frozen=True)
 class Method(Generic[P]):
     """A method: its two halves, its parameters, and what travels.
 
     name: of its parameter table too. shared(layout, params): names of the tensors that travel; raises UserError for a model the
-    method cannot be used with. wrap(module, params, seed): the network that is trained instead of the run's model. figures:
-    what a report draws of the method's records.
+    method cannot be used with. wrap(module, params, seed): the network that is trained instead of the run's model.
+    compose(drawings, params): likewise, for one made of several drawings of the run's model, or beside which something stands.
+    figures: what a report draws of the method's records. needs_classes: it is about classes, and only runs tasks that have them.
+    needs_whole: its arrays are as long as what trains: `share` cannot leave out some of it.
     """
 
     name: str
@@ -34,24 +53,69 @@ class Method(Generic[P]):
     local_update: type[LocalUpdate[P]]
     shared: Callable[[Layout, P], frozenset[str]]
     wrap: Callable[[nn.Module, P, int], nn.Module] | None = None
+    compose: Callable[[Drawings, P], nn.Module] | None = None
     figures: tuple[Figure, ...] = ()
+    needs_classes: bool = False
+    needs_whole: bool = False
+
+    def check(self, config: RunConfig) -> None:
+        """Raise UserError if a run asks of the method what it cannot do."""
+        if self.needs_classes and not tasks.of(config).has_classes:
+            raise UserError(f"method {config.method}: it is about classes, and task {config.task} has none")
+        for name, patterns in (("train", config.train), ("share", config.share)):
+            if self.compose is not None and patterns:
+                raise UserError(f"{name}: method {config.method} trains a network around the model, which has no such parts")
+        if self.needs_whole and config.share:
+            raise UserError(
+                f"method {config.method}: it is about all parameters that train; say with train which, and leave share unset, "
+                f"got {config.share!r}"
+            )
+        able = ("none", *sorted(self.strategy.robust))
+        if config.robust not in able:
+            what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
+            raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
+
+    def travelling(self, config: RunConfig, layout: Layout) -> frozenset[str]:
+        """Names of the tensors that travel. Raises UserError for a model, or patterns, that the method cannot be used with."""
+        return parts.travelling(config, layout, self.shared(layout, config.params))
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Names of the numbers that clients may report beside what every method's do."""
+        return (*self.local_update.reports, *(figure.record for figure in self.figures if isinstance(figure, Scalars)))
 
     def network(
-        self, config: RunConfig, *, in_channels: int, num_classes: int, image_size: int, initial_weights: str = ""
-    ) -> nn.Module:
+        self, config: RunConfig, *, in_channels: int, num_classes: int, image_size: int, input_shape: tuple[int, ...] = (),
+        initial_weights: str = "",
+    ) -> nn.Module:  # fmt: skip
         """Build the network the method trains, with its initial weights from the seed.
 
         initial_weights: a safetensors file that gives those of the run's model, before the method wraps it.
         """
         from fl_app import models, weights
 
-        module = models.build(
-            config.model, in_channels=in_channels, num_classes=num_classes, image_size=image_size, norm=config.norm,
-            seed=config.seed,
-        )  # fmt: skip
-        if initial_weights:
-            weights.write(module, weights.initial_model(module, initial_weights))
-        return module if self.wrap is None else self.wrap(module, config.params, config.seed)
+        def drawn(k: int) -> nn.Module:
+            module = models.build(
+                config.model, in_channels=in_channels, num_classes=num_classes, image_size=image_size, norm=config.norm,
+                seed=rng.torch_seed(config.seed, f"drawing-{k}") if k else config.seed,
+                input_shape=input_shape, input_dtype=tasks.of(config).input_dtype,
+            )  # fmt: skip
+            if initial_weights:
+                if k:
+                    raise UserError(f"initial-weights: {self.name} starts from several models, which one file would make equal")
+                weights.write(module, weights.initial_model(module, initial_weights))
+            return module
+
+        module = self.around(Drawings(drawn, input_shape or (in_channels, image_size, image_size), config.seed), config)
+        if config.train:
+            parts.freeze(module, config.train)
+        return module
+
+    def around(self, drawings: Drawings, config: RunConfig) -> nn.Module:
+        """Build the network the method trains from drawings of the run's model."""
+        if self.compose is not None:
+            return self.compose(drawings, config.params)
+        return drawings(0) if self.wrap is None else self.wrap(drawings(0), config.params, config.seed)
 
 
 AnyMethod = Method[Any]

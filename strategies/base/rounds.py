@@ -18,12 +18,14 @@ from fl_app.server import record as records
 from fl_app.server.exchange import Exchange
 from fl_app.server.record import Record
 from fl_app.stopwatch import Stopwatch
-from fl_app.wire import Expected, WireError
+from fl_app.wire import Download, Expected, WireError
 from strategies.base.attempt import Attempt, TooFewResults
 from strategies.base.messages import Messages
+from strategies.base.screening import USUAL, Screening
 
 log = logging.getLogger("corolla")
 
+_FORGET_SECONDS = 60.0
 _ATTEMPTS_PER_START = 100  # generations of client state tell apart attempts and restarts of the server
 
 
@@ -42,14 +44,14 @@ class Rounds(Messages):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Run all rounds, then evaluate all clients; every round is recorded when it ends.
+        """Run all rounds, then evaluate all clients; every round is recorded when it ends. Ends after a round if asked to stop.
 
         The model, the number of rounds and the timeouts come from the run config; Flower's other arguments are not used.
         """
         self.summary()
         if not checkpoint.rounds(self.folder.path):
             self.save_checkpoint({})
-        total = self.config.num_server_rounds
+        total, headline = self.config.num_server_rounds, self.measured[0]
         watch = Stopwatch()
         for round in range(self.round + 1, total + 1):
             watch.start_round("record")  # of the round before: its checkpoint and its metrics
@@ -58,10 +60,13 @@ class Rounds(Messages):
                 record["evaluation"] = self.evaluate_all(grid, round)
                 watch.lap("evaluate")
             record["seconds"] = dict(watch.laps)
-            if round == total or round % self.config.checkpoint_every == 0:
+            stopping = round < total and self.folder.asked_to_stop()
+            if stopping or round == total or round % self.config.checkpoint_every == 0:
                 self.save_checkpoint(record)
             self.folder.append(record)
-            log.info("%s", log_lines.round_line(record, total))
+            log.info("%s", log_lines.round_line(record, total, headline.name, headline.ratio))
+            if stopping:
+                break
         return Result()
 
     def train_round(self, exchange: Exchange, round: int, watch: Stopwatch) -> Record:
@@ -80,13 +85,19 @@ class Rounds(Messages):
             try:
                 replies = exchange.ask(what, messages, self.config.round_timeout, len(self.attempt.sent))
                 self.aggregate_train(round, replies, watch)  # type: ignore[arg-type]
-                return self.attempt.record(spoilt)
+                left_out = exchange.roster.left_out
+                return self.attempt.record(spoilt, self.measured[0]) | ({"left-out": left_out} if left_out else {})
             except TooFewResults as error:
                 spoilt.append(self.attempt)
                 log.error("round %d, attempt %d: %s", round, retry + 1, error)
         failures = [failure for attempt in spoilt for failure in attempt.failures]
         causes = "\n".join(f"  client {f['client']}: {f['cause']}" for f in failures[-5:])
-        raise UserError(f"round {round} failed in {len(spoilt)} attempts (round-retries)\n{causes}")
+        blame = "".join(
+            f"\nthe models came out of round {self.round}, where client {stray.client_id} was used though {stray}: "
+            f"it is the likely cause, and max-update-norm = {USUAL:g} drops such uploads"
+            for stray in self.strayed
+        )
+        raise UserError(f"round {round} failed in {len(spoilt)} attempts (round-retries)\n{causes}{blame}")
 
     def evaluate_all(self, exchange: Exchange, round: int) -> Record:
         """Evaluate every connected client's personalized model, without training."""
@@ -95,7 +106,9 @@ class Rounds(Messages):
         replies = exchange.ask("evaluation", messages, self.config.round_timeout, len(exchange.client_ids))
         self.aggregate_evaluate(round, replies)
         sent = sum(self.attempt.sent.values())
-        return records.evaluation_record(self.attempt.clients, self.config.num_clients, sent, self.attempt.failures)
+        return records.evaluation_record(
+            self.attempt.clients, self.config.num_clients, sent, self.attempt.failures, self.measured, self.config.unseen
+        )
 
     def collect(self, exchange: Exchange, round: int) -> dict[int, Model]:
         """Ask every client for its personal model (all tensors, as exported); those that fail are logged."""
@@ -106,11 +119,24 @@ class Rounds(Messages):
         for reply in exchange.ask("collecting models", messages, self.config.round_timeout, len(exchange.client_ids)):
             try:
                 upload = wire.decode_upload(reply.usable(), expected)
-                self._warn_of_damage(reply.client_id, upload.metrics)
+                self._warn_of_damage(reply.client_id, records.known(upload.metrics))
                 models[reply.client_id] = upload.model
-            except WireError as error:
-                log.error("client %d: its personal model could not be collected: %s", reply.client_id, error)
+            except Exception as error:
+                log.error("client %d: its personal model could not be collected: %s", reply.client_id, WireError(str(error)))
         return models
+
+    def forget_state(self, exchange: Exchange) -> None:
+        """Let the connected clients remove what they keep of a run that is finished; those that do not are logged."""
+        nothing = Model(np.zeros(0, np.float32), np.zeros(0, np.float32))
+        download = Download("forget", self.round, self.attempt.generation, self.folder.experiment, nothing)
+        content = (wire.encode_download(download) for _ in exchange.client_ids)
+        messages = (exchange.message(i, c, "train", self.round) for i, c in zip(exchange.client_ids, content, strict=True))
+        seconds = min(_FORGET_SECONDS, self.config.round_timeout)
+        for reply in exchange.ask("removing client state", messages, seconds, len(exchange.client_ids)):
+            try:
+                wire.decode_upload(reply.usable(), Expected(0, 0))
+            except WireError as error:
+                log.warning("client %d: its state of this run stays: %s", reply.client_id, error)
 
     # Checkpoints
 
@@ -124,7 +150,7 @@ class Rounds(Messages):
             arrays[f"memory.{name}"] = array
         for client_id, own in self.personal.items():
             arrays |= {f"client.{client_id}.{name}": array for name, array in own.items()}
-        meta = {"versions": {str(i): v for i, v in self.versions.items()}, "record": record}
+        meta = {"versions": {str(i): v for i, v in self.versions.items()}, "screening": self.screening.saved(), "record": record}
         checkpoint.save(self.folder.path, self.round, arrays, meta)
         for own in self.personal.values():
             kept.release(own)
@@ -144,6 +170,7 @@ class Rounds(Messages):
         kept.settle(self.personal, list(self.personal), self.config.server_memory_limit * 1e9, self.folder.path)
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
+        self.screening = Screening.restored(saved.meta.get("screening", {}))
         self.round = saved.meta["round"]
 
     # Sampling
@@ -151,7 +178,7 @@ class Rounds(Messages):
     def drawn(self, client_ids: list[int], round: int) -> list[int]:
         """Draw fraction-train of the clients, at least one, sorted."""
         count = max(1, math.floor(self.config.fraction_train * len(client_ids) + 0.5))
-        if count == len(client_ids):
+        if count >= len(client_ids):
             return client_ids
         chosen = rng.generator(self.config.seed, "sampling", round).choice(client_ids, count, replace=False)
         return sorted(int(i) for i in chosen)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from numpy.typing import NDArray
 
 from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload
+from strategies.aggregate import Stack
 from strategies.base.rounds import Rounds
-from strategies.base.uploads import Uploads
+from strategies.base.uploads import Intake, Uploads
+from strategies.robust import Averaging
 
 log = logging.getLogger("corolla")
 P = TypeVar("P")
@@ -27,6 +29,12 @@ class PersonalizedStrategy(Rounds, Generic[P]):
     """
 
     params: P
+    robust: ClassVar[frozenset[str]] = frozenset()  # what the key `robust` may be beside none: `RULES` if means are by `averaging`
+
+    @property
+    def averaging(self) -> Averaging:
+        """The mean over clients that the key `robust` asks for."""
+        return Averaging(self.config.robust, self.config.robust_liars)
 
     @abstractmethod
     def personalize(self, round: int, uploads: Uploads) -> None:
@@ -44,8 +52,20 @@ class PersonalizedStrategy(Rounds, Generic[P]):
         """What every upload of the round must look like: lengths, mask, the method's extra arrays."""
         return Expected(self.layout.d, self.layout.b)
 
+    def expected_from(self, client_id: int) -> Expected:
+        """What one client's upload must look like, where they differ; `complete` then makes it `expected`."""
+        return self.expected() if self.attempt.intake is None else self.attempt.intake.expected
+
+    def complete(self, client_id: int, upload: Upload) -> Upload:
+        """Return a checked upload as the round's stacks hold it."""
+        return upload
+
     def check(self, upload: Upload) -> None:
         """Check what of an upload only the method understands; raise WireError to drop it."""
+
+    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+        """What of a round's uploads must not lie far apart (key `max-update-norm`): stacks [N, ...] by a name in the plural."""
+        return {"parameters": intake.W, "BatchNorm statistics": intake.B}
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Choose the round's clients: fraction-train of those connected, at least one, sorted."""

@@ -65,8 +65,8 @@ class Intake:
             sizes=np.zeros(n),
         )
 
-    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar]) -> None:
-        """Copy an upload into its client's row."""
+    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int | None = None) -> None:
+        """Copy an upload into its client's row. nbytes: what travelled, default all of it."""
         row = self.ids.index(client_id)
         self.W[row], self.B[row] = upload.model.params, upload.model.buffers
         self.sizes[row] = upload.num_examples
@@ -74,7 +74,16 @@ class Intake:
             self.bits[row] = upload.mask
         for name, array in upload.extras.items():  # arrays of size 0 do not travel
             self.extras[name][row] = array
-        self.metrics[client_id], self.upload_bytes[client_id] = metrics, upload.nbytes
+        self.metrics[client_id], self.upload_bytes[client_id] = metrics, upload.nbytes if nbytes is None else nbytes
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows of the stacks that hold an upload."""
+        return [row for row, i in enumerate(self.ids) if i in self.metrics]
+
+    def reject(self, client_id: int) -> None:
+        """Leave an accepted upload out again."""
+        del self.metrics[client_id], self.upload_bytes[client_id]
 
     def uploads(self) -> Uploads:
         """What came in; the rows of those who sent nothing usable are closed up."""
@@ -94,8 +103,7 @@ class Intake:
         self.W, self.B, self.bits, self.extras = nothing, nothing, None, {}
 
     def _rows(self, stack: NDArray[Any]) -> NDArray[Any]:
-        used = [row for row, i in enumerate(self.ids) if i in self.metrics]
-        for to, row in enumerate(used):
+        for to, row in enumerate(self.rows):
             if to != row:
                 stack[to] = stack[row]
-        return stack[: len(used)]
+        return stack[: len(self.metrics)]

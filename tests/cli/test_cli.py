@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +83,9 @@ BAD = {
     "model factory raises": (["model=badmodel:raises"], "ZeroDivisionError"),
     "model of wrong output size": (["model=badmodel:wrong"], "[2, 10]"),
     "relative initial weights missing": (["initial-weights=none.safetensors"], "none.safetensors"),
+    "a classifier where there is none": (
+        ["model=badmodel:convolution", "method=fedobp", "fedobp.scope=classifier"], "fedobp.scope: classifier needs a model with a",
+    ),
     "unknown device": (["device=tpu"], "device: must be auto, cpu, cuda or cuda:k, got 'tpu'"),
 }  # fmt: skip
 if not torch.cuda.is_available():
@@ -96,6 +103,8 @@ def test_bad_input_is_refused_before_anything_is_written(  # type: ignore[no-unt
     (tmp_path / "badmodel.py").write_text(
         "from torch import nn\ndef raises(**_): return 1 / 0\n"
         "def wrong(in_channels, num_classes, image_size): return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))\n"
+        "def convolution(in_channels, num_classes, image_size):\n"
+        "    return nn.Sequential(nn.Conv2d(in_channels, num_classes, image_size), nn.Flatten())\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     pairs, message = BAD[case]
@@ -157,6 +166,7 @@ def test_a_phase_that_is_never_reached_is_named(corolla) -> None:  # type: ignor
     code, _, err = corolla(*beta, "num-server-rounds=8")
     assert code == 0 and err.startswith("warning: fedcac.beta = 9 is above num-server-rounds = 8") and err.count("warning") == 1
     assert corolla(*beta, "num-server-rounds=9")[2] == ""
+    assert corolla("run", "--dry-run", "--set", "num-server-rounds=2")[2] == ""  # nobody chose a beta
 
 
 def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -164,11 +174,16 @@ def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp
     code, out, err = corolla("run", "--in-process", "--clients", "2", "--set", "local-epochs=1", *sets)
     assert code == 0, err
     assert "fedcac" in out and str(tmp_path / "runs" / "one") in out.replace("\n", "")
-    assert "so it can be below final" in " ".join(out.split())
+    told = " ".join(out.split())
+    assert "so it can be below final" in told and "before and after, while it runs: the model a client receives" in told
+    assert "next: corolla report runs/one " in told
     code, out, _ = corolla("export", "runs/one", "--client", "1")
     assert code == 0 and Path("one-client-1.pt").is_file()
     model = models.build("resnet8", in_channels=1, num_classes=10, image_size=8)
     model.load_state_dict(torch.load("one-client-1.pt"))
+    again = ["run-name=two", "initial-weights=one-client-1.pt"]
+    words = [word for pair in again for word in ("--set", pair)]
+    assert corolla("run", "--in-process", "--clients", "2", "--set", "local-epochs=1", *sets, *words)[0] == 0
     code, _, err = corolla("export", "runs/one", "--client", "7")
     assert code == 2 and "it holds client-0, client-1, global" in err
     code, _, err = corolla("run", "--in-process", "--clients", "2", *sets)
@@ -176,16 +191,56 @@ def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp
 
 
 def test_client_state_is_listed_and_removed(corolla) -> None:  # type: ignore[no-untyped-def]
-    sets = ["--set", "method=local", "--set", "num-server-rounds=1", "--set", "run-name=two"]
+    sets = ["--set", "method=local", "--set", "num-server-rounds=1", "--set", "run-name=two", "--set", "keep-state=true"]
     assert corolla("run", "--in-process", "--clients", "3", *sets)[0] == 0
     experiment = json.loads(Path("runs/two/summary.json").read_text())["experiment"]
     code, out, _ = corolla("state", "list")
     assert code == 0 and f"{experiment}" in out and "3 clients" in out and out.split()[-1] == "runs/two"
+    assert corolla("state")[1] == out and "kB in all" in out
     assert "no run under elsewhere" in corolla("state", "list", "--runs", "elsewhere")[1]
     assert corolla("state", "remove", experiment)[0] == 0
     assert experiment not in corolla("state", "list")[1]
     code, _, err = corolla("state", "remove", experiment)
     assert code == 2 and experiment in err
+
+
+def test_version_and_help_in_short(corolla) -> None:  # type: ignore[no-untyped-def]
+    assert re.fullmatch(r"corolla \d+\.\d+\.\d+ \(flwr \d.*\)\n", corolla("--version")[1])
+    for command in (["-h"], ["run", "-h"], ["data", "show", "-h"], ["cluster", "up", "-h"]):
+        code, out, _ = corolla(*command)
+        assert code == 0 and "Usage: corolla" in out
+    assert ".toml" in corolla("run", "--help")[1]
+
+
+@pytest.mark.parametrize(("words", "completes"), [("run dem", "demo"), ("methods fedca", "fedcac"), ("stat", "state")])
+def test_the_shell_completes(words: str, completes: str) -> None:
+    line = {"COMP_WORDS": f"corolla {words}", "COMP_CWORD": str(len(words.split())), "_COROLLA_COMPLETE": "complete_bash"}
+    done = subprocess.run([sys.executable, "-m", "corolla"], env={**os.environ, **line}, capture_output=True, text=True)
+    assert done.stdout.split() == [completes], done.stderr
+
+
+def test_runs_lists_run_folders_with_their_state(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    assert "no runs in runs" in corolla("runs")[1]
+    sets = ["--set", "method=fedavg", "--set", "num-server-rounds=2", "--set", "run-name=one"]
+    assert corolla("run", "--in-process", "--clients", "2", *sets)[0] == 0
+    shutil.copytree("runs/one", "runs/sweep/two")
+    (tmp_path / "runs" / "sweep" / "two" / "summary.json").unlink()
+    (tmp_path / "runs" / "bad").mkdir()
+    (tmp_path / "runs" / "bad" / "config.toml").write_text("method = ")
+    final = json.loads(Path("runs/one/summary.json").read_text())["final-accuracy"]
+
+    def rows() -> list[list[str]]:
+        return [line.split() for line in corolla("runs")[1].splitlines()]
+
+    header, bad, one, two = rows()
+    assert header == ["run", "state", "rounds", "method", "dataset", "seed", "accuracy", "written"]
+    assert bad == ["runs/bad", "unreadable"]
+    assert one[:7] == ["runs/one", "finished", "2/2", "fedavg", "digits", "0", f"{100 * final:.2f}"]
+    assert two[:6] == ["runs/sweep/two", "interrupted", "2/2", "fedavg", "digits", "0"]
+    with (tmp_path / "runs" / "sweep" / "two" / ".lock").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert rows()[3][1] == "running"
+    assert len(corolla("runs", "runs/one")[1].splitlines()) == 2
 
 
 def test_data_show_tells_who_gets_what(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -197,8 +252,35 @@ def test_data_show_tells_who_gets_what(corolla, tmp_path: Path) -> None:  # type
     sets = [w for o in options if "num-clients" not in o for w in ("--set", o)]
     code, out, _ = corolla("data", "show", "--clients", "4", *sets)
     assert code == 0 and [line.split()[1] for line in out.splitlines() if line.startswith("│")] == ["0", "1", "2", "3"]
+    assert "deviation per channel: 0." in out and "held by" not in out and "unused" not in out
     code, _, err = corolla("data", "show", "--clients", "4", *sets, "--set", "num-clients=3")
     assert code == 2 and "--clients 4 and --set num-clients=3 contradict each other" in err
+
+
+def test_data_show_takes_presets_and_files_as_run_does(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "my.toml").write_text('num-clients = 3\npartition = "iid"\n[fedcac]\ntau = 0.3\n')
+    for words in (["my.toml"], ["demo", "--clients", "3"]):
+        code, out, err = corolla("data", "show", *words, "--set", "train-samples=30")
+        assert code == 0, err
+        rows = [line.split()[1:4:2] for line in out.splitlines() if line.startswith("│")]
+        assert [row for row in rows if row[0] != "│"] == [[str(i), "30"] for i in range(3)]
+    assert corolla("data", "prepare", "my.toml", "--scale", "small")[0] == 0
+    code, _, err = corolla("data", "show", "deno")
+    assert code == 2 and "did you mean demo?" in err
+
+
+def test_data_show_names_repeated_and_unused_images(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pixels = np.full((40, 8, 8), 9, np.uint8)
+    write_npz(tmp_path / "d.npz", x_train=pixels)
+    np.savez(tmp_path / "p.npz", train_idx=[[0] * 5, [0, 1, 2, 3, 4]], test_idx=[[0, 1], [2, 3]])
+    sets = ["dataset=npz:d.npz", "partition=file:p.npz", "data-dir=data"]
+    code, out, err = corolla("data", "show", "--clients", "2", *[word for pair in sets for word in ("--set", pair)])
+    assert code == 0, err
+    assert "training: 1 of 5 images are held by several clients, one by 2 of them" in out
+    assert "training: images that a client holds already, counted again: client 0: 4 of 5" in out
+    assert "unused: 35 of 40 training and 16 of 20 test images" in out
+    assert "0.035 ± 0.000" in out and "warning: the data set is constant" in err
+    assert "held by several" in corolla("data", "show")[1]  # of the default partition
 
 
 def test_methods_lists_every_method_and_key(corolla) -> None:  # type: ignore[no-untyped-def]

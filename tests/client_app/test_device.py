@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.trainer import resolve_device
+from client_app.loaded import resolve_device
 from fl_app.errors import UserError
 from tests.client_app.test_train import mlp, train, with_batchnorm
 
@@ -42,7 +42,7 @@ def test_torch_is_imported_with_the_collector_off() -> None:
     """In a fresh process, as in a deployment; what the import left behind is never looked at again."""
     code = (
         "import gc, sys; from client_app import client\n"
-        "assert 'torch' not in sys.modules; before = gc.get_stats()[2]['collections']\n"
+        "assert 'torch' not in sys.modules and 'sqlalchemy' not in sys.modules; before = gc.get_stats()[2]['collections']\n"
         "client._import_torch(); assert 'torch' in sys.modules and gc.isenabled() and gc.get_freeze_count() > 100_000\n"
         "assert gc.get_stats()[2]['collections'] == before"
     )

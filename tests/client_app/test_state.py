@@ -138,6 +138,23 @@ def test_delete_before(store: StateStore) -> None:
     assert names(store) == []
 
 
+def test_generations_a_checkpoint_names_stay(store: StateStore) -> None:
+    versions = [store.save(numbered(r), r, 0) for r in range(1, 6)]
+    store.delete_before(versions[3], keep={versions[0], versions[2]})
+    assert names(store) == [f"{versions[k]}.state" for k in (0, 2, 3, 4)]
+
+
+def test_forgotten_state_leaves_the_other_clients(tmp_path: Path) -> None:
+    stores = [StateStore(tmp_path, "abc", k) for k in (0, 1)]
+    for store in stores:
+        store.save(STATE, 1, 0)
+    stores[0].forget()
+    assert [p.name for p in (tmp_path / "abc").iterdir()] == ["client-0001"]
+    stores[1].forget()
+    stores[1].forget()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_delete_before_without_any_state(store: StateStore) -> None:
     store.delete_before("000001-00")
     assert names(store) == []

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from fl_app import data
+from fl_app.data import decode
 from fl_app.errors import UserError
 
 
@@ -63,14 +64,70 @@ def test_folder_channels(tmp_path: Path) -> None:
     assert colour.x_test[-1].reshape(3, -1).mean(1).tolist() == [255, 0, 0]
 
 
-def test_modes_are_converted(tmp_path: Path) -> None:
+def test_overwritten_files_are_noticed_by_who_looks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    source, root = f"folder:{folder}", tmp_path / "root"
+    first = data.prepare(source, root, look=True)
+    old = np.array(first.x_train)
+    for file in folder.rglob("*.png"):
+        Image.fromarray(np.asarray(Image.open(file)) // 2).save(file)
+    assert np.array_equal(data.prepare(source, root).x_train, old) and not caplog.records
+    again = data.prepare(source, root, look=True)
+    assert again.key == first.key and np.array_equal(again.x_train, old // 2)
+    assert "folder-images: files have changed since they were converted" in caplog.text
+    assert np.array_equal(data.prepare(source, root, look=True).x_train, old // 2) and len(caplog.records) == 1
+
+
+HALF = (128, 128, 128)
+PIXELS: dict[str, tuple[Any, Any]] = {  # per mode: how a pixel is written, what it becomes
+    "1": (1, 255), "L": (7, 7), "LA": ((7, 0), 7), "I;16": (40_000, 156), "I;16L": (40_000, 156), "I;16B": (40_000, 156),
+    "I;16N": (40_000, 156), "I": (40_000, 156), "F": (0.5, 128), "P": (3, (30, 31, 32)), "PA": ((3, 9), (30, 31, 32)),
+    "RGB": ((1, 2, 3), (1, 2, 3)), "RGBX": ((1, 2, 3, 4), (1, 2, 3)), "RGBA": ((1, 2, 3, 0), (1, 2, 3)),
+    "RGBa": ((1, 2, 3, 255), (1, 2, 3)), "CMYK": ((127, 127, 127, 0), HALF), "YCbCr": (HALF, HALF), "HSV": ((0, 0, 128), HALF),
+}  # fmt: skip
+REFUSED = {"LAB": "mode LAB is not one of", "La": "mode La is not one of"}
+
+
+def uniform(mode: str, value: Any) -> Image.Image:
+    image = Image.new(mode, (8, 8), value)
+    if mode in ("P", "PA"):
+        image.putpalette([10 * k + j for k in range(4) for j in range(3)])
+    return image
+
+
+@pytest.mark.parametrize("mode", Image.MODES)
+def test_every_mode_has_its_rule(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path / "images", {"a": 1, "b": 1})
-    Image.fromarray(np.full((8, 8), 40_000, np.uint16)).save(folder / "train" / "a" / "16bit.png")
-    Image.new("RGBA", (8, 8), (1, 2, 3, 128)).save(folder / "train" / "a" / "alpha.png")
-    Image.new("P", (8, 8)).save(folder / "train" / "a" / "palette.gif")
-    p = data.prepare(f"folder:{folder}", tmp_path / "root")
-    assert p.x_train[1].min() == p.x_train[1].max() == 40_000 >> 8
-    assert p.x_train[2, :, 0, 0].tolist() == [1, 2, 3]
+    value, becomes = PIXELS.get(mode, (0, None))
+    monkeypatch.setattr(decode.Image, "open", lambda file: uniform(mode, value))  # few formats can hold a given mode
+    if mode in REFUSED:
+        with pytest.raises(UserError, match=f"train/a/000.png cannot be read as an image .*{REFUSED[mode]}"):
+            data.prepare(f"folder:{folder}", tmp_path / "root")
+        return
+    prepared = data.prepare(f"folder:{folder}", tmp_path / "root")
+    assert prepared.info.in_channels == (1 if isinstance(becomes, int) else 3)
+    assert {tuple(pixel) for pixel in prepared.x_train[0].reshape(prepared.info.in_channels, -1).T} == {
+        (becomes,) if isinstance(becomes, int) else becomes
+    }
+
+
+def write_tiff(folder: Path, pixels: Any) -> Path:
+    for file in folder.rglob("*.png"):
+        Image.fromarray(pixels).save(file.with_suffix(".tif"))
+        file.unlink()
+    return folder
+
+
+def test_float_images_are_scaled_or_refused(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
+    prepared = data.prepare(f"folder:{write_tiff(write_folder(tmp_path / 'f', {'a': 1, 'b': 1}), ramp)}", tmp_path / "root")
+    assert prepared.x_train.shape == (2, 1, 8, 8) and np.array_equal(prepared.x_train[0, 0], np.rint(ramp * 255))
+    for name, pixels, why in (
+        ("large", ramp * 255, "floats must be in .0, 1., got 0 .. 255"), ("nan", ramp * np.nan, "floats must be in .0, 1."),
+        ("long", (ramp * 1e6).astype(np.int32), "32-bit integers must be in .0, 65535., got 0 .. 1000000"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"a/000.tif cannot be read as an image .*{why}"):
+            data.prepare(f"folder:{write_tiff(write_folder(tmp_path / name, {'a': 1, 'b': 1}), pixels)}", tmp_path / "root")
 
 
 def test_image_size_resizes_and_crops(tmp_path: Path) -> None:

@@ -1,16 +1,15 @@
-"""The cluster launcher without processes: inventory, command lines, Flower's config file."""
+"""The cluster launcher without processes: inventory and command lines."""
 
 from __future__ import annotations
 
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from deploy import commands, connection, inventory
+from deploy import commands, inventory
 from deploy.cluster import Cluster, _key_files, load, record_path
 from deploy.commands import Place
 from deploy.inventory import Inventory
@@ -158,6 +157,39 @@ def test_files_that_are_no_inventory(tmp_path: Path) -> None:
         inventory.read(tmp_path / "none.yaml")
 
 
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 10)}]\n" for k in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("hosts: [{host: local, environment: {'A=B': x}}]", "hosts[0].environment: must be a mapping of names to strings"),
+        ("hosts: [{host: local, environment: {'': x}}]", "hosts[0].environment: must be"),
+        ('hosts: [{host: local, environment: {"A\\0": x}}]', "hosts[0].environment: must be"),
+        ('hosts: [{host: local, environment: {A: "x\\0y"}}]', "hosts[0].environment: must be"),
+        ('hosts: [{host: local, data-path: "/a\\0b"}]', "hosts[0].data-path: must be an absolute path"),
+        ('hosts: [{host: local}]\nkeys: "a\\0b"', "keys: must be a string without control characters"),
+        ('hosts: [{host: local}]\nsuperlink: {database: "/a\\0b"}', "superlink.database: must be"),
+        ("[" * 5000 + "]" * 5000, "not valid YAML: nested too deeply"),
+        ("hosts:\n" + "".join(" " * k + "- \n" for k in range(1, 3000)), ""),
+        ("hosts: [{host: local}]\nname: &a [*a]", "name: must be letters"),
+        (f"{BOMB}name: *a11\nhosts: [{{host: local}}]", "name: must be letters"),
+        ("hosts: [{host: local, threads: " + "9" * 5000 + "}]", "not valid YAML"),
+        ("hosts: [{host: local, threads: 0x" + "9" * 5000 + "}]", "hosts[0].threads: must be an integer in [1, 4096], got a very"),
+        ("hosts: [{host: local}]\nname: 2024-13-45", "not valid YAML"),
+        ("hosts: [{host: local}]\nname: \0", "not valid YAML"),
+    ],
+)  # fmt: skip
+def test_hostile_files_are_refused_in_a_few_words(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "lab.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        inventory.read(path)
+    assert expected in str(error.value) and len(str(error.value)) < 5000
+
+
 # Command lines --------------------------------------------------------------------------------------------------------
 
 PLACE = Place("/state/lab", "/venv/bin", tuple(range(5001, 5020)))
@@ -189,7 +221,8 @@ def test_supernode_command_gpu_threads_and_data() -> None:
     lab = parsed()
     process = commands.supernode(lab, lab.supernodes[3], PLACE, 0)
     assert process.command == (
-        "/venv/bin/flower-supernode", "--root-certificates", "/state/lab/keys/ca.crt",
+        "/opt/corolla/.venv/bin/python", "-P", "-m", "deploy.supernode", "--name", "lab/supernode-3", "--",
+        "--root-certificates", "/state/lab/keys/ca.crt",
         "--auth-supernode-private-key", "/state/lab/keys/supernode-3.key", "--superlink", "lab.example.org:9092",
         "--host", "127.0.0.1", "--port", "5002", "--health-server-address", "127.0.0.1:5003",
         "--node-config", 'partition-id=3 num-partitions=6 data-path="/site a"',
@@ -197,6 +230,12 @@ def test_supernode_command_gpu_threads_and_data() -> None:
     assert process.environment == {
         "OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "4"
     }  # fmt: skip
+
+
+def test_a_nodes_own_rules_are_named() -> None:
+    lab = parsed("hosts: [{host: local, site: /etc/corolla/site.toml}]")
+    command = commands.supernode(lab, lab.supernodes[0], PLACE, 0).command
+    assert command[command.index("--site") + 1] == "/etc/corolla/site.toml" and "--site" in command[: command.index("--")]
 
 
 def test_node_config_is_read_by_flower_as_meant() -> None:
@@ -247,79 +286,3 @@ def test_a_record_is_read_back_as_it_was(tmp_path: Path, monkeypatch: pytest.Mon
         _save_new(cluster)
     with pytest.raises(UserError, match="cluster other is not up"):
         load("other")
-
-
-# Flower's config file -------------------------------------------------------------------------------------------------
-
-TABLE = {"address": "127.0.0.1:8000", "root-certificates": '/keys "x"/ca.crt'}
-MINE = """# my own notes
-[superlink]
-default = "local"   # keep
-
-[superlink.local]
-address = ":local:"
-options.num-supernodes = 10
-
-[other]
-list = [1,
-  2]"""
-
-
-@pytest.mark.parametrize("text", [MINE, MINE + "\n", MINE + "\n\n# the end\n", ""])
-def test_add_and_remove_leave_the_rest_as_it_was(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(text)
-    path.chmod(0o600)
-    connection.add(path, "lab", TABLE)
-    after = tomllib.loads(path.read_text())
-    assert after["superlink"]["lab"] == TABLE and path.read_text().startswith(text)
-    assert path.stat().st_mode & 0o777 == 0o600
-    connection.remove(path, "lab", TABLE)
-    assert path.read_text().rstrip("\n") == text.rstrip("\n")
-
-
-def test_tables_after_ours_survive(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(MINE)
-    connection.add(path, "lab", TABLE)
-    connection.add(path, "lab2", TABLE)
-    with path.open("a") as file:
-        file.write("# about mine\n[superlink.mine]\naddress = 'x'\n")
-    connection.remove(path, "lab", TABLE)
-    assert set(tomllib.loads(path.read_text())["superlink"]) == {"default", "local", "lab2", "mine"}
-    assert "# about mine" in path.read_text()
-
-
-def test_remove_after_flower_rewrote_the_file(tmp_path: Path) -> None:
-    import tomli_w
-
-    path = tmp_path / "config.toml"
-    path.write_text(MINE)
-    connection.add(path, "lab", TABLE)
-    path.write_text(tomli_w.dumps(tomllib.loads(path.read_text())))
-    connection.remove(path, "lab", TABLE)
-    assert tomllib.loads(path.read_text()) == tomllib.loads(MINE)
-
-
-def test_another_connection_of_that_name_is_not_touched(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text('[superlink.lab]\naddress = "elsewhere:1"\n')
-    with pytest.raises(UserError, match="has a connection named 'lab' already"):
-        connection.add(path, "lab", TABLE)
-    connection.remove(path, "lab", TABLE)
-    assert "elsewhere" in path.read_text()
-
-
-def test_files_that_cannot_take_a_table_stay_as_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    for text in ('superlink = { default = "x" }\n', "broken = [\n"):
-        path.write_text(text)
-        with pytest.raises(UserError):
-            connection.add(path, "lab", TABLE)
-        assert path.read_text() == text
-
-
-def test_without_a_file_flowers_own_defaults_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "config.toml"
-    connection.add(path, "lab", TABLE)
-    assert {"default", "local", "lab"} <= set(tomllib.loads(path.read_text())["superlink"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import re
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from flwr.cli.supernode.register import try_load_public_key
 
-from deploy import certificates, inventory
-from deploy.cluster import up
+from deploy import certificates, inventory, lifetimes
+from deploy.cluster import Cluster, restart, up
 from deploy.inventory import Inventory
+from deploy.registered import public_bytes
+from deploy.revoke import revoke
 from fl_app.errors import UserError
 
 
@@ -67,7 +73,7 @@ def test_private_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "keys").iterdir()}
-    private, public = ["ca.key", "server.key"], ["ca.crt", "server.crt"]
+    private, public = [".gitignore", "ca.key", "server.key"], ["ca.crt", "server.crt"]
     private += ["supernode-0.key", "supernode-1.key"]
     public += ["supernode-0.pub", "supernode-1.pub"]
     assert modes == dict.fromkeys(private, 0o600) | dict.fromkeys(public, 0o644)
@@ -81,8 +87,16 @@ def test_a_directory_open_to_others_is_refused(tmp_path: Path) -> None:
     assert list((tmp_path / "keys").iterdir()) == []
 
 
+def test_git_takes_none_of_them(tmp_path: Path) -> None:
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    certificates.make(cluster(tmp_path))
+    subprocess.run(["git", "add", "."], cwd=tmp_path, check=True)
+    listed = subprocess.run(["git", "ls-files"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert "key" not in listed
+
+
 def contents(tmp_path: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
+    return {path.name: path.read_bytes() for path in (tmp_path / "keys").glob("[!.]*")}
 
 
 def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
@@ -101,12 +115,13 @@ def test_a_certificate_for_other_names_is_refused_with_the_way_out(tmp_path: Pat
     certificates.make(cluster(tmp_path))
     other = cluster(tmp_path, address="new.example.org")
     for act in (certificates.make, certificates.check):
-        with pytest.raises(UserError, match="server.crt is not for new.example.org but for .*make it anew: remove server.crt"):
+        with pytest.raises(UserError, match="server.crt is not for new.example.org but for .*`corolla cluster keys --renew"):
             act(other)
-    for name in ("server.crt", "server.key"):
-        (tmp_path / "keys" / name).unlink()
-    certificates.make(other)  # the same CA: nodes need nothing new
+    before = contents(tmp_path)
+    assert {path.name for path in certificates.renew(other)} == {"server.crt", "server.key"}
     certificates.check(other)
+    changed = {name for name, content in contents(tmp_path).items() if content != before[name]}
+    assert changed == {"server.crt", "server.key"}  # the same CA: nodes need nothing new
 
 
 def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
@@ -125,10 +140,66 @@ def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
         certificates.make(cluster(tmp_path))
 
 
+def later(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
+    """Let certificates be looked at some days from now."""
+    then = lifetimes.now() + datetime.timedelta(days=days)
+    monkeypatch.setattr(lifetimes, "now", lambda: then)
+
+
 def test_an_expired_certificate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificates, "_SERVER_DAYS", 0)
-    with pytest.raises(UserError, match="server.crt expired on"):
-        certificates.make(cluster(tmp_path))
+    lab = cluster(tmp_path)
+    certificates.make(lab)
+    for days, name in ((826, "server.crt"), (3651, "ca.crt")):
+        with monkeypatch.context() as patch:
+            later(patch, days)
+            with pytest.raises(UserError, match=f"{name} expired on 20..-..-..; `corolla cluster keys --renew CLUSTER.yaml`"):
+                certificates.check(lab)
+            assert any(f"{name} expired on" in warning for warning in certificates.warnings(lab))
+
+
+def test_a_month_before_the_end_there_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = cluster(tmp_path)
+    certificates.make(lab)
+    assert certificates.warnings(lab) == []
+    later(monkeypatch, 825 - 31)
+    assert certificates.warnings(lab) == []
+    later(monkeypatch, 2.5)
+    certificates.check(lab)
+    (warning,) = certificates.warnings(lab)
+    assert re.search("^warning: keys: .*server.crt expires on 20..-..-.., in 28 days; `corolla cluster keys --renew", warning)
+    certificates.renew(lab)
+    monkeypatch.undo()
+    assert certificates.warnings(lab) == []
+
+
+def test_renewing_near_the_end_of_the_ca_keeps_its_key_and_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = cluster(tmp_path)
+    monkeypatch.setattr(certificates, "_CA_DAYS", 20)
+    certificates.make(lab)
+    ca, server = (lifetimes.read(tmp_path / "keys" / name) for name in ("ca.crt", "server.crt"))
+    assert server.not_valid_after_utc <= ca.not_valid_after_utc
+    assert len(certificates.warnings(lab)) == 2
+    monkeypatch.setattr(certificates, "_CA_DAYS", 3650)
+    before = contents(tmp_path)
+    assert {path.name for path in certificates.renew(lab)} == {"ca.crt", "server.crt", "server.key"}
+    assert certificates.warnings(lab) == []
+    lifetimes.read(tmp_path / "keys" / "server.crt").verify_directly_issued_by(ca)  # nodes with the old ca.crt go on until its end
+    assert all(contents(tmp_path)[name] == before[name] for name in before if name.startswith("supernode") or name == "ca.key")
+
+
+def test_renewing_needs_the_ca(tmp_path: Path) -> None:
+    lab = cluster(tmp_path)
+    with pytest.raises(UserError, match="has no ca.crt; `corolla cluster keys CLUSTER.yaml` makes everything"):
+        certificates.renew(lab)
+    certificates.make(lab)
+    (tmp_path / "keys" / "ca.key").unlink()
+    with pytest.raises(UserError, match="ca.key: No such file"):
+        certificates.renew(lab)
+    (tmp_path / "keys" / "ca.crt").write_text("no certificate")
+    with pytest.raises(UserError, match="ca.crt is not a certificate"):
+        certificates.check(lab)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("server.key", 0o644), ("supernode-1.key", 0o640), ("ca.key", 0o602)])
@@ -151,3 +222,26 @@ def test_up_refuses_an_open_key_before_anything_is_started(tmp_path: Path, monke
     with pytest.raises(UserError, match="it is 604"):
         up(lab, print, 1)
     assert not (tmp_path / "state").exists()
+
+
+def test_restart_refuses_an_open_key_before_anything_is_ended(tmp_path: Path) -> None:
+    lab = cluster(tmp_path)
+    certificates.make(lab)
+    running = Cluster(lab, "token", str(tmp_path / "config.toml"), "now")
+    for name in ("supernode-1.key", "server.key"):
+        (tmp_path / "keys" / name).chmod(0o640)
+        with pytest.raises(UserError, match=f"{name} must be its owner's alone .* it is 640"):
+            restart(running, "supernode-1", print, 1)
+        (tmp_path / "keys" / name).chmod(0o600)
+
+
+def test_revoking_names_what_there_is(tmp_path: Path) -> None:
+    lab = cluster(tmp_path)
+    certificates.make(lab)
+    running = Cluster(lab, "token", str(tmp_path / "config.toml"), "now")
+    with pytest.raises(UserError, match="client 2: cluster lab has clients 0, 1"):
+        revoke(running, 2)
+    assert public_bytes(tmp_path / "keys" / "supernode-0.pub") == try_load_public_key(tmp_path / "keys" / "supernode-0.pub")
+    (tmp_path / "keys" / "supernode-1.pub").unlink()
+    with pytest.raises(UserError, match="client 1: there is no .*supernode-1.pub; it was revoked before"):
+        revoke(running, 1)

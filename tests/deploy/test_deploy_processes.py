@@ -118,6 +118,19 @@ def test_log_and_environment(directory: Path) -> None:
     assert processes.log_end(directory, "nobody", 5) == ""
 
 
+def test_a_killed_nodes_log_says_that_it_ended(directory: Path) -> None:
+    record = processes.start(directory, "t", "supernode-0", ["sh", "-c", "echo Connection attempt failed; sleep 60"], {})
+    logs = {"action": "logs", "cluster": "lab", "token": "t", "name": "supernode-0", "lines": 5}
+    deadline = time.monotonic() + 30
+    while not node.handle(logs)["text"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [words.partition(":")[0] for words in node.handle(logs)["means"]] == ["not connected"]
+    for process in [*psutil.Process(record.pid).children(), psutil.Process(record.pid)]:
+        process.kill()
+        process.wait()
+    assert [words.partition(":")[0] for words in node.handle(logs)["means"]] == ["ended"]
+
+
 def test_prepare_reports_all_problems_and_writes_nothing(directory: Path) -> None:
     import socket
 

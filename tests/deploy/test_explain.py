@@ -5,6 +5,7 @@ import pytest
 from deploy.explain import meanings
 
 FAILED = "INFO : Connection attempt failed, retrying in 1.2 seconds\n"
+CUT = f"INFO : SuperNode ID: 17\n{FAILED}{FAILED}INFO : Connection successful after 40.21 seconds and 9 tries.\n"
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,11 @@ FAILED = "INFO : Connection attempt failed, retrying in 1.2 seconds\n"
         ("[code: 2001] SuperNode authentication is enabled", "without a key"),
         (f"Handshake failed: CERTIFICATE_VERIFY_FAILED: ...\n{FAILED}", "wrong CA"),
         (FAILED, "nobody answers at the fleet address, or plaintext meets TLS"),
+        (f"INFO : SuperNode ID: 17\n{FAILED}", "nobody answers at the fleet address"),  # a cut that lasts
+        (f"{CUT}{FAILED}", "nobody answers at the fleet address"),  # and another one
+        ("INFO : SuperNode terminated gracefully.", "its clock is more than 5 s ahead"),
+        ("INFO : SuperNode ID: 17\nINFO : SuperNode terminated gracefully.", "its key was taken back"),
+        (f"{FAILED}INFO : SuperNode terminated gracefully.", "nobody answers"),  # it was told to end
     ],
 )
 def test_a_supernodes_refusal(log: str, meaning: str) -> None:
@@ -23,6 +29,7 @@ def test_a_supernodes_refusal(log: str, meaning: str) -> None:
 
 def test_no_refusal_no_words() -> None:
     assert meanings("supernode-0", f"{FAILED}INFO : SuperNode ID: 17") == []
+    assert meanings("supernode-0", CUT) == meanings("supernode-0", CUT.partition("\n")[2]) == []  # a long log loses its beginning
     assert meanings("tunnel", FAILED) == [] and meanings("superlink", "") == []
 
 

@@ -90,6 +90,17 @@ class Cluster:
             COROLLA_GATE=str(self.gate(client_id)),
         )  # fmt: skip
 
+    def start_site(self, client_id: int, num_clients: int, rules: str) -> None:
+        """Start a SuperNode behind a site's gate, with a site.toml of this text."""
+        path = self.home.parent / f"site-{client_id}.toml"
+        path.write_text(rules)
+        path.chmod(0o644)
+        name = f"site-{client_id}"
+        command = [sys.executable, "-P", "-m", "deploy.supernode", "--name", name, "--site", str(path), "--", "--insecure"]
+        command += ["--superlink", self.fleet, "--port", str(free_ports(1)[0])]
+        command += ["--node-config", f"partition-id={client_id} num-partitions={num_clients}"]
+        self._start(name, [*self.inside, *command], COROLLA_STATE_HOME=str(self.home.parent / "nodes"))
+
     def _start(self, name: str, command: list[str], **environment: str) -> None:
         with (self.home / f"{name}.log").open("ab") as log:
             self.processes[name] = psutil.Popen(

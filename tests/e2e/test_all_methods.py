@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from fl_app import plugins
+from client_app.client_app import app as client_app
+from fl_app import plugins, server_app
+from fl_app.config import parse
 from fl_app.experiments.launch import COMPLETED, simulation
 from fl_app.keys import table_of
-from strategies import METHODS
+from fl_app.server.inprocess import InProcessGrid
+from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import OWN_METHODS, PLUGINS
 from tests.e2e.conftest import Cluster, corolla, settings, summary
 
@@ -32,9 +35,9 @@ def test_simulation_equals_one_process(tmp_path: Path) -> None:
             config["plugins"] = plugins.fingerprint(plugins.files(config))
             lines: list[str] = []
             assert submit(config, lines.append) == COMPLETED, "\n".join(lines)
-            config["run-name"] = f"{name}-one-process"
-            done = corolla("run", "--in-process", *settings(config), directory=PLUGINS)
-            assert done.returncode == 0, done.stderr
+            one_process = {**config, "run-name": f"{name}-one-process"}
+            grid = InProcessGrid(client_app, one_process, 4)
+            server_app.run(grid, parse(one_process, METHOD_PARAMS), lambda *_: None)
             digests = [summary(tmp_path / f"{name}-{mode}")["digest"] for mode in ("simulation", "one-process")]
             assert digests[0] == digests[1] is not None, method
 

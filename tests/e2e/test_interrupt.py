@@ -28,17 +28,62 @@ def launched(directory: Path) -> list[psutil.Process]:
     return found
 
 
+def keepers(directory: Path) -> list[psutil.Process]:
+    """The keeper of a launch, then whoever stands behind it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = process.cmdline()
+        except psutil.Error:
+            continue
+        if "fl_app.experiments.keeper" in line and any(word.startswith(str(directory)) for word in line):
+            found.append(process)
+    return sorted(found, key=lambda process: len(process.cmdline()))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
-    with tempfile.TemporaryDirectory(prefix="c") as short:  # Ray's sockets need a short path
-        stop_and_look(Path(short), number)
+    with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:  # Ray's sockets need a short path
+        process = started(Path(short))
+        process.send_signal(number)
+        out, err = process.communicate(timeout=90)
+        assert process.returncode != 0
+        if number == signal.SIGINT:  # it finishes its round first
+            assert "stopping after this round; press Ctrl-C again to stop at once" in err and "stopped after round" in err
+            assert len([line for line in out.splitlines() if line.startswith("round ")]) < 11
+        look(Path(short), seconds=60 if number == signal.SIGKILL else 0)
 
 
-def stop_and_look(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.long
+def test_a_simulation_whose_launcher_and_keeper_are_killed_leaves_nothing() -> None:
+    with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:
+        process = started(Path(short))
+        keepers(Path(short))[0].kill()
+        process.kill()
+        process.communicate(timeout=90)
+        look(Path(short), seconds=60)
+
+
+@pytest.mark.faults
+def test_a_superlink_that_dies_is_one_sentence_and_the_way_on() -> None:
+    with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:
+        process = started(Path(short))
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if any(word.endswith("flower-superlink") for word in child.cmdline()):
+                child.kill()
+        _, err = process.communicate(timeout=150)
+        said = " ".join(err.split())
+        assert process.returncode == 1 and "the SuperLink ended or can no longer be reached; continue with:" in said
+        assert "--resume" in said and "{" not in said
+        look(Path(short), seconds=60)
+
+
+def started(tmp_path: Path) -> subprocess.Popen[str]:
+    """Start a simulation and return when its second round is done."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     words = [COROLLA, "run", "--clients", "2", "--set", "num-server-rounds=5000", "--set", f"output-dir={tmp_path / 'runs'}"]
     process = subprocess.Popen(
-        words, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        words, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
     )  # fmt: skip
     assert process.stdout is not None
@@ -46,10 +91,14 @@ def stop_and_look(tmp_path: Path, number: signal.Signals) -> None:
         if line.startswith("round 2/"):
             break
     assert launched(tmp_path)
-    process.send_signal(number)
-    process.communicate(timeout=90)
-    assert process.returncode != 0
-    if number == signal.SIGKILL:  # what is left ends by itself
-        wait_for(lambda: not launched(tmp_path) and not list(tmp_path.glob("corolla-flwr-*")), seconds=60)
-    assert launched(tmp_path) == []
+    assert len(keepers(tmp_path)) == 2
+    return process
+
+
+def look(tmp_path: Path, seconds: float) -> None:
+    """Nothing is left, or it ends by itself in time."""
+    if seconds:
+        wait_for(lambda: not launched(tmp_path) and not list(tmp_path.glob("corolla-flwr-*")), seconds)
+        wait_for(lambda: not keepers(tmp_path), seconds=10)
+    assert launched(tmp_path) == keepers(tmp_path) == []
     assert list(tmp_path.glob("corolla-flwr-*")) == []

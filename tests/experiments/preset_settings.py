@@ -27,6 +27,19 @@ PAKE_DIRICHLET = PAKE | {
 }  # fmt: skip
 PAKE_OWN = {"method": "fedpake", "fedpake.threshold": 0.2, "fedpake.delta": 0.2, "fedpake.batchnorm-statistics": "local"}
 SETTINGS: dict[str, dict[str, Scalar]] = {
+    "fedcac/cifar100-pathological-2/pfedgate": CAC_PATHOLOGICAL | {
+        "dataset": "cifar100", "model": "resnet10", "method": "pfedgate", "pfedgate.sparsity": 1.0,
+    },
+    "fedcac/cifar10-pathological-2/perfedmask": CAC_PATHOLOGICAL | {
+        "dataset": "cifar10", "model": "resnet8", "method": "perfedmask", "perfedmask.capacity": 1.0, "finetune-epochs": 5,
+    },
+    "fedpake/cifar10-dirichlet-0.1/feddyn": PAKE_DIRICHLET | {
+        "dataset": "cifar10", "method": "feddyn", "feddyn.alpha": 0.01, "feddyn.batchnorm-statistics": "local",
+    },
+    "fedpake/cifar10-dirichlet-0.1/scaffold": PAKE_DIRICHLET | {
+        "dataset": "cifar10", "method": "scaffold", "scaffold.server-learning-rate": 1.0,
+        "scaffold.batchnorm-statistics": "local",
+    },
     "fedcac/tiny-imagenet-dirichlet-0.01": CAC | {
         "method": "fedcac", "dataset": "tiny-imagenet:tiny-imagenet-200", "model": "resnet10", "partition": "dirichlet-client",
         "dirichlet-alpha": 0.01, "fedcac.beta": 170, "fedcac.tau": 0.5,

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks import fashion_mnist_table
 from fl_app import cli, presets
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.experiments import compare
+from fl_app.experiments import compare, sweep, table
+from fl_app.experiments.sweep import Point
+from fl_app.report.arrays import read_runs
+from fl_app.report.groups import grouped
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS
 
@@ -122,6 +126,34 @@ def test_paths_that_are_no_runs_are_refused(tmp_path: Path) -> None:
     (folder / "summary.json").unlink()
     with pytest.raises(UserError, match="no finished run"):
         compare.load([tmp_path], METHOD_PARAMS)
+
+
+def test_every_table_puts_the_same_runs_together(tmp_path: Path) -> None:
+    """Report, compare, sweep and the table of results: one rule, whatever says where or how a run ran."""
+    name = "fedpake/cifar10-dirichlet-0.1"
+    changes: list[dict[str, Any]] = [
+        {}, {"seed": 1, "data_dir": "/elsewhere", "run_name": "x", "round_timeout": 5.0}, {"seed": 2, "fedcac.tau": 0.25},
+        {"seed": 3, "classes_per_client": 5}, {"fedpake.divisor": "limit"}, {"seed": 1, "fedpake.divisor": "limit"},
+        {"finetune_epochs": 3},
+    ]  # fmt: skip
+    tuned = {"final-accuracy-finetuned": 0.5}
+    before = {f"accuracy-{when}": 0.5 for when in ("before", "after")}
+    for k, each in enumerate(changes):
+        path = run_folder(tmp_path, str(k), name, tuned, **each)
+        (path / "metrics.jsonl").write_text(json.dumps({"round": 1, "clients": {}, **before}))
+    runs, _ = compare.load([tmp_path], METHOD_PARAMS)
+    together = [["0", "1", "2", "3"], ["4", "5"], ["6"]]
+    assert [[run.folder.path.name for run in group] for group in compare.group(runs)] == together
+    assert [[run.path.name for run in group.runs] for group in grouped(read_runs([tmp_path]))] == together
+    points = [Point(run.folder.path.name, {"seed": run.config.seed}, {}, run.config) for run in runs]
+    rows = table.tabulate(points, {sweep.identity(run.config): run.folder for run in runs})
+    assert [row.runs for row in rows] == [4, 2, 1]
+    shown = [line.split("|")[1:] for line in fashion_mnist_table.lines([tmp_path])[2:]]
+    own = presets.read_preset(name, METHOD_PARAMS)
+    usual, tuned_by = own.get("fedpake.divisor", "found"), own.get("finetune-epochs", 0)
+    assert {(cells[0].strip(), cells[-2].strip()) for cells in shown} == {
+        (f"fedpake ({tuned_by}, {usual})", "4"), (f"fedpake ({tuned_by}, limit)", "2"), (f"fedpake (3, {usual})", "1"),
+    }  # fmt: skip
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def test_published_figures(name: str) -> None:
 
 def test_there_is_one_preset_per_cell_of_the_tables() -> None:
     per_table = Counter((p.paper, p.source.partition(":")[0]) for p in ALL.values() if p.published)
-    assert sorted(per_table.values()) == sorted([7 * 3, 7 * 9, 3, 9 * 7, 9 * 6, 9 * 3, 13 * 8, 13 * 8, 11 * 6, 2])
+    assert sorted(per_table.values()) == sorted([7 * 3, 7 * 9, 3, 9 * 7, 9 * 6, 9 * 3, 13 * 8, 13 * 8, 11 * 6, 2, 2, 4])
     assert sum(p.published is None for p in ALL.values()) == 6 + 1  # FedDAC's other settings, demo
 
 
@@ -138,7 +138,7 @@ def test_the_cells_of_other_methods_say_so(method: str) -> None:
 
 def test_bytes_of_a_round_by_hand() -> None:
     config = parse(ALL["fedcac/cifar10-dirichlet-0.1"].settings, METHOD_PARAMS)
-    cost = dry_run.round_bytes(config, METHODS["fedcac"], (3, 10, 32))
+    cost = dry_run.round_bytes(config, METHODS["fedcac"], {"in_channels": 3, "num_classes": 10, "image_size": 32})
     d, b = 1_235_274, 2 * (64 * 3 + 128 * 3 + 256 * 3)  # per block two BatchNorms, one more: stem or shortcut
     assert (cost.participants, cost.upload, cost.download) == (40, 4 * (d + b) + -(-d // 8), 4 * (d + b))
 
@@ -147,7 +147,7 @@ def test_bytes_of_a_round_by_hand() -> None:
 def test_bytes_of_a_round_are_those_a_run_records(run: Run, method: str) -> None:
     folder = run(method=method, num_clients=2, model="resnet8" if method == "fedbn" else "mlp")
     config = parse(tomllib.loads(folder.path.joinpath("config.toml").read_text().partition("\n[")[0]), METHOD_PARAMS)
-    cost = dry_run.round_bytes(config, METHODS[method], (1, 10, 8))
+    cost = dry_run.round_bytes(config, METHODS[method], {"in_channels": 1, "num_classes": 10, "image_size": 8})
     record = list(read_metrics(folder.path))[-1]
     assert record["upload-bytes"] == 2 * cost.upload
     assert record["download-bytes"] == 2 * cost.download

@@ -127,6 +127,7 @@ def test_data_state_and_run_folders_are_closed_to_others(tmp_path: Path) -> None
         "num-server-rounds": 1, "local-epochs": 1, "device": "cpu", "collect-personal-models": True,
         "tensorboard": find_spec("tensorboard") is not None,
         "data-dir": str(tmp_path / "data"), "output-dir": str(tmp_path / "runs"), "state-dir": str(tmp_path / "state"),
+        "keep-state": True,
     }  # fmt: skip
     folder = run(InProcessGrid(app, raw, 2), parse(raw, METHOD_PARAMS), lambda *_: None)
     made = [p for root in ("data", "runs", "state") for p in [tmp_path / root, *(tmp_path / root).rglob("*")]]

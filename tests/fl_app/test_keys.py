@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from fl_app.config import PARTITIONS, RunConfig, parse
+from fl_app.catalogue import PARTITIONS
+from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.experiments import compare, sweep
 from fl_app.keys import KeySpec, Rule, Scalar, bears_on, key, own, specs
@@ -20,11 +21,13 @@ from strategies import METHOD_PARAMS
 from tests.conftest import Run
 
 # by hand, so that a new key is classed by somebody who thought about it
-RUNNING = {"available-timeout", "round-timeout", "round-retries", "server-memory-limit", "checkpoint-every", "tensorboard"}
+RUNNING = {
+    "available-timeout", "round-timeout", "round-retries", "server-memory-limit", "checkpoint-every", "tensorboard", "keep-state",
+}  # fmt: skip
 PLACES = {"data-dir", "run-name", "output-dir", "state-dir", "resume"}
 OTHER_WORDS: dict[str, Scalar] = {
     "method": "local", "dataset": "mnist", "partition": "iid", "model": "cnn", "device": "cuda", "classes": "a,b",
-    "initial-weights": "/w.safetensors",
+    "initial-weights": "/w.safetensors", "task": "multi-label",
 }  # fmt: skip
 
 
@@ -115,7 +118,7 @@ def test_running_keys_and_places_do_not_change_what_comes_out(run: Run, tmp_path
 
 def test_what_is_counted_in_rounds() -> None:
     counted = {spec.name for m, cls in METHOD_PARAMS.items() for spec in specs(cls, m) if spec.counts_rounds}
-    assert counted == {"fedcac.beta", "feddac.alpha", "fedamp.alpha-decay-every", "floco.projection-round"}
+    assert counted == {"fedcac.beta", "feddac.alpha", "fedamp.alpha-decay-every", "floco.projection-round", "cfl.start"}
 
 
 # Flat keys

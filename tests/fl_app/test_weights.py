@@ -129,6 +129,22 @@ def test_initial_model_names_what_does_not_fit(tmp_path: Path) -> None:
         weights.initial_model(small("resnet8"), path)
 
 
+def test_initial_model_reads_a_pytorch_state_dict(tmp_path: Path) -> None:
+    module, path = small("resnet8", seed=1), tmp_path / "client-3.pt"
+    torch.save(module.state_dict(), path)
+    assert same(weights.initial_model(small("resnet8"), str(path)), weights.read(module))
+    torch.save({"model": module.state_dict()}, path)
+    with pytest.raises(UserError, match="client-3.pt: must hold a state dict, tensors by name"):
+        weights.initial_model(module, str(path))
+    for bad in (module, torch.zeros(3)):
+        torch.save(bad, path)
+        with pytest.raises(UserError, match="client-3.pt: (not a readable PyTorch file of tensors alone|must hold a state dict)"):
+            weights.initial_model(module, str(path))
+    path.write_bytes(b"nothing")
+    with pytest.raises(UserError, match="client-3.pt: not a readable PyTorch file"):
+        weights.initial_model(module, str(path))
+
+
 def test_initial_model_refuses_missing_corrupt_and_infinite_files(tmp_path: Path) -> None:
     module, path = nn.Linear(2, 1), tmp_path / "w.safetensors"
     with pytest.raises(UserError, match="^initial-weights .*: no such file"):

@@ -99,13 +99,14 @@ def test_any_upload_round_trip(params: np.ndarray, buffers: np.ndarray, metrics:
 @pytest.mark.parametrize("task", ["train", "collect", "evaluate"])
 def test_download_round_trip(task: str) -> None:
     sent = Download(
-        task, 3, 1, "abc", Model(f32(1, 2, 3), f32(4)), "000002-00", "000001-00", {"center": f32(7, 8)}, {"mu": 0.5, "on": True}
-    )
+        task, 3, 1, "abc", Model(f32(1, 2, 3), f32(4)), "000002-00", ("000001-00", "000002-00"), {"center": f32(7, 8)},
+        {"mu": 0.5, "on": True},
+    )  # fmt: skip
     content = wire.encode_download(sent)
     read = compat.recorddict_to_evaluateins if task == "evaluate" else compat.recorddict_to_fitins
     ins = read(content, True)
     got = wire.decode_download(parameters_to_ndarrays(ins.parameters), ins.config)
-    for field in ("task", "round", "attempt", "experiment", "state_version", "keep_from"):
+    for field in ("task", "round", "attempt", "experiment", "state_version", "keep"):
         assert getattr(got, field) == getattr(sent, field)
     assert got.model.params.tolist() == [1, 2, 3] and got.model.buffers.tolist() == [4]
     assert got.extras["center"].tolist() == [7, 8] and dict(got.method) == {"mu": 0.5, "on": True}

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 import client_app.client
 from client_app.client_app import app
 from client_app.state import State, StateStore
-from fl_app import models, server_app, weights
+from fl_app import models, server_app, weights, wire
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
@@ -117,7 +117,7 @@ def run(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def start(method: str, **changes: Any) -> Run:
         raw = {**SETTING, **flat(changes), "method": method}
-        raw |= {"data-dir": str(data_dir), "state-dir": str(tmp_path / "state")}
+        raw |= {"data-dir": str(data_dir), "state-dir": str(tmp_path / "state"), "keep-state": True}
         raw |= {"output-dir": str(tmp_path / f"run{next(counter)}")}
         config, recorded = parse(raw, METHOD_PARAMS), Recorder()
         folder = server_app.run(recorded.grid(raw), config, lambda *_: None)
@@ -143,11 +143,11 @@ class MemoryStore:
     def save(self, state: State, round: int, attempt: int) -> str:
         if not state.arrays:
             return ""
-        version = f"{round:06d}-{attempt:02d}"
+        version = wire.state_version(round, attempt)
         self.generations[(*self.key, version)] = dict(state.arrays)
         return version
 
-    def delete_before(self, version: str) -> None:
+    def delete_before(self, version: str, keep: Collection[str]) -> None:
         pass
 
 

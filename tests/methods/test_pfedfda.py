@@ -87,6 +87,12 @@ def test_head_by_hand() -> None:
     assert weight.dtype == bias.dtype == np.float64
 
 
+@pytest.mark.parametrize("bad", [np.diag([1.0, -1]), np.diag([1.0, np.nan]), np.full((2, 2), np.inf)])
+def test_what_is_no_covariance_is_an_error(bad: np.ndarray) -> None:
+    with pytest.raises(ValueError):  # LinAlgError is one
+        lda_head(np.ones((2, 2)), bad, np.full(2, 0.5), eps=1e-4)
+
+
 @given(seeds)
 def test_with_unit_covariance_and_equal_classes_the_nearest_mean_wins(seed: int) -> None:
     z, _, shared = drawn(seed)
@@ -318,6 +324,8 @@ def test_a_covariance_that_makes_no_classifier_is_dropped(tmp_path: Path) -> Non
     strategy.check(Upload(model, extras={"means": np.zeros((3, 2), np.float32), "covariance": f32(1, 0.5, 1)}))
     with pytest.raises(WireError, match="not positive definite"):
         strategy.check(Upload(model, extras={"means": np.zeros((3, 2), np.float32), "covariance": f32(1, 2, 1)}))
+    with pytest.raises(WireError, match="must lie within 1e\\+09 of 0"):
+        strategy.check(Upload(model, extras={"means": np.full((3, 2), 1e30, np.float32), "covariance": f32(1, 0, 1)}))
 
 
 def test_a_run_learns_and_keeps_nothing_on_its_clients(run: Run, tmp_path: Path) -> None:

@@ -131,11 +131,15 @@ def test_a_node_is_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     assert e.message(0, RecordDict(), "train", 2).metadata.dst_node_id == 123
     nodes[124] = properties(1)  # the old node of client 1 is not yet known to be gone
     e.refresh()
-    assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 124
-    assert "client 1 is now another SuperNode" in caplog.text
+    assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 91
+    assert "client 1 cannot take part: two SuperNodes carry this partition-id" in caplog.text
+    assert e.roster.left_out == [{"who": "client 1", "cause": "two SuperNodes carry this partition-id"}]
     del nodes[91]
     e.refresh()
+    assert e.roster.left_out == []
     assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 124
+    assert "client 1 is now another SuperNode" in caplog.text
+    assert e.grid.asked.count(124) == 1  # type: ignore[attr-defined]
 
 
 def test_a_client_is_gone(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,3 +165,64 @@ def test_a_refused_latecomer_does_not_stop_the_run(
     nodes[99] = properties(2, 7)
     e.refresh()
     assert e.client_ids == [0, 1, 2] and "num-partitions must be the run's 3 clients, got 7" in caplog.text
+
+
+# a start among nodes that lie
+
+
+@pytest.mark.parametrize("answer", [
+    properties(7), properties("0"), properties(2**60), properties(True), properties(1, 2**40), properties(1, error="\x1b[2Jno"),
+    {}, Error(0, "crash"), RecordDict(), SILENT, properties(2, **{"in-channels": 3}), properties(0, **{"class-counts": "9" * 5000}),
+    properties(1, **{"train-samples": 2**62}),
+], ids=["id-beyond", "id-in-words", "huge-id", "truth-value", "2^40-clients", "refuses", "nothing", "error", "empty", "silent",
+        "other-shape", "long-counts", "2^62-samples"])  # fmt: skip
+@pytest.mark.parametrize("first", [False, True])
+def test_who_cannot_take_part_is_left_out_once_there_are_enough(
+    answer: Any, first: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster_module.log, "propagate", True)
+    liar = {20: answer} if first else {99: answer}
+    e = exchange(three() | liar, num_clients=3, round_timeout=0.5)
+    e.roster.wait()
+    for _ in range(2):  # who answers with an error is asked again
+        e.refresh()
+    assert e.client_ids == [0, 1, 2] and set(e.roster.node_of.values()) == {50, 77, 91}
+    assert ("has not said who it is" if answer is SILENT else "cannot take part") in caplog.text
+    assert "\x1b" not in caplog.text
+
+
+def test_how_many_clients_there_are_is_what_most_say() -> None:
+    e = exchange({20: properties(0, 1)} | three(), num_clients=0)
+    e.roster.wait()
+    assert e.roster.num_clients == 3 and e.client_ids == [0, 1, 2]
+
+
+def test_a_client_may_come_after_others_were_refused() -> None:
+    nodes = {20: properties(5), 50: properties(2), 77: properties(0)}
+    e = exchange(nodes, lambda *told: nodes.update(three()), available_timeout=10)
+    e.roster.wait()
+    assert e.client_ids == [0, 1, 2]
+
+
+def test_a_node_that_comes_back_as_another_client_is_refused() -> None:
+    nodes = three()
+    e = exchange(nodes, min_available_clients=1)
+    e.roster.wait()
+    del nodes[50]
+    e.refresh()
+    nodes[50] = properties(1)
+    e.refresh()
+    assert e.client_ids == [0, 1] and e.roster.node_of[1] == 91
+    del nodes[91]  # not even when that one is gone
+    e.refresh()
+    assert e.client_ids == [0]
+    nodes[50] = properties(2)
+    nodes[91] = properties(1)
+    e.refresh()
+    assert e.client_ids == [0, 1]  # node 50 is asked once
+
+
+def test_only_what_was_asked_for_is_kept_of_properties() -> None:
+    e = exchange(three() | {91: properties(1, **{"x" * 1000: "y", "class-names": "[]"})})
+    e.roster.wait()
+    assert set(e.roster.properties[1]) == {*properties(1), "class-names"}

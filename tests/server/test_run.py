@@ -268,9 +268,27 @@ def test_collect_personal_models(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_without_collecting_local_models_stay_on_the_clients(run: Run, tmp_path: Path) -> None:
-    folder = run(method="local")
+    folder = run(method="local", keep_state=True)
     assert not (folder.path / "models").exists()
     assert {p.parent.name for p in (tmp_path / "state").rglob("*.state")} == {f"client-{i:04d}" for i in range(3)}
+
+
+def test_state_is_removed_with_its_finished_run(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = run(method="local", run_name="one")
+    assert list((tmp_path / "state").iterdir()) == [] and not caplog.records
+    with pytest.raises(UserError, match="clients of .*/one removed their state when it ended.*keep-state = true can"):
+        run(method="local", run_name="one", resume=str(folder.path), num_server_rounds=4)
+    kept = run(method="local", run_name="two", keep_state=True)
+    longer = run(method="local", run_name="two", resume=str(kept.path), num_server_rounds=4)
+    assert len(rounds(longer)) == 4 and list((tmp_path / "state").iterdir()) == []
+    run(method="fedavg", run_name="three")  # has none
+    run(method="fedavg", run_name="three", resume=str(folder.path.with_name("three")), num_server_rounds=4)
+
+
+def test_generations_that_no_checkpoint_names_are_deleted_at_once(run: Run, tmp_path: Path) -> None:
+    run(method="local", num_server_rounds=9, checkpoint_every=3, keep_state=True, num_clients=2)
+    left = sorted(p.stem[:6] for p in (tmp_path / "state").rglob("client-0001/*.state"))
+    assert left == ["000003", "000006", "000008", "000009"]  # checkpoints after 3 and 6, what round 9 started from, and its result
 
 
 def test_initial_weights(run: Run, tmp_path: Path) -> None:

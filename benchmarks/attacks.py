@@ -1,0 +1,174 @@
+"""What a client that lies may upload within the format: attacks by name, and the client half that applies one to its own uploads.
+
+Every upload here passes the checks of form: names, shapes, finite numbers, the right number of ones in a mask. A liar trains as
+the method does, then lies. The strongest attacks know what all others upload in the round; several liars agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.compat.client.client import Client
+
+from client_app.client import CorollaClient
+from fl_app.config import RunConfig
+from fl_app.data import open_client
+from fl_app.layout import Model, Vector
+from fl_app.wire import Upload
+from strategies import METHODS, masks
+from strategies.base import ClientState, LocalUpdate, RoundContext
+from strategies.robust import distances_to_median
+
+HUGE = 1e6
+BACKWARDS = 5
+NOISE = 1.0  # standard deviation
+BOUND = 3.0  # medians, the default of max-update-norm
+MARGIN = 0.95  # of the bound, that an adaptive liar keeps
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a liar has before it when it uploads: what it was sent, its honest upload, all others' of this round."""
+
+    sent: Model
+    honest: Upload
+    others: Sequence[Upload]
+    liars: int
+    random: np.random.Generator
+
+
+Attack = Callable[[Scene], Upload]
+
+
+def honest(scene: Scene) -> Upload:
+    """Do not lie."""
+    return scene.honest
+
+
+def scaled(scene: Scene) -> Upload:
+    """Upload a million times the trained model."""
+    model = scene.honest.model
+    return _with(scene, model.params * np.float32(HUGE), model.buffers * np.float32(HUGE))
+
+
+def negated(scene: Scene) -> Upload:
+    """Upload the trained model with all signs turned."""
+    return _with(scene, -scene.honest.model.params, scene.honest.model.buffers)
+
+
+def backwards(scene: Scene) -> Upload:
+    """Upload five times the update, backwards."""
+    return _with(scene, scene.sent.params - BACKWARDS * (scene.honest.model.params - scene.sent.params), scene.honest.model.buffers)
+
+
+def noise(scene: Scene) -> Upload:
+    """Upload the trained model with noise of standard deviation 1."""
+    params = scene.honest.model.params
+    return _with(scene, params + scene.random.normal(0, NOISE, params.shape), scene.honest.model.buffers)
+
+
+def crafted_mask(scene: Scene) -> Upload:
+    """Upload the update backwards, under a mask that all others find most like their own: what most of them call critical."""
+    return _chosen_by_all(scene, backwards(scene))
+
+
+def adaptive(scene: Scene) -> Upload:
+    """Stay just inside the bound, as far from the median as it allows, against the others' mean update; with a crafted mask."""
+    others = np.stack([upload.model.params for upload in scene.others])
+    middle = np.median(others, axis=0)
+    away = scene.sent.params - others.mean(axis=0, dtype=np.float64)
+    away /= max(float(np.linalg.norm(away)), 1e-12)
+    low, high = 0.0, 2 * BOUND * float(np.linalg.norm(others - middle, axis=1).max())
+    for _ in range(30):
+        far = (low + high) / 2
+        lies = np.tile((middle + far * away).astype(np.float32), (scene.liars, 1))
+        distances = distances_to_median(np.concatenate([others, lies]), range(len(others) + scene.liars))
+        inside = distances[-1] <= MARGIN * BOUND * np.median(distances)
+        low, high = (far, high) if inside else (low, far)
+    return _chosen_by_all(scene, _with(scene, middle + low * away, scene.honest.model.buffers))
+
+
+ATTACKS: Mapping[str, Attack] = {
+    "x 1e6": scaled,
+    "w -> -w": negated,
+    "-5 x update": backwards,
+    "noise": noise,
+    "crafted mask": crafted_mask,
+    "adaptive": adaptive,
+}
+WITH_MASKS = frozenset({"crafted mask"})  # attacks on methods whose uploads have a mask
+
+
+def _with(scene: Scene, params: np.ndarray, buffers: Vector) -> Upload:
+    return dataclasses.replace(scene.honest, model=Model(params.astype(np.float32), buffers))
+
+
+def _chosen_by_all(scene: Scene, upload: Upload) -> Upload:
+    """Return an upload whose mask has its ones where most others' have theirs."""
+    if upload.mask is None or not scene.others:
+        return upload
+    d = upload.model.params.size
+    votes = masks.unpack(upload.mask, d) * 0.5  # among equal ones its own
+    for other in scene.others:
+        assert other.mask is not None
+        votes += masks.unpack(other.mask, d)
+    mask = np.zeros(d, dtype=bool)
+    masks.mark_largest(votes, max(1, masks.popcount(upload.mask)), mask)
+    return dataclasses.replace(upload, mask=masks.pack(mask))
+
+
+# The client half ------------------------------------------------------------------------------------------------------
+
+
+def hostile(update: type[LocalUpdate[Any]], attack: Attack, liars: int, heard: Sequence[Upload]) -> type[LocalUpdate[Any]]:
+    """Return a method's client half that lies when it uploads. heard: the honest clients' uploads of the round."""
+
+    class Hostile(update):  # type: ignore[misc, valid-type]
+        """Trains as the method does."""
+
+        def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[Any]) -> Upload:
+            """Apply the attack to the honest upload."""
+            honest = super().upload(before, after, state, ctx)
+            scene = Scene(ctx.layout.take(before, ctx.shared), honest, list(heard), liars, ctx.rng("attack"))
+            return attack(scene)
+
+    return Hostile
+
+
+def overheard(update: type[LocalUpdate[Any]], heard: dict[int, Upload]) -> type[LocalUpdate[Any]]:
+    """Return a method's client half that lets its uploads be heard, by client."""
+
+    class Overheard(update):  # type: ignore[misc, valid-type]
+        """Does what the method does."""
+
+        def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[Any]) -> Upload:
+            """Upload honestly."""
+            heard[ctx.client_id] = super().upload(before, after, state, ctx)
+            return heard[ctx.client_id]
+
+    return Overheard
+
+
+def client_app(attack: Attack, liars: int, config: RunConfig) -> ClientApp:
+    """Return a ClientApp for one process whose last `liars` clients lie, when all others have uploaded."""
+    method, heard = METHODS[config.method], dict[int, Upload]()
+    data = functools.cache(lambda client_id: open_client(config, client_id))
+
+    def client_fn(context: Context) -> Client:
+        client_id, half = int(str(context.node_config["partition-id"])), type(method.local_update())
+        if client_id < config.num_clients - liars:
+            half = overheard(half, heard)
+        else:
+            half = hostile(half, attack, liars, list(heard.values()))
+        client = CorollaClient(config, dataclasses.replace(method, local_update=half), client_id, "")
+        client.data = data(client_id)
+        return client.to_client()
+
+    return ClientApp(client_fn)

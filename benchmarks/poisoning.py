@@ -1,0 +1,135 @@
+"""What clients that lie do to honest ones, and what helps: attack x method x defence, the table of docs/security.md.
+
+`python -m benchmarks.poisoning [METHOD ...]` trains on digits in one process, 10 clients, 15 rounds, all other keys at their
+defaults; the last one or three clients lie in every round (benchmarks/attacks.py). It prints the honest clients' mean accuracy
+after the last round, without a defence, with `max-update-norm` as it is by default, with each rule of `robust` alone, and with the
+default and the median together; `ends`: the run had too few usable uploads. --defences: only these columns; --processes: how many
+runs at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import attacks
+from benchmarks.attacks import ATTACKS, WITH_MASKS
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.keys import Scalar
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import read_metrics
+from fl_app.server_app import run
+from strategies import METHOD_PARAMS, METHODS
+
+CLIENTS, ROUNDS = 10, 15
+LIARS = (1, 3)
+METHODS_SHOWN = ("fedavg", "fedcac", "feddac")
+WITH_A_MASK = ("fedcac", "feddac")  # methods whose uploads have one
+NOBODY = "nobody lies"
+NO_BOUND: dict[str, Scalar] = {"max-update-norm": 0.0}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: who lies how, and against what."""
+
+    method: str
+    attack: str
+    liars: int
+    defence: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Honest clients' mean accuracy, None if the run ended early; how often an honest client was dropped, and how often a liar."""
+
+    accuracy: float | None
+    honest_dropped: int = 0
+    liars_dropped: int = 0
+
+
+def defences(method: str) -> dict[str, dict[str, Scalar]]:
+    """Run config of every defence, by its name in the table."""
+    rules = sorted(METHODS[method].strategy.robust)
+    alone: dict[str, dict[str, Scalar]] = {rule: {"robust": rule, **NO_BOUND} for rule in rules}
+    both: dict[str, dict[str, Scalar]] = {"default and median": {"robust": "median"}} if "median" in rules else {}
+    return {"none": NO_BOUND, "default": {}, **alone, **both}
+
+
+def trials(method: str, chosen: Sequence[str] = ()) -> Iterator[Trial]:
+    """All runs of a method, those in which nobody lies first. chosen: defences by name, all if empty."""
+    names = [name for name in defences(method) if name in chosen or not chosen]
+    yield from (Trial(method, NOBODY, 0, name) for name in names)
+    masked = method in WITH_A_MASK
+    for attack in ATTACKS:
+        if masked or attack not in WITH_MASKS:
+            yield from (Trial(method, attack, liars, name) for liars in LIARS for name in names)
+
+
+def outcome(trial: Trial, clients: int = CLIENTS, rounds: int = ROUNDS) -> Outcome:
+    """Run a trial."""
+    logging.disable(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as directory:
+        raw: dict[str, Scalar] = {
+            "method": trial.method, "num-server-rounds": rounds, "num-clients": clients, "device": "cpu", "run-name": "run",
+            "output-dir": directory, "state-dir": f"{directory}/state", **defences(trial.method)[trial.defence],
+        }  # fmt: skip
+        config = parse(raw, METHOD_PARAMS)
+        app = attacks.client_app(ATTACKS.get(trial.attack, attacks.honest), trial.liars, config)
+        try:
+            run(InProcessGrid(app, raw, clients), config, lambda *_: None)
+        except UserError:
+            return Outcome(None)
+        records = list(read_metrics(Path(directory) / "run"))
+    honest = range(clients - trial.liars)
+    dropped = [failure["client"] in honest for record in records for failure in record["failures"]]
+    last = records[-1]["evaluation"]["clients"]
+    accuracy = float(np.mean([last[str(i)]["accuracy"] if str(i) in last else 0.0 for i in honest]))
+    return Outcome(accuracy, sum(dropped), len(dropped) - sum(dropped))
+
+
+def table(method: str, outcomes: dict[Trial, Outcome]) -> str:
+    """Markdown of a method's outcomes: a row per attack and number of liars, a column per defence."""
+    names = list(dict.fromkeys(trial.defence for trial in outcomes if trial.method == method))
+    lines = [f"| `{method}` | liars | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    for attack, liars in dict.fromkeys((trial.attack, trial.liars) for trial in outcomes if trial.method == method):
+        cells = [cell(outcomes[Trial(method, attack, liars, name)]) for name in names]
+        lines.append(f"| {attack} | {liars} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def cell(found: Outcome) -> str:
+    """An accuracy, with the number of uploads of honest clients that were dropped, if any."""
+    if found.accuracy is None:
+        return "ends"
+    lost = f" (honest uploads dropped: {found.honest_dropped})" if found.honest_dropped else ""
+    return f"{found.accuracy:.3f}".removeprefix("0") + lost
+
+
+def main(arguments: Iterable[str] | None = None) -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("methods", nargs="*", metavar="METHOD", default=METHODS_SHOWN)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--defences", nargs="+", default=(), metavar="NAME")
+    options = parser.parse_args(None if arguments is None else list(arguments))
+    for method in options.methods:
+        todo = list(trials(method, options.defences))
+        with ProcessPoolExecutor(options.processes) as pool:
+            outcomes = dict(zip(todo, pool.map(outcome, todo), strict=True))
+        print(table(method, outcomes), end="\n\n", flush=True)
+        kept = sum(found.liars_dropped for found in outcomes.values())
+        print(f"{method}: {len(todo)} runs, {kept} uploads of liars dropped", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""A client's module and data on its device, and what can be measured of models there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from client_app.batches import Batches
+from client_app.fisher import fisher
+from client_app.flat import FlatModule
+from client_app.measures import features, loss_gradient, sample_losses, tested
+from fl_app.config import RunConfig
+from fl_app.data import ClientData
+from fl_app.errors import UserError
+from fl_app.layout import Model, Vector
+
+
+def resolve_device(name: str) -> torch.device:
+    """Return the device a config asks for. Raises UserError if it is a GPU this machine does not have."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device: {name} asked for, this machine has {torch.cuda.device_count()} usable GPUs")
+    return device
+
+
+class LoadedModel:
+    """One client's module, as flat vectors, with its data: loads models, and measures them."""
+
+    def __init__(self, module: nn.Module, config: RunConfig, data: ClientData, round: int, client_id: int) -> None:
+        torch.set_num_threads(config.client_threads)
+        self.config, self.round, self.client_id = config, round, client_id
+        self.device = resolve_device(config.device)
+        self.flat = FlatModule(module, self.device)
+        self.module, self.layout = self.flat.module, self.flat.layout
+        self.weights, self.gradient, self.statistics = self.flat.weights, self.flat.gradient, self.flat.statistics
+        self.load, self.read, self.tensor, self.vector = self.flat.load, self.flat.read, self.flat.tensor, self.flat.vector
+        norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+        frozen: frozenset[str] = getattr(module, "frozen_names", frozenset())
+        self._fixed = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
+        self._batchnorms = [m for m in norms.values() if m not in self._fixed]
+        self.data = Batches(
+            config, data, self.device, round=round, client_id=client_id, avoid_single=bool(self._batchnorms),
+            memory_format=self.flat.memory_format,
+        )  # fmt: skip
+        self.leave_out, self.sample_losses = self.data.leave_out, partial(sample_losses, self)
+        self.task, self.num_classes = self.data.task, data.info.num_classes
+
+    @property
+    def class_counts(self) -> NDArray[np.int64]:
+        """Training samples per class, int64 [C]."""
+        return np.bincount(self.data.train_labels.cpu().numpy(), minlength=self.num_classes)
+
+    def samples(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Return (x, y) of chosen training samples, nothing augmented."""
+        return self.data.chosen(torch.from_numpy(np.asarray(indices, np.int64)).to(self.device))
+
+    def network(self, model: Model) -> nn.Module:
+        """Return a second network with a model's values: evaluation mode, without gradients."""
+        return self.flat.network(model)
+
+    def classifier(self, module: nn.Module | None = None) -> nn.Linear:
+        """Return a module's last Linear layer. Raises UserError if it has none."""
+        linear = [m for m in (self.module if module is None else module).modules() if isinstance(m, nn.Linear)]
+        if not linear:
+            raise UserError(f"model: {self.config.model} has no Linear layer, whose input the features are")
+        return linear[-1]
+
+    def logits(self, module: nn.Module, x: Tensor) -> Tensor:
+        """Return logits float32 [n, C], computed in the run's precision."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+            logits: Tensor = module(x)
+        return logits.float()
+
+    def forward(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (features float32 [n, f], logits float32 [n, C]); features: the input of the last Linear layer."""
+        seen: list[Tensor] = []
+        hook = self.classifier(module).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            logits = self.logits(module, x)
+        finally:
+            hook.remove()
+        return seen[-1].flatten(1).float(), logits
+
+    def showing(self, model: Model) -> Self:
+        """Load a model in evaluation mode; return self."""
+        self.load(model)
+        self.module.eval()
+        return self
+
+    def features(self, model: Model) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return (features float32 [n, f], labels int64 [n]) of all training data: evaluation mode, nothing augmented."""
+        return features(self.showing(model))
+
+    def fisher(self, model: Model, samples: int = 0) -> Vector:
+        """Return the mean over training samples of the squared gradient of each one's loss, float32 [d]."""
+        return fisher(self.showing(model), samples)
+
+    def loss_gradient(self, model: Model) -> Vector:
+        """Return the gradient of the mean loss over all training data at `model`, float32 [d]."""
+        return loss_gradient(self.showing(model))
+
+    def evaluate(self, model: Model) -> tuple[float, float]:
+        """Return (mean loss, headline metric) on the test data; NaN where there is none."""
+        headline = self.task.headline.name
+        loss, found = self.measure(model, (headline,))
+        return loss, found[headline]
+
+    def measure(self, model: Model, names: Sequence[str]) -> tuple[float, dict[str, float]]:
+        """Return the mean loss and the named metrics on the test data; NaN where there is none."""
+        if not len(self.data.test_labels):
+            return math.nan, dict.fromkeys(names, math.nan)
+        return tested(self.showing(model), names)

@@ -1,0 +1,1 @@
+"""Corolla: personalized federated learning on Flower."""

@@ -1,0 +1,119 @@
+"""The kernel keeps an application to what a site has named: `python -m deploy.confine RULES -- COMMAND ...` becomes that command.
+
+Linux's Landlock: rules that a process takes on itself, that hold for all it starts, and that nothing can take back, whatever code
+runs later and under whatever account. RULES is JSON: paths to read, paths to write, TCP ports to connect to. Everything else of the
+file system can be neither read nor written, no process outside can be traced. TCP is restricted from Linux 6.7 on; without
+Landlock at all (5.13) the command is not started.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fl_app.errors import UserError
+
+_CREATE, _ADD, _RESTRICT = 444, 445, 446  # the system calls, by the same numbers on all architectures
+_EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
+_ON_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL  # the rights that a file can have; the others are directories'
+_ALL = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}  # by the kernel's version of Landlock; later:
+_LATEST = (1 << 16) - 1
+_BIND, _CONNECT = 1, 2
+_PATH, _PORT = 1, 2
+_NO_NEW_PRIVILEGES = 38
+_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "/run/systemd/resolve")
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What a confined process may reach. read, write: files and directories with all below; ports: TCP, to connect to."""
+
+    read: tuple[str, ...]
+    write: tuple[str, ...]
+    ports: tuple[int, ...]
+
+
+def installation() -> tuple[str, ...]:
+    """Return what Python and the system's libraries are read from."""
+    places = [*_SYSTEM, sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path]
+    return tuple(dict.fromkeys(place for place in places if place.startswith("/") and place != "/"))
+
+
+def version() -> int:
+    """Return the kernel's version of Landlock; 0: it has none."""
+    return max(0, int(_libc().syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
+
+
+def wrapped(confinement: Confinement, command: Sequence[str]) -> list[str]:
+    """Return a command line that takes the confinement on itself and becomes the command."""
+    return [sys.executable, "-P", "-m", "deploy.confine", json.dumps(asdict(confinement)), "--", *command]
+
+
+def take_on(confinement: Confinement) -> None:
+    """Confine this process and all it will start, for ever. Raises UserError where the kernel does not."""
+    libc, supported = _libc(), version()
+    if not supported:
+        raise UserError("confine: this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)")
+    handled = _ALL.get(supported, _LATEST)
+    attributes = [handled, *([_BIND | _CONNECT] if supported >= 4 else [])]
+    words = (ctypes.c_uint64 * len(attributes))(*attributes)
+    ruleset = _call(libc, _CREATE, words, ctypes.c_size_t(ctypes.sizeof(words)), ctypes.c_uint32(0))
+    reading, writing = handled & (_EXECUTE | _READ | _LIST), handled
+    devices = handled & (_READ | _WRITE | _LIST | _IOCTL | _TRUNCATE)
+    shared = ("/dev/shm",)  # OpenMP libraries make files there, and some end the process if they cannot
+    for places, rights in ((confinement.read, reading), ((*confinement.write, *shared), writing), (("/dev",), devices)):
+        for place in places:
+            _allow(libc, ruleset, place, rights)
+    for port in confinement.ports if supported >= 4 else ():
+        rule = (ctypes.c_uint64 * 2)(_CONNECT, port)
+        _call(libc, _ADD, ruleset, _PORT, rule, 0)
+    if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
+        raise UserError(f"confine: {os.strerror(ctypes.get_errno())}")
+    _call(libc, _RESTRICT, ruleset, 0)
+    os.close(ruleset)
+
+
+def _allow(libc: ctypes.CDLL, ruleset: int, place: str, rights: int) -> None:
+    try:
+        descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return  # what is not there needs no right
+    if not Path(place).is_dir():
+        rights &= _ON_FILES
+    rule = ctypes.create_string_buffer(rights.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder), 12)
+    try:
+        _call(libc, _ADD, ruleset, _PATH, rule, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _call(libc: ctypes.CDLL, number: int, *arguments: object) -> int:
+    result = int(libc.syscall(number, *arguments))
+    if result < 0:
+        raise UserError(f"confine: the kernel refuses ({os.strerror(ctypes.get_errno())})")
+    return result
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Take the confinement on and become the command."""
+    rules, _, *command = sys.argv[1:]
+    try:
+        take_on(Confinement(**{name: tuple(values) for name, values in json.loads(rules).items()}))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    os.execvp(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

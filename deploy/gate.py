@@ -1,0 +1,296 @@
+"""A site's gate: what lies between a SuperNode's connection and the applications it would start.
+
+Flower's SuperNode takes its messages from seven functions, its connection to the SuperLink. Here each of them is passed through the
+site's rules: an application that is refused is neither unpacked nor imported, its server gets an answer that names the rule, and
+the SuperNode goes on. All of it runs in the SuperNode's process, where no application's code runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from flwr.app import Error, Message
+from flwr.common.config import get_fused_config_from_fab
+from flwr.common.constant import ErrorCode
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.constant import TaskType
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_id,
+    get_object_tree,
+    iterate_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.object_store import ObjectStore
+from flwr.supercore.run import Run
+
+from deploy import approval, site
+from deploy.approval import Request
+from deploy.audit import Audit
+from deploy.site import Site
+from fl_app import refusal
+from fl_app.config import RunConfig, parse
+from fl_app.data import open_client
+from fl_app.errors import UserError, said
+from fl_app.keys import NoParams, Scalar, specs
+from fl_app.plugins import is_reference
+
+log = logging.getLogger("corolla")
+
+_CONTENT_SECONDS = 600  # how long an application may take from announcing a reply to handing it over
+_HELD = 1000  # messages of runs that wait for approval
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Flower's connection to a SuperLink, in the order in which its loop takes it."""
+
+    node_id: int
+    receive: Callable[[], tuple[Message, ObjectTree] | None]
+    send: Callable[[Message, ObjectTree, float], tuple[set[str], str]]
+    get_run: Callable[[int], Run]
+    get_fab: Callable[[str, int], Fab]
+    pull_object: Callable[[int, str], bytes]
+    push_object: Callable[[int, str, str, bytes], None]
+    confirm_message_received: Callable[[int, str], None]
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a SuperNode is told at its start: which client of how many it is, and where its data lies."""
+
+    client_id: int
+    num_clients: int
+    data_path: str = ""
+
+
+@dataclass
+class Judged:
+    """A run and its code, fetched once: what was judged is what is started. refusal: the rule it broke, or ""."""
+
+    run: Run
+    fab: Fab
+    application: str
+    config: Mapping[str, Scalar]
+    refusal: str = ""
+    waits: bool = False
+
+    @property
+    def request(self) -> Request:
+        """What a person is asked about."""
+        return Request(str(self.run.run_id), self.application, self.config)
+
+
+@dataclass
+class Gate:
+    """The rules of one site in front of one connection. directory: of the site's audit and approvals."""
+
+    rules: Site
+    audit: Audit
+    directory: Path
+    node: Node
+    store: ObjectStore
+    _inner: Connection = field(init=False)
+    _judged: dict[int, Judged] = field(default_factory=dict)
+    _held: list[tuple[Message, ObjectTree]] = field(default_factory=list)
+    _open: dict[str, Message] = field(default_factory=dict)  # received and not answered yet, by message id
+    _pulled: int = 0
+    _counting: threading.Lock = field(default_factory=threading.Lock)
+
+    def around(self, inner: Connection) -> Connection:
+        """Return the connection that Flower's loop gets."""
+        self._inner = inner
+        return Connection(
+            inner.node_id, self.receive, self.send, lambda run: self._judge(run).run, lambda _, run: self._judge(run).fab,
+            self.pull_object, inner.push_object, self.confirm_message_received,
+        )  # fmt: skip
+
+    # In
+
+    def receive(self) -> tuple[Message, ObjectTree] | None:
+        """Return the next message of a run that may run here; the others are answered, or held until a person has decided."""
+        received = self._released() or self._inner.receive()
+        if received is None:
+            return None
+        message = received[0]
+        try:
+            judged = self._judge(message.metadata.run_id)
+            if judged.waits and self._undecided(judged):
+                self._hold(received)
+                return None
+        except (UserError, OSError) as error:  # nothing runs that cannot be written down
+            self._answer(message, str(error))
+            return None
+        if judged.refusal:
+            self._refuse(message, judged.refusal)
+            return None
+        self._open = {message.metadata.message_id: message}  # Flower's loop has one at a time
+        self._pulled = 0
+        return received
+
+    def pull_object(self, run_id: int, object_id: str) -> bytes:
+        """Fetch a part of a message; its name must be its sha256, so that a message's id stands for all of its bytes."""
+        content = self._inner.pull_object(run_id, object_id)
+        if get_object_id(content) != object_id:
+            raise ValueError(f"{object_id} is not the sha256 of what was sent")
+        with self._counting:
+            self._pulled += len(content)
+        return content
+
+    def confirm_message_received(self, run_id: int, message_id: str) -> None:
+        """Note a download that is complete."""
+        with contextlib.suppress(UserError):  # the reply's line will fail, too, and the reply be refused for it
+            self._note("download", run_id, self._open[message_id], self._pulled, message_id)
+        self._inner.confirm_message_received(run_id, message_id)
+
+    # Out
+
+    def send(self, message: Message, tree: ObjectTree, seconds: float) -> tuple[set[str], str]:
+        """Note a reply and let it through, or send the refusal in its place."""
+        asked = self._open.get(message.metadata.reply_to_message_id)
+        size = sum(len(content) for content in self._contents(tree))
+        if asked is not None and self.rules.max_upload is not None and size > self.rules.max_upload:
+            self._refuse(asked, f"max-upload: a reply may have {self.rules.max_upload} bytes, this one has {size}")
+            return set(), ""
+        try:
+            self._note("upload", message.metadata.run_id, message, size, message.metadata.message_id)
+        except UserError as error:
+            if asked is not None:
+                self._answer(asked, str(error))
+            return set(), ""
+        return self._inner.send(message, tree, seconds)
+
+    def _contents(self, tree: ObjectTree) -> Iterator[bytes]:
+        """Yield the parts of a reply as the application hands them over. Raises TimeoutError if it does not."""
+        deadline = time.monotonic() + _CONTENT_SECONDS
+        for object_id in {part.object_id for part in iterate_object_tree(tree)}:
+            while not (content := self.store.get(object_id)):
+                if content is None or time.monotonic() > deadline:
+                    raise TimeoutError("the application announced a reply and did not hand it over")
+                time.sleep(0.02)
+            yield content
+
+    def _refuse(self, message: Message, why: str) -> None:
+        """Note a refusal and answer a message with the rule that was broken."""
+        with contextlib.suppress(UserError):  # a refusal gives nothing away: it is sent even if it cannot be noted
+            self._note("refusal", message.metadata.run_id, message, 0, "", why=why)
+        self._answer(message, why)
+
+    def _answer(self, message: Message, why: str) -> None:
+        """Send an error in the client's name, in place of the application's reply."""
+        kind, run_id = message.metadata.message_type, message.metadata.run_id
+        text = f"refused by its site: {why}"
+        log.warning("run %d, %s: %s", run_id, kind, text)
+        content = refusal.encode(kind, self.node.client_id, text)
+        if content is None:
+            reply = Message(Error(ErrorCode.UNKNOWN, text), reply_to=message)
+        else:
+            reply = Message(content, reply_to=message)
+        reply.metadata.__dict__["_message_id"] = reply.object_id
+        with no_object_id_recompute():
+            tree, parts = get_object_tree(reply), get_all_nested_objects(reply)
+        try:
+            wanted, session = self._inner.send(reply, tree, 0.0)
+            for object_id, part in parts.items():
+                if object_id in wanted:
+                    self._inner.push_object(run_id, session, object_id, part.deflate())
+        except Exception:  # as Flower's loop does with a reply that cannot be sent: the SuperNode goes on
+            log.exception("run %d: the refusal could not be sent", run_id)
+
+    def _note(self, kind: str, run_id: int, message: Message, size: int, sha256: str, **more: Any) -> None:
+        what = {"message": message.metadata.message_type, "round": message.metadata.group_id}
+        application = self._judge(run_id).application
+        self.audit.append(kind, run=str(run_id), application=application, **what, bytes=size, sha256=sha256, **more)
+
+    # Judging
+
+    def _judge(self, run_id: int) -> Judged:
+        """Fetch a run and its code, once, and hold them against the rules."""
+        if (known := self._judged.get(run_id)) is not None:
+            return known
+        run = self._inner.get_run(run_id)
+        fab = self._inner.get_fab(run.fab_hash, run_id)
+        application = hashlib.sha256(fab.content).hexdigest()
+        judged = Judged(run, fab, application, {})
+        try:
+            judged.refusal = self._refusal(judged)
+        except grpc.RpcError:
+            raise
+        except Exception as error:  # whatever a server may have sent
+            log.warning("run %d", run_id, exc_info=True)
+            judged.refusal = str(error) if isinstance(error, UserError) else f"application: cannot be read ({said(error)})"
+        config = dict(judged.config)
+        outcome = judged.refusal or ("waits for approval" if judged.waits else "")
+        self.audit.append("run", run=str(run_id), application=application, config=config, refusal=outcome)
+        self._judged[run_id] = judged
+        return judged
+
+    def _refusal(self, judged: Judged) -> str:
+        run, fab = judged.run, judged.fab
+        if not judged.application == fab.hash_str == run.fab_hash:
+            return f"applications: the code's sha256 is {judged.application}, announced was {run.fab_hash}"
+        if run.primary_task_type == TaskType.AGENT_APP:
+            return "applications: agents do not run here"
+        judged.config = get_fused_config_from_fab(fab.content, run)
+        if why := site.refusal(self.rules, judged.application, judged.config):
+            return why
+        if (least := self.rules.min_samples) is not None and (has := train_samples(judged.config, self.node)) < least:
+            return f"min-samples: a client must have {least} training samples, this one has {has}"
+        judged.waits = self.rules.approval == site.ASK
+        return ""
+
+    # Asking a person
+
+    def _undecided(self, judged: Judged) -> bool:
+        """Tell whether a run still waits for an answer; take in one that is there."""
+        if (answer := approval.answer(self.directory, judged.request)) is None:
+            return True
+        verdict = "approved" if answer.approved else "declined"
+        self.audit.append("approval", run=judged.request.run, application=judged.application, answer=verdict, by=answer.by)
+        judged.waits = False
+        judged.refusal = "" if answer.approved else f"approval: {answer.by} has declined it"
+        approval.forget(self.directory, judged.request.run)
+        return False
+
+    def _hold(self, received: tuple[Message, ObjectTree]) -> None:
+        judged = self._judge(received[0].metadata.run_id)
+        approval.ask(self.directory, judged.request)
+        if len(self._held) < _HELD:
+            log.warning("run %s waits: corolla node approve %s", judged.request.run, judged.request.run)
+            self._held.append(received)
+
+    def _released(self) -> tuple[Message, ObjectTree] | None:
+        """Return a message whose run has been decided since it came."""
+        for held in self._held:
+            judged = self._judge(held[0].metadata.run_id)
+            try:
+                decided = not judged.waits or not self._undecided(judged)
+            except (UserError, OSError) as error:  # it waits on: nothing runs that cannot be written down
+                log.error("run %s: %s", judged.request.run, error)
+                continue
+            if decided:
+                self._held.remove(held)
+                return held
+        return None
+
+
+def train_samples(config: Mapping[str, Scalar], node: Node) -> int:
+    """Count the training samples that a run's config gives this client. Raises UserError if they cannot be opened."""
+    if is_reference(task := str(config.get("task", ""))):
+        raise UserError(f"min-samples: the samples of task {task} cannot be counted without running its code")
+    wanted = {spec.name for spec in specs(RunConfig) if spec.about == "data" or spec.name in ("task", "seed", "data-dir")}
+    raw = {name: value for name, value in config.items() if name in wanted}
+    parsed = parse({**raw, "method": "any"}, {"any": NoParams})  # a method's own code does not run here
+    data = open_client(dataclasses.replace(parsed, num_clients=node.num_clients), node.client_id, data_path=node.data_path)
+    return len(data.y_train)

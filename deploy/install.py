@@ -1,0 +1,81 @@
+"""`make install`: a virtual environment with Corolla in it, step by step, with a word at least every ten seconds.
+
+`python deploy/install.py .venv` runs with any Python's standard library alone: nothing is installed yet.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+OLDEST = (3, 11)
+SILENCE = 8.0  # seconds
+_LARGE = re.compile(r"\s*Downloading (?:\S*/)?([^\s/]+\.(?:whl|tar\.gz)) \((\d+(?:\.\d+)? [MG]B)\)")
+_PACKAGES = re.compile(r"\s*Installing collected packages: (.+)")
+
+
+def main() -> None:
+    """Install the clone in the current directory, with what its tests need."""
+    if sys.version_info < OLDEST:
+        sys.exit(f"Python {'.'.join(map(str, OLDEST))} or newer is needed, this is {sys.version}")
+    venv = Path(sys.argv[1])
+    python = str(venv / "bin" / "python")
+    if not Path(python).exists():
+        print(f"1/3 making the virtual environment {venv}", flush=True)
+        run([sys.executable, "-m", "venv", str(venv)], "making it")
+    else:
+        print(f"1/3 the virtual environment {venv} is there", flush=True)
+    print("2/3 fetching and installing packages (PyTorch among them: up to 5 GB, minutes)", flush=True)
+    run([python, "-m", "pip", "install", "--progress-bar", "off", "--editable", ".[dev]"], "looking up packages", told)
+    print("3/3 trying it out", flush=True)
+    run([python, "-c", "import fl_app.cli"], "importing Corolla for the first time")
+    print(f"installed: {venv / 'bin' / 'corolla'} --help", flush=True)
+
+
+def told(line: str) -> str:
+    """Return what a line of pip's says of the installation in a few words, "" if nothing."""
+    if large := _LARGE.match(line):
+        return f"downloading {large[1].split('-')[0]} ({large[2]})"
+    if found := _PACKAGES.match(line):
+        return f"installing {len(found[1].split(', '))} packages"
+    return ""
+
+
+def run(command: list[str], doing: str, words: Callable[[str], str] = lambda line: "") -> None:
+    """Run a command, print what `words` makes of its lines, and what it is doing when nothing was said for a while.
+
+    Exits with the end of its output if it fails.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    assert process.stdout is not None
+    lines: deque[str] = deque(maxlen=40)
+    said = since = time.monotonic()
+
+    def watch() -> None:
+        nonlocal said
+        while process.poll() is None:
+            time.sleep(0.2)
+            now = time.monotonic()
+            if now - said > SILENCE:
+                said = now
+                print(f"    {doing} ({now - since:.0f} s)", flush=True)
+
+    threading.Thread(target=watch, daemon=True).start()
+    for line in process.stdout:
+        lines.append(line)
+        if word := words(line):
+            doing, said = word, time.monotonic()
+            since = said
+            print(f"    {word}", flush=True)
+    if process.wait():
+        sys.exit(f"{''.join(lines)}\nthe command failed: {' '.join(command)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""How a site joins a cluster by itself: its key is made where it stays, and nobody needs a login there.
+
+1. The site: `corolla node join NAME` makes a key pair and names the public half, which goes to the server's operator.
+2. The server: `corolla cluster admit CLUSTER.yaml CLIENT FILE.pub` takes it in and writes an invitation, which goes back: where
+   the SuperLink is, which client of how many the site is, the CA's certificate. Nothing in it is secret.
+3. The site: `corolla node start NAME --invitation FILE`.
+"""
+
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from deploy import certificates, commands
+from deploy.inventory import Inventory
+from fl_app.errors import UserError
+from fl_app.files import make_directory, publish
+from fl_app.processes import free_ports
+from fl_app.toml import read_toml
+
+KEY, PUBLIC, INVITATION, CA = "node.key", "node.pub", "invitation.toml", "ca.crt"
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """What a site needs to know of a cluster: the SuperLink's address and port, which client it is, the CA's certificate."""
+
+    superlink: str
+    client: int
+    clients: int
+    ca: str
+
+
+# At the site ----------------------------------------------------------------------------------------------------------
+
+
+def make_key(directory: Path) -> Path:
+    """Make a site's key pair where it stays, unless it is there already, and return the public half's path."""
+    private, public = directory / KEY, directory / PUBLIC
+    if not private.exists():
+        make_directory(directory)
+        key = ec.generate_private_key(ec.SECP384R1())
+        text = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+        )
+        publish(private, lambda path: path.write_bytes(text))
+        encoded = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+        publish(public, lambda path: path.write_bytes(encoded + b"\n"), 0o644)
+    return public
+
+
+def accept(directory: Path, given: Path | None) -> Invitation:
+    """Keep the invitation that is given, and return it, or the one kept before. Raises UserError if there is none."""
+    path = given or directory / INVITATION
+    if given is None and not path.exists():
+        raise UserError(f"{directory.name}: has no invitation yet; `--invitation FILE` with what `corolla cluster admit` wrote")
+    raw = read_toml(path)
+    forms = {"superlink": str, "client": int, "clients": int, "ca": str}
+    if set(raw) != set(forms) or any(type(raw[name]) is not kind for name, kind in forms.items()):
+        raise UserError(f"{path}: must be an invitation with {', '.join(forms)}, got {', '.join(raw) or 'nothing'}")
+    publish(directory / INVITATION, lambda temporary: temporary.write_bytes(path.read_bytes()))
+    publish(directory / CA, lambda temporary: temporary.write_text(raw["ca"]), 0o644)
+    return Invitation(**raw)
+
+
+def options(directory: Path, invitation: Invitation, data_path: str) -> list[str]:
+    """Return flower-supernode's options for a site. Raises UserError if its key is missing or open to others."""
+    private = directory / KEY
+    if not private.exists():
+        raise UserError(f"{directory.name}: has no key; `corolla node join {directory.name}` makes it")
+    if (mode := stat.S_IMODE(private.stat().st_mode)) & 0o077:
+        raise UserError(f"{private} must be its owner's alone (mode 600), it is {mode:o}; others may have read it: make another")
+    runtime, health = free_ports(2)
+    words = ["--root-certificates", str(directory / CA), "--auth-supernode-private-key", str(private)]
+    words += ["--superlink", invitation.superlink, "--host", "127.0.0.1", "--port", str(runtime)]
+    words += ["--health-server-address", f"127.0.0.1:{health}", "--node-config"]
+    return [*words, commands.node_config(invitation.client, invitation.clients, data_path)]
+
+
+# At the server --------------------------------------------------------------------------------------------------------
+
+
+def admit(inventory: Inventory, client: int, public: Path) -> Path:
+    """Take in a site's public key as a client's, and return the invitation written for it, beside the key.
+
+    Raises UserError if the client is not one that joins, has another key already, or the key is not such a key, or another's.
+    """
+    if client not in inventory.joined:
+        there = ", ".join(map(str, inventory.joined)) or "none; write an entry `{host: joins}`"
+        raise UserError(f"client {client}: does not join by itself in {inventory.name} (clients that do: {there})")
+    certificates.check(inventory)
+    text = _public_key(public)
+    directory = Path(inventory.keys)
+    kept = directory / f"supernode-{client}.pub"
+    for path in sorted(directory.glob("supernode-*.pub")):
+        if path != kept and _public_key(path) == text:
+            raise UserError(f"{public}: is {path.name} already; every client needs a key of its own")
+    if kept.exists() and _public_key(kept) != text:
+        raise UserError(f"client {client}: has another key, {kept}; remove that file to give its place to this one")
+    publish(kept, lambda path: path.write_bytes(text + b"\n"), 0o644)
+    link, ca = inventory.superlink, (directory / certificates.CA).read_text()
+    address = commands.host_port(link.fleet_address, link.fleet_port)
+    lines = [f"superlink = {json.dumps(address)}", f"client = {client}", f"clients = {inventory.num_clients}"]
+    invitation = directory / f"supernode-{client}.toml"
+    publish(invitation, lambda path: path.write_text("\n".join([*lines, f'ca = """\n{ca}"""\n'])), 0o644)
+    return invitation
+
+
+def _public_key(path: Path) -> bytes:
+    """Read a public key as this software writes it, without its comment."""
+    try:
+        key = serialization.load_ssh_public_key(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except Exception:  # ValueError, UnsupportedAlgorithm: all say the same to a user
+        raise UserError(f"{path}: is no public key (one line that begins with ecdsa-sha2-nistp384)") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
+        raise UserError(f"{path}: must be an ECDSA P-384 key, as `corolla node join` makes it")
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)

@@ -1,0 +1,127 @@
+"""`corolla node`: what the people of a site do, on its own machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fl_app.errors import UserError
+
+app = typer.Typer(no_args_is_help=True, help="A site's own side: join a cluster, decide which runs may run here, audit.")
+
+Name = Annotated[str, typer.Argument(metavar="NAME", help="What this site is called here.")]
+Only = Annotated[str | None, typer.Option("--name", help="Of one site only, where several are on this machine.")]
+
+
+@app.command()
+def join(name: Name) -> None:
+    """Make this site's key, which stays here, and name its public half for the server's operator."""
+    from deploy import joining
+
+    directory = _directory(name)
+    public = joining.make_key(directory)
+    typer.echo(f"send {public} to the server's operator (nothing in it is secret):\n{public.read_text().strip()}")
+    typer.echo("there: corolla cluster admit CLUSTER.yaml CLIENT FILE.pub, which writes an invitation to send back")
+    typer.echo(f"then here: corolla node start {name} --invitation FILE")
+
+
+@app.command()
+def start(
+    name: Name,
+    invitation: Annotated[Path | None, typer.Option(help="What the server's operator sent back; kept for later.")] = None,
+    data_path: Annotated[str, typer.Option(help="This site's own data, for `dataset=node`.")] = "",
+    site: Annotated[str, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")] = "",
+) -> None:
+    """Run this site's SuperNode, until Ctrl-C."""
+    from deploy import joining, supernode
+    from fl_app.processes import flower_environment
+
+    directory = _directory(name)
+    options = joining.options(directory, joining.accept(directory, invitation), data_path)
+    os.environ.update(flower_environment(directory / "flwr"))
+    (directory / "flwr").mkdir(mode=0o700, exist_ok=True)
+    supernode.run(name, site, options)
+
+
+@app.command()
+def approve(
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="The run's id; without it the list of those that wait.")] = None,
+    decline: Annotated[bool, typer.Option("--decline", help="Refuse it instead.")] = False,
+    name: Only = None,
+) -> None:
+    """Let a run in that waits for this site's approval."""
+    from deploy import approval
+
+    found = {site: approval.waiting(directory) for site, directory in _sites(name).items()}
+    if run is None:
+        for site, requests in found.items():
+            for request in requests:
+                typer.echo(f"run {request.run} at {site}: application {request.application}")
+                typer.echo("\n".join(f"  {key} = {value}" for key, value in request.config.items()))
+        if not any(found.values()):
+            typer.echo("no run waits for approval")
+        return
+    waiting = [site for site, requests in found.items() if run in (request.run for request in requests)]
+    if not waiting:
+        others = sorted({request.run for requests in found.values() for request in requests})
+        raise UserError(f"run {run}: does not wait for approval here ({', '.join(others) or 'none'} does)")
+    for site in waiting:
+        approval.decide(_directory(site), run, not decline)
+        typer.echo(f"run {run} is {'declined' if decline else 'approved'} at {site}")
+
+
+@app.command()
+def audit(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One site; without it all on this machine.")] = None,
+    expect: Annotated[str, typer.Option(help="A last hash noted earlier: the audit must still contain it.")] = "",
+) -> None:
+    """Check that the audit is as it was written; exit code 1 if a byte was changed or a line removed."""
+    from deploy import audit as audits
+
+    broken = False
+    for site, directory in _sites(name).items():
+        try:
+            chain = audits.verify(directory)
+        except UserError as error:
+            typer.echo(f"{site}: {error}", err=True)
+            broken = True
+            continue
+        if expect and expect not in chain.hashes:
+            typer.echo(f"{site}: {directory / audits.FILE} does not contain {expect}", err=True)
+            broken = True
+            continue
+        typer.echo(f"{site}: {len(chain.hashes)} lines, intact; the last hash is {chain.last} ({directory / audits.FILE})")
+    if broken:
+        raise typer.Exit(1)
+
+
+@app.command()
+def application() -> None:
+    """Print the sha256 of the application that `corolla run` of this installation submits, for `applications` in site.toml."""
+    from fl_app.experiments.bundle import application_hash
+
+    typer.echo(application_hash({}))
+
+
+def _directory(name: str) -> Path:
+    from deploy.supernode import sites
+
+    if not name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise UserError(f"{name!r}: is no name of a site")
+    return sites() / name
+
+
+def _sites(name: str | None) -> dict[str, Path]:
+    """Return the sites on this machine that have run, by name, or the one that is named. Raises UserError if there is none."""
+    from deploy.audit import FILE
+    from deploy.supernode import sites
+
+    found = {str(path.parent.relative_to(sites())): path.parent for path in sorted(sites().rglob(FILE))}
+    if name is not None:
+        found = {site: path for site, path in found.items() if site == name}
+    if not found:
+        raise UserError(f"{name or 'no site'}: there is no audit under {sites()}; has its SuperNode been started?")
+    return found

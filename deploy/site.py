@@ -1,0 +1,206 @@
+"""What a site decides about the runs it takes part in: `site.toml`, which no run can override.
+
+```toml
+applications = ["9f2c..."]          # sha256 of the applications that may run here
+methods = ["fedcac", "fedobp"]
+min-samples = 50
+max-upload = 20_000_000             # bytes
+readable-paths = ["/data/xray"]
+confine = true                      # the kernel keeps applications to these
+approval = "ask"                    # each run waits for `corolla node approve RUN`
+
+[bounds]
+local-epochs = {max = 10}
+device = {one-of = ["cpu"]}
+```
+
+A rule that is not given allows everything. docs/deployment.md lists every key, docs/security.md says whom they bind.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fl_app.catalogue import PATH_DATASETS
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.keys import KeySpec, Scalar, bears_on, key, nearest, specs
+from fl_app.toml import read_toml
+
+ASK = "ask"
+PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir")  # what of a run's config names a path on the node
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a value must be, in words, and the test of it."""
+
+    words: str
+    test: Callable[[Any], bool]
+
+    def admits(self, value: Any) -> bool:
+        """Tell whether a value is of this form."""
+        return self.test(value)
+
+    def __str__(self) -> str:
+        """Return the words."""
+        return self.words
+
+
+def _texts(words: str, pattern: str) -> Form:
+    return Form(words, lambda v: isinstance(v, list) and all(isinstance(x, str) and re.fullmatch(pattern, x) for x in v))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_bound(value: Any) -> bool:
+    if not isinstance(value, dict) or not value or set(value) - {"min", "max", "one-of"}:
+        return False
+    numbers = [value[name] for name in ("min", "max") if name in value]
+    return all(map(_is_number, numbers)) and isinstance(value.get("one-of", []), list)
+
+
+_COUNT = Form("an integer >= 1", lambda v: type(v) is int and v >= 1)
+_BOUNDS = Form(
+    "a table of run-config keys with {min = ...}, {max = ...} or {one-of = [...]}",
+    lambda v: isinstance(v, dict) and all(map(_is_bound, v.values())),
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """The rules of one site. None: everything is allowed."""
+
+    applications: tuple[str, ...] | None = key(
+        None, "Applications that may run here, by the sha256 of their code (`corolla node application` prints it)",
+        _texts("a list of sha256 values, 64 hexadecimal digits each", "[0-9a-f]{64}"),
+    )  # fmt: skip
+    methods: tuple[str, ...] | None = key(None, "Methods that may run here", _texts("a list of methods", ".+"))
+    min_samples: int | None = key(None, "Training samples this site must have in a run, or it stays out", _COUNT)
+    max_upload: int | None = key(None, "Bytes that one reply may have; a larger one is not sent", _COUNT)
+    readable_paths: tuple[str, ...] | None = key(
+        None,
+        "Directories and files that a run's `dataset`, `partition`, `data-dir` and `state-dir` may name; `[]`: none",
+        _texts("a list of absolute paths", "/.*"),
+    )
+    confine: bool | None = key(
+        None,
+        "`true`: the kernel lets applications read `readable-paths`, the node's `data-path` and the installation, write their own "
+        "directories, and connect to their SuperNode; nothing else (Linux 5.13, TCP 6.7)",
+        Form("true or false", lambda v: isinstance(v, bool)),
+    )
+    approval: str | None = key(
+        None, "`ask`: each run waits for `corolla node approve RUN`; `none`", Form("ask or none", lambda v: v in (ASK, "none"))
+    )
+    bounds: Mapping[str, Mapping[str, Any]] = key(
+        {}, "Smallest and largest values, or the only ones, of run-config keys: `local-epochs = {max = 10}`", _BOUNDS
+    )
+    source: str = ""  # the file
+
+
+def find(given: str = "") -> Path | None:
+    """Return the site's file: the one given, $COROLLA_SITE, or corolla/site.toml in the user's configuration, if that exists."""
+    if given or os.environ.get("COROLLA_SITE"):
+        return Path(given or os.environ["COROLLA_SITE"]).expanduser()
+    usual = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "corolla" / "site.toml"
+    return usual if usual.exists() else None
+
+
+def read(path: Path) -> Site:
+    """Read site.toml. Raises UserError with all problems, also if others than its owner may write it."""
+    raw = read_toml(path)
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & 0o022:
+        raise UserError(f"{path}: others may change it (mode {mode:o}); `chmod go-w {path}`")
+    if isinstance(raw.get("bounds"), dict):
+        raw["bounds"] = _dotted(raw["bounds"])
+    problems: list[str] = []
+    known, values = {spec.name: spec for spec in specs(Site)}, dict[str, Any]()
+    for name, value in raw.items():
+        if (spec := known.get(name)) is None:
+            problems.append(f"{name}: unknown key{nearest(name, known) or '; there are ' + ', '.join(known)}")
+        elif spec.rule and not spec.rule.admits(value):
+            problems.append(f"{name}: must be {spec.rule}, got {value!r}")
+        else:
+            values[spec.field] = tuple(value) if isinstance(value, list) else value
+    if problems:
+        raise UserError(f"{path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+    return Site(**values, source=str(path))
+
+
+def _dotted(bounds: Mapping[str, Any]) -> dict[str, Any]:
+    """Name the keys of a method's table as a run's config does: [bounds.fedcac] tau is fedcac.tau."""
+    out: dict[str, Any] = {}
+    for name, value in bounds.items():
+        table = isinstance(value, dict) and value and all(isinstance(bound, dict) for bound in value.values())
+        out |= {f"{name}.{key}": bound for key, bound in value.items()} if table else {name: value}
+    return out
+
+
+# Judging --------------------------------------------------------------------------------------------------------------
+
+
+def refusal(site: Site, application: str, config: Mapping[str, Scalar]) -> str:
+    """Return the rule that keeps a run out and what broke it, or "".
+
+    application: sha256 of its code. config: the run's flat config, as the application will read it.
+    """
+    if site.applications is not None and application not in site.applications:
+        return f"applications: {application} is not among those allowed here"
+    declared = {spec.name: spec for spec in specs(RunConfig)}
+    method = str(config.get("method", declared["method"].default))
+    if site.methods is not None and method not in site.methods:
+        return f"methods: {method} is not among {', '.join(site.methods) or 'those allowed here (none)'}"
+    for name, bound in site.bounds.items():
+        if bears_on(name, method) and (why := _beyond(name, bound, config, declared)):
+            return why
+    if site.confine and config.get("state-dir"):
+        return f"confine: state-dir is this site's to choose, got {config['state-dir']}"
+    return _unreadable(site, config) if site.readable_paths is not None else ""
+
+
+def _beyond(name: str, bound: Mapping[str, Any], config: Mapping[str, Scalar], declared: Mapping[str, KeySpec]) -> str:
+    """Say how a run's value breaks a bound, or "". A key that the run does not have has its default, or breaks it."""
+    if name not in config and name not in declared:
+        return f"bounds: {name} is not in the run's config"
+    value = config[name] if name in config else declared[name].default
+    if "one-of" in bound and not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in bound["one-of"]):
+        return f"bounds: {name} must be one of {', '.join(map(str, bound['one-of']))}, got {value}"
+    numbers = {word: bound[word] for word in ("min", "max") if word in bound}
+    if numbers and not _is_number(value):
+        return f"bounds: {name} must be a number, got {value}"
+    if "min" in numbers and value < numbers["min"]:
+        return f"bounds: {name} must be at least {numbers['min']}, got {value}"
+    if "max" in numbers and value > numbers["max"]:
+        return f"bounds: {name} must be at most {numbers['max']}, got {value}"
+    return ""
+
+
+def _unreadable(site: Site, config: Mapping[str, Scalar]) -> str:
+    allowed = [Path(path).resolve() for path in site.readable_paths or ()]
+    for name in PATH_KEYS:
+        if not (text := _path(name, str(config.get(name, "")))):
+            continue
+        path = Path(text).expanduser()
+        if not path.is_absolute():
+            return f"readable-paths: {name} must be an absolute path, got {text}"
+        if not any(path.resolve().is_relative_to(place) for place in allowed):  # symbolic links and .. are followed first
+            return f"readable-paths: {name} names {text}, which is not under {', '.join(map(str, allowed)) or 'any'}"
+    return ""
+
+
+def _path(name: str, value: str) -> str:
+    """Return the path in a value of one of PATH_KEYS, or ""."""
+    if name not in ("dataset", "partition"):
+        return value
+    prefixes = PATH_DATASETS if name == "dataset" else ("file:",)
+    return next((value.removeprefix(prefix) for prefix in prefixes if value.startswith(prefix)), "")

@@ -1,0 +1,72 @@
+"""Checksums of a directory that is built once: written when it is, compared when it is opened, and wholly on demand.
+
+`checksums.json` holds for every other file its size, the sha256 of its first 4 KiB (an array's header is in them) and the sha256 of
+all of it. Opening compares the first two, which takes well under a millisecond; `corolla data verify` reads everything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from fl_app.errors import UserError, listed
+
+CHECKSUMS = "checksums.json"
+_HEAD = 4096  # bytes
+
+
+def write(directory: Path) -> None:
+    """Write the checksums of the files in a directory. Raises OSError."""
+    facts = {path.name: _facts(path) for path in sorted(directory.iterdir()) if path.name != CHECKSUMS}
+    (directory / CHECKSUMS).write_text(json.dumps(facts, indent=1))
+
+
+def compare(directory: Path, *, whole: bool) -> list[str]:
+    """Return what is wrong with a directory's files, in words; whole: read them to their ends.
+
+    What an earlier version built has no checksums: nothing is known to be wrong then, unless `whole` is asked for.
+    """
+    try:
+        facts = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
+        known = {str(name): (int(fact["bytes"]), str(fact["head"]), str(fact["sha256"])) for name, fact in facts.items()}
+    except FileNotFoundError:
+        return [f"{CHECKSUMS} is missing"] if whole else []
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        return [f"{CHECKSUMS} cannot be read"]
+    return [f"{name} {why}" for name, fact in known.items() if (why := _why(directory / name, *fact, whole))]
+
+
+def refuse_damage(key: str, directory: Path, problems: list[str]) -> None:
+    """Raise UserError if there are problems. key: of the configuration."""
+    if problems:
+        raise UserError(
+            f"{key}: {directory} is damaged ({listed(problems, '; ')}): prepare it again by `corolla data prepare --force` with "
+            "the run's settings, or remove it, and it is prepared again when it is next needed"
+        )
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        head = hashlib.sha256(file.read(_HEAD)).hexdigest()
+        file.seek(0)
+        return {"bytes": path.stat().st_size, "head": head, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _why(path: Path, nbytes: int, head: str, sha256: str, whole: bool) -> str:
+    """Return what is wrong with a file, or ""."""
+    try:
+        if (size := path.stat().st_size) != nbytes:
+            return f"has {size} bytes, expected {nbytes}"
+        with path.open("rb") as file:
+            if hashlib.sha256(file.read(_HEAD)).hexdigest() != head:
+                return "has other first bytes than were written"
+            file.seek(0)
+            if whole and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
+                return "has another checksum than was written"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return ""

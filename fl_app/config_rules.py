@@ -1,0 +1,91 @@
+"""The rules of the run config that are more than one key's range: words that have a name, and keys that go together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from fl_app.catalogue import BY_COLUMN, DATASETS, MODELS, NODE, PARTITIONS, PATH_DATASETS, TASKS
+from fl_app.errors import UserError
+from fl_app.keys import Scalar, nearest
+
+if TYPE_CHECKING:
+    from fl_app.config import RunConfig
+
+
+def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
+    """Add a line to `problems` for every value that is none of the words, references or paths its key takes."""
+
+    def refuse(name: str, allowed: tuple[str, ...], more: str = "", prefixes: tuple[str, ...] = ()) -> None:
+        value = values[name]
+        kind, colon, _ = str(value).partition(":")
+        hint = nearest(kind + colon, (*allowed, *prefixes))
+        problems.append(f"{name}: must be one of {', '.join(allowed)}{more}, got {value!r}{hint}")
+
+    if values["method"] not in methods:
+        refuse("method", tuple(methods), " or module:METHOD")
+    dataset, partition, model, task = (str(values[name]) for name in ("dataset", "partition", "model", "task"))
+    words = (*(name for name, data in DATASETS.items() if not data.has_path), NODE)
+    if dataset in DATASETS and DATASETS[dataset].has_path:
+        problems.append(f"dataset: {dataset} needs its folder: {dataset}:/path/to/it")
+    elif dataset not in words and not _has_path(dataset, PATH_DATASETS):
+        refuse("dataset", words, " or folder:/path, npz:/path, table:/path, hf:/path", PATH_DATASETS)
+    if partition not in (*PARTITIONS, BY_COLUMN) and not _has_path(partition, ("file:",)):
+        refuse("partition", (*PARTITIONS, BY_COLUMN), " or file:/path.npz", ("file:",))
+    if model not in MODELS and not re.fullmatch(r"[\w.]+:\w+", model):
+        refuse("model", tuple(MODELS), " or module:factory")
+    if task not in TASKS and not re.fullmatch(r"[\w.]+:\w+", task):
+        refuse("task", TASKS, " or module:Class")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
+        problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
+    if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):
+        problems.append(f"run-name: letters, digits and _.+=,@- only, not starting with a dot, got {values['run-name']!r}")
+    names = class_names(str(values["classes"]))
+    if len(set(names)) != len(names):
+        problems.append(f"classes: every name once, got {values['classes']!r}")
+    if dataset == NODE and task == TASKS[0] and len(names) < 2:
+        problems.append(f"classes: dataset node needs at least two class names, got {values['classes']!r}")
+
+
+def _has_path(value: str, prefixes: tuple[str, ...]) -> bool:
+    return any(value.startswith(p) and len(value) > len(p) for p in prefixes)
+
+
+def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
+    """Add a line to `problems` for every value that does not go with another's."""
+    if values["min-available-clients"] > values["num-clients"] > 0:
+        problems.append(
+            f"min-available-clients: must be at most num-clients ({values['num-clients']}), "
+            f"got {values['min-available-clients']}"
+        )
+    columns = str(values["dataset"]).partition(":")[0] in ("table", "hf")
+    if columns and not values["target"]:
+        problems.append(f"target: {values['dataset']} needs the name of the column to learn")
+    if values["partition"] == BY_COLUMN and not values["client"]:
+        problems.append("client: partition by-column needs the name of the column that says whose a sample is")
+    if values["optimizer"] == "adamw" and values["momentum"]:
+        problems.append(f"momentum: adamw has its own moments; leave it 0, got {values['momentum']!r}")
+    if values["initial-weights"] and not Path(str(values["initial-weights"])).is_absolute():
+        problems.append(f"initial-weights: must be an absolute path, got {values['initial-weights']!r}")
+
+
+def class_names(classes: str) -> tuple[str, ...]:
+    """Split the `classes` key."""
+    return tuple(name.strip() for name in classes.split(",") if name.strip())
+
+
+@runtime_checkable
+class Checked(Protocol):
+    """Parameters of a method with rules that one key's range cannot say."""
+
+    def problems(self, config: RunConfig) -> Iterable[str]:
+        """Say what is wrong with the values together, one line each: key, rule, value."""
+        ...
+
+
+def complain(problems: Sequence[str]) -> None:
+    """Raise UserError with all of the problems, if there are any."""
+    if problems:
+        raise UserError("invalid configuration:\n" + "\n".join(f"  {p}" for p in problems))

@@ -1,0 +1,154 @@
+"""Data sets of columns: a table, `table:/path.csv` or `.parquet`, or a data set that Hugging Face's `datasets` saved, `hf:/path`.
+
+One column or more are the targets, one may say whose each row is, all others are features. What has no test part of its own is
+divided: `test-ratio` of each client's rows, or of all, drawn from a stream that no run's seed changes. pandas and datasets are
+imported only while converting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app import rng
+from fl_app.data import arrays
+from fl_app.data.prepared import Prepared, open_or_convert, save
+from fl_app.data.reading import Reading
+from fl_app.errors import UserError
+
+SUFFIXES = (".csv", ".parquet")
+Columns = Mapping[str, NDArray[Any]]
+
+
+def prepare(path: Path, root: Path, reading: Reading, force: bool, *, site: bool, saved: bool = False) -> Prepared:
+    """Open a table, or, if `saved`, what `datasets` saved. site: as in npz.prepare."""
+    path = path.expanduser().resolve()
+    if not (path.is_dir() if saved else path.is_file()):
+        raise UserError(f"dataset: no {'folder' if saved else 'file'} {path}")
+    if not saved and path.suffix not in SUFFIXES:
+        raise UserError(f"dataset: a table must be a {' or '.join(SUFFIXES)} file, got {path}")
+    if not reading.targets:
+        raise UserError(f"target: {path} needs the name of the column to learn (several with commas)")
+    if reading.image_size:
+        raise UserError(f"image-size: {path} holds columns, whose images are not resized; got {reading.image_size}")
+    files = sorted(path.rglob("*")) if saved else [path]
+    stamps = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+
+    def convert(directory: Path) -> Sequence[str]:
+        parts, known = _saved(path, reading) if saved else ([_table(path)], ())
+        return _convert(path, parts, reading, known, directory, site)
+
+    about = [reading.classes, reading.target, reading.client, reading.test_ratio, reading.task, site]
+    return open_or_convert(root, f"{'hf' if saved else 'table'}-{path.stem}", [str(path), stamps, *about], convert, force)
+
+
+def _table(path: Path) -> Columns:
+    import pandas
+
+    try:
+        frame = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
+    except (OSError, ValueError, pandas.errors.ParserError) as error:
+        raise UserError(f"dataset: {path} is not a readable table ({error})") from error
+    return {str(name): np.asarray(frame[name]) for name in frame.columns}
+
+
+def _saved(path: Path, reading: Reading) -> tuple[list[Columns], Sequence[str]]:
+    """Training part, test part if there is one; and the names of the classes, if the data set has them."""
+    from datasets import ClassLabel, Dataset, DatasetDict, load_from_disk
+
+    try:
+        found = load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"dataset: {path} is no data set that datasets saved ({error})") from error
+    if isinstance(found, DatasetDict):
+        if "train" not in found:
+            raise UserError(f"dataset: {path} must have a split train, it has {', '.join(found)}")
+        sets = [found[name] for name in ("train", "test") if name in found]
+    else:
+        sets = [found]
+    features = sets[0].features
+    labels = features.get(reading.targets[0])
+
+    def columns(part: Dataset) -> Columns:
+        return {name: np.asarray(values) for name, values in part.with_format("numpy")[:].items()}
+
+    return [columns(part) for part in sets], labels.names if isinstance(labels, ClassLabel) else ()
+
+
+def _convert(
+    path: Path, parts: Sequence[Columns], reading: Reading, known: Sequence[str], directory: Path, site: bool
+) -> Sequence[str]:
+    """Write the arrays; return the names of the outputs."""
+    wanted = (*reading.targets, *([reading.client] if reading.client else ()))
+    for name in wanted:
+        if missing := [part for part in parts if name not in part]:
+            key = "client" if name == reading.client else "target"
+            raise UserError(f"{key}: {path} has no column {name!r}; it has {', '.join(missing[0])}")
+    sides = [_side(path, part, reading) for part in parts]
+    rows = [len(x) for x, _, _ in sides]
+    if not rows[0]:
+        raise UserError(f"dataset: {path} has no rows")
+    if len(sides) == 1:
+        train, test = _divide(sides[0][2], rows[0], reading.test_ratio)
+        x, y, whose = sides[0]
+        sides = [(x[of], y[of], whose[of]) for of in (train, test)]
+    (x_train, y_train, whose_train), (x_test, y_test, whose_test) = sides
+    if x_train.shape[1:] != x_test.shape[1:]:
+        raise UserError(f"dataset: {path}: test must have the columns of train, {x_train.shape[1:]}, got {x_test.shape[1:]}")
+    task = reading.of_task
+    classes = reading.classes or tuple(known)
+    if task.has_classes and not classes and y_train.dtype.kind in "iub" and not site:
+        classes, y_train, y_test = _codes(y_train, y_test)
+    y_train, y_test, names = arrays.targets(
+        path, task, (f"column {reading.target}", y_train), (f"column {reading.target}", y_test), classes, site=site, what="rows"
+    )
+    names = reading.targets if not task.has_classes and not reading.classes else names
+    groups = arrays.groups(whose_train, whose_test) if reading.client else None
+    save(directory, arrays.stored(x_train, y_train, x_test, y_test), groups)
+    return names
+
+
+def _side(path: Path, part: Columns, reading: Reading) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Samples, raw targets and whose each row is, of one part."""
+    features = {name: values for name, values in part.items() if name not in (*reading.targets, reading.client)}
+    if not features:
+        raise UserError(f"dataset: {path} has no columns but {', '.join(part)}: nothing to learn from")
+    for name, values in features.items():
+        if values.dtype.kind not in "biuf":
+            example = repr(values[0])[:40] if len(values) else values.dtype
+            raise UserError(f"dataset: {path}: column {name} must hold numbers, got {example}; encode it, or leave it out")
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            bad = int(np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1))[0])
+            raise UserError(f"dataset: {path}: column {name} must have a finite number in every row, row {bad} has not")
+    if len(features) == 1:
+        ((name, values),) = features.items()
+        x = arrays.samples(path, f"column {name}", values)
+    elif any(values.ndim > 1 for values in features.values()):
+        names = ", ".join(name for name, values in features.items() if values.ndim > 1)
+        raise UserError(f"dataset: {path}: {names} must be the only feature, or hold one number per row")
+    else:
+        x = np.stack([values.astype(np.float32) for values in features.values()], axis=1)
+    y = [part[name] for name in reading.targets]
+    whose = part[reading.client] if reading.client else np.zeros(len(x))
+    return x, y[0] if len(y) == 1 else np.stack(y, axis=1), whose
+
+
+def _divide(whose: NDArray[Any], rows: int, test_ratio: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Draw the test rows of each group; each keeps a row for training. Returns (training, test) rows, sorted."""
+    test: list[NDArray[np.int64]] = []
+    stream = rng.generator(0, "table-test-rows")
+    for value in np.unique(whose):
+        mine = stream.permutation(np.flatnonzero(whose == value))
+        test.append(mine[: min(round(len(mine) * test_ratio), len(mine) - 1)])
+    chosen = np.sort(np.concatenate(test)).astype(np.int64)
+    return np.setdiff1d(np.arange(rows), chosen), chosen
+
+
+def _codes(y_train: NDArray[Any], y_test: NDArray[Any]) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
+    """Labels that are integers of any kind, as places among those there are."""
+    values = np.unique(np.concatenate([y_train, y_test]))
+    return tuple(str(value) for value in values), np.searchsorted(values, y_train), np.searchsorted(values, y_test)

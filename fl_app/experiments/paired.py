@@ -1,0 +1,132 @@
+"""Whether one group of runs is better than another: paired differences over clients and seeds (`corolla compare`).
+
+A client of a run is compared with the client of the same id in the run of the same seed in the other group, which holds the same
+samples where the runs' keys about data are equal. The intervals are Student's, at 95 %: over all pairs, as if clients' differences
+were independent (clients of one run share what they learn from each other: too narrow where the seed matters), and over the seeds'
+mean differences, which makes no such assumption and is wide with few seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.experiments.compare import Run, told_apart
+from fl_app.tasks.task import Metric
+
+LEVEL = 0.95
+SEEDS_NEEDED = 3  # for an interval over seeds: with two, Student's is a dozen deviations wide
+CAPTION = (
+    "difference: a client's final accuracy (or what else the runs are judged by) minus that of the same client with the same seed "
+    "in the first row's runs, ratios in per cent, mean over all pairs with 95 % confidence intervals; better, worse: every "
+    "interval shown is on one side of 0"
+)
+
+Differences = NDArray[np.float64]
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Paired differences of two groups: pairs, seeds, their mean, and its intervals; None where there are too few.
+
+    metric: what is compared; share_better: of the pairs.
+    """
+
+    metric: Metric
+
+    pairs: int
+    seeds: int
+    mean: float
+    over_pairs: Interval | None
+    over_seeds: Interval | None
+    share_better: float
+
+    @property
+    def verdict(self) -> str:
+        """`better` or `worse` if every interval there is says so, else `not told apart`."""
+        shown = [interval for interval in (self.over_pairs, self.over_seeds) if interval is not None]
+        higher = bool(shown) and all(low > 0 for low, _ in shown)
+        if not higher and not (shown and all(high < 0 for _, high in shown)):
+            return "not told apart"
+        return "better" if higher == self.metric.higher_is_better else "worse"
+
+
+def interval(values: Differences) -> Interval | None:
+    """Return Student's confidence interval of the mean of values [n]; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    from scipy.special import stdtrit
+
+    half = float(stdtrit(len(values) - 1, 0.5 + LEVEL / 2)) * float(values.std(ddof=1)) / len(values) ** 0.5
+    return float(values.mean()) - half, float(values.mean()) + half
+
+
+def same_data(ours: Run, theirs: Run) -> bool:
+    """Tell whether clients of the same id hold the same samples, given the same seed."""
+
+    def data(run: Run) -> dict[str, object]:
+        kind = run.config.partition
+        return {
+            key.name: value
+            for key, value in run.config.own_keys()
+            if key.about == "data" and (not key.partitions or kind in key.partitions)
+        }
+
+    return data(ours) == data(theirs)
+
+
+def final(run: Run) -> dict[str, float]:
+    """Return each client's headline metric in the last evaluation of all clients."""
+    name = run.folder.headline.name
+    evaluations = [record["evaluation"]["clients"] for record in run.folder.rounds.values() if record.get("evaluation")]
+    rows = evaluations[-1] if evaluations else {}
+    return {i: float(row[name]) for i, row in rows.items() if row.get(name) is not None}
+
+
+def paired(ours: Sequence[Run], theirs: Sequence[Run]) -> Comparison | None:
+    """Compare two groups of runs that differ in the seed alone; None if no client and seed is in both with the same data."""
+    other = {run.config.seed: run for run in theirs}
+    by_seed: list[Differences] = []
+    for seed, run in {run.config.seed: run for run in ours}.items():
+        if seed in other and same_data(run, other[seed]) and run.folder.headline == other[seed].folder.headline:
+            mine, its = final(run), final(other[seed])
+            differences = np.array([mine[i] - its[i] for i in mine if i in its], np.float64)
+            by_seed += [differences] * bool(differences.size)
+    if not by_seed:
+        return None
+    every = np.concatenate(by_seed)
+    means = np.array([differences.mean() for differences in by_seed])
+    over_seeds = interval(means) if len(means) >= SEEDS_NEEDED else None
+    metric = ours[0].folder.headline
+    better = np.mean(every > 0 if metric.higher_is_better else every < 0)
+    return Comparison(metric, len(every), len(by_seed), float(every.mean()), interval(every), over_seeds, float(better))
+
+
+def table(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
+    """Return, header first, the comparison of each group with the first; empty if there is nothing to compare."""
+    names, first, *rows = told_apart(groups)
+    found = [paired(runs, groups[0]) for runs in groups[1:]]
+    if not any(found):
+        return []
+    header = [*names, "pairs", "seeds", "difference", "over clients and seeds", "over seeds", "clients better", "verdict"]
+    lines = [header, [*first, *["–"] * 6, "(first)"]]
+    for row, one in zip(rows, found, strict=True):
+        if one is None:
+            lines.append([*row, "0", "0", *["–"] * 4, "other data, clients or seeds"])
+            continue
+        intervals = [_show(interval, one.metric) for interval in (one.over_pairs, one.over_seeds)]
+        cells = [_signed(one.mean, one.metric), *intervals, f"{100 * one.share_better:.0f} %"]
+        lines.append([*row, str(one.pairs), str(one.seeds), *cells, one.verdict])
+    return lines
+
+
+def _show(interval: Interval | None, metric: Metric) -> str:
+    return "–" if interval is None else " .. ".join(_signed(end, metric) for end in interval)
+
+
+def _signed(value: float, metric: Metric) -> str:
+    return ("+" if value >= 0 else "") + metric.text(value)

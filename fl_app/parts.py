@@ -1,0 +1,65 @@
+"""Which tensors train and which travel: the keys `train` and `share`, patterns over tensor names such as `*.adapter.*`.
+
+What does not train is no part of the model that methods see: its values become constants of the network, outside of the layout.
+They never travel, and every node checks that it has the server's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from fl_app.config import RunConfig
+from fl_app.config_rules import class_names
+from fl_app.errors import UserError, listed
+from fl_app.layout import Layout
+
+if TYPE_CHECKING:
+    from torch import nn
+
+HASH = "frozen-sha256"  # in every download of a run with constants
+
+
+def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
+    """Return the names that a key's patterns match; all if there are no patterns. Raises UserError for one that matches none."""
+    every = list(names)
+    found: set[str] = set()
+    for pattern in class_names(patterns):
+        matched = {name for name in every if fnmatchcase(name, pattern)}
+        if not matched:
+            raise UserError(f"{key}: no tensor of the model matches {pattern!r}; there are {listed(every)}")
+        found |= matched
+    return frozenset(found) if patterns else frozenset(every)
+
+
+def freeze(module: nn.Module, patterns: str) -> None:
+    """Make constants of all tensors that no pattern matches. Raises UserError if no parameter is left."""
+    layout = Layout.of(module)
+    still = layout.names - matching("train", patterns, [slot.name for slot in (*layout.params, *layout.buffers)])
+    if still >= {slot.name for slot in layout.params}:
+        raise UserError(f"train: no parameter of the model matches {patterns!r}")
+    digest = hashlib.sha256()
+    tensors = dict(module.state_dict(keep_vars=True))
+    still |= {name for name, tensor in tensors.items() if any(tensor is tensors[other] for other in still)}  # tied to one
+    for name in sorted(still):
+        digest.update(name.encode() + tensors[name].detach().cpu().contiguous().numpy().tobytes())
+        path, _, own = name.rpartition(".")
+        owner = module.get_submodule(path)
+        if own in owner._parameters:
+            value: Any = owner._parameters.pop(own)
+            owner.register_buffer(own, value.detach())
+    module.frozen_names = still  # type: ignore[assignment]
+    module.frozen_sha256 = digest.hexdigest() if still else ""  # type: ignore[assignment]
+
+
+def travelling(config: RunConfig, layout: Layout, shared: frozenset[str]) -> frozenset[str]:
+    """Names of the tensors that travel: of those the method shares what `share` matches.
+
+    Raises UserError if nothing of what the method shares is left.
+    """
+    left = shared & matching("share", config.share, [slot.name for slot in (*layout.params, *layout.buffers)])
+    if shared and not left:
+        raise UserError(f"share: nothing that method {config.method} sends matches {config.share!r}")
+    return left

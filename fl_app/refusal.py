@@ -1,0 +1,23 @@
+"""A client's answer in the words of fl_app/wire.py when its site refuses, made without any of the run's code."""
+
+from __future__ import annotations
+
+from flwr.app import RecordDict
+from flwr.compat.common import recorddict_compat as compat
+from flwr.compat.common.typing import Code, EvaluateRes, FitRes, GetPropertiesRes, Parameters, Status
+
+from fl_app.wire import ERROR
+
+
+def encode(kind: str, client_id: int, why: str) -> RecordDict | None:
+    """Encode why a client takes no part, as the reply to a message of this kind; None for a kind that no server of ours sends."""
+    status = Status(Code.OK, "")
+    match kind:
+        case "get_properties":
+            return compat.getpropertiesres_to_recorddict(GetPropertiesRes(status, {"client-id": client_id, ERROR: why}))
+        case "train":
+            nothing = Parameters([], "numpy.ndarray")
+            return compat.fitres_to_recorddict(FitRes(status, nothing, 0, {ERROR: why}), keep_input=False)
+        case "evaluate":
+            return compat.evaluateres_to_recorddict(EvaluateRes(status, 0.0, 0, {ERROR: why}))
+    return None

@@ -1,0 +1,91 @@
+"""What a client says about itself when it connects: checked before anything is made of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from fl_app.keys import Scalar
+from fl_app.wire import ERROR, WireError
+
+Properties = dict[str, Scalar]
+
+MOST_CLIENTS = 10**6
+_COUNTS = (("in-channels", 1), ("image-size", 1), ("num-classes", 1), ("train-samples", 0), ("test-samples", 0))
+_TEXTS = ("class-counts", "class-names", ERROR)
+_SAMPLE = "input-shape"
+
+
+class Shape(NamedTuple):
+    """What a model is built with (fl_app/models.py). input_shape: of a sample that is no square image, else empty."""
+
+    in_channels: int
+    num_classes: int
+    image_size: int
+    input_shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """Say it."""
+        words = f"{self.in_channels} channels, {self.num_classes} classes, {self.image_size} pixels"
+        return words + (f", shape {list(self.input_shape)}" if self.input_shape else "")
+
+
+def known(said: Mapping[str, Scalar]) -> Properties:
+    """Return what a client said without anything that nobody asked for."""
+    names = ("client-id", "num-clients", *(name for name, _ in _COUNTS), _SAMPLE, *_TEXTS)
+    return {name: said[name] for name in names if name in said}
+
+
+def check(said: Mapping[str, Scalar], num_clients: int) -> int:
+    """Return a client's id. Raises WireError unless its properties are what CorollaClient.get_properties gives in this run."""
+    client_id, partitions = said.get("client-id"), said.get("num-clients")
+    if type(partitions) is not int or partitions != num_clients:
+        raise WireError(f"num-partitions must be the run's {num_clients} clients, got {_short(partitions)}")
+    if type(client_id) is not int or not 0 <= client_id < num_clients:
+        raise WireError(f"partition-id must be in [0, {num_clients}), got {_short(client_id)}")
+    for name, low in _COUNTS:
+        value = said.get(name)
+        if type(value) is not int or not low <= value < 2**31:
+            raise WireError(f"property {name} must be an integer >= {low}, got {_short(value)}")
+    counts = said.get("class-counts")
+    if counts is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", str(counts), re.ASCII):
+        raise WireError(f"property class-counts must be counts with commas, got {_short(counts)}")
+    return client_id
+
+
+def num_clients(said: Mapping[str, Scalar]) -> int | None:
+    """Return of how many clients a node says it is one; None if it is no such number."""
+    value = said.get("num-clients")
+    return value if type(value) is int and 1 <= value <= MOST_CLIENTS else None
+
+
+def shape(said: Mapping[str, Scalar]) -> Shape | None:
+    """Return the shape of a client's data, None if it is none."""
+    values = [said.get(name) for name in ("in-channels", "num-classes", "image-size")]
+    channels, classes, side = (value if type(value) is int and 1 <= value < 2**31 else 0 for value in values)
+    sample = said.get(_SAMPLE, "")
+    if not isinstance(sample, str) or not re.fullmatch(r"([1-9]\d{0,8}(,[1-9]\d{0,8}){0,7})?", sample, re.ASCII):
+        return None
+    inputs = tuple(int(word) for word in sample.split(",") if word)
+    return Shape(channels, classes, side, inputs) if channels and classes and side else None
+
+
+def in_words(shape: Shape | None) -> str:
+    """Say a shape."""
+    return "no known shape" if shape is None else str(shape)
+
+
+def differing_shapes(clients: Iterable[Mapping[str, Scalar]]) -> str:
+    """Say which clients' data have which shape, one line for each; empty if all have the same."""
+    shapes: dict[Shape, list[int]] = {}
+    for said in clients:
+        found, client_id = shape(said), said.get("client-id")
+        if found is not None and type(client_id) is int:
+            shapes.setdefault(found, []).append(client_id)
+    lines = [f"  clients {sorted(ids)}: {in_words(s)}" for s, ids in sorted(shapes.items(), key=lambda item: min(item[1]))]
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
+def _short(value: object) -> str:
+    return repr(value)[:80] if not isinstance(value, str) else repr(value[:80])

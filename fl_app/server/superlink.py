@@ -1,0 +1,153 @@
+"""One reply from the SuperLink: found by the message it answers, fetched object by object, put together.
+
+Written for Flower 1.39, whose `HttpGrid.pull_messages` it stands in for; `connect` says whether what it relies on is there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flwr.app import Message
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable import inflatable_object, inflatable_protobuf_utils, inflatable_utils
+from flwr.supercore.run import RunNotRunningException
+
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.wire import WireError
+
+log = logging.getLogger("corolla")
+
+RUN_ENDED = RunNotRunningException
+MAX_OBJECTS = 10_000  # of one reply; of a large model's 4 MB pieces that is 40 GB
+MAX_DEPTH = 8  # a message holds records, these a record, it arrays, they pieces: 5
+_AT_ONCE = 4  # objects fetched at the same time, of all replies together
+_FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds between two tries for an object that is not there yet
+
+
+@dataclass(frozen=True)
+class Found:
+    """A reply as the SuperLink announces it: the id of its message object, and the tree of all its objects' ids."""
+
+    object_id: str
+    tree: ObjectTree
+
+
+def never_changes(grid: Grid) -> bool:
+    """Tell whether a grid's nodes are there from the beginning: those of one process, and of a simulation."""
+    from flwr.superlink.grid import InMemoryGrid  # a second that clients, who import this too, need not spend
+
+    return type(grid).get_node_ids in (InProcessGrid.get_node_ids, InMemoryGrid.get_node_ids)
+
+
+def connect(grid: Grid) -> SuperLink | None:
+    """Return a grid's way to its SuperLink; None where there is none (one process, Ray) or where Flower has changed it."""
+    if never_changes(grid):
+        return None
+    try:
+        return SuperLink(grid)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        log.warning("this version of Flower fetches replies in another way; its own is taken, for all of them together (%s)", error)
+        return None
+
+
+class SuperLink:
+    """The calls that `HttpGrid` makes to fetch replies. Raises AttributeError or TypeError where they are not what they were."""
+
+    def __init__(self, grid: Any) -> None:
+        from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
+
+        _takes(type(grid).pull_messages, "self", "message_ids")
+        _takes(inflatable_utils.inflate_object_from_contents, "object_id", "object_contents")
+        _takes(inflatable_protobuf_utils.make_pull_object_fn_protobuf, "pull_object_protobuf", "node", "run_id")
+        for name in ("messages_list", "message_object_trees"):
+            if name not in PullAppMessagesResponse.DESCRIPTOR.fields_by_name:
+                raise AttributeError(f"PullAppMessagesResponse has no {name}")
+        client = grid._runtime_client
+        for call in ("PullMessages", "PullObject", "ConfirmMessageReceived"):
+            _takes(getattr(client, call), "request")
+        self._client, self._node, self._run_id = client, grid.node, int(grid.run.run_id)
+        self._request = PullAppMessagesRequest
+        self._pull_object: Callable[[str], bytes] = inflatable_protobuf_utils.make_pull_object_fn_protobuf(
+            pull_object_protobuf=client.PullObject, node=self._node, run_id=self._run_id
+        )
+        self._free = threading.BoundedSemaphore(_AT_ONCE)
+
+    def find(self, message_id: str) -> Found | None:
+        """Ask for the reply to one message: a reply that cannot be told is told with no other one."""
+        response = self._client.PullMessages(self._request(message_ids=[message_id]))
+        for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+            if message.metadata.reply_to_message_id == message_id:
+                return Found(str(message.metadata.message_id), tree)
+        return None
+
+    def fetch(self, found: Found, deadline: float) -> Message:
+        """Fetch a reply's objects until `deadline` (of time.monotonic) and put it together.
+
+        Raises TimeoutError, WireError for too many, too deeply nested or missing objects, and whatever Flower raises for
+        malformed ones.
+        """
+        try:
+            contents = {name: self._object(name, deadline) for name in object_ids(found.tree)}
+        finally:  # the SuperLink need not keep them, whatever they are
+            request = ConfirmMessageReceivedRequest(node=self._node, run_id=self._run_id, message_object_id=found.object_id)
+            self._client.ConfirmMessageReceived(request)
+        check_nesting(found.object_id, contents)
+        message = inflatable_utils.inflate_object_from_contents(found.object_id, contents)
+        if not isinstance(message, Message):
+            raise WireError(f"it is no Message but a {type(message).__name__}")
+        return message
+
+    def _object(self, object_id: str, deadline: float) -> bytes:
+        wait = _FIRST_WAIT
+        while time.monotonic() < deadline:
+            try:
+                with self._free:
+                    return self._pull_object(object_id)
+            except inflatable_utils.ObjectUnavailableError:
+                time.sleep(min(wait, max(0.0, deadline - time.monotonic())))
+                wait = min(2 * wait, _LONGEST_WAIT)
+        raise TimeoutError
+
+
+def object_ids(tree: ObjectTree) -> list[str]:
+    """Return the ids of a tree's objects, each once. Raises WireError beyond MAX_OBJECTS or MAX_DEPTH."""
+    found: dict[str, None] = {}
+    count, level = 0, [tree]
+    for _ in range(MAX_DEPTH):
+        count += len(level)
+        if count > MAX_OBJECTS:
+            raise WireError(f"it has more than {MAX_OBJECTS} objects")
+        found |= dict.fromkeys(node.object_id for node in level)
+        level = [child for node in level for child in node.children]
+        if not level:
+            return list(found)
+    raise WireError(f"its objects are nested more than {MAX_DEPTH} deep")
+
+
+def check_nesting(root: str, contents: Mapping[str, bytes]) -> None:
+    """Raise WireError unless the objects, by what their heads say, are all there and nested at most MAX_DEPTH deep."""
+    level = {root}
+    for _ in range(MAX_DEPTH):
+        if missing := level - set(contents):
+            raise WireError(f"it names {len(missing)} objects that it does not have")
+        children = inflatable_object.get_object_children_ids_from_object_content
+        level = {child for name in level for child in children(contents[name])}
+        if not level:
+            return
+    raise WireError(f"its objects are nested more than {MAX_DEPTH} deep")
+
+
+def _takes(call: Callable[..., Any], *names: str) -> None:
+    """Raise TypeError unless a callable's first parameters have these names, and no other one is needed."""
+    parameters = inspect.signature(call).parameters
+    found = list(parameters)
+    needed = [name for name in found[len(names) :] if parameters[name].default is inspect.Parameter.empty]
+    if found[: len(names)] != list(names) or needed:
+        raise TypeError(f"{getattr(call, '__qualname__', call)} takes {found}, expected {list(names)}")

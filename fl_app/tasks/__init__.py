@@ -1,0 +1,78 @@
+"""What is learned: one file per task says how arrays become inputs, what the loss is, and what is measured.
+
+torch and torchmetrics are imported when something is computed, not before: the command and a client that was only asked for its
+properties never load them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fl_app import plugins
+from fl_app.errors import UserError
+from fl_app.tasks.classification import Classification
+from fl_app.tasks.multi_label import MultiLabel
+from fl_app.tasks.regression import Regression
+from fl_app.tasks.task import Metric, Task
+
+if TYPE_CHECKING:
+    from fl_app.config import RunConfig
+
+__all__ = ["BUILT_IN", "Classification", "Metric", "MultiLabel", "Regression", "Task", "measured", "named", "of", "recorded"]
+
+BUILT_IN: Mapping[str, type[Task]] = {
+    "classification": Classification, "multi-label": MultiLabel, "regression": Regression,
+}  # fmt: skip
+
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_TAKEN = frozenset({"loss", "sha256", "digest", "test-samples", "clients", "failures", "absent"})
+
+
+def of(config: RunConfig) -> Task:
+    """Return a run's task. Raises UserError as `named` does."""
+    return named(config.task)
+
+
+def named(name: str) -> Task:
+    """Return a task by its name, or the user's own by `module:Class`. Raises UserError if that is no task."""
+    if not plugins.is_reference(name):
+        return BUILT_IN[name]()
+    found = plugins.load("task", name)
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise UserError(f"task {name}: must be a class made of fl_app.tasks.Task, got {found!r}")
+    try:
+        task: Task = found()
+    except TypeError as error:
+        raise UserError(f"task {name}: {error}; it is made without arguments") from None
+    names = [metric.name for metric in task.metrics]
+    if not names or len(set(names)) < len(names) or not all(map(_NAME.fullmatch, names)) or _TAKEN & set(names):
+        raise UserError(
+            f"task {name}: needs metrics named in lower case letters, digits and -, every name once and none of "
+            f"{', '.join(sorted(_TAKEN))}, got {', '.join(names) or 'none'}"
+        )
+    return task
+
+
+def measured(config: RunConfig) -> tuple[Metric, ...]:
+    """Return what an evaluation of all clients measures: the headline, and what the key `metrics` asks for.
+
+    Raises UserError for a name that is none of the task's.
+    """
+    task = of(config)
+    known = {metric.name: metric for metric in task.metrics}
+    asked = [name.strip() for name in config.metrics.split(",") if name.strip()] or list(task.usual or known)
+    for name in asked:
+        if name not in known and name != "all":
+            raise UserError(f"metrics: must be all, or some of {', '.join(known)}, got {name!r}")
+    return tuple(m for m in task.metrics if m is task.headline or m.name in asked or "all" in asked)
+
+
+def recorded(about: Mapping[str, Any]) -> Metric:
+    """Return the headline metric that a run's run.json tells; accuracy for runs that tell none."""
+    found = about.get("metrics")
+    try:
+        return Metric(**found[0]) if found else Classification.metrics[0]
+    except (TypeError, KeyError):
+        return Classification.metrics[0]

@@ -1,0 +1,206 @@
+"""FedFomo: every client is sent other clients' models, and mixes those that do better than its own on data it holds out.
+
+Zhang, Sapra, Fidler, Yeung, Alvarez: "Personalized Federated Learning with First Order Model Optimization", ICLR 2021.
+
+Client: a fifth of its training data is held out, for good; L is the loss there. theta0 is where its last training began, w its
+result, both kept. On receiving M others' models theta_n: a_n = max(0, L(theta0) - L(theta_n)) / (||theta_n - theta0|| + 1e-5)
+over w and the others, divided by their sum; it starts from sum_n a_n theta_n, from theta0 if all are 0, and trains E epochs on
+the rest of its data. It uploads w and the others' scores, signed. Server: affinity P_i += scores; client i is next sent the M
+others of highest P_i among those seen, each slot a random one with probability epsilon. **Clients receive each other's models:
+that is the method.**
+
+Deviations: where nothing gains, theta0, as in the paper and the authors' code (PFLlib and FL-bench keep w). Only clients that have
+trained are offered (PFLlib: all). A client's first round starts from the initial model, unmixed; of one sample none is held out.
+epsilon falls by `exploration-decay` every round, to 0. Norms are over parameters, statistics take the same weights. The client is
+evaluated with the mixture before training and with w after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fl_app import rng
+from fl_app.keys import BELOW_ONE, NOT_NEGATIVE, RATIO, key
+from fl_app.layout import Model
+from fl_app.report.kinds import Matrix
+from fl_app.wire import Expected, Upload
+from strategies import aggregate
+from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
+
+log = logging.getLogger("corolla")
+
+MODELS, STATISTICS, SCORES = "models", "model-statistics", "scores"  # down: float32 [M - 1, d], [M - 1, b]; up: float32 [M]
+
+_APART = 1e-5  # added to distances
+
+
+@dataclass(frozen=True)
+class FedFomoParams:
+    """Parameters of FedFomo, table `fedfomo`."""
+
+    models: int = key(5, "Other clients' models that a client is sent (M), of those that have trained.", NOT_NEGATIVE)
+    validation_ratio: float = key(0.2, "Share of a client's training data that is held out to judge models.", BELOW_ONE)
+    exploration: float = key(0.3, "Probability that one of the models sent is a random client's (epsilon).", RATIO)
+    exploration_decay: float = key(0.05, "What epsilon falls by every round, down to 0.", NOT_NEGATIVE)
+
+
+def scores(baseline_loss: float, losses: ArrayLike, distances: ArrayLike) -> NDArray[np.float64]:
+    """Loss that models gain over the baseline per distance from it, signed, float64 [M]; losses, distances: [M]."""
+    gains: NDArray[np.float64] = baseline_loss - np.asarray(losses, np.float64)
+    return gains / (np.asarray(distances, np.float64) + _APART)
+
+
+def model_weights(baseline_loss: float, losses: ArrayLike, distances: ArrayLike) -> NDArray[np.float64]:
+    """Weights of models in the mixture, float64 [M], not negative and of sum 1; all 0 where no loss is below the baseline's.
+
+    losses: [M], on the client's held-out data; distances: [M], >= 0, of the models from the baseline.
+    """
+    gains: NDArray[np.float64] = np.maximum(scores(baseline_loss, losses, distances), 0)
+    return gains / gains.sum() if gains.any() else gains
+
+
+def most_liked(
+    affinity: NDArray[np.floating[Any]], others: Sequence[int], count: int, stream: np.random.Generator, exploration: float
+) -> list[int]:
+    """Choose `count` of others (cut to their number): the highest affinity first, in a tie the lower id.
+
+    affinity: [N], by client id; others: client ids. Every place goes to a random one of those not chosen with probability
+    `exploration`.
+    """
+    ranking = sorted(others, key=lambda i: (-affinity[i], i))
+    chosen: list[int] = []
+    for _ in range(min(count, len(others))):
+        at = int(stream.integers(len(ranking))) if stream.random() < exploration else 0
+        chosen.append(ranking.pop(at))
+    return chosen
+
+
+class FedFomo(PersonalizedStrategy[FedFomoParams]):
+    """Server half. Kept per client: its last upload, `params` and `buffers`, and `affinity` float32 [N]."""
+
+    def summary(self) -> None:
+        """Log what runs; warn of what it reveals."""
+        super().summary()
+        if self.params.models:
+            log.warning("fedfomo: clients are sent other clients' models, up to %d each and round", self.params.models)
+
+    def expected(self) -> Expected:
+        """Scores beside the model."""
+        extras = {SCORES: ("<f4", (self.params.models,))} if self.params.models else {}
+        return dataclasses.replace(super().expected(), extras=extras)
+
+    def offered(self, client_id: int) -> list[int]:
+        """Whose models a client is sent, in order; nobody's before its own first upload."""
+        if client_id not in self.personal:
+            return []
+        p, round = self.params, self.attempt.round
+        others = sorted(self.personal.keys() - {client_id})
+        stream = rng.generator(self.config.seed, "fedfomo", round, client_id)
+        exploration = max(0.0, p.exploration - p.exploration_decay * (round - 1))
+        return most_liked(self.personal[client_id]["affinity"], others, p.models, stream, exploration)
+
+    def model_for(self, client_id: int) -> Model:
+        """The first model offered; the client's own if there is none; the initial one at first."""
+        return self.last_personal(next(iter(self.offered(client_id)), client_id))
+
+    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """The other models offered."""
+        more = [self.last_personal(i) for i in self.offered(client_id)[1:]]
+        if not more:
+            return {}
+        return {MODELS: np.stack([m.params for m in more]), STATISTICS: np.stack([m.buffers for m in more])}
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Keep what came, and add scores to affinities."""
+        scored = uploads.extras.get(SCORES, np.zeros((len(uploads.ids), 0), np.float32))
+        offered = [self.offered(i) for i in uploads.ids]  # before anything changes
+        for row, client_id in enumerate(uploads.ids):
+            mine = self.personal.get(client_id)
+            affinity = np.zeros(self.config.num_clients, np.float32) if mine is None else mine["affinity"].copy()
+            for other, score in zip(offered[row], scored[row], strict=False):
+                affinity[other] += score
+            self.keep_for(client_id, params=uploads.W[row], buffers=uploads.B[row], affinity=affinity)
+            self.note(client_id, "affinity", {str(i): float(np.round(affinity[i], 6)) for i in np.flatnonzero(affinity)})
+
+    def personal_model(self, client_id: int) -> None:
+        """The client is evaluated with its mixture, which only the client can make."""
+
+    def has_global_model(self) -> bool:
+        """Tell that there is none."""
+        return False
+
+
+class FedFomoUpdate(LocalUpdate[FedFomoParams]):
+    """Client half. State: `fedfomo.start.*`, theta0, and `fedfomo.own.*`, w."""
+
+    def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedFomoParams]) -> Model:
+        """Mix the client's own last model and the others' by what they gain on held-out data."""
+        held = held_out(ctx)
+        ctx.trainer.leave_out(held)
+        if "fedfomo.own.params" not in state.arrays:
+            return received
+        baseline, own = (
+            Model(state.arrays[f"fedfomo.{which}.params"], state.arrays[f"fedfomo.{which}.buffers"]) for which in ("start", "own")
+        )
+        others = others_sent(received, ctx)
+        judged = held if len(held) else np.arange(ctx.num_samples)
+        loss, *losses = (float(ctx.trainer.sample_losses(m, judged).mean(dtype=np.float64)) for m in (baseline, own, *others))
+        candidates = [own, *others]
+        distances = [math.sqrt(aggregate.squared_distance(m.params, baseline.params)) for m in candidates]
+        state.arrays["fedfomo.scores"] = scores(loss, losses, distances)[1:].astype(np.float32)
+        weights = model_weights(loss, losses, distances)
+        chosen = np.flatnonzero(weights)
+        if not len(chosen):
+            return baseline
+        used = weights[chosen][None]
+        params, buffers = (np.stack([getattr(candidates[k], part) for k in chosen]) for part in ("params", "buffers"))
+        return Model(aggregate.mix(params, used)[0], aggregate.mix(buffers, used)[0])
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedFomoParams]) -> Model:
+        """Train on what is not held out; keep where it began and what came out."""
+        after = ctx.trainer.train(start)
+        for which, model in (("start", start), ("own", after)):
+            state.arrays[f"fedfomo.{which}.params"], state.arrays[f"fedfomo.{which}.buffers"] = model.params, model.buffers
+        return after
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedFomoParams]) -> Upload:
+        """Send w, and what the others' models scored, 0 where none was sent."""
+        plain = super().upload(before, after, state, ctx)
+        scored = state.arrays.pop("fedfomo.scores", np.zeros(0, np.float32))
+        places = np.zeros(ctx.params.models, np.float32)
+        places[: len(scored)] = scored
+        return dataclasses.replace(plain, extras={SCORES: places} if len(places) else {})
+
+
+def others_sent(received: Model, ctx: RoundContext[FedFomoParams]) -> list[Model]:
+    """Other clients' models of a message."""
+    if not ctx.params.models:
+        return []
+    more = ctx.extras.get(MODELS, np.zeros((0, 0), np.float32))
+    statistics = ctx.extras.get(STATISTICS, np.zeros((len(more), 0), np.float32))  # arrays of size 0 do not travel
+    return [received, *(Model(params, buffers) for params, buffers in zip(more, statistics, strict=True))]
+
+
+def held_out(ctx: RoundContext[FedFomoParams]) -> NDArray[np.int64]:
+    """Training samples that a client judges models by, sorted, the same in all rounds; at least one, but none of a single one."""
+    n = ctx.num_samples
+    count = min(max(1, round(ctx.params.validation_ratio * n)), n - 1) if ctx.params.validation_ratio else 0
+    return np.sort(rng.generator(ctx.config.seed, "fedfomo-held-out", 0, ctx.client_id).choice(n, count, replace=False))
+
+
+FIGURES = (
+    Matrix(
+        "affinity", "Affinity of clients", "affinity to the column's client",
+        "How much the models of other clients, the columns, have gained a client, a row, on data it held out, summed over rounds.",
+        heading="Affinity", value="affinity",
+    ),
+)  # fmt: skip
+METHOD = Method("fedfomo", FedFomoParams, FedFomo, FedFomoUpdate, all_tensors, figures=FIGURES)

@@ -1,0 +1,177 @@
+"""PerFedMask: FedBABU whose clients train only as many layers as they can afford; the others are frozen.
+
+Setayesh, Li, Wong: "PerFedMask: Personalized Federated Learning with Optimized Masking Vectors", ICLR 2023.
+
+Every client has a mask over the body's layers (modules with parameters), fixed before round 1: the layers it trains, of at most
+the share nu of all body parameters, at least one. Client: E epochs of SGD on those under the run's initial classifier; it sends
+them. Server, per tensor: mean weighted by samples over those who trained it; unchanged where nobody did. Personalization happens
+at evaluation: `finetune-epochs` (authors: 5) of all tensors, dropped afterwards. nu = 1 trains every layer, and is FedBABU, bit
+for bit.
+
+Masks minimise, with k_il = m_il / sum_j m_jl and d_l the layers' sizes, sum_i [d max_l k_il - sum_l k_il d_l + what i leaves
+unused of nu d]. The authors improve on the best of 1,000 random ones by a convex solver; we take that best. Deviations: one nu
+for all clients. Statistics are FedBABU's: all of the body's are averaged, also of layers that are frozen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fl_app import rng
+from fl_app.keys import POSITIVE_RATIO, key
+from fl_app.layout import Layout, Model
+from fl_app.wire import Expected, Upload
+from strategies.aggregate import check_weights, weighted_mean
+from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
+from strategies.blocks import for_blocks
+from strategies.fedavg import FedAvg
+from strategies.fedbabu import warn_without_finetuning
+
+LAYERS = "layers"  # down, uint8 [ceil(L/8)]: one bit per layer of the body, packed, where there is a choice
+
+_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class PerFedMaskParams:
+    """Parameters of PerFedMask, table `perfedmask`."""
+
+    capacity: float = key(1.0, "Share of the body's parameters that a client can train (nu); 1 is FedBABU.", POSITIVE_RATIO)
+    masks: Literal["optimised", "random"] = key("optimised", "The best of 1,000 random masks, or one.")
+
+
+def layers_of(layout: Layout) -> list[str]:
+    """Modules that own parameters, in order."""
+    return list(dict.fromkeys(slot.name.rpartition(".")[0] for slot in layout.params))
+
+
+def random_masks(sizes: ArrayLike, capacity: float, clients: int, stream: np.random.Generator) -> NDArray[np.bool_]:
+    """Layers that clients train, bool [N, L]: in random order all that still fit into capacity * sum(sizes), at least one.
+
+    sizes: [L], parameters per layer.
+    """
+    d = np.asarray(sizes, np.float64)
+    order = stream.permuted(np.tile(np.arange(len(d)), (clients, 1)), axis=1)
+    chosen, rows = np.zeros((clients, len(d)), bool), np.arange(clients)
+    used, limit = np.zeros(clients), capacity * d.sum() * (1 + 1e-12)
+    for column in order.T:
+        fits = used + d[column] <= limit
+        chosen[rows[fits], column[fits]] = True
+        used += d[column] * fits
+    chosen[~chosen.any(axis=1), int(d.argmin())] = True
+    return chosen
+
+
+def objective(masks: NDArray[np.bool_], sizes: ArrayLike, capacity: float) -> float:
+    """What masks, bool [N, L], cost: uneven shares of the layers, and capacity that is not used. sizes: [L]."""
+    d, m = np.asarray(sizes, np.float64), np.asarray(masks, np.float64)
+    shares = m / np.maximum(m.sum(axis=0), 1)
+    unused = np.maximum(capacity * d.sum() - m @ d, 0)
+    return float((d.sum() * shares.max(axis=1) - shares @ d + unused).sum())
+
+
+def masked_mean(
+    W: NDArray[np.floating[Any]], trained: ArrayLike, sizes: ArrayLike, previous: ArrayLike
+) -> NDArray[np.floating[Any]]:
+    """Mean over the clients who trained an element, weighted by sizes, [d]; the previous value where nobody did.
+
+    W: [N, d]; trained: [N, d], not 0 where a client trained; sizes: [N]; previous: [d]. Where all did it is `weighted_mean`'s.
+    """
+    W = np.asarray(W)
+    shares = check_weights(np.asarray(sizes, np.float64), len(W))[:, None] * (np.asarray(trained) != 0)
+    totals = shares.sum(axis=0)
+    sums = (W * shares).sum(axis=0, initial=-0.0)
+    mean = np.where(totals > 0, sums / np.where(totals > 0, totals, 1), previous)
+    result: NDArray[np.floating[Any]] = mean.astype(np.result_type(W.dtype, np.float32))
+    return result
+
+
+class PerFedMask(FedAvg[PerFedMaskParams]):
+    """Server half. Masks follow from the seed, and are nowhere kept."""
+
+    def summary(self) -> None:
+        """Log what runs; warn where nothing is personalized."""
+        super().summary()
+        warn_without_finetuning(self.config)
+
+    @cached_property
+    def masks(self) -> NDArray[np.bool_]:
+        """Which layers of the body each client trains, bool [N, L]."""
+        p, n, layers = self.params, self.config.num_clients, layers_of(self.layout)
+        sizes = np.zeros(len(layers))
+        for slot in self.layout.params:
+            sizes[layers.index(slot.name.rpartition(".")[0])] += slot.size
+        stream = rng.generator(self.config.seed, "perfedmask")
+        if p.capacity == 1:
+            return np.ones((n, len(layers)), bool)
+        draws = (random_masks(sizes, p.capacity, n, stream) for _ in range(_DRAWS if p.masks == "optimised" else 1))
+        trains = [i for i in range(n) if i not in self.config.unseen]
+        return min(draws, key=lambda masks: objective(masks[trains], sizes, p.capacity))
+
+    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Which layers to train, where not all."""
+        return {} if self.params.capacity == 1 else {LAYERS: np.packbits(self.masks[client_id])}
+
+    def expected_from(self, client_id: int) -> Expected:
+        """The tensors that a client trains."""
+        sent = self.layout.subset(sent_tensors(self.layout, self.masks[client_id]))
+        return Expected(sent.d, sent.b)
+
+    def complete(self, client_id: int, upload: Upload) -> Upload:
+        """Fill in what a client did not train, which is not looked at."""
+        names = sent_tensors(self.layout, self.masks[client_id])
+        return dataclasses.replace(upload, model=self.layout.put(self.global_model, upload.model, names))
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Mean per tensor over those who trained it."""
+        layers, before = layers_of(self.layout), self.global_model.params
+        owners = [layers.index(slot.name.rpartition(".")[0]) for slot in self.layout.params]
+        layer_of = np.repeat(owners, self.layout.sizes)
+        masks, params = self.masks[uploads.ids], np.empty_like(before)
+
+        def block(start: int, stop: int) -> None:
+            at = slice(start, stop)
+            params[at] = masked_mean(uploads.W[:, at], masks[:, layer_of[at]], uploads.sizes, before[at])
+
+        for_blocks(block, before.size)
+        self.global_model = Model(params, weighted_mean(uploads.B, uploads.sizes))
+
+
+def sent_tensors(layout: Layout, mask: NDArray[np.bool_]) -> frozenset[str]:
+    """Names of what a client uploads of a body: the layers it trains, bool [L], and all statistics."""
+    trained = {layer for layer, chosen in zip(layers_of(layout), mask, strict=True) if chosen}
+    params = {slot.name for slot in layout.params if slot.name.rpartition(".")[0] in trained}
+    return frozenset(params | {slot.name for slot in layout.buffers})
+
+
+class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
+    """Client half: train its layers of the body under the initial classifier; tune a copy to be evaluated. It keeps nothing."""
+
+    def sent(self, ctx: RoundContext[PerFedMaskParams]) -> frozenset[str]:
+        """Names of the tensors it uploads."""
+        body = ctx.layout.subset(ctx.shared)
+        layers = len(layers_of(body))
+        mask = np.ones(layers, bool) if LAYERS not in ctx.extras else np.unpackbits(ctx.extras[LAYERS])[:layers].astype(bool)
+        return sent_tensors(body, mask)
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> Model:
+        """Train the body's layers that are the client's."""
+        return ctx.trainer.train(start, frozen=ctx.layout.names - self.sent(ctx))
+
+    def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> None:
+        """Keep nothing: the classifier follows from the seed."""
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> Upload:
+        """Send what was trained."""
+        plain = super().upload(before, after, state, ctx)
+        return dataclasses.replace(plain, model=ctx.layout.take(after, self.sent(ctx)))
+
+
+METHOD = Method("perfedmask", PerFedMaskParams, PerFedMask, PerFedMaskUpdate, all_but_classifier)

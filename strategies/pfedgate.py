@@ -1,0 +1,283 @@
+"""pFedGate: every client keeps a small gate that looks at its data and scales the blocks of one common model.
+
+Chen, Yao, Gao, Ding, Li: "Efficient Personalized Federated Learning via Sparse Model-Adaptation", ICML 2023.
+
+Gate: SwitchNorm of the images -> Linear to L numbers -> BatchNorm -> sigmoid, mean over the batch: g [L], a number per block.
+Blocks: every tensor of n elements in sub-blocks of ceil(n / `blocks`). Used is theta * g, expanded. With s < 1 blocks are dropped
+(g = 0, gradient straight through): each tensor's first block stays, and of the others those of largest round(10 g) that fit into
+(s - s_min) of all elements, s_min = min(max(1 / `blocks`, 0.1), s), Linear layers and other tensors apart. Client: E epochs of
+SGD on both, theta at the run's learning rate, the gate at its own, gradients of each cut to norm 10; the gate stays at home.
+Server: mean of theta weighted by samples.
+
+Deviations: a client is evaluated with g averaged over its training data, its gate in evaluation mode (the paper's "client
+level"); the code gates every test batch by the batch's own mean, so that a prediction depends on what else is in the batch. The
+code's adapted networks apply ReLU to the logits, and its server averages over all clients, stale ones included; ours do not. With
+s < 1 all of theta travels, not the kept blocks alone. s = 1 is not FedAvg: g in (0, 1) scales every block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fl_app import rng
+from fl_app.errors import UserError
+from fl_app.keys import AT_LEAST_ONE, POSITIVE, POSITIVE_RATIO, key
+from fl_app.layout import Layout, Model, Slot
+from strategies.base import ClientState, Drawings, LocalUpdate, Method, RoundContext
+from strategies.fedavg import FedAvg
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+NETWORK, GATES = "network.", "g"  # names of the model's tensors begin so; the buffer of g, float32 [L]
+
+_LONGEST = 10.0  # norm that gradients are cut to
+_CHUNK = 512  # samples that are gated at a time
+
+
+@dataclass(frozen=True)
+class PFedGateParams:
+    """Parameters of pFedGate, table `pfedgate`."""
+
+    sparsity: float = key(1.0, "Share of the model that a client uses (s).", POSITIVE_RATIO)
+    blocks: int = key(5, "Sub-blocks that a tensor is cut into at most.", AT_LEAST_ONE)
+    gate_learning_rate: float = key(0.1, "Learning rate of the gate; never decays.", POSITIVE)
+    alternate: bool = key(False, "An epoch of the gate, then one of the model, instead of both on every batch.")
+
+
+def sub_blocks(size: int, parts: int) -> list[int]:
+    """Sizes of the sub-blocks of a tensor of `size` elements, at most `parts`: ceil(size / parts) each, the last what is left."""
+    each = math.ceil(size / parts)
+    return [min(each, size - start) for start in range(0, size, each)]
+
+
+def select_blocks(scores: ArrayLike, sizes: ArrayLike, capacity: float) -> list[int]:
+    """Positions, sorted, of the blocks that are kept: by falling round(10 score), ties in order, all that still fit.
+
+    scores: [L]; sizes: [L], elements; capacity: elements.
+    """
+    order = np.argsort(-np.round(10 * np.asarray(scores, np.float64)), kind="stable")
+    kept, left = list[int](), capacity * (1 + 1e-12)
+    elements = np.asarray(sizes)
+    for position in order.tolist():
+        if elements[position] <= left:
+            kept.append(position)
+            left -= int(elements[position])
+    return sorted(kept)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a model's tensors are cut. sizes: per tensor; linear: whether a tensor is a Linear layer's."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    linear: tuple[bool, ...]
+
+    @property
+    def count(self) -> int:
+        """All blocks (L)."""
+        return sum(map(len, self.sizes))
+
+    def kept(self, g: NDArray[np.floating[Any]], sparsity: float, parts: int) -> NDArray[np.bool_]:
+        """Which blocks are used, bool [L]; g: [L]."""
+        keep = np.ones(self.count, bool)
+        if sparsity == 1:
+            return keep
+        least = min(max(1 / parts, 0.1), sparsity)
+        first = np.concatenate([np.arange(len(own)) == 0 for own in self.sizes])
+        linear = np.repeat(self.linear, [len(own) for own in self.sizes])
+        sizes = np.concatenate([np.array(own) for own in self.sizes])
+        for group in (linear, ~linear):
+            others = np.flatnonzero(group & ~first)
+            keep[others] = False
+            keep[others[select_blocks(g[others], sizes[others], (sparsity - least) * sizes[group].sum())]] = True
+        return keep
+
+
+def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
+    """The run's model with a gate before it: `gate`, the buffer `g`, and `network`. Raises UserError if data are no images."""
+    import torch
+    from torch import nn
+    from torch.func import functional_call
+
+    if len(drawings.inputs) != 3:
+        raise UserError(f"method pfedgate: its gate looks at images, the data's samples have shape {list(drawings.inputs)}")
+    channels, height, width = drawings.inputs
+
+    class SwitchNorm(nn.Module):
+        """Switchable normalization of images (Luo et al. 2019): a learned mixture of instance, layer and batch statistics."""
+
+        mean: Tensor
+        variance: Tensor
+
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+            self.of_means, self.of_variances = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+            self.register_buffer("mean", torch.zeros(channels))
+            self.register_buffer("variance", torch.ones(channels))
+
+        def forward(self, x: Tensor) -> Tensor:
+            variance, mean = torch.var_mean(x, (2, 3), correction=0)  # [n, C]
+            means, squares = [mean, mean.mean(1, keepdim=True)], variance + mean**2
+            variances = [variance, squares.mean(1, keepdim=True) - means[1] ** 2]
+            batch_mean, batch_variance = self.mean, self.variance
+            if self.training:
+                batch_mean = mean.mean(0)
+                batch_variance = squares.mean(0) - batch_mean**2
+                with torch.no_grad():
+                    self.mean.lerp_(batch_mean, 0.1)
+                    self.variance.lerp_(batch_variance, 0.1)
+            a, b = self.of_means.softmax(0), self.of_variances.softmax(0)
+            middle = a[0] * means[0] + a[1] * means[1] + a[2] * batch_mean
+            spread = b[0] * variances[0] + b[1] * variances[1] + b[2] * batch_variance
+            scale = self.weight / (spread + 1e-5).sqrt()
+            return x * scale[:, :, None, None] + (self.bias - middle * scale)[:, :, None, None]
+
+    class Gated(nn.Module):
+        """A network whose parameters are scaled by block."""
+
+        g: Tensor
+
+        def __init__(self, network: nn.Module) -> None:
+            super().__init__()
+            self.blocks = blocks_of(network, params.blocks)
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(rng.torch_seed(drawings.seed, "model:pfedgate"))
+                linear = nn.Linear(channels * height * width, self.blocks.count)
+            self.gate = nn.Sequential(SwitchNorm(channels), nn.Flatten(), linear, nn.BatchNorm1d(self.blocks.count))
+            self.register_buffer(GATES, torch.ones(self.blocks.count))
+            self.network = network  # last, so that its last Linear layer is the network's
+
+        def gates(self, x: Tensor) -> Tensor:
+            """The batch's g [L]."""
+            value: Tensor = self.gate(x.float()).sigmoid().mean(0)
+            return value
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast(x.device.type, enabled=False):
+                g = self.gates(x) if self.training else self.g
+            if params.sparsity < 1:
+                kept = torch.from_numpy(self.blocks.kept(g.detach().cpu().numpy(), params.sparsity, params.blocks)).to(g.device)
+                g = g + (g * kept - g).detach()
+            used, start = {}, 0
+            for (name, parameter), sizes in zip(self.network.named_parameters(), self.blocks.sizes, strict=True):
+                own = g[start : start + len(sizes), None].expand(-1, sizes[0]).reshape(-1)[: parameter.numel()]
+                used[name] = parameter * own.view(parameter.shape)
+                start += len(sizes)
+            logits: Tensor = functional_call(self.network, used, (x,))
+            return logits
+
+    return Gated(drawings(0))
+
+
+def blocks_of(network: nn.Module, parts: int) -> Blocks:
+    """How a network's tensors are cut."""
+    from torch import nn
+
+    owners = dict(network.named_modules())
+    names = [(name, parameter.numel()) for name, parameter in network.named_parameters()]
+    linear = (isinstance(owners[name.rpartition(".")[0]], nn.Linear) for name, _ in names)
+    return Blocks(tuple(tuple(sub_blocks(size, parts)) for _, size in names), tuple(linear))
+
+
+def shared(layout: Layout, params: object) -> frozenset[str]:
+    """The model's tensors travel, the gate's do not."""
+    return frozenset(name for name in layout.names if name.startswith(NETWORK))
+
+
+def own_layout(layout: Layout) -> Layout:
+    """Layout of the user's own model, without the gate."""
+
+    def named(names: frozenset[str]) -> frozenset[str]:
+        return frozenset(name.removeprefix(NETWORK) for name in names)
+
+    def plain(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        return tuple(dataclasses.replace(slot, name=slot.name.removeprefix(NETWORK)) for slot in slots)
+
+    bare = layout.subset(shared(layout, None))
+    return Layout(plain(bare.params), plain(bare.buffers), named(bare.classifier), named(bare.batchnorm))
+
+
+class PFedGate(FedAvg[PFedGateParams]):
+    """Server half: FedAvg on the model without gates."""
+
+    spread = 2.0  # gates scale what BatchNorm sees: a client of one sample was seen at 39 medians, among three
+
+    def exported_layout(self, layout: Layout) -> Layout:
+        """That of the user's own model."""
+        return own_layout(layout)
+
+
+class PFedGateUpdate(LocalUpdate[PFedGateParams]):
+    """Client half. State: the gate, with its statistics and g."""
+
+    def merge(self, received: Model, state: ClientState, ctx: RoundContext[PFedGateParams]) -> Model:
+        """The received model behind the client's own gate; the run's first one, and what it says of the data, if it has none."""
+        whole = super().merge(received, state, ctx)
+        return whole if "local.params" in state.arrays else self.averaged(whole, ctx)
+
+    def averaged(self, model: Model, ctx: RoundContext[PFedGateParams]) -> Model:
+        """The model with g averaged over the client's training data, in evaluation mode."""
+        import torch
+
+        trainer, n = ctx.trainer, ctx.num_samples
+        trainer.load(model)
+        module: Any = trainer.module.eval()
+        total = np.zeros(module.blocks.count)
+        with torch.no_grad():
+            for at in range(0, n, _CHUNK):
+                x, y = trainer.samples(np.arange(at, min(at + _CHUNK, n)))
+                total += module.gates(x).double().cpu().numpy() * len(y)
+        return ctx.layout.model({**ctx.layout.tensors(model), GATES: (total / n).astype(np.float32)})
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[PFedGateParams]) -> Model:
+        """Train model and gate."""
+        p, trainer = ctx.params, ctx.trainer
+        trainer.load(start)
+        first = next(slot.start for slot in ctx.layout.params if slot.name.startswith(NETWORK))
+        sides = {"gate": slice(0, first), "model": slice(first, None)}
+        steps = {side: trainer.optimizer(trainer.weights, part=part).step for side, part in sides.items()}
+        rates = {"gate": p.gate_learning_rate, "model": trainer.learning_rate}
+        for moving, x, y in turns(ctx):
+            trainer.differentiate(x, y)
+            for side in moving:
+                gradient = trainer.gradient[sides[side]]
+                gradient.mul_((_LONGEST / (gradient.norm() + 1e-6)).clamp(max=1))
+                steps[side](gradient, rates[side])
+        return self.averaged(trainer.read(), ctx)
+
+    def finetune(self, start: Model, state: ClientState, ctx: RoundContext[PFedGateParams], epochs: int) -> Model:
+        """Tune the model under a gate that stands still but for what it says of each batch."""
+        return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=ctx.local)
+
+    def export(self, model: Model, state: ClientState, ctx: RoundContext[PFedGateParams]) -> Model:
+        """The model as it is used: theta * g."""
+        module: Any = ctx.trainer.module
+        g, p = ctx.layout.tensors(model)[GATES], ctx.params
+        used = g * module.blocks.kept(g, p.sparsity, p.blocks)
+        sizes = np.concatenate([np.array(own) for own in module.blocks.sizes])
+        bare = ctx.layout.take(model, ctx.shared)
+        return Model(bare.params * np.repeat(used, sizes), bare.buffers)
+
+
+def turns(ctx: RoundContext[PFedGateParams]) -> Iterator[tuple[tuple[str, ...], Tensor, Tensor]]:
+    """Yield which sides a batch moves, and its (x, y)."""
+    if not ctx.params.alternate:
+        for x, y in ctx.trainer.batches():
+            yield ("gate", "model"), x, y
+        return
+    for epoch in range(ctx.config.local_epochs):
+        for side in ("gate", "model"):
+            for x, y in ctx.trainer.batches(1, f"train-{side}-{epoch}"):
+                yield (side,), x, y
+
+
+METHOD = Method("pfedgate", PFedGateParams, PFedGate, PFedGateUpdate, shared, compose=gated)

@@ -1,0 +1,217 @@
+"""Means over clients that a few of them cannot carry away, and how far each client lies from the others.
+
+Rules, for n vectors of which f may lie, every client counting once, whatever it says of its samples:
+median and trimmed-mean: per parameter, the middle value, or the mean without the f lowest and f highest (Yin et al., ICML 2018).
+krum: the vector with the smallest sum of squared distances to its n - f - 2 nearest (Blanchard et al., NeurIPS 2017).
+geometric-median: the point with the smallest sum of distances, by Weiszfeld's iteration (Pillutla et al., IEEE TSP 2022); it is a
+mean with weights, which follow from the vectors' distances alone. Of one or two vectors every rule gives the plain mean: nobody can
+be outvoted.
+
+Work is done in blocks of columns; no result depends on the number of threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from strategies import aggregate
+from strategies.aggregate import Stack
+from strategies.blocks import blocks, for_blocks, in_order
+
+Rule = Literal["none", "median", "trimmed-mean", "krum", "geometric-median"]
+RULES: frozenset[str] = frozenset({"median", "trimmed-mean", "krum", "geometric-median"})
+
+_CHUNK = 160_000  # float32 values: fit the cache
+_STEPS = 200  # of Weiszfeld's iteration
+_SETTLED = 1e-12  # largest change of a weight in its last step
+_HOPELESS = 1e12  # squared distance, in medians, beyond which a vector has no weight: float64 could not tell the others apart
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """How a server step averages over clients: the plain mean (`none`), or by a rule that bears with liars.
+
+    liars: part of the clients, in [0, 0.5), that trimmed-mean and krum reckon with; at least one of three, never half of them.
+    """
+
+    rule: Rule = "none"
+    liars: float = 0.3
+
+    def mean(self, W: Stack, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
+        """Mean over clients, float32 [d]; W and weights as in `aggregate.weighted_mean`, but weights count for `none` alone."""
+        if self.rule == "none":
+            return aggregate.weighted_mean(W, weights)
+        if not len(W):
+            raise ValueError("a mean needs at least one row")
+        mean: NDArray[np.float32] = self.group_means(W, np.ones((1, len(W)), dtype=bool))[0]
+        return mean
+
+    def group_means(self, W: Stack, members: NDArray[np.bool_], out: Stack | None = None) -> NDArray[np.float32]:
+        """Means over groups of rows, float32 [G, d]; arguments as in `aggregate.group_means`."""
+        if self.rule == "none":
+            return aggregate.group_means(W, members, out=out)
+        result = np.empty((len(members), W.shape[1]), np.float32) if out is None else out
+        means = self.over_groups(W, members)
+
+        def block(start: int, stop: int) -> None:
+            result[:, start:stop] = means(W[:, start:stop])
+
+        for_blocks(block, W.shape[1])
+        return result
+
+    def over_all(self, W: Stack, weights: NDArray[np.float64]) -> Callable[[Stack], NDArray[np.floating]]:
+        """Return what makes of a block of W's columns, float32 [N, w], its mean over clients, [w]; see `mean`."""
+        if self.rule == "none":
+            weights = aggregate.check_weights(weights, len(W))
+            return lambda block: aggregate.mean_block(block, weights, weights.sum())
+        means = self.over_groups(W, np.ones((1, len(W)), dtype=bool))
+        return lambda block: means(block)[0]
+
+    def over_groups(self, W: Stack, members: NDArray[np.bool_]) -> Callable[[Stack], Stack]:
+        """Return what makes of a block of W's columns, float32 [N, w], its means over groups, float32 [G, w]; see `group_means`."""
+        if self.rule == "none":
+            summands, counts = members.astype(np.float32), members.sum(axis=1, dtype=np.float32)[:, None]
+            return lambda block: (summands @ block) / counts
+        rows = [np.flatnonzero(group) for group in members]
+        if self.rule in ("median", "trimmed-mean"):
+            cuts = [(len(own) - 1) // 2 if self.rule == "median" else self.assumed(len(own)) for own in rows]
+            return lambda block: np.array(
+                [trimmed(block, own, cut) for own, cut in zip(rows, cuts, strict=True)], np.float32
+            ).reshape(len(rows), block.shape[1])
+        distances = aggregate.squared_distances(W)
+        weights = [self._weights(distances[np.ix_(own, own)]) for own in rows]
+        return lambda block: np.array(
+            [aggregate.mean_block(block[own], each, each.sum()) for own, each in zip(rows, weights, strict=True)], np.float32
+        ).reshape(len(rows), block.shape[1])
+
+    def assumed(self, n: int) -> int:
+        """How many of n clients may lie."""
+        return min(max(1, math.floor(self.liars * n + 1e-9)), (n - 1) // 2)
+
+    def _weights(self, distances: NDArray[np.float64]) -> NDArray[np.float64]:
+        if len(distances) < 3:
+            return np.ones(len(distances))
+        if self.rule == "geometric-median":
+            return geometric_weights(distances)
+        chosen = np.zeros(len(distances))
+        chosen[krum(distances, self.assumed(len(distances)))] = 1
+        return chosen
+
+
+PLAIN = Averaging()
+
+
+# Kernels --------------------------------------------------------------------------------------------------------------
+
+
+def trimmed(block: Stack, rows: NDArray[np.intp], cut: int) -> NDArray[np.float32]:
+    """Mean per column without the `cut` lowest and highest values of the chosen rows, float32 [w].
+
+    block: float32 [N, w]; 0 <= 2 cut < number of rows. With the largest cut it is the median.
+    """
+    out, width = np.empty(block.shape[1], np.float32), _width(len(rows))
+    for start, stop in blocks(0, block.shape[1], width):
+        kept = ascending(block[rows, start:stop])[cut : len(rows) - cut]
+        total = kept[0].astype(np.float64)
+        for row in kept[1:]:
+            total += row
+        out[start:stop] = total / len(kept)
+    return out
+
+
+def ascending(block: Stack) -> list[NDArray[np.float32]]:
+    """Sort every column: the rows of the result, in order, float32 [w] each. block: float32 [N, w], overwritten; finite."""
+    rows, spare = list(block), np.empty_like(block[0])
+    for low, high in comparators(len(rows)):
+        np.minimum(rows[low], rows[high], out=spare)
+        np.maximum(rows[low], rows[high], out=rows[high])
+        rows[low], spare = spare, rows[low]
+    return rows
+
+
+@functools.lru_cache(maxsize=64)
+def comparators(n: int) -> tuple[tuple[int, int], ...]:
+    """Pairs (low, high) to be put in order one after the other, which sorts any n values (Batcher's odd-even merge sort)."""
+    out, run = [], 1
+    while run < n:
+        step = run
+        while step:
+            for first in range(step % run, n - step, 2 * step):
+                for low in range(first, min(first + step, n - step)):
+                    if low // (2 * run) == (low + step) // (2 * run):
+                        out.append((low, low + step))
+            step //= 2
+        run *= 2
+    return tuple(out)
+
+
+def krum(distances: NDArray[np.float64], liars: int) -> int:
+    """Index of the vector whose n - liars - 2 nearest others, at least one, are nearest; ties to the lower index.
+
+    distances: float64 [n, n], squared, n >= 2.
+    """
+    n = len(distances)
+    nearest = np.sort(np.where(np.eye(n, dtype=bool), np.inf, distances), axis=1)[:, : max(1, n - liars - 2)]
+    return int(nearest.sum(axis=1).argmin())
+
+
+def geometric_weights(distances: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weights >= 0 of n vectors, summing to 1, whose mean is their geometric median.
+
+    distances: float64 [n, n], squared. A mean with weights a lies at squared distance sum_j a_j D_ij - a'Da / 2 from vector i: the
+    iteration needs no vectors.
+    """
+    usual = np.median(distances, axis=1)
+    near = usual <= _HOPELESS * np.median(usual)
+    D = distances[np.ix_(near, near)]
+    a = np.full(len(D), 1 / len(D))
+    for _ in range(_STEPS):
+        reach = (D * a).sum(axis=1)
+        apart = np.sqrt(np.maximum(reach - (reach * a).sum() / 2, 0))
+        least = 1e-9 * apart.max()
+        if least == 0:
+            break
+        inverse = 1 / np.maximum(apart, least)
+        before, a = a, inverse / inverse.sum()
+        if np.abs(a - before).max() < _SETTLED:
+            break
+    weights = np.zeros(len(distances))
+    weights[near] = a
+    return weights
+
+
+def distances_to_median(W: Stack, rows: Sequence[int]) -> NDArray[np.float64]:
+    """Euclidean distances of the chosen rows of W, float32 [N, d], from their median per parameter, float64 [len(rows)]."""
+    chosen = np.asarray(rows, np.intp)
+    cut, width = (len(chosen) - 1) // 2, _width(len(chosen))
+
+    def part(span: tuple[int, int]) -> NDArray[np.float64]:
+        sums = np.zeros(len(chosen))
+        for start, stop in blocks(*span, width):
+            middle = ascending(W[chosen, start:stop])[cut : len(chosen) - cut]
+            centre = middle[0] if len(middle) == 1 else (middle[0].astype(np.float64) + middle[1]) / 2
+            for k, row in enumerate(chosen):
+                difference = np.subtract(W[row, start:stop], centre, dtype=np.float64)
+                sums[k] += difference @ difference
+        return sums
+
+    if not len(chosen):
+        return np.zeros(0)
+    return np.sqrt(sum(in_order(part, blocks(0, W.shape[1])), np.zeros(len(chosen))))
+
+
+def capped(sizes: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
+    """Weights of at most `factor` times their median, float64 [N]."""
+    return np.minimum(sizes, factor * float(np.median(sizes)))
+
+
+def _width(n: int) -> int:
+    """Columns of n float32 rows that fit the cache."""
+    return max(512, _CHUNK // max(n, 1))

@@ -1,0 +1,127 @@
+"""Tables, saved Hugging Face data sets, arrays of any shape, and the partition by a column."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+
+from fl_app import data
+from fl_app.errors import UserError
+from tests.conftest import config
+
+
+def frame(rows: int = 40) -> pandas.DataFrame:
+    draw = np.random.default_rng(0)
+    return pandas.DataFrame({
+        "age": draw.normal(50, 10, rows), "dose": draw.integers(0, 5, rows),
+        "hospital": np.array(["B", "A", "C", "A"] * (rows // 4)),
+        "days": draw.normal(10, 2, rows), "outcome": np.array(["ill", "well"] * (rows // 2)),
+    })  # fmt: skip
+
+
+def table(directory: Path, suffix: str = ".csv", **more: str) -> dict[str, object]:
+    path = directory / f"table{suffix}"
+    content = frame().drop(columns="outcome")
+    content.to_csv(path, index=False) if suffix == ".csv" else content.to_parquet(path)
+    return {
+        "dataset": f"table:{path}", "target": "days", "client": "hospital", "task": "regression", "partition": "by-column",
+        "data_dir": str(directory / "root"), "num_clients": 3, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_by_a_column(tmp_path: Path, suffix: str) -> None:
+    parsed = config(**table(tmp_path, suffix))
+    info = data.check(parsed)
+    assert (info.input_shape, info.classes, info.groups) == ((2,), ("days",), ("A", "B", "C"))
+    clients = [data.open_client(parsed, i) for i in range(3)]
+    assert [len(c.y_train) + len(c.y_test) for c in clients] == [20, 10, 10]
+    assert [len(c.y_test) for c in clients] == [5, 2, 2]  # a quarter of each one's, rounded to even
+    whole, of_a = frame(), clients[0]
+    own = whole[whole.hospital == "A"]
+    np.testing.assert_allclose(np.sort(np.r_[of_a.y_train, of_a.y_test][:, 0]), np.sort(own.days).astype(np.float32))
+    rows = np.r_[of_a.x_train, of_a.x_test]
+    assert rows.dtype == np.float32 and {tuple(r) for r in rows} == {
+        (np.float32(a), np.float32(d)) for a, d in zip(own.age, own.dose, strict=True)
+    }
+
+
+def test_labels_that_are_words(tmp_path: Path) -> None:
+    frame().drop(columns="days").to_csv(tmp_path / "t.csv", index=False)
+    raw = {"dataset": f"table:{tmp_path / 't.csv'}", "target": "outcome", "client": "hospital", "data_dir": str(tmp_path / "root"),
+           "partition": "iid", "train_samples": 0, "test_samples": 0}  # fmt: skip
+    info = data.check(config(**raw))
+    assert info.classes == ("ill", "well")
+    part = data.open_client(config(**raw), 0)
+    assert part.y_train.dtype == np.int64 and set(part.y_train) <= {0, 1}
+    assert data.check(config(**raw, classes="well,ill")).classes == ("well", "ill")
+    with pytest.raises(UserError, match=r"column outcome must hold labels among ill, dead, got 'well'"):
+        data.check(config(**raw, classes="ill,dead"))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"target": "weeks"}, "target: .* has no column 'weeks'; it has age, dose, hospital, days"),
+        ({"client": "clinic"}, "client: .* has no column 'clinic'"),
+        ({"client": "", "partition": "iid", "train_samples": 0, "test_samples": 0}, "column hospital must hold numbers, got 'B'"),
+        ({"num_clients": 4}, "num-clients: must be 3, the values of the column client of .*, got 4"),
+        ({"partition": "dirichlet-client"}, "partition: dirichlet-client divides by classes, and task regression has none"),
+    ],
+)
+def test_table_errors(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        data.check(config(**{**table(tmp_path), **changes}))
+
+
+def test_config_errors() -> None:
+    with pytest.raises(UserError, match="target: table:/x.csv needs the name of the column to learn"):
+        config(dataset="table:/x.csv")
+    with pytest.raises(UserError, match="client: partition by-column needs the name of the column"):
+        config(partition="by-column")
+
+
+def test_a_saved_hugging_face_data_set(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    draw = np.random.default_rng(0)
+    series = draw.normal(size=(24, 6, 2)).astype(np.float32)
+    whole = Dataset.from_dict({"x": series.tolist(), "y": ["up", "down"] * 12, "device": [f"d{i % 3}" for i in range(24)]})
+    DatasetDict(train=whole.select(range(16)), test=whole.select(range(16, 24))).save_to_disk(tmp_path / "saved")
+    raw = {"dataset": f"hf:{tmp_path / 'saved'}", "target": "y", "client": "device", "partition": "by-column",
+           "data_dir": str(tmp_path / "root"), "num_clients": 3}  # fmt: skip
+    info = data.check(config(**raw))
+    assert (info.num_train, info.num_test, info.input_shape, info.classes) == (16, 8, (6, 2), ("down", "up"))
+    part = data.open_client(config(**raw), 1)
+    np.testing.assert_allclose(part.x_train, series[1:16:3], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "x, stored, shape",
+    [
+        (np.ones((8, 5)), np.float32, (5,)), (np.ones((8, 7, 3), np.float32), np.float32, (7, 3)),
+        (np.ones((8, 6, 4), np.uint8), np.uint8, (1, 6, 4)), (np.ones((8, 6, 4, 3), np.uint8), np.uint8, (3, 6, 4)),
+        (np.ones((8, 9), np.int32), np.int64, (9,)), (np.ones(8, bool), np.float32, (1,)),
+        (np.ones((8, 5), np.uint8), np.float32, (5,)),
+    ],
+)  # fmt: skip
+def test_arrays_of_any_shape(tmp_path: Path, x: np.ndarray, stored: type, shape: tuple[int, ...]) -> None:
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=np.arange(8) / 8, x_test=x[:2], y_test=np.zeros(2))
+    p = data.prepare(f"npz:{tmp_path / 'd.npz'}", tmp_path / "root", task="regression")
+    assert p.x_train.dtype == stored and p.info.input_shape == shape and p.y_train.shape == (8, 1)
+    with pytest.raises(UserError, match="y_train must hold zeros and ones, got 0.125"):
+        data.prepare(f"npz:{tmp_path / 'd.npz'}", tmp_path / "root", task="multi-label")
+
+
+def test_an_npz_by_a_column(tmp_path: Path) -> None:
+    site = np.array(["x", "y"] * 4)
+    np.savez(tmp_path / "d.npz", x_train=np.ones((8, 2)), y_train=np.array(["a", "b"] * 4), x_test=np.ones((2, 2)),
+             y_test=np.array(["b", "b"]), site_train=site, site_test=site[:2])  # fmt: skip
+    raw = {"dataset": f"npz:{tmp_path / 'd.npz'}", "client": "site", "partition": "by-column", "data_dir": str(tmp_path / "root"),
+           "num_clients": 2}  # fmt: skip
+    assert data.check(config(**raw)).classes == ("a", "b")
+    part = data.open_client(config(**raw), 1)
+    assert part.y_train.tolist() == [1] * 4 and part.y_test.tolist() == [1]

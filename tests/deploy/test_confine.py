@@ -1,0 +1,83 @@
+"""What the kernel keeps a confined process from, on this machine's own kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy import confine, supernode
+from deploy.confine import Confinement
+from deploy.gate import Node
+from deploy.site import Site
+from fl_app.errors import UserError
+
+pytestmark = pytest.mark.skipif(not confine.version(), reason="this kernel has no Landlock")
+
+TRIES = """
+import json, os, socket, subprocess, sys
+def tried(work):
+    try:
+        work()
+    except PermissionError:
+        return "denied"
+    except OSError as error:
+        return type(error).__name__
+    return "done"
+root, pid, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+print(json.dumps({
+    "read": tried(lambda: open(f"{root}/read/file").read()), "write there": tried(lambda: open(f"{root}/read/new", "w")),
+    "write": tried(lambda: open(f"{root}/write/new", "w")), "key": tried(lambda: open(f"{root}/node.key").read()),
+    "replace": tried(lambda: os.rename(f"{root}/write/new", f"{root}/site.toml")), "list": tried(lambda: os.listdir(root)),
+    "memory": tried(lambda: open(f"/proc/{pid}/mem", "rb").read(1)),
+    "port": tried(lambda: socket.create_connection(("127.0.0.1", port))),
+    "other port": tried(lambda: socket.create_connection(("127.0.0.1", port + 1 if port < 65535 else port - 1))),
+    "child": subprocess.run([sys.executable, "-c", f"open('{root}/node.key')"], stderr=subprocess.DEVNULL).returncode,
+}))
+"""
+
+
+def test_a_confined_process_reaches_what_was_named_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("read", "write"):
+        (tmp_path / name).mkdir()
+    for name in ("read/file", "node.key", "site.toml"):
+        (tmp_path / name).write_text("x")
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = int(listening.getsockname()[1])
+        rules = Confinement((*confine.installation(), str(tmp_path / "read")), (str(tmp_path / "write"),), (port,))
+        command = confine.wrapped(rules, [sys.executable, "-P", "-c", TRIES, str(tmp_path), str(os.getpid()), str(port)])
+        done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    found = json.loads(done.stdout)
+    other = found.pop("other port")
+    assert other == "denied" or confine.version() < 4
+    assert found == {
+        "read": "done", "write there": "denied", "write": "done", "key": "denied", "replace": "denied", "list": "denied",
+        "memory": "denied", "port": "done", "child": 1,
+    }, done.stderr  # fmt: skip
+
+
+def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
+    monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path / "prepared"))
+    monkeypatch.delenv("COROLLA_STATE_DIR", raising=False)
+    site, rules = tmp_path / "sites" / "a", Site(readable_paths=("/data",), confine=True)
+    places = supernode.own_places(site, "/etc/site.toml")
+    assert places == {
+        "TMPDIR": site / "tmp", "COROLLA_STATE_DIR": site / "state", "FLWR_HOME": tmp_path / "flwr",
+        "COROLLA_DATA_DIR": tmp_path / "prepared",
+    }  # fmt: skip
+    found = supernode.confined(rules, Node(0, 2, "/own"), places.values(), "127.0.0.1:7777")
+    assert set(found.write) == set(map(str, places.values())) and {"/data", "/own"} <= set(found.read) and found.ports == (7777,)
+    monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path))
+    with pytest.raises(UserError, match="confine: COROLLA_STATE_DIR: applications would write .*, in which .*sites/a lies"):
+        supernode.own_places(site, "/etc/site.toml")
+    monkeypatch.delenv("COROLLA_STATE_DIR")
+    with pytest.raises(UserError, match="in which .*flwr/site.toml lies"):
+        supernode.own_places(site, str(tmp_path / "flwr" / "site.toml"))

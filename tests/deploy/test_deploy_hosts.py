@@ -1,0 +1,67 @@
+"""What hosts must have in common: versions, and clocks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy import clocks, hosts, inventory, versions
+from deploy.cluster import Cluster, _compare_clocks
+from fl_app.errors import UserError
+
+
+def found(flwr: str = "1.39.0", torch: str = "2.11.0") -> dict[str, str]:
+    return {"corolla": "0.1.0", "flwr": flwr, "torch": torch}
+
+
+def test_hosts_have_the_same_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    versions.compare({"local": found(), "node2": found(torch="2.12.0")}, print)
+    assert "note: torch is 2.12.0 on node2 and 2.11.0 on local" in capsys.readouterr().out
+    with pytest.raises(UserError, match="flwr is 1.39.1 on node2 and 1.39.0 on local; install the same version"):
+        versions.compare({"local": found(), "node2": found("1.39.1")}, print)
+
+
+@pytest.mark.parametrize("flwr", ["1.40.0", "1.42.0", "1.43.0.dev20261026", "2.0.0"])
+def test_a_newer_flower_is_refused_by_name(flwr: str) -> None:
+    with pytest.raises(UserError, match=f"local: flwr {flwr} is newer than 1.39: .* one port .* without a login"):
+        versions.compare({"local": found(flwr), "node2": found(flwr)}, print)
+
+
+def test_the_pinned_flower_is_the_newest_that_is_started() -> None:
+    project = Path(versions.__file__).parent.parent / "pyproject.toml"
+    assert f'"flwr[simulation]=={versions.NEWEST[0]}.{versions.NEWEST[1]}.*"' in project.read_text()
+
+
+@pytest.mark.parametrize(("off", "words"), [(5.5, "5.5 s ahead of"), (400, "400.0 s ahead of"), (-306, "306.0 s behind")])
+def test_a_clock_whose_supernodes_would_be_refused(off: float, words: str) -> None:
+    rule = "SuperLink's host \\(local\\)\n.* 5 s ahead or 305 s behind"
+    with pytest.raises(UserError, match=f"^node2: its clock is {words} .*{rule}"):
+        clocks.compare({"local": 10.0, "node2": 10.0 + off, "node3": 11.0}, "local", refused=True)
+    assert len(clocks.compare({"local": 10.0, "node2": 10.0 + off}, "local", refused=False)) == 1
+
+
+def test_small_differences_are_said_or_nothing() -> None:
+    assert clocks.compare({"local": 0.0, "a": 1.9, "b": -1.9}, "local", refused=True) == []
+    (note,) = clocks.compare({"local": 0.0, "a": -60.0}, "local", refused=True)
+    assert note == "note: a: its clock is 60.0 s behind that of the SuperLink's host (local)"
+
+
+def test_a_real_answer_holds_the_other_sides_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another host is another process behind a command named ssh; this host's clock is set back."""
+    (tmp_path / "ssh").write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nexec sh -c "$3"\n')
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path / "state"))
+    raw = {"superlink": {"fleet-address": "10.0.0.1"}, "hosts": [{"host": "local"}, {"host": "node2", "python": sys.executable}]}
+    lab = Cluster(inventory.parse(raw, "lab", tmp_path), "token", "", "now")
+    assert abs(lab.ask("node2", "clock")["clock"] - time.time()) < 1
+    said: list[str] = []
+    _compare_clocks(lab, ["node2"], said.append)
+    assert said == []
+    monkeypatch.setattr(clocks, "now", lambda: time.time() - 30)
+    with pytest.raises(UserError, match=r"node2: its clock is (29\.|30\.)\d s ahead"):
+        _compare_clocks(lab, ["node2"], said.append)
+    assert hosts.ask("local", "", {"action": "clock", "cluster": "lab", "token": ""})["clock"] < time.time() - 29

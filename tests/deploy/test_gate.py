@@ -1,0 +1,276 @@
+"""A site's gate between a connection and Flower's loop: what comes through, what is answered in its place, what is noted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.cli.build import build_fab_from_files
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.constant import TaskType
+from flwr.supercore.fab import Fab
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+from deploy import approval, audit, supernode
+from deploy.audit import Audit
+from deploy.gate import Connection, Gate, Node
+from deploy.site import Site
+from fl_app import wire
+from fl_app.errors import UserError
+from fl_app.experiments.bundle import application_hash
+
+PROJECT = """
+[project]
+name = "app"
+version = "1.0.0"
+license = "Apache-2.0"
+[tool.flwr.app]
+publisher = "lab"
+[tool.flwr.app.components]
+serverapp = "app:server"
+clientapp = "app:client"
+[tool.flwr.app.config]
+method = "fedcac"
+local-epochs = 5
+dataset = "digits"
+train-samples = 30
+test-samples = 10
+state-dir = ""
+"""
+FAB = build_fab_from_files({"pyproject.toml": PROJECT.encode(), "app.py": b"server = client = None\n"})[0]
+HASH = hashlib.sha256(FAB).hexdigest()
+
+
+def parts_of(message: Message) -> dict[str, bytes]:
+    return {name: part.deflate() for name, part in get_all_nested_objects(message).items()}
+
+
+@dataclass
+class SuperLink:
+    """What a connection leads to: runs, their code, messages that wait, and all that was sent to it."""
+
+    overrides: dict[int, dict[str, Any]]
+    fab: Fab = field(default_factory=lambda: Fab(HASH, FAB, {}))
+    kind: str = ""
+    queue: list[Message] = field(default_factory=list)
+    sent: list[tuple[Message, dict[str, bytes]]] = field(default_factory=list)
+
+    def ask(self, kind: str, run_id: int = 7) -> Message:
+        """Queue a message of a run."""
+        TaskIdentity.task_id = TaskIdentity.node_id = 0
+        TaskIdentity.run_id = run_id
+        message = Message(wire.encode_query(), 1, kind, group_id="3")
+        message.metadata.__dict__["_message_id"] = message.object_id
+        self.queue.append(message)
+        return message
+
+    def connection(self) -> Connection:
+        return Connection(1, self._receive, self._send, self._run, lambda *_: self.fab, self._pull, self._push, lambda *_: None)
+
+    def _receive(self) -> tuple[Message, ObjectTree] | None:
+        return (message, get_object_tree(message)) if self.queue and (message := self.queue.pop(0)) else None
+
+    def _run(self, run_id: int) -> Run:
+        run = Run.create_empty(run_id)
+        run.fab_hash, run.override_config, run.primary_task_type = HASH, self.overrides[run_id], self.kind
+        return run
+
+    def _send(self, message: Message, tree: ObjectTree, seconds: float) -> tuple[set[str], str]:
+        self.sent.append((message, {}))
+        return {tree.object_id, *(part.object_id for part in tree.children)}, "session"
+
+    def _pull(self, run_id: int, object_id: str) -> bytes:
+        return b"" if object_id == "0" * 64 else self.content[object_id]
+
+    def _push(self, run_id: int, session: str, object_id: str, content: bytes) -> None:
+        self.sent[-1][1][object_id] = content
+
+    content: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def errors(self) -> list[str]:
+        """The errors among what was sent, by name."""
+        found = []
+        for message, _ in self.sent:
+            records = message.content.config_records
+            record = next(r for name, r in records.items() if name.endswith(("properties", "metrics")))
+            found.append(str(record[wire.ERROR]))
+        return found
+
+
+@pytest.fixture
+def link() -> Iterator[SuperLink]:
+    yield SuperLink({7: {}, 8: {"local-epochs": 20}, 9: {"no-such-key": 1}})
+
+
+def gate(directory: Path, link: SuperLink, **rules: Any) -> tuple[Gate, Connection]:
+    made = Gate(Site(**rules), Audit(directory), directory, Node(0, 4), InMemoryObjectStore())
+    return made, made.around(link.connection())
+
+
+def lines(directory: Path) -> list[tuple[str, str]]:
+    audit.verify(directory)
+    return [(str(entry["kind"]), str(entry.get("run", ""))) for entry in audit.entries(directory)]
+
+
+def exchange(opened: Connection, made: Gate, link: SuperLink, floats: int) -> None:
+    """Receive the message that waits, and send a reply with so many numbers, as Flower's loop does."""
+    received = opened.receive()
+    assert received is not None
+    message, tree = received
+    link.content = parts_of(message)
+    for name in link.content:
+        opened.pull_object(7, name)
+    opened.confirm_message_received(7, message.metadata.message_id)
+    reply = Message(RecordDict({"a": ArrayRecord([np.zeros(floats, np.float32)])}), reply_to=message)
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    made.store.preregister(7, get_object_tree(reply))
+    for name, content in parts_of(reply).items():
+        made.store.put(name, content)
+    opened.send(reply, get_object_tree(reply), 1.0)
+
+
+def test_what_is_allowed_goes_through_and_is_noted(tmp_path: Path, link: SuperLink) -> None:
+    made, opened = gate(tmp_path, link, applications=(HASH,), methods=("fedcac",), min_samples=30, max_upload=10_000)
+    asked = link.ask("train")
+    exchange(opened, made, link, 1000)
+    assert opened.receive() is None
+    run, download, upload = audit.entries(tmp_path)
+    assert run["application"] == HASH and run["config"]["local-epochs"] == 5 and run["refusal"] == ""
+    assert (download["kind"], download["run"], download["round"]) == ("download", "7", "3")
+    assert download["sha256"] == asked.object_id and download["bytes"] == sum(map(len, link.content.values()))
+    reply = link.sent[0][0]
+    assert (upload["kind"], upload["sha256"]) == ("upload", reply.object_id) and 4000 < upload["bytes"] < 5000
+
+
+@pytest.mark.parametrize(
+    "rules, run_id, expected",
+    [
+        ({"applications": ("ab" * 32,)}, 7, f"refused by its site: applications: {HASH} is not among those allowed here"),
+        ({"methods": ("fedobp",)}, 7, "refused by its site: methods: fedcac is not among fedobp"),
+        ({"bounds": {"local-epochs": {"max": 10}}}, 8, "refused by its site: bounds: local-epochs must be at most 10, got 20"),
+        ({"min_samples": 31}, 7, "refused by its site: min-samples: a client must have 31 training samples, this one has 30"),
+        ({}, 9, "refused by its site: application: cannot be read"),
+    ],
+)
+def test_refusals_answer_every_message_by_name(
+    tmp_path: Path, link: SuperLink, rules: dict[str, Any], run_id: int, expected: str
+) -> None:
+    _, opened = gate(tmp_path, link, **rules)
+    for kind in ("get_properties", "train", "evaluate"):
+        link.ask(kind, run_id)
+        assert opened.receive() is None
+    assert len(link.sent) == 3 and all(error.startswith(expected) for error in link.errors), link.errors
+    first, parts = link.sent[0]
+    assert first.content.config_records["getpropertiesres.properties"]["client-id"] == 0
+    assert parts[first.object_id] and first.metadata.message_type == "get_properties"
+    with pytest.raises(wire.WireError, match="refused by its site"):
+        wire.decode_evaluation(link.sent[2][0].content)
+    assert lines(tmp_path) == [("run", str(run_id)), *[("refusal", str(run_id))] * 3]
+
+
+def test_a_reply_that_is_too_large_is_not_sent(tmp_path: Path, link: SuperLink) -> None:
+    made, opened = gate(tmp_path, link, max_upload=4000)
+    link.ask("train")
+    exchange(opened, made, link, 1000)
+    assert len(link.sent) == 1 and "max-upload: a reply may have 4000 bytes, this one has 4" in link.errors[0]
+    assert lines(tmp_path)[-1] == ("refusal", "7") and not any(kind == "upload" for kind, _ in lines(tmp_path))
+
+
+def test_code_that_is_not_what_was_announced(tmp_path: Path, link: SuperLink) -> None:
+    link.fab = Fab(HASH, FAB + b"x", {})
+    _, opened = gate(tmp_path, link, applications=(HASH,))
+    link.ask("get_properties")
+    assert opened.receive() is None and "applications: the code's sha256 is" in link.errors[0]
+
+
+def test_what_was_judged_is_what_is_started(tmp_path: Path, link: SuperLink) -> None:
+    _, opened = gate(tmp_path, link, applications=(HASH,))
+    link.ask("get_properties")
+    assert opened.receive() is not None
+    link.fab, link.overrides = Fab(HASH, b"other", {}), {7: {"local-epochs": 99}}
+    assert opened.get_fab(HASH, 7).content == FAB and opened.get_run(7).override_config == {}
+
+
+def test_agents_do_not_run_here(tmp_path: Path, link: SuperLink) -> None:
+    link.kind = TaskType.AGENT_APP
+    _, opened = gate(tmp_path, link)
+    link.ask("get_properties")
+    assert opened.receive() is None and "agents do not run here" in link.errors[0]
+
+
+def test_a_part_that_is_not_what_its_name_says(tmp_path: Path, link: SuperLink) -> None:
+    _, opened = gate(tmp_path, link)
+    with pytest.raises(ValueError, match="is not the sha256 of what was sent"):
+        opened.pull_object(7, "0" * 64)
+
+
+def test_a_run_waits_until_a_person_has_decided(tmp_path: Path, link: SuperLink) -> None:
+    _, opened = gate(tmp_path, link, approval="ask")
+    first, second = link.ask("get_properties", 7), link.ask("get_properties", 8)
+    assert opened.receive() is None and opened.receive() is None and opened.receive() is None and link.sent == []
+    assert [request.run for request in approval.waiting(tmp_path)] == ["7", "8"]
+    assert approval.waiting(tmp_path)[1].config["local-epochs"] == 20
+    with pytest.raises(UserError, match="run 5: does not wait for approval here; 7, 8 does"):
+        approval.decide(tmp_path, "5", True)
+    approval.decide(tmp_path, "8", True)
+    received = opened.receive()
+    assert received is not None and received[0] is second
+    approval.decide(tmp_path, "7", False)
+    assert opened.receive() is None and "approval: " in link.errors[0] and "has declined it" in link.errors[0]
+    assert approval.waiting(tmp_path) == [] and first.metadata.run_id == 7
+    assert [kind for kind, _ in lines(tmp_path)] == ["run", "run", "approval", "approval", "refusal"]
+    link.ask("train", 8)
+    assert opened.receive() is not None  # the whole run is approved
+
+
+def test_an_approval_is_of_this_application_with_this_config(tmp_path: Path, link: SuperLink) -> None:
+    request = approval.Request("7", HASH, {"local-epochs": 5})
+    approval.ask(tmp_path, request)
+    approval.decide(tmp_path, "7", True)
+    answer = approval.answer(tmp_path, request)
+    assert answer is not None and answer.approved
+    assert approval.answer(tmp_path, approval.Request("7", HASH, {"local-epochs": 6})) is None
+    assert approval.answer(tmp_path, approval.Request("7", "ab" * 32, {"local-epochs": 5})) is None
+
+
+def test_nothing_runs_that_cannot_be_noted(tmp_path: Path, link: SuperLink) -> None:
+    made, opened = gate(tmp_path, link)
+    link.ask("train")
+    exchange(opened, made, link, 10)
+    with (tmp_path / audit.FILE).open("ab") as file:
+        file.write(b"{}\n")
+    link.ask("train")
+    exchange(opened, made, link, 10)
+    assert len(link.sent) == 2 and "it was changed" in str(link.sent[1][0].content.config_records["fitres.metrics"][wire.ERROR])
+    link.ask("train", 8)
+    assert opened.receive() is None and len(link.sent) == 3
+
+
+def test_flower_has_the_places_where_the_gate_is_put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    command = importlib.import_module("flwr.supernode.cli.flower_supernode")
+    loop = importlib.import_module("flwr.supernode.start_client_internal")
+    monkeypatch.setattr(command, "start_client_internal", command.start_client_internal)
+    monkeypatch.setattr(loop, "_init_connection", loop._init_connection)
+    before = command.start_client_internal
+    assert callable(supernode.install(Site(), Audit(tmp_path), tmp_path)) and command.start_client_internal is not before
+    monkeypatch.delattr(loop, "_init_connection")
+    with pytest.raises(UserError, match="has no place for a site's gate"):
+        supernode.install(Site(), Audit(tmp_path / "other"), tmp_path)
+
+
+def test_an_application_has_one_hash() -> None:
+    found = application_hash({})
+    assert found == application_hash({"method": "fedavg", "local-epochs": 3}) and len(found) == 64 and json.dumps(found)

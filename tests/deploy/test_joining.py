@@ -1,0 +1,81 @@
+"""A site that joins by itself: its key stays, its public half is taken in, the invitation is what its SuperNode needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from flwr.common.config import parse_config_args
+
+from deploy import certificates, inventory, joining
+from deploy.inventory import Inventory
+from fl_app.errors import UserError
+
+TWO_JOIN = "[{host: local}, {host: joins, supernodes: 2}, {host: local}]"
+
+
+def lab(directory: Path, hosts: str = TWO_JOIN, tls: str = "true") -> Inventory:
+    path = directory / "lab.yaml"
+    path.write_text(f"tls: {tls}\nsuperlink: {{fleet-address: 127.0.0.1, fleet-port: 9999}}\nhosts: {hosts}\n")
+    return inventory.read(path)
+
+
+def test_clients_that_join_are_counted_with_the_others(tmp_path: Path) -> None:
+    found = lab(tmp_path)
+    assert [node.client_id for node in found.supernodes] == [0, 3] and found.joined == (1, 2) and found.num_clients == 4
+    certificates.make(found)
+    made = {path.name for path in Path(found.keys).glob("supernode-*")}
+    assert made == {f"supernode-{k}.{end}" for k in (0, 3) for end in ("key", "pub")}
+
+
+@pytest.mark.parametrize(
+    "hosts, tls, expected",
+    [
+        ("[{host: joins}]", "false", "sites that join need TLS and keys"),
+        ("[{host: joins, data-path: /x}]", "true", r"hosts\[0\].data-path: the site that joins decides it"),
+    ],
+)
+def test_what_cannot_join(tmp_path: Path, hosts: str, tls: str, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        lab(tmp_path, hosts, tls)
+
+
+def test_the_private_half_stays_and_the_invitation_leads_there(tmp_path: Path) -> None:
+    found, here = lab(tmp_path), tmp_path / "site"
+    certificates.make(found)
+    public = joining.make_key(here)
+    assert (here / joining.KEY).stat().st_mode & 0o777 == 0o600 and here.stat().st_mode & 0o777 == 0o700
+    assert public.read_text().startswith("ecdsa-sha2-nistp384 ") and joining.make_key(here).read_text() == public.read_text()
+    invitation = joining.admit(found, 1, public)
+    assert joining.admit(found, 1, public) == invitation  # again is no harm
+    assert "PRIVATE" not in "".join(path.read_text() for path in (public, invitation))
+    assert (Path(found.keys) / "supernode-1.pub").read_text().split()[:2] == public.read_text().split()[:2]
+    accepted = joining.accept(here, invitation)
+    assert (accepted.superlink, accepted.client, accepted.clients) == ("127.0.0.1:9999", 1, 4)
+    assert (here / joining.CA).read_bytes() == (Path(found.keys) / certificates.CA).read_bytes()
+    words = joining.options(here, joining.accept(here, None), "/data x")
+    assert words[words.index("--auth-supernode-private-key") + 1] == str(here / joining.KEY)
+    assert parse_config_args([words[-1]]) == {"partition-id": 1, "num-partitions": 4, "data-path": "/data x"}
+    (here / joining.KEY).chmod(0o644)
+    with pytest.raises(UserError, match="must be its owner's alone"):
+        joining.options(here, accepted, "")
+
+
+def test_what_is_not_admitted(tmp_path: Path) -> None:
+    found = lab(tmp_path)
+    certificates.make(found)
+    first, second = (joining.make_key(tmp_path / name) for name in ("a", "b"))
+    joining.admit(found, 1, first)
+    text = tmp_path / "text.pub"
+    text.write_text("no key")
+    for client, public, expected in (
+        (0, first, r"does not join by itself in lab .clients that do: 1, 2."), (1, second, "client 1: has another key"),
+        (2, first, "is supernode-1.pub already"), (2, text, "is no public key"), (2, tmp_path / "none", "No such file"),
+        (2, Path(found.keys) / "ca.crt", "is no public key"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=expected):
+            joining.admit(found, client, public)
+    with pytest.raises(UserError, match="has no invitation yet"):
+        joining.accept(tmp_path / "a", None)
+    with pytest.raises(UserError, match="must be an invitation with superlink"):
+        joining.accept(tmp_path / "a", tmp_path / "lab.toml" if (tmp_path / "lab.toml").write_text("x = 1") else None)

@@ -1,0 +1,114 @@
+"""site.toml: how it is read, and which runs each of its rules keeps out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import site
+from deploy.site import Site
+from fl_app.errors import UserError
+from fl_app.keys import specs
+
+HASH = "ab" * 32
+
+
+def written(directory: Path, text: str, mode: int = 0o644) -> Path:
+    path = directory / "site.toml"
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+def test_every_key_is_read(tmp_path: Path) -> None:
+    text = (
+        f'applications = ["{HASH}"]\nmethods = ["fedcac"]\nmin-samples = 50\nmax-upload = 20_000_000\n'
+        'readable-paths = ["/data"]\nconfine = true\n'
+        'approval = "ask"\n[bounds]\nlocal-epochs = {max = 10}\ndevice = {one-of = ["cpu"]}\n'
+        "[bounds.fedcac]\ntau = {min = 0.1, max = 0.9}\n"
+    )
+    path = written(tmp_path, text)
+    bounds: dict[str, Any] = {"local-epochs": {"max": 10}, "device": {"one-of": ["cpu"]}, "fedcac.tau": {"min": 0.1, "max": 0.9}}
+    assert site.read(path) == Site((HASH,), ("fedcac",), 50, 20_000_000, ("/data",), True, "ask", bounds, str(path))
+    assert site.read(written(tmp_path, "")) == Site(source=str(path))
+
+
+def test_problems_are_reported_together(tmp_path: Path) -> None:
+    text = 'method = ["x"]\nmin-samples = 0\napproval = "maybe"\nreadable-paths = ["data"]\napplications = ["12"]\n'
+    text += "[bounds]\ntau = 3\n"
+    with pytest.raises(UserError) as error:
+        site.read(written(tmp_path, text))
+    for expected in (
+        "method: unknown key; did you mean methods?", "min-samples: must be an integer >= 1, got 0",
+        "approval: must be ask or none, got 'maybe'", "readable-paths: must be a list of absolute paths",
+        "applications: must be a list of sha256 values", "bounds: must be a table of run-config keys",
+    ):  # fmt: skip
+        assert expected in str(error.value)
+
+
+def test_a_file_that_others_may_change_is_no_rule(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="others may change it .mode 664."):
+        site.read(written(tmp_path, "", 0o664))
+
+
+def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COROLLA_SITE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert site.find() is None
+    (tmp_path / "corolla").mkdir()
+    usual = written(tmp_path / "corolla", "")
+    assert site.find() == usual
+    monkeypatch.setenv("COROLLA_SITE", "/etc/site.toml")
+    assert site.find() == Path("/etc/site.toml") and site.find("/given.toml") == Path("/given.toml")
+
+
+@pytest.mark.parametrize(
+    "rules, config, expected",
+    [
+        (Site(), {"method": "fedavg", "state-dir": "/anywhere"}, ""),
+        (Site(applications=(HASH,)), {}, ""),
+        (Site(applications=("cd" * 32,)), {}, f"applications: {HASH} is not among"),
+        (Site(applications=()), {}, "applications:"),
+        (Site(methods=("fedcac", "fedobp")), {"method": "fedavg"}, "methods: fedavg is not among fedcac, fedobp"),
+        (Site(methods=("fedcac",)), {}, ""),  # the default
+        (Site(bounds={"local-epochs": {"max": 10}}), {"local-epochs": 10}, ""),
+        (Site(bounds={"local-epochs": {"max": 10}}), {"local-epochs": 11}, "bounds: local-epochs must be at most 10, got 11"),
+        (Site(bounds={"local-epochs": {"max": 4}}), {}, "bounds: local-epochs must be at most 4, got 5"),  # by default
+        (Site(bounds={"learning-rate": {"min": 0.01}}), {"learning-rate": 0.001}, "bounds: learning-rate must be at least"),
+        (Site(bounds={"learning-rate": {"max": 1}}), {"learning-rate": float("nan")}, "bounds: learning-rate must be a number"),
+        (Site(bounds={"learning-rate": {"max": 1}}), {"learning-rate": "0.1"}, "bounds: learning-rate must be a number"),
+        (Site(bounds={"device": {"one-of": ["cpu"]}}), {"device": "cuda"}, "bounds: device must be one of cpu, got cuda"),
+        (Site(bounds={"fedcac.tau": {"max": 0.5}}), {"method": "fedavg", "fedcac.tau": 0.9}, ""),  # not this run's
+        (Site(bounds={"fedcac.tau": {"max": 0.5}}), {"method": "fedcac", "fedcac.tau": 0.9}, "bounds: fedcac.tau"),
+        (Site(confine=True), {"state-dir": ""}, ""),
+        (Site(confine=True), {"state-dir": "/state"}, "confine: state-dir is this site's to choose, got /state"),
+        (Site(bounds={"epochs": {"max": 1}}), {}, "bounds: epochs is not in the run's config"),
+    ],
+)
+def test_rules(rules: Site, config: dict[str, Any], expected: str) -> None:
+    found = site.refusal(rules, HASH, config)
+    assert found.startswith(expected) and bool(found) == bool(expected)
+
+
+def test_paths_of_a_run_must_lie_where_the_site_says(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "open", tmp_path / "closed"
+    inside.mkdir()
+    outside.mkdir()
+    (inside / "link").symlink_to(outside)
+    rules = Site(readable_paths=(str(inside),))
+    good = {"dataset": f"npz:{inside}/x.npz", "state-dir": str(inside / "state"), "data-dir": "", "partition": "iid"}
+    assert site.refusal(rules, HASH, good) == "" and site.refusal(rules, HASH, {"dataset": "digits"}) == ""
+    for key, value in (
+        ("dataset", f"folder:{outside}"), ("dataset", f"tiny-imagenet:{inside}/../closed"), ("dataset", f"npz:{inside}/link/x.npz"),
+        ("partition", f"file:{outside}/p.npz"), ("state-dir", str(outside)), ("data-dir", "~"), ("state-dir", "state"),
+    ):  # fmt: skip
+        assert site.refusal(rules, HASH, {key: value}).startswith(f"readable-paths: {key}"), (key, value)
+    assert site.refusal(Site(readable_paths=()), HASH, {"state-dir": "/tmp"}).startswith("readable-paths: state-dir")
+
+
+def test_the_documentation_lists_every_key() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
+    for spec in specs(Site):
+        assert f"| `{spec.name}` | {spec.doc} |" in text, spec

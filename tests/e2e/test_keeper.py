@@ -1,0 +1,54 @@
+"""A simulation's SuperLink lives no longer than its launcher, whoever of launcher and keeper is killed (no run, so no Ray)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fl_app.processes import processes_with
+from tests.e2e.conftest import wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+LAUNCHER = """
+import sys
+from fl_app.experiments.launch import SimulationSuperLink
+with SimulationSuperLink() as superlink:
+    print(superlink.home, superlink._keeper.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def keepers(home: str) -> list[int]:
+    """Pids of the keeper and of the one behind it."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if {"fl_app.experiments.keeper", home} <= set(process.cmdline()):
+                found.append(process.pid)
+    return found
+
+
+@pytest.mark.parametrize("killed", [(), ("launcher",), ("keeper",), ("launcher", "keeper"), ("launcher", "behind")])
+def test_nothing_is_left(killed: tuple[str, ...]) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None and launcher.stdin is not None
+    home, keeper = launcher.stdout.readline().split()
+    mark = f"COROLLA_LAUNCH={home}"
+    assert len(processes_with(mark)) >= 2 and Path(home).is_dir()
+    (behind,) = set(keepers(home)) - {int(keeper)}
+    pids = {"keeper": int(keeper), "behind": behind, "launcher": launcher.pid}
+    for name in sorted(killed):  # the launcher last: whoever else is killed has not seen it end
+        os.kill(pids[name], signal.SIGKILL)
+    if "launcher" not in killed:
+        assert processes_with(mark)  # a keeper alone may be killed: the launcher goes on, and cleans up itself
+        launcher.stdin.close()
+    launcher.wait(120)
+    wait_for(lambda: not processes_with(mark) and not Path(home).exists() and not keepers(home), seconds=60, every=0.1)

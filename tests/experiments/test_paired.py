@@ -1,0 +1,114 @@
+"""Which of two groups of runs is better, and what it takes to reach an accuracy, on records written by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fl_app import cli
+from fl_app.config import parse
+from fl_app.experiments import compare, paired, reach
+from fl_app.toml import to_toml
+from strategies import METHOD_PARAMS
+
+
+def write_run(root: Path, name: str, final: list[float], before: list[float] | None = None, **changes: object) -> Path:
+    """Write a finished run: its clients' final accuracies, and the accuracy before training of each round (10 s, 1 + 1 MB)."""
+    config = parse({"num-clients": len(final), **{k.replace("_", "-"): v for k, v in changes.items()}}, METHOD_PARAMS)  # type: ignore[dict-item]
+    (root / name).mkdir(parents=True)
+    (root / name / "config.toml").write_text(to_toml(config.resolved))
+    rounds = [
+        {"round": t, "accuracy-before": a, "download-bytes": 10**6, "upload-bytes": 10**6, "seconds": {"round": 10.0}}
+        for t, a in enumerate(before or [0.1], 1)
+    ]
+    mean = sum(final) / len(final)
+    rounds[-1]["evaluation"] = {"accuracy": mean, "clients": {str(i): {"accuracy": a} for i, a in enumerate(final)}}
+    (root / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rounds)))
+    (root / name / "summary.json").write_text(json.dumps({"method": config.method, "final-accuracy": mean, "seed": config.seed}))
+    return root / name
+
+
+def groups(root: Path) -> list[list[compare.Run]]:
+    return compare.group(compare.load([root], METHOD_PARAMS)[0])
+
+
+def test_when_an_accuracy_is_reached(tmp_path: Path) -> None:
+    write_run(tmp_path, "a", [0.9, 0.9], [0.1, 0.5, 0.8, 0.7])
+    (run,) = groups(tmp_path)[0]
+    assert reach.reached(run.folder, 0.8) == reach.Reached(3, 5e6, 20.0)
+    assert reach.reached(run.folder, 0.05) == reach.Reached(1, 1e6, 0.0)
+    assert reach.reached(run.folder, 0.85) == reach.Reached(4, 8e6, 40.0)  # in the evaluation after the last round
+    assert reach.reached(run.folder, 0.95) is None
+
+
+def test_the_interval_is_students() -> None:
+    low, high = paired.interval(np.array([1.0, 2.0, 3.0])) or (0, 0)
+    assert (low, high) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6)  # t of 2 degrees of freedom
+    assert paired.interval(np.array([1.0])) is None
+
+
+def test_pairs_are_clients_of_the_same_seed(tmp_path: Path) -> None:
+    base = {0: [0.2, 0.6], 1: [0.5, 0.1], 2: [0.3, 0.3]}
+    gains = {0: [0.1, 0.2], 1: [0.15, 0.1], 2: [0.2, 0.15]}
+    for seed, values in base.items():
+        write_run(tmp_path, f"a{seed}", values, method="fedavg", seed=seed)
+        better = [a + gain for a, gain in zip(values, gains[seed], strict=True)]
+        write_run(tmp_path, f"b{seed}", better, method="local", seed=seed)
+    write_run(tmp_path, "b7", [0.0, 0.0], method="local", seed=7)  # nobody to compare with
+    one, other = groups(tmp_path)
+    found = paired.paired(other, one)
+    assert found is not None and (found.pairs, found.seeds, found.share_better) == (6, 3, 1.0)
+    assert found.mean == pytest.approx(0.15) and found.verdict == "better"
+    means = np.array([0.15, 0.125, 0.175])
+    assert found.over_seeds == pytest.approx(paired.interval(means))
+    back = paired.paired(one, other)
+    assert back is not None and back.mean == pytest.approx(-0.15) and back.verdict == "worse"
+    same = paired.paired(one, one)
+    assert same is not None and same.verdict == "not told apart" and same.over_pairs == (0, 0)
+
+
+def test_clients_with_other_data_are_not_paired(tmp_path: Path) -> None:
+    write_run(tmp_path, "a", [0.2, 0.6], method="fedavg")
+    write_run(tmp_path, "b", [0.2, 0.6], method="fedavg", dirichlet_alpha=0.5)
+    write_run(tmp_path, "c", [0.2, 0.6], method="local", classes_per_client=3)  # which this partition does not have
+    one, other, third = groups(tmp_path)
+    assert paired.paired(other, one) is None and paired.paired(third, one) is not None
+    assert paired.table(groups(tmp_path))[2][-1] == "other data, clients or seeds"
+    assert paired.table([one]) == [] and paired.table([one, other]) == []
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, up in ((0, 0.0), (1, 0.01)):
+        write_run(tmp_path, f"a{seed}", [0.5 + up, 0.6, 0.7], [0.1, 0.2], method="fedavg", seed=seed)
+        write_run(tmp_path, f"b{seed}", [0.7, 0.8 + up, 0.95], [0.1, 0.85 - 10 * up], method="local", seed=seed)
+    monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "0.8"])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    out = capsys.readouterr().out
+    assert not exit_.value.code
+    lines = [line.split() for line in out.splitlines()]
+    assert ["fedavg", "0", "of", "2", "–", "–", "–"] in lines
+    assert ["local", "2", "of", "2", "2", "±", "0", "3.5", "±", "0.71", "15", "±", "7.1"] in lines
+    (row,) = [line for line in lines if line[-1:] == ["better"]]
+    assert row[:4] == ["local", "6", "2", "+21.67"]
+    monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "80"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "--to: accuracy is in [0, 1], got 80" in capsys.readouterr().err
+
+
+def test_a_metric_whose_low_values_are_good(tmp_path: Path) -> None:
+    for name, method, final in (("a", "fedavg", [2.0, 3.0, 2.5]), ("b", "local", [1.0, 2.1, 1.4])):
+        folder = write_run(tmp_path, name, final, method=method)
+        (folder / "run.json").write_text(json.dumps({"metrics": [{"name": "rmse", "higher_is_better": False, "low": 0.0}]}))
+        text = (folder / "metrics.jsonl").read_text()
+        (folder / "metrics.jsonl").write_text(text.replace('"accuracy', '"rmse'))
+    one, other = groups(tmp_path)
+    assert reach.reached(other[0].folder, 1.6) == reach.Reached(1, 1e6, 0.0)  # 0.1 before round 1
+    found = paired.paired(other, one)
+    assert found is not None and found.mean == pytest.approx(-1.0) and found.share_better == 1 and found.verdict == "better"
+    assert paired.table([one, other])[2][3] == "-1"

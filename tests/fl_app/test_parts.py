@@ -1,0 +1,93 @@
+"""The keys `share` and `train`: what travels, what stays as it is, and the check that it is the same on every node."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from client_app.client import CorollaClient
+from fl_app import parts
+from fl_app.errors import UserError
+from fl_app.layout import Layout
+from fl_app.models import build
+from fl_app.server.run_folder import read_metrics, read_summary
+from strategies import METHODS
+from tests.conftest import Run, config
+
+HEAD = {"classifier.weight", "classifier.bias"}
+
+
+def mlp() -> torch.nn.Module:
+    return build("mlp", in_channels=1, num_classes=10, image_size=8)
+
+
+def test_what_does_not_train_is_no_part_of_the_layout() -> None:
+    whole, module = mlp(), mlp()
+    parts.freeze(module, "classifier.*,fc?.bias")
+    layout = Layout.of(module)
+    assert layout.names == HEAD | {"fc1.bias", "fc2.bias"} and layout.d == 10 * 64 + 10 + 128 + 64
+    assert [name for name, _ in module.named_parameters()] == [slot.name for slot in layout.params]
+    x = torch.randn(3, 1, 8, 8)
+    assert torch.equal(module(x), whole(x))
+    assert len(layout.constants) == 64 and not Layout.of(whole).constants
+    other = mlp()
+    with torch.no_grad():
+        other.get_parameter("fc1.weight")[0, 0] += 1
+    parts.freeze(other, "classifier.*,fc?.bias")
+    assert Layout.of(other).constants != layout.constants
+
+
+def test_what_is_tied_to_a_constant_is_one() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    module[1].weight = module[0].weight
+    parts.freeze(module, "2.*")
+    assert Layout.of(module).names == {"2.weight", "2.bias"}
+    assert all(not p.requires_grad or name.startswith("2.") for name, p in module.named_parameters())
+
+
+def test_patterns() -> None:
+    layout = Layout.of(mlp())
+    assert parts.travelling(config(), layout, layout.names) == layout.names
+    assert parts.travelling(config(share="*.bias"), layout, frozenset(HEAD)) == {"classifier.bias"}
+    with pytest.raises(UserError, match=r"share: no tensor of the model matches 'adapter.\*'; there are fc1.weight"):
+        parts.travelling(config(share="adapter.*"), layout, layout.names)
+    with pytest.raises(UserError, match=r"share: nothing that method fedavg sends matches 'fc1.\*'"):
+        parts.travelling(config(share="fc1.*"), layout, frozenset(HEAD))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_parts(run: Run, method: str) -> None:
+    if METHODS[method].compose is not None:
+        with pytest.raises(UserError, match=f"train: method {method} trains a network around the model"):
+            run(method=method, train="*classifier*")
+        return
+    folder = run(method=method, train="fc2.*,*classifier*", num_clients=2, num_server_rounds=1)
+    summary = read_summary(folder.path)
+    assert summary["failures"] == 0 and summary["digest"]
+
+
+def test_bytes_are_four_times_what_is_shared(run: Run) -> None:
+    folder = run(method="fedavg", train="classifier.*,fc2.*", share="classifier.*")
+    for record in read_metrics(folder.path):
+        for client in record["clients"].values():
+            assert client["upload-bytes"] == client["download-bytes"] == 4 * (64 * 10 + 10)
+    assert set(load_file(folder.path / "models/global.safetensors")) == HEAD
+
+
+def test_a_frozen_batchnorm_gathers_no_statistics(run: Run) -> None:
+    folder = run(model="resnet8", train="fc.*", num_clients=2, num_server_rounds=1)
+    assert read_summary(folder.path)["failures"] == 0
+    assert set(load_file(folder.path / "models/global.safetensors")) == {"fc.weight", "fc.bias"}
+
+
+def test_methods_about_all_parameters_refuse_to_share_some(run: Run) -> None:
+    with pytest.raises(UserError, match="method fedcac: it is about all parameters that train; .*leave share unset"):
+        run(method="fedcac", share="classifier.*")
+
+
+def test_another_backbone_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = CorollaClient._check_frozen
+    monkeypatch.setattr(CorollaClient, "_check_frozen", lambda self, download, own: check(self, download, own[::-1]))
+    with pytest.raises(UserError, match="train: the tensors of model mlp that do not train are not the server's"):
+        run(train="classifier.*", round_retries=0)

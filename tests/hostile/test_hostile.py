@@ -1,0 +1,173 @@
+"""The catalogue's attacks against one SuperLink and one run: honest clients, clients that lie in every round, nodes that should
+not be there. All are light SuperNodes (supernode.py) of this process; the SuperLink and the ServerApp are real ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Message
+
+from fl_app.config import parse
+from fl_app.data import open_client
+from fl_app.processes import flower_environment, processes_with
+from strategies import METHOD_PARAMS
+from tests.e2e.conftest import Cluster, Run, replay, rounds, summary, wait_for
+from tests.hostile import results
+from tests.hostile.catalogue import ATTACKS, Attack
+from tests.hostile.supernode import Reply, SuperNode
+
+pytestmark = [pytest.mark.hostile, pytest.mark.timeout(1800)]
+
+HONEST = (0, 1)
+LIARS = 6
+CLIENTS = len(HONEST) + LIARS
+CONFIG: dict[str, Any] = {
+    "method": "fedper", "model": "mlp", "dataset": "digits", "train-samples": 24, "test-samples": 10, "local-epochs": 1,
+    "min-results": 0.25, "evaluate-every": 1, "round-timeout": 30.0, "available-timeout": 30.0, "client-threads": 1,
+    "min-available-clients": CLIENTS,
+}  # fmt: skip
+
+
+def plan(where: str) -> dict[tuple[int, int], Attack]:
+    """Say which client plays which attack in which round (from 1); slow ones share the last rounds."""
+    attacks = sorted((a for a in ATTACKS if a.where == where), key=lambda attack: attack.slow)
+    quick = sum(not attack.slow for attack in attacks)
+    first_slow = -(-quick // LIARS) * LIARS
+    places = [*range(quick), *range(first_slow, first_slow + len(attacks) - quick)]
+    return {(len(HONEST) + k % LIARS, 1 + k // LIARS): attack for k, attack in zip(places, attacks, strict=True)}
+
+
+UPLOADS, EVALUATIONS = plan("upload"), plan("evaluation")
+ROUNDS = 1 + max(round for _, round in itertools.chain(UPLOADS, EVALUATIONS))  # in the last one nobody lies
+
+
+def lying(client_id: int) -> Any:
+    """What a client does to its replies, round by round."""
+
+    def alter(reply: Reply, message: Message) -> Reply | None:
+        place = client_id, int(message.metadata.group_id or 0)
+        attack = {"train": UPLOADS, "evaluate": EVALUATIONS}.get(message.metadata.message_type, {}).get(place)
+        return play(attack, reply, message) if attack else reply
+
+    return alter
+
+
+def play(attack: Attack, reply: Reply, message: Message) -> Reply | None:
+    assert attack.alter is not None
+    return None if attack.alter(reply, message) is False else reply
+
+
+@dataclass
+class Outcome:
+    """The run after all attacks."""
+
+    run: Run
+    records: list[dict[str, Any]]
+    undisturbed: list[dict[str, Any]]
+    digests: tuple[str, str]
+    trouble: list[BaseException] = field(default_factory=list)
+
+    @property
+    def log(self) -> str:
+        return " ".join(self.run.log.split())
+
+    def verdict(self, attack: Attack) -> tuple[bool, str]:
+        """Tell whether what must hold of an attack does, and what the run said."""
+        if attack.where in ("start", "join"):
+            lines = [line for line in self.run.log.splitlines() if "cannot take part" in line or "has not said" in line]
+            said = [line for line in lines if attack.says in line]
+            alike = sum(other.holds == "refused" and other.says == attack.says for other in ATTACKS)
+            return len(said) >= alike, said[0] if said else "nothing"
+        planned = UPLOADS if attack.where == "upload" else EVALUATIONS
+        (client, round), = (place for place, other in planned.items() if other is attack)
+        record = self.records[round - 1] if attack.where == "upload" else self.records[round - 1]["evaluation"]
+        causes = [failure["cause"] for failure in record["failures"] if failure["client"] == client]
+        used = str(client) in record["clients"]
+        if attack.holds == "kept":
+            return used and not causes, "; ".join(causes) or "used as if nothing had been"
+        return not used and len(causes) == 1 and attack.says in causes[0], "; ".join(causes) or "nothing"
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
+    directory = tmp_path_factory.mktemp("hostile")
+    home = directory / "flwr"
+    home.mkdir()
+    environment = flower_environment(home)
+    environment |= {"COROLLA_LAUNCH": str(home), "COROLLA_STATE_DIR": str(directory / "state"), "COLUMNS": "400"}
+    cluster = Cluster(home, environment)
+    nodes: list[SuperNode] = []
+    try:
+        cluster.start_superlink()
+        yield attack_all(cluster, directory, nodes)
+    finally:
+        for node in nodes:
+            node.stop()
+        cluster.stop()
+    assert processes_with(f"COROLLA_LAUNCH={home}") == []
+
+
+def attack_all(cluster: Cluster, directory: Path, nodes: list[SuperNode]) -> Outcome:
+    """Run the run."""
+
+    def start(client_id: int, alter: Any = None, once: bool = False) -> None:
+        nodes.append(SuperNode(cluster.fleet, {"partition-id": client_id, "num-partitions": CLIENTS}, alter, once))
+
+    def from_the_start(attack: Attack) -> Any:
+        return lambda reply, message: play(attack, reply, message)
+
+    config = {**CONFIG, "num-server-rounds": ROUNDS, "state-dir": str(directory / "state"), "data-dir": str(directory / "data")}
+    open_client(parse({**config, "num-clients": CLIENTS}, METHOD_PARAMS), 0)  # prepares the data, once for all clients
+    for client_id in range(CLIENTS):
+        start(client_id, None if client_id in HONEST else lying(client_id))
+    for attack in ATTACKS:
+        if attack.where == "start":
+            start(0, from_the_start(attack), once=True)
+    run = Run(cluster, directory / "attacked", CLIENTS, config)
+    wait_for(lambda: run.recorded() >= 1 or run.process.poll() is not None, seconds=600)
+    for attack in ATTACKS:
+        if attack.where == "join":
+            start(1, from_the_start(attack), once=True)
+    run.process.wait(timeout=1200)
+    trouble = [error for node in nodes for error in node.trouble]
+    assert run.process.returncode == 0, (run.log, trouble, cluster.log("superlink")[-5000:])
+    honest = replay(run, directory)
+    digests = str(summary(run.folder)["digest"]), honest
+    undisturbed = rounds(directory / "replay")
+    return Outcome(run, rounds(run.folder), undisturbed, digests, trouble)
+
+
+@pytest.mark.parametrize("attack", [a for a in ATTACKS if a.where != "elsewhere"], ids=lambda attack: attack.name)
+def test_attack_is_contained(attacked: Outcome, attack: Attack) -> None:
+    contained, said = attacked.verdict(attack)
+    results.note(attack.name, contained and attacked.digests[0] == attacked.digests[1], said)
+    assert contained, f"{attack.name}: {said}"
+
+
+def test_the_run_ends_with_the_digest_of_one_without_the_attacks(attacked: Outcome) -> None:
+    assert len(attacked.records) == ROUNDS and attacked.digests[0] == attacked.digests[1]
+    assert attacked.trouble == []
+    for record, undisturbed in zip(attacked.records, attacked.undisturbed, strict=True):
+        for client in map(str, HONEST):
+            assert record["clients"][client] | {"seconds": 0} == undisturbed["clients"][client] | {"seconds": 0}
+            assert record["evaluation"]["clients"][client] == undisturbed["evaluation"]["clients"][client]
+        assert {f["client"] for f in record["failures"]}.isdisjoint(HONEST)
+
+
+def test_what_clients_wrote_has_no_control_characters_and_little_room(attacked: Outcome) -> None:
+    files = [attacked.run.folder / name for name in ("metrics.jsonl", "clients.json", "run.json", "summary.json")]
+    for text in [attacked.run.log, *(path.read_text() for path in files)]:
+        assert not [c for c in text if (ord(c) < 32 and c not in "\n\r") or 127 <= ord(c) < 160]
+        assert "\\u001b" not in text and "\\u009b" not in text
+    assert files[0].stat().st_size < 5000 * CLIENTS * ROUNDS
+
+
+def test_every_attack_has_a_name_of_its_own() -> None:
+    assert not [name for name, count in Counter(attack.name for attack in ATTACKS).items() if count > 1]

@@ -1,0 +1,96 @@
+"""FedDyn: golden rounds on quadratics, the drift's invariant, and the first round, which is FedProx and an extrapolation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from client_app.state import State
+from fl_app.server.run_folder import read_metrics
+from strategies.feddyn import METHOD, server_step
+from strategies.fedprox import FedProxUpdate
+from tests.conftest import Run, f32
+from tests.methods.federation import Federation, close
+from tests.methods.one_client import client, same, samples, small
+from tests.methods.runs import small_clients
+
+A, B, ALPHA = np.array([1.0, 3.0]), np.array([0.0, 4.0]), 0.5
+
+
+def quadratic_rounds(rounds: int) -> list[tuple[np.ndarray, float, float]]:
+    """W, w, h of rounds with f_i = a_i/2 (w - b_i)^2, every client at the exact minimum of its regularized loss."""
+    w, h, drift, seen = np.zeros(1), np.zeros(1), np.zeros(2), []
+    for _ in range(rounds):
+        W = (A * B + ALPHA * (w - drift)) / (A + ALPHA)  # a (w - b) + alpha (w - w_g + lambda) = 0
+        drift = drift + W - w
+        w, h = server_step(W[:, None], w, h, 2)
+        seen.append((W, float(w[0]), float(h[0])))
+    return seen
+
+
+def test_quadratics_by_hand() -> None:
+    # Round 1 from 0: W = ab/(a + 0.5) = 0 and 12/3.5 = 3.428571; mean 1.714286 = h; w = mean + h.
+    rounds = quadratic_rounds(30)
+    close(rounds[0][0], [0, 3.428571])
+    assert rounds[0][1:] == pytest.approx((3.428571, 1.714286), abs=1e-6)
+    close(rounds[1][0], [1.142857, 3.428571])
+    assert rounds[1][1:] == pytest.approx((2.857143, 0.571429), abs=1e-6)
+    assert rounds[29][1] == pytest.approx(2.999902, abs=1e-6)  # the optimum is 12/4 = 3; FedAvg's fixed point 2
+
+
+def test_partial_participation_by_hand() -> None:
+    # mean - w_g = (1, -1), a quarter of the clients: h = (0.5, 0) + (0.25, -0.25); w = (2, 0) + h.
+    w, h = server_step(f32(2, 0)[None], f32(1, 1), f32(0.5, 0), 4)
+    assert w.tolist() == [2.75, -0.25] and h.tolist() == [0.75, -0.25] and w.dtype == h.dtype == np.float32
+
+
+@given(st.integers(1, 4), st.integers(0, 3), st.integers(0, 2**32 - 1))
+def test_server_step_in_closed_form(n: int, absent: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    W, w, h = random.normal(size=(n, 5)), random.normal(size=5), random.normal(size=5)
+    new, drift = server_step(W, w, h, n + absent)
+    np.testing.assert_allclose(drift, h + (W - w).sum(axis=0) / (n + absent), atol=1e-12)
+    np.testing.assert_allclose(new, W.mean(axis=0) + drift, atol=1e-12)
+
+
+def test_the_servers_drift_is_the_mean_of_all_clients(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, "feddyn", sizes=(10, 6, 8, 5), feddyn={"alpha": 0.3}, momentum=0.5)
+    for ids in ([0, 1], [1, 3], [0, 1, 2, 3], [2]):
+        federation.round(ids)
+        drifts = [s.arrays.get("feddyn.drift", np.zeros(federation.layout.d, np.float32)) for s in federation.states]
+        close(federation.server.memory["h"], np.mean(drifts, axis=0, dtype=np.float64))
+
+
+def test_the_first_round_is_fedprox_and_an_extrapolation(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, "feddyn", network=lambda: small(batchnorm=True))
+    start = federation.server.global_model
+    uploads = federation.round()
+    close(federation.server.global_model.params, 2 * uploads.W.mean(axis=0, dtype=np.float64) - start.params)
+    close(federation.server.global_model.buffers, uploads.B.mean(axis=0))  # not extrapolated
+
+
+@pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}])
+@pytest.mark.parametrize("n", [1, 10])
+def test_the_first_training_is_fedprox_bit_for_bit(n: int, kinds: dict[str, Any]) -> None:
+    common: dict[str, Any] = {"momentum": 0.5, "weight_decay": 0.01}
+    ours = client("feddyn", small(**kinds), *samples(n), feddyn={"alpha": 0.2}, **common)
+    theirs = client("fedprox", small(**kinds), *samples(n), fedprox={"mu": 0.2}, **common)
+    state, update = State(), METHOD.local_update()
+    after = update.train(ours.initial(), state, ours)
+    assert same(after, FedProxUpdate().train(theirs.initial(), State(), theirs))
+    assert (state.arrays["feddyn.drift"] == after.params - ours.initial().params).all()
+    again = update.train(ours.initial(), state, ours)  # from the same start, pulled elsewhere
+    assert not same(again, after)
+    assert sum(array.nbytes for array in state.arrays.values()) == 4 * ours.layout.d
+
+
+@pytest.mark.parametrize("statistics", ["global", "local"])
+def test_small_clients(run: Run, tmp_path: Path, statistics: str) -> None:
+    setting = {**small_clients(tmp_path), "model": "resnet8", "feddyn": {"batchnorm_statistics": statistics}}
+    records = list(read_metrics(run(method="feddyn", **setting).path))
+    assert not any(record["failures"] for record in records)

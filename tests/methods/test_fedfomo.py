@@ -1,0 +1,160 @@
+"""FedFomo: weights by hand and their properties, who is offered whose model, mixing on held-out data, and its limit Local."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_app.layout import Model
+from fl_app.server.run_folder import read_metrics
+from strategies.base import LocalUpdate
+from strategies.fedfomo import held_out, model_weights, most_liked, scores
+from tests.conftest import Run
+from tests.methods.federation import Federation, close
+from tests.methods.one_client import client, same, samples, small
+from tests.methods.runs import small_clients
+
+
+def test_weights_by_hand() -> None:
+    # Gains (0.5, 0.1, -0.2) over distances (1, 0.1, 2) + 1e-5: 0.499995, 0.999900, cut to 0; over their sum.
+    close(model_weights(1, [0.5, 0.9, 1.2], [1, 0.1, 2]), np.array([0.333353, 0.666647, 0]))
+    assert model_weights(1, [1, 1.5], [1, 1]).tolist() == [0, 0]
+    close(scores(1, [0.5, 1.2], [1, 2]), np.array([0.499995, -0.1]), 1e-5)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=6), st.floats(0, 10))
+def test_weights_are_a_mixture_or_nothing(models: list[tuple[float, float]], baseline: float) -> None:
+    weights = model_weights(baseline, [m[0] for m in models], [m[1] for m in models])
+    assert (weights >= 0).all()
+    gains = any(loss < baseline for loss, _ in models)
+    assert weights.sum() == pytest.approx(1 if gains else 0)
+
+
+@given(st.integers(0, 6), st.floats(0, 1), st.integers(0, 2**32 - 1))
+def test_the_most_liked_of_the_others(count: int, exploration: float, seed: int) -> None:
+    affinity = np.random.default_rng(seed).integers(-2, 3, 5).astype(np.float32)
+    others = [0, 2, 3, 4]
+    chosen = most_liked(affinity, others, count, np.random.default_rng(seed), exploration)
+    assert len(chosen) == len(set(chosen)) == min(count, 4) and set(chosen) <= set(others)
+    if not exploration:
+        assert chosen == sorted(others, key=lambda i: (-affinity[i], i))[:count]
+
+
+def test_held_out_samples_are_the_clients_for_good() -> None:
+    for n, count in ((1, 0), (2, 1), (3, 1), (10, 2), (33, 7)):
+        held = [held_out(client("fedfomo", small(), *samples(n), round=round)) for round in (1, 5)]
+        assert len(held[0]) == count and held[0].tolist() == held[1].tolist()
+    assert not len(held_out(client("fedfomo", small(), *samples(10), fedfomo={"validation_ratio": 0.0})))
+
+
+def test_training_leaves_them_out() -> None:
+    ctx = client("fedfomo", small(), *samples(10))
+    held = held_out(ctx)
+    ctx.trainer.leave_out(held)
+    seen = [i for _ in ctx.trainer.batches(1) for i in ctx.trainer.indices.tolist()]
+    assert sorted(seen) == sorted(set(range(10)) - set(held.tolist()))
+
+
+def learnable(*args: Any, **changes: Any) -> Federation:
+    """A federation whose labels can be learned: which of the first three pixels is brightest."""
+    federation = Federation(*args, **changes)
+    federation.data = [(x, x.reshape(len(x), -1)[:, :3].argmax(axis=1)) for x, _ in federation.data]
+    return federation
+
+
+def by_hand(federation: Federation, i: int) -> tuple[Model, np.ndarray]:
+    """A client's next start and scores, in float64, from what it keeps and is sent."""
+    ctx, received = federation.context(i)
+    state = federation.states[i].arrays
+    names = [("fedfomo.start.params", "fedfomo.start.buffers"), ("fedfomo.own.params", "fedfomo.own.buffers")]
+    base, own = (Model(state[a], state[b]) for a, b in names)
+    others = [received, *(Model(p, received.buffers) for p in ctx.extras.get("models", ()))]
+    held = held_out(ctx)
+    losses = [ctx.trainer.sample_losses(m, held).astype(np.float64).mean() for m in (base, own, *others)]
+    candidates = np.stack([m.params for m in (own, *others)]).astype(np.float64)
+    gains = (losses[0] - np.array(losses[1:])) / (np.linalg.norm(candidates - base.params, axis=1) + 1e-5)
+    used = np.maximum(gains, 0)
+    return (base if not used.any() else Model((used / used.sum() @ candidates).astype(np.float32), base.buffers)), gains[1:]
+
+
+def test_rounds_by_hand(tmp_path: Path) -> None:
+    federation = learnable(tmp_path, "fedfomo", sizes=(30, 25, 40, 20), fedfomo={"models": 2, "exploration": 0.0})
+    uploads = federation.round()
+    first = [federation.context(i)[1] for i in range(4)]  # ties: the lower ids
+    assert [[j for j in range(4) if first[i].params.tobytes() == uploads.W[j].tobytes()] for i in range(4)] == [[1], [0], [0], [0]]
+    assert (uploads.extras["scores"] == 0).all()
+    mixed = 0
+    for _ in range(2):
+        federation.server.attempt.round = federation.rounds + 1
+        offered = [federation.server.offered(i) for i in range(4)]
+        want = [by_hand(federation, i) for i in range(4)]
+        affinity = [federation.server.personal[i]["affinity"].copy() for i in range(4)]
+        uploads = federation.round()
+        for i in range(4):
+            state = federation.states[i].arrays
+            close(state["fedfomo.start.params"], want[i][0].params)
+            mixed += (want[i][1] > 0).any()
+            assert state["fedfomo.own.params"].tobytes() == uploads.W[i].tobytes()
+            close(uploads.extras["scores"][i], want[i][1], 1e-4)
+            affinity[i][offered[i]] += uploads.extras["scores"][i]
+            close(federation.server.personal[i]["affinity"], affinity[i])
+            assert sum(array.nbytes for array in state.values()) == 8 * (federation.layout.d + federation.layout.b)
+    assert mixed
+
+
+def test_only_clients_that_were_seen_are_offered(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, "fedfomo", sizes=(10, 6, 8, 7))
+    federation.round([1])
+    assert federation.server.offered(0) == federation.server.offered(1) == []
+    assert federation.context(0)[1] is federation.server.global_model
+    assert federation.context(1)[1].params.tobytes() == federation.server.personal[1]["params"].tobytes()
+    federation.round([0, 1])
+    assert federation.server.offered(0) == [1] and federation.server.offered(1) == [0] and not federation.server.offered(2)
+    uploads = federation.round([0, 1, 2])
+    assert uploads.extras["scores"][0, 0] != 0 and (uploads.extras["scores"][:, 1:] == 0).all()
+    ctx, _ = federation.context(0)
+    assert ctx.extras["models"].shape == (1, federation.layout.d)
+
+
+@pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}])
+def test_without_models_it_is_local_on_what_is_not_held_out(tmp_path: Path, kinds: dict[str, Any]) -> None:
+    setting: dict[str, Any] = {"network": lambda: small(**kinds), "learning_rate": 0.1, "sizes": (30, 25)}
+    federation = learnable(tmp_path, "fedfomo", fedfomo={"models": 0}, **setting)
+    own = [federation.initial] * 2
+    stayed = 0
+    for round in range(1, 5):
+        uploads = federation.round()
+        assert not uploads.extras
+        for i in range(2):
+            ctx, _ = federation.context(i, round=round)
+            held = held_out(ctx)
+            ctx.trainer.leave_out(held)
+            before = own[i]
+            own[i] = LocalUpdate[Any]().train(before, federation.states[i], ctx)
+            mine = Model(uploads.W[i], uploads.B[i])
+            assert same(mine, own[i])
+            losses = [ctx.trainer.sample_losses(m, held).mean(dtype=np.float64) for m in (before, own[i])]
+            if losses[1] >= losses[0]:  # it made things worse: next time from where it began
+                own[i], stayed = before, stayed + 1
+    assert stayed < 8
+
+
+def test_sending_models_to_others_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for models, warned in ((5, True), (0, False)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "corolla"):
+            Federation(tmp_path, "fedfomo", fedfomo={"models": models}).server.summary()
+        assert ("sent other clients' models" in caplog.text) == warned
+
+
+def test_small_clients(run: Run, tmp_path: Path) -> None:
+    setting = {**small_clients(tmp_path), "model": "resnet8", "num_server_rounds": 3, "collect_personal_models": True}
+    folder = run(method="fedfomo", **setting)
+    assert not any(record["failures"] for record in read_metrics(folder.path))
+    assert {p.stem for p in (folder.path / "models").iterdir()} == {"client-0", "client-1", "client-2"}

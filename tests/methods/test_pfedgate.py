@@ -1,0 +1,169 @@
+"""pFedGate: blocks by hand and their properties, its gate, the limit FedAvg, what is evaluated, and what leaves a run."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_app import models, weights
+from fl_app.experiments.export import export_state_dict
+from fl_app.layout import Layout
+from fl_app.server.run_folder import read_metrics
+from strategies.pfedgate import Blocks, select_blocks, sub_blocks
+from tests.conftest import Run
+from tests.methods.federation import Federation, close
+from tests.methods.one_client import small
+from tests.methods.runs import small_clients
+from tests.methods.trials import Small as Convolutions
+
+SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
+
+
+def test_blocks_by_hand() -> None:
+    assert sub_blocks(25, 10) == [3] * 8 + [1]  # ceil(25/10) = 3
+    assert sub_blocks(10, 5) == [2] * 5 and sub_blocks(3, 5) == [1] * 3 and sub_blocks(7, 1) == [7]
+    # round(10 g): 9, 5, 5, 1. 4 elements: the first, then of the equal ones the earlier; the last no longer fits.
+    assert select_blocks([0.54, 0.9, 0.46, 0.1], [2, 2, 2, 1], 4) == [0, 1]
+    assert select_blocks([0.5, 0.9, 0.3], [4, 2, 1], 3) == [1, 2]  # what does not fit is passed over
+    assert select_blocks([1, 1], [3, 3], 2) == [] and select_blocks([], [], 5) == []
+
+
+@given(st.integers(1, 200), st.integers(1, 12))
+def test_sub_blocks_are_all_of_a_tensor(size: int, parts: int) -> None:
+    sizes = sub_blocks(size, parts)
+    assert sum(sizes) == size and len(sizes) <= parts and len(set(sizes[:-1])) <= 1 and 0 < sizes[-1] <= sizes[0]
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=5), st.integers(1, 6), st.floats(0.05, 1),
+       st.integers(0, 2**32 - 1))  # fmt: skip
+def test_kept_blocks_fit(tensors: list[tuple[int, bool]], parts: int, sparsity: float, seed: int) -> None:
+    blocks = Blocks(tuple(tuple(sub_blocks(n, parts)) for n, _ in tensors), tuple(linear for _, linear in tensors))
+    g = np.random.default_rng(seed).random(blocks.count)
+    kept, at = blocks.kept(g, sparsity, parts), 0
+    used = {True: 0, False: 0}
+    for (_, linear), sizes in zip(tensors, blocks.sizes, strict=True):
+        own = kept[at : at + len(sizes)]
+        assert own[0]
+        used[linear] += int(np.array(sizes)[1:][own[1:]].sum())
+        at += len(sizes)
+    least = min(max(1 / parts, 0.1), sparsity)
+    for linear in (True, False):
+        assert used[linear] <= (sparsity - least) * sum(n for n, is_linear in tensors if is_linear == linear) + 1e-6
+    assert blocks.kept(g, 1.0, parts).all()
+
+
+@pytest.mark.parametrize("network", [small, lambda: small(batchnorm=True)], ids=["plain", "batchnorm"])
+def test_gates_of_1_are_fedavg_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: Any) -> None:
+    common: dict[str, Any] = {"network": network, "sizes": (8, 6, 10), "momentum": 0.5}
+    ours, theirs = Federation(tmp_path, "pfedgate", **common), Federation(tmp_path, "fedavg", **common)
+    original = ours.module
+
+    def without_gate() -> Any:
+        module = original()
+        module.gates = lambda x: torch.ones(module.blocks.count)
+        return module
+
+    monkeypatch.setattr(ours, "module", without_gate)
+    for ids in ([0, 1, 2], [0, 2]):
+        ours.round(ids)
+        theirs.round(ids)
+        assert ours.server.global_model.params.tobytes() == theirs.server.global_model.params.tobytes()
+        assert ours.server.global_model.buffers.tobytes() == theirs.server.global_model.buffers.tobytes()
+
+
+def test_convolutions_behind_gates_of_1_compute_the_same(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, "pfedgate", network=lambda: seeded(Convolutions()))
+    module: Any = federation.module().eval()
+    x = torch.rand(5, 1, 8, 8)
+    torch.testing.assert_close(module(x), module.network.eval()(x), rtol=0, atol=0)
+
+
+def seeded(module: Any) -> Any:
+    torch.manual_seed(0)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return module
+
+
+@pytest.mark.parametrize("sparsity", [1.0, 0.5])
+def test_what_is_evaluated_is_what_is_exported(tmp_path: Path, sparsity: float) -> None:
+    federation = Federation(tmp_path, "pfedgate", pfedgate={"sparsity": sparsity}, network=lambda: small(batchnorm=True))
+    for _ in range(2):
+        federation.round([0, 1])
+    for i in (0, 2):  # one that took part, and one that never did
+        model = federation.evaluated(i)
+        ctx, _ = federation.context(i)
+        alone = small(batchnorm=True)
+        weights.write(alone, federation.method.local_update().export(model, federation.states[i], ctx))
+        ctx.trainer.load(model)
+        module: Any = ctx.trainer.module.eval()
+        x, _ = ctx.trainer.samples(np.arange(5))
+        torch.testing.assert_close(module(x), alone.eval()(x))
+        torch.testing.assert_close(module(x[:1]), module(x)[:1])  # whatever else is in the batch
+        assert ((module.g > 0) & (module.g < 1)).all()
+        images, _ = ctx.trainer.samples(np.arange(len(federation.data[i][0])))
+        torch.testing.assert_close(module.g, module.gates(images))
+    layout, sent, kept = federation.layout, federation.server.layout, federation.states[0].arrays
+    assert sum(a.nbytes for a in kept.values()) == 4 * (layout.d + layout.b - sent.d - sent.b)
+
+
+def test_dropped_blocks_are_0_and_their_gates_learn(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, "pfedgate", pfedgate={"sparsity": 0.4})
+    ctx, received = federation.context(0, round=1)
+    update = federation.method.local_update()
+    start = update.merge(received, federation.states[0], ctx)
+    exported = update.export(start, federation.states[0], ctx).params
+    module: Any = ctx.trainer.module
+    g = ctx.layout.tensors(start)["g"]
+    kept = np.repeat(module.blocks.kept(g, 0.4, 5), np.concatenate([np.array(own) for own in module.blocks.sizes]))
+    assert 0 < kept.sum() < len(kept) and (exported[~kept] == 0).all() and (exported[kept] != 0).any()
+    ctx.trainer.load(start)
+    x, y = next(iter(ctx.trainer.batches(1)))
+    ctx.trainer.differentiate(x, y)
+    linear = [p for n, p in module.named_parameters() if n == "gate.2.bias"][0]
+    assert linear.grad is not None  # BatchNorm behind it takes its mean away; what follows does not
+    shift = [p for n, p in module.named_parameters() if n == "gate.3.bias"][0]
+    batch_kept = module.blocks.kept(module.gates(x).detach().numpy(), 0.4, 5)
+    assert (shift.grad.numpy()[~batch_kept] != 0).any()
+
+
+@pytest.mark.parametrize("alternate", [False, True])
+def test_the_gate_stays_and_both_sides_train(tmp_path: Path, alternate: bool) -> None:
+    federation = Federation(tmp_path, "pfedgate", pfedgate={"alternate": alternate}, local_epochs=1)
+    before = federation.server.global_model.params.copy()
+    uploads = federation.round()
+    assert uploads.W.shape[1] == Layout.of(small()).d and (uploads.W != before).any()
+    gates = [state.arrays["local.params"] for state in federation.states]
+    assert not (gates[0] == gates[1]).all()
+    close(federation.server.global_model.params, uploads.sizes @ uploads.W / uploads.sizes.sum())
+
+
+def test_gradients_are_cut(tmp_path: Path) -> None:
+    federation = Federation(tmp_path, "pfedgate", sizes=(4,), local_epochs=1, network=lambda: seeded(small()), momentum=0.0)
+    federation.initial.params[:] *= 1e3  # huge gradients
+    federation.server.global_model = federation.initial and federation.layout.take(federation.initial, federation.shared)
+    before = federation.server.global_model.params.copy()
+    uploads = federation.round()
+    assert np.linalg.norm(uploads.W[0].astype(np.float64) - before) <= 0.1 * 10 * 1.01
+
+
+def test_models_leave_a_run_as_the_users_own(run: Run, tmp_path: Path) -> None:
+    setting = {**small_clients(tmp_path), "collect_personal_models": True, "finetune_epochs": 1, "model": "resnet8"}
+    folder = run(method="pfedgate", **setting)
+    records = list(read_metrics(folder.path))
+    assert not any(record["failures"] or record.get("evaluation", {}).get("failures") for record in records)
+    clients = records[-1]["evaluation"]["clients"]
+    layout = Layout.of(models.build("resnet8", **SHAPE))
+    for i in range(3):
+        model = weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout)
+        assert hashlib.sha256(model.params.tobytes()).hexdigest() == clients[str(i)]["sha256"]
+    for client in (None, 2):
+        state = torch.load(export_state_dict(folder.path, client, tmp_path / f"{client}.pt"))
+        models.build("resnet8", **SHAPE).load_state_dict(state, strict=True)

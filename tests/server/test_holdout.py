@@ -1,0 +1,32 @@
+"""Clients that never train: drawn by the seed, left out of every round, told of apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from fl_app.server.run_folder import read_metrics, read_summary
+from tests.conftest import Run, config
+
+
+def test_who_is_unseen() -> None:
+    assert config(num_clients=10).unseen == frozenset()
+    some = config(num_clients=10, holdout_clients=0.2).unseen
+    assert len(some) == 2 and some <= set(range(10)) and some == config(num_clients=10, holdout_clients=0.2).unseen
+    assert len(config(num_clients=3, holdout_clients=0.01).unseen) == 1
+    assert len(config(num_clients=2, holdout_clients=0.9).unseen) == 1
+    assert [config(num_clients=10, holdout_clients=h).num_training for h in (0.0, 0.2)] == [10, 8]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedcac"])
+def test_a_run_with_unseen_clients(run: Run, method: str) -> None:
+    folder = run(method=method, num_clients=4, holdout_clients=0.25, finetune_epochs=1)
+    (unseen,) = config(num_clients=4, holdout_clients=0.25).unseen
+    rounds, summary = list(read_metrics(folder.path)), read_summary(folder.path)
+    assert all(set(r["clients"]) == {str(i) for i in range(4) if i != unseen} for r in rounds)
+    evaluation = rounds[-1]["evaluation"]
+    rows = evaluation["clients"]
+    seen = [row["accuracy"] for i, row in rows.items() if i != str(unseen)]
+    assert evaluation["accuracy"] == pytest.approx(sum(seen) / 3) == summary["final-accuracy"]
+    apart = rows[str(unseen)]
+    assert evaluation["unseen"]["ids"] == [unseen] and summary["unseen-accuracy"] == apart["accuracy"]
+    assert summary["unseen-accuracy-finetuned"] == apart["accuracy-finetuned"] and summary["digest"]

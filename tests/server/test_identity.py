@@ -1,0 +1,52 @@
+"""Whose a client id is."""
+
+from __future__ import annotations
+
+import pytest
+
+from fl_app.server.identity import Holders, Identity
+from fl_app.wire import WireError
+
+A, B = Identity(b"a"), Identity(b"b")
+
+
+def refused(holders: Holders, client_id: int, who: Identity, online: bool) -> str:
+    with pytest.raises(WireError) as info:
+        holders.claim(client_id, who, online)
+    return str(info.value)
+
+
+def test_an_id_is_its_first_holders() -> None:
+    holders = Holders()
+    holders.claim(1, A, False)
+    assert refused(holders, 1, B, True) == "two SuperNodes carry this partition-id"
+    holders.claim(1, A, True)  # itself
+
+
+def test_a_node_is_one_client_for_the_whole_run() -> None:
+    holders = Holders()
+    holders.claim(1, A, False)
+    assert refused(holders, 2, A, False) == "its key is that of client 1"
+
+
+def test_a_node_that_nobody_registered_comes_back_with_a_new_key_once_it_is_gone() -> None:
+    holders = Holders()
+    holders.claim(1, A, False)
+    holders.claim(1, B, False)
+    assert refused(holders, 2, B, False) == "its key is that of client 1"
+    holders.claim(2, A, False)  # a key that is nobody's any more
+
+
+def test_a_registered_key_keeps_its_id_while_its_node_is_away() -> None:
+    holders = Holders()
+    holders.claim(1, Identity(b"a", "hospital"), False)
+    assert refused(holders, 1, B, False) == "this partition-id belongs to the key of hospital"
+    assert refused(holders, 1, Identity(b"c", "bank"), False) == "this partition-id belongs to the key of hospital"
+    holders.claim(1, Identity(b"new", "hospital"), False)  # its key was renewed
+
+
+def test_who_was_registered_for_an_id_has_the_first_right_to_it() -> None:
+    holders = Holders()
+    holders.claim(1, Identity(b"b", "supernode-2"), False)
+    holders.claim(1, Identity(b"a", "supernode-1"), True)
+    assert refused(holders, 1, Identity(b"b", "supernode-2"), True) == "two SuperNodes carry this partition-id"

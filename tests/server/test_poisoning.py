@@ -1,0 +1,220 @@
+"""Clients that lie within the format, in whole runs in one process (benchmarks/attacks.py): who is named, and who is not."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import client_app.client
+from benchmarks import attacks, poisoning
+from benchmarks.attacks import ATTACKS
+from benchmarks.poisoning import Outcome, Trial
+from fl_app import wire
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.layout import Model
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from strategies import METHOD_PARAMS, METHODS, masks
+from strategies.base.screening import Screening
+from strategies.base.uploads import Intake
+from strategies.robust import RULES
+from tests.conftest import Run, flat, flat_layout
+
+Attacked = Callable[..., RunFolder]
+
+CLIENTS = 5
+LIAR = CLIENTS - 1
+
+
+@pytest.fixture
+def attacked(run: Run, raw_config: dict[str, Any]) -> Attacked:
+    """Run with five clients of which the last one lies."""
+
+    def start(attack: str, **changes: Any) -> RunFolder:
+        config = parse({**raw_config, "num-clients": CLIENTS, **flat(changes)}, METHOD_PARAMS)
+        return run(app=attacks.client_app(ATTACKS[attack], 1, config), num_clients=CLIENTS, **changes)
+
+    return start
+
+
+def failures(folder: RunFolder) -> list[tuple[int, int, str]]:
+    return [(r["round"], f["client"], f["cause"]) for r in read_metrics(folder.path) for f in r["failures"]]
+
+
+# who is named
+
+
+@pytest.mark.parametrize("attack", ["x 1e6", "w -> -w", "noise"])
+@pytest.mark.parametrize("method", ["fedavg", "fedcac", "feddac"])
+def test_the_liar_is_dropped_by_name_and_nobody_else(attacked: Attacked, method: str, attack: str) -> None:
+    folder = attacked(attack, method=method)
+    assert [(r, client) for r, client, _ in failures(folder)] == [(1, LIAR), (2, LIAR)]
+    assert all("parameters lie" in cause and "max-update-norm allows 3 times" in cause for *_, cause in failures(folder))
+    last = list(read_metrics(folder.path))[-1]
+    assert list(last["clients"]) == ["0", "1", "2", "3"]
+    assert last["evaluation"]["absent"] == [] and read_summary(folder.path)["digest"]
+
+
+def test_a_dropped_liar_leaves_no_trace_in_the_others(run: Run, attacked: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hashes(folder: RunFolder) -> list[str]:
+        clients = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
+        return [clients[str(i)]["sha256"] for i in range(LIAR)]
+
+    dropped = hashes(attacked("x 1e6", method="fedcac", run_name="dropped"))
+    original = client_app.client.CorollaClient._train
+
+    def train(self: Any, download: Any) -> wire.Upload:
+        if self.client_id == LIAR:
+            raise RuntimeError("absent")
+        return original(self, download)
+
+    monkeypatch.setattr(client_app.client.CorollaClient, "_train", train)
+    assert dropped == hashes(run(method="fedcac", num_clients=CLIENTS, run_name="absent"))
+
+
+def test_the_panel_names_it(attacked: Attacked, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("corolla"), "propagate", True)
+    caplog.set_level(logging.INFO, "corolla")
+    attacked("x 1e6", num_server_rounds=1)
+    assert f"round 1: client {LIAR} dropped: its parameters lie" in caplog.text and "; 1 failed | data" in caplog.text
+
+
+def test_without_the_bound_the_error_names_the_liar_and_not_its_victims_alone(attacked: Attacked) -> None:
+    with pytest.raises(UserError) as info:
+        attacked("x 1e6", max_update_norm=0.0, local_epochs=5)
+    text = str(info.value)
+    assert "round 2 failed in 2 attempts" in text and "the model it was sent had a loss of" in text
+    assert f"the models came out of round 1, where client {LIAR} was used though its parameters lie" in text
+    assert text.endswith("it is the likely cause, and max-update-norm = 3 drops such uploads")
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("method", ["fedavg", "fedcac"])
+def test_a_robust_mean_alone_bears_with_a_liar(attacked: Attacked, method: str, rule: str) -> None:
+    folder = attacked("x 1e6", method=method, robust=rule, max_update_norm=0.0, num_server_rounds=3, fedcac={"beta": 1})
+    clients = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
+    assert all(clients[str(i)]["loss"] < 50 for i in range(LIAR))
+    assert {client for _, client, _ in failures(folder)} <= {LIAR}  # FedCAC leaves it with its own model
+
+
+# who is not
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedcac", "fedselect", "pfedme"])
+def test_nobody_lying_nothing_changes(run: Run, method: str) -> None:
+    folders = [
+        run(method=method, num_clients=CLIENTS, run_name=f"{k}", **own)
+        for k, own in enumerate(({"max_update_norm": 0.0}, {}, {"max_size_weight": 3.0}))
+    ]
+    assert not any(failures(folder) for folder in folders)
+    assert len({read_summary(folder.path)["digest"] for folder in folders}) == 1
+
+
+def test_a_resumed_run_drops_the_same(attacked: Attacked, tmp_path: Path) -> None:
+    """What was seen of distances is in checkpoints."""
+    whole = attacked("-5 x update", num_server_rounds=3, run_name="whole")
+    attacked("-5 x update", num_server_rounds=1, run_name="part")
+    again = attacked("-5 x update", num_server_rounds=3, resume=str(tmp_path / "runs" / "part"), run_name="part")
+    assert failures(again) == failures(whole)
+    assert read_summary(again.path)["digest"] == read_summary(whole.path)["digest"]
+
+
+# what is refused
+
+
+@pytest.mark.parametrize(("method", "rule", "says"), [
+    ("feddac", "median", "method feddac has no mean over clients that it could replace, got 'median'"),
+    ("local", "krum", "method local has no mean over clients that it could replace, got 'krum'"),
+    ("fedpake", "median", "method fedpake has no mean over clients"),
+    ("fedamp", "median", "method fedamp has no mean over clients"),
+    ("pfedfda", "median", "method pfedfda can do none, geometric-median, krum, got 'median'"),
+])  # fmt: skip
+def test_rules_that_make_no_sense_are_refused_before_anything_starts(run: Run, method: str, rule: str, says: str) -> None:
+    with pytest.raises(UserError, match=f"robust: {says}"):
+        run(method=method, robust=rule)
+
+
+def test_every_method_says_what_it_can_do() -> None:
+    able = {name for name, method in METHODS.items() if method.strategy.robust}
+    assert set(METHODS) - able == {"local", "feddac", "fedpake", "fedamp", "fedselect", "feddwa", "fedfomo", "cfl"}
+    assert all(method.strategy.robust <= RULES for method in METHODS.values())
+
+
+# the pieces
+
+
+def intake_of(distances: list[float], sizes: list[float] | None = None) -> Intake:
+    """An intake of one-parameter uploads at these places."""
+    n = len(distances)
+    expected = wire.Expected(1, 0)
+    intake = Intake.of(list(range(n)), expected)
+    for i, (place, size) in enumerate(zip(distances, sizes or [1.0] * n, strict=True)):
+        intake.accept(i, wire.Upload(Model(np.array([place], np.float32), np.zeros(0, np.float32)), num_examples=int(size)), {})
+    return intake
+
+
+def found(screening: Screening, round: int, intake: Intake, limit: float = 3) -> dict[int, float]:
+    stacks = {"parameters": intake.W, "BatchNorm statistics": intake.B}
+    return {s.client_id: round_to(s.medians) for s in screening.strays(round, intake, stacks, limit)}
+
+
+def round_to(value: float) -> float:
+    return round(value, 6)
+
+
+def test_strays_by_hand() -> None:
+    # median 0, distances 1 1 0 2 7, their median 1
+    assert found(Screening(), 1, intake_of([-1, 1, 0, -2, 7])) == {4: 7}
+    assert found(Screening(), 1, intake_of([-1, 1, 0, -2, 3])) == {}
+    # with more samples than most it may be farther, tenfold at most
+    assert found(Screening(), 1, intake_of([-1, 1, 0, -2, 7], [1, 1, 1, 1, 5])) == {}
+    assert found(Screening(), 1, intake_of([-1, 1, 0, -2, 40], [1, 1, 1, 1, 2**40])) == {4: 4}
+    # of two nobody can say; where most are equal nothing says what is far
+    assert found(Screening(), 1, intake_of([0, 1e6])) == found(Screening(), 1, intake_of([0, 0, 0, 1])) == {}
+
+
+def test_one_that_was_absent_may_move_as_far_as_the_others_did() -> None:
+    screening = Screening()
+    assert found(screening, 1, intake_of([-10, 10, 0, -20, 20])) == {}
+    screening.accept(1, [0, 1, 2, 3])
+    later = intake_of([-1, 1, 0, 7, -7])  # 3 was there in round 1, 4 is new
+    assert found(screening, 2, later) == {3: 7}
+    again = Screening.restored(screening.saved())
+    assert again == screening and found(again, 2, later) == {3: 7}
+
+
+def test_attacks_by_hand() -> None:
+    layout = flat_layout([4])
+    sent, trained = np.zeros(layout.d, np.float32), np.array([1, 2, 0, -1], np.float32)
+    nothing = np.zeros(0, np.float32)
+
+    def upload(*ones: int) -> wire.Upload:
+        return wire.Upload(Model(trained, nothing), mask=masks.pack(np.isin(np.arange(4), ones)))
+
+    scene = attacks.Scene(Model(sent, nothing), upload(0, 1), [upload(2, 3), upload(2, 3)], 1, np.random.default_rng(0))
+    lies = {name: attack(scene) for name, attack in ATTACKS.items()}
+    assert lies["x 1e6"].model.params.tolist() == [1e6, 2e6, 0, -1e6]
+    assert lies["w -> -w"].model.params.tolist() == [-1, -2, 0, 1]
+    assert lies["-5 x update"].model.params.tolist() == lies["crafted mask"].model.params.tolist() == [-5, -10, 0, 5]
+    assert masks.unpack(lies["crafted mask"].mask, 4).tolist() == [False, False, True, True]  # type: ignore[arg-type]
+    assert all(lie.model.params.dtype == np.float32 for lie in lies.values())
+
+
+def test_the_adaptive_liar_is_not_caught() -> None:
+    trial = Trial("fedavg", "adaptive", 1, "default")
+    assert poisoning.outcome(trial, clients=5, rounds=1).liars_dropped == 0
+
+
+def test_the_table_by_hand() -> None:
+    trials = [Trial("feddac", "x 1e6", 1, name) for name in poisoning.defences("feddac")]
+    outcomes = dict(zip(trials, (Outcome(None), Outcome(0.8754, 2, 15)), strict=True))
+    assert poisoning.table("feddac", outcomes).splitlines() == [
+        "| `feddac` | liars | none | default |", "|---|---|---|---|", "| x 1e6 | 1 | ends | .875 (honest uploads dropped: 2) |",
+    ]  # fmt: skip
+    assert dataclasses.astuple(Outcome(None)) == (None, 0, 0)

@@ -1,0 +1,60 @@
+"""What clients report, checked and summarized."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from fl_app.layout import Model
+from fl_app.server import record as records
+from fl_app.wire import Upload, WireError
+from tests.conftest import f32
+
+SAID = {"train-samples": 24, "test-samples": 10}
+
+
+def upload(num_examples: int = 24, **metrics: Any) -> Upload:
+    reported = {name.replace("_", "-"): value for name, value in metrics.items()}
+    return Upload(Model(f32(1), f32()), metrics={"test-samples": 10, "loss": 0.5} | reported, num_examples=num_examples)
+
+
+def test_known_numbers_are_kept_and_nothing_else() -> None:
+    sent = upload(accuracy_before=0.5, seconds_train=1.0, alpha=0.25, collaborators=3, text="x", state_version="000002-000000")
+    kept = {"test-samples": 10, "loss": 0.5, "accuracy-before": 0.5, "seconds-train": 1.0, "state-version": "000002-000000"}
+    assert records.check_upload(sent) == kept
+    assert records.check_upload(sent, ("alpha",), SAID, "000002-000000") == {**kept, "alpha": 0.25}
+
+
+@pytest.mark.parametrize(("sent", "words"), [
+    (upload(loss=1.5e308), r"metric loss must be a number in \[0, 1e\+30\], got 1.5e\+308"),
+    (upload(loss_before=-1), "metric loss-before"),
+    (upload(seconds_train=1e31), "metric seconds-train"),
+    (upload(seconds_train="x" * 10), "metric seconds-train"),
+    (upload(2**62), "num_examples must be the 24 that the client told when it connected, got 4611686018427387904"),
+    (upload(test_samples=11), "test-samples must be the 10 that the client told when it connected, got 11"),
+    (upload(state_version="000001-000000"), "state-version must be 000002-000000 or empty, got '000001-000000'"),
+    (upload(state_used="../x"), "state-used must be a state's version"),
+])  # fmt: skip
+def test_numbers_that_cannot_be(sent: Upload, words: str) -> None:
+    with pytest.raises(WireError, match=words):
+        records.check_upload(sent, (), SAID, "000002-000000")
+
+
+def test_no_number_of_a_client_makes_a_mean_that_json_does_not_have() -> None:
+    rows = [{"loss": 1.7e308, "test-samples": 2**52}] * 3
+    assert records.mean_and_pooled(rows, "loss") == (None, None)
+    notes = {"notes": [math.inf, 1.0]}
+    rows = [records.client_row({"loss": value, "test-samples": 1}, 1, 1, 1, notes) for value in (math.inf, 1.0)]
+    record = records.round_record(1, dict(enumerate(rows)), 2, {"x": {"y": math.nan}}, [])
+    assert json.loads(json.dumps(record, allow_nan=False))["loss"] == 1.0
+    assert record["x"] == {"y": None} and record["clients"]["0"]["notes"] == [None, 1.0] and record["clients"]["0"]["loss"] is None
+
+
+def test_an_evaluation_s_samples_are_those_the_client_told() -> None:
+    sha = "ab" * 32
+    assert records.check_evaluation({"accuracy": 0.5, "sha256": sha, "x": 3}, 10, SAID) == {"accuracy": 0.5, "sha256": sha}
+    with pytest.raises(WireError, match="test-samples must be the 10"):
+        records.check_evaluation({"accuracy": 0.5, "sha256": sha}, 11, SAID)
