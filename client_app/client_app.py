@@ -11,8 +11,9 @@ from flwr.compat.client.client import Client
 
 from client_app.client import CorollaClient, Refusal
 from fl_app import plugins
-from fl_app.config import parse
+from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
+from fl_app.keys import own
 from strategies import METHOD_PARAMS, METHODS
 
 # Ray listens on all of a machine's addresses, and runs what anybody sends there, unless it is told that no other machine will
@@ -27,7 +28,8 @@ def client_fn(context: Context) -> Client:
         raise UserError(f"the SuperNode needs --node-config 'partition-id=K num-partitions=N', got {context.node_config}")
     try:
         plugins.read(str(context.run_config.get("plugins", "")))
-        config = parse(context.run_config, METHOD_PARAMS)
+        method = str(context.run_config.get("method", RunConfig.method))
+        config = parse(own(context.run_config, method), METHOD_PARAMS.of(method))
     except UserError as error:
         return Refusal(client_id, str(error)).to_client()
     config = dataclasses.replace(config, num_clients=num_clients)

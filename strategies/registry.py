@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import sys
 from collections.abc import Iterator, Mapping
-from types import ModuleType
 from typing import Any
 
 from fl_app import plugins
@@ -17,33 +17,36 @@ from strategies.base import LocalUpdate, Method, PersonalizedStrategy
 
 
 class Methods(Mapping[str, Method[Any]]):
-    """The methods by name. `module:NAME` is one of the user's own: it is imported when it is asked for.
+    """The methods by name. `module:NAME` is one of the user's own.
 
-    Counted and iterated over are the built-in ones alone.
+    A method is imported when it is asked for: a client needs one. Counted and iterated over are the built-in ones alone.
+    names: of the built-in methods, each in strategies/<name>.py with underscores.
     """
 
-    def __init__(self, modules: tuple[ModuleType, ...]) -> None:
-        self._modules = {module.METHOD.name: module for module in modules}
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = dict.fromkeys(names)
 
     def __getitem__(self, name: str) -> Method[Any]:
         """Raise KeyError for an unknown name, UserError for a reference to what is no method."""
         if plugins.is_reference(name):
             return self._from_outside(name)
-        method: Method[Any] = self._modules[name].METHOD
+        if name not in self._names:
+            raise KeyError(name)
+        method: Method[Any] = importlib.import_module(_module(name)).METHOD
         return method
 
     def __iter__(self) -> Iterator[str]:
         """Yield the built-in methods' names."""
-        return iter(self._modules)
+        return iter(self._names)
 
     def __len__(self) -> int:
         """Count the built-in methods."""
-        return len(self._modules)
+        return len(self._names)
 
     def summary(self, name: str) -> str:
         """Return the first line of a method's docstring."""
         method = self[name]
-        module = sys.modules[name.partition(":")[0]] if plugins.is_reference(name) else self._modules[method.name]
+        module = sys.modules[name.partition(":")[0] if plugins.is_reference(name) else _module(method.name)]
         return ((module.__doc__ or "").strip().splitlines() or [""])[0]
 
     def _from_outside(self, name: str) -> Method[Any]:
@@ -58,6 +61,10 @@ class Methods(Mapping[str, Method[Any]]):
         except UserError as error:
             raise UserError(f"method {name}: {error}") from None
         return method
+
+
+def _module(name: str) -> str:
+    return f"strategies.{name.replace('-', '_')}"
 
 
 @functools.cache
@@ -100,6 +107,10 @@ class Params(Mapping[str, type]):
     def __getitem__(self, name: str) -> type:
         """Raise as Methods does."""
         return self._methods[name].params
+
+    def of(self, name: str) -> Mapping[str, type]:
+        """Return that method's alone, all where there is none of that name. Raises UserError as Methods does."""
+        return {name: self[name]} if name in self else self
 
     def __iter__(self) -> Iterator[str]:
         """Yield the built-in methods' names."""
