@@ -58,6 +58,7 @@ def test_counted_passes_by_hand() -> None:
     assert str(methods.Passes(1, 0, 0, 1, 8)) == "E forward, 1 backward, 8 solves"
 
 
+@pytest.mark.long
 def test_every_method_has_a_row_in_the_table_of_methods() -> None:
     seconds = methods.measure("mlp", side=8, channels=1, batch=8, steps=2, repeats=1)
     text, ratios = methods.table({"mlp": seconds})

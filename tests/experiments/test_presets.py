@@ -221,6 +221,7 @@ def test_dry_run_prints_what_a_run_would_use_and_touches_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_every_available_preset_starts_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

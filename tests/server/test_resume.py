@@ -54,8 +54,11 @@ def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(
     "sets",
-    [["method=fedavg"], ["method=local"], ["method=fedcac", "fedcac.beta=3", "model=resnet8", "train-samples=40"]],
-    ids=["fedavg", "local", "fedcac-batchnorm"],
+    [
+        pytest.param(["method=fedavg"], id="fedavg", marks=pytest.mark.long),
+        pytest.param(["method=local"], id="local", marks=pytest.mark.long),
+        pytest.param(["method=fedcac", "fedcac.beta=3", "model=resnet8", "train-samples=40"], id="fedcac-batchnorm"),
+    ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, sets: list[str]) -> None:
     whole = run(start(tmp_path, "whole", sets))
