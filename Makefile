@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 NEXT := .venv-next
 
-.PHONY: install run test test-long test-faults test-hostile test-next test-docker cluster-demo soak bench bench-short check lint types \
+.PHONY: install run test test-long test-faults test-nightly test-hostile test-next test-docker cluster-demo soak bench bench-short check lint types \
   docs clean
 
 install: $(VENV)/.installed
@@ -17,21 +17,25 @@ $(VENV)/.installed: pyproject.toml
 run: install
 	$(BIN)/corolla demo
 
-# first what needs no Flower processes, on up to four cores, then what starts them, one after the other
+# first what needs no Flower processes, on up to four cores with a thread each, then what starts them, one after the other
 test: install
 	@echo "1/2: what needs no Flower processes"
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --ignore tests/e2e
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --ignore tests/e2e
 	@echo "2/2: what starts them"
 	@$(BIN)/python -m pytest tests/e2e
 
 # minutes of real Flower processes: every method in simulation, launched clusters
 test-long: install
-	$(BIN)/python -m pytest -m long -n auto --maxprocesses 4 --ignore tests/e2e
-	$(BIN)/python -m pytest -m long tests/e2e
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long and not nightly" -n auto --maxprocesses 4 --ignore tests/e2e
+	$(BIN)/python -m pytest -m "long and not nightly" tests/e2e
 
 # deployments whose processes are killed and whose network is cut (as root; says so otherwise)
 test-faults: install
-	$(BIN)/python -m pytest -m faults -rs
+	$(BIN)/python -m pytest -m "faults and not nightly" -rs tests/e2e
+
+# the rest of both: every method in simulation, longer cuts, leaks; the better part of an hour
+test-nightly: install
+	$(BIN)/python -m pytest -m nightly -rs tests/e2e
 
 # the newest Flower, in an environment of its own on top of this one's other packages: unit tests there, and digests of both
 test-next: install
@@ -58,7 +62,7 @@ cluster-demo:
 
 # 20 SuperNodes for 20 rounds: memory stays flat, nothing is left running
 soak: install
-	COROLLA_SOAK_CLIENTS=20 COROLLA_SOAK_ROUNDS=20 $(BIN)/python -m pytest -m faults -k leak -s
+	COROLLA_SOAK_CLIENTS=20 COROLLA_SOAK_ROUNDS=20 $(BIN)/python -m pytest -m nightly -k leak -s tests/e2e
 
 # ratios of docs/performance.md; about half an hour on two idle cores
 bench: install

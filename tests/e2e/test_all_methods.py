@@ -18,6 +18,8 @@ from tests.e2e.conftest import Cluster, corolla, settings, summary
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
+# each has its own in messages: masks, counts, Gaussians, a generator, several models, others' models, control variates
+OWN_MESSAGES = ("fedcac", "fedobp", "pfedfda", "fedgen", "fedem", "fedfomo", "scaffold", "perfedmask")
 
 SMALL = {
     "num-server-rounds": 2, "num-clients": 4, "fraction-train": 0.5, "train-samples": 24, "test-samples": 12,
@@ -26,10 +28,17 @@ SMALL = {
 
 
 @pytest.mark.usefixtures("own_methods")
-def test_simulation_equals_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "methods",
+    [
+        pytest.param([*OWN_MESSAGES, *OWN_METHODS], id="own-messages"),
+        pytest.param([name for name in METHODS if name not in OWN_MESSAGES], id="the-others", marks=pytest.mark.nightly),
+    ],
+)
+def test_simulation_equals_one_process(tmp_path: Path, methods: list[str]) -> None:
     common = {**SMALL, "state-dir": str(tmp_path / "state")}
     with simulation(4, 1, 0) as submit:
-        for method in [*METHODS, *OWN_METHODS]:
+        for method in methods:
             name = table_of(method)
             config = {**common, "method": method, "output-dir": str(tmp_path), "run-name": f"{name}-simulation"}
             config["plugins"] = plugins.fingerprint(plugins.files(config))

@@ -19,7 +19,7 @@ import pytest
 from tests.e2e.conftest import Cluster, Run, replay, rounds, summary
 
 pytestmark = [
-    pytest.mark.faults, pytest.mark.timeout(900),
+    pytest.mark.nightly, pytest.mark.timeout(900),
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"),
 ]  # fmt: skip
 

@@ -59,7 +59,9 @@ def test_client_slower_than_the_timeout_is_named_and_has_the_right_model_when_it
     assert_nothing_is_lost(run, tmp_path)
 
 
-@pytest.mark.parametrize("repeated", [False, True], ids=["round-goes-on", "round-is-repeated"])
+@pytest.mark.parametrize(
+    "repeated", [pytest.param(False, id="round-goes-on"), pytest.param(True, id="round-is-repeated", marks=pytest.mark.nightly)]
+)
 def test_killed_client_process(cluster: Cluster, tmp_path: Path, repeated: bool) -> None:
     cluster.start(3)
     cluster.hold(1, training=2)
@@ -105,7 +107,7 @@ def test_supernode_that_joins_late_takes_part(cluster: Cluster, tmp_path: Path) 
     assert_nothing_is_lost(run, tmp_path)
 
 
-@pytest.mark.parametrize("victim", ["serverapp", "superlink"])
+@pytest.mark.parametrize("victim", [pytest.param("serverapp", marks=pytest.mark.nightly), "superlink"])
 def test_killed_server_resumes_to_the_same_bits(cluster: Cluster, tmp_path: Path, victim: str) -> None:
     cluster.database = True
     cluster.start(3)
@@ -145,6 +147,7 @@ def started_by(process: psutil.Process, word: str) -> list[psutil.Process]:
 # Client state
 
 
+@pytest.mark.nightly
 def test_unwritable_state_directory_fails_that_client_by_name(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     cluster.start_superlink()
@@ -228,6 +231,7 @@ def test_truncated_state_is_never_used_but_the_one_before(cluster: Cluster, tmp_
     assert f"client 1: its state of {file.stem} is damaged, it went on from {before.stem}" in " ".join(run.log.split())
 
 
+@pytest.mark.nightly
 def test_truncated_state_with_none_before_fails_that_client_by_name(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(3)
     for training in (1, 2):
@@ -250,6 +254,7 @@ def test_truncated_state_with_none_before_fails_that_client_by_name(cluster: Clu
 # Soak
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(3600)  # 20 SuperNodes for 20 rounds start 400 client processes
 def test_five_supernodes_for_eight_rounds_leak_nothing(lab: Lab, tmp_path: Path) -> None:
     clients, total = (int(os.environ.get(f"COROLLA_SOAK_{n}", d)) for n, d in (("CLIENTS", "5"), ("ROUNDS", "8")))

@@ -120,6 +120,7 @@ def test_cut_of_20_seconds_loses_nothing(network: Network, apart: Cluster, tmp_p
     assert meanings("supernode-2", apart.log("supernode-2")) == []  # whether gRPC said anything or waited
 
 
+@pytest.mark.nightly
 def test_cut_of_80_seconds_repeats_the_round(network: Network, apart: Cluster, tmp_path: Path) -> None:
     apart.hold(2, training=2)
     run = Run(apart, tmp_path / "cut", 3, COMMON | EVERY_REPLY)

@@ -115,6 +115,7 @@ def test_every_link_of_the_page_leads_somewhere(fedcac: Path, fedavg: Path, tmp_
     assert {*names, "results", "pictures", "run-1"} <= set(anchors)
 
 
+@pytest.mark.long
 def test_every_picture_comes_as_png_svg_and_pdf_too_always_the_same_bytes(fedavg: Path, tmp_path: Path) -> None:
     contents = []
     for k in range(2):
