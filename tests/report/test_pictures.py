@@ -36,7 +36,7 @@ def test_a_legend_is_never_wider_than_the_picture(letters: int) -> None:
 
 
 @pytest.mark.parametrize(("num_runs", "num_clients", "seeds"), [
-    pytest.param(14, 40, 1, marks=pytest.mark.long), (2, 14, 1), (4, 20, 1), pytest.param(2, 20, 3, marks=pytest.mark.long), (1, 14, 2),
+    (2, 14, 1), (4, 20, 1), (1, 14, 2), *(pytest.param(*numbers, marks=pytest.mark.long) for numbers in ((14, 40, 1), (2, 20, 3))),
 ])  # fmt: skip
 def test_nothing_overlaps_with_many_runs_clients_and_layers(tmp_path: Path, num_runs: int, num_clients: int, seeds: int) -> None:
     groups = grouped(read_runs(many_runs(tmp_path, num_runs, num_clients, seeds)))
