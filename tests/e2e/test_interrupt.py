@@ -41,7 +41,9 @@ def keepers(directory: Path) -> list[psutil.Process]:
     return sorted(found, key=lambda process: len(process.cmdline()))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGTERM, signal.SIGKILL))]
+)
 def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:  # Ray's sockets need a short path
         process = started(Path(short))

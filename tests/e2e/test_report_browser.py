@@ -111,15 +111,22 @@ document.title = JSON.stringify({
 """
 
 
+@pytest.fixture(scope="module")
+def six_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
+    """Three methods with two seeds each, and their report."""
+    directory = tmp_path_factory.mktemp("six")
+    runs = many_runs(directory / "runs", num_runs=3, num_clients=6, seeds=2)
+    return runs, write_report(runs, directory)[0]
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize(("options", "dark"), [
     ([], False), (["--blink-settings=preferredColorScheme=0"], True), (["--window-size=500,900"], False),
 ])  # fmt: skip
 def test_tables_sort_and_open_on_light_dark_and_small_screens(
-    options: list[str], dark: bool, browser: str, tmp_path: Path
+    options: list[str], dark: bool, browser: str, tmp_path: Path, six_runs: tuple[list[Path], Path]
 ) -> None:
-    runs = many_runs(tmp_path / "runs", num_runs=3, num_clients=6, seeds=2)
-    page, _ = write_report(runs, tmp_path)
+    runs, page = six_runs
     probe, _ = look_at(page, browser, tmp_path, PRESS, *options)
     found = json.loads(probe["title"])
     finals = [np.mean([arrays.read_run(path).final()[1]["accuracy"] for path in runs[k : k + 2]]) for k in (0, 2, 4)]  # type: ignore[index]

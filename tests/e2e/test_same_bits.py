@@ -24,10 +24,9 @@ def accuracies(folder: Path) -> list[object]:
     return [[row[name] for name in names] for r in rounds(folder) for row in (r, *r["clients"].values())]
 
 
-def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.start_superlink()
-    for client_id in range(CLIENTS):
-        cluster.start_supernode(client_id, CLIENTS)
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if "batchnorm" in name else pytest.mark.long) for name in CASES])
+def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path: Path, case: str) -> None:
+    cluster.start(CLIENTS)
     common = {"num-server-rounds": 2, "train-samples": 60, "state-dir": str(tmp_path / "state")}
     modes = {
         "two-actors": ["--clients", str(CLIENTS)],
@@ -35,16 +34,15 @@ def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path:
         "in-process": ["--clients", str(CLIENTS), "--in-process"],
         "deployment": ["--clients", str(CLIENTS), "--superlink", "test"],
     }
-    for case, config in CASES.items():
-        found = {}
-        for mode, arguments in modes.items():
-            name = f"{case}-{mode}"
-            done = corolla(
-                "run", *arguments, "--output-dir", str(tmp_path), *settings({**common, **config, "run-name": name}),
-                environment=cluster.environment, directory=PLUGINS,
-            )  # fmt: skip
-            assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
-            found[mode] = (summary(tmp_path / name)["digest"], accuracies(tmp_path / name))
-        assert found["two-actors"][0] is not None
-        for mode in modes:
-            assert found[mode] == found["two-actors"], f"{case}: {mode} differs"
+    found = {}
+    for mode, arguments in modes.items():
+        name = f"{case}-{mode}"
+        done = corolla(
+            "run", *arguments, "--output-dir", str(tmp_path), *settings({**common, **CASES[case], "run-name": name}),
+            environment=cluster.environment, directory=PLUGINS,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
+        found[mode] = (summary(tmp_path / name)["digest"], accuracies(tmp_path / name))
+    assert found["two-actors"][0] is not None
+    for mode in modes:
+        assert found[mode] == found["two-actors"], f"{case}: {mode} differs"

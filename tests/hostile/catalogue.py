@@ -135,7 +135,7 @@ ATTACKS: tuple[Attack, ...] = (
         "upload", "named", forge.more_examples(1), "num_examples must be the"),
     Attack("num-examples-list", "a list for the number of samples",
         "upload", "named", forge.num_examples([5] * 50_000), "num_examples must be an integer"),
-    Attack("metrics-many", "200,000 metrics", "upload", "kept", forge.many_metrics(200_000)),
+    Attack("metrics-many", "30,000 metrics", "upload", "kept", forge.many_metrics(30_000)),
     Attack("metrics-names", "metrics that a report or a table could stumble over", "upload", "kept", forge.odd_metrics),
     numbers("metric-long", "a metric of 2 MB of text", "accuracy-after", "x" * 2_000_000, "characters, at most"),
     # text and state
