@@ -148,6 +148,7 @@ def stamps(directory: Path) -> dict[str, int]:
     return {p.parent.name: p.stat().st_mtime_ns for p in directory.glob("*/summary.json")}
 
 
+@pytest.mark.long  # tests/e2e/test_report_browser.py kills one too
 def test_a_killed_sweep_repeats_nothing_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,9 +43,15 @@ def test_a_line_that_is_no_record_of_a_round_is_skipped(line: str, tmp_path: Pat
     path.write_text(f"{first}\n{line}\n{last}\n")
     assert [r["round"] for r in read_metrics(run)] == [1, 3]
     assert read_run(run).missing == [2]
-    path.write_text(f'{first}\n{{"round": 2}}\n{last}\n')  # one that lacks everything harms nobody
-    page, _ = write(tmp_path / "out", run)
-    assert "3" in page
+
+
+def test_a_record_that_lacks_everything_harms_nobody(tmp_path: Path) -> None:
+    run = folder(tmp_path / "r", [record(t, {"0": {"accuracy-before": 0.5}}) for t in (1, 3)], num_server_rounds=3)
+    path = run / "metrics.jsonl"
+    first, last = path.read_text().splitlines()
+    path.write_text(f'{first}\n{{"round": 2}}\n{last}\n')
+    page, names = write(tmp_path / "out", run)
+    assert "no readable record" not in page and "accuracy" in names
 
 
 def test_a_run_without_any_round_has_no_pictures_and_says_so(fedavg: Path, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, sets: list[str]) 
     assert (first["starts"], second["starts"]) == (0, 1) and first["figures"] == second["figures"]
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
     sets = ["method=local"]
     assert run(start(tmp_path, "whole", sets)).returncode == 0
@@ -97,6 +98,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_stays_as_it_is(t
     assert files() == before
 
 
+@pytest.mark.long
 def test_a_changed_key_is_refused_and_more_rounds_are_not(tmp_path: Path) -> None:
     sets = ["method=fedavg", "model=mlp"]
     assert run(start(tmp_path, "one", sets)).returncode == 0
