@@ -85,7 +85,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     if config.resume:
         folder = RunFolder.resume(config)
     else:
-        folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures)
+        folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures, roster.shape._asdict())
     try:
         log.info("%s", folder_line(folder.path))
         folder.write_clients(roster.properties)

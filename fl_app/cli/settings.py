@@ -25,8 +25,8 @@ from strategies import METHOD_PARAMS, METHODS
 if TYPE_CHECKING:
     from fl_app.data import DatasetInfo
 
-console = Console(highlight=False, emoji=False)
-errors = Console(stderr=True, highlight=False, emoji=False)
+console = Console(highlight=False, emoji=False, force_jupyter=False)  # in a notebook lines are text too
+errors = Console(stderr=True, highlight=False, emoji=False, force_jupyter=False)
 
 
 class Scale(StrEnum):
@@ -208,6 +208,12 @@ def warn_of_data(info: DatasetInfo) -> None:
     """Say on standard error that a data set has nothing to learn from."""
     if info.constant:
         warn("the data set is constant: in every channel all pixels of all training images are the same")
+
+
+def say_unfinished(folders: Iterable[Path]) -> None:
+    """Name on standard error the runs that a comparison leaves out."""
+    for folder in folders:
+        errors.print(f"skipped, not finished: {escape(str(folder))}", soft_wrap=True)
 
 
 def warn(text: str) -> None:

@@ -36,6 +36,7 @@ STOP = "stop"  # a file: the run is asked to end after its round
 PLUGINS = "plugins"  # copies of the user's own files that the run uses
 MODELS = "models"
 STATE_REMOVED = "state-removed"  # in run.json
+SHAPE = "shape"  # in run.json: of the data, what a model is built with
 LONGEST_NAME = 200  # characters of a class's name
 
 
@@ -52,8 +53,11 @@ class RunFolder:
         self.events: EventFiles | None = None
 
     @classmethod
-    def create(cls, config: RunConfig, experiment: str, figures: Sequence[Figure] = ()) -> RunFolder:
-        """Create `output-dir/<run-name>`. figures: what the method declares, for reports, which need no method then.
+    def create(
+        cls, config: RunConfig, experiment: str, figures: Sequence[Figure] = (), shape: Mapping[str, Any] | None = None
+    ) -> RunFolder:
+        """Create `output-dir/<run-name>`. figures: what the method declares, for reports, which need no method then; shape: what
+        the model is built with, for whoever loads it.
 
         Raises UserError if it exists already or cannot be created.
         """
@@ -71,7 +75,7 @@ class RunFolder:
             folder.lock()
             plugins.write(own, path / PLUGINS)
         folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
-        about = {"experiment": experiment, "starts": 0, "figures": to_json(figures)}
+        about = {"experiment": experiment, "starts": 0, "figures": to_json(figures), SHAPE: shape}
         folder.write(RUN, json.dumps({**about, "metrics": [asdict(metric) for metric in tasks.measured(config)]}) + "\n")
         return folder
 
@@ -305,9 +309,11 @@ def read_about(run: Path) -> dict[str, Any]:
 def read_summary(run: Path) -> dict[str, Any]:
     """Read summary.json. Raises UserError if the run is not complete."""
     try:
-        result: dict[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        result = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{run} has no {SUMMARY}: not a run folder, or the run did not finish") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{run / SUMMARY} cannot be read: {error}") from None
+    if not isinstance(result, dict):
+        raise UserError(f"{run / SUMMARY} cannot be read: must hold a table, got {type(result).__name__}")
     return result
