@@ -148,12 +148,10 @@ def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
 def check_locally(config: RunConfig) -> None:
     """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
     from client_app.loaded import resolve_device
-    from fl_app import data, tasks
+    from fl_app import data, tasks, tracking
     from fl_app.layout import Layout
-    from fl_app.server import events
 
-    if config.tensorboard:
-        events.require_tensorboard()
+    tracking.require(config.resolved)
     if config.dataset == "node":
         raise UserError("dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation")
     METHODS[config.method].check(config)

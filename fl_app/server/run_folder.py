@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fl_app import plugins, tasks
 from fl_app.config import RunConfig
@@ -20,9 +20,6 @@ from fl_app.keys import Scalar, table_of
 from fl_app.layout import Layout, Model
 from fl_app.report.kinds import Figure, to_json
 from fl_app.toml import flatten, read_toml, to_toml
-
-if TYPE_CHECKING:
-    from fl_app.server.events import EventFiles
 
 log = logging.getLogger("corolla")
 
@@ -41,16 +38,12 @@ LONGEST_NAME = 200  # characters of a class's name
 
 
 class RunFolder:
-    """One run's folder; every write is whole or not at all. starts: how often the run was resumed.
-
-    events: where every appended round also goes, if set.
-    """
+    """One run's folder; every write is whole or not at all. starts: how often the run was resumed."""
 
     def __init__(self, path: Path, experiment: str, starts: int = 0) -> None:
         self.path = path
         self.experiment = experiment
         self.starts = starts
-        self.events: EventFiles | None = None
 
     @classmethod
     def create(
@@ -139,8 +132,6 @@ class RunFolder:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
-            if self.events:
-                self.events.add(record)
 
     def write_clients(self, properties: Mapping[int, Mapping[str, Scalar]]) -> None:
         """Write clients.json, per client its training and test samples, and its class counts if it tells them.
