@@ -142,7 +142,8 @@ def following_log(config: Mapping[str, Scalar], on_line: Callable[[str], None]) 
         on_line(f"{LOG_MARK}{text}")
 
     def start(after: int) -> None:
-        followers.extend(Follower(name, folder[0], after, warn) for name in names if not followers)
+        if not followers:
+            followers.extend([Follower(name, folder[0], after, warn) for name in names])
 
     def take(line: str) -> None:
         found = log_lines.read(line.removeprefix(LOG_MARK)) if names and line.startswith(LOG_MARK) else None

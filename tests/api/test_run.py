@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -147,6 +149,30 @@ def test_a_finished_run_goes_on_with_more_rounds(start: Start, capsys: pytest.Ca
     assert again.path == found.path and "nothing to resume" in capsys.readouterr().out
     more = corolla.run(resume=found, in_process=True, num_server_rounds=3)
     assert list(more.metrics.index) == [1, 2, 3]
+
+
+def test_an_interrupt_ends_it_after_its_round_and_it_can_go_on(start: Start, tmp_path: Path) -> None:
+    metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        while not ended.wait(0.01):
+            if metrics.exists() and metrics.stat().st_size:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start(run_name="long", num_server_rounds=40)
+    finally:
+        ended.set()
+        thread.join()
+    stopped = corolla.load(tmp_path / "runs" / "long")
+    assert stopped.state == "interrupted" and 1 <= len(stopped.metrics) < 40
+    whole = corolla.run(resume=stopped, in_process=True, progress=False)
+    assert whole.summary["digest"] == start(run_name="whole", num_server_rounds=40, progress=False).summary["digest"]
 
 
 def test_a_file_of_ones_own_is_read_again_when_it_has_changed(start: Start, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def warnings() -> Iterator[list[str]]:
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No tracker of the user's own, nothing outside of the test's directory."""
+    monkeypatch.chdir(tmp_path)  # MLflow's artifacts of a store by address lie below
     for name in [name for name in os.environ if name.startswith(("MLFLOW_", "WANDB_"))]:
         monkeypatch.delenv(name)
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
@@ -258,17 +259,23 @@ def test_a_missing_package_is_said_before_the_run_starts(
 # Whom the log tells ----------------------------------------------------------------------------------------------------
 
 
-def test_a_command_starts_followers_where_the_log_tells_the_folder(run: Run, tmp_path: Path) -> None:
+def test_a_command_starts_followers_where_the_log_tells_the_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As for a simulation, whose server cannot reach any tracker's."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
     pytest.importorskip("tensorboard", reason="tensorboard is not installed")
     path = run().path
     passed: list[str] = []
-    with tracking.following_log({"track": "tensorboard"}, passed.append) as take:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/own.db")
+    both = {"track": "tensorboard,mlflow"}
+    with tracking.following_log(both, passed.append) as take:
         for line in ("Flower's own", f"{LOG_MARK}{folder_line(path)}", f"{LOG_MARK}more"):
             take(line)
     assert passed == ["Flower's own", f"{LOG_MARK}{folder_line(path)}", f"{LOG_MARK}more"]
     (events,) = (path / "tensorboard").iterdir()
     size = events.stat().st_size
+    assert [entry.info.status for entry in mlflow_runs(f"sqlite:///{tmp_path}/own.db")[1]] == ["FINISHED"]
 
     resumed = {"track": "tensorboard", "resume": str(path)}
     with tracking.following_log(resumed, passed.append) as take:
