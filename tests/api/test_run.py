@@ -58,9 +58,10 @@ def test_its_page_and_its_table(start: Start) -> None:
     assert page == found.path / "report.html" and "fedavg" in page.read_text() and list(page.parent.glob("report-figures/*.png"))
     shown = found._repr_html_()
     assert f"{100 * found.summary['final-accuracy']:.2f} %" in shown and str(found.path) in shown
-    (found.path / "summary.json").write_text("[1]")
-    broken = corolla.Run(found.path)
-    assert "summary.json" not in broken._repr_html_() or "cannot be read" in broken._repr_html_()
+    (found.path / "summary.json").unlink()
+    assert "interrupted" in corolla.Run(found.path)._repr_html_()
+    (found.path / "config.toml").write_text("half a [")
+    assert "unreadable" in corolla.Run(found.path)._repr_html_()
 
 
 def test_presets_and_files_come_first_as_for_the_command(start: Start, tmp_path: Path) -> None:
