@@ -69,3 +69,6 @@ MODELS: Mapping[str, Network] = {
     "resnet34": Network((3, 4, 6, 3)),
     "resnet18-fedobp": Network((2, 2, 2, 2), extra=1000),
 }
+
+TRACKERS: Mapping[str, str] = {"mlflow": "mlflow-skinny", "wandb": "wandb", "tensorboard": "tensorboard"}
+"""What can follow a run, by the name of its package, and what pip installs that with."""

@@ -277,10 +277,10 @@ class RunConfig:
         "Clients tell the server how many training samples of each class they have, for `clients.json` and the report; it "
         "reveals their label distributions.", compared=False,
     )
-    tensorboard: bool = key(
-        False, "Also write every round as TensorBoard events, into the run folder (needs `pip install tensorboard`).",
-        about="running", checked=True,
+    track: str = key(
+        "", "Any of `mlflow`, `wandb`, `tensorboard`, with commas; [how](experiments.md#trackers).", about="running", checked=True,
     )
+    tensorboard: bool = key(False, "The same as `tensorboard` in `track`.", about="running", checked=True)
     # the chosen method's parameters, and all keys as resolved and as defaulted
     params: Any = dataclasses.field(default=NoParams())
     resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from fl_app.catalogue import BY_COLUMN, DATASETS, MODELS, NODE, PARTITIONS, PATH_DATASETS, TASKS
+from fl_app.catalogue import BY_COLUMN, DATASETS, MODELS, NODE, PARTITIONS, PATH_DATASETS, TASKS, TRACKERS
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, nearest
 
@@ -38,6 +38,9 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         refuse("model", tuple(MODELS), " or module:factory")
     if task not in TASKS and not re.fullmatch(r"[\w.]+:\w+", task):
         refuse("task", TASKS, " or module:Class")
+    for name in class_names(str(values["track"])):
+        if name not in TRACKERS:
+            problems.append(f"track: must be some of {', '.join(TRACKERS)}, with commas, got {name!r}{nearest(name, TRACKERS)}")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
         problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
     if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):

@@ -1,4 +1,4 @@
-"""The one error type meant for users: its message is shown as it is, without a traceback; and how messages list things."""
+"""The error types meant for users: their messages are shown as they are, without a traceback; and how messages list things."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ _CONTROL = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])  # C0, DEL, C1
 
 class UserError(ValueError):
     """Bad input: the message names the thing, the rule and the value, and fits on one screen."""
+
+
+class RunFailed(RuntimeError):
+    """A run that was started did not finish; the message says what is known of why."""
 
 
 def listed(names: list[str], separator: str = ", ") -> str:

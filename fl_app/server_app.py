@@ -16,11 +16,11 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import received, tasks, weights
+from fl_app import received, tasks, tracking, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
-from fl_app.server import checkpoint, events
+from fl_app.server import checkpoint
 from fl_app.server.exchange import Exchange
 from fl_app.server.log_lines import (
     LOG_MARK,
@@ -67,8 +67,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     """
     method = METHODS[config.method]
     method.check(config)
-    if config.tensorboard:
-        events.require_tensorboard()
+    tracking.require(config.resolved)
     tasks.measured(config)
     received.install()
     exchange = Exchange(grid, config, progress, in_flight)
@@ -85,7 +84,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     if config.resume:
         folder = RunFolder.resume(config)
     else:
-        folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures)
+        folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures, roster.shape._asdict())
     try:
         log.info("%s", folder_line(folder.path))
         folder.write_clients(roster.properties)
@@ -101,19 +100,19 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
             folder.continue_with(config)
             folder.rewind(strategy.round, saved.meta["record"])
             log.info("%s", resumed_line(strategy.round))
-        if config.tensorboard:
-            folder.events = events.EventFiles(folder.path, strategy.round, strategy.measured[0].name)
-        strategy.start(exchange)
-        folder.write_clients(roster.properties)  # again: some may have come later
-        if strategy.round < config.num_server_rounds:
-            log.info("%s", stopped_line(strategy.round))
+        here = () if os.environ.get(SIMULATION) else tracking.wanted(config.resolved)
+        with tracking.following(here, folder.path, strategy.round, log.warning):
+            strategy.start(exchange)
+            folder.write_clients(roster.properties)  # again: some may have come later
+            if strategy.round < config.num_server_rounds:
+                log.info("%s", stopped_line(strategy.round))
+                return folder
+            save_models(strategy, exchange, folder)
+            folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
+            if not config.keep_state and any(strategy.versions.values()):
+                folder.note_state_removed()
+                strategy.forget_state(exchange)
             return folder
-        save_models(strategy, exchange, folder)
-        folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
-        if not config.keep_state and any(strategy.versions.values()):
-            folder.note_state_removed()
-            strategy.forget_state(exchange)
-        return folder
     finally:
         folder.close()
 

@@ -95,6 +95,11 @@ def load_safetensors(path: str | Path, layout: Layout) -> Model:
     return _fit(str(path), _load(path, str(path)), layout)
 
 
+def names(path: str | Path) -> frozenset[str]:
+    """Return the names of a safetensors file's tensors. Raises UserError if it is missing or unreadable."""
+    return frozenset(_load(path, str(path)))
+
+
 def _load(path: str | Path, source: str) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPOSITION_ROOTS = ("fl_app/server_app.py", "fl_app/cli/")
+COMPOSITION_ROOTS = ("fl_app/server_app.py", "fl_app/cli/", "fl_app/api/")
 
 
 def imports(path: Path) -> set[str]:
@@ -49,4 +49,5 @@ def test_the_client_process_does_not_import_what_it_does_not_use() -> None:
     code = "import sys, client_app.client_app; print(' '.join(sys.modules))"
     loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
     unwanted = {"torchvision", "sklearn", "scipy", "ray", "datasets", "flwr_datasets", "matplotlib", "torch", "psutil"}
+    unwanted |= {"pandas", "IPython", "ipykernel", "nbclient", "mlflow", "wandb", "tensorboard"}
     assert not unwanted & loaded, f"a client process imports {sorted(unwanted & loaded)}"

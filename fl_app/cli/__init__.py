@@ -11,7 +11,7 @@ import deploy.cli
 import deploy.node_cli
 from fl_app.cli import listings, results, runs, sweeps, verify
 from fl_app.cli.settings import errors, look_for_plugins
-from fl_app.errors import UserError
+from fl_app.errors import RunFailed, UserError
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__
@@ -41,9 +41,9 @@ def main() -> None:
     look_for_plugins()
     try:
         app(prog_name="corolla")
-    except UserError as error:
+    except (UserError, RunFailed) as error:
         errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        raise SystemExit(2) from None
+        raise SystemExit(1 if isinstance(error, RunFailed) else 2) from None
 
 
 def _interrupt(number: int, frame: object) -> None:

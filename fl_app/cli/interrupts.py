@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
 
 from fl_app.cli.live import Display
@@ -18,7 +19,11 @@ def answered(display: Display) -> Iterator[None]:
     """Within it the first Ctrl-C asks the run to end after its round; the second raises KeyboardInterrupt.
 
     So does the first where there is no round yet, or the run's folder is on another machine. Where Ctrl-C was ignored, it is.
+    Other threads than the main one never see it.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = signal.getsignal(signal.SIGINT)
     asked = False
 

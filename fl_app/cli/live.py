@@ -1,4 +1,4 @@
-"""What `corolla run` shows while a run goes on: a live panel on a terminal, one plain line per round elsewhere.
+"""What is shown while a run goes on: a live panel on a terminal and in a notebook, one plain line per round elsewhere.
 
 Both are fed by the run's own log lines (fl_app/server/log_lines.py), whether they come from this process, from a simulation's or
 from a SuperLink on another machine.
@@ -24,6 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from fl_app.cli import notebook
 from fl_app.cli.waiting import Plain, is_terminal
 from fl_app.errors import plain
 from fl_app.server import log_lines
@@ -209,9 +210,13 @@ class Display:
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
         self._console, self._verbose = console, verbose
         self._panel = RunPanel(title, rounds)
-        self._live: Live | None = None
+        self._live: Live | notebook.Cell | None = None
         self._plain = Plain(console)
-        if is_terminal(console):
+        if console.quiet:
+            pass
+        elif notebook.is_here():
+            self._live = notebook.Cell(self._panel)
+        elif is_terminal(console):
             self._live = Live(self._panel, console=console, refresh_per_second=REFRESHES)
 
     def __enter__(self) -> Display:
@@ -286,7 +291,8 @@ class Display:
         """Say something at once, from a signal's handler too, which may have interrupted any other word."""
         self._panel.note(text)
         if not self._live:
-            os.write(sys.stderr.fileno(), f"{text}\n".encode())
+            with contextlib.suppress(OSError):  # a notebook's has no number
+                os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
     def _print(self, text: str) -> None:
         self._plain.print(text)

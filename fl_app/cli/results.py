@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.markup import escape
 
-from fl_app.cli.settings import console, errors
+from fl_app.cli.settings import console, say_unfinished
 from fl_app.cli.tables import show_table
 from strategies import METHOD_PARAMS, METHODS
 
@@ -32,8 +31,7 @@ def compare(
     from fl_app.experiments import compare as comparing
 
     found, unfinished = comparing.load(runs, METHOD_PARAMS)
-    for folder in unfinished:
-        errors.print(f"skipped, not finished: {escape(str(folder))}", soft_wrap=True)
+    say_unfinished(unfinished)
     groups = comparing.group(found)
     if not paper:
         show_comparison(groups, to)

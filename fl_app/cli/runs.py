@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ from fl_app.cli.settings import (
 from fl_app.cli.tables import command, show_next, show_results, size
 from fl_app.cli.waiting import Submit, simulated
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import RunFailed, UserError
 from fl_app.experiments.runs import Run
 from fl_app.keys import Scalar, without_others
 from fl_app.server.run_folder import PLUGINS, check_state, check_unchanged
@@ -71,42 +72,70 @@ def run(
     verbose: VerboseOption = False,
 ) -> None:
     """Run one experiment, a preset, a .toml file or what --set says, in simulation unless --superlink is given."""
-    if superlink and in_process:
-        raise UserError("--superlink and --in-process exclude each other")
-    if resume and (preset or output_dir is not None or scale is Scale.small):
-        raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")
-    given = with_clients(parse_set(set_ or []), clients)
-    base = saved_config(resume) if resume else scaled(read_preset(preset) if preset else {}, scale)
-    options: dict[str, Scalar] = {} if output_dir is None else {"output-dir": output_dir}
-    config = ready(without_others({"output-dir": "runs", **base, **given, **options}, [str(base.get("method"))]))
-    if superlink is None:
-        config["num-clients"] = config.get("num-clients") or DEFAULT_CLIENTS
-    parsed = resolve(config)
-    warn_of_settings(given, [(parsed, given if resume else {**base, **given})])
-    name_plugins([config])
+    how = How(clients, superlink, output_dir, cpus_per_client, gpus_per_client, in_process, resume, scale, verbose)
+    config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:
         show_dry_run(parsed, preset or "")
         return
-    if resume:
-        check_unchanged(resume, parsed)
-        warn_of_changed_plugins(resume / PLUGINS)
-    if resume and is_finished(resume, parsed):
-        console.print("this run is complete; there is nothing to resume")
-        finish([resume])
-        return
-    if resume:
-        check_state(resume)
-    if superlink is not None:
-        finish([run_deployed(config, superlink, verbose)])
-        return
+    finish([start(config, parsed, how)])
+
+
+@dataclasses.dataclass(frozen=True)
+class How:
+    """The options of `corolla run` but for its keys: where and how a run runs."""
+
+    clients: int | None = None
+    superlink: str | None = None
+    output_dir: str | None = None
+    cpus_per_client: float = 1
+    gpus_per_client: float = 0
+    in_process: bool = False
+    resume: Path | None = None
+    scale: Scale = Scale.full
+    verbose: bool = False
+
+
+def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[dict[str, Scalar], RunConfig]:
+    """Return a run's config, flat and parsed, from a preset or .toml file, the given keys and the options.
+
+    Warns of settings without effect. Raises UserError for what is wrong with any of them.
+    """
+    if how.superlink and how.in_process:
+        raise UserError("--superlink and --in-process exclude each other")
+    if how.resume and (preset or how.output_dir is not None or how.scale is Scale.small):
+        raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")
+    given = with_clients(given, how.clients)
+    base = saved_config(how.resume) if how.resume else scaled(read_preset(preset) if preset else {}, how.scale)
+    options: dict[str, Scalar] = {} if how.output_dir is None else {"output-dir": how.output_dir}
+    config = ready(without_others({"output-dir": "runs", **base, **given, **options}, [str(base.get("method"))]))
+    if how.superlink is None:
+        config["num-clients"] = config.get("num-clients") or DEFAULT_CLIENTS
+    parsed = resolve(config)
+    warn_of_settings(given, [(parsed, given if how.resume else {**base, **given})])
+    name_plugins([config])
+    return config, parsed
+
+
+def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None:
+    """Check a run, run it or continue it; the folder's path, None if Flower told none.
+
+    Raises UserError before anything is written if it cannot run, RunFailed if it did not finish.
+    """
+    if how.resume:
+        check_unchanged(how.resume, parsed)
+        warn_of_changed_plugins(how.resume / PLUGINS)
+        if is_finished(how.resume, parsed):
+            console.print("this run is complete; there is nothing to resume")
+            return how.resume
+        check_state(how.resume)
+    if how.superlink is not None:
+        return run_deployed(config, how.superlink, how.verbose)
     check_locally(parsed)
-    if in_process:
-        finish([run_in_process(config, parsed)])
-        return
-    check_resources(cpus_per_client, gpus_per_client)
-    with simulated(console, parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
-        folder = run_one(config, submit, verbose)
-    finish([folder])
+    if how.in_process:
+        return run_in_process(config, parsed)
+    check_resources(how.cpus_per_client, how.gpus_per_client)
+    with simulated(console, parsed.num_clients, how.cpus_per_client, how.gpus_per_client) as submit:
+        return run_one(config, submit, how.verbose)
 
 
 def saved_config(run: Path) -> dict[str, Scalar]:
@@ -177,7 +206,7 @@ def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) ->
 
 
 def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: str = "") -> Path | None:
-    """Submit one run and show it; the folder's path if it lies on this machine. Exits with 1 if the run failed.
+    """Submit one run and show it; the folder's path if it lies on this machine. Raises RunFailed if the run failed.
 
     where: the option that says where it runs, with a space, for the command that continues it.
     """
@@ -192,13 +221,11 @@ def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: 
         raise UserError("\n".join(display.errors))
     if status == LOST:
         more = f"; {resume_line(display.folder, where)}" if display.folder else ""
-        errors.print(f"[bold red]error:[/] the SuperLink ended or can no longer be reached{escape(more)}", soft_wrap=True)
-        raise typer.Exit(1)
+        raise RunFailed(f"the SuperLink ended or can no longer be reached{more}")
     if status != COMPLETED:
         if not verbose:
             console.print(escape("\n".join(display.lines)), soft_wrap=True)
-        errors.print(f"[bold red]error:[/] the run ended as {escape(status)}; the end of its log is above")
-        raise typer.Exit(1)
+        raise RunFailed(f"the run ended as {status}; the end of its log is above")
     return display.folder
 
 

@@ -25,8 +25,8 @@ from strategies import METHOD_PARAMS, METHODS
 if TYPE_CHECKING:
     from fl_app.data import DatasetInfo
 
-console = Console(highlight=False, emoji=False)
-errors = Console(stderr=True, highlight=False, emoji=False)
+console = Console(highlight=False, emoji=False, force_jupyter=False)  # in a notebook lines are text too
+errors = Console(stderr=True, highlight=False, emoji=False, force_jupyter=False)
 
 
 class Scale(StrEnum):
@@ -148,12 +148,10 @@ def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
 def check_locally(config: RunConfig) -> None:
     """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
     from client_app.loaded import resolve_device
-    from fl_app import data, tasks
+    from fl_app import data, tasks, tracking
     from fl_app.layout import Layout
-    from fl_app.server import events
 
-    if config.tensorboard:
-        events.require_tensorboard()
+    tracking.require(config.resolved)
     if config.dataset == "node":
         raise UserError("dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation")
     METHODS[config.method].check(config)
@@ -208,6 +206,12 @@ def warn_of_data(info: DatasetInfo) -> None:
     """Say on standard error that a data set has nothing to learn from."""
     if info.constant:
         warn("the data set is constant: in every channel all pixels of all training images are the same")
+
+
+def say_unfinished(folders: Iterable[Path]) -> None:
+    """Name on standard error the runs that a comparison leaves out."""
+    for folder in folders:
+        errors.print(f"skipped, not finished: {escape(str(folder))}", soft_wrap=True)
 
 
 def warn(text: str) -> None:

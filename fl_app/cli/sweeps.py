@@ -31,6 +31,7 @@ from fl_app.cli.settings import (
 )
 from fl_app.cli.tables import show_next, show_table
 from fl_app.cli.waiting import simulated
+from fl_app.errors import RunFailed
 from fl_app.experiments import sweep as sweeping
 from fl_app.experiments import table as sweep_table
 from fl_app.experiments.sweep import Point
@@ -124,7 +125,7 @@ def run_points(
                         runs.run_in_process(point.config, point.parsed)
                     else:
                         runs.run_one(point.config, submit, verbose)
-                except typer.Exit:
+                except RunFailed:
                     failed[point.name] = "the run failed; the end of its log is above"
                 except Exception as error:  # one bad run must not end a night's sweep
                     failed[point.name] = f"{type(error).__name__}: {error}"

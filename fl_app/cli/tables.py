@@ -28,17 +28,14 @@ ROUNDS = (
 
 def show_results(folders: Sequence[Path]) -> None:
     """End with a table of the runs and the folders' paths."""
-    table = Table("method", "final", "pooled", "best", "upload", "download", "seconds")
-    for column in table.columns[1:]:
-        column.justify = "right"
     runs = [Run(folder) for folder in folders]
     summaries = [run.summary for run in runs]
-    for s, metric in zip(summaries, [run.headline for run in runs], strict=True):
-        name = metric.name
-        table.add_row(
-            s["method"], *(cell(metric, s[key]) for key in (f"final-{name}", f"final-{name}-pooled", f"best-{name}")),
-            size(s["upload-bytes"]), size(s["download-bytes"]), f"{s['seconds']:.1f}",
-        )  # fmt: skip
+    header, *body = results(runs)
+    table = Table(*header)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in body:
+        table.add_row(*row)
     console.print(table)
     for s, metric in zip(summaries, [run.headline for run in runs], strict=True):
         if (name := f"unseen-{metric.name}") in s:
@@ -51,6 +48,17 @@ def show_results(folders: Sequence[Path]) -> None:
         console.print("cut by --scale small: not comparable with the papers' figures")
     for folder in folders:
         console.print(f"{folder}", soft_wrap=True)
+
+
+def results(runs: Sequence[Run]) -> list[list[str]]:
+    """Return finished runs as a table, header first: headline metric, bytes, seconds."""
+    lines = [["method", "final", "pooled", "best", "upload", "download", "seconds"]]
+    for run in runs:
+        s, metric = run.summary, run.headline
+        keys = (f"final-{metric.name}", f"final-{metric.name}-pooled", f"best-{metric.name}")
+        traffic = (size(s["upload-bytes"]), size(s["download-bytes"]))
+        lines.append([s["method"], *(cell(metric, s[key]) for key in keys), *traffic, f"{s['seconds']:.1f}"])
+    return lines
 
 
 def show_next(runs: Sequence[Path]) -> None:

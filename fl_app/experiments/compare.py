@@ -23,6 +23,7 @@ from fl_app.keys import Scalar
 from fl_app.keys import show as written
 from fl_app.presets import Preset, all_presets, small
 from fl_app.server.run_folder import SUMMARY
+from fl_app.tasks import Metric
 
 LAST_ROUNDS = 10
 
@@ -188,26 +189,39 @@ def kind(config: RunConfig) -> str:
     return f"{config.method}, {grouping.kind(config.dataset)}, {name}" + (f" {skew:g}" if skew else "")
 
 
-def told_apart(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
-    """Return the method and the settings in which groups differ: their names, then for each group its values."""
+def varying(groups: Sequence[Sequence[Run]]) -> list[dict[str, Scalar | None]]:
+    """Return for each group its method and the settings in which groups differ; None for a key that does not concern it."""
     every = [grouping.settings(runs[0].config.resolved) for runs in groups]
     known = dict.fromkeys(key for one in every for key in one if key != "seed")
     keys = [key for key in known if key == "method" or len({one[key] for one in every if key in one}) > 1]
-    return [keys, *([_value(one.get(key)) for key in keys] for one in every)]
+    return [{key: one.get(key) for key in keys} for one in every]
+
+
+def told_apart(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
+    """Return what `varying` does as text: the keys, then for each group its values."""
+    found = varying(groups)
+    return [list(found[0]), *([_value(value) for value in one.values()] for one in found)]
+
+
+def measured(groups: Sequence[Sequence[Run]]) -> tuple[dict[str, Metric], list[dict[str, tuple[float, float | None]]]]:
+    """Return what groups of runs are judged by, of which any run has it, and for each group mean and std of what it has."""
+    every_run = [run for runs in groups for run in runs]
+    named = {name: headline for run in every_run for name, headline in figures(run.folder.headline, True).items()}
+    metrics = {m: of for m, of in named.items() if any(run.folder.summary.get(m) is not None for run in every_run)}
+    found = []
+    for runs in groups:
+        values = {m: [v for run in runs if (v := run.folder.summary.get(m)) is not None] for m in metrics}
+        found.append({m: mean_std(known) for m, known in values.items() if known})
+    return metrics, found
 
 
 def side_by_side(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
     """Return groups of runs as a table, header first: the settings in which they differ, n, metrics, ratios in per cent."""
     keys, *rows = told_apart(groups)
-    every_run = [run for runs in groups for run in runs]
-    named = {name: headline for run in every_run for name, headline in figures(run.folder.headline, True).items()}
-    metrics = [m for m in named if any(run.folder.summary.get(m) is not None for run in every_run)]
+    metrics, found = measured(groups)
     lines = [[*keys, "n", *metrics]]
-    for row, runs in zip(rows, groups, strict=True):
-        summaries = [run.folder.summary for run in runs]
-        means = [[s[m] for s in summaries if s.get(m) is not None] for m in metrics]
-        shown = [show(mean_std(values) if values else None, named[m]) for m, values in zip(metrics, means, strict=True)]
-        lines.append([*row, str(len(runs)), *shown])
+    for row, runs, means in zip(rows, groups, found, strict=True):
+        lines.append([*row, str(len(runs)), *(show(means.get(m), of) for m, of in metrics.items())])
     return lines
 
 

@@ -8,6 +8,9 @@ from typing import Any
 from fl_app.errors import UserError
 from fl_app.server.run_folder import MODELS, read_config, read_summary
 
+GLOBAL = "global"
+COLLECT = "; run with --set collect-personal-models=true to have every client's"
+
 
 def export_state_dict(run: Path, client: int | None, output: Path | None) -> Path:
     """Write the global model, or a client's, with torch.save as a state dict that load_state_dict accepts strictly.
@@ -18,16 +21,11 @@ def export_state_dict(run: Path, client: int | None, output: Path | None) -> Pat
     import torch
     from safetensors.torch import load_file
 
-    read_summary(run)  # complete
-    name = "global" if client is None else f"client-{client}"
-    path = run / MODELS / f"{name}.safetensors"
-    if not path.is_file():
-        there = sorted(p.stem for p in (run / MODELS).glob("*.safetensors"))
-        raise UserError(f"{run} holds no model {name!r}; it holds {', '.join(there) or 'none'}{_hint(run, client)}")
+    path = model_file(run, client)
     tensors: dict[str, Any] = load_file(path)
     for tensor in [t for t in tensors if t.endswith(".running_mean")]:
         tensors[tensor.replace("running_mean", "num_batches_tracked")] = torch.tensor(0)
-    output = output or Path(f"{run.resolve().name}-{name}.pt")
+    output = output or Path(f"{run.resolve().name}-{path.stem}.pt")
     try:
         torch.save(tensors, output)
     except (OSError, RuntimeError) as error:
@@ -35,7 +33,13 @@ def export_state_dict(run: Path, client: int | None, output: Path | None) -> Pat
     return output
 
 
-def _hint(run: Path, client: int | None) -> str:
-    if client is not None and not read_config(run)["collect-personal-models"]:
-        return "; run with --set collect-personal-models=true to have every client's"
-    return ""
+def model_file(run: Path, client: int | None) -> Path:
+    """Return the file of a run's global model, or of what it holds of a client's. Raises UserError if it has none."""
+    read_summary(run)  # complete
+    name = GLOBAL if client is None else f"client-{client}"
+    path = run / MODELS / f"{name}.safetensors"
+    if not path.is_file():
+        there = sorted(p.stem for p in (run / MODELS).glob("*.safetensors"))
+        hint = "" if client is None or read_config(run)["collect-personal-models"] else COLLECT
+        raise UserError(f"{run} holds no model {name!r}; it holds {', '.join(there) or 'none'}{hint}")
+    return path

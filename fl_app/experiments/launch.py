@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from fl_app import tracking
 from fl_app.errors import UserError
 from fl_app.experiments import keeper, namespace
 from fl_app.experiments.bundle import bundle
@@ -180,6 +181,10 @@ def simulation(
         f"client-resources-num-gpus={float(gpus_per_client)}"
     )
     with SimulationSuperLink(say) as superlink:
-        yield lambda config, on_line: flwr_run(
-            superlink.name, config, superlink.environment, on_line, federation, superlink.inside, private=True
-        )
+
+        def submit(config: Mapping[str, Scalar], on_line: Callable[[str], None]) -> str:
+            with tracking.following_log(config, on_line) as take:
+                environment, inside = superlink.environment, superlink.inside
+                return flwr_run(superlink.name, config, environment, take, federation, inside, private=True)
+
+        yield submit

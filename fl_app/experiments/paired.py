@@ -25,6 +25,8 @@ CAPTION = (
     "interval shown is on one side of 0"
 )
 
+FIRST, NOTHING_SHARED = "(first)", "other data, clients or seeds"  # verdicts where there is nothing to compare
+
 Differences = NDArray[np.float64]
 Interval = tuple[float, float]
 
@@ -113,10 +115,10 @@ def table(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
     if not any(found):
         return []
     header = [*names, "pairs", "seeds", "difference", "over clients and seeds", "over seeds", "clients better", "verdict"]
-    lines = [header, [*first, *["–"] * 6, "(first)"]]
+    lines = [header, [*first, *["–"] * 6, FIRST]]
     for row, one in zip(rows, found, strict=True):
         if one is None:
-            lines.append([*row, "0", "0", *["–"] * 4, "other data, clients or seeds"])
+            lines.append([*row, "0", "0", *["–"] * 4, NOTHING_SHARED])
             continue
         intervals = [_show(interval, one.metric) for interval in (one.over_pairs, one.over_seeds)]
         cells = [_signed(one.mean, one.metric), *intervals, f"{100 * one.share_better:.0f} %"]

@@ -16,16 +16,26 @@ Line = dict[str, object]
 
 def rounds_csv(runs: Sequence[Run]) -> str:
     """One line per run and round: everything the round recorded that is one number."""
-    return _csv([_start(run, t) | _round(record) for run in runs for t, record in run.rounds.items()])
+    return _csv([_start(run, line) for run in runs for line in round_lines(run)])
 
 
 def clients_csv(runs: Sequence[Run]) -> str:
     """One line per run, round and client that took part or was evaluated: everything recorded of it that is one number."""
-    return _csv([_start(run, t) | line for run in runs for t, record in run.rounds.items() for line in _clients(run, record)])
+    return _csv([_start(run, line) for run in runs for line in client_lines(run)])
 
 
-def _start(run: Run, t: int) -> Line:
-    return {"run": run.path.name, "method": run.method, "seed": run.config.get("seed", ""), "round": t}
+def round_lines(run: Run) -> list[Line]:
+    """What each round of a run recorded that is one number, by name; `round` is its own."""
+    return [{"round": t, **_round(record)} for t, record in run.rounds.items()]
+
+
+def client_lines(run: Run) -> list[Line]:
+    """What each round recorded of each client that is one number, by name; `round` and `client` say which."""
+    return [{"round": t, **line} for t, record in run.rounds.items() for line in _clients(run, record)]
+
+
+def _start(run: Run, line: Line) -> Line:
+    return {"run": run.path.name, "method": run.method, "seed": run.config.get("seed", ""), **line}
 
 
 def _round(record: Record) -> Line:
@@ -40,7 +50,7 @@ def _clients(run: Run, record: Record) -> Iterator[Line]:
     for client_id in sorted({*trained, *evaluated}, key=int):
         row, facts = trained.get(client_id, {}), run.facts.get(client_id, {})
         yield {
-            "client": client_id, **{name: facts.get(name, "") for name in ("train-samples", "test-samples")},
+            "client": int(client_id), **{name: facts.get(name) for name in ("train-samples", "test-samples")},
             **dict(_numbers(row)),
             **{f"evaluation-{name}": value for name, value in _numbers(evaluated.get(client_id, {}))},
             **{f"seconds-{name}": value for name, value in _numbers(row.get("seconds", {}))},

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fl_app import plugins, tasks
 from fl_app.config import RunConfig
@@ -20,9 +20,6 @@ from fl_app.keys import Scalar, table_of
 from fl_app.layout import Layout, Model
 from fl_app.report.kinds import Figure, to_json
 from fl_app.toml import flatten, read_toml, to_toml
-
-if TYPE_CHECKING:
-    from fl_app.server.events import EventFiles
 
 log = logging.getLogger("corolla")
 
@@ -36,24 +33,24 @@ STOP = "stop"  # a file: the run is asked to end after its round
 PLUGINS = "plugins"  # copies of the user's own files that the run uses
 MODELS = "models"
 STATE_REMOVED = "state-removed"  # in run.json
+SHAPE = "shape"  # in run.json: of the data, what a model is built with
 LONGEST_NAME = 200  # characters of a class's name
 
 
 class RunFolder:
-    """One run's folder; every write is whole or not at all. starts: how often the run was resumed.
-
-    events: where every appended round also goes, if set.
-    """
+    """One run's folder; every write is whole or not at all. starts: how often the run was resumed."""
 
     def __init__(self, path: Path, experiment: str, starts: int = 0) -> None:
         self.path = path
         self.experiment = experiment
         self.starts = starts
-        self.events: EventFiles | None = None
 
     @classmethod
-    def create(cls, config: RunConfig, experiment: str, figures: Sequence[Figure] = ()) -> RunFolder:
-        """Create `output-dir/<run-name>`. figures: what the method declares, for reports, which need no method then.
+    def create(
+        cls, config: RunConfig, experiment: str, figures: Sequence[Figure] = (), shape: Mapping[str, Any] | None = None
+    ) -> RunFolder:
+        """Create `output-dir/<run-name>`. figures: what the method declares, for reports, which need no method then; shape: what
+        the model is built with, for whoever loads it.
 
         Raises UserError if it exists already or cannot be created.
         """
@@ -71,7 +68,7 @@ class RunFolder:
             folder.lock()
             plugins.write(own, path / PLUGINS)
         folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
-        about = {"experiment": experiment, "starts": 0, "figures": to_json(figures)}
+        about = {"experiment": experiment, "starts": 0, "figures": to_json(figures), SHAPE: shape}
         folder.write(RUN, json.dumps({**about, "metrics": [asdict(metric) for metric in tasks.measured(config)]}) + "\n")
         return folder
 
@@ -135,8 +132,6 @@ class RunFolder:
                 file.write(line)
                 file.flush()
                 os.fsync(file.fileno())
-            if self.events:
-                self.events.add(record)
 
     def write_clients(self, properties: Mapping[int, Mapping[str, Scalar]]) -> None:
         """Write clients.json, per client its training and test samples, and its class counts if it tells them.
@@ -305,9 +300,11 @@ def read_about(run: Path) -> dict[str, Any]:
 def read_summary(run: Path) -> dict[str, Any]:
     """Read summary.json. Raises UserError if the run is not complete."""
     try:
-        result: dict[str, Any] = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
+        result = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{run} has no {SUMMARY}: not a run folder, or the run did not finish") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{run / SUMMARY} cannot be read: {error}") from None
+    if not isinstance(result, dict):
+        raise UserError(f"{run / SUMMARY} cannot be read: must hold a table, got {type(result).__name__}")
     return result

@@ -23,11 +23,12 @@ from tests.conftest import Run
 # by hand, so that a new key is classed by somebody who thought about it
 RUNNING = {
     "available-timeout", "round-timeout", "round-retries", "server-memory-limit", "checkpoint-every", "tensorboard", "keep-state",
+    "track",
 }  # fmt: skip
 PLACES = {"data-dir", "run-name", "output-dir", "state-dir", "resume"}
 OTHER_WORDS: dict[str, Scalar] = {
     "method": "local", "dataset": "mnist", "partition": "iid", "model": "cnn", "device": "cuda", "classes": "a,b",
-    "initial-weights": "/w.safetensors", "task": "multi-label",
+    "initial-weights": "/w.safetensors", "task": "multi-label", "track": "mlflow",
 }  # fmt: skip
 
 

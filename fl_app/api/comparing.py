@@ -1,0 +1,44 @@
+"""`corolla compare` as a data frame."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas
+
+from fl_app.cli.settings import say_unfinished
+from fl_app.experiments import compare, paired
+from strategies import METHOD_PARAMS
+
+
+def frame(paths: Sequence[Path]) -> pandas.DataFrame:
+    """Return what `corolla compare` prints of run folders, as numbers: see `corolla.compare`."""
+    found, unfinished = compare.load(paths, METHOD_PARAMS)
+    say_unfinished(unfinished)
+    groups = compare.group(found)
+    metrics, means = compare.measured(groups)
+    rows: list[dict[str, Any]] = []
+    for varying, runs, known in zip(compare.varying(groups), groups, means, strict=True):
+        row: dict[str, Any] = {**varying, "n": len(runs)}
+        for name in metrics:
+            row[name], row[f"{name}-std"] = known.get(name, (None, None))
+        rows.append(row)
+    others = [paired.paired(runs, groups[0]) for runs in groups[1:]]
+    if any(others):
+        rows = [row | differences(one) for row, one in zip(rows, [None, *others], strict=True)]
+        rows[0]["verdict"] = paired.FIRST
+    return pandas.DataFrame(rows)
+
+
+def differences(one: paired.Comparison | None) -> dict[str, Any]:
+    """Return a row's columns about the paired difference to the first row's runs; empty cells where there is none."""
+    if one is None:
+        return {"pairs": 0, "seeds": 0, "verdict": paired.NOTHING_SHARED}
+    low, high = one.over_pairs or (None, None)
+    low_seeds, high_seeds = one.over_seeds or (None, None)
+    return {
+        "pairs": one.pairs, "seeds": one.seeds, "difference": one.mean, "low": low, "high": high, "low-over-seeds": low_seeds,
+        "high-over-seeds": high_seeds, "clients-better": one.share_better, "verdict": one.verdict,
+    }  # fmt: skip

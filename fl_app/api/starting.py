@@ -1,0 +1,105 @@
+"""Runs started from Python: keywords become a flat run config and the command's options; the command's code does the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import typer
+import typer.main
+
+from fl_app.cli import runs, settings
+from fl_app.cli.runs import How
+from fl_app.cli.settings import Scale
+from fl_app.errors import RunFailed, UserError
+from fl_app.keys import Scalar, table_of
+from strategies import METHODS
+
+
+def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any], progress: bool) -> Path:
+    """Run an experiment; its folder's path. options: of `How`, by name; keys: as `corolla.run` takes them."""
+    checked(options)
+    given = flat(keys)
+    how = How(**{
+        **options, "scale": Scale(options["scale"]), "resume": Path(options["resume"]) if options["resume"] else None,
+        "output_dir": None if options["output_dir"] is None else os.fspath(options["output_dir"]),
+    })  # fmt: skip
+    settings.look_for_plugins()
+    with quiet(not progress), own_threads() if how.in_process else contextlib.nullcontext():
+        config, parsed = runs.configure(preset, given, how)
+        path = runs.start(config, parsed, how)
+    if path is None:
+        raise RunFailed("the run did not say where its folder is")
+    return path
+
+
+def checked(options: Mapping[str, Any]) -> None:
+    """Raise UserError, in the command's words, for an option that `corolla run` would not take."""
+    app = typer.Typer()
+    app.command()(runs.run)
+    for parameter in typer.main.get_command(app).params:
+        value = options.get(str(parameter.name))
+        if value is not None:
+            try:
+                parameter.type.convert(os.fspath(value) if isinstance(value, os.PathLike) else str(value), parameter, None)
+            except click.BadParameter as error:
+                raise UserError(error.format_message()) from None
+
+
+def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Turn keywords into a flat run config: {"num_clients": 3, "fedcac": {"self_weight": 1}} into num-clients, fedcac.self-weight.
+
+    Raises UserError for a key that is given twice, in two spellings. Values are checked with all others, later.
+    """
+    out: dict[str, Scalar] = {}
+    for name, value in keys.items():
+        inner = {f"{name}.{key}": v for key, v in value.items()} if isinstance(value, Mapping) else {name: value}
+        for key, one in inner.items():
+            written = spelt(key)
+            if written in out:
+                raise UserError(f"{written}: given twice, {out[written]!r} and {one!r}")
+            out[written] = plain(one)
+    return out
+
+
+def spelt(name: str) -> str:
+    """Return a key as it is spelt in a config: with - for _, but for the table of a user's own method, named as its file."""
+    table, dot, key = name.rpartition(".")
+    kebab = table.replace("_", "-")
+    return (kebab if kebab in map(table_of, METHODS) else table) + dot + key.replace("_", "-")
+
+
+def plain(value: Any) -> Scalar:
+    """Return a path as text and NumPy's numbers as Python's; everything else as it is, to be refused by name if need be."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    elif type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = value.item()
+    scalar: Scalar = value
+    return scalar
+
+
+@contextlib.contextmanager
+def quiet(wanted: bool) -> Iterator[None]:
+    """Show nothing on standard output within it; warnings go to standard error all the same."""
+    before, settings.console.quiet = settings.console.quiet, wanted or settings.console.quiet
+    try:
+        yield
+    finally:
+        settings.console.quiet = before
+
+
+@contextlib.contextmanager
+def own_threads() -> Iterator[None]:
+    """Leave torch as many threads as it had: clients in this process train with `client-threads` of them."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,161 @@
+"""Trackers: MLflow, Weights & Biases, TensorBoard follow a run (keys `track`, `tensorboard`).
+
+Each is fed by a process of its own (`follow.py`), which reads the run folder as it grows: no tracker can slow a run down, change
+its result, or end it. One that is down is a warning; what it is given at the end of a run has a time limit per piece.
+
+A simulation's server lies in a network of its own, from which no tracker's server can be reached. There the command that started
+it starts the followers too, which it does where it reads the log; everywhere else the server does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import fl_app
+from fl_app.catalogue import TRACKERS
+from fl_app.config_rules import class_names
+from fl_app.errors import UserError, plain
+from fl_app.keys import Scalar
+from fl_app.server import log_lines
+from fl_app.server.log_lines import LOG_MARK, Folder, Resumed
+
+FOLLOWER = "fl_app.tracking.follow"
+SECONDS = 30.0  # a tracker may take for each thing it is given when the run has ended
+_MORE = 5.0  # until a follower that does not end by itself is ended
+
+
+_ENVIRONMENT = {  # unless it is set: MLflow would try for many minutes, and both tell their makers things
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",
+}  # fmt: skip
+
+
+def wanted(config: Mapping[str, Scalar]) -> tuple[str, ...]:
+    """Return the trackers that a flat run config asks for, each once."""
+    asked = class_names(str(config.get("track", "")))
+    return tuple(dict.fromkeys((*asked, *(["tensorboard"] if config.get("tensorboard") else []))))
+
+
+def require(config: Mapping[str, Scalar]) -> None:
+    """Raise UserError naming every package that a run's trackers need and that is not installed here."""
+    problems = []
+    for name in wanted(config):
+        found = importlib.util.find_spec(name)
+        if found is None or found.origin is None:  # a directory of that name is no package
+            key = "track" if name in class_names(str(config.get("track", ""))) else "tensorboard"
+            without = f"leave {name} out of track" if key == "track" else "leave tensorboard = false"
+            problems.append(
+                f"{key}: the package {name} is not installed where the server runs; pip install {TRACKERS[name]}, or {without}"
+            )
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+class Follower:
+    """The process that feeds one tracker from a run folder. after: the last round that the tracker has had already.
+
+    warn: told, from another thread, why the tracker gets no more.
+    """
+
+    def __init__(self, name: str, run: Path, after: int, warn: Callable[[str], None]) -> None:
+        self._name, self._warn, self._warned = name, warn, False
+        app = str(Path(fl_app.__file__).resolve().parent.parent)
+        paths = os.pathsep.join(filter(None, [app, os.environ.get("PYTHONPATH")]))
+        environment = {**_ENVIRONMENT, **os.environ, "PYTHONPATH": paths}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", FOLLOWER, str(run), name, str(after), str(SECONDS)], env=environment,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        )  # fmt: skip
+        self._said: queue.Queue[bool] = queue.Queue()  # True for a sign of life, False for the end
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._said.put(True)
+            with contextlib.suppress(ValueError, AttributeError):
+                if why := json.loads(line).get("error"):
+                    self._say(str(why))
+        if self._process.wait():
+            self._say(f"it took longer than {SECONDS:g} s" if self._process.returncode < 0 else "its process ended")
+        self._said.put(False)
+
+    def _say(self, why: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(plain(f"warning: track: {self._name} has not got everything of this run: {why}"))
+
+    def let_go(self) -> None:
+        """Tell it that the run has ended; it goes on with what is left."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def wait(self) -> None:
+        """Return when it has ended, which it is made to if it gives no sign of life for longer than it may take."""
+        try:
+            while self._said.get(timeout=SECONDS + _MORE):
+                pass
+        except queue.Empty:
+            self._say(f"it took longer than {SECONDS:g} s")
+        finally:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def following(names: Iterable[str], run: Path, after: int, warn: Callable[[str], None]) -> Iterator[None]:
+    """Let trackers follow a run within it. run: its folder; after: rounds they have had; warn: see Follower."""
+    followers = [Follower(name, run, after, warn) for name in names]
+    try:
+        yield
+    finally:
+        finish(followers)
+
+
+def finish(followers: Iterable[Follower]) -> None:
+    """Wait until trackers have got everything, or their time is over."""
+    several = list(followers)
+    for follower in several:
+        follower.let_go()
+    for follower in several:
+        follower.wait()
+
+
+@contextlib.contextmanager
+def following_log(config: Mapping[str, Scalar], on_line: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
+    """Yield what takes a run's log lines and passes them on; trackers follow the run as soon as they tell where its folder is."""
+    names = wanted(config)
+    followers: list[Follower] = []
+    folder: list[Path] = []
+
+    def warn(text: str) -> None:
+        on_line(f"{LOG_MARK}{text}")
+
+    def start(after: int) -> None:
+        if not followers:
+            followers.extend([Follower(name, folder[0], after, warn) for name in names])
+
+    def take(line: str) -> None:
+        found = log_lines.read(line.removeprefix(LOG_MARK)) if names and line.startswith(LOG_MARK) else None
+        if isinstance(found, Folder):
+            folder[:] = [found.path]
+            if not config.get("resume"):  # whose rounds after its checkpoint are still there
+                start(0)
+        elif isinstance(found, Resumed) and folder:
+            start(found.round)
+        on_line(line)
+
+    try:
+        yield take
+    finally:
+        finish(followers)

@@ -1,0 +1,46 @@
+"""A Weights & Biases run: WANDB_MODE, WANDB_PROJECT and the like are W&B's own; without WANDB_DIR its files lie in RUN/wandb."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import wandb
+
+from fl_app.experiments.runs import Run
+from fl_app.keys import Scalar
+from fl_app.server.run_folder import MODELS
+from fl_app.tracking.follow import settings
+
+
+class Store:
+    """One run in the project WANDB_PROJECT, or `corolla`; its id is the experiment's, so that a resumed run goes on in it."""
+
+    def __init__(self, run: Run, after: int) -> None:
+        private = wandb.Settings(  # of the machine it learns nothing
+            console="off", save_code=False, disable_git=True, silent=True, x_disable_stats=True, x_disable_meta=True,
+            x_disable_machine_info=True, x_save_requirements=False,
+        )  # fmt: skip
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "corolla"), name=run.path.name, id=str(run.about["experiment"]), resume="allow",
+            dir=os.environ.get("WANDB_DIR") or str(run.path), config=settings(run), job_type=str(run.settings["method"]),
+            settings=private,
+        )  # fmt: skip
+        self._files = wandb.Artifact(f"{run.path.name}-{self._run.id}", "model")
+
+    def round(self, number: int, values: Mapping[str, float]) -> None:
+        """Log a round's metrics."""
+        self._run.log(dict(values), step=number)
+
+    def file(self, path: Path) -> None:
+        """Put a file into the run's artifact, a model under `models`."""
+        name = f"{MODELS}/{path.name}" if path.parent.name == MODELS else path.name
+        self._files.add_file(str(path), name=name, policy="immutable")  # no copy in the user's home
+
+    def end(self, summary: Mapping[str, Scalar] | None) -> None:
+        """Log the artifact and the summary, and finish."""
+        if summary is not None:
+            self._run.summary.update({key: value for key, value in summary.items() if isinstance(value, (int, float, str))})
+        self._run.log_artifact(self._files)
+        self._run.finish(exit_code=1 if summary is None else 0)

@@ -1,0 +1,99 @@
+"""`corolla.Run.model`: the module answers as the client's model did when it was evaluated last, or there is none and it is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import corolla
+from client_app.batches import Batches
+from fl_app import tasks
+from fl_app.config import parse
+from fl_app.data import open_client
+from fl_app.errors import UserError
+from strategies import METHOD_PARAMS, METHODS
+from tests.api.conftest import Start
+
+FEW = ("fedavg", "fedcac", "fedper", "ditto", "fedem", "floco", "ifca", "pfedgate")  # of each kind of export one
+
+
+def accuracy(found: corolla.Run, client: int) -> float:
+    """Accuracy of a client's loaded model on its test data."""
+    config = parse(found.config, METHOD_PARAMS)
+    batches = Batches(config, open_client(config, client), torch.device("cpu"), round=0, client_id=client)
+    module = found.model(client)
+    assert not module.training
+    with torch.no_grad():
+        outputs = torch.cat([module(x) for x, _ in batches.test()])
+    measured: dict[str, float] = tasks.of(config).measure(outputs, batches.test_labels, ["accuracy"])
+    return float(measured["accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("method", "model"),
+    [
+        pytest.param(method, model, marks=[] if method in FEW and model == "mlp" else pytest.mark.long)
+        for method in METHODS for model in ("mlp", "resnet8")
+    ],
+)
+def test_a_collected_model_answers_as_the_client_did(start: Start, method: str, model: str) -> None:
+    found = start(method=method, model=model, collect_personal_models=True, floco={"projection_round": 2})
+    for client in range(3):
+        assert accuracy(found, client) == pytest.approx(found.clients["evaluation-accuracy"][2, client], abs=1e-6)
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in FEW else pytest.mark.long) for m in METHODS])
+def test_without_collecting_a_model_is_the_clients_or_an_error_says_why_not(start: Start, method: str) -> None:
+    found = start(method=method, floco={"projection_round": 2})
+    for client in range(3):
+        try:
+            measured = accuracy(found, client)
+        except UserError as error:
+            assert "run with --set collect-personal-models=true" in str(error)
+        else:
+            assert measured == pytest.approx(found.clients["evaluation-accuracy"][2, client], abs=1e-6)
+
+
+def test_which_methods_need_no_collecting(start: Start) -> None:
+    for method in ("fedavg", "fedcac"):
+        assert isinstance(start(method=method, run_name=method).model(client=2), torch.nn.Module)
+    for method, said in (("fedper", "holds no model 'client-2'"), ("ditto", "which only the client can make")):
+        with pytest.raises(UserError, match=f"{said}.*; run with --set collect-personal-models=true"):
+            start(method=method, run_name=method).model(client=2)
+    with pytest.raises(UserError, match="global.safetensors is not a whole model: it has no classifier.bias, classifier.weight"):
+        corolla.load("runs/fedper").model()
+
+
+def test_the_global_model(start: Start) -> None:
+    module = start().model()
+    assert module(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("client", [-1, 3, "x", 1.5])
+def test_no_such_client(start: Start, client: Any) -> None:
+    with pytest.raises(UserError, match=f"client: must be one of 0 to 2, got {client!r}"):
+        start().model(client)
+
+
+def test_a_flipped_bit_is_noticed(start: Start) -> None:
+    found = start(method="fedcac", collect_personal_models=True)
+    file = found.path / "models" / "client-1.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    found.model(client=0)
+    with pytest.raises(UserError, match="client-1.safetensors is not what client 1 was evaluated with"):
+        found.model(client=1)
+    file.write_bytes(content[:50])
+    with pytest.raises(UserError, match="client-1.safetensors: not a readable safetensors file"):
+        found.model(client=1)
+
+
+def test_an_older_run_that_does_not_tell_its_shape(start: Start) -> None:
+    found = start()
+    before = [p.clone() for p in found.model().parameters()]
+    (found.path / "run.json").unlink()
+    after = list(corolla.Run(found.path).model().parameters())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

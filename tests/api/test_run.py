@@ -1,0 +1,195 @@
+"""`corolla.run`: keywords, results, and errors in the command's words."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import corolla
+from fl_app import cli
+from fl_app.api import starting
+from fl_app.errors import UserError
+from fl_app.server.run_folder import read_metrics, read_summary
+from tests.api.conftest import Start
+from tests.conftest import Run as RunHere
+
+
+def test_importing_corolla_is_cheap() -> None:
+    code = "import sys; from corolla import run, load, compare; print(' '.join(sys.modules))"
+    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    unwanted = {"torch", "pandas", "flwr", "rich", "typer", "matplotlib", "scipy", "sklearn", "IPython", "strategies"}
+    assert "fl_app.api" in loaded and not unwanted & loaded
+
+
+def test_a_run_is_the_commands_run(start: Start, run: RunHere, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    found = start(method="fedcac", clients=3, fedcac={"beta": np.int64(1)}, output_dir=tmp_path / "mine", seed=4)
+    assert torch.get_num_threads() == threads
+    same = run(method="fedcac", fedcac={"beta": 1}, seed=4)
+    assert found.path == tmp_path / "mine" / "run" and found.state == "finished"
+    assert found.summary == read_summary(found.path) and found.summary["digest"] == read_summary(same.path)["digest"]
+    assert found.config["fedcac.beta"] == 1 and found.config["num-clients"] == 3
+
+    records = list(read_metrics(found.path))
+    assert list(found.metrics.index) == [1, 2]
+    assert list(found.metrics["accuracy-before"]) == [r["accuracy-before"] for r in records]
+    assert found.metrics["evaluation-accuracy"].iloc[-1] == found.summary["final-accuracy"]
+    assert list(found.metrics["seconds-round"]) == [r["seconds"]["round"] for r in records]
+    assert list(found.clients.index) == [(t, i) for t in (1, 2) for i in range(3)]
+    assert found.clients.loc[2, 1]["accuracy-after"] == records[1]["clients"]["1"]["accuracy-after"]
+    assert (found.clients["train-samples"] == 24).all()
+    mean = found.clients.loc[2]["evaluation-accuracy"].mean()
+    assert mean == pytest.approx(found.summary["final-accuracy"])
+
+
+def test_its_page_and_its_table(start: Start) -> None:
+    found = start()
+    page = found.report()
+    assert page == found.path / "report.html" and "fedavg" in page.read_text() and list(page.parent.glob("report-figures/*.png"))
+    shown = found._repr_html_()
+    assert f"{100 * found.summary['final-accuracy']:.2f} %" in shown and str(found.path) in shown
+    (found.path / "summary.json").unlink()
+    assert "interrupted" in corolla.Run(found.path)._repr_html_()
+    (found.path / "config.toml").write_text("half a [")
+    assert "unreadable" in corolla.Run(found.path)._repr_html_()
+
+
+def test_presets_and_files_come_first_as_for_the_command(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('method = "fedprox"\n[fedprox]\nmu = 0.5\n')
+    config = start(tmp_path / "mine.toml", method="fedavg", num_server_rounds=1).config
+    assert (config["method"], config["fedprox.mu"], config["num-server-rounds"]) == ("fedavg", 0.5, 1)
+
+
+def test_keys_are_spelt_as_python_can_or_as_the_config_does() -> None:
+    given = {"num_server_rounds": 5, "lg_fedavg": {"shared": "body"}, "feddac": {"self_weight": 0.5}, "fedcac.non-critical": "all"}
+    assert starting.flat(given) == {
+        "num-server-rounds": 5, "lg-fedavg.shared": "body", "feddac.self-weight": 0.5, "fedcac.non-critical": "all",
+    }  # fmt: skip
+    assert starting.flat({"my_method": {"a_b": 1}}) == {"my_method.a-b": 1}  # a user's own file's name
+    assert starting.flat({"seed": np.int64(3), "learning_rate": np.float32(0.5), "initial_weights": Path("/w.pt")}) == {
+        "seed": 3, "learning-rate": 0.5, "initial-weights": "/w.pt",
+    }  # fmt: skip
+    with pytest.raises(UserError, match="fedcac.beta: given twice, 5 and 6"):
+        starting.flat({"fedcac": {"beta": 5}, "fedcac.beta": 6})
+
+
+BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "a typo": ({"num_server_round": 5}, ["--set", "num-server-round=5"]),
+    "a typo in a table": ({"fedcac": {"bta": 5}}, ["--set", "fedcac.bta=5"]),
+    "a typo in a method": ({"method": "fedcax"}, ["--set", "method=fedcax"]),
+    "two wrong values": ({"seed": "x", "min_results": 3.0}, ["--set", "seed=x", "--set", "min-results=3.0"]),
+    "two numbers of clients": ({"clients": 3, "num_clients": 4}, ["--clients", "3", "--set", "num-clients=4"]),
+    "no clients": ({"clients": 0}, ["--clients", "0"]),
+    "half a client": ({"clients": 2.5}, ["--clients", "2.5"]),
+    "a scale": ({"scale": "smal"}, ["--scale", "smal"]),
+    "two ways": ({"superlink": "lab", "in_process": True}, ["--superlink", "lab", "--in-process"]),
+    "resume and a preset": ({"preset": "demo", "resume": "runs/x"}, ["demo", "--resume", "runs/x"]),
+    "no run to resume": ({"resume": "runs/x"}, ["--resume", "runs/x"]),
+    "an unknown preset": ({"preset": "fedcac/cifar"}, ["fedcac/cifar"]),
+    "no data": ({"dataset": "npz:none.npz"}, ["--set", "dataset=npz:none.npz"]),
+    "a tracker": ({"track": "mlfow"}, ["--set", "track=mlfow"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_are_the_commands(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keywords, arguments = BAD[case]
+    with pytest.raises(UserError) as raised:
+        corolla.run(**keywords)
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["corolla", "run", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert words(str(raised.value)) in words(capsys.readouterr().err)
+    assert not (tmp_path / "runs").exists()
+
+
+def words(text: str) -> str:
+    """A message without the frame that the command may draw around it, and without line breaks."""
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
+
+
+def test_settings_without_effect_are_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    start(fedcac={"beta": 5})
+    assert "--set fedcac.beta has no effect: it is a key of method fedcac, not of fedavg" in words(capsys.readouterr().err)
+
+
+def test_progress_is_lines_or_nothing(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    start(run_name="a")
+    assert "round 2/2: accuracy" in capsys.readouterr().out
+    start(run_name="b", progress=False)
+    assert capsys.readouterr().out == ""
+    start(run_name="c")
+    assert "round 2/2: accuracy" in capsys.readouterr().out
+
+
+def test_a_run_in_another_thread(start: Start) -> None:
+    found: list[corolla.Run] = []
+    thread = threading.Thread(target=lambda: found.append(start()))
+    thread.start()
+    thread.join()
+    assert found[0].summary["rounds"] == 2
+
+
+def test_a_finished_run_goes_on_with_more_rounds(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    found = start()
+    again = corolla.run(resume=found, in_process=True)
+    assert again.path == found.path and "nothing to resume" in capsys.readouterr().out
+    more = corolla.run(resume=found, in_process=True, num_server_rounds=3)
+    assert list(more.metrics.index) == [1, 2, 3]
+
+
+def test_an_interrupt_ends_it_after_its_round_and_it_can_go_on(start: Start, tmp_path: Path) -> None:
+    metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        while not ended.wait(0.01):
+            if metrics.exists() and metrics.stat().st_size:
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start(run_name="long", num_server_rounds=40)
+    finally:
+        ended.set()
+        thread.join()
+    stopped = corolla.load(tmp_path / "runs" / "long")
+    assert stopped.state == "interrupted" and 1 <= len(stopped.metrics) < 40
+    whole = corolla.run(resume=stopped, in_process=True, progress=False)
+    assert whole.summary["digest"] == start(run_name="whole", num_server_rounds=40, progress=False).summary["digest"]
+
+
+def test_a_file_of_ones_own_is_read_again_when_it_has_changed(start: Start, tmp_path: Path) -> None:
+    network = "from torch import nn\ndef net(in_channels, num_classes, image_size):\n    return nn.Sequential(nn.Flatten(), {})\n"
+    file = tmp_path / "mynet.py"
+    shapes = []
+    for name, layers in (("a", "nn.Linear(64, 10)"), ("b", "nn.Linear(64, 7), nn.Linear(7, 10)")):
+        file.write_text(network.format(layers))
+        found = start(model="mynet:net", run_name=name)
+        shapes.append([tuple(p.shape) for p in found.model(client=1).parameters()])
+    assert shapes == [[(10, 64), (10,)], [(7, 64), (7,), (10, 7), (10,)]]
+
+
+def test_a_folder_on_another_machine_is_said(tmp_path: Path) -> None:
+    elsewhere = corolla.Run(tmp_path / "there")
+    for what in (lambda: elsewhere.metrics, lambda: elsewhere.summary, elsewhere.report, elsewhere.model):
+        with pytest.raises(UserError, match="is not on this machine, but on the SuperLink's: .*there"):
+            what()
+    assert "not on this machine" in elsewhere._repr_html_()

@@ -1,0 +1,65 @@
+"""TensorBoard events."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_app.errors import UserError
+from fl_app.server.run_folder import read_metrics
+from tests.conftest import Run
+
+
+def read(path: Path) -> Any:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(path / "tensorboard"))
+    events.Reload()
+    return events
+
+
+@pytest.mark.parametrize("key", [{"tensorboard": True}, {"track": "tensorboard"}, {"track": "tensorboard", "tensorboard": True}])
+def test_tensorboard_events_hold_every_round(run: Run, key: dict[str, Any]) -> None:
+    path = run(**key, num_server_rounds=3).path
+    events = read(path)
+    rounds = list(read_metrics(path))
+    for tag, value in (
+        ("accuracy/before-training", lambda r: r["accuracy-before"]),
+        ("accuracy/after-training", lambda r: r["accuracy-after"]),
+        ("loss/training", lambda r: r["loss"]), ("bytes/upload", lambda r: r["upload-bytes"]),
+        ("seconds/round", lambda r: r["seconds"]["round"]), ("failures", lambda r: len(r["failures"])),
+    ):  # fmt: skip
+        scalars = events.Scalars(tag)
+        assert [s.step for s in scalars] == [1, 2, 3]
+        assert [s.value for s in scalars] == pytest.approx([value(r) for r in rounds], rel=1e-5)
+    assert [s.step for s in events.Scalars("accuracy/all-clients")] == [3]
+    (config,) = events.Tensors("config")
+    assert "| num-server-rounds | 3 |" in config.tensor_proto.string_val[0].decode()
+    assert len(list((path / "tensorboard").iterdir())) == 1
+
+
+def test_rounds_that_a_resumed_run_repeats_are_there_once(run: Run) -> None:
+    first = run(track="tensorboard", num_server_rounds=3, keep_state=True, checkpoint_every=1)
+    for file in (first.path / "checkpoints").glob("round-000003.*"):
+        file.unlink()
+    (first.path / "summary.json").unlink()
+    run(track="tensorboard", num_server_rounds=4, keep_state=True, resume=str(first.path))
+    scalars = read(first.path).Scalars("loss/training")
+    assert [s.step for s in scalars] == [1, 2, 3, 4]
+    assert [s.value for s in scalars] == pytest.approx([r["loss"] for r in read_metrics(first.path)], rel=1e-5)
+
+
+@pytest.mark.parametrize("key", ["tensorboard", "track"])
+def test_tensorboard_that_is_missing_is_said_before_the_run_starts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find(name, *rest))
+    with pytest.raises(UserError, match=f"{key}: the package tensorboard is not installed .*; pip install tensorboard, or leave"):
+        run(**json.loads({"tensorboard": '{"tensorboard": true}', "track": '{"track": "tensorboard"}'}[key]))
+    assert not (tmp_path / "runs").exists()

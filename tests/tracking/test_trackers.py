@@ -1,0 +1,286 @@
+"""MLflow and Weights & Biases follow real runs into stores on disk; a tracker that is down is a warning, once."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_app import tracking
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.server.log_lines import LOG_MARK, folder_line, resumed_line
+from fl_app.server.run_folder import read_metrics, read_summary
+from strategies import METHOD_PARAMS
+from tests.conftest import SMALL, Run
+from tests.disks import full_disk
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """What a run warns of."""
+    told: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                told.append(record.getMessage())
+
+    log, handler = logging.getLogger("corolla"), Handler()
+    log.addHandler(handler)
+    yield told
+    log.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No tracker of the user's own, nothing outside of the test's directory."""
+    monkeypatch.chdir(tmp_path)  # MLflow's artifacts of a store by address lie below
+    for name in [name for name in os.environ if name.startswith(("MLFLOW_", "WANDB_"))]:
+        monkeypatch.delenv(name)
+    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "wandb-own"))
+
+
+def mlflow_runs(uri: str) -> tuple[Any, list[Any]]:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("corolla")
+    return client, client.search_runs([experiment.experiment_id]) if experiment else []
+
+
+def test_mlflow_holds_metrics_config_and_models(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    found = run(track="mlflow", method="fedcac", num_server_rounds=3, fedcac={"beta": 2}, metrics="all")
+    without = run(method="fedcac", num_server_rounds=3, fedcac={"beta": 2}, metrics="all", run_name="without")
+    summary, rounds = read_summary(found.path), list(read_metrics(found.path))
+    assert summary["digest"] == read_summary(without.path)["digest"]
+
+    client, (entry,) = mlflow_runs(f"sqlite:///{tmp_path}/runs/mlflow/mlflow.db")
+    assert entry.info.status == "FINISHED" and entry.info.run_name == "run"
+    assert entry.data.tags["corolla.digest"] == summary["digest"]
+    assert entry.data.params["method"] == "fedcac" and entry.data.params["fedcac.beta"] == "2"
+    assert "feddac.tau" not in entry.data.params
+    for name, value in (
+        ("accuracy/before-training", lambda r: r["accuracy-before"]), ("loss/training", lambda r: r["loss"]),
+        ("accuracy/after-training-pooled", lambda r: r["accuracy-after-pooled"]),
+        ("seconds/round", lambda r: r["seconds"]["round"]),
+    ):  # fmt: skip
+        history = client.get_metric_history(entry.info.run_id, name)
+        assert {m.step: m.value for m in history} == {r["round"]: value(r) for r in rounds}
+    last = rounds[-1]["evaluation"]
+    assert entry.data.metrics["accuracy/all-clients"] == last["accuracy"] == entry.data.metrics["final-accuracy"]
+    assert entry.data.metrics["all-clients/macro-f1"] == last["macro-f1"]
+
+    artifacts = {file.path for file in client.list_artifacts(entry.info.run_id)}
+    assert {"config.toml", "metrics.jsonl", "clients.json", "summary.json", "models"} <= artifacts
+    models = {Path(file.path).name for file in client.list_artifacts(entry.info.run_id, "models")}
+    assert models == {path.name for path in (found.path / "models").iterdir()}
+    kept = Path(entry.info.artifact_uri.removeprefix("file://")) / "models" / "client-1.safetensors"
+    assert kept.read_bytes() == (found.path / "models" / "client-1.safetensors").read_bytes()
+    wrong = [str(p) for p in (tmp_path / "runs" / "mlflow").rglob("*") if p.stat().st_mode & 0o077]
+    assert not wrong  # closed to others, as everything of a run
+
+
+def test_a_resumed_run_goes_on_in_its_mlflow_run(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    first = run(track="mlflow", num_server_rounds=3, keep_state=True, checkpoint_every=1)
+    for file in (first.path / "checkpoints").glob("round-000003.*"):
+        file.unlink()
+    (first.path / "summary.json").unlink()
+    run(track="mlflow", num_server_rounds=4, keep_state=True, resume=str(first.path))
+    client, (entry,) = mlflow_runs(f"sqlite:///{tmp_path}/runs/mlflow/mlflow.db")
+    history = client.get_metric_history(entry.info.run_id, "loss/training")
+    assert [(m.step, m.value) for m in history] == [(r["round"], r["loss"]) for r in read_metrics(first.path)]
+    assert entry.info.status == "FINISHED"
+
+
+def test_wandb_offline_holds_metrics_config_and_models(
+    run: Run, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    found = run(track="wandb,", method="fedcac", num_server_rounds=3, fedcac={"beta": 2})
+    assert not warnings
+    (directory,) = (found.path / "wandb").glob("offline-run-*")
+    (file,) = directory.glob("*.wandb")
+    history, config, summary, artifacts, exits = wandb_records(file)
+    rounds = list(read_metrics(found.path))
+    assert [row["loss/training"] for row in history] == [r["loss"] for r in rounds]
+    assert [row["_step"] for row in history] == [1, 2, 3]
+    assert config["method"] == "fedcac" and config["fedcac.beta"] == 2
+    assert summary["final-accuracy"] == read_summary(found.path)["final-accuracy"]
+    (artifact,) = artifacts
+    assert {f"models/{path.name}" for path in (found.path / "models").iterdir()} < artifact and "config.toml" in artifact
+    assert exits == [0]
+
+
+def leveldb_log(content: bytes, position: int) -> Iterator[bytes]:
+    """Records of LevelDB's log format, in blocks of 32 KiB: checksum (4 bytes), length (2), kind (1: whole, 2 .. 4: its parts)."""
+    parts, at = b"", 0
+    while at + 7 <= len(content):
+        left = 32768 - (position + at) % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
+        parts += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield parts
+            parts = b""
+
+
+def wandb_records(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any], list[set[str]], list[int]]:
+    """What an offline run's file holds: history, config, summary, artifacts' files, exit codes."""
+    from wandb.proto import wandb_internal_pb2
+
+    history: list[dict[str, Any]] = []
+    config: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    artifacts: list[set[str]] = []
+    exits: list[int] = []
+    for data in leveldb_log(file.read_bytes()[7:], 7):  # behind W&B's own header
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        match record.WhichOneof("record_type"):
+            case "history":
+                history.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.history.item})
+            case "run":
+                config |= {i.key: json.loads(i.value_json) for i in record.run.config.update}
+            case "config":
+                config |= {i.key: json.loads(i.value_json) for i in record.config.update}
+            case "summary":
+                summary |= {i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in record.summary.update}
+            case "artifact":
+                artifacts.append({entry.path for entry in record.artifact.manifest.contents})
+            case "request" if record.request.WhichOneof("request_type") == "log_artifact":
+                artifacts.append({entry.path for entry in record.request.log_artifact.artifact.manifest.contents})
+            case "exit":
+                exits.append(record.exit.exit_code)
+    return history, config, summary, artifacts, exits
+
+
+# Trackers that are down -----------------------------------------------------------------------------------------------
+
+
+def closed_port() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def one_warning(run: Run, warnings: list[str], within: float, **keys: Any) -> str:
+    """Run with a tracker; the one warning it gave. The run is whole, and took no longer than `within` more than without."""
+    started = time.monotonic()
+    digest = read_summary(run(run_name="without", **keys | {"track": ""}).path)["digest"]
+    usual = time.monotonic() - started
+    started = time.monotonic()
+    found = run(**keys)
+    assert time.monotonic() - started < usual + within
+    assert read_summary(found.path)["digest"] == digest and len(list(read_metrics(found.path))) == 2
+    (warning,) = warnings
+    return warning
+
+
+def test_an_unreachable_server(run: Run, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", closed_port())
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    warning = one_warning(run, warnings, 20, track="mlflow")
+    assert warning.startswith("warning: track: mlflow has not got everything of this run: ") and "127.0.0.1" in warning
+
+
+def test_a_server_that_never_answers(run: Run, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setattr(tracking, "SECONDS", 3.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert one_warning(run, warnings, 15, track="mlflow").endswith("it took longer than 3 s")
+
+
+def test_a_full_disk(run: Run, warnings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    with full_disk(tmp_path, 64 << 10) as small:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{small}/mlflow.db")
+        assert "full" in one_warning(run, warnings, 20, track="mlflow")
+
+
+def test_a_tracker_that_raises(run: Run, warnings: list[str], raw_config: dict[str, Any], tmp_path: Path) -> None:
+    """The other tracker is not bothered."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mlflow").write_text("a file where MLflow's store is to be")
+    assert "FileExistsError" in one_warning(run, warnings, 20, track="mlflow, tensorboard")
+    assert list((tmp_path / "runs" / "run" / "tensorboard").iterdir())
+
+
+def test_wandb_without_an_account(run: Run, warnings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WANDB_BASE_URL", closed_port())
+    assert "wandb has not got everything" in one_warning(run, warnings, 40, track="wandb")
+
+
+# Before a run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_tracker_is_one_of_those_there_are() -> None:
+    rule = "track: must be some of mlflow, wandb, tensorboard, with commas, got 'mlfow'; did you mean mlflow"
+    with pytest.raises(UserError, match=rule):
+        parse({**SMALL, "track": "tensorboard,mlfow"}, METHOD_PARAMS)
+
+
+@pytest.mark.parametrize(("name", "command"), [("mlflow", "pip install mlflow-skinny"), ("wandb", "pip install wandb")])
+def test_a_missing_package_is_said_before_the_run_starts(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, command: str
+) -> None:
+    (tmp_path / name).mkdir()  # W&B makes one where it runs: no package
+    monkeypatch.syspath_prepend(tmp_path)
+    find = importlib.util.find_spec
+    real = importlib.machinery.PathFinder.find_spec(name, [str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda word, *rest: real if word == name else find(word, *rest))
+    with pytest.raises(UserError, match=f"track: the package {name} is not installed where the server runs; {command}, or leave"):
+        run(track=name)
+    assert not (tmp_path / "runs").exists()
+
+
+# Whom the log tells ----------------------------------------------------------------------------------------------------
+
+
+def test_a_command_starts_followers_where_the_log_tells_the_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a simulation, whose server cannot reach any tracker's."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    path = run().path
+    passed: list[str] = []
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/own.db")
+    both = {"track": "tensorboard,mlflow"}
+    with tracking.following_log(both, passed.append) as take:
+        for line in ("Flower's own", f"{LOG_MARK}{folder_line(path)}", f"{LOG_MARK}more"):
+            take(line)
+    assert passed == ["Flower's own", f"{LOG_MARK}{folder_line(path)}", f"{LOG_MARK}more"]
+    (events,) = (path / "tensorboard").iterdir()
+    size = events.stat().st_size
+    assert [entry.info.status for entry in mlflow_runs(f"sqlite:///{tmp_path}/own.db")[1]] == ["FINISHED"]
+
+    resumed = {"track": "tensorboard", "resume": str(path)}
+    with tracking.following_log(resumed, passed.append) as take:
+        take(f"{LOG_MARK}{folder_line(path)}")
+        assert len(list((path / "tensorboard").iterdir())) == 1  # not before it is known what is repeated
+        take(f"{LOG_MARK}{resumed_line(2)}")
+    later = next(file for file in (path / "tensorboard").iterdir() if file != events)
+    assert later.stat().st_size < size  # no round among them
