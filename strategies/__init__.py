@@ -13,6 +13,7 @@ from strategies import (
     fedbabu,
     fedbn,
     fedcac,
+    fedconcat,
     feddac,
     feddpa,
     feddwa,
@@ -45,6 +46,7 @@ _MODULES = (
     fedavg, local, fedcac, feddac, fedpake, fedobp, fedprox, fedper, fedrep, fedbn, lg_fedavg, fedamp, ditto, pfedme,
     fedntd, moon, fedbabu, fedselect, apfl, pfedfda, fedgen, fedala, flute, floco, feddpa,
     feddyn, scaffold, feddwa, fedas, fedfomo, cfl, ifca, fedem, perfedmask, pfedgate,
+    fedconcat,
 )  # fmt: skip
 
 METHODS = Methods(_MODULES)

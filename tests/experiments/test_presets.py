@@ -17,7 +17,7 @@ from fl_app.experiments import dry_run
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.toml import flatten
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import Run
+from tests.conftest import IN_TWO_ROUNDS, Run
 from tests.experiments.preset_settings import SETTINGS
 
 ALL = presets.all_presets()
@@ -145,8 +145,8 @@ def test_bytes_of_a_round_by_hand() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_of_a_round_are_those_a_run_records(run: Run, method: str) -> None:
-    folder = run(method=method, num_clients=2, model="resnet8" if method == "fedbn" else "mlp")
-    config = parse(tomllib.loads(folder.path.joinpath("config.toml").read_text().partition("\n[")[0]), METHOD_PARAMS)
+    folder = run(method=method, num_clients=2, model="resnet8" if method == "fedbn" else "mlp", **IN_TWO_ROUNDS.get(method, {}))
+    config = parse(flatten(tomllib.loads(folder.path.joinpath("config.toml").read_text())), METHOD_PARAMS)
     cost = dry_run.round_bytes(config, METHODS[method], {"in_channels": 1, "num_classes": 10, "image_size": 8})
     record = list(read_metrics(folder.path))[-1]
     assert record["upload-bytes"] == 2 * cost.upload
