@@ -43,6 +43,7 @@ from strategies.base import (
     all_but_classifier,
 )
 from strategies.base.uploads import Intake
+from strategies.ifca import cluster_means
 from strategies.kmeans import centres_of, kmeans, squared_distances
 from strategies.robust import RULES
 
@@ -169,10 +170,6 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
             return [self.global_model] * min(self.params.clusters, self.config.num_clients or self.params.clusters)
         return [Model(params, buffers) for params, buffers in zip(self.memory["models"], self.memory["statistics"], strict=True)]
 
-    def keep_models(self, models: list[Model]) -> None:
-        """Remember the clusters' models."""
-        self.memory |= {"models": np.stack([m.params for m in models]), "statistics": np.stack([m.buffers for m in models])}
-
     def classifier(self) -> Vector:
         """The classifier on all encoders; before it has been trained, what it starts from."""
         if CLASSIFIER in self.memory:
@@ -208,9 +205,9 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
             shares, p = np.stack([self.shares_of(i) for i in new]), self.params
             chosen = bounded_clusters(shares, p.clusters, self.config.seed, p.size_cap)
             log.info("fedconcat: clients per cluster %s", np.bincount(chosen).tolist())
-            centres = centres_of(shares, chosen)
-            self.keep_models([self.global_model] * len(centres))
-            self.memory["centres"] = centres
+            centres, first = centres_of(shares, chosen), self.global_model
+            many = (len(centres), 1)
+            self.memory |= {"centres": centres, "models": np.tile(first.params, many), "statistics": np.tile(first.buffers, many)}
         else:
             chosen = np.array([self.cluster_of(i) for i in new])
         for client_id, k in zip(new, chosen, strict=True):
@@ -247,12 +244,10 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
             for client_id, k in zip(uploads.ids, chosen, strict=True):
                 self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([True]))
         else:
-            models = self.models()
-            for k in np.unique(chosen).tolist():
-                rows = np.flatnonzero(chosen == k)
-                W, B = (stack if len(rows) == len(stack) else stack[rows] for stack in (uploads.W, uploads.B))
-                models[k] = Model(mean(W, uploads.sizes[rows]), mean(B, uploads.sizes[rows]))
-            self.keep_models(models)
+            before = self.models()
+            params = cluster_means(uploads.W, uploads.sizes, chosen, np.stack([m.params for m in before]), mean=mean)
+            buffers = cluster_means(uploads.B, uploads.sizes, chosen, np.stack([m.buffers for m in before]), mean=mean)
+            self.memory |= {"models": params, "statistics": buffers}
         for client_id, k in zip(uploads.ids, chosen.tolist(), strict=True):
             self.note(client_id, "cluster", k)
 
