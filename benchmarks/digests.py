@@ -1,7 +1,7 @@
 """Digests of short runs, every method x {mlp, resnet8} x {all, half of the clients}: what a redesign must leave as it is.
 
 `python -m benchmarks.digests [METHOD ...]` prints a line per run: three rounds in process, all method parameters at their
-defaults. Two trees compute the same if they print the same on one machine.
+defaults but for FedConcat's phases. Two trees compute the same if they print the same on one machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def digest(directory: Path, method: str, model: str, fraction: float) -> str:
         "method": method, "model": model, "fraction-train": fraction, "num-server-rounds": 3, "num-clients": CLIENTS,
         "train-samples": 24, "test-samples": 12, "local-epochs": 2, "batch-size": 8, "learning-rate": 0.05, "momentum": 0.5,
         "device": "cpu", "run-name": f"{method}-{model}-{fraction}", "output-dir": str(directory),
-        "state-dir": str(directory / "state"),
+        "state-dir": str(directory / "state"), "fedconcat.encoder-rounds": 1,
     }  # fmt: skip
     folder = run(InProcessGrid(app, raw, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
     return str(read_summary(folder.path)["digest"])

@@ -173,7 +173,7 @@ class CorollaClient(NumPyClient):
         shared = self.method.travelling(self.config, layout)
         self._check_frozen(download, layout.constants)
         received = layout.subset(shared)
-        if (download.model.params.size, download.model.buffers.size) != (received.d, received.b):
+        if download.model.nbytes and (download.model.params.size, download.model.buffers.size) != (received.d, received.b):
             raise UserError(
                 f"received {download.model.params.size} parameters and {download.model.buffers.size} buffer elements, this "
                 f"client's model {self.config.model} shares {received.d} and {received.b}: is it the server's model?"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 import numpy as np
 import torch
@@ -54,11 +55,13 @@ class LocalTrainer(LoadedModel):
         objective: Objective | None = None,
         correction: Correction | None = None,
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
+        max_batches: int = 0,
     ) -> Model:
         """Train locally and return the trained model; `last_loss` is the last epoch's mean training loss."""
         self.load(start)
         optimizer = self.optimizer(self.weights, still=self.flat.hold(frozen))
-        for x, y in self.batches(epochs, purpose):
+        batches = self.batches(max_batches or epochs, purpose)  # an epoch has one at least
+        for x, y in islice(batches, max_batches or None):
             self.differentiate(x, y, objective)
             if correction is not None:
                 with torch.no_grad():

@@ -49,7 +49,12 @@ class Slot:
         return self.stop - self.start
 
 
-def _slots(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
+NOTHING = Model(np.zeros(0, np.float32), np.zeros(0, np.float32))
+"""What is sent where no model is needed."""
+
+
+def packed(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
+    """Lay out tensors, given their names and shapes, one after the other."""
     slots, start = [], 0
     for name, shape in shapes:
         stop = start + int(np.prod(shape, dtype=np.int64))
@@ -89,8 +94,8 @@ class Layout:
             elif isinstance(child, nn.modules.batchnorm._BatchNorm):
                 batchnorm |= own
         return cls(
-            _slots((n, tuple(p.shape)) for n, p in module.named_parameters()),
-            _slots((n, tuple(b.shape)) for n, b in module.named_buffers() if b.is_floating_point() and n not in constant),
+            packed((n, tuple(p.shape)) for n, p in module.named_parameters()),
+            packed((n, tuple(b.shape)) for n, b in module.named_buffers() if b.is_floating_point() and n not in constant),
             classifier,
             frozenset(batchnorm),
             getattr(module, "frozen_sha256", ""),
@@ -119,8 +124,8 @@ class Layout:
     def subset(self, names: frozenset[str]) -> Layout:
         """Return the layout of the named tensors alone, packed in the same order."""
         return Layout(
-            _slots((s.name, s.shape) for s in self.params if s.name in names),
-            _slots((s.name, s.shape) for s in self.buffers if s.name in names),
+            packed((s.name, s.shape) for s in self.params if s.name in names),
+            packed((s.name, s.shape) for s in self.buffers if s.name in names),
             self.classifier & names,
             self.batchnorm & names,
         )

@@ -8,6 +8,7 @@ METHODS = Methods((
     "fedavg", "local", "fedcac", "feddac", "fedpake", "fedobp", "fedprox", "fedper", "fedrep", "fedbn", "lg-fedavg", "fedamp",
     "ditto", "pfedme", "fedntd", "moon", "fedbabu", "fedselect", "apfl", "pfedfda", "fedgen", "fedala", "flute", "floco",
     "feddpa", "feddyn", "scaffold", "feddwa", "fedas", "fedfomo", "cfl", "ifca", "fedem", "perfedmask", "pfedgate",
+    "fedconcat",
 ))  # fmt: skip
 
 METHOD_PARAMS = Params(METHODS)

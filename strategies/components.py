@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from fl_app.layout import Layout, Slot
+import numpy as np
+
+from fl_app.errors import UserError
+from fl_app.layout import Layout, Model, Slot, Vector, packed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+ENCODERS, CLASSIFIER = "encoders", "classifier"  # of a concatenation
 
 _COMPONENT = re.compile(r"(?:^|(?<=\.))components\.(\d+)\.")
 
@@ -48,6 +53,48 @@ def classifiers_of(draw: Callable[[int], nn.Module], count: int) -> nn.Module:
     return module
 
 
+def bodies_of(models: Sequence[nn.Module]) -> nn.Module:
+    """One network of several: what enters their last Linear layers, flattened and side by side, float32 [n, sum of widths].
+
+    It takes those layers out of the models. Its tensors are named <position>.<name in the model>.
+    """
+    import torch
+    from torch import nn
+
+    class Tap(nn.Module):
+        """In the place of a Linear layer: what enters it last is `features`."""
+
+        features: Tensor
+
+        def __init__(self, outputs: int) -> None:
+            super().__init__()
+            self.outputs = outputs
+
+        def forward(self, z: Tensor) -> Tensor:
+            self.features = z.flatten(1)
+            return z.new_zeros(*z.shape[:-1], self.outputs)
+
+    class SideBySide(nn.ModuleList):
+        """Models, and where their features are seen."""
+
+        def __init__(self) -> None:
+            super().__init__(models)
+            self.taps = list[Tap]()
+            for model in models:
+                name, layer = last_linear(model)
+                assert isinstance(layer, nn.Linear)
+                parent, _, own = name.rpartition(".")
+                self.taps.append(Tap(layer.out_features))
+                setattr(model.get_submodule(parent), own, self.taps[-1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for model in self:
+                model(x)
+            return torch.cat([tap.features for tap in self.taps], dim=1)
+
+    return SideBySide()
+
+
 def last_linear(module: nn.Module) -> tuple[str, nn.Module]:
     """Name of a model's last Linear layer, and the layer; the model itself, "", if it has none below it."""
     from torch import nn
@@ -71,12 +118,8 @@ def alone(layout: Layout, k: int) -> Layout:
     """The layout of the k-th component as a model of its own, tensors named as in the user's."""
 
     def own(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
-        kept, start = list[Slot](), 0
-        for slot in slots:
-            if component_of(slot.name) in (k, None):
-                kept.append(Slot(_COMPONENT.sub("", slot.name, count=1), slot.shape, start, start + math.prod(slot.shape)))
-                start = kept[-1].stop
-        return tuple(kept)
+        kept = (slot for slot in slots if component_of(slot.name) in (k, None))
+        return packed((_COMPONENT.sub("", slot.name, count=1), slot.shape) for slot in kept)
 
     def plain(names: frozenset[str]) -> frozenset[str]:
         return frozenset(_COMPONENT.sub("", name, count=1) for name in names)
@@ -85,3 +128,73 @@ def alone(layout: Layout, k: int) -> Layout:
     return dataclasses.replace(
         layout, params=own(layout.params), buffers=own(layout.buffers), classifier=classifier, batchnorm=batchnorm
     )
+
+
+def part(layout: Layout, prefix: str) -> Layout:
+    """The layout of the tensors whose names begin so, as a model of its own, named without it."""
+    bare = layout.subset(frozenset(name for name in layout.names if name.startswith(prefix)))
+
+    def plain(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
+        return tuple(dataclasses.replace(slot, name=slot.name.removeprefix(prefix)) for slot in slots)
+
+    def named(names: frozenset[str]) -> frozenset[str]:
+        return frozenset(name.removeprefix(prefix) for name in names)
+
+    return Layout(plain(bare.params), plain(bare.buffers), named(bare.classifier), named(bare.batchnorm))
+
+
+# One classifier on several bodies ---------------------------------------------------------------------------------------
+
+
+def concatenation(models: Sequence[nn.Module]) -> nn.Module:
+    """One classifier on the bodies of several models of one kind.
+
+    Its state dict holds encoders.<k>.<name in the model>, classifier.weight [C, Kf] and classifier.bias [C]. The models lose their
+    own last Linear layers.
+    """
+    from torch import nn
+
+    layer: Any = last_linear(models[0])[1]
+    classifier = nn.Linear(len(models) * layer.in_features, layer.out_features)
+    return nn.Sequential(OrderedDict({ENCODERS: bodies_of(models), CLASSIFIER: classifier}))
+
+
+def concatenated(layout: Layout, count: int) -> Layout:
+    """Layout of the `concatenation` of so many models, given that of one."""
+    bare, (classes, width) = layout.subset(layout.names - layout.classifier), head(layout).shape
+
+    def each(slots: tuple[Slot, ...]) -> list[tuple[str, tuple[int, ...]]]:
+        return [(f"{ENCODERS}.{k}.{slot.name}", slot.shape) for k in range(count) for slot in slots]
+
+    own = [(f"{CLASSIFIER}.weight", (classes, count * width)), (f"{CLASSIFIER}.bias", (classes,))]
+    batchnorm = frozenset(f"{ENCODERS}.{k}.{name}" for k in range(count) for name in bare.batchnorm)
+    return Layout(packed([*each(bare.params), *own]), packed(each(bare.buffers)), frozenset(dict(own)), batchnorm)
+
+
+def head(layout: Layout) -> Slot:
+    """The weight of a model's classifier, [C, f]. Raises UserError if it is not a parameter."""
+    found = [slot for slot in layout.params if slot.name in layout.classifier and len(slot.shape) == 2]
+    if not found:
+        raise UserError("model: the weight of its last Linear layer is no parameter of its own, this method needs it")
+    return found[0]
+
+
+def fresh_classifier(layout: Layout, count: int, seed: int) -> Vector:
+    """A new classifier on so many models of a layout, float32 [KfC + C]: PyTorch's initialization, drawn from a seed of torch's."""
+    import torch
+    from torch import nn
+
+    classes, width = head(layout).shape
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        layer = nn.Linear(count * width, classes)
+    return np.concatenate([tensor.detach().numpy().reshape(-1) for tensor in layer.parameters()])
+
+
+def sum_of_classifiers(layout: Layout, models: Sequence[Model]) -> Vector:
+    """Models' own classifiers as one on all of them, float32 [KfC + C]: its logits are the sum of theirs."""
+    classes, weight = head(layout).shape[0], head(layout).name
+    own = [layout.tensors(model) for model in models]
+    biases = [tensors[name].astype(np.float64) for tensors in own for name in layout.classifier - {weight}]
+    bias = sum(biases, np.zeros(classes)).astype(np.float32)
+    return np.concatenate([np.concatenate([tensors[weight] for tensors in own], axis=1).reshape(-1), bias])

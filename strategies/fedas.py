@@ -28,7 +28,6 @@ from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
 from fl_app.report.kinds import Scalars
 from fl_app.wire import Upload, WireError
-from strategies.aggregate import weighted_mean
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
 from strategies.fedavg import FedAvg
 
@@ -89,8 +88,8 @@ class FedAS(FedAvg[FedASParams]):
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Mean weighted by information."""
-        shares = fisher_weights([float(m[INFORMATION]) for m in uploads.metrics])
-        self.global_model = Model(weighted_mean(uploads.W, shares), weighted_mean(uploads.B, shares))
+        shares, mean = fisher_weights([float(m[INFORMATION]) for m in uploads.metrics]), self.averaging.mean
+        self.global_model = Model(mean(uploads.W, shares), mean(uploads.B, shares))
 
 
 class FedASUpdate(LocalUpdate[FedASParams]):

@@ -55,6 +55,8 @@ def server_step(W: Floats, w_global: Floats, h: Floats, num_clients: int) -> tup
 class FedDyn(FedAvg[FedDynParams]):
     """Server half. Memory: `h` float32 [d]."""
 
+    robust = frozenset()  # h must be the mean of what the clients keep, whoever they are
+
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Extrapolate the mean by what all clients have drifted so far."""
         sent = self.global_model.params

@@ -34,7 +34,7 @@ from threadpoolctl import threadpool_limits
 
 from fl_app import rng
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, Rule, key
-from fl_app.layout import Layout, Model, Slot
+from fl_app.layout import Layout, Model, Slot, packed
 from strategies.base import ClientState, LocalUpdate, Method, Objective, RoundContext, Uploads, all_but_classifier
 from strategies.fedavg import FedAvg
 from strategies.fedprox import proximal
@@ -143,12 +143,8 @@ def endpoints_slot(layout: Layout) -> Slot:
 
 def collapsed_layout(layout: Layout) -> Layout:
     """Layout of the user's own model, given that of the simplex model."""
-    wide, slots, start = endpoints_slot(layout), list[Slot](), 0
-    for slot in layout.params:
-        shape = slot.shape[1:] if slot is wide else slot.shape
-        slots.append(Slot(slot.name, shape, start, start + math.prod(shape)))
-        start += math.prod(shape)
-    return dataclasses.replace(layout, params=tuple(slots))
+    wide = endpoints_slot(layout)
+    return dataclasses.replace(layout, params=packed((s.name, s.shape[1:] if s is wide else s.shape) for s in layout.params))
 
 
 def collapse(model: Model, layout: Layout, centre: Matrix) -> Model:

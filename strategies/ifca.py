@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,16 +52,18 @@ class IFCAParams:
 
 
 def cluster_means(
-    W: NDArray[np.floating[Any]], sizes: ArrayLike, chosen: ArrayLike, models: NDArray[np.floating[Any]]
-) -> NDArray[np.floating[Any]]:
+    W: NDArray[np.floating[Any]], sizes: ArrayLike, chosen: ArrayLike, models: NDArray[np.floating[Any]], *,
+    mean: Callable[..., NDArray[np.floating[Any]]] = weighted_mean,
+) -> NDArray[np.floating[Any]]:  # fmt: skip
     """Next models [K, d]: the mean, weighted by sizes, over those who chose each; one that nobody chose stays.
 
-    W: [N, d], trained models; sizes: [N]; chosen: [N], which one each is, in 0..K-1; models: [K, d], before.
+    W: [N, d], trained models; sizes: [N]; chosen: [N], which one each is, in 0..K-1; models: [K, d], before. mean: another one.
     """
     means = np.array(models, dtype=np.result_type(np.asarray(models).dtype, np.float32))
-    weights, which = np.asarray(sizes, np.float64), np.asarray(chosen)
+    stack, weights, which = np.asarray(W), np.asarray(sizes, np.float64), np.asarray(chosen)
     for k in np.unique(which).tolist():
-        means[k] = weighted_mean(np.asarray(W)[which == k], weights[which == k])
+        rows = which == k
+        means[k] = mean(stack if rows.all() else stack[rows], weights[rows])
     return means
 
 
@@ -101,15 +104,15 @@ class IFCA(FedAvg[IFCAParams]):
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Mean per model; a shared body's over all."""
-        layout, chosen = self.layout, uploads.extras[CLUSTER][:, 0]
+        layout, chosen, mean = self.layout, uploads.extras[CLUSTER][:, 0], self.averaging.mean
         names = [components.tensors_of(layout, k) for k in range(self.params.clusters)]
         models = [layout.take(self.global_model, own) for own in names]
-        params = cluster_means(uploads.W, uploads.sizes, chosen, np.stack([m.params for m in models]))
-        buffers = cluster_means(uploads.B, uploads.sizes, chosen, np.stack([m.buffers for m in models]))
+        params = cluster_means(uploads.W, uploads.sizes, chosen, np.stack([m.params for m in models]), mean=mean)
+        buffers = cluster_means(uploads.B, uploads.sizes, chosen, np.stack([m.buffers for m in models]), mean=mean)
         if self.params.share_body:
             one = layout.subset(names[0])
             body = frozenset(name for name in one.names if components.component_of(name) is None)
-            everybody = Model(weighted_mean(uploads.W, uploads.sizes), weighted_mean(uploads.B, uploads.sizes))
+            everybody = Model(mean(uploads.W, uploads.sizes), mean(uploads.B, uploads.sizes))
             mixed = [one.put(Model(p, b), one.take(everybody, body), body) for p, b in zip(params, buffers, strict=True)]
         else:
             mixed = [Model(p, b) for p, b in zip(params, buffers, strict=True)]

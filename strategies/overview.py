@@ -69,6 +69,8 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("ifca", "one up, K down", _NONE, "4K(d+b)", _NONE, "E, + K forward", "few clear groups, seldom seen clients"),
         Row("cfl", _MODEL, _NONE, "4(d+b) a cluster", _NONE, "E", "groups of unknown number, all take part"),
         Row("fedem", "M models both ways", "weights π", "4M(d+b)", "4M", "M E, + M forward", "clients that mix kinds of data"),
+        Row("fedconcat", "model; later classifier, and encoders down once", _NONE, "4K(d+b)", "4K(d−h+b)", "E; later 3 batches",
+            "clear groups of labels, one model for all in the end"),
         Row("floco", "model, M classifiers", _NONE, "4M a client", _NONE, "E", "degrees of likeness, one body"),
     ),
 }  # fmt: skip

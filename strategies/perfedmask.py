@@ -96,6 +96,8 @@ def masked_mean(
 class PerFedMask(FedAvg[PerFedMaskParams]):
     """Server half. Masks follow from the seed, and are nowhere kept."""
 
+    robust = frozenset()  # a layer may be one client's alone
+
     def summary(self) -> None:
         """Log what runs; warn where nothing is personalized."""
         super().summary()

@@ -17,7 +17,6 @@ s < 1 all of theta travels, not the kept blocks alone. s = 1 is not FedAvg: g in
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +28,8 @@ from numpy.typing import ArrayLike, NDArray
 from fl_app import rng
 from fl_app.errors import UserError
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, POSITIVE_RATIO, key
-from fl_app.layout import Layout, Model, Slot
+from fl_app.layout import Layout, Model
+from strategies import components
 from strategies.base import ClientState, Drawings, LocalUpdate, Method, RoundContext
 from strategies.fedavg import FedAvg
 
@@ -193,19 +193,6 @@ def shared(layout: Layout, params: object) -> frozenset[str]:
     return frozenset(name for name in layout.names if name.startswith(NETWORK))
 
 
-def own_layout(layout: Layout) -> Layout:
-    """Layout of the user's own model, without the gate."""
-
-    def named(names: frozenset[str]) -> frozenset[str]:
-        return frozenset(name.removeprefix(NETWORK) for name in names)
-
-    def plain(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
-        return tuple(dataclasses.replace(slot, name=slot.name.removeprefix(NETWORK)) for slot in slots)
-
-    bare = layout.subset(shared(layout, None))
-    return Layout(plain(bare.params), plain(bare.buffers), named(bare.classifier), named(bare.batchnorm))
-
-
 class PFedGate(FedAvg[PFedGateParams]):
     """Server half: FedAvg on the model without gates."""
 
@@ -213,7 +200,7 @@ class PFedGate(FedAvg[PFedGateParams]):
 
     def exported_layout(self, layout: Layout) -> Layout:
         """That of the user's own model."""
-        return own_layout(layout)
+        return components.part(layout, NETWORK)
 
 
 class PFedGateUpdate(LocalUpdate[PFedGateParams]):

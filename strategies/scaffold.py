@@ -100,6 +100,8 @@ def round_rate(config: RunConfig, round: int) -> float:
 class SCAFFOLD(FedAvg[SCAFFOLDParams]):
     """Server half. Memory: `control` float32 [d], c."""
 
+    robust = frozenset()  # c must be the mean of what the clients keep, whoever they are
+
     def summary(self) -> None:
         """Log what runs; warn of momentum."""
         super().summary()

@@ -31,6 +31,9 @@ SMALL: dict[str, Scalar] = {
     "run-name": "run",
 }  # fmt: skip
 
+IN_TWO_ROUNDS: dict[str, dict[str, Scalar]] = {"fedconcat": {"fedconcat.encoder-rounds": 1}}
+"""What methods of several phases need set, to reach their last in a run of two rounds."""
+
 Run = Callable[..., RunFolder]
 
 

@@ -27,7 +27,7 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import OWN_METHODS
+from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS
 
 CLIENTS = 4
 LONG = pytest.mark.long
@@ -39,6 +39,7 @@ def start(directory: Path, name: str, **config: Scalar) -> tuple[RunFolder, RunC
         "num-server-rounds": 2, "num-clients": CLIENTS, "train-samples": 24, "test-samples": 12, "local-epochs": 1,
         "batch-size": 12, "learning-rate": 0.05, "device": "cpu", "checkpoint-every": 1, "keep-state": True, "run-name": name,
         "output-dir": str(directory), "state-dir": str(directory / "state"), **{k.replace("_", "-"): v for k, v in config.items()},
+        **IN_TWO_ROUNDS.get(str(config["method"]), {}),
     }  # fmt: skip
     parsed = parse(raw, METHOD_PARAMS)
     return run(InProcessGrid(app, raw, CLIENTS), parsed, lambda *_: None), parsed
@@ -65,6 +66,9 @@ def documented_bytes(method: str, layout: Layout, round: int, participants: int)
     }  # fmt: skip
     generator = (32 + classes + 3) * 256 + (256 + 1) * width + 2 * 256  # noise 32, hidden 256; and its statistics
     later = {"fedgen": 4 * generator + classes, "fedfomo": (participants - 2) * whole}  # as many others as have been seen
+    if method == "fedconcat" and round > 1:  # a classifier on as many encoders as there are clients, all different
+        classifier = 4 * (CLIENTS * width * classes + classes)
+        return classifier, classifier + CLIENTS * (whole - head)
     sent = {"scaffold": 4 * layout.d, "ifca": 3 * whole} | (later if round > 1 else {})
     return travels + extra.get(method, 0), travels + sent.get(method, 0)
 

@@ -20,7 +20,6 @@ from fl_app.cli.settings import (
     SetOption,
     absolute_paths,
     console,
-    errors,
     parse_set,
     read_preset,
     resolve,
@@ -61,22 +60,18 @@ def about(
 
 def presets(
     pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern with * and ?.")] = "",
-    all_: Annotated[bool, typer.Option("--all", help="Also those that Corolla cannot run, with the reason.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Those that Corolla cannot run too; it can run every one.")] = False,
 ) -> None:
     """List presets, with the published figures; one name a line when piped."""
     from fl_app.presets import find
 
-    found = [(preset, preset.unavailable(METHODS)) for preset in find(pattern)]
-    shown = [(preset, why) for preset, why in found if all_ or not why]
-    width = max((len(preset.name) for preset, _ in shown), default=0)
-    for preset, why in shown:
+    found = find(pattern)
+    width = max(len(preset.name) for preset in found)
+    for preset in found:
         if not console.is_terminal:
-            typer.echo(f"{preset.name}\tunavailable: {why}" if why else preset.name)
+            typer.echo(preset.name)
             continue
-        note = f"[red]unavailable:[/] {escape(why)}" if why else escape(preset.source)
-        console.print(f"[bold]{preset.name:{width}}[/]  {preset.published or '':12}  {note}", soft_wrap=True)
-    if hidden := len(found) - len(shown):
-        errors.print(f"{hidden} more that Corolla cannot run; --all lists them with the reason")
+        console.print(f"[bold]{preset.name:{width}}[/]  {preset.published or '':12}  {escape(preset.source)}", soft_wrap=True)
 
 
 def methods(

@@ -93,7 +93,7 @@ def read_preset(name: str) -> dict[str, Scalar]:
     """Read a preset by name, or a TOML file by path, as a flat run config; the user's own files may lie beside such a file."""
     if name.endswith(".toml"):
         look_for_plugins(Path(name).parent)
-    return presets.read_preset(name, METHODS)
+    return presets.read_preset(name)
 
 
 def resolve(config: Mapping[str, Scalar]) -> RunConfig:

@@ -140,7 +140,7 @@ def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") 
     ours = settings(config)
     found = []
     for preset in all_presets().values():
-        if preset.published is None or preset.unavailable(methods) or preset.settings["method"] != config.method:
+        if preset.published is None or preset.settings["method"] != config.method:
             continue
         theirs = parse(preset.settings, methods)
         same_data = grouping.kind(theirs.dataset) == (dataset or grouping.kind(config.dataset)) and _split(theirs) == _split(config)

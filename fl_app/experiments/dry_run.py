@@ -48,7 +48,7 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     zeros = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
     shared = method.travelling(config, layout)
     strategy = method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
-    strategy.round = config.num_server_rounds - 1  # those that are behind it
+    strategy.round, strategy.attempt.round = config.num_server_rounds - 1, config.num_server_rounds  # those behind it, and it
     arrays = strategy.expected().shapes().values()
     return RoundBytes(
         participants=len(strategy.sample(list(range(config.num_clients)), 1)),

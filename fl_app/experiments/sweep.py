@@ -156,7 +156,7 @@ def _merge(
     sweep: Sweep, changes: Raw, methods: Mapping[str, type], overrides: Mapping[str, Scalar], named: Collection[str]
 ) -> Raw:
     preset = str(changes.pop("preset", sweep.preset))
-    raw = {**(read_preset(preset, methods) if preset else {}), **sweep.settings, **changes}
+    raw = {**(read_preset(preset) if preset else {}), **sweep.settings, **changes}
     raw["num-clients"] = raw.get("num-clients") or 10
     if sweep.scale == "small":
         raw |= small(parse(without_others(raw, named), methods))

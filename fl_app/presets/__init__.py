@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_app.catalogue import DATASETS, MODELS
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, own
@@ -63,14 +62,6 @@ class Preset:
     metric: str = ""
     repeats: int = 0
     notes: tuple[str, ...] = ()
-
-    def unavailable(self, methods: Mapping[str, object]) -> str:
-        """Say why Corolla, with these methods, cannot run it; "" if it can."""
-        for key, known in (("method", methods), ("dataset", DATASETS), ("model", MODELS)):
-            word = str(self.settings.get(key, ""))
-            if word and ":" not in word and word not in known:
-                return f"{key} {word} is not in Corolla"
-        return ""
 
 
 @functools.cache
@@ -134,11 +125,8 @@ def _nearest(name: str) -> str:
     return f"; did you mean {close[0]}?" if close else "; `corolla presets` lists them"
 
 
-def read_preset(name: str, methods: Mapping[str, object]) -> dict[str, Scalar]:
-    """Read a preset by name, or a TOML file by path, as a flat run config.
-
-    methods: the registered ones. Raises UserError for a wrong name (with the nearest) and for what Corolla cannot run.
-    """
+def read_preset(name: str) -> dict[str, Scalar]:
+    """Read a preset by name, or a TOML file by path, as a flat run config. Raises UserError for a wrong name, with the nearest."""
     if name.endswith(".toml"):
         content = read_toml(Path(name))
         if "grid" in content or "variants" in content:
@@ -147,8 +135,6 @@ def read_preset(name: str, methods: Mapping[str, object]) -> dict[str, Scalar]:
     preset = all_presets().get(name)
     if preset is None:
         raise UserError(f"preset: no preset or .toml file {name!r}{_nearest(name)}")
-    if why := preset.unavailable(methods):
-        raise UserError(f"preset {name}: {why}")
     return dict(preset.settings)
 
 

@@ -22,8 +22,8 @@ log = logging.getLogger("corolla")
 class Attempt:
     """One attempt at a round, or an evaluation: all that is true of it and of nothing after it.
 
-    generation: tells the client states of attempts apart. declared: what the asked clients said about their data when they
-    connected. sent: bytes per client. failures: causes by client.
+    generation: tells the client states of attempts apart. declared: what clients said about their data when they connected.
+    sent: bytes per client. failures: causes by client.
     """
 
     round: int = 0

@@ -92,11 +92,13 @@ class Trainer(Protocol):
         objective: Objective | None = None,
         correction: Correction | None = None,
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
+        max_batches: int = 0,
     ) -> Model:
         """Run local SGD from `start` and return the trained model.
 
         epochs: default local-epochs. purpose: names the random stream of the batches. frozen: tensors by name, or parameters
-        by position, bool [d], that neither train nor change; no gradient, weight decay or momentum moves them.
+        by position, bool [d], that neither train nor change; no gradient, weight decay or momentum moves them. max_batches: how
+        many to train on, over as many epochs as that takes; 0: all of those of `epochs`.
         """
         ...
 

@@ -117,7 +117,9 @@ class Messages(Strategy, ABC):
         )
 
     def _sendable(self, model: Model) -> Model:
-        """Return a method's model. Raises UserError if a client could not take it: it is the method's mistake."""
+        """Return a method's model, or nothing. Raises UserError if a client could not take it: it is the method's mistake."""
+        if not model.nbytes:
+            return model
         for name, array, length in (("params", model.params, self.layout.d), ("buffers", model.buffers, self.layout.b)):
             if array.dtype != np.float32 or array.shape != (length,):
                 got = f"{array.dtype} {list(array.shape)}"
@@ -129,9 +131,9 @@ class Messages(Strategy, ABC):
     ) -> Iterable[Message]:
         """Sample clients by id and build their messages one at a time, as they are sent."""
         exchange: Exchange = grid  # type: ignore[assignment]
+        self.attempt.declared = dict(exchange.roster.properties)
         ids = self.sample([i for i in exchange.client_ids if i not in self.config.unseen], server_round)
         self.attempt.intake = Intake.of(ids, self.expected())
-        self.attempt.declared = {i: exchange.roster.properties[i] for i in ids}
         self.attempt.sent = dict.fromkeys(ids, 0)
         return (self._message(exchange, i, "train", "train", server_round) for i in ids)
 

@@ -12,7 +12,7 @@ from flwr.serverapp.strategy import Result
 
 from fl_app import rng, wire
 from fl_app.errors import UserError
-from fl_app.layout import Model
+from fl_app.layout import NOTHING, Model
 from fl_app.server import checkpoint, kept, log_lines
 from fl_app.server import record as records
 from fl_app.server.exchange import Exchange
@@ -127,8 +127,7 @@ class Rounds(Messages):
 
     def forget_state(self, exchange: Exchange) -> None:
         """Let the connected clients remove what they keep of a run that is finished; those that do not are logged."""
-        nothing = Model(np.zeros(0, np.float32), np.zeros(0, np.float32))
-        download = Download("forget", self.round, self.attempt.generation, self.folder.experiment, nothing)
+        download = Download("forget", self.round, self.attempt.generation, self.folder.experiment, NOTHING)
         content = (wire.encode_download(download) for _ in exchange.client_ids)
         messages = (exchange.message(i, c, "train", self.round) for i, c in zip(exchange.client_ids, content, strict=True))
         seconds = min(_FORGET_SECONDS, self.config.round_timeout)

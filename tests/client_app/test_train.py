@@ -65,6 +65,21 @@ def train(make: Callable[[], nn.Module] = mlp, **changes: Any) -> Model:
 # training
 
 
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_some_batches_are_the_first_of_as_many_epochs_as_they_take(count: int) -> None:
+    one, start = trainer(momentum=0.5, local_epochs=1), weights.read(mlp())  # four batches an epoch
+    got = one.train(start, max_batches=count, epochs=1)
+    assert one.steps == count and math.isfinite(one.last_loss)
+    many = trainer(momentum=0.5, local_epochs=3)
+    many.load(start)
+    optimizer = many.optimizer(many.weights)
+    for k, (x, y) in enumerate(many.batches(3)):
+        if k < count:
+            many.differentiate(x, y)
+            optimizer.step(many.gradient, many.learning_rate)
+    assert bits(many.read()) == bits(got)
+
+
 def plain_sgd(module: nn.Module, c: RunConfig, data: ClientData, round: int, client_id: int) -> Model:
     """The textbook loop: torch.optim.SGD, one permutation per epoch from the generator of (seed, round, client id)."""
     lr = c.learning_rate * c.learning_rate_decay ** (round - 1)

@@ -13,7 +13,7 @@ from fl_app.experiments.launch import COMPLETED, simulation
 from fl_app.keys import table_of
 from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import OWN_METHODS, PLUGINS
+from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS, PLUGINS
 from tests.e2e.conftest import Cluster, corolla, settings, summary
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -40,7 +40,8 @@ def test_simulation_equals_one_process(tmp_path: Path, methods: list[str]) -> No
     with simulation(4, 1, 0) as submit:
         for method in methods:
             name = table_of(method)
-            config = {**common, "method": method, "output-dir": str(tmp_path), "run-name": f"{name}-simulation"}
+            config = {**common, **IN_TWO_ROUNDS.get(method, {}), "method": method, "output-dir": str(tmp_path)}
+            config["run-name"] = f"{name}-simulation"
             config["plugins"] = plugins.fingerprint(plugins.files(config))
             lines: list[str] = []
             assert submit(config, lines.append) == COMPLETED, "\n".join(lines)

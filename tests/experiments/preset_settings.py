@@ -40,6 +40,13 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
         "dataset": "cifar10", "method": "scaffold", "scaffold.server-learning-rate": 1.0,
         "scaffold.batchnorm-statistics": "local",
     },
+    "fedpake/cifar10-dirichlet-0.1-cnn/fedconcat": PAKE_DIRICHLET | {
+        "dataset": "cifar10", "model": "cnn", "method": "fedconcat", "fedconcat.clusters": 5, "fedconcat.encoder-rounds": 50,
+        "fedconcat.classifier-batches": 3,
+    },
+    "fedpake/cifar10-dirichlet-0.1-cnn": PAKE_DIRICHLET | PAKE_OWN | {
+        "dataset": "cifar10", "model": "cnn", "fedpake.num-micro": 4, "fedpake.num-macro": 4,
+    },
     "fedcac/tiny-imagenet-dirichlet-0.01": CAC | {
         "method": "fedcac", "dataset": "tiny-imagenet:tiny-imagenet-200", "model": "resnet10", "partition": "dirichlet-client",
         "dirichlet-alpha": 0.01, "fedcac.beta": 170, "fedcac.tau": 0.5,

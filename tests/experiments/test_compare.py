@@ -23,7 +23,7 @@ from strategies import METHOD_PARAMS
 
 def run_folder(root: Path, name: str, preset: str, summary: dict[str, Any], rounds: list[float] = [], **changes: Any) -> Path:  # noqa: B006
     """Write a finished run's folder without running it."""
-    raw = presets.read_preset(preset, METHOD_PARAMS) | {k.replace("_", "-"): v for k, v in changes.items()}
+    raw = presets.read_preset(preset) | {k.replace("_", "-"): v for k, v in changes.items()}
     config = parse(raw, METHOD_PARAMS)
     folder = root / name
     folder.mkdir(parents=True)
@@ -101,7 +101,7 @@ def test_fedbabus_figure_is_the_fine_tuned_one(tmp_path: Path) -> None:
 
 def test_small_runs_find_their_preset_and_say_what_they_are(tmp_path: Path) -> None:
     name = "fedobp/cifar10-dirichlet-0.1/fedavg"
-    small = presets.small(parse(presets.read_preset(name, METHOD_PARAMS), METHOD_PARAMS))
+    small = presets.small(parse(presets.read_preset(name), METHOD_PARAMS))
     (line,) = lines(run_folder(tmp_path, "a", name, {}, **small))
     assert line.preset.name == name
     text = compare.describe(line)
@@ -149,7 +149,7 @@ def test_every_table_puts_the_same_runs_together(tmp_path: Path) -> None:
     rows = table.tabulate(points, {sweep.identity(run.config): run.folder for run in runs})
     assert [row.runs for row in rows] == [4, 2, 1]
     shown = [line.split("|")[1:] for line in fashion_mnist_table.lines([tmp_path])[2:]]
-    own = presets.read_preset(name, METHOD_PARAMS)
+    own = presets.read_preset(name)
     usual, tuned_by = own.get("fedpake.divisor", "found"), own.get("finetune-epochs", 0)
     assert {(cells[0].strip(), cells[-2].strip()) for cells in shown} == {
         (f"fedpake ({tuned_by}, {usual})", "4"), (f"fedpake ({tuned_by}, limit)", "2"), (f"fedpake (3, {usual})", "1"),

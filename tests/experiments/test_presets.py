@@ -10,18 +10,16 @@ from pathlib import Path
 import pytest
 
 from fl_app import cli, presets
-from fl_app.cli import listings
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.experiments import dry_run
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.toml import flatten
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import Run
+from tests.conftest import IN_TWO_ROUNDS, Run
 from tests.experiments.preset_settings import SETTINGS
 
 ALL = presets.all_presets()
-WITHOUT_MOON = {name: method for name, method in METHODS.items() if name != "moon"}
 WITHOUT_FIGURE = [name for name in ALL if name.startswith("fedpake/") and name.endswith(("/ditto", "/fedala"))]
 
 # Figures read in the papers, not in the preset files: (mean, std), None where the table prints no deviation.
@@ -44,6 +42,8 @@ FIGURES = {
     "fedpake/cifar100-dirichlet-0.1-50-clients/fedavg": (29.71, 0.11),
     "fedpake/cifar100-dirichlet-0.01/fedbabu": (71.67, 0.16),
     "fedpake/cifar100-dirichlet-1.0": (39.41, 0.10),
+    "fedpake/cifar10-dirichlet-0.1-cnn/fedconcat": (57.7, None),
+    "fedpake/cifar10-dirichlet-0.1-cnn": (59.7, None),
     "fedobp/cifar100-dirichlet-0.1": (50.37, 0.16),
     "fedobp/svhn-dirichlet-0.5/fedavg": (90.24, 0.66),
     "fedobp/emnist-dirichlet-0.1/fedrep": (94.36, 0.22),
@@ -66,14 +66,13 @@ def test_published_figures(name: str) -> None:
 
 def test_there_is_one_preset_per_cell_of_the_tables() -> None:
     per_table = Counter((p.paper, p.source.partition(":")[0]) for p in ALL.values() if p.published)
-    assert sorted(per_table.values()) == sorted([7 * 3, 7 * 9, 3, 9 * 7, 9 * 6, 9 * 3, 13 * 8, 13 * 8, 11 * 6, 2, 2, 4])
+    assert sorted(per_table.values()) == sorted([7 * 3, 7 * 9, 3, 9 * 7, 9 * 6, 9 * 3, 13 * 8, 13 * 8, 11 * 6, 2, 4, 4])
     assert sum(p.published is None for p in ALL.values()) == 6 + 1  # FedDAC's other settings, demo
 
 
-def test_every_preset_that_corolla_can_run_resolves_and_dry_runs() -> None:
-    available = [p for p in ALL.values() if not p.unavailable(METHODS)]
-    priced = set[tuple[str, str]]()  # the rest is priced in test_every_available_preset_starts_by_its_name
-    for preset in available:
+def test_every_preset_resolves_and_dry_runs() -> None:
+    priced = set[tuple[str, str]]()  # the rest is priced in test_every_preset_starts_by_its_name
+    for preset in ALL.values():
         config = parse(preset.settings, METHOD_PARAMS)
         shape = dry_run.known_shape(config)
         assert shape is not None, preset.name
@@ -85,16 +84,6 @@ def test_every_preset_that_corolla_can_run_resolves_and_dry_runs() -> None:
         assert preset.metric or preset.name.endswith("demo") or preset.name in WITHOUT_FIGURE, preset.name
         small = parse(dict(preset.settings) | presets.small(config), METHOD_PARAMS)
         assert small.scale == "small" and small.num_clients <= 10 and small.num_server_rounds <= 20
-    assert len(available) >= 268
-
-
-def test_presets_that_cannot_run_say_why() -> None:
-    reasons = {name: p.unavailable(WITHOUT_MOON) for name, p in ALL.items()}
-    assert "method moon" in reasons["fedpake/cifar10-dirichlet-0.1/moon"]
-    for name, reason in reasons.items():
-        assert (ALL[name].settings.get("method", "fedcac") in WITHOUT_MOON) == (not reason), name
-    with pytest.raises(UserError, match="method moon is not in Corolla"):
-        presets.read_preset("fedpake/cifar10-dirichlet-0.1/moon", WITHOUT_MOON)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -126,6 +115,8 @@ OTHER_METHODS = ("apfl", "fedala", "feddpa", "fedselect", "flute", "pfedfda")
     ("fedpake/cifar10-dirichlet-0.1/fedgen", "the paper cites another FedGen"),
     ("fedpake/cifar10-dirichlet-0.1/fedbabu", "not like for like"),
     ("fedpake/cifar10-dirichlet-0.1/fedala", "aggregated global model"),
+    ("fedpake/cifar10-dirichlet-0.1-cnn/fedconcat", "hyperparameters are not in the paper"),
+    ("fedpake/cifar10-dirichlet-0.1-cnn", "which simple CNN is not in the paper"),
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_said(name: str, words: str) -> None:
     assert any(words in note for note in ALL[name].notes)
@@ -148,8 +139,8 @@ def test_bytes_of_a_round_by_hand() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_of_a_round_are_those_a_run_records(run: Run, method: str) -> None:
-    folder = run(method=method, num_clients=2, model="resnet8" if method == "fedbn" else "mlp")
-    config = parse(tomllib.loads(folder.path.joinpath("config.toml").read_text().partition("\n[")[0]), METHOD_PARAMS)
+    folder = run(method=method, num_clients=2, model="resnet8" if method == "fedbn" else "mlp", **IN_TWO_ROUNDS.get(method, {}))
+    config = parse(flatten(tomllib.loads(folder.path.joinpath("config.toml").read_text())), METHOD_PARAMS)
     cost = dry_run.round_bytes(config, METHODS[method], {"in_channels": 1, "num_classes": 10, "image_size": 8})
     record = list(read_metrics(folder.path))[-1]
     assert record["upload-bytes"] == 2 * cost.upload
@@ -175,7 +166,7 @@ def test_small_scales_rounds_clients_samples_and_beta() -> None:
 
 def test_a_wrong_name_suggests_the_nearest() -> None:
     with pytest.raises(UserError, match=r"did you mean fedcac/cifar10-dirichlet-0\.1\?"):
-        presets.read_preset("fedcac/cifar10-dirichlt-0.1", METHODS)
+        presets.read_preset("fedcac/cifar10-dirichlt-0.1")
     with pytest.raises(UserError, match="none matches"):
         presets.find("nothing-of-this-name")
     assert [p.name for p in presets.find("fedcac/*-pathological-2")] == [
@@ -186,15 +177,15 @@ def test_a_wrong_name_suggests_the_nearest() -> None:
 def test_files_are_read_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')
-    assert presets.read_preset(str(path), METHODS) == {"method": "fedavg", "fedcac.tau": 0.3}
+    assert presets.read_preset(str(path)) == {"method": "fedavg", "fedcac.tau": 0.3}
     path.write_text("[grid]\nseed = [0]\n")
     with pytest.raises(UserError, match="is a sweep: use `corolla sweep"):
-        presets.read_preset(str(path), METHODS)
+        presets.read_preset(str(path))
     path.write_text("method = fedavg")
     with pytest.raises(UserError, match="not valid TOML"):
-        presets.read_preset(str(path), METHODS)
+        presets.read_preset(str(path))
     with pytest.raises(UserError, match="No such file"):
-        presets.read_preset(str(tmp_path / "none.toml"), METHODS)
+        presets.read_preset(str(tmp_path / "none.toml"))
 
 
 def corolla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str, str]:
@@ -225,14 +216,14 @@ def test_dry_run_prints_what_a_run_would_use_and_touches_nothing(
 
 
 @pytest.mark.long
-def test_every_available_preset_starts_by_its_name(
+def test_every_preset_starts_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     _, out, _ = corolla(capsys, monkeypatch, "presets")
     names = out.splitlines()
     assert names == sorted(names, key=lambda name: name.split("/"))
-    assert set(names) == {name for name, p in ALL.items() if not p.unavailable(METHODS)}
+    assert set(names) == set(ALL)
     for name in names:
         code, out, err = corolla(capsys, monkeypatch, "run", name, "--dry-run")
         assert (code, err) == (0, ""), f"{name}: {err}"
@@ -246,13 +237,10 @@ def test_every_available_preset_starts_by_its_name(
 def test_listing_is_one_name_a_line_when_piped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(listings, "METHODS", WITHOUT_MOON)
     code, out, err = corolla(capsys, monkeypatch, "presets", "fedpake/cifar10-pathological-2")
-    assert code == 0
-    assert "fedpake/cifar10-pathological-2/fedavg" in out.splitlines()
-    assert "moon" not in out and "--all lists them" in err
-    code, out, _ = corolla(capsys, monkeypatch, "presets", "fedpake/cifar10-pathological-2", "--all")
-    assert "fedpake/cifar10-pathological-2/moon\tunavailable: method moon is not in Corolla" in out.splitlines()
+    assert (code, err) == (0, "")
+    assert out.splitlines() == sorted(name for name in ALL if "fedpake/cifar10-pathological-2" in name)
+    assert corolla(capsys, monkeypatch, "presets", "fedpake/cifar10-pathological-2", "--all") == (0, out, "")
     code, _, err = corolla(capsys, monkeypatch, "presets", "fedcak/cifar10-dirichlet-0.1")
     assert code == 2 and "did you mean fedcac/cifar10-dirichlet-0.1?" in err
 

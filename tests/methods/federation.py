@@ -15,6 +15,7 @@ from client_app.state import State
 from client_app.trainer import LocalTrainer
 from fl_app import weights
 from fl_app.data import ClientData, DatasetInfo
+from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload
@@ -72,6 +73,12 @@ class Federation:
         )  # fmt: skip
         return ctx, download.model
 
+    @property
+    def declared(self) -> dict[int, dict[str, Scalar]]:
+        """What clients say of their data when they connect."""
+        counts = (",".join(map(str, np.bincount(y, minlength=3))) for _, y in self.data)
+        return {i: {"num-classes": 3, "class-counts": told} for i, told in enumerate(counts)}
+
     def upload(self, client_id: int) -> Upload:
         """One client's part of a round."""
         ctx, received = self.context(client_id)
@@ -80,7 +87,7 @@ class Federation:
     def round(self, ids: Iterable[int] | None = None) -> Uploads:
         """Run a round; return what the server got, as it was before the server worked on it."""
         self.rounds += 1
-        self.server.attempt = Attempt(self.rounds)
+        self.server.attempt = Attempt(self.rounds, declared=self.declared)
         chosen = sorted(range(len(self.data)) if ids is None else ids)
         self.server.sample(chosen, self.rounds)
         intake = Intake.of(chosen, self.server.expected())

@@ -24,7 +24,7 @@ from strategies import METHOD_PARAMS, METHODS, masks
 from strategies.base.screening import Screening
 from strategies.base.uploads import Intake
 from strategies.robust import RULES
-from tests.conftest import Run, flat, flat_layout
+from tests.conftest import IN_TWO_ROUNDS, Run, flat, flat_layout
 
 Attacked = Callable[..., RunFolder]
 
@@ -142,8 +142,19 @@ def test_rules_that_make_no_sense_are_refused_before_anything_starts(run: Run, m
 
 def test_every_method_says_what_it_can_do() -> None:
     able = {name for name, method in METHODS.items() if method.strategy.robust}
-    assert set(METHODS) - able == {"local", "feddac", "fedpake", "fedamp", "fedselect", "feddwa", "fedfomo", "cfl"}
+    assert set(METHODS) - able == {
+        "local", "feddac", "fedpake", "fedamp", "fedselect", "feddwa", "fedfomo", "cfl", "perfedmask", "feddyn", "scaffold",
+    }  # fmt: skip
     assert all(method.strategy.robust <= RULES for method in METHODS.values())
+
+
+@pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.strategy.robust])
+def test_every_method_does_what_it_says(run: Run, method: str) -> None:
+    setting: dict[str, Any] = {"method": method, "num_clients": 5, **IN_TWO_ROUNDS.get(method, {})}
+    if method in ("ifca", "fedconcat"):  # clusters of one or two are averaged plainly
+        setting[method] = {"clusters": 1}
+    digests = {read_summary(run(robust=rule, run_name=rule, **setting).path)["digest"] for rule in ("none", "krum")}
+    assert None not in digests and len(digests) == 2
 
 
 # the pieces

@@ -1,0 +1,331 @@
+"""FedConcat: clients of alike labels train an encoder together; then one classifier is trained on all encoders, side by side.
+
+Diao, Li, He: "Exploiting Label Skews in Federated Learning with Model Concatenation", AAAI 2024.
+
+Before round 1: k-means of the clients' label shares p_i, K clusters. Rounds 1..R: FedAvg within each cluster, from one initial
+model. Rounds R + 1..T: all K bodies stand still, in evaluation mode; what enters their classifiers, side by side, [n, Kf], enters
+a new one, which all clients train for `classifier-batches` batches a round; server: unweighted mean, as all take as many steps.
+Clients are evaluated with their cluster's model up to R, then with the concatenated one. K = 1 is FedAvg up to R, bit for bit.
+
+Deviations: in the authors' code the clusters' states alias one network's tensors, so that on a CPU a later cluster of round 1
+starts from what the first client has trained; ours all start from the initial model. Their bodies stay in training mode in the
+second phase (their network has no BatchNorm); ours do not, or clients' statistics would drift apart. Noise on the shares is left
+out. Clients that come later join the cluster of the nearest centre.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fl_app import rng
+from fl_app.config import RunConfig
+from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
+from fl_app.layout import NOTHING, Layout, Model, Vector
+from fl_app.report.kinds import Groups
+from fl_app.server.run_folder import client_facts
+from fl_app.wire import Expected, Upload
+from strategies import components
+from strategies.aggregate import Stack
+from strategies.base import (
+    ClientState,
+    Drawings,
+    LocalUpdate,
+    Method,
+    PersonalizedStrategy,
+    RoundContext,
+    Uploads,
+    all_but_classifier,
+)
+from strategies.base.uploads import Intake
+from strategies.ifca import cluster_means
+from strategies.kmeans import centres_of, kmeans, squared_distances
+from strategies.robust import RULES
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+log = logging.getLogger("corolla")
+
+Shares = NDArray[np.float64]
+MODEL, JOINT = "model.", "joint."  # tensors' names begin so: the run's model's, the classifier's on all encoders
+CLASSIFIER = components.CLASSIFIER  # both ways, float32 [KfC + C]
+ENCODERS, STATISTICS = components.ENCODERS, "encoder-statistics"  # down once, then on the client's disk: float32 [K, d - h], [K, b]
+
+
+@dataclass(frozen=True)
+class FedConcatParams:
+    """Parameters of FedConcat, table `fedconcat`."""
+
+    clusters: int = key(5, "Clusters of clients, and encoders in the end (K).", AT_LEAST_ONE)
+    encoder_rounds: int = key(
+        20, "Rounds that train encoders, below num-server-rounds (R); authors: 50, and 1,000 more.", AT_LEAST_ONE,
+        counts_rounds=True,
+    )  # fmt: skip
+    classifier_batches: int = key(3, "Batches a client trains the classifier for in each later round; 0: E epochs.", NOT_NEGATIVE)
+    start: Literal["fresh", "concatenated"] = key(
+        "fresh", "What the classifier starts from: the run's seed, or the clusters' own ones side by side."
+    )
+    size_cap: int = key(0, "Clients that a cluster has at most; 0: any number.", NOT_NEGATIVE)
+
+    def problems(self, config: RunConfig) -> Iterable[str]:
+        """Say what a run leaves no room for."""
+        if self.encoder_rounds >= config.num_server_rounds:
+            below = f"below num-server-rounds ({config.num_server_rounds})"
+            yield f"fedconcat.encoder-rounds: must be {below}, the classifier trains after them, got {self.encoder_rounds}"
+        if not config.report_class_counts:
+            yield "report-class-counts: fedconcat clusters clients by their class counts, must be true, got false"
+        if 0 < self.size_cap * self.clusters < config.num_clients:
+            room = f"{self.clusters} clusters of at most so many must hold {config.num_clients} clients"
+            yield f"fedconcat.size-cap: {room}, got {self.size_cap}"
+
+
+# Kernels ----------------------------------------------------------------------------------------------------------------
+
+
+def clusters(shares: ArrayLike, k: int, seed: int) -> NDArray[np.int64]:
+    """Which cluster each client is in, int64 [N], numbered by their lowest clients: k-means, the best of ten k-means++ starts.
+
+    shares: [N, C], of each class in a client's labels; k: clusters, cut to the number of distinct rows.
+    """
+    return bounded_clusters(shares, k, seed)
+
+
+def bounded_clusters(shares: ArrayLike, k: int, seed: int, cap: int = 0) -> NDArray[np.int64]:
+    """`clusters` of at most `cap` clients, 0: any number; where so few cannot hold all, of as few as can."""
+    return kmeans(np.asarray(shares, np.float64), k, rng.generator(seed, "fedconcat"), cap)
+
+
+def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
+    """The run's model, `model`, and the tensors of a classifier on K of its kind, `joint`; which answers, `grown` says.
+
+    Raises UserError for a model that cannot be split.
+    """
+    import torch
+    from torch import nn
+    from torch.nn import functional
+
+    class Growing(nn.Module):
+        """A model that is replaced by encoders and a classifier on them as soon as there are such: `grown`, none or one module."""
+
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            classes, width = components.head(Layout.of(model)).shape
+            self.model = model
+            joint = {"weight": torch.zeros(classes, params.clusters * width), "bias": torch.zeros(classes)}
+            self.joint = nn.ParameterDict({name: nn.Parameter(zeros) for name, zeros in joint.items()})
+            self.grown: list[nn.Module] = []  # a list: what stands still is none of the module's own tensors
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.grown:
+                answer: Tensor = self.model(x)
+                return answer
+            z: Tensor = self.grown[0](x)
+            return functional.linear(z, self.joint["weight"][:, : z.shape[1]], self.joint["bias"])
+
+    model = drawings(0)
+    all_but_classifier(Layout.of(model))
+    return Growing(model)
+
+
+def body(layout: Layout) -> frozenset[str]:
+    """Names of an encoder's tensors in the model it is part of."""
+    return shared(layout, None) - layout.classifier
+
+
+def split(classifier: NDArray[Any], layout: Layout) -> tuple[Stack, Vector]:
+    """Weight [C, Kf] and bias [C] of a classifier [KfC + C]."""
+    classes = components.head(layout).shape[0]
+    return classifier[:-classes].reshape(classes, -1), classifier[-classes:]
+
+
+def shared(layout: Layout, params: object) -> frozenset[str]:
+    """The run's model travels, until there is a classifier on all encoders, which travels in its place."""
+    return frozenset(name for name in layout.names if name.startswith(MODEL))
+
+
+# Halves -----------------------------------------------------------------------------------------------------------------
+
+
+class FedConcat(PersonalizedStrategy[FedConcatParams]):
+    """Server half. Memory: `centres` float64 [K, C], `models` float32 [K, d], `statistics` [K, b]; later `classifier` [KfC + C].
+    Kept per client: `cluster` int64 [1], and `equipped` bool [1], whether it has the encoders.
+    """
+
+    robust = RULES
+
+    @property
+    def grown(self) -> bool:
+        """Whether encoders stand still now."""
+        return max(self.round, self.attempt.round) > self.params.encoder_rounds
+
+    def models(self) -> list[Model]:
+        """The clusters' models; before there are clusters, as many as there may be."""
+        if "models" not in self.memory:
+            return [self.global_model] * min(self.params.clusters, self.config.num_clients or self.params.clusters)
+        return [Model(params, buffers) for params, buffers in zip(self.memory["models"], self.memory["statistics"], strict=True)]
+
+    def classifier(self) -> Vector:
+        """The classifier on all encoders; before it has been trained, what it starts from."""
+        if CLASSIFIER in self.memory:
+            return self.memory[CLASSIFIER]
+        if self.params.start == "concatenated":
+            return components.sum_of_classifiers(self.layout, self.models())
+        return components.fresh_classifier(self.layout, len(self.models()), rng.torch_seed(self.config.seed, "model:fedconcat"))
+
+    def encoders(self) -> tuple[Stack, Stack]:
+        """All bodies: float32 [K, d - h], and their statistics [K, b]."""
+        bodies = [self.layout.take(model, body(self.layout)) for model in self.models()]
+        return np.stack([each.params for each in bodies]), np.stack([each.buffers for each in bodies])
+
+    def shares_of(self, client_id: int) -> Shares:
+        """What a connected client said of its labels, each class's share [C]; zeros if it did not."""
+        counts = client_facts(client_id, self.attempt.declared.get(client_id, {})).get("class-counts")
+        of_all = np.zeros(components.head(self.layout).shape[0]) if counts is None else np.array(counts, np.float64)
+        shares: Shares = of_all / max(of_all.sum(), 1)
+        return shares
+
+    def cluster_of(self, client_id: int) -> int:
+        """A client's cluster; for one that was not there yet, that of the nearest centre."""
+        if client_id in self.personal:
+            return int(self.personal[client_id]["cluster"][0])
+        if "centres" not in self.memory:
+            return 0
+        return int(squared_distances(self.shares_of(client_id)[None], self.memory["centres"]).argmin())
+
+    def sample(self, client_ids: list[int], round: int) -> list[int]:
+        """Put all connected clients into clusters first."""
+        new = [i for i in client_ids if i not in self.personal and i in self.attempt.declared]
+        if new and "centres" not in self.memory:
+            shares, p = np.stack([self.shares_of(i) for i in new]), self.params
+            chosen = bounded_clusters(shares, p.clusters, self.config.seed, p.size_cap)
+            log.info("fedconcat: clients per cluster %s", np.bincount(chosen).tolist())
+            centres, first = centres_of(shares, chosen), self.global_model
+            many = (len(centres), 1)
+            self.memory |= {"centres": centres, "models": np.tile(first.params, many), "statistics": np.tile(first.buffers, many)}
+        else:
+            chosen = np.array([self.cluster_of(i) for i in new])
+        for client_id, k in zip(new, chosen, strict=True):
+            self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([False]))
+        return super().sample(client_ids, round)
+
+    def model_for(self, client_id: int) -> Model:
+        """The model of the client's cluster, as long as it trains."""
+        return NOTHING if self.grown else self.models()[self.cluster_of(client_id)]
+
+    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """Then the classifier, and the encoders for a client that has none."""
+        if not self.grown:
+            return {}
+        mine = self.personal.get(client_id)
+        if mine is not None and mine["equipped"][0]:
+            return {CLASSIFIER: self.classifier()}
+        bodies, statistics = self.encoders()
+        return {CLASSIFIER: self.classifier(), ENCODERS: bodies, STATISTICS: statistics}
+
+    def expected(self) -> Expected:
+        """A model, then a classifier."""
+        return Expected(0, 0, extras={CLASSIFIER: ("<f4", self.classifier().shape)}) if self.grown else super().expected()
+
+    def compared(self, intake: Intake) -> Mapping[str, Stack]:
+        """Classifiers; models of different clusters differ."""
+        return {"classifiers": intake.extras[CLASSIFIER]} if self.grown else {}
+
+    def personalize(self, round: int, uploads: Uploads) -> None:
+        """Mean per cluster weighted by samples; of classifiers the plain mean."""
+        mean, chosen = self.averaging.mean, np.array([self.cluster_of(i) for i in uploads.ids])
+        if self.grown:
+            self.memory[CLASSIFIER] = mean(uploads.extras[CLASSIFIER])
+            for client_id, k in zip(uploads.ids, chosen, strict=True):
+                self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([True]))
+        else:
+            before = self.models()
+            params = cluster_means(uploads.W, uploads.sizes, chosen, np.stack([m.params for m in before]), mean=mean)
+            buffers = cluster_means(uploads.B, uploads.sizes, chosen, np.stack([m.buffers for m in before]), mean=mean)
+            self.memory |= {"models": params, "statistics": buffers}
+        for client_id, k in zip(uploads.ids, chosen.tolist(), strict=True):
+            self.note(client_id, "cluster", k)
+
+    def exported_layout(self, layout: Layout) -> Layout:
+        """That of the concatenation."""
+        return components.concatenated(components.part(self.full_layout, MODEL), len(self.models()))
+
+    def exported_global(self) -> Model:
+        """All encoders, and the classifier on them."""
+        bodies, statistics = self.encoders()
+        return Model(np.concatenate([bodies.reshape(-1), self.classifier()]), statistics.reshape(-1))
+
+    def has_global_model(self) -> bool:
+        """As soon as encoders stand still."""
+        return self.grown
+
+    def personal_model(self, client_id: int) -> Model | None:
+        """Nothing is a client's own."""
+        return None
+
+
+class FedConcatUpdate(LocalUpdate[FedConcatParams]):
+    """Client half. State, once there is a classifier on them: all encoders."""
+
+    def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
+        """The cluster's model; or the classifier, on encoders that answer from now on."""
+        module, trainer, layout = ctx.trainer.module, ctx.trainer, ctx.layout
+        grown: Any = module.grown
+        grown.clear()
+        if CLASSIFIER not in ctx.extras:
+            return super().merge(received, state, ctx)
+        state.arrays.update({name: ctx.extras[name] for name in (ENCODERS, STATISTICS) if name in ctx.extras})
+        weight, bias = split(ctx.extras[CLASSIFIER], layout)
+        count = weight.shape[1] // components.head(layout).shape[1]
+        none = np.zeros((count, 0), np.float32)  # arrays of size 0 do not travel
+        bodies = zip(*(state.arrays.get(name, none) for name in (ENCODERS, STATISTICS)), strict=True)
+        start, names = ctx.initial(), body(layout)
+        networks: list[Any] = [trainer.network(layout.put(start, Model(*each), names)) for each in bodies]
+        grown.append(components.bodies_of([network.model for network in networks]))
+        tensors = layout.tensors(start)
+        joint = np.zeros_like(tensors[JOINT + "weight"])
+        joint[:, : weight.shape[1]] = weight
+        return layout.model({**tensors, JOINT + "weight": joint, JOINT + "bias": bias})
+
+    def train(self, start: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
+        """Train the model, or the classifier."""
+        if CLASSIFIER not in ctx.extras:
+            return ctx.trainer.train(start, frozen=ctx.local)
+        return ctx.trainer.train(start, frozen=ctx.shared, max_batches=ctx.params.classifier_batches)
+
+    def finetune(self, start: Model, state: ClientState, ctx: RoundContext[FedConcatParams], epochs: int) -> Model:
+        """Tune what trains."""
+        frozen = ctx.shared if CLASSIFIER in ctx.extras else ctx.local
+        return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=frozen)
+
+    def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> None:
+        """Keep nothing that was trained."""
+
+    def export(self, model: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
+        """The cluster's model, or the concatenated one."""
+        if CLASSIFIER not in ctx.extras:
+            return ctx.layout.take(model, ctx.shared)
+        bodies, statistics = (state.arrays.get(name, np.zeros(0, np.float32)).reshape(-1) for name in (ENCODERS, STATISTICS))
+        return Model(np.concatenate([bodies, self.classifier(model, ctx)]), statistics)
+
+    def classifier(self, model: Model, ctx: RoundContext[FedConcatParams]) -> Vector:
+        """The classifier in a model, float32 [KfC + C]."""
+        tensors, width = ctx.layout.tensors(model), split(ctx.extras[CLASSIFIER], ctx.layout)[0].shape[1]
+        return np.concatenate([tensors[JOINT + "weight"][:, :width].reshape(-1), tensors[JOINT + "bias"]])
+
+    def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Upload:
+        """Send the cluster's model, or the classifier."""
+        if CLASSIFIER not in ctx.extras:
+            return super().upload(before, after, state, ctx)
+        return Upload(NOTHING, extras={CLASSIFIER: self.classifier(after, ctx)}, num_examples=ctx.num_samples)
+
+
+FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Whose labels are alike: they train an encoder together."),)
+METHOD = Method(
+    "fedconcat", FedConcatParams, FedConcat, FedConcatUpdate, shared, compose=network, figures=FIGURES, needs_classes=True
+)
