@@ -12,7 +12,7 @@ from deploy.inventory import LOCAL, Inventory, SuperNode, is_loopback
 from deploy.processes import cluster_directory
 from fl_app import shell
 from fl_app.errors import UserError
-from fl_app.processes import FLOWER, script
+from fl_app.processes import FLOWER, LAUNCH, script
 
 _THERE = ".local/state/corolla/clusters"  # under the home of another host's user
 
@@ -102,16 +102,17 @@ cd "$SLURM_SUBMIT_DIR"
 python={python}
 work=$PWD/{job}-$SLURM_JOB_ID
 mkdir -m 700 "$work" "$work/flwr"
-export python work PATH={scripts}:$PATH {flower} FLWR_HOME="$work/flwr" COROLLA_STATE_HOME="$work/state"
+export python work PATH={scripts}:$PATH {flower} FLWR_HOME="$work/flwr" COROLLA_STATE_HOME="$work/state" {launch}="$work"
 address={address}
 export address
 health=$("$python" -c 'from fl_app.processes import free_ports; print(*free_ports(1))')
 superlink= nodes= run=
 finish() {{
   trap - EXIT TERM INT
-  for process in $run $nodes $superlink; do  # in this order, each with all it has started
+  for process in $run $nodes $superlink; do
     kill "$process" 2> /dev/null && wait "$process" || true
   done
+  "$python" -c {end} "$work"  # and what they have started
   rm -rf "$work/keys" "$work/flwr"
   exit "$1"
 }}
@@ -169,6 +170,8 @@ def slurm(inventory: Inventory) -> str:
     place = Place(work, str(Path(python).parent), (health, shell.variable("runtime"), health))
     process = commands.superlink(moved, place)
     ca = [process.ca] if process.ca else []
+    end = "import sys; from fl_app.processes import end_processes, processes_with; "
+    end += f"end_processes(processes_with('{LAUNCH}=' + sys.argv[1]))"
     check = "import sys; from deploy.health import answers; sys.exit(not answers(*sys.argv[1:]))"
     trust = 'root-certificates = "%s/keys/ca.crt"' if inventory.secure else "insecure = true"
     table = f'[superlink]\\ndefault = "{inventory.name}"\\n[superlink.{inventory.name}]\\n'
@@ -183,7 +186,7 @@ def slurm(inventory: Inventory) -> str:
         superlink=shell.line(process.command, process.environment), answers=shell.line([python, "-c", check, process.http, *ca]),
         connection=shell.word(table) + (' "$work"' if inventory.secure else ""),
         register=_REGISTER.format(name=inventory.name) if inventory.secure else "",
-        nodes="\n".join(_case(moved, node, place, python) for node in inventory.supernodes),
+        end=shell.word(end), launch=LAUNCH, nodes="\n".join(_case(moved, node, place, python) for node in inventory.supernodes),
     )  # fmt: skip
 
 
