@@ -18,6 +18,7 @@ from client_app.augment import AUGMENTATIONS
 from fl_app import rng, tasks
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
+from fl_app.inputs import Inputs
 
 _EVALUATION_BATCH = 512
 
@@ -51,12 +52,8 @@ class Batches:
         self._avoid_single, self._format = avoid_single, memory_format
         self._x_train, self.train_labels = self._resident(data.x_train), self._resident(data.y_train)
         self._x_test, self.test_labels = self._resident(data.x_test), self._resident(data.y_test)
-        shifts = {"mean-std": (data.info.mean, data.info.std), "symmetric": ((0.5,), (0.5,))}
-        shift = shifts.get(config.normalize)  # mean and std, per channel or for all
-        samples = self._x_train.ndim
-        axes = (1, -1, 1, 1) if samples == 4 else (*[1] * (samples - 1), -1)  # a channel's, or a feature's, the last axis
-        self._shift = shift and [torch.tensor(values, device=device).view(axes) for values in shift]
-        if samples != 4:
+        self._prepared = Inputs(self.task, config.normalize, self._x_train.ndim - 1, device, data.info.mean, data.info.std)
+        if self._x_train.ndim != 4:
             self._format = torch.contiguous_format
 
         self._used: Tensor | None = None  # training samples that batches are made of, on the CPU; None: all
@@ -136,7 +133,4 @@ class Batches:
 
     def inputs(self, images: Tensor) -> Tensor:
         """Make of samples what the model is given, as the task and `normalize` say."""
-        x = self.task.inputs(images)
-        if self._shift is not None:
-            x = x.sub_(self._shift[0]).div_(self._shift[1])
-        return x.contiguous(memory_format=self._format)
+        return self._prepared(images).contiguous(memory_format=self._format)

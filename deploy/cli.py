@@ -39,6 +39,20 @@ def up(
     _say(f"{nodes} SuperNodes connected. Now: corolla run --superlink {found.name} --clients {clients} --set method=fedcac")
 
 
+@app.command("commands")
+def written_commands(
+    inventory: InventoryFile,
+    insecure: Insecure = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="As a job script for sbatch: SuperLink, SuperNodes and a run.")] = False,
+) -> None:
+    """Print what `up` would start, host by host, for systemd, Ansible or a person; nothing is started."""
+    from deploy import inventory as inventories
+    from deploy import written
+
+    found = inventories.read(inventory, insecure)
+    typer.echo(written.slurm(found) if slurm else written.by_host(found), nl=False)
+
+
 @app.command()
 def status(inventory: Running) -> None:
     """Show every process; exit code 1 if one is not running, healthy and connected."""

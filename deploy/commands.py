@@ -13,16 +13,20 @@ SUPERLINK, TUNNEL = "superlink", "tunnel"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cluster lives on one host: its state directory, where Flower's commands are, free ports (all on that host)."""
+    """Where a cluster lives on one host: its state directory, where Flower's commands are, free ports (all on that host).
+
+    In a script they may be its variables (fl_app.shell).
+    """
 
     directory: str
     scripts: str
-    ports: tuple[int, ...]
+    ports: tuple[int | str, ...]
+    own_keys: str = ""  # where the key files lie if not copied
 
     @property
     def keys(self) -> str:
-        """Directory of the copied key files."""
-        return f"{self.directory}/keys"
+        """Directory of the key files."""
+        return self.own_keys or f"{self.directory}/keys"
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,7 @@ def superlink(inventory: Inventory, place: Place) -> Process:
 
 def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -> Process:
     """Return a SuperNode behind its site's gate. index: its place among its host's SuperNodes, for the ports."""
-    runtime, health = place.ports[2 * index + 1], f"127.0.0.1:{place.ports[2 * index + 2]}"
+    runtime, health = str(place.ports[2 * index + 1]), f"127.0.0.1:{place.ports[2 * index + 2]}"
     config = node_config(node.client_id, inventory.num_clients, node.data_path)
     command = [node.python, "-P", "-m", "deploy.supernode", "--name", f"{inventory.name}/{node.name}"]
     command += [*(["--site", node.site] if node.site else []), "--"]
@@ -81,7 +85,7 @@ def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -
     else:
         command += ["--insecure"]
     command += ["--superlink", host_port(inventory.superlink.fleet_address, inventory.superlink.fleet_port)]
-    command += ["--host", "127.0.0.1", "--port", str(runtime), "--health-server-address", health, "--node-config", config]
+    command += ["--host", "127.0.0.1", "--port", runtime, "--health-server-address", health, "--node-config", config]
     environment = {"OMP_NUM_THREADS": str(node.threads), "MKL_NUM_THREADS": str(node.threads)}
     if node.gpu is not None:
         environment |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": node.gpu}

@@ -73,14 +73,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def lock(path: Path, *, wait: bool) -> IO[bytes]:
+def lock(path: Path, *, wait: bool, shared: bool = False) -> IO[bytes]:
     """Create a file if need be and lock it until the result is closed or this process ends, however it ends.
 
-    Raises BlockingIOError if another process has it and `wait` is false; OSError.
+    shared: others may have it too, but nobody alone. Raises BlockingIOError if another process has it and `wait` is false; OSError.
     """
-    file = open(path, "ab", opener=opener)
+    file = open(path, "ab+", opener=opener)  # a network's file system shares only what may be read
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BaseException:
         file.close()
         raise

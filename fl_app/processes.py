@@ -21,6 +21,10 @@ from fl_app.errors import UserError
 
 LAUNCH = "COROLLA_LAUNCH"  # which launch a process belongs to
 LAUNCHER = "COROLLA_LAUNCHER"  # identity of the command that must end it
+FLOWER = {
+    "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "PYTHONUNBUFFERED": "1",
+}  # fmt: skip
 _START_SECONDS = 60
 
 
@@ -28,11 +32,7 @@ def flower_environment(flwr_home: Path | None = None) -> dict[str, str]:
     """Environment for Flower's processes: no telemetry, no run-time installation of dependencies."""
     env = dict(os.environ)
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
-    env["FLWR_TELEMETRY_ENABLED"] = "0"
-    env["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] = "1"
-    env["FLWR_DISABLE_UPDATE_CHECK"] = "1"
-    env["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    env["PYTHONUNBUFFERED"] = "1"
+    env |= FLOWER
     if flwr_home is not None:
         env["FLWR_HOME"] = str(flwr_home)
     return env

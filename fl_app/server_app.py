@@ -32,7 +32,7 @@ from fl_app.server.log_lines import (
     stopped_line,
 )
 from fl_app.server.record import summarize
-from fl_app.server.run_folder import RunFolder, read_metrics
+from fl_app.server.run_folder import FROZEN, SHAPE, RunFolder, read_metrics
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
 
@@ -84,7 +84,8 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     if config.resume:
         folder = RunFolder.resume(config)
     else:
-        folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures, roster.shape._asdict())
+        facts = {SHAPE: roster.shape._asdict(), FROZEN: layout.constants}
+        folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures, facts)
     try:
         log.info("%s", folder_line(folder.path))
         folder.write_clients(roster.properties)

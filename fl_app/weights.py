@@ -95,9 +95,9 @@ def load_safetensors(path: str | Path, layout: Layout) -> Model:
     return _fit(str(path), _load(path, str(path)), layout)
 
 
-def names(path: str | Path) -> frozenset[str]:
-    """Return the names of a safetensors file's tensors. Raises UserError if it is missing or unreadable."""
-    return frozenset(_load(path, str(path)))
+def names_in(path: str | Path) -> frozenset[str]:
+    """Return the names of a safetensors file's floating-point tensors. Raises UserError if it is missing or unreadable."""
+    return frozenset(name for name, tensor in _load(path, str(path)).items() if tensor.is_floating_point())
 
 
 def _load(path: str | Path, source: str) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     if Path(path).suffix in _PYTORCH and Path(path).is_file():
-        return _load_state_dict(path, source)
+        return load_state_dict(path, source)
     try:
         return load_file(path)
     except FileNotFoundError as error:
@@ -114,7 +114,7 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
         raise UserError(f"{source}: not a readable safetensors file ({said(error)})") from error
 
 
-def _load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
+def load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
     """Read what `torch.save(module.state_dict(), path)` wrote, or `corolla export`; nothing but tensors is unpickled."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

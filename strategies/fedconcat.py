@@ -16,7 +16,7 @@ out. Clients that come later join the cluster of the nearest centre.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -131,6 +131,12 @@ def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
     model = drawings(0)
     all_but_classifier(Layout.of(model))
     return Growing(model)
+
+
+def exported(make: Callable[[], nn.Module], names: frozenset[str]) -> nn.Module:
+    """The concatenation that has so named tensors."""
+    encoders = {name.split(".")[1] for name in names if name.startswith(f"{components.ENCODERS}.")}
+    return components.concatenation([make() for _ in encoders])
 
 
 def body(layout: Layout) -> frozenset[str]:
@@ -327,5 +333,6 @@ class FedConcatUpdate(LocalUpdate[FedConcatParams]):
 
 FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Whose labels are alike: they train an encoder together."),)
 METHOD = Method(
-    "fedconcat", FedConcatParams, FedConcat, FedConcatUpdate, shared, compose=network, figures=FIGURES, needs_classes=True
+    "fedconcat", FedConcatParams, FedConcat, FedConcatUpdate, shared, compose=network, exported=exported, figures=FIGURES,
+    needs_classes=True,
 )

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-from pathlib import Path
-from typing import Any
-
 from torch import nn
 
-from fl_app import data, weights
 from fl_app.cli.settings import look_for_plugins
-from fl_app.config import RunConfig, parse
-from fl_app.errors import UserError, listed
-from fl_app.experiments import dry_run
-from fl_app.experiments.export import COLLECT, GLOBAL, model_file
+from fl_app.errors import UserError
+from fl_app.experiments import trained
 from fl_app.experiments.runs import Run
-from fl_app.layout import Layout
-from fl_app.server.run_folder import MODELS, PLUGINS, SHAPE
-from strategies import METHOD_PARAMS, METHODS
+from fl_app.server.run_folder import MODELS, PLUGINS
+from strategies import METHODS
 
 
 def personal(run: Run, client: int | None) -> nn.Module:
@@ -27,53 +18,30 @@ def personal(run: Run, client: int | None) -> nn.Module:
     if client is not None and client not in range(count):
         raise UserError(f"client: must be one of 0 to {count - 1}, got {client!r}")
     look_for_plugins(run.path / PLUGINS)
-    config = parse(run.settings, METHOD_PARAMS)
-    method, shape = METHODS[config.method], shape_of(run, config)
-    constants = config.initial_weights if config.train else ""  # what does not train is in no file of the run
-    trained = method.network(config, **shape, initial_weights=constants)
-    if method.wrap is None and method.compose is None:
-        networks = [trained]
-    else:  # most export the user's own network, some the one they train
-        networks = [dataclasses.replace(method, wrap=None, compose=None).network(config, **shape), trained]
-    layout = Layout.of(trained)
-    all_travels = method.travelling(config, layout) >= layout.names
-    file = source(run.path, client, all_travels)
-    names = weights.names(file)
-    fitting = [(module, found) for module in networks if (found := Layout.of(module)).names == names]
-    if not fitting:
-        missing = sorted(Layout.of(networks[0]).names - names)
-        raise UserError(f"{file} is not a whole model: it has no {listed(missing)}{COLLECT}")
-    module, layout = fitting[0]
-    model = weights.load_safetensors(file, layout)
+    model = trained.load(run.path, held(run, client), METHODS)
+    if model.client != client and model.missing:
+        trained.load(run.path, client, METHODS)  # for its error: the global model is a part of the client's at most
+    trained.refuse_parts(model)
     if client is not None:
-        check(run, client, file, hashlib.sha256(model.params.tobytes()).hexdigest())
-    weights.write(module, model)
-    return module.eval()
+        check(client, model)
+    return model.module
 
 
-def shape_of(run: Run, config: RunConfig) -> dict[str, Any]:
-    """What the run's model is built with, as it has recorded it; of older runs, as the data say."""
-    told = run.about.get(SHAPE)
-    if isinstance(told, dict):
-        return {**told, "input_shape": tuple(told.get("input_shape", ()))}
-    return dict(dry_run.known_shape(config) or data.check(config).model_arguments)
+def held(run: Run, client: int | None) -> int | None:
+    """Whose model may be the client's: its own, or the global one (None) where there is only that."""
+    names = {path.stem for path in (run.path / MODELS).glob("*.safetensors")}
+    return None if trained.file_stem(client) not in names and trained.file_stem(None) in names else client
 
 
-def source(run: Path, client: int | None, all_travels: bool) -> Path:
-    """The file of a client's model: its own, or the global one where nothing else can be the client's."""
-    held = {path.stem: path for path in (run / MODELS).glob("*.safetensors")}
-    if client is not None and all_travels and f"client-{client}" not in held and GLOBAL in held:
-        return held[GLOBAL]
-    return model_file(run, client)
-
-
-def check(run: Run, client: int, file: Path, found: str) -> None:
+def check(client: int, model: trained.Trained) -> None:
     """Raise UserError unless a model's sha256 is what the client told of its personal model after the last round."""
+    run = model.run
     rounds = list(run.rounds.values())
     last = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
     told = last.get(str(client), {}).get("sha256")
-    if told == found or (told is None and file.stem != GLOBAL):
+    if told == model.sha256 or (told is None and model.client == client):
         return
-    if run.settings.get("collect-personal-models") and file.stem != GLOBAL:
-        raise UserError(f"{file} is not what client {client} was evaluated with: its sha256 is {found}, recorded is {told}")
-    raise UserError(f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}")
+    if run.settings.get("collect-personal-models") and model.client == client:
+        file = run.path / MODELS / f"{model.name}.safetensors"
+        raise UserError(f"{file} is not what client {client} was evaluated with: its sha256 is {model.sha256}, recorded is {told}")
+    raise UserError(f"{run.path} does not hold client {client}'s personal model, which only the client can make{trained.COLLECT}")

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 import deploy.cli
 import deploy.node_cli
-from fl_app.cli import listings, results, runs, sweeps, verify
+from fl_app.cli import listings, products, results, runs, sweeps, verify
 from fl_app.cli.settings import errors, look_for_plugins
 from fl_app.errors import RunFailed, UserError
 
@@ -22,7 +22,9 @@ app.command("demo")(runs.demo)
 app.command("sweep")(sweeps.sweep)
 app.command("compare")(results.compare)
 app.command("report")(results.report)
-app.command("export")(results.export)
+app.command("export")(products.export)
+app.command("verify")(products.verify)
+app.command("predict")(products.predict)
 app.command("runs")(results.runs)
 app.command("presets")(listings.presets)
 app.command("methods")(listings.methods)

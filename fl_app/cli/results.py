@@ -1,4 +1,4 @@
-"""Commands about runs that are there: `corolla compare`, `report` and `export`."""
+"""Commands about runs that are there: `corolla compare`, `runs` and `report`."""
 
 from __future__ import annotations
 
@@ -90,15 +90,3 @@ def report(
     declared = {name: method.figures for name, method in METHODS.items()}
     for path in write_report(runs, output, declared, figures, tables):
         console.print(f"{path}", soft_wrap=True)
-
-
-def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    client: Annotated[int | None, typer.Option(help="Client id; without it the global model.")] = None,
-    output: Annotated[Path | None, typer.Option(help="File to write (default: in the current directory).")] = None,
-) -> None:
-    """Write one of a run's final models as a PyTorch state dict."""
-    from fl_app.experiments.export import export_state_dict
-
-    path = export_state_dict(run, client, output)
-    console.print(f"{path}", soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -27,14 +28,17 @@ from fl_app.cli.settings import (
     name_plugins,
     parse_set,
     ready,
+    resolve,
     warn_of_settings,
 )
 from fl_app.cli.tables import show_next, show_table
 from fl_app.cli.waiting import simulated
-from fl_app.errors import RunFailed
+from fl_app.errors import RunFailed, UserError
 from fl_app.experiments import sweep as sweeping
 from fl_app.experiments import table as sweep_table
+from fl_app.experiments.runs import Run
 from fl_app.experiments.sweep import Point
+from fl_app.server.run_folder import check_state, check_unchanged
 from strategies import METHOD_PARAMS
 
 
@@ -47,6 +51,12 @@ def sweep(
     scale: ScaleOption = Scale.full,
     cpus_per_client: CpusOption = 1,
     gpus_per_client: GpusOption = 0,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Write a Slurm job array, a task for every run; sbatch submits it.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(metavar="RUN", help="That run alone, from its last checkpoint if it was cut off.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs, and do nothing.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
@@ -63,10 +73,24 @@ def sweep(
     if dry_run:
         typer.echo("\n".join(point.name for point in points))
         return
+    options = [f"--cpus-per-client={cpus_per_client:g}", f"--gpus-per-client={gpus_per_client:g}"]
+    if slurm:
+        sets = [word for pair in set_ or [] for word in ("--set", pair)]
+        words = [str(file.resolve()), f"--output-dir={directory}", f"--scale={scale.value}", *sets]
+        words += ["--in-process"] if in_process else options
+        cpus = 1 if in_process else max(2, math.ceil(cpus_per_client))
+        write_array(points, directory, file, words, at_once=jobs if jobs > 1 else 0, cpus=cpus, gpus=math.ceil(gpus_per_client))
+        return
     if not in_process:
         check_resources(cpus_per_client, gpus_per_client)
+    if only is not None:
+        with sweeping.locked(directory, shared=True):
+            run_alone(directory, chosen(points, only, file), in_process, cpus_per_client, gpus_per_client, verbose)
+            finished, _ = sweeping.scan(directory, METHOD_PARAMS)
+            if all(sweeping.identity(point.parsed) in finished for point in points):
+                show_sweep(directory, points, file.stem, plan.scale, {})
+        return
     sweeping.check(points, check_locally)
-    options = [f"--cpus-per-client={cpus_per_client:g}", f"--gpus-per-client={gpus_per_client:g}"]
     with sweeping.locked(directory):
         todo = unfinished_points(directory, points)
         try:
@@ -83,6 +107,54 @@ def sweep(
         for name, message in failed.items():
             errors.print(f"[bold red]failed:[/] {escape(name)}: {escape(message)}", soft_wrap=True)
         raise typer.Exit(1)
+
+
+def write_array(
+    points: Sequence[Point], directory: Path, file: Path, words: Sequence[str], *, at_once: int, cpus: int, gpus: int
+) -> None:
+    """Write a sweep's Slurm script, once all that can be wrong with its runs here is known not to be; GPUs are elsewhere."""
+    from fl_app.experiments import slurm
+
+    anywhere = [dataclasses.replace(p, parsed=dataclasses.replace(p.parsed, device="cpu")) for p in points]
+    sweeping.check(anywhere, check_locally)
+    path = slurm.write_array(points, directory, file.name, words, at_once=at_once, cpus=cpus, gpus=gpus)
+    console.print(f"{len(points)} runs, a task each; now, and again to go on: sbatch {escape(str(path))}", soft_wrap=True)
+
+
+def chosen(points: Sequence[Point], name: str, file: Path) -> Point:
+    """Return the run of a name. Raises UserError if the sweep has none."""
+    found = [point for point in points if point.name == name]
+    if not found:
+        raise UserError(f"--only: {file} has no run {name!r}; --dry-run lists them, --slurm writes a script of what it has now")
+    return found[0]
+
+
+def run_alone(
+    directory: Path, point: Point, in_process: bool, cpus_per_client: float, gpus_per_client: float, verbose: bool
+) -> None:
+    """Do one of a sweep's runs, from its last checkpoint if it was cut off, unless it is finished. Raises as `corolla run`."""
+    finished, _ = sweeping.scan(directory, METHOD_PARAMS)
+    if (before := finished.get(sweeping.identity(point.parsed))) is not None:
+        console.print(f"finished before: {before.path}", soft_wrap=True)
+        return
+    folder, config, parsed = directory / point.name, point.config, point.parsed
+    if folder.exists():
+        if Run(folder).state == "running":
+            raise UserError(f"{folder} is being run by another process")
+        if sweeping.resumable(folder):
+            config = ready(runs.saved_config(folder))
+            parsed = resolve(config)
+            check_unchanged(folder, parsed)
+            check_state(folder)
+            console.print(f"goes on with {folder}", soft_wrap=True)
+        else:
+            console.print(f"unfinished, set aside: {sweeping.set_aside(folder)}", soft_wrap=True)
+    check_locally(parsed)
+    if in_process:
+        runs.run_in_process(config, parsed)
+        return
+    with simulated(console, parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
+        runs.run_one(config, submit, verbose)
 
 
 def unfinished_points(directory: Path, points: Sequence[Point]) -> list[Point]:

@@ -17,7 +17,7 @@ from fl_app.experiments.runs import Run
 from fl_app.tasks import Metric
 
 CAPTION = (
-    "{}. final: mean over all clients after the last round, each on its own test data; pooled: the same over all samples; "
+    "{}. final: mean over all clients after the last round, each on its own test data; pooled: weighted by test samples; "
     "best: best round of the mean over its clients, before they train, so it can be below final"
 )
 ROUNDS = (
@@ -42,6 +42,11 @@ def show_results(folders: Sequence[Path]) -> None:
             tuned = s.get(f"{name}-finetuned")
             after = f", {cell(metric, tuned)} after finetune-epochs" if tuned is not None else ""
             console.print(f"{s['method']}: clients that never trained (unseen): {cell(metric, s[name])}{after}")
+        if s["failures"]:
+            console.print(
+                f"{s['method']}: {s['failures']} replies were missing, late or refused (who, and why: the report, metrics.jsonl); best, "
+                "before and after are of the other clients alone"
+            )
     console.print(CAPTION.format(", ".join(dict.fromkeys(run.headline.name for run in runs))))
     console.print(ROUNDS)
     if any(s.get("scale") == "small" for s in summaries):

@@ -89,8 +89,32 @@ def _pixels(file: Path, channels: int, side: int, like: Path | None) -> Images:
                 f"dataset: {file} has {width}x{height} pixels, expected {side}x{side} as {like}; set image-size to "
                 "resize and crop"
             )
-        pixels = np.asarray(image)
-    return pixels[None] if channels == 1 else pixels.transpose(2, 0, 1)
+        return _channels_first(image)
+
+
+def read_image(file: Path, shape: tuple[int, ...], *, resize: bool) -> Images:
+    """Return one image as a data set would hold it, uint8 [C, H, W].
+
+    resize: to the side H, as `image-size` does; otherwise it must have H x W pixels. Raises UserError.
+    """
+    channels, height, width = shape
+    if channels not in (1, 3):
+        raise UserError(f"{file}: the model takes samples of {channels} channels, image files have 1 or 3; give an .npz file")
+    with _reading(file, "") as image:
+        gray, eight_bit = _rule(image)
+        if channels == 1 and not gray:
+            raise UserError(f"{file} is in colour, the model takes grayscale images")
+        image = eight_bit(image).convert("L" if channels == 1 else "RGB")
+        if resize:
+            image = _resize(image, height)
+        if image.size != (width, height):
+            raise UserError(f"{file} has {image.size[0]}x{image.size[1]} pixels, the model takes {width}x{height}")
+        return _channels_first(image)
+
+
+def _channels_first(image: Image.Image) -> Images:
+    pixels = np.asarray(image)
+    return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
 
 
 def _resize(image: Image.Image, side: int) -> Image.Image:
@@ -145,7 +169,7 @@ def _rule(image: Image.Image) -> Rule:
 
 
 @contextlib.contextmanager
-def _reading(file: Path) -> Iterator[Image.Image]:
+def _reading(file: Path, key: str = "dataset: ") -> Iterator[Image.Image]:
     try:
         with Image.open(file) as image:
             image.load()
@@ -153,4 +177,4 @@ def _reading(file: Path) -> Iterator[Image.Image]:
     except (UserError, _ColourFound):
         raise
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise UserError(f"dataset: {file} cannot be read as an image ({error})") from error
+        raise UserError(f"{key}{file} cannot be read as an image ({error})") from error

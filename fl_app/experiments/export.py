@@ -1,45 +1,57 @@
-"""Final models of a run folder as PyTorch state dicts."""
+"""Final models of a run folder as files of their own, each with its card."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fl_app.errors import UserError
-from fl_app.server.run_folder import MODELS, read_config, read_summary
-
-GLOBAL = "global"
-COLLECT = "; run with --set collect-personal-models=true to have every client's"
+from fl_app.experiments import card, trained
+from fl_app.files import publish
 
 
-def export_state_dict(run: Path, client: int | None, output: Path | None) -> Path:
-    """Write the global model, or a client's, with torch.save as a state dict that load_state_dict accepts strictly.
+def export(
+    run: Path, methods: Mapping[str, Any], client: int | None = None, output: Path | None = None, *, onnx: bool = False,
+    data_path: str = "",
+) -> tuple[Path, card.Card]:  # fmt: skip
+    """Write the global model, or a client's, and its card; return both.
 
-    Tensors a client does not share are only in the file if the run collected personal models. Raises UserError if the run
-    has no such model.
+    As PyTorch state dict, which `load_state_dict` accepts strictly, or as ONNX. Tensors that a client does not share are only in a
+    state dict if the run collected personal models; ONNX needs all. methods: the registered Methods. output: default
+    RUN-client-K.pt in the current directory. data_path: the node's own data, for dataset `node`. Raises UserError if the run has no
+    such model, if it cannot be written, and as `described` and `write_onnx` do.
     """
-    import torch
-    from safetensors.torch import load_file
+    from fl_app.experiments import product
 
-    path = model_file(run, client)
-    tensors: dict[str, Any] = load_file(path)
-    for tensor in [t for t in tensors if t.endswith(".running_mean")]:
-        tensors[tensor.replace("running_mean", "num_batches_tracked")] = torch.tensor(0)
-    output = output or Path(f"{run.resolve().name}-{path.stem}.pt")
+    if onnx:
+        product.require_onnx()
+    model = trained.load(run, client, methods)
+    if onnx:
+        trained.refuse_parts(model)
+    suffix = ".onnx" if onnx else ".pt"
+    output = output or Path(f"{run.resolve().name}-{model.name}{suffix}")
+    if onnx != (output.suffix == ".onnx"):
+        raise UserError(f"--output: {output} must {'end' if onnx else 'not end'} in .onnx; --onnx says what is written")
+    facts = {**card.about(model), **product.described(model, data_path)}
+    if model.missing:
+        facts["missing"] = list(model.missing)
     try:
-        torch.save(tensors, output)
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"--output: cannot write {output}: {error}") from None
-    return output
+        if onnx:
+            product.write_onnx(model, facts, output)
+        else:
+            _write_state_dict(model, output)
+        return output, card.write(output, facts)
+    except OSError as error:
+        raise UserError(f"--output: cannot write {output}: {error.strerror}") from None
 
 
-def model_file(run: Path, client: int | None) -> Path:
-    """Return the file of a run's global model, or of what it holds of a client's. Raises UserError if it has none."""
-    read_summary(run)  # complete
-    name = GLOBAL if client is None else f"client-{client}"
-    path = run / MODELS / f"{name}.safetensors"
-    if not path.is_file():
-        there = sorted(p.stem for p in (run / MODELS).glob("*.safetensors"))
-        hint = "" if client is None or read_config(run)["collect-personal-models"] else COLLECT
-        raise UserError(f"{run} holds no model {name!r}; it holds {', '.join(there) or 'none'}{hint}")
-    return path
+def _write_state_dict(model: trained.Trained, output: Path) -> None:
+    import torch
+
+    state = model.module.state_dict()
+    for name in model.missing:
+        del state[name]
+        if name.endswith("running_mean"):
+            state.pop(name.replace("running_mean", "num_batches_tracked"), None)
+    publish(output, lambda file: torch.save(dict(state), file))

@@ -33,6 +33,7 @@ from fl_app.experiments.runs import Run, inside
 from fl_app.files import lock, make_directory
 from fl_app.keys import Scalar, bears_on, without_others
 from fl_app.presets import read_preset, small
+from fl_app.server.checkpoint import load_latest
 from fl_app.toml import flatten, read_toml, to_toml
 
 UNFINISHED = "unfinished"
@@ -222,11 +223,14 @@ def identity(config: RunConfig) -> str:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold a sweep's directory, created if needed. Raises UserError if another sweep is running in it."""
+def locked(directory: Path, shared: bool = False) -> Iterator[None]:
+    """Hold a sweep's directory, created if needed. shared: with others that each do one run of it.
+
+    Raises UserError if another sweep is running in it.
+    """
     make_directory(directory)
     try:
-        held = lock(directory / ".lock", wait=False)
+        held = lock(directory / ".lock", wait=False, shared=shared)
     except BlockingIOError:
         raise UserError(f"another `corolla sweep` is running in {directory}") from None
     with held:
@@ -252,6 +256,15 @@ def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, Run], 
             if run.finished:
                 finished[identity(run.config(methods))] = run
     return finished, [run.path for run in found if not run.finished]
+
+
+def resumable(folder: Path) -> bool:
+    """Tell whether an unfinished run has a sound checkpoint to go on from."""
+    try:
+        load_latest(folder)
+    except UserError:
+        return False
+    return True
 
 
 def set_aside(folder: Path) -> Path:

@@ -32,8 +32,7 @@ CLIENTS = "clients.json"
 STOP = "stop"  # a file: the run is asked to end after its round
 PLUGINS = "plugins"  # copies of the user's own files that the run uses
 MODELS = "models"
-STATE_REMOVED = "state-removed"  # in run.json
-SHAPE = "shape"  # in run.json: of the data, what a model is built with
+STATE_REMOVED, SHAPE, FROZEN = "state-removed", "shape", "frozen-sha256"  # in run.json
 LONGEST_NAME = 200  # characters of a class's name
 
 
@@ -47,10 +46,10 @@ class RunFolder:
 
     @classmethod
     def create(
-        cls, config: RunConfig, experiment: str, figures: Sequence[Figure] = (), shape: Mapping[str, Any] | None = None
+        cls, config: RunConfig, experiment: str, figures: Sequence[Figure] = (), facts: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Create `output-dir/<run-name>`. figures: what the method declares, for reports, which need no method then; shape: what
-        the model is built with, for whoever loads it.
+        """Create `output-dir/<run-name>`. figures: what the method declares, for reports, which need no method then; facts: more
+        that run.json tells.
 
         Raises UserError if it exists already or cannot be created.
         """
@@ -68,7 +67,7 @@ class RunFolder:
             folder.lock()
             plugins.write(own, path / PLUGINS)
         folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
-        about = {"experiment": experiment, "starts": 0, "figures": to_json(figures), SHAPE: shape}
+        about = {"experiment": experiment, "starts": 0, "figures": to_json(figures), **(facts or {})}
         folder.write(RUN, json.dumps({**about, "metrics": [asdict(metric) for metric in tasks.measured(config)]}) + "\n")
         return folder
 
@@ -113,7 +112,7 @@ class RunFolder:
     def continue_with(self, config: RunConfig) -> None:
         """Record a resumed start and the keys that changed."""
         self.asked_to_stop()
-        self.write(RUN, json.dumps({**read_about(self.path), "experiment": self.experiment, "starts": self.starts}) + "\n")
+        self.note(experiment=self.experiment, starts=self.starts)
         kept = {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""}
         self.write(CONFIG, to_toml({**config.resolved, **kept}))
 
@@ -142,7 +141,7 @@ class RunFolder:
         told = Counter(said for i in sorted(properties) if (said := tuple(told_names(properties[i]))))
         names = list(told.most_common(1)[0][0]) if told else about.get("classes")  # as most say, of several the first
         if names != about.get("classes"):
-            self.write(RUN, json.dumps({**about, "classes": names}) + "\n")
+            self.note(classes=names)
         known = read_clients(self.path) | {str(i): client_facts(i, p) for i, p in properties.items()}
         rows = (f"{json.dumps(i)}: {json.dumps(known[i])}" for i in sorted(known, key=int))
         self.write(CLIENTS, "{\n" + ",\n".join(rows) + "\n}\n")
@@ -152,9 +151,13 @@ class RunFolder:
         with room("output-dir", self.path):
             publish_text(self.path / name, text)
 
+    def note(self, **facts: Any) -> None:
+        """Add facts to run.json, or replace them."""
+        self.write(RUN, json.dumps({**read_about(self.path), **facts}) + "\n")
+
     def note_state_removed(self) -> None:
         """Note that the clients' state is removed now: the run cannot be continued any more."""
-        self.write(RUN, json.dumps({**read_about(self.path), STATE_REMOVED: True}) + "\n")
+        self.note(**{STATE_REMOVED: True})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write summary.json; its presence says that the run is complete."""
@@ -286,7 +289,8 @@ def read_clients(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_about(run: Path) -> dict[str, Any]:
-    """Read run.json: the experiment's id, how often it was resumed, its method's figures, its metrics, the classes' names.
+    """Read run.json: the experiment's id, how often it was resumed, its method's figures, its metrics, the classes' names, what its
+    model was built with (`shape`) and the hash of what of it does not train.
 
     Empty if it cannot be read.
     """

@@ -43,7 +43,9 @@ class Method(Generic[P]):
     name: of its parameter table too. shared(layout, params): names of the tensors that travel; raises UserError for a model the
     method cannot be used with. wrap(module, params, seed): the network that is trained instead of the run's model.
     compose(drawings, params): likewise, for one made of several drawings of the run's model, or beside which something stands.
-    figures: what a report draws of the method's records. needs_classes: it is about classes, and only runs tasks that have them.
+    exported(make, names): the network of a run's final models with tensors of these names, where it is neither the run's model,
+    which make() builds, nor the one that trains. figures: what a report draws of the method's records. needs_classes: it is about
+    classes, and only runs tasks that have them.
     needs_whole: its arrays are as long as what trains: `share` cannot leave out some of it.
     """
 
@@ -54,6 +56,7 @@ class Method(Generic[P]):
     shared: Callable[[Layout, P], frozenset[str]]
     wrap: Callable[[nn.Module, P, int], nn.Module] | None = None
     compose: Callable[[Drawings, P], nn.Module] | None = None
+    exported: Callable[[Callable[[], nn.Module], frozenset[str]], nn.Module] | None = None
     figures: tuple[Figure, ...] = ()
     needs_classes: bool = False
     needs_whole: bool = False

@@ -3,8 +3,8 @@
 How far is counted in medians: an upload's distance from the median of all uploads (per parameter), divided by the median of these
 distances. For a client that was absent it is the largest such median since it last took part: a newcomer among clients that have
 learned already moves as far as all did when they began. A client with more training samples than the median one may be farther, in
-proportion: it takes more steps. Of one or two uploads nobody can say which is far; of three or four one is often far, and may be
-ten times as far.
+proportion: it takes more steps. Of one or two uploads nobody can say which is far; of three or four one is often far (the only
+client without the others' one class), and only what is beyond all measure is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from strategies.robust import distances_to_median
 
 USUAL = 3.0  # medians: no honest client was ever seen farther away
 _MANY = 5  # uploads, below which a median of distances says little
-_FEW_ROOM = 10.0
+_FEW_ROOM = 1000.0
 _LARGEST = 10.0  # median clients, that one's samples count: they are its own word
 
 
@@ -41,7 +41,7 @@ class Stray:
 
     def refusal(self) -> WireError:
         """Return the cause why an upload is left out."""
-        return WireError(f"{self}, max-update-norm allows {self.allowed:g} times")
+        return WireError(f"{self}, allowed are {self.allowed:g} times (max-update-norm; 0 leaves nobody out)")
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torchvision.transforms.functional as reference
@@ -11,9 +12,10 @@ from torch import nn
 from torch.nn.functional import pad
 
 from client_app.augment import MAX_DEGREES, crop_flip, crop_flip_draws, crop_flip_rotate, crop_flip_rotate_draws, rotate
+from client_app.batches import Batches
 from client_app.trainer import LocalTrainer
 from fl_app import weights
-from fl_app.data import DatasetInfo
+from fl_app.data import ClientData, DatasetInfo
 from tests.client_app.test_train import SIDE, bits, data_of, mlp, train, trainer, with_batchnorm
 from tests.conftest import config
 
@@ -74,6 +76,17 @@ def test_normalize() -> None:
     t = LocalTrainer(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), config(normalize="mean-std"), data_of(9, info=info), 1, 0)
     grey = torch.full((2, 3, 1, 1), 255, dtype=torch.uint8)
     assert t.data.inputs(grey)[1].flatten().tolist() == pytest.approx([1, 1, 0])  # per channel
+
+
+def test_normalize_leaves_the_samples_as_they_are() -> None:
+    x = np.random.default_rng(0).normal(5, 2, (6, 3)).astype(np.float32)
+    y, info = np.zeros((6, 1), np.float32), DatasetInfo(3, 1, ("0",), 6, 6, (5.0, 4.0, 3.0), (2.0, 1.0, 0.5), (3,))
+    options = config(task="regression", partition="iid", normalize="mean-std")
+    batches = Batches(options, ClientData(x, y, x, y, info), torch.device("cpu"), round=1, client_id=0)
+    for side in (batches.test, batches.train):
+        for _ in range(2):  # each client is evaluated more than once on what it holds
+            ((inputs, _),) = side()
+            assert torch.equal(inputs, torch.from_numpy((x - np.float32(info.mean)) / np.float32(info.std)))
 
 
 # augmentation

@@ -120,7 +120,8 @@ def test_running_keys_and_places_do_not_change_what_comes_out(run: Run, tmp_path
 def test_what_is_counted_in_rounds() -> None:
     counted = {spec.name for m, cls in METHOD_PARAMS.items() for spec in specs(cls, m) if spec.counts_rounds}
     assert counted == {
-        "fedcac.beta", "feddac.alpha", "fedamp.alpha-decay-every", "floco.projection-round", "cfl.start", "fedconcat.encoder-rounds",
+        "fedcac.beta", "feddac.alpha", "fedamp.alpha-decay-every", "floco.projection-round", "cfl.start",
+        "fedconcat.encoder-rounds",
     }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_app import models, rng, weights
 from fl_app.errors import UserError
-from fl_app.experiments.export import export_state_dict
+from fl_app.experiments.export import export
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHODS, components
@@ -302,7 +302,7 @@ def test_models_leave_a_run_as_concatenations(run: Run, tmp_path: Path, model: d
         assert {hashlib.sha256(one.params.tobytes()).hexdigest()} == {client["sha256"] for client in clients.values()}
         assert file.read_bytes() == files[0].read_bytes()
     network = components.concatenation(parts)
-    network.load_state_dict(torch.load(export_state_dict(folder.path, None, tmp_path / "whole.pt")), strict=True)
+    network.load_state_dict(torch.load(export(folder.path, METHODS, None, tmp_path / "whole.pt")[0]), strict=True)
     assert same(weights.read(network), weights.load_safetensors(files[0], layout))
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 from fl_app import models, weights
-from fl_app.experiments.export import export_state_dict
+from fl_app.experiments.export import export
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import read_metrics
-from strategies import components, fedem
+from strategies import METHODS, components, fedem
 from strategies.fedem import mixture, responsibilities
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
@@ -134,7 +134,7 @@ def test_models_leave_a_run_as_mixtures(run: Run, tmp_path: Path) -> None:
     records = list(read_metrics(folder.path))
     assert not any(record["failures"] or record.get("evaluation", {}).get("failures") for record in records)
     for client, pi in ((None, [0.5, 0.5]), (0, None)):
-        state = torch.load(export_state_dict(folder.path, client, tmp_path / f"{client}.pt"))
+        state = torch.load(export(folder.path, METHODS, client, tmp_path / f"{client}.pt")[0])
         network = mixture([models.build("resnet8", **SHAPE) for _ in range(2)])
         network.load_state_dict(state, strict=True)
         assert float(network.pi.sum()) == pytest.approx(1)

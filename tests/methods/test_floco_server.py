@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from client_app.state import State
 from fl_app import models, weights
-from fl_app.experiments.export import export_state_dict
+from fl_app.experiments.export import export
 from fl_app.layout import Layout
 from fl_app.server import checkpoint
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
@@ -151,7 +151,7 @@ def test_models_leave_a_run_collapsed(run: Run, tmp_path: Path, collected: bool,
             model = weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout)
             assert hashlib.sha256(model.params.tobytes()).hexdigest() == digest
     for chosen in (None, *(int(name[7:]) for name in files if name != "global")):
-        state = torch.load(export_state_dict(folder.path, chosen, tmp_path / f"{chosen}.pt"))
+        state = torch.load(export(folder.path, METHODS, chosen, tmp_path / f"{chosen}.pt")[0])
         models.build("mlp", **SHAPE).load_state_dict(state, strict=True)
 
 

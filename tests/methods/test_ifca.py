@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fl_app import models, weights
 from fl_app.errors import UserError
-from fl_app.experiments.export import export_state_dict
+from fl_app.experiments.export import export
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import read_metrics
 from fl_app.wire import Upload, WireError
@@ -136,7 +136,7 @@ def test_models_leave_a_run_as_the_users_own(run: Run, tmp_path: Path, share: bo
     for i in range(3):
         model = weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout)
         assert hashlib.sha256(model.params.tobytes()).hexdigest() == clients[str(i)]["sha256"]
-    state = torch.load(export_state_dict(folder.path, 1, tmp_path / "1.pt"))
+    state = torch.load(export(folder.path, METHODS, 1, tmp_path / "1.pt")[0])
     models.build("mlp", **SHAPE).load_state_dict(state, strict=True)
 
 

@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app import models, weights
-from fl_app.experiments.export import export_state_dict
+from fl_app.experiments.export import export
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
+from strategies import METHODS
 from strategies.pfedgate import Blocks, select_blocks, sub_blocks
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
@@ -165,5 +166,5 @@ def test_models_leave_a_run_as_the_users_own(run: Run, tmp_path: Path) -> None:
         model = weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout)
         assert hashlib.sha256(model.params.tobytes()).hexdigest() == clients[str(i)]["sha256"]
     for client in (None, 2):
-        state = torch.load(export_state_dict(folder.path, client, tmp_path / f"{client}.pt"))
+        state = torch.load(export(folder.path, METHODS, client, tmp_path / f"{client}.pt")[0])
         models.build("resnet8", **SHAPE).load_state_dict(state, strict=True)

@@ -1,0 +1,28 @@
+"""Words of shell scripts that are written for others to run: quoted, but for the variables that a script sets itself."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+
+_MARK = "\x01"  # in no path, name or setting
+
+
+def variable(name: str) -> str:
+    """Return what stands in a word for the value of a script's own variable."""
+    return f"{_MARK}{name}{_MARK}"
+
+
+def word(text: str) -> str:
+    """Quote a word."""
+    pieces = re.split(f"{_MARK}(\\w+){_MARK}", text)
+    if len(pieces) == 1:
+        return shlex.quote(text)
+    return "".join(f'"${{{piece}}}"' if k % 2 else shlex.quote(piece) * bool(piece) for k, piece in enumerate(pieces))
+
+
+def line(words: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
+    """Quote a command. environment: what it is started with beside what the script has."""
+    given = [f"{name}={word(value)}" for name, value in (environment or {}).items()]
+    return " ".join([*(["env", *given] if given else []), *map(word, words)])

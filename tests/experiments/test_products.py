@@ -1,0 +1,381 @@
+"""Models that leave a run: the same answers from PyTorch and ONNX files as from the run's own network; their cards; `predict`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fl_app import cli, data, models, weights
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.experiments import card, predict, product
+from fl_app.experiments.export import export
+from fl_app.inputs import Inputs
+from fl_app.layout import Layout
+from fl_app.server.run_folder import read_config, read_metrics
+from fl_app.tasks import named
+from fl_app.toml import to_toml
+from strategies import METHOD_PARAMS, METHODS
+from tests.conftest import Run
+
+TINY = {"num_server_rounds": 1, "num_clients": 2, "train_samples": 12, "test_samples": 12}
+ADAPTED = """
+import torch
+from torch import nn
+
+class Adapted(nn.Module):
+    def __init__(self, inputs, classes):
+        super().__init__()
+        self.backbone, self.adapter = nn.Linear(inputs, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x):
+        h = self.backbone(x.flatten(1)).relu()
+        return self.head(h + self.adapter(h))
+
+def build(in_channels, num_classes, image_size):
+    return Adapted(in_channels * image_size**2, num_classes)
+"""
+
+
+def images(directory: Path, task: str) -> dict[str, Any]:
+    """Write a data set of 60 images 16x16 and return a run's settings for it."""
+    generator = np.random.default_rng(0)
+    x = generator.integers(0, 256, (60, 16, 16, 3), np.uint8)
+    y = x.mean((1, 2)) / 100 if task == "regression" else np.arange(60) % 4
+    np.savez(directory / "data.npz", x_train=x, y_train=y, x_test=x[:30], y_test=y[:30])
+    return {"dataset": f"npz:{directory / 'data.npz'}", "partition": "iid", "task": task, "learning_rate": 0.01}
+
+
+def own_network(folder: Path, client: int | None, model: str, shape: dict[str, Any]) -> torch.nn.Module:
+    """Build a run's model from its safetensors file, without what exports it."""
+    module = models.build(model, **shape)
+    name = "global" if client is None else f"client-{client}"
+    weights.write(module, weights.load_safetensors(folder / "models" / f"{name}.safetensors", Layout.of(module)))
+    return module.eval()
+
+
+def answers(file: Path, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    known = card.read(file)
+    return predict.ask(product.open_file(file, known, METHODS), samples, known)
+
+
+SMALL = [(model, task) for model in ("mlp", "cnn", "resnet8") for task in ("classification", "regression")]
+LARGE = [(model, "classification") for model in models.MODELS if model not in ("mlp", "cnn", "resnet8")]
+
+
+@pytest.mark.parametrize(
+    ("model", "task"), [*SMALL, *(pytest.param(*case, marks=[pytest.mark.long, pytest.mark.timeout(900)]) for case in LARGE)]
+)
+def test_onnx_answers_as_torch(run: Run, tmp_path: Path, model: str, task: str) -> None:
+    pytest.importorskip("onnxruntime")
+    method = "fedbn" if model.startswith("resnet") else "local"  # BatchNorm's parameters and statistics are each client's own
+    folder = run(method=method, model=model, collect_personal_models=True, normalize="mean-std", **TINY, **images(tmp_path, task))
+    outputs_of = {}
+    found = data.prepare_for(parse(read_config(folder.path), METHOD_PARAMS))
+    samples = np.array(found.x_test)
+    shape = found.info.model_arguments
+    inputs = Inputs(named(task), "mean-std", 3, torch.device("cpu"), found.info.mean, found.info.std)
+    for client in (0, 1):
+        network = own_network(folder.path, client, model, shape)
+        with torch.no_grad():
+            want = network(inputs(torch.from_numpy(samples)))
+        file, _ = export(folder.path, METHODS, client, tmp_path / f"{client}.onnx", onnx=True)
+        outputs, predictions = answers(file, samples)
+        outputs_of[client] = outputs
+        np.testing.assert_allclose(outputs, want.numpy(), atol=1e-5, rtol=1e-5)
+        final = want.softmax(1) if task == "classification" else want
+        np.testing.assert_allclose(predictions, final.numpy(), atol=1e-5, rtol=1e-5)
+        for count in (1, 2):  # any number of samples
+            np.testing.assert_allclose(answers(file, samples[:count])[0], outputs[:count], atol=1e-5, rtol=1e-5)
+    assert np.abs(outputs_of[0] - outputs_of[1]).max() > 1e-3
+    if model.startswith("resnet"):
+        mine, other = (own_network(folder.path, client, model, shape) for client in (0, 1))
+        for name, buffer in mine.named_buffers():
+            buffer.copy_(other.get_buffer(name))
+        with torch.no_grad():  # its own statistics are in the file
+            assert (mine(inputs(torch.from_numpy(samples))) - torch.from_numpy(outputs_of[0])).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_methods_model_answers_as_the_run_measured(run: Run, tmp_path: Path, method: str) -> None:
+    folder = run(method=method, collect_personal_models=True, **TINY)
+    rows = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
+    config = parse(read_config(folder.path), METHOD_PARAMS)
+    for client in (0, 1):
+        file, told = export(folder.path, METHODS, client, tmp_path / f"{client}.pt")
+        part = data.open_client(config, client)
+        outputs, _ = answers(file, part.x_test)
+        _, accuracy = predict.measure(outputs, part.y_test, told)
+        assert accuracy == rows[str(client)]["accuracy"] == told["metrics"]["accuracy"]
+        assert told["metrics"]["clients"] == 1 and told["parameters-sha256"] == rows[str(client)]["sha256"]
+
+
+@pytest.mark.parametrize("method", ["fedem", "pfedgate", "floco", "pfedfda"])
+def test_onnx_of_methods_that_wrap_the_network(run: Run, tmp_path: Path, method: str) -> None:
+    pytest.importorskip("onnxruntime")
+    folder = run(method=method, collect_personal_models=True, **TINY)
+    files = [export(folder.path, METHODS, 1, tmp_path / f"1{end}", onnx=end == ".onnx")[0] for end in (".pt", ".onnx")]
+    samples = np.random.default_rng(0).integers(0, 256, (9, 1, 8, 8), np.uint8)
+    for ours, theirs in zip(*(answers(file, samples) for file in files), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=1e-5)
+    probabilities = answers(files[1], samples)[1]
+    np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
+
+
+# parts of a model
+
+
+@pytest.fixture
+def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """An adapter and a head on a backbone from a file."""
+    (tmp_path / "adapted_model.py").write_text(ADAPTED)
+    monkeypatch.chdir(tmp_path)
+    cli.look_for_plugins()
+    torch.manual_seed(3)
+    module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=5)
+    weights.save_safetensors(tmp_path / "backbone.safetensors", Layout.of(module), weights.read(module))
+    return {
+        "model": "adapted_model:build", "train": "adapter.*,head.*", "initial_weights": str(tmp_path / "backbone.safetensors"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("onnx", [False, True], ids=["pt", "onnx"])
+def test_what_did_not_train_is_in_the_file_too(run: Run, tmp_path: Path, adapted: dict[str, Any], onnx: bool) -> None:
+    if onnx:
+        pytest.importorskip("onnxruntime")
+    folder = run(method="fedavg", **adapted, **TINY)
+    file, _ = export(folder.path, METHODS, None, tmp_path / ("x.onnx" if onnx else "x.pt"), onnx=onnx)
+    module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=9)
+    weights.write(module, weights.initial_model(module, adapted["initial_weights"]))
+    trained, layout = Layout.of(module), weights.names_in(folder.path / "models" / "global.safetensors")
+    assert layout == {"adapter.weight", "adapter.bias", "head.weight", "head.bias"}
+    part = weights.load_safetensors(folder.path / "models" / "global.safetensors", trained.subset(layout))
+    weights.write(module, trained.put(weights.read(module), part, layout))
+    if not onnx:
+        module.load_state_dict(torch.load(file), strict=True)
+    samples = np.random.default_rng(0).integers(0, 256, (5, 1, 8, 8), np.uint8)
+    with torch.no_grad():
+        want = module(torch.from_numpy(samples).float() / 255)
+    np.testing.assert_allclose(answers(file, samples)[0], want.numpy(), atol=1e-5)
+
+
+def test_another_backbone_is_refused(run: Run, tmp_path: Path, adapted: dict[str, Any]) -> None:
+    folder = run(method="fedavg", **adapted, **TINY)
+    module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=6)
+    weights.save_safetensors(tmp_path / "backbone.safetensors", Layout.of(module), weights.read(module))
+    with pytest.raises(UserError, match="tensors of model adapted_model:build that did not train are not those of the run"):
+        export(folder.path, METHODS, None, tmp_path / "x.pt")
+    assert not (tmp_path / "x.pt").exists()
+
+
+@pytest.mark.parametrize("keys", [{"method": "fedper"}, {"method": "fedavg", "share": "fc*"}], ids=["fedper", "share"])
+def test_half_a_model_predicts_nothing(run: Run, tmp_path: Path, keys: dict[str, str]) -> None:
+    folder = run(collect_personal_models=True, **keys, **TINY)
+    if "onnxruntime" in sys.modules or pytest.importorskip("onnxruntime"):
+        with pytest.raises(UserError, match="leaves classifier.bias, classifier.weight on the clients: global alone predicts"):
+            export(folder.path, METHODS, None, tmp_path / "g.onnx", onnx=True)
+    file, told = export(folder.path, METHODS, None, tmp_path / "g.pt")
+    assert set(torch.load(file)) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+    assert told["missing"] == ["classifier.bias", "classifier.weight"]
+    with pytest.raises(UserError, match="lacks classifier.bias, classifier.weight, which stayed on the clients"):
+        answers(file, np.zeros((1, 1, 8, 8), np.uint8))
+    whole, _ = export(folder.path, METHODS, 1, tmp_path / "c.pt")
+    assert answers(whole, np.zeros((1, 1, 8, 8), np.uint8))[0].shape == (1, 10)
+
+
+# cards
+
+
+@pytest.fixture
+def exported(run: Run, tmp_path: Path) -> Path:
+    return export(run(method="fedcac", **TINY).path, METHODS, 1, tmp_path / "model.pt")[0]
+
+
+def test_every_changed_byte_is_found(exported: Path) -> None:
+    assert card.read(exported)["model"] == "client-1"
+    for path in (exported, card.beside(exported)):
+        content = path.read_bytes()
+        # of the card every byte, of the model some from all over it
+        for at in range(0, len(content), 1 if path.suffix == ".json" else len(content) // 200):
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            with pytest.raises(UserError, match="is not (what was exported|the card that was written)"):
+                card.read(exported)
+        path.write_bytes(content[:-1])
+        with pytest.raises(UserError):
+            card.read(exported)
+        path.write_bytes(content)
+    card.read(exported)
+    card.beside(exported).unlink()
+    with pytest.raises(UserError, match=r"model.pt.json: no such file; model.pt needs its card beside it"):
+        card.read(exported)
+
+
+def test_a_card_tells_the_run(run: Run, tmp_path: Path) -> None:
+    folder = run(method="fedcac", **TINY)
+    _, mine = export(folder.path, METHODS, 1, tmp_path / "1.pt")
+    _, common = export(run(method="ditto", run_name="c", **TINY).path, METHODS, None, tmp_path / "g.pt")
+    last, clients = list(read_metrics(folder.path))[-1], json.loads((folder.path / "clients.json").read_text())
+    assert mine["run"]["digest"] == last["evaluation"]["digest"] and mine["settings"]["fedcac.tau"] == 0.5
+    assert mine["data"]["class-counts"] == clients["1"]["class-counts"] and mine["data"]["train-samples"] == 12
+    assert common["data"]["train-samples"] == 24
+    assert mine["metrics"] == {"clients": 1, "accuracy": last["evaluation"]["clients"]["1"]["accuracy"]}
+    assert common["metrics"] == {}  # no client uses the common part as it is
+    assert str(tmp_path) not in (tmp_path / "1.pt.json").read_text()
+    _, average = export(run(method="fedavg", run_name="b", **TINY).path, METHODS, None, tmp_path / "a.pt")
+    assert average["metrics"]["clients"] == 2 and average["metrics"]["accuracy"] == average["run"]["final-accuracy"]
+
+
+# the commands
+
+
+@pytest.fixture
+def corolla(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["corolla", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, " ".join(err.split())
+
+    return invoke
+
+
+def test_images_get_a_class_and_its_probability(corolla, run: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("onnxruntime")
+    x = np.random.default_rng(1).integers(0, 256, (40, 8, 8), np.uint8)
+    names = np.array(["cat", "dog", "fox", "owl"])
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=names[np.arange(40) % 4], x_test=x, y_test=names[np.arange(40) % 4])
+    folder = run(method="fedavg", dataset=f"npz:{tmp_path / 'd.npz'}", partition="iid", **TINY)
+    network = own_network(folder.path, None, "mlp", {"in_channels": 1, "num_classes": 4, "image_size": 8})
+    with torch.no_grad():
+        sure = network(torch.from_numpy(x[:3, None]).float() / 255).softmax(1)
+    for k in range(3):
+        Image.fromarray(x[k]).save(tmp_path / f"{k}.png")
+    np.savez(tmp_path / "three.npz", x=x[:3], y=names[:3])
+    want = [[names[int(row.argmax())], f"{float(row.max()):.4f}"] for row in sure]
+    for end in ("pt", "onnx"):
+        code, out, _ = corolla("export", folder.path, "--output", f"m.{end}", *(["--onnx"] if end == "onnx" else []))
+        assert code == 0 and card.read(Path(f"m.{end}"))["sha256"] in out
+        code, out, _ = corolla("predict", f"m.{end}", "0.png", "1.png", "2.png")
+        assert code == 0
+        assert [line.split() for line in out.splitlines()] == [
+            ["input", "class", "probability"], *([f"{k}.png", *want[k]] for k in range(3))
+        ]  # fmt: skip
+        code, out, _ = corolla("predict", f"m.{end}", "three.npz")
+        right = sum(row[0] == name for row, name in zip(want, names, strict=False))
+        assert code == 0 and out.splitlines()[-1] == f"accuracy {100 * right / 3:.2f} % on 3 samples"
+    assert corolla("verify", "m.onnx")[1].startswith("m.onnx: sound (")
+    content = bytearray(Path("m.onnx").read_bytes())
+    content[len(content) // 2] ^= 0x10
+    Path("m.onnx").write_bytes(content)
+    for words in (("verify", "m.onnx"), ("predict", "m.onnx", "0.png")):
+        code, _, err = corolla(*words)
+        assert code == 2 and "m.onnx is not what was exported: its sha256 is" in err
+
+
+def test_numbers_get_their_value(corolla, run: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("onnxruntime")
+    generator = np.random.default_rng(0)
+    x = generator.normal(50, 20, (80, 5)).astype(np.float32)
+    y = (x @ generator.normal(0, 0.05, (5, 2))).astype(np.float32)
+    np.savez(tmp_path / "t.npz", x_train=x, y_train=y, x_test=x[:40], y_test=y[:40])
+    own = {"dataset": f"npz:{tmp_path / 't.npz'}", "partition": "iid", "task": "regression", "classes": "dose,days"}
+    folder = run(method="fedavg", normalize="mean-std", **own, **TINY)
+    network = own_network(folder.path, None, "mlp", {"in_channels": 5, "num_classes": 2, "image_size": 1, "input_shape": (5,)})
+    with torch.no_grad():
+        want = network((torch.from_numpy(x) - torch.from_numpy(x).mean(0)) / torch.from_numpy(x).std(0, correction=0))
+    np.savez(tmp_path / "rows.npz", x=x[:2])
+    for end in ("pt", "onnx"):
+        assert corolla("export", folder.path, "--output", f"m.{end}", *(["--onnx"] if end == "onnx" else []))[0] == 0
+        code, out, _ = corolla("predict", f"m.{end}", "rows.npz")
+        assert code == 0
+        header, *rows = [line.split() for line in out.splitlines()]
+        assert header == ["input", "dose", "days"] and [row[0] for row in rows] == ["rows.npz[0]", "rows.npz[1]"]
+        np.testing.assert_allclose([[float(v) for v in row[1:]] for row in rows], want[:2].numpy(), rtol=1e-3)
+
+
+def test_what_does_not_fit_is_named(corolla, exported: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    def complaint(*inputs: str) -> str:
+        code, _, err = corolla("predict", exported, *inputs)
+        assert code == 2
+        return str(err)
+
+    Image.fromarray(np.zeros((9, 7), np.uint8)).save("size.png")
+    Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save("colour.png")
+    Path("text.png").write_text("no image")
+    grey = np.zeros((2, 8, 8), np.uint8)
+    np.savez("shape.npz", x=np.zeros((2, 9, 9), np.uint8))
+    np.savez("dtype.npz", x=grey.astype(np.float32)[..., None])
+    np.savez("labels.npz", x=grey, y=[3, 10])
+    np.savez("counts.npz", x=grey, y=[3])
+    np.savez("names.npz", pixels=grey)
+    np.savez("none.npz", x=grey[:0])
+    assert "size.png has 7x9 pixels, the model takes 8x8" in complaint("size.png")
+    assert "colour.png is in colour, the model takes grayscale images" in complaint("colour.png")
+    assert "text.png cannot be read as an image" in complaint("text.png")
+    assert "missing.png cannot be read as an image ([Errno 2]" in complaint("missing.png")
+    assert "x holds samples uint8 [1, 9, 9], the model takes uint8 [1, 8, 8]" in complaint("shape.npz")
+    assert "x holds samples float32 [1, 8, 8], the model takes uint8 [1, 8, 8]" in complaint("dtype.npz")
+    assert "class 10 must be below 10, the number of classes" in complaint("labels.npz")
+    assert "y must have one target for each of the 2 samples, got 1" in complaint("counts.npz")
+    assert "names.npz: has neither x nor x_test" in complaint("names.npz")
+    assert "x must hold samples, got none" in complaint("none.npz")
+    assert "one .npz file at a time, or image files, got shape.npz, size.png" in complaint("shape.npz", "size.png")
+
+
+def test_images_are_resized_where_the_runs_were(corolla, run: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    generator = np.random.default_rng(0)
+    for side in ("train", "test"):
+        for name in ("cat", "dog"):
+            (tmp_path / "f" / side / name).mkdir(parents=True)
+            for k in range(8):
+                Image.fromarray(generator.integers(0, 256, (20, 30, 3), np.uint8)).save(tmp_path / "f" / side / name / f"{k}.png")
+    own = {"dataset": f"folder:{tmp_path / 'f'}", "partition": "iid", "image_size": 10}
+    folder = run(method="fedavg", **own, **(TINY | {"train_samples": 8, "test_samples": 8}))
+    file, known = export(folder.path, METHODS, None, tmp_path / "m.pt")
+    config = parse(read_config(folder.path), METHOD_PARAMS)
+    paths = [tmp_path / "f" / "test" / "cat" / "3.png", tmp_path / "f" / "test" / "dog" / "5.png"]
+    _, samples, _ = predict.read(paths, known)
+    assert np.array_equal(samples, data.prepare_for(config).x_test[[3, 8 + 5]])
+    code, out, _ = corolla("predict", file, *paths)
+    assert code == 0 and {line.split()[1] for line in out.splitlines()[1:]} <= {"cat", "dog"}
+
+
+def test_a_file_that_is_not_its_cards_model(exported: Path, tmp_path: Path) -> None:
+    known = card.read(exported)
+    for other in ({"classes": known["classes"][:-1]}, {"shape": {**known["shape"], "num_classes": 12}}):
+        changed = {name: value for name, value in known.items() if name not in ("file", "sha256", "bytes", "card-sha256")} | other
+        card.write(exported, changed)
+        with pytest.raises(UserError, match="its card names 9|does not fit model mlp"):
+            answers(exported, np.zeros((2, 1, 8, 8), np.uint8))
+
+
+def test_what_is_needed_and_not_there(
+    corolla, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # type: ignore[no-untyped-def]
+) -> None:
+    folder = run(method="fedavg", normalize="mean-std", **TINY)
+    code, _, err = corolla("export", folder.path, "--output", "m.pt", "--onnx")
+    assert code == 2 and ("must end in .onnx" in err or "is missing" in err)
+    code, _, err = corolla("export", folder.path, "--output", "nowhere/m.pt")
+    assert code == 2 and "--output: cannot write nowhere/m.pt: No such file or directory" in err
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    code, _, err = corolla("export", folder.path, "--onnx")
+    assert code == 2 and "onnx: onnxruntime is missing; pip install 'corolla[onnx]'" in err
+    nodes = tmp_path / "nodes"
+    shutil.copytree(folder.path, nodes)
+    site = {"dataset": "node", "classes": ",".join("0123456789")}
+    (nodes / "config.toml").write_text(to_toml({**read_config(nodes), **site}))
+    code, _, err = corolla("export", nodes)
+    assert code == 2 and "mean-std's mean and standard deviation are of each node's own data" in err
+    assert [p.name for p in tmp_path.glob("*.pt*")] == []

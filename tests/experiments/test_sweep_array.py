@@ -1,0 +1,112 @@
+"""A sweep as a Slurm job array: cut off and submitted again, every run goes on, and none is repeated."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_app.errors import UserError
+from fl_app.experiments import sweep
+from fl_app.server import checkpoint
+from tests import slurm
+
+SWEEP = """
+[settings]
+dataset = "digits"
+num-clients = 3
+num-server-rounds = 60
+train-samples = 24
+test-samples = 10
+local-epochs = 1
+batch-size = 8
+device = "cpu"
+checkpoint-every = 1
+state-dir = "state"
+
+[grid]
+method = ["fedavg", "local", "fedcac"]
+"""
+
+
+def corolla(directory: Path, *words: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "corolla", *words], cwd=directory, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def digests(directory: Path) -> dict[str, Any]:
+    return {path.parent.name: json.loads(path.read_text())["digest"] for path in directory.glob("*/summary.json")}
+
+
+def cut_off(script: Path, directory: Path, task: int, folder: Path, how: signal.Signals) -> str:
+    """Start a task and end it once it has a checkpoint; its output."""
+    job = slurm.sbatch(script, directory=directory, task=task)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and job.poll() is None and max(checkpoint.rounds(folder), default=0) < 1:
+        time.sleep(0.002)
+    job.send_signal(how)
+    out = job.communicate()[0]
+    assert checkpoint.rounds(folder)[-1] >= 1 and not (folder / "summary.json").exists(), out
+    return str(out)
+
+
+def test_an_array_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP)
+    said = corolla(tmp_path, "sweep", "s.toml", "--in-process", "--slurm", "--set", "learning-rate=0.05", "--jobs", "2")
+    script = tmp_path / "runs" / "s" / "array.sbatch"
+    assert f"sbatch {script}" in said and digests(script.parent) == {}
+    asked = slurm.options(script)
+    assert asked["--array"] == "0-2%2" and asked["--cpus-per-task"] == "1" and "--gpus-per-task" not in asked
+    names = corolla(tmp_path, "sweep", "s.toml", "--dry-run", "--set", "learning-rate=0.05").split()
+    folders = [script.parent / name for name in names]
+
+    cut_off(script, tmp_path, 0, folders[0], signal.SIGTERM)  # as Slurm at the end of a job's time
+    cut_off(script, tmp_path, 1, folders[1], signal.SIGKILL)
+    third = slurm.sbatch(script, directory=tmp_path, task=2)
+    out = third.communicate()[0]
+    assert third.returncode == 0 and set(digests(script.parent)) == {names[2]}, out
+    written = (folders[2] / "metrics.jsonl").stat().st_mtime_ns
+    assert not (script.parent / "results.csv").exists()
+
+    for task in slurm.tasks(script):
+        done_before = checkpoint.rounds(folders[task])[-1]
+        again = slurm.sbatch(script, directory=tmp_path, task=task)
+        out = again.communicate()[0]
+        assert again.returncode == 0, out
+        if task == 2:
+            assert f"finished before: {folders[2]}" in out
+        else:
+            assert f"goes on with {folders[task]}" in out and f"resumed after round {done_before}" in out
+    assert (folders[2] / "metrics.jsonl").stat().st_mtime_ns == written
+    assert (script.parent / "results.csv").exists() and not (script.parent / "unfinished").exists()  # the last one's table
+
+    corolla(tmp_path, "sweep", "s.toml", "--in-process", "--output-dir", "plain", "--set", "learning-rate=0.05")
+    assert digests(script.parent) == digests(tmp_path / "plain") and len(digests(script.parent)) == 3
+
+
+def test_a_run_without_a_checkpoint_is_set_aside(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP.replace("60", "1").replace(', "local", "fedcac"', ""))
+    (name,) = corolla(tmp_path, "sweep", "s.toml", "--dry-run").split()
+    (tmp_path / "runs" / "s" / name).mkdir(parents=True)
+    assert "unfinished, set aside" in corolla(tmp_path, "sweep", "s.toml", "--in-process", "--only", name)
+    assert (tmp_path / "runs" / "s" / "unfinished" / name).is_dir() and digests(tmp_path / "runs" / "s")
+    unknown = subprocess.run(
+        [sys.executable, "-m", "corolla", "sweep", "s.toml", "--only", "fedprox"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert unknown.returncode == 2 and "s.toml has no run 'fedprox'" in " ".join(unknown.stderr.split())
+
+
+def test_single_runs_share_a_directory_that_a_whole_sweep_has_alone(tmp_path: Path) -> None:
+    with sweep.locked(tmp_path, shared=True), sweep.locked(tmp_path, shared=True):
+        with pytest.raises(UserError, match="another `corolla sweep` is running"), sweep.locked(tmp_path):
+            pass
+    with sweep.locked(tmp_path), pytest.raises(UserError, match="another `corolla sweep` is running"):
+        with sweep.locked(tmp_path, shared=True):
+            pass
