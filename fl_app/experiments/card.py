@@ -111,6 +111,7 @@ def read(file: Path) -> Card:
     for needed in (file, path):
         if not needed.is_file():
             raise UserError(f"{needed}: no such file" + (f"; {file.name} needs its card beside it" if needed is path else ""))
+    card: Card = {}
     try:
         text = path.read_text(encoding="utf-8")
         card = json.loads(text)
