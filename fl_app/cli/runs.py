@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -39,13 +39,16 @@ from fl_app.cli.settings import (
     with_clients,
 )
 from fl_app.cli.tables import command, show_next, show_results, size
-from fl_app.cli.waiting import Submit, simulated
+from fl_app.cli.waiting import Submit, simulated, waiting
 from fl_app.config import RunConfig
 from fl_app.errors import RunFailed, UserError
 from fl_app.experiments.runs import Run
 from fl_app.keys import Scalar, without_others
 from fl_app.server.run_folder import PLUGINS, check_state, check_unchanged
 from strategies import METHODS
+
+if TYPE_CHECKING:
+    from fl_app.experiments.launch import RayCluster
 
 
 def run(
@@ -62,6 +65,9 @@ def run(
     cpus_per_client: CpusOption = 1,
     gpus_per_client: GpusOption = 0,
     in_process: Annotated[bool, typer.Option("--in-process", help="Debug: one process, no Ray, no SuperLink.")] = False,
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Simulation: on an existing Ray cluster, from one of its machines.")
+    ] = None,
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Continue an interrupted run in its folder, from its last checkpoint.")
     ] = None,
@@ -72,7 +78,7 @@ def run(
     verbose: VerboseOption = False,
 ) -> None:
     """Run one experiment, a preset, a .toml file or what --set says, in simulation unless --superlink is given."""
-    how = How(clients, superlink, output_dir, cpus_per_client, gpus_per_client, in_process, resume, scale, verbose)
+    how = How(clients, superlink, output_dir, cpus_per_client, gpus_per_client, in_process, resume, scale, verbose, ray_address)
     config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:
         show_dry_run(parsed, preset or "")
@@ -93,6 +99,7 @@ class How:
     resume: Path | None = None
     scale: Scale = Scale.full
     verbose: bool = False
+    ray_address: str | None = None
 
 
 def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[dict[str, Scalar], RunConfig]:
@@ -100,8 +107,9 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
 
     Warns of settings without effect. Raises UserError for what is wrong with any of them.
     """
-    if how.superlink and how.in_process:
-        raise UserError("--superlink and --in-process exclude each other")
+    where = {"--superlink": how.superlink, "--in-process": how.in_process, "--ray-address": how.ray_address is not None}
+    if len(named := [option for option, given in where.items() if given]) > 1:
+        raise UserError(f"{' and '.join(named)} exclude each other")
     if how.resume and (preset or how.output_dir is not None or how.scale is Scale.small):
         raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")
     given = with_clients(given, how.clients)
@@ -133,9 +141,14 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None
     check_locally(parsed)
     if how.in_process:
         return run_in_process(config, parsed)
-    check_resources(how.cpus_per_client, how.gpus_per_client)
-    with simulated(console, parsed.num_clients, how.cpus_per_client, how.gpus_per_client) as submit:
-        return run_one(config, submit, how.verbose)
+    at, per_client = how.ray_address, (how.cpus_per_client, how.gpus_per_client)
+    if at is None:
+        check_resources(*per_client)
+        ray = None
+    else:
+        config, ray = on_cluster(config, parsed, at, *per_client)
+    with simulated(console, parsed.num_clients, *per_client, ray) as submit:
+        return run_one(config, submit, how.verbose, f"--ray-address {at} " if ray else "")
 
 
 def saved_config(run: Path) -> dict[str, Scalar]:
@@ -203,6 +216,25 @@ def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) ->
                 "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
             ) from None
         raise
+
+
+def on_cluster(
+    config: dict[str, Scalar], parsed: RunConfig, address: str, cpus_per_client: float, gpus_per_client: float
+) -> tuple[dict[str, Scalar], RayCluster]:
+    """Return a config whose places are the same on all machines of a Ray cluster, and the cluster. Raises UserError."""
+    from client_app.state import state_root
+    from fl_app.data import data_root
+    from fl_app.experiments import ray_cluster
+    from fl_app.experiments.launch import RayCluster
+
+    places = {"output-dir": Path(parsed.output_dir), "state-dir": state_root(parsed.state_dir), "data-dir": data_root(parsed)}
+    places = {key: path.expanduser().resolve() for key, path in places.items()}
+    shared = {key: places[key] for key in ("output-dir", "state-dir")}
+    with waiting(console) as shown:
+        shown.step(f"looking at the Ray cluster at {address}")
+        ray_cluster.check(address, shared, cpus_per_client, gpus_per_client)
+    inner = places["output-dir"] / ".corolla" / "simulations"  # deeper than run folders are looked for
+    return {**config, **{key: str(path) for key, path in places.items()}}, RayCluster(address, inner)
 
 
 def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: str = "") -> Path | None:

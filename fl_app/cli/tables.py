@@ -44,7 +44,7 @@ def show_results(folders: Sequence[Path]) -> None:
             console.print(f"{s['method']}: clients that never trained (unseen): {cell(metric, s[name])}{after}")
         if s["failures"]:
             console.print(
-                f"{s['method']}: {s['failures']} replies were missing, late or refused (who, and why: the report, metrics.jsonl); best, "
+                f"{s['method']}: {s['failures']} replies were missing, late or refused (who, and why: see the report); best, "
                 "before and after are of the other clients alone"
             )
     console.print(CAPTION.format(", ".join(dict.fromkeys(run.headline.name for run in runs))))

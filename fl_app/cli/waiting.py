@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +14,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from fl_app import progress
 from fl_app.keys import Scalar
+
+if TYPE_CHECKING:
+    from fl_app.experiments.launch import RayCluster
 
 Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
 
@@ -128,9 +132,11 @@ def waiting(console: Console) -> Iterator[Waiting]:
 
 
 @contextlib.contextmanager
-def simulated(console: Console, num_clients: int, cpus_per_client: float, gpus_per_client: float) -> Iterator[Submit]:
-    """Yield what submits runs to a SuperLink of their own, with words for its start and its end."""
+def simulated(
+    console: Console, num_clients: int, cpus_per_client: float, gpus_per_client: float, ray: RayCluster | None = None
+) -> Iterator[Submit]:
+    """Yield what submits runs to a SuperLink of their own, with words for its start and its end. ray: a cluster to use."""
     from fl_app.experiments.launch import simulation
 
-    with waiting(console) as shown, simulation(num_clients, cpus_per_client, gpus_per_client, shown.step) as submit:
+    with waiting(console) as shown, simulation(num_clients, cpus_per_client, gpus_per_client, shown.step, ray) as submit:
         yield submit

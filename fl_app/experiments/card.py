@@ -111,9 +111,10 @@ def read(file: Path) -> Card:
     for needed in (file, path):
         if not needed.is_file():
             raise UserError(f"{needed}: no such file" + (f"; {file.name} needs its card beside it" if needed is path else ""))
+    card: Card = {}
     try:
         text = path.read_text(encoding="utf-8")
-        card: Card = json.loads(text)
+        card = json.loads(text)
         intact = isinstance(card, dict) and text == _text(card) and card[_OWN] == _own_hash(card)
     except (OSError, ValueError, KeyError, RecursionError):
         intact = False

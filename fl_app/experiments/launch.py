@@ -14,13 +14,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from fl_app import tracking
 from fl_app.errors import UserError
-from fl_app.experiments import keeper, namespace
+from fl_app.experiments import keeper, namespace, ray_cluster
 from fl_app.experiments.bundle import bundle
+from fl_app.files import make_directory
 from fl_app.keys import Scalar
 from fl_app.processes import (
     LAUNCH,
@@ -40,24 +42,38 @@ _END_SECONDS = 60
 _LONGEST_TEMPORARY = 107 - len("/corolla-flwr-12345678/ray/session_2000-01-01_00-00-00_123456_1234567/sockets/plasma_store")
 
 
+@dataclass(frozen=True)
+class RayCluster:
+    """A Ray cluster that is there: HOST:PORT of its head, and a directory that all its machines see, for the app that they load."""
+
+    address: str
+    directory: Path
+
+
 class SimulationSuperLink:
     """A SuperLink of our own for simulations, with a private home, ended with everything it started.
 
     A keeper holds it (fl_app/experiments/keeper.py): in a network of its own where the kernel allows it, which `inside`, words
     before every command that talks to it, enters; and if this process is killed, the keeper ends what is left. say: told what is
-    waited for, "" when that is over.
+    waited for, "" when that is over. ray: a Ray cluster to use instead of an own one.
     """
 
     name = keeper.NAME
 
-    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
-        self._say = say
-        self.home = Path(tempfile.mkdtemp(prefix="corolla-flwr-", dir=_short(tempfile.gettempdir())))
+    def __init__(self, say: Callable[[str], None] = lambda text: None, ray: RayCluster | None = None) -> None:
+        self._say, self._ray = say, ray
+        if ray:
+            make_directory(ray.directory)
+        parent = str(ray.directory) if ray else _short(tempfile.gettempdir())
+        self.home = Path(tempfile.mkdtemp(prefix="corolla-flwr-", dir=parent))
         self.environment = flower_environment(self.home)
         self.environment[LAUNCH] = str(self.home)
         self.environment[LAUNCHER] = identity(os.getpid())
         self.environment["COROLLA_SIMULATION"] = "1"
-        self.environment["RAY_TMPDIR"] = str(self.home)  # Ray lets everybody write where its sockets are
+        if ray:
+            self.environment |= ray_cluster.environment(ray.address) | {keeper.NETWORK: "host"}
+        else:
+            self.environment["RAY_TMPDIR"] = str(self.home)  # Ray lets everybody write where its sockets are
         self.inside: list[str] = []
 
     def __enter__(self) -> SimulationSuperLink:
@@ -80,7 +96,7 @@ class SimulationSuperLink:
             raise
         if not said["shared"]:
             self.inside = [sys.executable, "-m", namespace.__name__, str(self._keeper.pid)]
-        else:
+        elif not self._ray:  # which is reached by the network
             log.warning("no network of its own for the simulation (%s): docs/security.md says who can reach it", said["shared"])
         self._say("")
         return self
@@ -95,6 +111,9 @@ class SimulationSuperLink:
         end_processes(processes_with(f"{LAUNCH}={self.home}"))
         self._keeper.wait()
         shutil.rmtree(self.home, ignore_errors=True)
+        if self._ray:
+            with contextlib.suppress(OSError):  # another simulation's are there, too
+                os.removedirs(self._ray.directory)
 
 
 def _short(directory: str) -> str:
@@ -173,14 +192,15 @@ def _output(command: list[str], environment: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def simulation(
-    num_clients: int, cpus_per_client: float, gpus_per_client: float, say: Callable[[str], None] = lambda text: None
+    num_clients: int, cpus_per_client: float, gpus_per_client: float, say: Callable[[str], None] = lambda text: None,
+    ray: RayCluster | None = None,
 ) -> Iterator[Callable[[Mapping[str, Scalar], Callable[[str], None]], str]]:
-    """Yield run(config, on_line) -> final status, for simulated runs on one private SuperLink. say: see SimulationSuperLink."""
+    """Yield run(config, on_line) -> final status, for simulated runs on one private SuperLink. say, ray: as SimulationSuperLink."""
     federation = (
         f"num-supernodes={num_clients} client-resources-num-cpus={cpus_per_client:g} "
         f"client-resources-num-gpus={float(gpus_per_client)}"
     )
-    with SimulationSuperLink(say) as superlink:
+    with SimulationSuperLink(say, ray) as superlink:
 
         def submit(config: Mapping[str, Scalar], on_line: Callable[[str], None]) -> str:
             with tracking.following_log(config, on_line) as take:
