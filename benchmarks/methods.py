@@ -83,6 +83,7 @@ COUNTED = {
     "fedfomo": Passes(0.8, 0.8, 0.6, 0),  # a fifth is held out, on which three models are judged
     "ifca": Passes(1, 1, 4, 0),  # models to choose from
     "fedem": Passes(3, 3, 3, 0),  # components
+    "fedconcat": Passes(),  # while encoders train; later K forward passes over three batches
 }
 """What a method's round costs by its specification, defaults throughout; one that is not named here costs what FedAvg's does."""
 

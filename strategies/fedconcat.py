@@ -43,7 +43,7 @@ from strategies.base import (
     all_but_classifier,
 )
 from strategies.base.uploads import Intake
-from strategies.ifca import cluster_means
+from strategies.ifca import means_by
 from strategies.kmeans import centres_of, kmeans, squared_distances
 from strategies.robust import RULES
 
@@ -251,8 +251,8 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
                 self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([True]))
         else:
             before = self.models()
-            params = cluster_means(uploads.W, uploads.sizes, chosen, np.stack([m.params for m in before]), mean=mean)
-            buffers = cluster_means(uploads.B, uploads.sizes, chosen, np.stack([m.buffers for m in before]), mean=mean)
+            params = means_by(mean, uploads.W, uploads.sizes, chosen, np.stack([m.params for m in before]))
+            buffers = means_by(mean, uploads.B, uploads.sizes, chosen, np.stack([m.buffers for m in before]))
             self.memory |= {"models": params, "statistics": buffers}
         for client_id, k in zip(uploads.ids, chosen.tolist(), strict=True):
             self.note(client_id, "cluster", k)

@@ -52,13 +52,20 @@ class IFCAParams:
 
 
 def cluster_means(
-    W: NDArray[np.floating[Any]], sizes: ArrayLike, chosen: ArrayLike, models: NDArray[np.floating[Any]], *,
-    mean: Callable[..., NDArray[np.floating[Any]]] = weighted_mean,
-) -> NDArray[np.floating[Any]]:  # fmt: skip
+    W: NDArray[np.floating[Any]], sizes: ArrayLike, chosen: ArrayLike, models: NDArray[np.floating[Any]]
+) -> NDArray[np.floating[Any]]:
     """Next models [K, d]: the mean, weighted by sizes, over those who chose each; one that nobody chose stays.
 
-    W: [N, d], trained models; sizes: [N]; chosen: [N], which one each is, in 0..K-1; models: [K, d], before. mean: another one.
+    W: [N, d], trained models; sizes: [N]; chosen: [N], which one each is, in 0..K-1; models: [K, d], before.
     """
+    return means_by(weighted_mean, W, sizes, chosen, models)
+
+
+def means_by(
+    mean: Callable[..., NDArray[np.floating[Any]]], W: NDArray[np.floating[Any]], sizes: ArrayLike, chosen: ArrayLike,
+    models: NDArray[np.floating[Any]],
+) -> NDArray[np.floating[Any]]:  # fmt: skip
+    """`cluster_means` by another mean of (rows, weights)."""
     means = np.array(models, dtype=np.result_type(np.asarray(models).dtype, np.float32))
     stack, weights, which = np.asarray(W), np.asarray(sizes, np.float64), np.asarray(chosen)
     for k in np.unique(which).tolist():
@@ -107,8 +114,8 @@ class IFCA(FedAvg[IFCAParams]):
         layout, chosen, mean = self.layout, uploads.extras[CLUSTER][:, 0], self.averaging.mean
         names = [components.tensors_of(layout, k) for k in range(self.params.clusters)]
         models = [layout.take(self.global_model, own) for own in names]
-        params = cluster_means(uploads.W, uploads.sizes, chosen, np.stack([m.params for m in models]), mean=mean)
-        buffers = cluster_means(uploads.B, uploads.sizes, chosen, np.stack([m.buffers for m in models]), mean=mean)
+        params = means_by(mean, uploads.W, uploads.sizes, chosen, np.stack([m.params for m in models]))
+        buffers = means_by(mean, uploads.B, uploads.sizes, chosen, np.stack([m.buffers for m in models]))
         if self.params.share_body:
             one = layout.subset(names[0])
             body = frozenset(name for name in one.names if components.component_of(name) is None)

@@ -9,15 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from client_app.trainer import LocalTrainer
-from fl_app import weights
-from fl_app.config import parse
-from fl_app.data import ClientData, DatasetInfo
-from fl_app.keys import Scalar
-from fl_app.layout import Layout, Model
-from strategies import METHOD_PARAMS, METHODS
+from fl_app.layout import Model
 from strategies.base import RoundContext
-from tests.conftest import flat
+from tests.methods import runs
 
 BATCHNORM_SEED = 3
 
@@ -56,18 +50,9 @@ def client(
     **changes: Any,
 ) -> RoundContext[Any]:
     """Context of client 0 whose training and test data are these: uint8 [n, 1, S, S], int64 [n]."""
-    raw: dict[str, Scalar] = {"method": method, "batch-size": 4, "local-epochs": 2, "device": "cpu", "learning-rate": 0.1}
-    config = parse(raw | flat(changes), METHOD_PARAMS)
-    registered = METHODS[method]
-    if registered.wrap is not None:
-        module = registered.wrap(module, config.params, config.seed)
-    names = tuple(str(c) for c in range(classes))
-    info = DatasetInfo(1, pixels.shape[-1], names, len(labels), len(labels), (0.0,), (1.0,))
-    layout, initial = Layout.of(module), weights.read(module)
-    trainer = LocalTrainer(module, config, ClientData(pixels, labels, pixels, labels, info), round, 0)
-    shared = registered.shared(layout, config.params)
-    return RoundContext(
-        config, config.params, round, 0, layout, shared, lambda: initial, trainer, len(labels), extras or {}
+    small_steps: dict[str, Any] = {"batch_size": 4, "local_epochs": 2, "learning_rate": 0.1}
+    return runs.client(
+        method, module, pixels, labels, round=round, num_classes=classes, extras=extras, **(small_steps | changes)
     )
 
 

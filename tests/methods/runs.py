@@ -60,11 +60,13 @@ def client(
     extras: Mapping[str, Any] | None = None, **changes: Any,
 ) -> RoundContext[Any]:  # fmt: skip
     """Context of one client whose training and test data are the images x uint8 [n, 1, S, S] with labels y."""
-    parsed = config(method=method, **changes)
+    parsed, registered = config(method=method, **changes), METHODS[method]
+    if registered.wrap is not None:
+        module = registered.wrap(module, parsed.params, parsed.seed)
     info = DatasetInfo(1, x.shape[-1], tuple(map(str, range(num_classes))), len(y), len(y), (0.0,), (1.0,))
     layout, initial = Layout.of(module), weights.read(module)
     trainer = LocalTrainer(module, parsed, ClientData(x, y, x, y, info), round, 0)
-    shared = METHODS[method].shared(layout, parsed.params)
+    shared = registered.shared(layout, parsed.params)
     return RoundContext(
         parsed, parsed.params, round, 0, layout, shared, lambda: initial, trainer, len(y), extras or {}
     )

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import tomllib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from client_app.client_app import app
-from fl_app import cli, plugins, server_app
+from fl_app import plugins, server_app
 from fl_app.config import parse, parse_recorded
 from fl_app.errors import UserError
 from fl_app.experiments.bundle import bundle
@@ -22,53 +20,8 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_config, read_metrics, read_summary
 from strategies import METHOD_PARAMS
 from tests.conftest import PLUGINS, SMALL
-from tests.strategies.test_plugins import example
-
-HEAD = """
-from dataclasses import dataclass
-from typing import Literal
-from fl_app.keys import NoParams, Rule, key
-from strategies.base import LocalUpdate, Method, all_tensors
-from strategies.fedavg import FedAvg
-"""
-PLAIN = HEAD + 'METHOD = Method("{name}", NoParams, FedAvg, LocalUpdate, all_tensors)\n'
-HOWTO = Path(__file__).parents[2] / "docs" / "methods-howto.md"
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's working directory."""
-    path = sys.path[:]
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    plugins.look_in(Path())
-    yield tmp_path / "here"
-    plugins.look_in()
-    sys.path[:] = path
-
-
-@pytest.fixture
-def corolla(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data_dir: Path) -> Command:
-    monkeypatch.setenv("COROLLA_STATE_DIR", str(here / "state"))
-    monkeypatch.setenv("COROLLA_DATA_DIR", str(data_dir))
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["corolla", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(exit_.value.code or 0), out, " ".join(err.split())
-
-    return invoke
-
-
-def settings(**changes: object) -> list[str]:
-    """Options for a small run in this process."""
-    values = {**SMALL, **{k.replace("_", "-"): v for k, v in changes.items()}}
-    return ["--in-process", *(word for k, v in values.items() for word in ("--set", f"{k}={json.dumps(v)}"))]
-
+from tests.strategies.conftest import Command
+from tests.strategies.test_plugins import HEAD, PLAIN, example, settings
 
 # How they travel
 
