@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from fl_app import models, rng, weights
-from fl_app.errors import UserError
-from fl_app.experiments.export import export
+from fl_app import rng, weights
 from fl_app.layout import Layout, Model
-from fl_app.server.run_folder import read_metrics, read_summary
-from strategies import METHODS, components
+from strategies import components
 from strategies.fedconcat import bounded_clusters, clusters
 from strategies.kmeans import centres_of, squared_distances
 from tests.conftest import Run
-from tests.conftest import config as configured
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import same, small
-from tests.methods.runs import outcome, small_clients, timeless
+from tests.methods.runs import outcome
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 MODELS = pytest.mark.parametrize("model", [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17}], ids=["mlp", "resnet8"])
@@ -282,84 +277,3 @@ def _intake(f: Federation, expected: Any) -> Any:
     from strategies.base.uploads import Intake
 
     return Intake.of(list(range(len(f.data))), expected)
-
-
-# Runs -------------------------------------------------------------------------------------------------------------------
-
-
-@MODELS
-def test_models_leave_a_run_as_concatenations(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
-    setting = {**small_clients(tmp_path), "collect_personal_models": True, "finetune_epochs": 1, **model}
-    folder = run(method="fedconcat", fedconcat={"encoder_rounds": 1}, **setting)
-    records = list(read_metrics(folder.path))
-    assert not any(record["failures"] or record.get("evaluation", {}).get("failures") for record in records)
-    clients = records[-1]["evaluation"]["clients"]
-    parts = [models.build(model["model"], **SHAPE) for _ in range(3)]
-    layout = components.concatenated(Layout.of(parts[0]), 3)  # three clients, three clusters
-    files = [folder.path / "models" / f"{name}.safetensors" for name in ("global", "client-0", "client-1", "client-2")]
-    for file in files:
-        one = weights.load_safetensors(file, layout)
-        assert {hashlib.sha256(one.params.tobytes()).hexdigest()} == {client["sha256"] for client in clients.values()}
-        assert file.read_bytes() == files[0].read_bytes()
-    network = components.concatenation(parts)
-    network.load_state_dict(torch.load(export(folder.path, METHODS, None, tmp_path / "whole.pt")[0]), strict=True)
-    assert same(weights.read(network), weights.load_safetensors(files[0], layout))
-
-
-@MODELS
-def test_a_run_goes_on_in_its_second_phase(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
-    setting = {**model, "fedconcat": {"encoder_rounds": 1}, "fraction_train": 0.7, "method": "fedconcat", "keep_state": True}
-    whole = run(num_server_rounds=4, run_name="whole", **setting)
-    part = run(num_server_rounds=3, run_name="part", **setting)
-    resumed = run(num_server_rounds=4, run_name="part", resume=str(part.path), **setting)
-    assert read_summary(resumed.path)["digest"] == read_summary(whole.path)["digest"]
-    for ours, theirs in zip(timeless(resumed), timeless(whole), strict=True):
-        ours.pop("evaluation", None)  # the third round was the last one then
-        assert ours == {k: v for k, v in theirs.items() if k != "evaluation"}
-
-
-def test_unseen_clients_get_the_model_of_the_nearest_cluster(run: Run) -> None:
-    folder = run(method="fedconcat", fedconcat={"encoder_rounds": 1}, holdout_clients=0.34, evaluate_every=1)
-    first, last = read_metrics(folder.path)
-    hashes = [[client["sha256"] for client in record["evaluation"]["clients"].values()] for record in (first, last)]
-    assert len(first["clients"]) == 2 and [len(h) for h in hashes] == [3, 3]
-    assert [len(set(h)) for h in hashes] == [2, 1]
-
-
-@pytest.mark.parametrize(("changes", "why"), [
-    ({"num_server_rounds": 20}, r"fedconcat.encoder-rounds: must be below num-server-rounds \(20\).* got 20"),
-    ({"num_server_rounds": 30, "report_class_counts": False}, "report-class-counts: fedconcat .* must be true, got false"),
-    ({"num_server_rounds": 30, "num_clients": 11, "fedconcat": {"clusters": 5, "size_cap": 2}},
-     "fedconcat.size-cap: 5 clusters of at most so many must hold 11 clients, got 2"),
-])  # fmt: skip
-def test_what_leaves_no_room_is_refused(changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(UserError, match=why):
-        configured(method="fedconcat", **changes)
-
-
-def test_models_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        """A last Linear layer whose weight follows from another parameter."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-            nn.utils.parametrizations.weight_norm(self.head)
-
-    for make, why in (
-        (lambda: nn.Conv2d(1, 3, 2), "no Linear layer"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), "nothing below its only Linear layer"),
-        (Tied, "the weight of its last Linear layer is no parameter of its own"),
-    ):
-        with pytest.raises(UserError, match=why):
-            Federation(tmp_path, "fedconcat", fedconcat={"encoder_rounds": 1}, network=make)
-
-
-def test_one_file_of_initial_weights_starts_all_clusters(tmp_path: Path) -> None:
-    build = METHODS["fedconcat"].network
-    parsed = configured(method="fedconcat", fedconcat={"encoder_rounds": 1})
-    file = tmp_path / "start.safetensors"
-    start = models.build("mlp", **{**SHAPE, "seed": 5})  # type: ignore[arg-type]
-    weights.save_safetensors(file, Layout.of(start), weights.read(start))
-    whole = build(parsed, **SHAPE, initial_weights=str(file))
-    assert same(weights.read(whole.model), weights.read(start))  # type: ignore[arg-type]
