@@ -17,16 +17,21 @@ $(VENV)/.installed: pyproject.toml
 run: install
 	$(BIN)/corolla demo
 
-# first what needs no Flower processes, on up to four cores with a thread each, then what starts them, one after the other
+# first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them
+MINUTES := tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py
+UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
+
 test: install
-	@echo "1/2: what needs no Flower processes"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --ignore tests/e2e
-	@echo "2/2: what starts them"
+	@echo "1/3: what is quick"
+	@$(UNIT) --ignore tests/e2e $(MINUTES:%=--ignore %)
+	@echo "2/3: methods, reports, whole runs"
+	@$(UNIT) $(MINUTES)
+	@echo "3/3: what starts Flower's processes"
 	@$(BIN)/python -m pytest tests/e2e
 
 # minutes of real Flower processes: every method in simulation, launched clusters
 test-long: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long and not nightly" -n auto --maxprocesses 4 --ignore tests/e2e
+	$(UNIT) -m "long and not nightly" --ignore tests/e2e
 	$(BIN)/python -m pytest -m "long and not nightly" tests/e2e
 
 # deployments whose processes are killed and whose network is cut (as root; says so otherwise)
