@@ -38,8 +38,9 @@ test-long: install
 test-faults: install
 	$(BIN)/python -m pytest -m "faults and not nightly" -rs tests/e2e
 
-# the rest of both: every method in simulation, longer cuts, leaks; the better part of an hour
+# the rest of both: every method in simulation, every preset, longer cuts, leaks; more than an hour
 test-nightly: install
+	$(UNIT) -m nightly --ignore tests/e2e
 	$(BIN)/python -m pytest -m nightly -rs tests/e2e
 
 # the newest Flower, in an environment of its own on top of this one's other packages: unit tests there, and digests of both

@@ -30,7 +30,6 @@ from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS
 
 CLIENTS = 4
-LONG = pytest.mark.long
 MODELS = {"plain": "mlp", "batchnorm": "resnet8", "convolutional": "cnn"}
 
 
@@ -83,7 +82,9 @@ def documented_extras(method: str, layout: Layout) -> tuple[int, int]:
 
 @pytest.mark.usefixtures("own_methods")
 @pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["full", "partial"])
-@pytest.mark.parametrize("model", ["plain", pytest.param("batchnorm", marks=LONG), pytest.param("convolutional", marks=LONG)])
+@pytest.mark.parametrize("model", [
+    "plain", pytest.param("batchnorm", marks=pytest.mark.long), pytest.param("convolutional", marks=pytest.mark.nightly),
+])  # fmt: skip
 @pytest.mark.parametrize("method", [*METHODS, *OWN_METHODS])
 def test_two_rounds(tmp_path: Path, method: str, model: str, fraction: float) -> None:
     config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "fraction_train": fraction}

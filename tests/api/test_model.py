@@ -19,6 +19,9 @@ from tests.api.conftest import Start
 FEW = ("fedavg", "fedcac", "fedper", "ditto", "fedem", "floco", "ifca", "pfedgate")  # of each kind of export one
 
 
+IN_TWO_ROUNDS: dict[str, Any] = {"floco": {"projection_round": 2}, "fedconcat": {"encoder_rounds": 1}}
+
+
 def accuracy(found: corolla.Run, client: int) -> float:
     """Accuracy of a client's loaded model on its test data."""
     config = parse(found.config, METHOD_PARAMS)
@@ -34,19 +37,19 @@ def accuracy(found: corolla.Run, client: int) -> float:
 @pytest.mark.parametrize(
     ("method", "model"),
     [
-        pytest.param(method, model, marks=[] if method in FEW and model == "mlp" else pytest.mark.long)
+        pytest.param(method, model, marks=[] if method in FEW and model == "mlp" else pytest.mark.nightly)
         for method in METHODS for model in ("mlp", "resnet8")
     ],
 )
 def test_a_collected_model_answers_as_the_client_did(start: Start, method: str, model: str) -> None:
-    found = start(method=method, model=model, collect_personal_models=True, floco={"projection_round": 2})
+    found = start(method=method, model=model, collect_personal_models=True, **IN_TWO_ROUNDS)
     for client in range(3):
         assert accuracy(found, client) == pytest.approx(found.clients["evaluation-accuracy"][2, client], abs=1e-6)
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in FEW else pytest.mark.long) for m in METHODS])
+@pytest.mark.parametrize("method", [pytest.param(m, marks=[] if m in FEW else pytest.mark.nightly) for m in METHODS])
 def test_without_collecting_a_model_is_the_clients_or_an_error_says_why_not(start: Start, method: str) -> None:
-    found = start(method=method, floco={"projection_round": 2})
+    found = start(method=method, **IN_TWO_ROUNDS)
     for client in range(3):
         try:
             measured = accuracy(found, client)

@@ -42,7 +42,7 @@ def keepers(directory: Path) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.long) for n in (signal.SIGTERM, signal.SIGKILL))]
+    "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.nightly) for n in (signal.SIGTERM, signal.SIGKILL))]
 )
 def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:  # Ray's sockets need a short path
@@ -56,7 +56,7 @@ def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
         look(Path(short), seconds=60 if number == signal.SIGKILL else 0)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_simulation_whose_launcher_and_keeper_are_killed_leaves_nothing() -> None:
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:
         process = started(Path(short))

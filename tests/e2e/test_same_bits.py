@@ -24,7 +24,7 @@ def accuracies(folder: Path) -> list[object]:
     return [[row[name] for name in names] for r in rounds(folder) for row in (r, *r["clients"].values())]
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if "batchnorm" in name else pytest.mark.long) for name in CASES])
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if "batchnorm" in name else pytest.mark.nightly) for name in CASES])
 def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path: Path, case: str) -> None:
     cluster.start(CLIENTS)
     common = {"num-server-rounds": 2, "train-samples": 60, "state-dir": str(tmp_path / "state")}

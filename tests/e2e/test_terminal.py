@@ -83,13 +83,13 @@ def test_the_panel_in_this_process(tmp_path: Path) -> None:
     assert_a_live_run(*on_a_terminal(words, dict(os.environ)), rounds=3, clients=4)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_panel_of_a_simulation(tmp_path: Path) -> None:
     words = ["run", "--clients", "4", *few_rounds(tmp_path, **{"local-epochs": 200})]
     assert_a_live_run(*on_a_terminal(words, dict(os.environ)), rounds=3, clients=4)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_panel_of_a_deployment(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start_superlink()
     for client_id in range(2):

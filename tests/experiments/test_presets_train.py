@@ -22,7 +22,7 @@ from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 CLIENTS, PER_CLASS = 4, 20  # enough of each class for all clients of a pathological split
 TINY: Mapping[str, int] = {

@@ -56,7 +56,7 @@ LARGE = [(model, "classification") for model in models.MODELS if model not in ("
 
 
 @pytest.mark.parametrize(
-    ("model", "task"), [*SMALL, *(pytest.param(*case, marks=[pytest.mark.long, pytest.mark.timeout(900)]) for case in LARGE)]
+    ("model", "task"), [*SMALL, *(pytest.param(*case, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for case in LARGE)]
 )
 def test_onnx_answers_as_torch(run: Run, tmp_path: Path, model: str, task: str) -> None:
     pytest.importorskip("onnxruntime")

@@ -171,7 +171,7 @@ def layout_of(config: RunConfig) -> tuple[Layout, Model]:
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-@pytest.mark.parametrize("model", [pytest.param({}, id="mlp"), pytest.param(RESNET, id="resnet8", marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", [pytest.param({}, id="mlp"), pytest.param(RESNET, id="resnet8", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("method", BASELINES)
 def test_a_run_does_not_depend_on_whether_state_was_reloaded_and_can_be_repeated(
     run: Any, monkeypatch: pytest.MonkeyPatch, method: str, model: dict[str, Any], fraction: float
