@@ -74,9 +74,10 @@ soak: install
 bench: install
 	for name in kernels training methods simulation deployment startup memory gpu_check; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
-# small forms; fail when a ratio is more than twice its target
+# small forms; fail when a ratio is more than twice its target, and is so again: a slow moment passes, a slow program does not
 bench-short: install
-	for name in kernels training simulation deployment startup memory; do $(BIN)/python -m benchmarks.$$name --short || exit 1; done
+	for name in kernels training simulation deployment startup memory; do \
+	  $(BIN)/python -m benchmarks.$$name --short || $(BIN)/python -m benchmarks.$$name --short || exit 1; done
 
 check: lint types test
 
