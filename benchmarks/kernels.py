@@ -40,7 +40,7 @@ def random_masks(n: int, sizes: list[int], ratio: float) -> masks.Bits:
 def main() -> None:
     """Measure, print, check."""
     options = arguments(__doc__).parse_args()
-    scale, repeats = (3, 3) if options.short else (1, 5)
+    scale, repeats = (3, 5) if options.short else (1, 5)
     sizes = [size // scale for size in RESNET18]
     d = sum(sizes)
     results: dict[str, Any] = {"d": d}
@@ -52,7 +52,7 @@ def main() -> None:
         "fedcac-late": lambda: fedcac.personalize(W, bits, 101, beta=100),
         "feddac": lambda: feddac.personalize(W, bits, 1, alpha=200),
     }
-    seconds = interleaved(spread, repeats)
+    seconds = interleaved(spread, repeats, short=options.short)
     results["seconds"] = dict(seconds)
     results["fedcac / copy of W"] = max(seconds["fedcac-early"], seconds["fedcac-late"]) / seconds["copy"]
     results["fedcac peak memory / W"] = peak_bytes(spread["fedcac-early"]) / W.nbytes
@@ -60,7 +60,8 @@ def main() -> None:
     spread.clear()
     W = stack(20, d)
 
-    seconds = interleaved({"read": lambda: W.sum(), "fedpake": lambda: fedpake.aggregate(W, sizes, **PAKE)}, repeats)
+    cases = {"read": lambda: W.sum(), "fedpake": lambda: fedpake.aggregate(W, sizes, **PAKE)}
+    seconds = interleaved(cases, repeats, short=options.short)
     results["seconds"] |= seconds
     results["fedpake / read of W"] = seconds["fedpake"] / seconds["read"]
 
@@ -71,6 +72,7 @@ def main() -> None:
             "fedobp-mask": lambda: fedobp.personal_mask(before, after, sizes, quantile=0.9999),
         },
         repeats,
+        short=options.short,
     )
     results["seconds"] |= seconds
     results["scoring seconds at d = 11.2 million"] = seconds["scoring"] * 11_199_642 / d
@@ -80,7 +82,8 @@ def main() -> None:
     small = [size // 10 for size in RESNET18]
     for n in (10, 20, 40, 80) if options.short else (10, 20, 40, 80, 160, 320):
         U, own = stack(n, sum(small)), random_masks(n, small, 0.5)
-        at = interleaved({"copy": U.copy, "fedcac": lambda U=U, own=own: fedcac.personalize(U, own, 1, beta=100)}, repeats)
+        cases = {"copy": U.copy, "fedcac": lambda U=U, own=own: fedcac.personalize(U, own, 1, beta=100)}
+        at = interleaved(cases, repeats, short=options.short)
         curve[n] = {"seconds": at["fedcac"], "per copy": at["fedcac"] / at["copy"]}
     results[f"fedcac by number of clients, d = {sum(small)}"] = curve
 

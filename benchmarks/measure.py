@@ -18,11 +18,12 @@ SLACK = 2.0  # a short run fails only beyond this factor of the target
 
 
 def interleaved(
-    cases: dict[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.perf_counter
+    cases: dict[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.perf_counter, *, short: bool = False
 ) -> dict[str, float]:
     """Return the median seconds of each case, measured in turn so that a slow moment hits them all.
 
-    clock: time.process_time for what runs on one thread, whatever else the machine does.
+    clock: time.process_time for what runs on one thread, whatever else the machine does. short: of few repeats the quickest, which
+    a busy machine delays least.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
@@ -32,7 +33,8 @@ def interleaved(
             result = case()
             seconds[name].append(clock() - started)
             del result
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    typical = min if short else statistics.median
+    return {name: typical(values) for name, values in seconds.items()}
 
 
 def peak_bytes(case: Callable[[], object]) -> int:

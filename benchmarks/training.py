@@ -92,7 +92,7 @@ def main() -> None:
             "float32": partial(ours, config, data, shape, start),
             "bfloat16": partial(ours, half, data, shape, start),
         }
-        seconds = interleaved(cases, 3 if options.short else 7)
+        seconds = interleaved(cases, 3 if options.short else 7, short=options.short)
         results[name] = {"seconds": seconds, "speedup bfloat16": seconds["plain"] / seconds["bfloat16"]}
         one_step = plain(config, one_batch, shape, start, torch.contiguous_format)
         checks = {
