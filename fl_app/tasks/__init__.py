@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fl_app import plugins
+from fl_app.config_rules import split_names
 from fl_app.errors import UserError
 from fl_app.tasks.classification import Classification
 from fl_app.tasks.multi_label import MultiLabel
@@ -62,7 +63,7 @@ def measured(config: RunConfig) -> tuple[Metric, ...]:
     """
     task = of(config)
     known = {metric.name: metric for metric in task.metrics}
-    asked = [name.strip() for name in config.metrics.split(",") if name.strip()] or list(task.usual or known)
+    asked = split_names(config.metrics) or tuple(task.usual or known)
     for name in asked:
         if name not in known and name != "all":
             raise UserError(f"metrics: must be all, or some of {', '.join(known)}, got {name!r}")
