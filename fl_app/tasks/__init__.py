@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fl_app import plugins
 from fl_app.config_rules import split_names
 from fl_app.errors import UserError
-from fl_app.tasks.classification import Classification
+from fl_app.tasks.classification import ACCURACY, Classification
 from fl_app.tasks.multi_label import MultiLabel
 from fl_app.tasks.regression import Regression
 from fl_app.tasks.task import Metric, Task
@@ -21,7 +21,9 @@ from fl_app.tasks.task import Metric, Task
 if TYPE_CHECKING:
     from fl_app.config import RunConfig
 
-__all__ = ["BUILT_IN", "Classification", "Metric", "MultiLabel", "Regression", "Task", "measured", "named", "of", "recorded"]
+__all__ = [
+    "ACCURACY", "BUILT_IN", "Classification", "Metric", "MultiLabel", "Regression", "Task", "measured", "named", "of", "recorded",
+]  # fmt: skip
 
 BUILT_IN: Mapping[str, type[Task]] = {
     "classification": Classification, "multi-label": MultiLabel, "regression": Regression,
@@ -74,6 +76,6 @@ def recorded(about: Mapping[str, Any]) -> Metric:
     """Return the headline metric that a run's run.json tells; accuracy for runs that tell none."""
     found = about.get("metrics")
     try:
-        return Metric(**found[0]) if found else Classification.metrics[0]
+        return Metric(**found[0]) if found else ACCURACY
     except (TypeError, KeyError):
-        return Classification.metrics[0]
+        return ACCURACY
