@@ -60,8 +60,7 @@ class LocalTrainer(LoadedModel):
         """Train locally and return the trained model; `last_loss` is the last epoch's mean training loss."""
         self.load(start)
         optimizer = self.optimizer(self.weights, still=self.flat.hold(frozen))
-        batches = self.batches(max_batches or epochs, purpose)  # an epoch has one at least
-        for x, y in islice(batches, max_batches or None):
+        for x, y in self.batches(max_batches or epochs, purpose, max_batches):  # an epoch has one at least
             self.differentiate(x, y, objective)
             if correction is not None:
                 with torch.no_grad():
@@ -76,19 +75,21 @@ class LocalTrainer(LoadedModel):
         return alternate(self, start, sides, self.config.local_epochs if epochs is None else epochs)
 
     def trained(self) -> Model:
-        """End a training: nothing is frozen any more. Returns the model; raises UserError if its last loss is not finite."""
+        """End a training: nothing is frozen any more. Returns the model."""
         self.flat.hold(frozenset())
-        self.check_loss()
         return self.read()
 
-    def batches(self, epochs: int | None = None, purpose: str = "train") -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(
+        self, epochs: int | None = None, purpose: str = "train", max_batches: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (x, y) over shuffled epochs (default local-epochs), the module in training mode; `indices` says which samples.
 
-        After the last one raises UserError if the last epoch's training loss is not finite.
+        max_batches: the first of them alone; 0: all. After the last raises UserError if the last epoch's loss is not finite.
         """
         self.train_mode()
         self.steps = self.epoch = 0
-        for batch in self.data.epochs(self.config.local_epochs if epochs is None else epochs, purpose):
+        batches = self.data.epochs(self.config.local_epochs if epochs is None else epochs, purpose)
+        for batch in islice(batches, max_batches or None):
             yield self.opened(batch)
         self.check_loss()
 

@@ -36,4 +36,5 @@ def alternate(trainer: LocalTrainer, start: Model, sides: Mapping[str, NDArray[n
         trainer.differentiate(x, y)
         optimizers[purpose].step(trainer.gradient, trainer.learning_rate)
         trainer.steps += 1
+    trainer.check_loss()
     return trainer.trained()

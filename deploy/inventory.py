@@ -36,7 +36,7 @@ _DNS_NAME = r"[A-Za-z0-9]([\w-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([\w-]*[A-Za-z0-9])?)
 
 @dataclass(frozen=True)
 class Form:
-    """What a value must be, in words, and the test of it: a Rule for values that YAML has and a run's config has not."""
+    """What a value must be, in words, and the test of it: a Rule for values that YAML or TOML has and a run's config has not."""
 
     words: str
     admits: Callable[[Any], bool]

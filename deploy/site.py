@@ -23,11 +23,12 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy.inventory import Form
 from fl_app.catalogue import PATH_DATASETS
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
@@ -36,22 +37,6 @@ from fl_app.toml import read_toml
 
 ASK = "ask"
 PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir")  # what of a run's config names a path on the node
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a value must be, in words, and the test of it."""
-
-    words: str
-    test: Callable[[Any], bool]
-
-    def admits(self, value: Any) -> bool:
-        """Tell whether a value is of this form."""
-        return self.test(value)
-
-    def __str__(self) -> str:
-        """Return the words."""
-        return self.words
 
 
 def _texts(words: str, pattern: str) -> Form:

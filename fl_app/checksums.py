@@ -47,11 +47,16 @@ def refuse_damage(key: str, directory: Path, problems: list[str]) -> None:
         )
 
 
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file, as hexadecimal digits. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def _facts(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         head = hashlib.sha256(file.read(_HEAD)).hexdigest()
-        file.seek(0)
-        return {"bytes": path.stat().st_size, "head": head, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"bytes": path.stat().st_size, "head": head, "sha256": sha256_of(path)}
 
 
 def _why(path: Path, nbytes: int, head: str, sha256: str, whole: bool) -> str:
@@ -62,9 +67,8 @@ def _why(path: Path, nbytes: int, head: str, sha256: str, whole: bool) -> str:
         with path.open("rb") as file:
             if hashlib.sha256(file.read(_HEAD)).hexdigest() != head:
                 return "has other first bytes than were written"
-            file.seek(0)
-            if whole and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                return "has another checksum than was written"
+        if whole and sha256_of(path) != sha256:
+            return "has another checksum than was written"
     except FileNotFoundError:
         return "is missing"
     except OSError as error:

@@ -38,14 +38,14 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         refuse("model", tuple(MODELS), " or module:factory")
     if task not in TASKS and not re.fullmatch(r"[\w.]+:\w+", task):
         refuse("task", TASKS, " or module:Class")
-    for name in class_names(str(values["track"])):
+    for name in split_names(str(values["track"])):
         if name not in TRACKERS:
             problems.append(f"track: must be some of {', '.join(TRACKERS)}, with commas, got {name!r}{nearest(name, TRACKERS)}")
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
         problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
     if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):
         problems.append(f"run-name: letters, digits and _.+=,@- only, not starting with a dot, got {values['run-name']!r}")
-    names = class_names(str(values["classes"]))
+    names = split_names(str(values["classes"]))
     if len(set(names)) != len(names):
         problems.append(f"classes: every name once, got {values['classes']!r}")
     if dataset == NODE and task == TASKS[0] and len(names) < 2:
@@ -74,9 +74,9 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"initial-weights: must be an absolute path, got {values['initial-weights']!r}")
 
 
-def class_names(classes: str) -> tuple[str, ...]:
-    """Split the `classes` key."""
-    return tuple(name.strip() for name in classes.split(",") if name.strip())
+def split_names(value: str) -> tuple[str, ...]:
+    """Split a value that holds several, with commas: class names, columns, patterns, metrics."""
+    return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from fl_app.config import RunConfig
-from fl_app.config_rules import class_names
+from fl_app.config_rules import split_names
 from fl_app.errors import UserError, listed
 from fl_app.layout import Layout
 
@@ -26,7 +26,7 @@ def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
     """Return the names that a key's patterns match; all if there are no patterns. Raises UserError for one that matches none."""
     every = list(names)
     found: set[str] = set()
-    for pattern in class_names(patterns):
+    for pattern in split_names(patterns):
         matched = {name for name in every if fnmatchcase(name, pattern)}
         if not matched:
             raise UserError(f"{key}: no tensor of the model matches {pattern!r}; there are {listed(every)}")

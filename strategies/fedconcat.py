@@ -88,16 +88,12 @@ class FedConcatParams:
 # Kernels ----------------------------------------------------------------------------------------------------------------
 
 
-def clusters(shares: ArrayLike, k: int, seed: int) -> NDArray[np.int64]:
+def clusters(shares: ArrayLike, k: int, seed: int, cap: int = 0) -> NDArray[np.int64]:
     """Which cluster each client is in, int64 [N], numbered by their lowest clients: k-means, the best of ten k-means++ starts.
 
-    shares: [N, C], of each class in a client's labels; k: clusters, cut to the number of distinct rows.
+    shares: [N, C], of each class in a client's labels; k: clusters, cut to the number of distinct rows; cap: clients in each at
+    most, 0: any number, and where k of so many cannot hold all, as few as can.
     """
-    return bounded_clusters(shares, k, seed)
-
-
-def bounded_clusters(shares: ArrayLike, k: int, seed: int, cap: int = 0) -> NDArray[np.int64]:
-    """`clusters` of at most `cap` clients, 0: any number; where so few cannot hold all, of as few as can."""
     return kmeans(np.asarray(shares, np.float64), k, rng.generator(seed, "fedconcat"), cap)
 
 
@@ -209,7 +205,7 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         new = [i for i in client_ids if i not in self.personal and i in self.attempt.declared]
         if new and "centres" not in self.memory:
             shares, p = np.stack([self.shares_of(i) for i in new]), self.params
-            chosen = bounded_clusters(shares, p.clusters, self.config.seed, p.size_cap)
+            chosen = clusters(shares, p.clusters, self.config.seed, p.size_cap)
             log.info("fedconcat: clients per cluster %s", np.bincount(chosen).tolist())
             centres, first = centres_of(shares, chosen), self.global_model
             many = (len(centres), 1)

@@ -114,7 +114,7 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
         if p.capacity == 1:
             return np.ones((n, len(layers)), bool)
         draws = (random_masks(sizes, p.capacity, n, stream) for _ in range(_DRAWS if p.masks == "optimised" else 1))
-        trains = [i for i in range(n) if i not in self.config.unseen]
+        trains = sorted(set(range(n)) - self.config.unseen)
         return min(draws, key=lambda masks: objective(masks[trains], sizes, p.capacity))
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:

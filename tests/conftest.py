@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from flwr.clientapp import ClientApp
 from hypothesis import settings
 
 from client_app.client_app import app as client_app
-from fl_app import plugins, server_app
+from fl_app import cli, plugins, server_app
 from fl_app.config import RunConfig, parse
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Slot
@@ -35,6 +36,7 @@ IN_TWO_ROUNDS: dict[str, dict[str, Scalar]] = {"fedconcat": {"fedconcat.encoder-
 """What methods of several phases need set, to reach their last in a run of two rounds."""
 
 Run = Callable[..., RunFolder]
+Command = Callable[..., tuple[int, str, str]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +71,20 @@ def own_logging() -> Iterator[None]:
     log.disabled, log.propagate, log.handlers[:] = before
     log.setLevel(level)
     logging.disable(silenced)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The command in this process: its exit code, its output, and its errors on one line."""
+
+    def invoke(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["corolla", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, " ".join(err.split())
+
+    return invoke
 
 
 @pytest.fixture(scope="session")

@@ -154,13 +154,13 @@ def check_locally(config: RunConfig) -> None:
     tracking.require(config.resolved)
     if config.dataset == "node":
         raise UserError("dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation")
-    METHODS[config.method].check(config)
+    method = METHODS[config.method]
+    method.check(config)
     tasks.measured(config)
     resolve_device(config.device)
     with waiting(console) as shown:
         shown.step("checking the data and the model", brief=True)
         info = data.check(config)
-        method = METHODS[config.method]
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}")
         module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights)

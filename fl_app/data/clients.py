@@ -29,7 +29,7 @@ def open_client(config: RunConfig, client_id: int, *, data_path: str = "", look:
     """Open one client's samples; milliseconds once data set and partition are prepared (`check` does both).
 
     data_path: the SuperNode's own data, used by dataset `node` alone, whose client holds all of it. look: as `prepare`. Raises
-    UserError for a client_id outside [0, num-clients) and as `prepare`, `prepare_site` and `partition.split` do.
+    UserError for a client_id outside [0, num-clients) and as `prepare_for` and `partition.split` do.
     """
     if not 0 <= client_id < config.num_clients:
         raise UserError(f"client {client_id}: must be >= 0 and below num-clients ({config.num_clients})")

@@ -7,7 +7,7 @@ from typing import Any
 
 from fl_app import tasks
 from fl_app.config import RunConfig
-from fl_app.config_rules import class_names
+from fl_app.config_rules import split_names
 from fl_app.tasks import Task
 
 
@@ -28,7 +28,7 @@ class Reading:
     def of(cls, config: RunConfig) -> Reading:
         """Return how a run's data set is to be read."""
         return cls(
-            class_names(config.classes), config.image_size, config.task, config.target, config.client, config.test_ratio
+            split_names(config.classes), config.image_size, config.task, config.target, config.client, config.test_ratio
         )
 
     @property
@@ -39,7 +39,7 @@ class Reading:
     @property
     def targets(self) -> tuple[str, ...]:
         """Names of the columns that hold the targets."""
-        return class_names(self.target)
+        return split_names(self.target)
 
     @property
     def beyond_labels(self) -> list[Any]:

@@ -14,7 +14,11 @@ from fl_app.errors import UserError
 
 
 def prepare_for(config: RunConfig, data_path: str = "", *, force: bool = False, look: bool = False) -> Prepared:
-    """Open a run's data set, or, for dataset `node`, the site's own at `data_path`. Raises UserError as `prepare` does."""
+    """Open a run's data set, or, for dataset `node`, the site's own at `data_path`: an image folder, an .npz file or a table.
+
+    force, look: as `prepare`, as which it raises UserError, and for a site without training samples, or with a class that is not in
+    `classes`. A site may lack classes, and its test set may be missing or empty.
+    """
     reading = Reading.of(config)
     if config.dataset == "node":
         return _site(Path(data_path).expanduser(), data_root(config), reading, force, look)
@@ -32,18 +36,6 @@ def prepare(
     then convert them again. more: as in `Reading`. Raises UserError naming what is wrong with the data.
     """
     return _prepare(dataset, root, Reading(classes, image_size, **more), force, look)
-
-
-def prepare_site(
-    data_path: str, root: Path, *, classes: tuple[str, ...], image_size: int = 0, force: bool = False, look: bool = False,
-    **more: Any,
-) -> Prepared:  # fmt: skip
-    """Open one site's own data (dataset `node`): an image folder, an .npz file or a table, converted first if needed.
-
-    classes: label order shared by all sites; the site may lack some of them, and its test set may be missing or empty. look: as
-    `prepare`. Raises UserError for a class not in `classes`, for a site without training samples, and as `prepare` does.
-    """
-    return _site(Path(data_path).expanduser(), root, Reading(classes, image_size, **more), force, look)
 
 
 def _prepare(dataset: str, root: Path, reading: Reading, force: bool, look: bool) -> Prepared:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_app import tasks
+from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
 from fl_app.experiments.trained import Trained
 from fl_app.files import publish_text
@@ -97,9 +98,7 @@ def _without_path(value: str) -> str:
 
 def write(file: Path, facts: Card) -> Card:
     """Write a file's card. facts: without what is known of the file itself. Returns the card."""
-    with file.open("rb") as content:
-        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
-    card = {"file": file.name, "sha256": sha256, "bytes": file.stat().st_size, **facts}
+    card = {"file": file.name, "sha256": sha256_of(file), "bytes": file.stat().st_size, **facts}
     card[_OWN] = _own_hash(card)
     publish_text(beside(file), _text(card))
     return card
@@ -122,9 +121,7 @@ def read(file: Path) -> Card:
         raise UserError(f"{path} is not the card that was written: it has changed, or is no card")
     if card["format"] != FORMAT:
         raise UserError(f"{path} was written by {card['made-by']}, whose cards this version does not read")
-    with file.open("rb") as content:
-        sha256 = hashlib.file_digest(content, "sha256").hexdigest()
-    if sha256 != card["sha256"]:
+    if (sha256 := sha256_of(file)) != card["sha256"]:
         raise UserError(
             f"{file} is not what was exported: its sha256 is {sha256} ({file.stat().st_size} bytes), its card says "
             f"{card['sha256']} ({card['bytes']} bytes)"

@@ -36,7 +36,6 @@ Predictor = Callable[[NDArray[Any]], tuple[NDArray[np.float32], NDArray[np.float
 
 CLOSE = 1e-5  # how far ONNX Runtime's outputs may lie from torch's, relative to the largest where that is above 1
 SAMPLES, OUTPUTS, PREDICTIONS = "samples", "outputs", "predictions"
-_BATCH = 512
 
 
 class Product(nn.Module):
@@ -141,12 +140,13 @@ def write_onnx(trained: Trained, facts: Card, output: Path) -> None:
 
 def _compare(content: bytes, product: Product, inputs: Mapping[str, Any], model: str) -> None:
     """Raise UserError unless ONNX Runtime's answers are torch's."""
+    session = _session(content, model)
     for count in (1, 7):
         samples = examples(inputs, count)
         with torch.no_grad():
             answer = product(torch.from_numpy(samples))
         want = [tensor.numpy() for tensor in (answer if isinstance(answer, tuple) else (answer,))]
-        for ours, theirs in zip(_session(content, model).run(None, {SAMPLES: samples}), want, strict=True):
+        for ours, theirs in zip(session.run(None, {SAMPLES: samples}), want, strict=True):
             allowed = CLOSE * max(1.0, float(np.abs(theirs).max()))
             if ours.shape != theirs.shape or not (largest := float(np.abs(ours - theirs).max())) <= allowed:
                 raise UserError(f"onnx: model {model}: ONNX Runtime's outputs differ from torch's by {largest:.3g}")

@@ -15,9 +15,7 @@ from fl_app.experiments.runs import Run
 from fl_app.experiments.sweep import Point, identity
 from fl_app.keys import Scalar
 from fl_app.keys import show as written
-from fl_app.tasks import Metric
-
-ACCURACY = tasks.Classification.metrics[0]
+from fl_app.tasks import ACCURACY, Metric
 
 CAPTION = (
     "{} mean ± standard deviation over the seeds; n: finished runs. final: all clients after the last round; "

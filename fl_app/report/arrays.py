@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from fl_app.experiments import runs as run_folders
 from fl_app.keys import Scalar, show
 from fl_app.report.kinds import Figure, from_json
-from fl_app.tasks import Classification, Metric
+from fl_app.tasks import ACCURACY, Metric
 
 Record = dict[str, Any]
 Floats = NDArray[np.float64]
@@ -44,7 +44,7 @@ class Run:
     classes: tuple[str, ...] = ()
     number: str = "1"
     label: str = ""
-    metric: Metric = Classification.metrics[0]
+    metric: Metric = ACCURACY
 
     @property
     def method(self) -> str:

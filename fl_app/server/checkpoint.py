@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish, publish_text, room
 
@@ -49,7 +50,7 @@ def save(run: Path, round: int, arrays: Mapping[str, NDArray[Any]], meta: Mappin
             left.unlink()
         tensors = directory / f"round-{round:06d}.safetensors"
         publish(tensors, lambda file: _write_tensors(file, arrays))
-        body = json.dumps({**meta, "round": round, "tensors-sha256": _sha256(tensors)}, allow_nan=False)
+        body = json.dumps({**meta, "round": round, "tensors-sha256": sha256_of(tensors)}, allow_nan=False)
         publish_text(tensors.with_suffix(".json"), f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
     for old in rounds(run)[:-_KEEP]:
         for suffix in (".json", ".safetensors"):
@@ -109,11 +110,6 @@ def _load(path: Path) -> Checkpoint:
 
     meta = _meta(path)
     tensors = path.with_suffix(".safetensors")
-    if _sha256(tensors) != meta["tensors-sha256"]:
+    if sha256_of(tensors) != meta["tensors-sha256"]:
         raise ValueError(f"{tensors.name}: wrong checksum")
     return Checkpoint(dict(load_file(tensors)), meta)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -14,12 +14,11 @@ import numpy as np
 from fl_app import tasks, wire
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
-from fl_app.tasks import Metric
+from fl_app.tasks import ACCURACY, Metric
 from fl_app.wire import Upload, WireError
 
 Record = dict[str, Any]
 
-ACCURACY = tasks.Classification.metrics[0]
 FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
 
 

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fl_app import plugins
+from fl_app.config_rules import split_names
 from fl_app.errors import UserError
-from fl_app.tasks.classification import Classification
+from fl_app.tasks.classification import ACCURACY, Classification
 from fl_app.tasks.multi_label import MultiLabel
 from fl_app.tasks.regression import Regression
 from fl_app.tasks.task import Metric, Task
@@ -20,7 +21,9 @@ from fl_app.tasks.task import Metric, Task
 if TYPE_CHECKING:
     from fl_app.config import RunConfig
 
-__all__ = ["BUILT_IN", "Classification", "Metric", "MultiLabel", "Regression", "Task", "measured", "named", "of", "recorded"]
+__all__ = [
+    "ACCURACY", "BUILT_IN", "Classification", "Metric", "MultiLabel", "Regression", "Task", "measured", "named", "of", "recorded",
+]  # fmt: skip
 
 BUILT_IN: Mapping[str, type[Task]] = {
     "classification": Classification, "multi-label": MultiLabel, "regression": Regression,
@@ -62,7 +65,7 @@ def measured(config: RunConfig) -> tuple[Metric, ...]:
     """
     task = of(config)
     known = {metric.name: metric for metric in task.metrics}
-    asked = [name.strip() for name in config.metrics.split(",") if name.strip()] or list(task.usual or known)
+    asked = split_names(config.metrics) or tuple(task.usual or known)
     for name in asked:
         if name not in known and name != "all":
             raise UserError(f"metrics: must be all, or some of {', '.join(known)}, got {name!r}")
@@ -73,6 +76,6 @@ def recorded(about: Mapping[str, Any]) -> Metric:
     """Return the headline metric that a run's run.json tells; accuracy for runs that tell none."""
     found = about.get("metrics")
     try:
-        return Metric(**found[0]) if found else Classification.metrics[0]
+        return Metric(**found[0]) if found else ACCURACY
     except (TypeError, KeyError):
-        return Classification.metrics[0]
+        return ACCURACY

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+ACCURACY = Metric("accuracy", ratio=True)
+
+
 class Classification(Task):
     """Labels int64 [n], outputs logits [n, C].
 
@@ -21,7 +24,7 @@ class Classification(Task):
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("accuracy", ratio=True), Metric("balanced-accuracy", ratio=True), Metric("macro-f1", ratio=True),
+        ACCURACY, Metric("balanced-accuracy", ratio=True), Metric("macro-f1", ratio=True),
         Metric("auc", ratio=True),
     )  # fmt: skip
     usual: ClassVar[tuple[str, ...]] = ("accuracy",)

@@ -37,11 +37,6 @@ class Metric:
         return max if self.higher_is_better else min
 
     @property
-    def scale(self) -> float:
-        """What a value is multiplied with to be shown."""
-        return 100.0 if self.ratio else 1.0
-
-    @property
     def title(self) -> str:
         """Its name as headings print it: accuracy, RMSE."""
         return self.name if self.ratio else self.name.upper() if len(self.name) <= 4 else self.name

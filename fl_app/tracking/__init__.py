@@ -22,7 +22,7 @@ from pathlib import Path
 
 import fl_app
 from fl_app.catalogue import TRACKERS
-from fl_app.config_rules import class_names
+from fl_app.config_rules import split_names
 from fl_app.errors import UserError, plain
 from fl_app.keys import Scalar
 from fl_app.server import log_lines
@@ -41,7 +41,7 @@ _ENVIRONMENT = {  # unless it is set: MLflow would try for many minutes, and bot
 
 def wanted(config: Mapping[str, Scalar]) -> tuple[str, ...]:
     """Return the trackers that a flat run config asks for, each once."""
-    asked = class_names(str(config.get("track", "")))
+    asked = split_names(str(config.get("track", "")))
     return tuple(dict.fromkeys((*asked, *(["tensorboard"] if config.get("tensorboard") else []))))
 
 
@@ -51,7 +51,7 @@ def require(config: Mapping[str, Scalar]) -> None:
     for name in wanted(config):
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a directory of that name is no package
-            key = "track" if name in class_names(str(config.get("track", ""))) else "tensorboard"
+            key = "track" if name in split_names(str(config.get("track", ""))) else "tensorboard"
             without = f"leave {name} out of track" if key == "track" else "leave tensorboard = false"
             problems.append(
                 f"{key}: the package {name} is not installed where the server runs; pip install {TRACKERS[name]}, or {without}"

@@ -132,7 +132,7 @@ class Messages(Strategy, ABC):
         """Sample clients by id and build their messages one at a time, as they are sent."""
         exchange: Exchange = grid  # type: ignore[assignment]
         self.attempt.declared = dict(exchange.roster.properties)
-        ids = self.sample([i for i in exchange.client_ids if i not in self.config.unseen], server_round)
+        ids = self.sample(sorted(set(exchange.client_ids) - self.config.unseen), server_round)
         self.attempt.intake = Intake.of(ids, self.expected())
         self.attempt.sent = dict.fromkeys(ids, 0)
         return (self._message(exchange, i, "train", "train", server_round) for i in ids)

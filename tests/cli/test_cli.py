@@ -20,23 +20,16 @@ from fl_app import cli, models
 from fl_app.cli.reference import config_page, pyproject_with_defaults
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS, METHODS
+from tests.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def corolla(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
+def corolla(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> Command:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path / "state"))
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["corolla", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(exit_.value.code or 0), out, " ".join(err.split())
-
-    return invoke
+    return command
 
 
 def test_set_values_are_toml_and_bare_words_are_strings() -> None:

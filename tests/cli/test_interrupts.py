@@ -36,7 +36,7 @@ def not_ignored() -> Any:
     signal.signal(signal.SIGINT, before)
 
 
-def shown(folder: Path | None, capfd: pytest.CaptureFixture[str]) -> Display:
+def shown(folder: Path | None) -> Display:
     out, _ = display(terminal=False)
     out.folder = folder
     return out
@@ -44,7 +44,7 @@ def shown(folder: Path | None, capfd: pytest.CaptureFixture[str]) -> Display:
 
 def test_the_first_asks_for_the_end_of_the_round_the_second_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / RUN).write_text("{}")
-    with pytest.raises(KeyboardInterrupt), answered(shown(tmp_path, capfd)):
+    with pytest.raises(KeyboardInterrupt), answered(shown(tmp_path)):
         press()
         assert (tmp_path / STOP).is_file() and capfd.readouterr().err == f"{AFTER_ROUND}\n"
         press()
@@ -54,14 +54,14 @@ def test_the_first_asks_for_the_end_of_the_round_the_second_ends_it(tmp_path: Pa
 
 @pytest.mark.parametrize("elsewhere", [None, Path("/no/such/folder")])
 def test_without_a_round_to_finish_the_first_ends_it(elsewhere: Path | None, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyboardInterrupt), answered(shown(elsewhere, capfd)):
+    with pytest.raises(KeyboardInterrupt), answered(shown(elsewhere)):
         press()
     assert capfd.readouterr().err == f"{AT_ONCE}\n"
 
 
 def test_where_it_is_ignored_it_stays_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with answered(shown(None, capfd)):
+    with answered(shown(None)):
         press()
     assert capfd.readouterr().err == ""
 

@@ -154,15 +154,16 @@ def test_site_folder(tmp_path: Path) -> None:
 
 
 def test_site_npz(tmp_path: Path) -> None:
+    config = RunConfig(dataset="node", classes="a,b", data_dir=str(tmp_path))
     path = write_npz(tmp_path / "site.npz", x_test=None, y_test=None, y_train=np.full(12, 1))
-    site = data.prepare_site(str(path), tmp_path, classes=("a", "b"), image_size=0)
+    site = data.prepare_for(config, str(path))
     assert site.info.num_test == 0 and site.info.classes == ("a", "b") and set(site.y_train.tolist()) == {1}
     path = write_npz(tmp_path / "other.npz")
     with pytest.raises(UserError, match=r"class 2 must be below 2, .*\(a, b\)"):
-        data.prepare_site(str(path), tmp_path, classes=("a", "b"))
+        data.prepare_for(config, str(path))
     for gone in ("gone.npz", "gone"):
         with pytest.raises(UserError, match="no f.*gone"):
-            data.prepare_site(str(tmp_path / gone), tmp_path, classes=("a", "b"))
+            data.prepare_for(config, str(tmp_path / gone))
 
 
 def test_node_needs_a_data_path(tmp_path: Path) -> None:

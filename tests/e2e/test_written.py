@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -48,13 +49,9 @@ def test_printed_commands_make_a_cluster(lab: Lab) -> None:
     assert shell(start) == 0, log.read_text()
     ca = str(lab.directory / "lab-keys" / "ca.crt")
     wait_for(lambda: answers(f"https://127.0.0.1:{control}/health", ca))
-    assert shell(f"{rest.rstrip()} {' '.join(map(_quoted, words(lab, 'deployed')))}") == 0, log.read_text()
+    assert shell(f"{rest.rstrip()} {shlex.join(words(lab, 'deployed'))}") == 0, log.read_text()
     assert summary(lab.directory / "deployed")["digest"] == digest_in_process(lab)
     end_processes(lab.started())
-
-
-def _quoted(word: str) -> str:
-    return "'" + word.replace("'", "'\\''") + "'"
 
 
 def test_a_job_runs_is_cut_off_and_goes_on(lab: Lab) -> None:

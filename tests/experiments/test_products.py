@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fl_app import cli, data, models, weights
+from fl_app import data, models, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.experiments import card, predict, product
@@ -24,7 +24,7 @@ from fl_app.server.run_folder import read_config, read_metrics
 from fl_app.tasks import named
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import Run
+from tests.conftest import Command, Run
 
 TINY = {"num_server_rounds": 1, "num_clients": 2, "train_samples": 12, "test_samples": 12}
 
@@ -163,17 +163,9 @@ def test_a_card_tells_the_run(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def corolla(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
+def corolla(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> Command:
     monkeypatch.chdir(tmp_path)
-
-    def invoke(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["corolla", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, " ".join(err.split())
-
-    return invoke
+    return command
 
 
 def test_images_get_a_class_and_its_probability(corolla, run: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from fl_app import rng, weights
 from fl_app.layout import Layout, Model
 from strategies import components
-from strategies.fedconcat import bounded_clusters, clusters
+from strategies.fedconcat import clusters
 from strategies.kmeans import centres_of, squared_distances
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
@@ -74,7 +74,7 @@ def test_clusters_are_what_k_means_settles_at(count: int, classes: int, k: int, 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 12), st.integers(0, 2**32 - 1))
 def test_no_cluster_is_larger_than_it_may_be(count: int, k: int, cap: int, seed: int) -> None:
     rows = shares(count, 3, seed)
-    sizes = np.bincount(bounded_clusters(rows, k, seed, cap))
+    sizes = np.bincount(clusters(rows, k, seed, cap))
     assert sizes.sum() == count and sizes.min() > 0
     assert sizes.max() <= max(cap, -(-count // min(k, len(np.unique(rows, axis=0)))))
 

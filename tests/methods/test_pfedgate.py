@@ -149,7 +149,7 @@ def test_the_gate_stays_and_both_sides_train(tmp_path: Path, alternate: bool) ->
 def test_gradients_are_cut(tmp_path: Path) -> None:
     federation = Federation(tmp_path, "pfedgate", sizes=(4,), local_epochs=1, network=lambda: seeded(small()), momentum=0.0)
     federation.initial.params[:] *= 1e3  # huge gradients
-    federation.server.global_model = federation.initial and federation.layout.take(federation.initial, federation.shared)
+    federation.server.global_model = federation.layout.take(federation.initial, federation.shared)
     before = federation.server.global_model.params.copy()
     uploads = federation.round()
     assert np.linalg.norm(uploads.W[0].astype(np.float64) - before) <= 0.1 * 10 * 1.01

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.errors import UserError
-from fl_app.layout import Model
+from fl_app.layout import NOTHING
 from fl_app.server.run_folder import read_metrics
 from fl_app.wire import Upload, WireError
 from strategies.base import LocalUpdate
@@ -142,11 +142,10 @@ def test_a_step_of_the_servers_own(tmp_path: Path) -> None:
 
 def test_steps_that_cannot_be_are_refused(tmp_path: Path) -> None:
     server = Federation(tmp_path, "scaffold").server
-    model = Model(np.zeros(0, np.float32), np.zeros(0, np.float32))
     for steps in (0, -1, 1.5, "3", True, None):
         with pytest.raises(WireError, match="steps must be an integer >= 1, got"):
-            server.check(Upload(model, metrics={} if steps is None else {"steps": steps}))
-    server.check(Upload(model, metrics={"steps": 3}))
+            server.check(Upload(NOTHING, metrics={} if steps is None else {"steps": steps}))
+    server.check(Upload(NOTHING, metrics={"steps": 3}))
 
 
 def test_momentum_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

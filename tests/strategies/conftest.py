@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fl_app import cli, plugins
-
-Command = Callable[..., tuple[int, str, str]]
+from fl_app import plugins
+from tests.conftest import Command
 
 
 @pytest.fixture
@@ -26,15 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def corolla(here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data_dir: Path) -> Command:
+def corolla(here: Path, monkeypatch: pytest.MonkeyPatch, data_dir: Path, command: Command) -> Command:
     monkeypatch.setenv("COROLLA_STATE_DIR", str(here / "state"))
     monkeypatch.setenv("COROLLA_DATA_DIR", str(data_dir))
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["corolla", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        out, err = capsys.readouterr()
-        return int(exit_.value.code or 0), out, " ".join(err.split())
-
-    return invoke
+    return command

@@ -13,8 +13,7 @@ from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import SMALL
-from tests.strategies.conftest import Command
+from tests.conftest import SMALL, Command
 
 HEAD = """
 from dataclasses import dataclass

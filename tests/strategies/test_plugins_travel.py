@@ -19,8 +19,7 @@ from fl_app.keys import Scalar
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_config, read_metrics, read_summary
 from strategies import METHOD_PARAMS
-from tests.conftest import PLUGINS, SMALL
-from tests.strategies.conftest import Command
+from tests.conftest import PLUGINS, SMALL, Command
 from tests.strategies.test_plugins import HEAD, PLAIN, example, settings
 
 # How they travel
