@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +38,7 @@ from fl_app.experiments import sweep as sweeping
 from fl_app.experiments import table as sweep_table
 from fl_app.experiments.runs import Run
 from fl_app.experiments.sweep import Point
-from fl_app.server.run_folder import check_state, check_unchanged
+from fl_app.server.run_folder import check_unchanged
 from strategies import METHOD_PARAMS
 
 
@@ -100,7 +100,7 @@ def sweep(
             else:
                 failed = run_points(todo, in_process, cpus_per_client, gpus_per_client, verbose)
         except KeyboardInterrupt:
-            errors.print("the sweep goes on with the same command: finished runs are not repeated")
+            errors.print("the sweep goes on with the same command, unfinished runs from their checkpoints")
             raise
         show_sweep(directory, points, file.stem, plan.scale, failed)
     if failed:
@@ -137,24 +137,34 @@ def run_alone(
     if (before := finished.get(sweeping.identity(point.parsed))) is not None:
         console.print(f"finished before: {before.path}", soft_wrap=True)
         return
-    folder, config, parsed = directory / point.name, point.config, point.parsed
-    if folder.exists():
-        if Run(folder).state == "running":
-            raise UserError(f"{folder} is being run by another process")
-        if sweeping.resumable(folder):
-            config = ready(runs.saved_config(folder))
-            parsed = resolve(config)
-            check_unchanged(folder, parsed)
-            check_state(folder)
-            console.print(f"goes on with {folder}", soft_wrap=True)
-        else:
-            console.print(f"unfinished, set aside: {sweeping.set_aside(folder)}", soft_wrap=True)
-    check_locally(parsed)
+    if (directory / point.name).exists():
+        point = continued(point, directory / point.name) or point
+    check_locally(point.parsed)
     if in_process:
-        runs.run_in_process(config, parsed)
+        runs.run_in_process(point.config, point.parsed)
         return
-    with simulated(console, parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
-        runs.run_one(config, submit, verbose)
+    with simulated(console, point.parsed.num_clients, cpus_per_client, gpus_per_client) as submit:
+        runs.run_one(point.config, submit, verbose)
+
+
+def continued(point: Point, folder: Path) -> Point | None:
+    """Return a run of a sweep as it goes on from its last checkpoint; None, its folder set aside, if it has no sound one.
+
+    Raises UserError if another process runs it, or its settings are others.
+    """
+    if (round := sweeping.resumable(folder)) is None:
+        set_aside(folder)
+        return None
+    config = ready(Run(folder).settings | {"resume": str(folder)})
+    parsed = resolve(config)
+    check_unchanged(folder, parsed)
+    console.print(f"goes on with {folder} after round {round}", soft_wrap=True)
+    return dataclasses.replace(point, config=config, parsed=parsed)
+
+
+def set_aside(folder: Path) -> None:
+    """Move an unfinished run's folder out of the way."""
+    console.print(f"unfinished, set aside: {sweeping.set_aside(folder)}", soft_wrap=True)
 
 
 def unfinished_points(directory: Path, points: Sequence[Point]) -> list[Point]:
@@ -162,11 +172,24 @@ def unfinished_points(directory: Path, points: Sequence[Point]) -> list[Point]:
     if count := sweeping.end_leftovers(directory):
         console.print(f"ended {count} processes that an interrupted sweep had left running")
     finished, unfinished = sweeping.scan(directory, METHOD_PARAMS)
-    for folder in unfinished:
-        console.print(f"unfinished, set aside: {sweeping.set_aside(folder)}", soft_wrap=True)
-    todo = [point for point in points if sweeping.identity(point.parsed) not in finished]
+    todo = going_on(points, finished, unfinished)
     console.print(f"{len(points)} runs, {len(points) - len(todo)} finished before, {len(todo)} to do")
     return todo
+
+
+def going_on(points: Sequence[Point], finished: Mapping[str, Run], unfinished: Mapping[Path, str]) -> list[Point]:
+    """Return the runs that are left to do, those with a checkpoint as they go on from it; what is in their way is set aside."""
+    todo = {key: point for point in points if (key := sweeping.identity(point.parsed)) not in finished}
+    names = {point.name for point in todo.values()}
+    begun: dict[str, Point] = {}
+    for folder, key in unfinished.items():
+        if key and key not in todo and folder.name not in names:
+            continue  # of no run that is wanted now
+        if key not in todo or key in begun:
+            set_aside(folder)
+        elif (point := continued(todo[key], folder)) is not None:
+            begun[key] = point
+    return [*(todo | begun).values()]
 
 
 def announce(k: int, total: int, name: str) -> None:

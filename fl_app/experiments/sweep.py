@@ -6,7 +6,8 @@ with an optional `name`; each combination runs once per variant). Later ones win
 A method's own keys do not tell other methods' runs apart: a grid over methods and `fedcac.tau` runs FedAvg once.
 
 A run is the same as another if their keys about data and training are; finished ones (with summary.json) under the sweep's
-directory are not repeated, unfinished ones are moved to its folder `unfinished` and never counted.
+directory are not repeated, unfinished ones go on from their last checkpoint; without a sound one they are moved to its folder
+`unfinished` and never counted. Unfinished runs that are not asked for stay as they are.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from fl_app.files import lock, make_directory
 from fl_app.keys import Scalar, bears_on, without_others
 from fl_app.presets import read_preset, small
 from fl_app.server.checkpoint import load_latest
+from fl_app.server.run_folder import check_state
 from fl_app.toml import flatten, read_toml, to_toml
 
 UNFINISHED = "unfinished"
@@ -247,24 +249,40 @@ def end_leftovers(directory: Path) -> int:
     return len(left)
 
 
-def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, Run], list[Path]]:
-    """Return the finished runs by identity, and the folders of unfinished ones, directly under a directory."""
-    found = [run for run in inside(directory) if run.path.name != UNFINISHED]
+def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, Run], dict[Path, str]]:
+    """Return the finished runs by identity, and the identities of unfinished ones by folder, directly under a directory.
+
+    A config that cannot be read, or is one of another version, is nobody's: its identity is "".
+    """
     finished: dict[str, Run] = {}
-    for run in found:
-        with contextlib.suppress(UserError):  # a config of another version is nobody's
-            if run.finished:
-                finished[identity(run.config(methods))] = run
-    return finished, [run.path for run in found if not run.finished]
+    unfinished: dict[Path, str] = {}
+    for run in inside(directory):
+        if run.path.name == UNFINISHED:
+            continue
+        try:
+            whose = identity(run.config(methods))
+        except UserError:
+            whose = ""
+        if not run.finished:
+            unfinished[run.path] = whose
+        elif whose:
+            finished[whose] = run
+    return finished, unfinished
 
 
-def resumable(folder: Path) -> bool:
-    """Tell whether an unfinished run has a sound checkpoint to go on from."""
+def resumable(folder: Path) -> int | None:
+    """Return the round after which an unfinished run has a sound checkpoint to go on from; None if it has none, or its clients
+    have removed their state.
+
+    Raises UserError if another process runs it.
+    """
+    if Run(folder).state == "running":
+        raise UserError(f"{folder} is being run by another process")
     try:
-        load_latest(folder)
+        check_state(folder)
+        return int(load_latest(folder).meta["round"])
     except UserError:
-        return False
-    return True
+        return None
 
 
 def set_aside(folder: Path) -> Path:

@@ -176,10 +176,9 @@ def test_a_killed_sweep_repeats_nothing_finished(
 
     out = again()
     assert f"4 runs, {len(before)} finished before, {4 - len(before)} to do" in out
-    assert "unfinished, set aside" in out
+    assert f"goes on with {directory / interrupted.pop()} after round " in out
     after = stamps(directory)
-    assert len(after) == 4 and before.items() <= after.items()
-    assert {p.name for p in (directory / "unfinished").iterdir()} == interrupted
+    assert len(after) == 4 and before.items() <= after.items() and not (directory / "unfinished").exists()
 
     assert "4 finished before, 0 to do" in again()
     assert stamps(directory) == after
@@ -206,6 +205,57 @@ def test_a_killed_sweep_repeats_nothing_finished(
     assert after.items() <= stamps(directory).items() and len(stamps(directory)) == 6
 
 
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_killed_sweep_goes_on_from_its_checkpoints(tmp_path: Path, jobs: int) -> None:
+    text = SMALL.format(rounds=12).replace("seed = [0, 1]", "seed = [3]")
+    write(tmp_path / "s.toml", text)
+    words = [*COROLLA, "sweep", "s.toml", "--in-process", "--set", "checkpoint-every=1", "--jobs", str(jobs)]
+    directory = tmp_path / "runs" / "s"
+
+    def recorded() -> dict[str, list[str]]:
+        return {p.parent.name: p.read_text().split("\n")[:-1] for p in directory.glob("*/metrics.jsonl")}
+
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None and sum(len(x) > 2 for x in recorded().values()) < jobs:
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    before = recorded()
+    assert len(before) == jobs and all(2 < len(lines) < 12 for lines in before.values()) and not stamps(directory)
+
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    after = recorded()
+    assert len(after) == 2 and all(len(lines) == 12 for lines in after.values()) and not (directory / "unfinished").exists()
+    for name, lines in before.items():
+        assert f"goes on with {directory / name} after round " in done.stdout
+        assert after[name][: len(lines)] == lines, "a round was repeated"  # its seconds would be others
+
+    plain = [*COROLLA, "sweep", "s.toml", "--in-process", "--output-dir", "plain", "--set", "state-dir=elsewhere"]
+    assert subprocess.run(plain, cwd=tmp_path, stdout=subprocess.DEVNULL).returncode == 0
+    found = [{p.parent.name: json.loads(p.read_text())["digest"] for p in where.glob("*/summary.json")}
+             for where in (directory, tmp_path / "plain")]  # fmt: skip
+    assert len(found[0]) == 2 and found[0] == found[1]
+
+
+def test_a_damaged_checkpoint_is_not_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "s.toml", SMALL.format(rounds=1).replace("seed = [0, 1]", ""))
+    sweep_it = lambda: corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process", "--set", "keep-state=true")  # noqa: E731
+    assert sweep_it()[0] == 0
+    directory = tmp_path / "runs" / "s"
+    local = next(directory.glob("local-*"))
+    (local / "summary.json").unlink()
+    for file in (local / "checkpoints").glob("*.safetensors"):
+        os.truncate(file, 8)
+    code, out, _ = sweep_it()
+    assert code == 0 and "2 runs, 1 finished before, 1 to do" in out and "goes on with" not in out
+    assert {p.name for p in (directory / "unfinished").iterdir()} == {local.name}
+
+
 def test_folders_of_runs_are_recognised_by_their_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -224,9 +274,11 @@ def test_folders_of_runs_are_recognised_by_their_config(
     code, out, _ = sweep_it()
     assert code == 0 and "2 runs, 1 finished before, 1 to do" in out
     assert {p.name for p in (directory / "unfinished").iterdir()} == {local.name, f"{local.name}-2", "empty"}
+    (local / "summary.json").rename(tmp_path / "summary")
     write(tmp_path / "s.toml", text.replace("local-epochs = 1", "local-epochs = 2"))
     code, out, _ = sweep_it()
-    assert code == 0 and "2 runs, 0 finished before, 2 to do" in out
+    assert code == 0 and "2 runs, 0 finished before, 2 to do" in out and "set aside" not in out  # what is not asked for waits
+    (tmp_path / "summary").rename(local / "summary.json")
     assert (directory / "renamed" / "summary.json").is_file() and (local / "summary.json").is_file()
 
 
