@@ -30,7 +30,7 @@ def answered(display: Display) -> Iterator[None]:
     def answer(number: int, frame: object) -> None:
         nonlocal asked
         if not asked and display.folder is not None and ask_to_stop(display.folder):
-            asked = True
+            asked = display.interrupted = True
             display.note(AFTER_ROUND)
         else:
             display.note(AT_ONCE)

@@ -29,6 +29,7 @@ from fl_app.cli.waiting import Plain, is_terminal
 from fl_app.errors import plain
 from fl_app.server import log_lines
 from fl_app.server.log_lines import LOG_MARK, Failure, Folder, LeftOut, Progress, Resumed, Round, Stopped
+from fl_app.server.run_folder import ask_to_stop
 
 ROWS = 8  # of the last rounds
 OTHER_LINES = 7  # of the panel, besides these and its notes
@@ -201,14 +202,18 @@ def clock(seconds: float) -> str:
 
 
 class Display:
-    """Shows a run's log lines on a console, and keeps what they tell: the run's folder, its errors, the end of its log."""
+    """Shows a run's log lines on a console, and keeps what they tell: the run's folder, its errors, the end of its log.
 
-    def __init__(self, title: str, console: Console, rounds: int, verbose: bool = False) -> None:
+    until: a round after which it asks the run to end; 0: none.
+    """
+
+    def __init__(self, title: str, console: Console, rounds: int, verbose: bool = False, until: int = 0) -> None:
         self.folder: Path | None = None
         self.errors: list[str] = []
         self.stopped: int | None = None  # after which round, if it was asked to
+        self.interrupted = False  # it was Ctrl-C that asked
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._console, self._verbose = console, verbose
+        self._console, self._verbose, self._until = console, verbose, until
         self._panel = RunPanel(title, rounds)
         self._live: Live | notebook.Cell | None = None
         self._plain = Plain(console)
@@ -218,6 +223,11 @@ class Display:
             self._live = notebook.Cell(self._panel)
         elif is_terminal(console):
             self._live = Live(self._panel, console=console, refresh_per_second=REFRESHES)
+
+    @property
+    def stopped_as_planned(self) -> bool:
+        """Whether the run ended after the round that was wanted, and nobody pressed Ctrl-C."""
+        return self.stopped is not None and 0 < self._until <= self.stopped and not self.interrupted
 
     def __enter__(self) -> Display:
         """Show the panel, on a terminal."""
@@ -269,6 +279,8 @@ class Display:
                 self.progress(what, done, total)
             case Round() as finished:
                 self._panel.add(finished)
+                if self.folder and self._until and finished.number >= self._until - 1:
+                    ask_to_stop(self.folder)  # the run looks after its next round
                 if finished.number == finished.total:
                     self._plain.doing("ending the run")
                 if not self._live:

@@ -237,15 +237,16 @@ def on_cluster(
     return {**config, **{key: str(path) for key, path in places.items()}}, RayCluster(address, inner)
 
 
-def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: str = "") -> Path | None:
+def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: str = "", until: int = 0) -> Path | None:
     """Submit one run and show it; the folder's path if it lies on this machine. Raises RunFailed if the run failed.
 
-    where: the option that says where it runs, with a space, for the command that continues it.
+    where: the option that says where it runs, with a space, for the command that continues it. until: the round after which it is
+    asked to end, one later if that comes too late; 0: the last.
     """
     from fl_app.experiments.launch import COMPLETED, LOST
 
     parsed = resolve(config)
-    display = Display(parsed.method, console, parsed.num_server_rounds, verbose)
+    display = Display(parsed.method, console, parsed.num_server_rounds, verbose, until)
     with stopping(display, where), display, answered(display):
         display.step("sending the app to the SuperLink")
         status = submit(config, display.raw)
@@ -261,13 +262,13 @@ def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: 
     return display.folder
 
 
-def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig) -> Path:
-    """Run without Ray or SuperLink."""
+def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig, until: int = 0) -> Path:
+    """Run without Ray or SuperLink. until: as of `run_one`."""
     from client_app.client_app import app as client_app
     from fl_app import server_app
     from fl_app.server.inprocess import InProcessGrid
 
-    display = Display(parsed.method, console, parsed.num_server_rounds)
+    display = Display(parsed.method, console, parsed.num_server_rounds, until=until)
     with stopping(display, "--in-process "), display, log_to(display), answered(display):
         return server_app.run(InProcessGrid(client_app, config, parsed.num_clients), parsed, display.progress).path
 
@@ -277,7 +278,7 @@ def stopping(display: Display, where: str) -> Iterator[None]:
     """Say how a run goes on that Ctrl-C ended, and raise KeyboardInterrupt also when it ended after a round, as asked."""
     try:
         yield
-        if display.stopped is not None:
+        if display.stopped is not None and not display.stopped_as_planned:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         if display.folder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -34,8 +34,10 @@ from fl_app.cli.settings import (
 from fl_app.cli.tables import show_next, show_table
 from fl_app.cli.waiting import simulated
 from fl_app.errors import RunFailed, UserError
+from fl_app.experiments import forecast as forecasting
 from fl_app.experiments import sweep as sweeping
 from fl_app.experiments import table as sweep_table
+from fl_app.experiments.forecast import Forecast
 from fl_app.experiments.runs import Run
 from fl_app.experiments.sweep import Point
 from fl_app.server.run_folder import check_unchanged
@@ -94,6 +96,9 @@ def sweep(
     with sweeping.locked(directory):
         todo = unfinished_points(directory, points)
         try:
+            todo = say_how_long(directory, points, todo, jobs, lambda first: run_points(
+                first, in_process, cpus_per_client, gpus_per_client, verbose, forecasting.FIRST
+            ))  # fmt: skip
             if jobs > 1:
                 how = ["--in-process"] if in_process else options
                 failed = sweeping.run_parallel(todo, directory, jobs, how, announce, interrupted)
@@ -147,10 +152,10 @@ def run_alone(
         runs.run_one(point.config, submit, verbose)
 
 
-def continued(point: Point, folder: Path) -> Point | None:
+def continued(point: Point, folder: Path, begun_now: bool = False) -> Point | None:
     """Return a run of a sweep as it goes on from its last checkpoint; None, its folder set aside, if it has no sound one.
 
-    Raises UserError if another process runs it, or its settings are others.
+    begun_now: by this command, which says nothing of it. Raises UserError if another process runs it, or its settings are others.
     """
     if (round := sweeping.resumable(folder)) is None:
         set_aside(folder)
@@ -158,7 +163,8 @@ def continued(point: Point, folder: Path) -> Point | None:
     config = ready(Run(folder).settings | {"resume": str(folder)})
     parsed = resolve(config)
     check_unchanged(folder, parsed)
-    console.print(f"goes on with {folder} after round {round}", soft_wrap=True)
+    if not begun_now:
+        console.print(f"goes on with {folder} after round {round}", soft_wrap=True)
     return dataclasses.replace(point, config=config, parsed=parsed)
 
 
@@ -177,7 +183,9 @@ def unfinished_points(directory: Path, points: Sequence[Point]) -> list[Point]:
     return todo
 
 
-def going_on(points: Sequence[Point], finished: Mapping[str, Run], unfinished: Mapping[Path, str]) -> list[Point]:
+def going_on(
+    points: Sequence[Point], finished: Mapping[str, Run], unfinished: Mapping[Path, str], begun_now: bool = False
+) -> list[Point]:
     """Return the runs that are left to do, those with a checkpoint as they go on from it; what is in their way is set aside."""
     todo = {key: point for point in points if (key := sweeping.identity(point.parsed)) not in finished}
     names = {point.name for point in todo.values()}
@@ -187,9 +195,36 @@ def going_on(points: Sequence[Point], finished: Mapping[str, Run], unfinished: M
             continue  # of no run that is wanted now
         if key not in todo or key in begun:
             set_aside(folder)
-        elif (point := continued(todo[key], folder)) is not None:
+        elif (point := continued(todo[key], folder, begun_now)) is not None:
             begun[key] = point
     return [*(todo | begun).values()]
+
+
+def say_how_long(
+    directory: Path, points: Sequence[Point], todo: list[Point], jobs: int, run_first: Callable[[Sequence[Point]], object]
+) -> list[Point]:
+    """Say how long a sweep takes, and return the runs that are left to do.
+
+    Of settings of which no rounds are recorded `run_first` does the first ones, of one run each, unless all of it is over before
+    that is worth its time; these runs go on from there.
+    """
+
+    def known() -> tuple[dict[str, Run], dict[Path, str], Forecast]:
+        finished, unfinished = sweeping.scan(directory, METHOD_PARAMS)
+        runs = finished | {key: Run(folder) for folder, key in unfinished.items()}
+        return finished, unfinished, Forecast(points, runs)
+
+    unmeasured = {sweeping.identity(point.parsed) for point in known()[2].unmeasured()}
+    if first := [point for point in todo if sweeping.identity(point.parsed) in unmeasured]:
+        console.print(f"to say how long it takes, first {forecasting.FIRST} rounds of {len(first)} runs, which go on later:")
+        run_first(first)
+    finished, unfinished, forecast = known()
+    if first:
+        todo = going_on(points, finished, unfinished, begun_now=True)
+    if todo and (seconds := forecast.seconds(jobs)) is not None:
+        at_once = f", {jobs} at a time if they do not slow each other down" if jobs > 1 else ""
+        console.print(f"about {forecasting.duration(seconds)} for {len(todo)} runs{at_once}, at the pace of the rounds so far")
+    return todo
 
 
 def announce(k: int, total: int, name: str) -> None:
@@ -203,9 +238,12 @@ def interrupted(running: int) -> None:
 
 
 def run_points(
-    points: Sequence[Point], in_process: bool, cpus_per_client: float, gpus_per_client: float, verbose: bool
+    points: Sequence[Point], in_process: bool, cpus_per_client: float, gpus_per_client: float, verbose: bool, until: int = 0
 ) -> dict[str, str]:
-    """Run one after the other, those with equally many clients on one SuperLink; messages of failed ones by name."""
+    """Run one after the other, those with equally many clients on one SuperLink; messages of failed ones by name.
+
+    until: the round after which each ends, to be continued; 0: the last.
+    """
     failed: dict[str, str] = {}
     started = 0
     for num_clients in dict.fromkeys(point.parsed.num_clients for point in points):
@@ -217,9 +255,9 @@ def run_points(
                 announce(started, len(points), point.name)
                 try:
                     if submit is None:
-                        runs.run_in_process(point.config, point.parsed)
+                        runs.run_in_process(point.config, point.parsed, until)
                     else:
-                        runs.run_one(point.config, submit, verbose)
+                        runs.run_one(point.config, submit, verbose, until=until)
                 except RunFailed:
                     failed[point.name] = "the run failed; the end of its log is above"
                 except Exception as error:  # one bad run must not end a night's sweep

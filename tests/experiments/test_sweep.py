@@ -153,7 +153,7 @@ def test_a_killed_sweep_repeats_nothing_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "s.toml", SMALL.format(rounds=30))
+    write(tmp_path / "s.toml", SMALL.format(rounds=15))
     directory = tmp_path / "runs" / "s"
 
     def again(*words: str) -> str:
@@ -199,7 +199,7 @@ def test_a_killed_sweep_repeats_nothing_finished(
         assert shown in (directory / "results.md").read_text() and shown in out
 
     # another seed: only that is run, with two processes at a time
-    write(tmp_path / "s.toml", SMALL.format(rounds=30).replace("seed = [0, 1]", "seed = [0, 1, 2]"))
+    write(tmp_path / "s.toml", SMALL.format(rounds=15).replace("seed = [0, 1]", "seed = [0, 1, 2]"))
     out = again("--jobs", "2")
     assert "6 runs, 4 finished before, 2 to do" in out
     assert after.items() <= stamps(directory).items() and len(stamps(directory)) == 6
@@ -289,10 +289,10 @@ def test_a_failed_run_does_not_end_the_sweep(
     write(tmp_path / "s.toml", SMALL.format(rounds=1).replace("seed = [0, 1]", ""))
     real = cli.runs.run_in_process
 
-    def fails_for_fedavg(config: Any, parsed: Any) -> Path:
+    def fails_for_fedavg(config: Any, parsed: Any, until: int) -> Path:
         if parsed.method == "fedavg":
             raise RuntimeError("no such luck")
-        return real(config, parsed)
+        return real(config, parsed, until)
 
     monkeypatch.setattr(cli.runs, "run_in_process", fails_for_fedavg)
     code, out, err = corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process")
