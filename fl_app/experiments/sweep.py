@@ -1,8 +1,9 @@
 """Sweeps: many runs from one TOML file, resumable, ending in a table of mean ± std over seeds.
 
 A sweep file has `preset` (a preset's name), `scale` ("small"), `[settings]` (keys of all runs), `[grid]` (key = list of
-values; every combination is a run; `method`, `seed` and `preset` are keys like any other) and `[[variants]]` (tables of keys,
-with an optional `name`; each combination runs once per variant). Later ones win in this order, then `scale`, then --set.
+values; every combination is a run; `method`, `seed` and `preset` are keys like any other; several grids are each a `[[grid]]`) and
+`[[variants]]` (tables of keys, with an optional `name`; each combination runs once per variant). Later ones win in this order,
+then `scale`, then --set.
 A method's own keys do not tell other methods' runs apart: a grid over methods and `fedcac.tau` runs FedAvg once.
 
 A run is the same as another if their keys about data and training are; finished ones (with summary.json) under the sweep's
@@ -47,13 +48,13 @@ Raw = dict[str, Scalar]
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file as read: flat settings, lists of values by key, flat variants."""
+    """A sweep file as read: flat settings, of every grid lists of values by key, flat variants."""
 
     path: Path
     preset: str = ""
     scale: str = "full"
     settings: Mapping[str, Scalar] = field(default_factory=dict)
-    grid: Mapping[str, Sequence[Scalar]] = field(default_factory=dict)
+    grids: Sequence[Mapping[str, Sequence[Scalar]]] = ({},)
     variants: Sequence[Mapping[str, Scalar]] = ()
 
 
@@ -77,27 +78,32 @@ def read(path: Path) -> Sweep:
     for key in content:
         if key not in ("preset", "scale", "settings", "grid", "variants"):
             problems.append(f"{key}: not a part of a sweep file (a run's keys go into [settings] or [grid])")
-    for key, kind in (("preset", str), ("scale", str), ("settings", dict), ("grid", dict), ("variants", list)):
+    if isinstance(content.get("grid"), dict):
+        content["grid"] = [content["grid"]]
+    for key, kind in (("preset", str), ("scale", str), ("settings", dict), ("grid", list), ("variants", list)):
         if not isinstance(content.get(key, kind()), kind):
             problems.append(f"{key}: expected a {'table' if kind is dict else 'string' if kind is str else '[[table]]'}")
             content.pop(key)
+    for key in ("grid", "variants"):
+        problems += [f"{key}: must be tables, got {one!r}" for one in content.get(key, []) if not isinstance(one, dict)]
     scale, variants = content.get("scale", "full"), [flatten(v) for v in content.get("variants", []) if isinstance(v, dict)]
     if scale not in ("full", "small"):
         problems.append(f"scale: must be full or small, got {scale!r}")
-    settings, grid = flatten(content.get("settings", {})), flatten(content.get("grid", {}))
+    grids = [flatten(grid) for grid in content.get("grid", [{}]) if isinstance(grid, dict)]
+    settings = flatten(content.get("settings", {}))
     for table in (settings, *variants):
         problems += [f"{key}: must be one value, got {value!r}" for key, value in table.items() if not _scalar(value)]
-    for key, values in grid.items():
+    for key, values in (pair for grid in grids for pair in grid.items()):
         if not isinstance(values, list) or not values or not all(map(_scalar, values)):
             problems.append(f"grid: {key}: must be a list of values, got {values!r}")
     for key in ("scale", "run-name", "output-dir"):
-        if any(key in table for table in (settings, grid, *variants)):
+        if any(key in table for table in (settings, *grids, *variants)):
             problems.append(f"{key}: not a setting of single runs of a sweep")
     labels = [variant_label(variant) for variant in variants]
     problems += [f"variants: two are named {label!r}" for label in sorted({x for x in labels if labels.count(x) > 1})]
     if problems:
         raise UserError(f"{path}:\n" + "\n".join(f"  {p}" for p in problems))
-    return Sweep(path, content.get("preset", ""), scale, settings, grid, variants)
+    return Sweep(path, content.get("preset", ""), scale, settings, grids, variants)
 
 
 def _scalar(value: object) -> bool:
@@ -137,8 +143,7 @@ def expand(
 
 def _combinations(sweep: Sweep) -> Iterator[tuple[Raw, Raw]]:
     """Yield (varying, changes): what to call a combination, and its keys."""
-    for values in itertools.product(*sweep.grid.values()):
-        chosen = dict(zip(sweep.grid, values, strict=True))
+    for chosen in (dict(zip(grid, values, strict=True)) for grid in sweep.grids for values in itertools.product(*grid.values())):
         for variant in sweep.variants or [{}]:
             changes = {key: value for key, value in variant.items() if key != "name"}
             yield {**chosen, **({"variant": variant_label(variant)} if variant else {})}, {**chosen, **changes}
@@ -152,7 +157,8 @@ def variant_label(variant: Mapping[str, Scalar]) -> str:
 def _methods_named(sweep: Sweep, overrides: Mapping[str, Scalar]) -> list[str]:
     """Methods that any of a sweep's runs may have."""
     tables = (sweep.settings, overrides, *sweep.variants)
-    return [str(name) for name in [*sweep.grid.get("method", []), *(table["method"] for table in tables if "method" in table)]]
+    listed = (name for grid in sweep.grids for name in grid.get("method", []))
+    return [str(name) for name in [*listed, *(table["method"] for table in tables if "method" in table)]]
 
 
 def _merge(

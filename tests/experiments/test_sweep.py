@@ -89,6 +89,25 @@ name = "alone"
     assert {p.parsed.num_server_rounds for p in points(tmp_path / "s.toml", **{"num-server-rounds": 3})} == {3}
 
 
+def test_several_grids_are_put_together_without_duplicates(tmp_path: Path) -> None:
+    text = """
+[settings]
+num-clients = 4
+[[grid]]
+method = ["fedavg", "local"]
+seed = [0]
+[[grid]]
+method = ["local"]
+seed = [0, 1]
+"""
+    found = points(write(tmp_path / "s.toml", text))
+    assert [p.varying for p in found] == [{"method": m, "seed": s} for m, s in (("fedavg", 0), ("local", 0), ("local", 1))]
+    one = points(write(tmp_path / "s.toml", text.replace("[[grid]]", "[grid]", 1).partition("[[grid]]")[0]))
+    assert [p.name for p in one] == [p.name for p in found[:2]]  # a run is the same, whichever grid it is in
+    with pytest.raises(UserError, match="grid: must be tables, got 3"):
+        sweep.read(write(tmp_path / "s.toml", "grid = [3]\n"))
+
+
 def test_wrong_files_are_refused_with_all_their_problems(tmp_path: Path) -> None:
     text = 'preset = 3\nsede = 1\nscale = "tiny"\n[settings]\nrun-name = "x"\nseed = [1]\n[grid]\nmethod = "fedavg"\n'
     with pytest.raises(UserError) as caught:
