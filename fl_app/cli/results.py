@@ -66,6 +66,10 @@ def show_comparison(groups: Sequence[Sequence[Run]], to: float | None) -> None:
 
 def runs(
     directories: Annotated[list[Path] | None, typer.Argument(help="Directories of run folders (default: runs).")] = None,
+    collect: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Also write there what a repository keeps of finished runs, for compare and report."),
+    ] = None,
 ) -> None:
     """List run folders: what is finished, what is running, what can be resumed; a sweep's runs too."""
     from fl_app.experiments.runs import below, listing
@@ -76,6 +80,11 @@ def runs(
         console.print(f"no runs in {', '.join(map(str, places))}", soft_wrap=True)
         return
     show_table(listing(found))
+    if collect is not None:
+        from fl_app.experiments import collect as collecting
+
+        for path in collecting.collect([run for run in found if run.state == "finished"], collect):
+            console.print(f"{path}", soft_wrap=True)
 
 
 def report(

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fl_app import plugins, tasks
 from fl_app.config import RunConfig
@@ -26,6 +26,7 @@ log = logging.getLogger("corolla")
 CONFIG = "config.toml"
 LOCK = ".lock"
 METRICS = "metrics.jsonl"
+METRICS_PACKED = "metrics.jsonl.gz"  # of runs that were collected (fl_app/experiments/collect.py)
 SUMMARY = "summary.json"
 RUN = "run.json"
 CLIENTS = "clients.json"
@@ -221,19 +222,33 @@ def check_state(run: Path) -> None:
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the rounds of a run folder; lines that are none, such as half a line after a crash, are skipped and logged."""
-    path = run / METRICS
-    if not path.is_file():
+    path = next((path for path in (run / METRICS, run / METRICS_PACKED) if path.is_file()), None)
+    if path is None:
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
+    with path.open("rb") as file:
+        for number, line in enumerate(_lines(file, path), 1):
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8", "replace"))
             except ValueError:
                 record = None
             if _is_record(record):
                 yield record
             else:
                 log.warning("%s: line %d is not a round's record; skipped", path, number)
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, of a packed one as far as it can be read."""
+    if path.name != METRICS_PACKED:
+        yield from file
+        return
+    import gzip
+    import zlib
+
+    try:
+        yield from gzip.open(file)
+    except (OSError, EOFError, zlib.error) as error:
+        log.warning("%s cannot be read to its end: %s", path, error)
 
 
 _PARTS: dict[str, type] = {

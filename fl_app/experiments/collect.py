@@ -1,0 +1,83 @@
+"""Finished runs as what a repository keeps of them (`corolla runs --collect`): config, run.json, summary, rounds packed.
+
+`corolla compare` and `corolla report` read such folders as any others. Of clients' entries the headline metric and the number of
+test samples stay; of a round's other figures numbers, seconds and failures. Paths of the machine the run was on are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.experiments.runs import Record, Run
+from fl_app.files import make_directory, publish, publish_text, room
+from fl_app.keys import Scalar, specs
+from fl_app.server.run_folder import CONFIG, METRICS_PACKED, RUN, SUMMARY, read_about
+from fl_app.toml import to_toml
+
+DIGITS, SECONDS_DIGITS = 6, 3  # of clients' metrics; of seconds
+_PATHS = ("dataset", "partition")  # keys that may hold one, `kind:/path`
+
+
+def collect(runs: Iterable[Run], directory: Path) -> list[Path]:
+    """Write what is kept of finished runs into folders of their names; the folders, of which those of the same runs are replaced.
+
+    Raises UserError before anything is written if a name is taken by another run.
+    """
+    targets: dict[Path, Run] = {}
+    for run in runs:
+        target = directory / run.path.resolve().name
+        taken = targets[target].about if target in targets else read_about(target)
+        if (taken or target.exists()) and taken.get("experiment") != run.about.get("experiment"):
+            raise UserError(f"{target} is there already and holds another run than {run.path}; move or remove one of them")
+        targets[target] = run
+    for target, run in targets.items():
+        text = "".join(json.dumps(rounded(record, run.headline.name)) + "\n" for record in run.rounds.values())
+        packed = gzip.compress(text.encode(), mtime=0)
+        with room("--collect", directory):
+            make_directory(target)
+            publish_text(target / CONFIG, to_toml(settings(run.settings, target.name)))
+            publish_text(target / RUN, json.dumps(run.about) + "\n")
+            publish(target / METRICS_PACKED, functools.partial(Path.write_bytes, data=packed))
+            publish_text(target / SUMMARY, json.dumps(without_path(run.summary), indent=2) + "\n")
+    return list(targets)
+
+
+def settings(config: Mapping[str, Scalar], name: str) -> dict[str, Scalar]:
+    """Return a run's flat config with the defaults of keys that say where files lie, and names instead of other paths."""
+    places = {spec.name: spec.default for spec in specs(RunConfig) if spec.about == "place"}
+    kept = {**config, **{key: value for key, value in places.items() if key in config}, "run-name": name}
+    if kept.get("initial-weights"):
+        kept["initial-weights"] = Path(str(kept["initial-weights"])).name
+    return without_path(kept)
+
+
+def without_path(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config or summary whose data set and partition are named without the folder they lie in."""
+    cut = {}
+    for key in (key for key in _PATHS if key in table):
+        kind, colon, path = str(table[key]).partition(":")
+        cut[key] = f"{kind}{colon}{Path(path).name}"
+    return {**table, **cut}
+
+
+def rounded(record: Record, metric: str) -> Record:
+    """Return what is kept of a round's record: its numbers, seconds, failures and evaluation, clients' metric and test samples."""
+    kept = {key: value for key, value in record.items() if isinstance(value, int | float | None) or key == "failures"}
+    kept["seconds"] = {phase: round(seconds, SECONDS_DIGITS) for phase, seconds in record.get("seconds", {}).items()}
+    kept["clients"] = _rows(record.get("clients", {}), (f"{metric}-before", f"{metric}-after", "test-samples"))
+    if "evaluation" in record:
+        names = (metric, f"{metric}-finetuned", "test-samples")
+        kept["evaluation"] = {**record["evaluation"], "clients": _rows(record["evaluation"].get("clients", {}), names)}
+    return kept
+
+
+def _rows(clients: Mapping[str, Record], names: tuple[str, ...]) -> dict[str, Record]:
+    rows = {i: {name: row[name] for name in names if row.get(name) is not None} for i, row in clients.items()}
+    return {i: {name: round(value, DIGITS) for name, value in row.items()} for i, row in rows.items()}

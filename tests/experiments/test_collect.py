@@ -1,0 +1,89 @@
+"""What a repository keeps of runs: without the machine's paths, and read by compare and report as the runs themselves are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fl_app.errors import UserError
+from fl_app.experiments import compare, paired
+from fl_app.experiments.collect import collect
+from fl_app.experiments.runs import Run, find
+from fl_app.report import arrays
+from strategies import METHOD_PARAMS
+from tests.conftest import Command
+
+
+@pytest.fixture
+def runs(run: Any, tmp_path: Path) -> Path:
+    """Write three finished runs' folders: FedOBP with two seeds, FedAvg."""
+    for name, keys in (("a", {}), ("b", {"seed": 1}), ("c", {"method": "fedavg"})):
+        run(run_name=name, **{"method": "fedobp", "evaluate_every": 1, "finetune_epochs": 1, **keys})
+    return tmp_path / "runs"
+
+
+def test_collected_runs_compare_as_the_runs_do(runs: Path, tmp_path: Path) -> None:
+    kept = collect(find([runs]), tmp_path / "kept")
+    assert kept == [tmp_path / "kept" / name for name in "abc"]
+    assert {p.name for p in kept[0].iterdir()} == {"config.toml", "run.json", "summary.json", "metrics.jsonl.gz"}
+    found = []
+    for where in (runs, tmp_path / "kept"):
+        groups = compare.group(compare.load([where], METHOD_PARAMS)[0])
+        found.append((compare.side_by_side(groups), paired.table(groups), compare.measured(groups)))
+    assert found[0] == found[1] and len(found[0][0]) == 3
+    for before, after in zip(arrays.read_runs([runs]), arrays.read_runs(kept), strict=True):
+        assert before.metric == after.metric and list(before.rounds) == list(after.rounds)
+        assert before.figures == after.figures and before.classes == after.classes
+        for name in ("before", "after", "evaluation"):
+            curves = [arrays.curve([one], name) for one in (before, after)]
+            assert curves[0] is not None and curves[1] is not None
+            assert curves[1].mean == pytest.approx(curves[0].mean, abs=1e-6)
+        assert arrays.server_seconds(after) == pytest.approx(arrays.server_seconds(before), abs=2e-3)
+        assert arrays.spent(before) == arrays.spent(after)
+
+
+def test_no_path_of_the_machine_is_kept_and_the_bytes_are_always_the_same(runs: Path, tmp_path: Path) -> None:
+    config = runs / "a" / "config.toml"
+    config.write_text(config.read_text().replace('dataset = "digits"', f'dataset = "folder:{tmp_path}/images"'))
+    summary = json.loads((runs / "a" / "summary.json").read_text())
+    (runs / "a" / "summary.json").write_text(json.dumps({**summary, "dataset": f"folder:{tmp_path}/images"}))
+    collect(find([runs]), tmp_path / "one")
+    collect(find([runs]), tmp_path / "two")
+    files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").glob("*/*"))
+    assert len(files) == 12
+    for file in files:
+        content = (tmp_path / "one" / file).read_bytes()
+        assert content == (tmp_path / "two" / file).read_bytes()
+        text = gzip.decompress(content) if file.suffix == ".gz" else content
+        assert str(tmp_path).encode() not in text and b"sha256" not in text.replace(b"frozen-sha256", b""), file
+    assert Run(tmp_path / "one" / "a").settings["dataset"] == "folder:images"
+    assert Run(tmp_path / "one" / "a").summary["dataset"] == "folder:images"
+
+
+def test_a_collected_run_is_replaced_by_itself_alone(runs: Path, tmp_path: Path) -> None:
+    collect(find([runs]), tmp_path / "kept")
+    collect(find([runs / "a"]), tmp_path / "kept")
+    (runs / "b" / "run.json").replace(runs / "a" / "run.json")
+    with pytest.raises(UserError, match=f"{tmp_path}/kept/a is there already and holds another run than {runs}/a"):
+        collect(find([runs / "a"]), tmp_path / "kept")
+
+
+def test_a_packed_file_is_read_as_far_as_it_goes(runs: Path, tmp_path: Path) -> None:
+    (kept,) = collect(find([runs / "a"]), tmp_path / "kept")
+    packed = (kept / "metrics.jsonl.gz").read_bytes()
+    assert list(Run(kept).rounds) == [1, 2]
+    (kept / "metrics.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    assert list(Run(kept).rounds) in ([], [1])
+    (kept / "metrics.jsonl.gz").write_bytes(b"nothing packed")
+    assert Run(kept).rounds == {}
+
+
+def test_the_command(runs: Path, tmp_path: Path, command: Command) -> None:
+    (runs / "b" / "summary.json").unlink()
+    code, out, _ = command("runs", runs, "--collect", tmp_path / "kept")
+    assert code == 0 and out.splitlines()[-2:] == [str(tmp_path / "kept" / name) for name in "ac"]
+    assert {p.name for p in (tmp_path / "kept").iterdir()} == {"a", "c"}
