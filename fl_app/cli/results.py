@@ -28,6 +28,7 @@ def compare(
 
     Runs that differ in the seed alone are one row. The first row's runs are what the others are compared with.
     """
+    from fl_app.experiments import candidates
     from fl_app.experiments import compare as comparing
 
     found, unfinished = comparing.load(runs, METHOD_PARAMS)
@@ -40,6 +41,10 @@ def compare(
     if lines:
         show_table(comparing.table(lines))
         typer.echo("accuracies in per cent; ours: mean ± standard deviation over n seeds")
+        if every := candidates.table(lines):
+            typer.echo()
+            show_table(every)
+            typer.echo(candidates.CAPTION)
     for line in lines:
         typer.echo("\n".join([f"\n{line.preset.name}", *(f"  {text}" for text in comparing.describe(line))]))
     matched = {id(run) for line in lines for run in line.runs}

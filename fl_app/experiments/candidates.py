@@ -1,0 +1,88 @@
+"""Which of our figures is the one a paper prints: all of them beside it (`corolla compare --paper`).
+
+A paper that says "accuracy" may mean that of the last test or of the best, the mean over clients or over all their test samples,
+before or after a client fine-tunes. Tests are the evaluations of all clients (`evaluate-every`). After training, only a round's
+clients are known: the mean over the last rounds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from fl_app.experiments.compare import LAST_ROUNDS, Line, Run
+from fl_app.experiments.grouping import mean_std
+from fl_app.experiments.table import show
+
+Figure = tuple[float, float | None]  # mean and standard deviation over seeds, ratios
+
+MEANINGS = {"": "mean over clients", "-pooled": "over all test samples"}
+STAGES = {"": "before", "-finetuned": "fine-tuned"}
+CAPTION = (
+    "tests: evaluations of all clients, before and after a client fine-tunes; last / best of a run's tests. mean: over clients; "
+    f"pooled: over all test samples. trained: a round's clients after training, last {LAST_ROUNDS} rounds. distance: mean of the "
+    "differences from the published figures, signs aside"
+)
+
+
+def tests(run: Run) -> list[int]:
+    """Return the rounds after which all clients were tested."""
+    return [t for t, record in run.folder.rounds.items() if record.get("evaluation")]
+
+
+def figures(run: Run) -> dict[str, float]:
+    """Return a run's figures by name: `before, mean, last` and the like; those it does not have are absent."""
+    rounds, metric = run.folder.rounds, run.folder.headline
+    found: dict[str, float] = {}
+    for stage, when in STAGES.items():
+        for end in MEANINGS:
+            values = [rounds[t]["evaluation"].get(f"{metric.name}{stage}{end}") for t in tests(run)]
+            if values and None not in values:
+                how = f"{when}, {end.removeprefix('-') or 'mean'}"
+                found |= {f"{how}, last": values[-1], f"{how}, best": metric.best(values)}
+    for end in MEANINGS:
+        after = [record.get(f"{metric.name}-after{end}") for record in list(rounds.values())[-LAST_ROUNDS:]]
+        if known := [value for value in after if value is not None]:
+            found[f"trained, {end.removeprefix('-') or 'mean'}"] = statistics.fmean(known)
+    return found
+
+
+def over_seeds(runs: Sequence[Run]) -> dict[str, Figure]:
+    """Return the figures that all of some runs have, mean and standard deviation over them."""
+    every = [figures(run) for run in runs]
+    return {name: mean_std([one[name] for one in every]) for name in every[0] if all(name in one for one in every)}
+
+
+def distances(lines: Sequence[Line], found: Sequence[Mapping[str, Figure]]) -> dict[str, float]:
+    """Return, in per cent points, how far each figure that all lines have is from the published ones on average."""
+    names = [name for name in found[0] if all(name in one for one in found)]
+    pairs = [(line.preset.published.mean, one) for line, one in zip(lines, found, strict=True) if line.preset.published]
+    return {name: statistics.fmean(abs(100 * one[name][0] - published) for published, one in pairs) for name in names}
+
+
+def table(lines: Sequence[Line]) -> list[list[str]]:
+    """Return every figure of groups of runs beside the published one, header first, in per cent; last / best in one cell.
+
+    Where there are several groups, a last line has the distances. Empty if no run has any figure.
+    """
+    found = [over_seeds(line.runs) for line in lines]
+    names = list(dict.fromkeys(name for one in found for name in one))
+    columns = list(dict.fromkeys(name.removesuffix(", last").removesuffix(", best") for name in names))
+    if not columns:
+        return []
+    several = any(len(tests(run)) > 1 for line in lines for run in line.runs)
+
+    def cell(values: Mapping[str, str], column: str) -> str:
+        if column in values or f"{column}, last" not in values:
+            return values.get(column, "n/a")
+        last, best = values[f"{column}, last"], values[f"{column}, best"]
+        return f"{last} / {best}" if several else last
+
+    out = [["preset", "published", *columns]]
+    for line, one in zip(lines, found, strict=True):
+        shown = {name: show(value) for name, value in one.items()}
+        out.append([line.preset.name, str(line.preset.published), *(cell(shown, column) for column in columns)])
+    if len(lines) > 1:
+        away = {name: f"{value:.2f}" for name, value in distances(lines, found).items()}
+        out.append(["distance", "", *(cell(away, column) for column in columns)])
+    return out
