@@ -87,9 +87,10 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# what it writes into pyproject.toml is the run config's defaults, which need no new installation
+# the reference, and the tables of docs/results.md; what it writes into pyproject.toml is the run config's defaults, which need no new installation
 docs: install
 	$(BIN)/corolla reference
+	$(BIN)/python -m benchmarks.results_page
 	touch $(VENV)/.installed
 
 clean:

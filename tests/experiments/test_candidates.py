@@ -1,4 +1,4 @@
-"""All figures that a paper may mean, by hand."""
+"""All figures that a paper may mean, by hand; and the page of results, which is made of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import results_page
 from fl_app.experiments import candidates, compare
+from fl_app.experiments.candidates import CAPTION
 from strategies import METHOD_PARAMS
 from tests.experiments.test_compare import lines, run_folder
 
@@ -56,3 +58,39 @@ def test_the_table_has_seeds_together_and_the_distances_from_the_papers_figures(
 def test_a_single_test_has_no_best(tmp_path: Path) -> None:
     _, row = candidates.table(lines(run_tested(tmp_path, "a", FASHION, [0.9])))
     assert row[2] == "90.00"
+
+
+# The page
+
+
+def test_the_page_is_what_the_runs_in_results_make_it() -> None:
+    text = results_page.PAGE.read_text(encoding="utf-8")
+    assert results_page.page(text, results_page.ROOT / "results") == text, "make docs"
+    marks = {found[2] for found in results_page._BLOCK.finditer(text)}
+    assert marks == set(results_page.COLUMNS)
+    there = {p.name for p in (results_page.ROOT / "results").glob("*") if p.is_dir()}
+    assert there <= marks, "runs that no table shows"
+
+
+def test_every_figure_that_is_far_from_its_paper_is_explained() -> None:
+    text = results_page.PAGE.read_text(encoding="utf-8")
+    for name in results_page.COLUMNS:
+        own = text.partition(f"<!-- results/{name} -->")[2].partition("\n## ")[0].partition("<!-- end -->")[2]
+        for line in results_page.lines_of(name, results_page.ROOT / "results" / name):
+            assert not results_page.far(line) or f"**{line.runs[0].config.method}" in own, f"{name}: say why of {line.preset.name}"
+
+
+def test_a_block_has_what_was_run_what_is_far_and_what_is_left(tmp_path: Path) -> None:
+    empty = results_page.block("fedobp-fashion-mnist", tmp_path).strip()
+    assert empty.startswith("None of its 19 runs has been made yet: `corolla sweep sweeps/fedobp-fashion-mnist.toml --in-process`")
+    tuned = {"finetune_epochs": 5, "evaluate_every": 100}
+    run_tested(tmp_path, "a", FASHION, [0.95, 0.958], **tuned)
+    run_tested(tmp_path, "b", f"{FASHION}/local", [0.90, 0.88], local_epochs=3, **tuned)
+    text = results_page.block("fedobp-fashion-mnist", tmp_path)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows] == ["| method", "| fedobp", "| local\\*", "| distance"]  # 96.80 for 96.89; 89.00 for 94.93
+    assert rows[1][-3:] == ["1", "400", "6.0 |"] and rows[1][2] == "95.80 / 95.80"
+    assert "- local, settings that differ: local-epochs 3 (paper: 5)" in text and CAPTION[1:] in text
+    left = text.partition("Not run yet: ")[2]
+    assert left.startswith("fedavg (seeds 0, 1, 2), ") and "fedper (seed 0), " in left and "fedobp (seeds 1, 2), " in left
+    assert "distance" not in results_page.block("fedobp-cifar10", tmp_path / "nothing")

@@ -1,0 +1,121 @@
+"""Writes the tables of docs/results.md, between its marks, from the runs in results/ (`make docs`).
+
+python -m benchmarks.results_page
+
+A column of a paper's table is a sweep file, sweeps/NAME.toml, and what was collected of its runs, results/NAME. What of the
+sweep is not there is named, with the command that runs it.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fl_app.experiments import candidates, compare, sweep
+from fl_app.experiments.compare import Line
+from fl_app.experiments.sweep import Point
+from strategies import METHOD_PARAMS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "results.md"
+COLUMNS = {  # by sweep, and what a data set of image files counts as
+    "fedobp-fashion-mnist": "fashion-mnist",
+    "fedobp-cifar10": "cifar10",
+    "fedcac-cifar10-cut": "cifar10",
+}
+FAR_POINTS, FAR_STD = 2.0, 2.0  # a figure is far from the published one if it is by more than both
+_BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def far(line: Line) -> bool:
+    """Tell whether our figure is so far from the published one that the page must say why."""
+    published = line.preset.published
+    if published is None or line.ours is None:
+        return False
+    away = abs(100 * line.ours[0] - published.mean)
+    return away > FAR_POINTS and away > FAR_STD * (published.std or 0.0)
+
+
+def lines_of(name: str, results: Path) -> list[Line]:
+    """Return the collected runs of a sweep beside their published figures, highest published first; none if there are none."""
+    if not any(results.glob("*/summary.json")):
+        return []
+    groups = compare.group(compare.load([results], METHOD_PARAMS)[0])
+    lines = []
+    for runs in groups:
+        found = compare.beside(runs, METHOD_PARAMS, COLUMNS[name] if ":" in runs[0].config.dataset else "")
+        if not found:
+            raise SystemExit(f"{runs[0].folder.path}: no published counterpart")
+        lines += found[:1]
+    return sorted(lines, key=lambda line: -line.preset.published.mean if line.preset.published else 0.0)
+
+
+def missing(points: Sequence[Point], lines: Sequence[Line]) -> list[str]:
+    """Name the runs of a sweep that were not collected."""
+    there = {(run.config.method, run.config.seed) for line in lines for run in line.runs}
+    seeds: dict[str, list[int]] = {}
+    for config in (point.parsed for point in points):
+        if (config.method, config.seed) not in there:
+            seeds.setdefault(config.method, []).append(config.seed)
+    return [f"{method} ({'seed' if len(of) == 1 else 'seeds'} {', '.join(map(str, of))})" for method, of in seeds.items()]
+
+
+def table(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the lines of a column's table: the candidates, then what they cost."""
+    header, *rows = candidates.table(lines)
+    away = rows[len(lines) :]
+    yield f"| method | {' | '.join(header[1:])} | seeds | rounds | s a round |"
+    yield "|" + "---|" * (len(header) + 3)
+    for line, row in zip(lines, rows, strict=False):
+        seconds = [r["seconds"]["round"] for run in line.runs for r in run.folder.rounds.values()]
+        config = line.runs[0].config
+        cells = [config.method + "\\*" * far(line), *row[1:], str(len(line.runs)), str(config.num_server_rounds)]
+        yield f"| {' | '.join(cells)} | {statistics.median(seconds):.1f} |"
+    for row in away:
+        yield f"| {' | '.join(row)} | | | |"
+
+
+def block(name: str, results: Path) -> str:
+    """Return what stands between a column's marks."""
+    points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
+    lines = lines_of(name, results)
+    command = f"`corolla sweep sweeps/{name}.toml --in-process`"
+    after = f"then `corolla runs runs/{name} --collect results/{name}` and `make docs`"
+    left = missing(points, lines)
+    text = [""]
+    if lines:
+        text += [*table(lines), "", f"{candidates.CAPTION[0].upper()}{candidates.CAPTION[1:]}. Seconds: the median round's.", ""]
+        if any(far(line) for line in lines):
+            how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
+            text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]
+        for line in lines:
+            if line.differences:
+                pairs = ", ".join(f"{key} {mine} (paper: {theirs})" for key, mine, theirs in line.differences)
+                text += [f"- {line.runs[0].config.method}, settings that differ: {pairs}"]
+        notes = dict.fromkeys(note for line in lines for note in line.preset.notes)
+        text += [*(f"- {note}" for note in notes), ""]
+    if left and lines:
+        text += [f"Not run yet: {', '.join(left)}. {command} goes on with them, {after}.", ""]
+    elif left:
+        text += [f"None of its {len(points)} runs has been made yet: {command}, {after}.", ""]
+    return "\n".join(text)
+
+
+def page(text: str, results: Path) -> str:
+    """Return the page with its blocks made anew."""
+    return _BLOCK.sub(lambda found: f"{found[1]}{block(found[2], results / found[2])}{found[3]}", text)
+
+
+def main() -> None:
+    """Rewrite docs/results.md."""
+    text = PAGE.read_text(encoding="utf-8")
+    new = page(text, ROOT / "results")
+    if new != text:
+        PAGE.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
