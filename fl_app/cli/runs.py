@@ -264,12 +264,13 @@ def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: 
 
 def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig, until: int = 0) -> Path:
     """Run without Ray or SuperLink. until: as of `run_one`."""
-    from client_app.client_app import app as client_app
-    from fl_app import server_app
-    from fl_app.server.inprocess import InProcessGrid
-
     display = Display(parsed.method, console, parsed.num_server_rounds, until=until)
     with stopping(display, "--in-process "), display, log_to(display), answered(display):
+        display.step("starting server and clients in this process")
+        from client_app.client_app import app as client_app
+        from fl_app import server_app
+        from fl_app.server.inprocess import InProcessGrid
+
         return server_app.run(InProcessGrid(client_app, config, parsed.num_clients), parsed, display.progress).path
 
 

@@ -147,7 +147,6 @@ def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
 
 def check_locally(config: RunConfig) -> None:
     """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
-    from client_app.loaded import resolve_device
     from fl_app import data, tasks, tracking
     from fl_app.layout import Layout
 
@@ -157,9 +156,11 @@ def check_locally(config: RunConfig) -> None:
     method = METHODS[config.method]
     method.check(config)
     tasks.measured(config)
-    resolve_device(config.device)
     with waiting(console) as shown:
         shown.step("checking the data and the model", brief=True)
+        from client_app.loaded import resolve_device  # here, for torch takes seconds
+
+        resolve_device(config.device)
         info = data.check(config)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
 
-SILENCE = 8.0  # seconds after which plain output says again what is going on
+SILENCE = 5.0  # seconds after which plain output says again what is going on: never ten without a word, on a busy machine too
 _TICK = 0.5
 
 

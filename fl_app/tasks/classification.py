@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from fl_app.tasks.task import Metric, Task
+from fl_app.tasks.torchmetrics_part import functional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,7 @@ class Classification(Task):
     """Labels int64 [n], outputs logits [n, C].
 
     Accuracy is counted; balanced accuracy (mean recall of the classes there are), macro F1 and AUC (one class against the rest,
-    mean over the classes that have both) are torchmetrics', which takes seconds to import: they are measured if asked for.
+    mean over the classes that have both) are torchmetrics', which takes a second to import: they are measured if asked for.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -65,26 +66,21 @@ def _accuracy(outputs: Tensor, y: Tensor) -> float:
 
 
 def _balanced_accuracy(outputs: Tensor, y: Tensor) -> float:
-    from torchmetrics.functional.classification import multiclass_recall
-
-    recalls = multiclass_recall(outputs, y, outputs.shape[1], average="none")
+    recalls = functional("classification").multiclass_recall(outputs, y, outputs.shape[1], average="none")
     return float(recalls[y.bincount(minlength=outputs.shape[1]) > 0].mean())
 
 
 def _macro_f1(outputs: Tensor, y: Tensor) -> float:
-    from torchmetrics.functional.classification import multiclass_f1_score
-
-    return float(multiclass_f1_score(outputs, y, outputs.shape[1], average="macro"))
+    return float(functional("classification").multiclass_f1_score(outputs, y, outputs.shape[1], average="macro"))
 
 
 def _auc(outputs: Tensor, y: Tensor) -> float:
-    from torchmetrics.functional.classification import multiclass_auroc
-
     counts = y.bincount(minlength=outputs.shape[1])
     both = (counts > 0) & (counts < len(y))
     if not both.any():
         return math.nan
-    return float(multiclass_auroc(outputs.softmax(1), y, outputs.shape[1], average="none")[both].mean())
+    per_class = functional("classification").multiclass_auroc(outputs.softmax(1), y, outputs.shape[1], average="none")
+    return float(per_class[both].mean())
 
 
 _MEASURES: Mapping[str, Callable[[Tensor, Tensor], float]] = {

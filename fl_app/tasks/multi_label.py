@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.tasks.task import Metric, Task
+from fl_app.tasks.torchmetrics_part import functional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +38,7 @@ class MultiLabel(Task):
 
     def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> Mapping[str, float]:
         """Return metrics by name."""
-        from torchmetrics.functional.classification import multilabel_auroc, multilabel_f1_score
-
+        torchmetrics = functional("classification")
         found: dict[str, float] = {}
         probabilities, truth = outputs.sigmoid(), y.long()
         both = (truth.amin(0) == 0) & (truth.amax(0) == 1)
@@ -46,15 +46,13 @@ class MultiLabel(Task):
             warnings.simplefilter("ignore")  # about labels that all samples have, or none: they are left out here
             for name in names:
                 if name == "f1":
-                    found[name] = float(multilabel_f1_score(probabilities, truth, y.shape[1], average="macro"))
+                    found[name] = float(torchmetrics.multilabel_f1_score(probabilities, truth, y.shape[1], average="macro"))
                 elif not both.any():
                     found[name] = math.nan
                 elif y.shape[1] == 1:  # torchmetrics wants two labels at least
-                    from torchmetrics.functional.classification import binary_auroc
-
-                    found[name] = float(binary_auroc(probabilities[:, 0], truth[:, 0]))
+                    found[name] = float(torchmetrics.binary_auroc(probabilities[:, 0], truth[:, 0]))
                 else:
-                    per_label = multilabel_auroc(probabilities, truth, y.shape[1], average="none")
+                    per_label = torchmetrics.multilabel_auroc(probabilities, truth, y.shape[1], average="none")
                     found[name] = float(per_label[both].mean())
         return found
 

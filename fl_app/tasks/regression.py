@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from fl_app.tasks.task import Metric, Task
+from fl_app.tasks.torchmetrics_part import functional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +17,7 @@ class Regression(Task):
     """Targets and outputs float32 [n, k].
 
     RMSE and MAE are over samples and targets together, R2 is the mean over targets; it needs two samples. torchmetrics computes MAE
-    and R2; it takes seconds to import, so that RMSE, which every round asks for, is the root of torch's own mean squared error.
+    and R2; it takes a second to import, so that RMSE, which every round asks for, is the root of torch's own mean squared error.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -36,11 +37,7 @@ class Regression(Task):
             if name == "rmse":
                 found[name] = math.sqrt(float((outputs.double() - y.double()).square().mean()))
             elif name == "mae":
-                from torchmetrics.functional.regression import mean_absolute_error
-
-                found[name] = float(mean_absolute_error(outputs.flatten(), y.flatten()))
+                found[name] = float(functional("regression").mean_absolute_error(outputs.flatten(), y.flatten()))
             else:
-                from torchmetrics.functional.regression import r2_score
-
-                found[name] = float(r2_score(outputs.squeeze(1), y.squeeze(1))) if len(y) > 1 else math.nan
+                found[name] = float(functional("regression").r2_score(outputs.squeeze(1), y.squeeze(1))) if len(y) > 1 else math.nan
         return found

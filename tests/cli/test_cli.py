@@ -168,6 +168,7 @@ def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp
     assert code == 0, err
     assert "fedcac" in out and str(tmp_path / "runs" / "one") in out.replace("\n", "")
     told = " ".join(out.split())
+    assert told.startswith("starting server and clients in this process")
     assert "so it can be below final" in told and "before and after, while it runs: the model a client receives" in told
     assert "next: corolla report runs/one " in told
     code, out, _ = corolla("export", "runs/one", "--client", "1")

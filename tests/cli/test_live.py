@@ -184,11 +184,11 @@ def test_plain_output_has_words_before_the_first_round(monkeypatch: pytest.Monke
     shown.raw("INFO :  Starting Flower Simulation")
     for done in (0, 1, 2, 3):
         shown.progress("clients connected", done, 3)
-        clock[0] += 5
+        clock[0] += 4
         shown._plain.remind()
     expected = [
         "sending the app to the SuperLink", "starting the run's process", "unpacking the app, starting Ray",
-        "  clients connected: 1/3 (10 s)", "  clients connected: 3/3 (20 s)",
+        "  clients connected: 1/3 (8 s)", "  clients connected: 3/3 (16 s)",
     ]  # fmt: skip
     assert console.file.getvalue() == "".join(f"{line}\n" for line in expected)  # type: ignore[attr-defined]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +79,26 @@ def test_regression_is_torchmetrics(columns: int) -> None:
     assert found == pytest.approx({name: float(value) for name, value in want.items()}, abs=1e-6)
     assert math.isnan(Regression().measure(outputs[:1], y[:1], ("r2",))["r2"])
     assert Regression().total(outputs, y).item() == pytest.approx(40 * Regression().loss(outputs, y).item())
+
+
+MEASURED = """
+import json, sys, torch
+from fl_app.tasks import Classification, MultiLabel, Regression
+generator = torch.Generator().manual_seed(3)
+logits, y = torch.randn(50, 3, generator=generator), torch.randint(0, 2, (50, 3), generator=generator)
+found = [
+    Classification().measure(logits, y[:, 0] + y[:, 1], ("balanced-accuracy", "macro-f1", "auc")),
+    MultiLabel().measure(logits, y.float(), ("auc", "f1")), Regression().measure(logits, y.float(), ("mae", "r2")),
+]
+"""
+
+
+def test_a_part_of_torchmetrics_measures_as_the_whole() -> None:
+    heavy = "print(json.dumps([found, sorted({'torchvision', 'torch._dynamo', 'scipy', 'torchmetrics'} & set(sys.modules))]))"
+    part = subprocess.run([sys.executable, "-c", MEASURED + heavy], capture_output=True, text=True, check=True, timeout=120)
+    whole: dict[str, Any] = {}
+    exec(MEASURED, whole)  # here torchmetrics was imported at the top
+    assert json.loads(part.stdout) == [whole["found"], []]
 
 
 def test_the_users_own_task(tmp_path: Path) -> None:
