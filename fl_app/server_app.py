@@ -32,7 +32,7 @@ from fl_app.server.log_lines import (
     stopped_line,
 )
 from fl_app.server.record import summarize
-from fl_app.server.run_folder import FROZEN, SHAPE, RunFolder, read_metrics
+from fl_app.server.run_folder import FROZEN, SHAPE, TESTED, RunFolder, read_metrics
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
 
@@ -84,7 +84,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     if config.resume:
         folder = RunFolder.resume(config)
     else:
-        facts = {SHAPE: roster.shape._asdict(), FROZEN: layout.constants}
+        facts = {SHAPE: roster.shape._asdict(), FROZEN: layout.constants, TESTED: method.tested(config)}
         folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures, facts)
     try:
         log.info("%s", folder_line(folder.path))
@@ -103,6 +103,8 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
             log.info("%s", resumed_line(strategy.round))
         here = () if os.environ.get(SIMULATION) else tracking.wanted(config.resolved)
         with tracking.following(here, folder.path, strategy.round, log.warning):
+            if tested := method.tested(config):
+                log.info("%s: %s", config.method, tested)
             strategy.start(exchange)
             folder.write_clients(roster.properties)  # again: some may have come later
             if strategy.round < config.num_server_rounds:

@@ -76,6 +76,14 @@ class APFLUpdate(LocalUpdate[APFLParams]):
 
     reports = ("alpha",)
 
+    @classmethod
+    def tested(cls, params: APFLParams) -> str:
+        """The mixtures."""
+        return (
+            "before and after training are of each client's own model mixed with a shared one: the one it receives, and the one it "
+            "trained"
+        )
+
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> Model:
         """Mix the client's own model with a shared one."""
         if "apfl.params" not in state.arrays:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_tensors
+from strategies.base import OWN_MODEL, ClientState, LocalUpdate, Method, RoundContext, all_tensors
 from strategies.fedavg import FedAvg
 from strategies.fedprox import proximal
 
@@ -35,6 +35,11 @@ class DittoParams:
 
 class DittoUpdate(LocalUpdate[DittoParams]):
     """Client half: FedAvg's training, then the personal model's."""
+
+    @classmethod
+    def tested(cls, params: DittoParams) -> str:
+        """The client's own model."""
+        return OWN_MODEL
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[DittoParams]) -> Model:
         """Train the copy that is sent, then the personal model, which stays in `state`."""

@@ -26,7 +26,16 @@ from fl_app.keys import NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
 from fl_app.layout import Model
 from fl_app.report.kinds import Matrix
 from strategies import aggregate
-from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
+from strategies.base import (
+    OWN_MODEL,
+    ClientState,
+    LocalUpdate,
+    Method,
+    PersonalizedStrategy,
+    RoundContext,
+    Uploads,
+    all_tensors,
+)
 from strategies.fedprox import proximal
 
 log = logging.getLogger("corolla")
@@ -142,6 +151,11 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
 
 class FedAMPUpdate(LocalUpdate[FedAMPParams]):
     """Client half: its own model, and a proximal term to the cloud model."""
+
+    @classmethod
+    def tested(cls, params: FedAMPParams) -> str:
+        """The client's own model."""
+        return OWN_MODEL
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedAMPParams]) -> Model:
         """Minimise the loss + lambda/(2 alpha_K) ||w - u||^2 from the client's own model, u being what it received."""

@@ -28,7 +28,7 @@ from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
 from fl_app.report.kinds import Scalars
 from fl_app.wire import Upload, WireError
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
+from strategies.base import OWN_MODEL, ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
 from strategies.fedavg import FedAvg
 
 if TYPE_CHECKING:
@@ -94,6 +94,11 @@ class FedAS(FedAvg[FedASParams]):
 
 class FedASUpdate(LocalUpdate[FedASParams]):
     """Client half. State: the client's own model, whole."""
+
+    @classmethod
+    def tested(cls, params: FedASParams) -> str:
+        """The client's own model."""
+        return OWN_MODEL
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedASParams]) -> Model:
         """The received body under the client's own classifier."""

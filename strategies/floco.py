@@ -35,7 +35,16 @@ from threadpoolctl import threadpool_limits
 from fl_app import rng
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, Rule, key
 from fl_app.layout import Layout, Model, Slot, packed
-from strategies.base import ClientState, LocalUpdate, Method, Objective, RoundContext, Uploads, all_but_classifier
+from strategies.base import (
+    OWN_MODEL,
+    ClientState,
+    LocalUpdate,
+    Method,
+    Objective,
+    RoundContext,
+    Uploads,
+    all_but_classifier,
+)
 from strategies.fedavg import FedAvg
 from strategies.fedprox import proximal
 
@@ -283,6 +292,11 @@ class FLOCO(FedAvg[FLOCOParams]):
 
 class FLOCOUpdate(LocalUpdate[FLOCOParams]):
     """Client half. State, with FLOCO+ alone: the personal simplex model."""
+
+    @classmethod
+    def tested(cls, params: FLOCOParams) -> str:
+        """The client's own model, with FLOCO+."""
+        return OWN_MODEL if params.personal_epochs else ""
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FLOCOParams]) -> Model:
         """Set the point at which this message's models are evaluated."""

@@ -268,6 +268,14 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
     def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> None:
         """Keep nothing: a head follows from the Gaussians."""
 
+    @classmethod
+    def tested(cls, params: PFedFDAParams) -> str:
+        """The bodies under classifiers that are computed."""
+        return (
+            "before and after training are of the body each client receives, and of the one it trained, both under a classifier "
+            "computed from its own features there"
+        )
+
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> Model:
         """Put the head of the adapted Gaussians on a body."""
         return self.under(self.adapted(model, ctx)[0], model, ctx)

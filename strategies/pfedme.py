@@ -29,7 +29,16 @@ from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, key
 from fl_app.layout import Model, Vector
 from strategies.aggregate import Stack
-from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
+from strategies.base import (
+    OWN_MODEL,
+    ClientState,
+    LocalUpdate,
+    Method,
+    PersonalizedStrategy,
+    RoundContext,
+    Uploads,
+    all_tensors,
+)
 from strategies.robust import PLAIN, RULES, Averaging
 
 log = logging.getLogger("corolla")
@@ -87,6 +96,11 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
 
 class PFedMeUpdate(LocalUpdate[PFedMeParams]):
     """Client half: descent on the envelope."""
+
+    @classmethod
+    def tested(cls, params: PFedMeParams) -> str:
+        """The client's own model."""
+        return OWN_MODEL
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[PFedMeParams]) -> Model:
         """Return w, keep theta as the personal model."""

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any, get_origin
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from fl_app import models
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.layout import Layout
+from fl_app.layout import Layout, Model
 from fl_app.server import checkpoint, log_lines
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
@@ -86,9 +87,12 @@ def documented_extras(method: str, layout: Layout) -> tuple[int, int]:
     "plain", pytest.param("batchnorm", marks=pytest.mark.long), pytest.param("convolutional", marks=pytest.mark.nightly),
 ])  # fmt: skip
 @pytest.mark.parametrize("method", [*METHODS, *OWN_METHODS])
-def test_two_rounds(tmp_path: Path, method: str, model: str, fraction: float) -> None:
+def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, model: str, fraction: float) -> None:
     config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "fraction_train": fraction}
+    others = tested_instead(METHODS[method].local_update, monkeypatch)
     folder, parsed = start(tmp_path, "one", **config)
+    assert any(others) == bool(METHODS[method].tested(parsed)), "LocalUpdate.tested"
+    monkeypatch.undo()
     summary = read_summary(folder.path)
     rounds = list(read_metrics(folder.path))
     assert summary["digest"] and summary["failures"] == 0 and len(rounds) == 2
@@ -121,6 +125,21 @@ def test_two_rounds(tmp_path: Path, method: str, model: str, fraction: float) ->
     assert read_summary(resumed.path)["digest"] == summary["digest"]
     for before, after in zip(rounds, read_metrics(resumed.path), strict=True):
         assert json.dumps(strip(before)) == json.dumps(strip(after))
+
+
+def tested_instead(local_update: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Collect, of every model a client is tested with, whether it is another than the one training starts from or ends with."""
+    found: list[bool] = []
+    cls = get_origin(local_update) or local_update
+    personal = cls.personal
+
+    def watched(self: Any, model: Model, state: Any, ctx: Any) -> Model:
+        used: Model = personal(self, model, state, ctx)
+        found.append(not np.array_equal(used.params, model.params))
+        return used
+
+    monkeypatch.setattr(cls, "personal", watched)
+    return found
 
 
 @pytest.mark.parametrize("method", METHODS)

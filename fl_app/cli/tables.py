@@ -49,6 +49,8 @@ def show_results(folders: Sequence[Path]) -> None:
             )
     console.print(CAPTION.format(", ".join(dict.fromkeys(run.headline.name for run in runs))))
     console.print(ROUNDS)
+    for method, tested in {(run.summary["method"], run.tested): None for run in runs if run.tested}:
+        console.print(f"{escape(method)}: {escape(tested)}")
     if any(s.get("scale") == "small" for s in summaries):
         console.print("cut by --scale small: not comparable with the papers' figures")
     for folder in folders:

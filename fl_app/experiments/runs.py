@@ -23,6 +23,7 @@ from fl_app.server.run_folder import (
     METRICS,
     RUN,
     SUMMARY,
+    TESTED,
     read_about,
     read_clients,
     read_config,
@@ -87,6 +88,11 @@ class Run:
     def headline(self) -> Metric:
         """The metric its rounds were judged by."""
         return tasks.recorded(self.about)
+
+    @property
+    def tested(self) -> str:
+        """Which models were tested before and after training, if that needs saying."""
+        return str(self.about.get(TESTED, ""))
 
     @cached_property
     def clients(self) -> dict[str, dict[str, Any]]:

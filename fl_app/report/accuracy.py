@@ -32,6 +32,7 @@ SOURCES = (
     ("after", "After local training"),
     ("evaluation", "All clients' own models"),
 )
+BEFORE = "Before local training"  # where not all models are the received ones
 
 
 def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:
@@ -77,8 +78,18 @@ def _caption(groups: Sequence[Group]) -> str:
         other = "The runs do not all have the same test data: see their settings."
     return (
         f"Lines: mean over the round's clients, each on its own test data. {bands} A gap between the pictures is what local "
-        f"training adds, and what aggregation takes away again. {other}"
+        f"training adds, and what aggregation takes away again. {tested(groups)}{other}"
     ).rstrip()
+
+
+def tested(groups: Sequence[Group]) -> str:
+    """Say of which methods' runs other models were tested than those that training starts from and ends with."""
+    told = dict.fromkeys((group.method, group.first.tested) for group in groups if group.first.tested)
+    return "".join(f"But of {method}, {text}. " for method, text in told)
+
+
+def _tested_before(groups: Sequence[Group]) -> str:
+    return "each client's model" if any(group.first.tested for group in groups) else "the received model"
 
 
 def _over_rounds(groups: Sequence[Group], sources: Sequence[tuple[str, str]]) -> Figure:
@@ -91,7 +102,7 @@ def _over_rounds(groups: Sequence[Group], sources: Sequence[tuple[str, str]]) ->
             found = over_seeds(group, name) if repeated(groups) else curve(group.runs, name)
             band = len(group.runs) > 1 if repeated(groups) else len(groups) <= TOGETHER
             _line(axes, found, short(group.label), style[group.number], band)
-        axes.set_title(title)
+        axes.set_title(BEFORE if name == "before" and tested(groups) else title)
         rounds_axis(axes, last)
         metric_axis(groups)(axes) if k == 0 else axes.tick_params(labelleft=False)
     assert first is not None
@@ -123,15 +134,16 @@ def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     if drawn and (len(groups) > TOGETHER or repeated(groups)):
         yield Panel(
             f"{metric.name}-spread", f"{_title(metric)} and its spread over clients, run by run",
-            f"{_title(metric)} of the received model before local training. Line: mean over the round's clients; band: the middle "
-            "half of the clients (quartiles), of all seeds together; grey: the other runs.",
+            f"{_title(metric)} of {_tested_before(groups)} before local training. Line: mean over the round's clients; band: the "
+            "middle half of the clients (quartiles), of all seeds together; grey: the other runs.",
             lambda: _clients_spread(groups, curves),
         )  # fmt: skip
     several = [group for group in drawn if len(group.runs) > 1]
     if several:
         yield Panel(
             f"{metric.name}-seeds", f"{_title(metric)} over rounds, seed by seed",
-            f"{_title(metric)} of the received model before local training, mean over the round's clients: one line per run.",
+            f"{_title(metric)} of {_tested_before(several)} before local training, mean over the round's clients: one line per "
+            "run.",
             lambda: _single_runs(several), folded=True,
         )  # fmt: skip
 

@@ -32,7 +32,8 @@ class Curve:
 @dataclass(frozen=True)
 class Run:
     """A run folder as read. rounds: records by round number, ascending; facts: clients.json; figures: what its method declared;
-    classes: names in label order, empty if unknown; number, label: in the report; metric: the headline.
+    classes: names in label order, empty if unknown; number, label: in the report; metric: the headline;
+    tested: which models were, before and after training, if that needs saying.
     """
 
     path: Path
@@ -45,6 +46,7 @@ class Run:
     number: str = "1"
     label: str = ""
     metric: Metric = ACCURACY
+    tested: str = ""
 
     @property
     def method(self) -> str:
@@ -117,7 +119,7 @@ def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None)
     figures = from_json(about["figures"]) if "figures" in about else known
     classes = about["classes"] if isinstance(about.get("classes"), list) else str(config.get("classes", "")).split(",")
     names = tuple(str(name).strip() for name in classes)
-    return Run(run.path, config, run.rounds, run.clients, run.finished, figures, names, metric=run.headline)
+    return Run(run.path, config, run.rounds, run.clients, run.finished, figures, names, metric=run.headline, tested=run.tested)
 
 
 # Arrays ---------------------------------------------------------------------------------------------------------------

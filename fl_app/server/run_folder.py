@@ -33,7 +33,7 @@ CLIENTS = "clients.json"
 STOP = "stop"  # a file: the run is asked to end after its round
 PLUGINS = "plugins"  # copies of the user's own files that the run uses
 MODELS = "models"
-STATE_REMOVED, SHAPE, FROZEN = "state-removed", "shape", "frozen-sha256"  # in run.json
+STATE_REMOVED, SHAPE, FROZEN, TESTED = "state-removed", "shape", "frozen-sha256", "tested"  # in run.json
 LONGEST_NAME = 200  # characters of a class's name
 
 
@@ -305,7 +305,7 @@ def read_clients(run: Path) -> dict[str, dict[str, Any]]:
 
 def read_about(run: Path) -> dict[str, Any]:
     """Read run.json: the experiment's id, how often it was resumed, its method's figures, its metrics, the classes' names, what its
-    model was built with (`shape`) and the hash of what of it does not train.
+    model was built with (`shape`), the hash of what of it does not train, and which models were tested if that needs saying.
 
     Empty if it cannot be read.
     """

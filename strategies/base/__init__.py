@@ -1,6 +1,7 @@
 """What a method's file imports: the two halves it subclasses, what they are given, and how it is registered."""
 
 from strategies.base.local_update import (
+    OWN_MODEL,
     ClientState,
     Correction,
     LocalUpdate,
@@ -23,6 +24,7 @@ from strategies.base.strategy import PersonalizedStrategy
 from strategies.base.uploads import Uploads
 
 __all__ = [
+    "OWN_MODEL",
     "AnyMethod",
     "ClientState",
     "Correction",

@@ -30,6 +30,13 @@ Correction = Callable[["Tensor", "Tensor"], None]
 """(weights [d], gradient [d]): changes a step's gradient in place, before weight decay and momentum; both in the device's order."""
 
 
+OWN_MODEL = (
+    "before and after training are of each client's own model, which what it receives does not change: a client's before is its "
+    "after of the last time, at first that of the model received"
+)
+"""What `LocalUpdate.tested` tells of a method whose clients keep a second model, their personal one."""
+
+
 class ClientState(Protocol):
     """What a client remembers between its rounds, on its own disk: named arrays."""
 
@@ -277,6 +284,13 @@ class LocalUpdate(Generic[P]):
         network (the strategy's `exported_layout`).
         """
         return model
+
+    @classmethod
+    def tested(cls, params: P) -> str:
+        """Say which models are tested before and after training where `personal` makes others of those training starts from and
+        ends with: two figures whose difference is not what local training adds. "": it does not.
+        """
+        return ""
 
     def keep_personal(self, model: Model, state: ClientState) -> None:
         """Store the client's second model, all tensors of it: from now on its personal one."""

@@ -87,6 +87,10 @@ class Method(Generic[P]):
         """Names of the numbers that clients may report beside what every method's do."""
         return (*self.local_update.reports, *(figure.record for figure in self.figures if isinstance(figure, Scalars)))
 
+    def tested(self, config: RunConfig) -> str:
+        """Say which models are tested before and after training where that needs saying (`LocalUpdate.tested`)."""
+        return self.local_update.tested(config.params)
+
     def network(
         self, config: RunConfig, *, in_channels: int, num_classes: int, image_size: int, input_shape: tuple[int, ...] = (),
         initial_weights: str = "",

@@ -20,16 +20,8 @@ from fl_app import cli, models
 from fl_app.cli.reference import config_page, pyproject_with_defaults
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import Command
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def corolla(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> Command:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path / "state"))
-    return command
 
 
 def test_set_values_are_toml_and_bare_words_are_strings() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_tensors
+from strategies.base import OWN_MODEL, ClientState, LocalUpdate, Method, RoundContext, all_tensors
 from strategies.fedavg import FedAvg
 
 if TYPE_CHECKING:
@@ -27,6 +27,11 @@ class Params:
 
 class TwinsUpdate(LocalUpdate[Params]):
     """Client half."""
+
+    @classmethod
+    def tested(cls, params: Params) -> str:
+        """The client's own model."""
+        return OWN_MODEL
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[Params]) -> Model:
         """Step both models on every batch; return the one that is sent."""

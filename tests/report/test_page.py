@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from fl_app.report.arrays import read_run
 from fl_app.report.recorded import class_names
 from fl_app.server.run_folder import read_about, read_clients, told_names
 from strategies import METHODS
+from strategies.base import OWN_MODEL
 from tests.report.builders import folder, record, write
 
 
@@ -96,6 +98,14 @@ def test_a_report_needs_no_code_of_the_method(fedcac: Path, tmp_path: Path) -> N
     config.write_text(config.read_text().replace('method = "fedcac"', 'method = "a-stranger"'))
     page, names = write(tmp_path / "out", copy)
     assert {"overlap-1", "collaborators-1"} <= names and "One run: a-stranger" in page
+
+
+def test_what_was_tested_instead_of_the_received_model_is_said(start: Callable[..., Path], fedavg: Path, tmp_path: Path) -> None:
+    page, _ = write(tmp_path / "one", fedavg)
+    assert "But of" not in page
+    ditto = start("ditto-run", method="ditto", num_server_rounds=1)
+    page, _ = write(tmp_path / "two", fedavg, ditto)
+    assert f"But of ditto, {escape(OWN_MODEL)}." in page
 
 
 def test_runs_older_than_the_declarations_take_those_of_their_method(fedcac: Path, tmp_path: Path) -> None:
