@@ -270,7 +270,7 @@ class RunConfig:
     resume: str = key("", "Run folder to continue; set by `corolla run --resume`.", about="place")
     collect_personal_models: bool = key(
         False, "Upload every client's personal model at the end; off, parts that never travel stay on the clients.",
-        compared=False,
+        about="running",
     )
     report_class_counts: bool = key(
         True,

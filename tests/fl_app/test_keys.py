@@ -23,7 +23,7 @@ from tests.conftest import Run
 # by hand, so that a new key is classed by somebody who thought about it
 RUNNING = {
     "available-timeout", "round-timeout", "round-retries", "server-memory-limit", "checkpoint-every", "tensorboard", "keep-state",
-    "track",
+    "track", "collect-personal-models",
 }  # fmt: skip
 PLACES = {"data-dir", "run-name", "output-dir", "state-dir", "resume"}
 OTHER_WORDS: dict[str, Scalar] = {

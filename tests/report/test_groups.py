@@ -12,8 +12,12 @@ from fl_app.experiments.grouping import by_settings, mean_std
 from fl_app.report import groups
 from fl_app.report.arrays import read_run, read_runs
 from tests.report.builders import folder, record, write
+from fl_app.experiments.runs import Run as Folder
+from fl_app.experiments.sweep import identity
+from fl_app.keys import specs
 
 ONE = [record(1, {"0": {"accuracy-before": 0.5}})]
+from strategies import METHOD_PARAMS
 
 
 def two_rounds(first: float, second: float) -> list[dict[str, Any]]:
@@ -36,6 +40,19 @@ def test_the_deviation_is_the_sample_one() -> None:
 def test_rows_are_named_by_what_differs(tmp_path: Path) -> None:
     paths = [
         folder(tmp_path / "a", ONE, method="fedcac", seed=1),
+def test_how_and_where_a_run_runs_tells_no_runs_apart(tmp_path: Path) -> None:
+    elsewhere: dict[str, Any] = {}
+    for key in specs(RunConfig):
+        if key.about in ("running", "place"):
+            other = {bool: not key.default, str: "elsewhere"}.get(key.type, 7)
+            elsewhere[key.name] = "tensorboard" if key.name == "track" else other
+    assert {"collect-personal-models", "keep-state", "round-timeout", "state-dir"} <= elsewhere.keys()
+    here = [folder(tmp_path / "a", ONE, seed=1), folder(tmp_path / "b", ONE, seed=2, **elsewhere)]
+    runs, folders = [Run(Folder(path), Folder(path).config(METHOD_PARAMS)) for path in here], read_runs(here)
+    assert len(compare.group(runs)) == len(groups.grouped(folders)) == 1
+    assert {identity(parse({**run.config.resolved, "seed": 1}, METHOD_PARAMS)) for run in runs} == {identity(runs[0].config)}
+
+
         folder(tmp_path / "b", ONE, method="fedcac", seed=1, fedcac={"tau": 0.25}),
         folder(tmp_path / "c", ONE, method="fedavg", seed=1, fedcac={"tau": 0.75}, round_timeout=7.0, run_name="x"),
     ]  # fmt: skip
