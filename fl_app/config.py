@@ -29,7 +29,7 @@ from fl_app.keys import (
     Scalar,
     bears_on,
     key,
-    nearest,
+    meant,
     recorded,
     specs,
     table_of,
@@ -324,9 +324,8 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     outside = [method] if is_reference(method) and method in methods else []
     for name in [*methods, *outside]:
         known |= {spec.name: spec for spec in specs(methods[name], table_of(name))}
-    for name in raw:
-        if name not in known:
-            problems.append(f"{name}: unknown key{nearest(name, known)}")
+    tables = [table_of(name) for name in (*methods, *outside)]
+    problems += [f"{name}: unknown key{meant(name, known, tables, table_of(method))}" for name in raw if name not in known]
     values = {name: spec.read(raw[name], problems) if name in raw else spec.default for name, spec in known.items()}
     check_words(values, methods, problems)
     if not problems:

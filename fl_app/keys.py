@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
+from fl_app.errors import listed
+
 Scalar = bool | int | float | str
 Value = TypeVar("Value")
 
@@ -196,6 +198,26 @@ def show(value: Scalar) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def meant(name: str, known: Iterable[str], tables: Iterable[str], table: str) -> str:
+    """Return the end of an error about an unknown key: what it may be meant for, or what its method has, and who has such a key.
+
+    known: all keys; tables: of all methods; table: of the run's own method.
+    """
+    of, dot, word = name.rpartition(".")
+    by_table: dict[str, list[str]] = {of: [] for of in tables}
+    for key in known:
+        by_table.setdefault(key.rpartition(".")[0], []).append(key.rpartition(".")[2])
+    if not dot and word in by_table.get(table, ()):
+        return f"; did you mean {table}.{word}?"
+    if of not in by_table:
+        return nearest(name, [f"{of}.{key}" for of, keys in by_table.items() if of for key in keys])
+    if close := nearest(word, by_table[of]):
+        return close.replace("mean ", f"mean {of}{dot}", 1)
+    others = [of for of, keys in by_table.items() if of and word in keys]
+    has = (f"; method {of} has " + (listed([f"{of}.{key}" for key in by_table[of]]) or "no parameters")) if of else ""
+    return has + (f"; {word} is a key of {', '.join(others)}" if others else "")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -38,7 +38,7 @@ def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any
 
 
 def checked(options: Mapping[str, Any]) -> None:
-    """Raise UserError, in the command's words, for an option that `corolla run` would not take."""
+    """Raise UserError, in the command's words but for the option's name, for one that `corolla run` would not take."""
     app = typer.Typer()
     app.command()(runs.run)
     for parameter in typer.main.get_command(app).params:
@@ -47,7 +47,7 @@ def checked(options: Mapping[str, Any]) -> None:
             try:
                 parameter.type.convert(os.fspath(value) if isinstance(value, os.PathLike) else str(value), parameter, None)
             except click.BadParameter as error:
-                raise UserError(error.format_message()) from None
+                raise UserError(error.format_message().replace(parameter.opts[0], str(parameter.name))) from None
 
 
 def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:

@@ -83,7 +83,7 @@ def _labels(
 ) -> tuple[Labels, Labels, Sequence[str]]:
     for name, y in (train, test):
         if y.dtype.kind not in "iubUSO" and len(y):
-            refuse(path, name, "hold integers", y.dtype)
+            refuse(path, name, "hold integers or names of classes", f"{y.dtype}; numbers are learned with task = regression")
         if y.ndim != 1:
             refuse(path, name, "have shape [n]", list(y.shape))
     if train[1].dtype.kind in "USO":

@@ -40,6 +40,7 @@ def prepare(
 
 def _prepare(dataset: str, root: Path, reading: Reading, force: bool, look: bool) -> Prepared:
     kind, _, path = dataset.partition(":")
+    _refuse_another_kind(kind, Path(path).expanduser())
     if kind == "npz":
         return npz.prepare(Path(path), root, reading, force, site=False)
     if kind in ("table", "hf"):
@@ -61,6 +62,16 @@ def _prepare(dataset: str, root: Path, reading: Reading, force: bool, look: bool
     if dataset == "digits" or (dataset in DATASETS and DATASETS[dataset].torchvision):
         return named.prepare(dataset, root, force)
     raise UserError(f"dataset: {dataset!r} cannot be prepared")
+
+
+def _refuse_another_kind(kind: str, path: Path) -> None:
+    """Raise UserError for a table, an .npz or a folder that is said to be another of these."""
+    named = {".npz": "npz"} | dict.fromkeys(table.SUFFIXES, "table")
+    fits = named.get(path.suffix.lower()) if path.is_file() else "folder" if path.is_dir() else None
+    if fits in (None, kind) or kind not in ("npz", "table", "hf", "folder") or (fits, kind) == ("folder", "hf"):
+        return
+    more = " with target=COLUMN, the one to learn" if fits == "table" else ", or hf: for what datasets saved" * (fits == "folder")
+    raise UserError(f"dataset: {kind}: takes no {path.suffix or 'folder'}, got {path}; did you mean {fits}:{path}{more}?")
 
 
 def _site(path: Path, root: Path, reading: Reading, force: bool, look: bool) -> Prepared:

@@ -127,15 +127,26 @@ def _nearest(name: str) -> str:
 
 def read_preset(name: str) -> dict[str, Scalar]:
     """Read a preset by name, or a TOML file by path, as a flat run config. Raises UserError for a wrong name, with the nearest."""
+    path = Path(name)
     if name.endswith(".toml"):
-        content = read_toml(Path(name))
+        if not path.exists():
+            raise UserError(f"{name}: no such file{_file_beside(path)}")
+        content = read_toml(path)
         if "grid" in content or "variants" in content:
             raise UserError(f"{name} is a sweep: use `corolla sweep {name}`")
         return flatten(content)
     preset = all_presets().get(name)
     if preset is None:
-        raise UserError(f"preset: no preset or .toml file {name!r}{_nearest(name)}")
+        if path.is_file():
+            raise UserError(f"preset: {name} is a file whose name does not end in .toml; rename it if it holds config keys")
+        raise UserError(f"preset: no preset or .toml file {name!r}{_file_beside(path) or _nearest(name)}")
     return dict(preset.settings)
+
+
+def _file_beside(path: Path) -> str:
+    """Return the end of an error about a file that is not there: the .toml file there it may be meant for, if any is close."""
+    close = difflib.get_close_matches(path.name, [found.name for found in path.parent.glob("*.toml")], n=1, cutoff=0.8)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def small(config: RunConfig) -> dict[str, Scalar]:

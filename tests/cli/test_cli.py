@@ -55,6 +55,18 @@ def write_images(root: Path) -> Path:
 BAD = {
     "unknown method": (["method=fedcax"], "method: must be one of"),
     "unknown key": (["fedcac.tua=0.3"], "fedcac.tua: unknown key; did you mean fedcac.tau?"),
+    "another method's key": (
+        ["fedavg.beta=2"], "fedavg.beta: unknown key; method fedavg has fedavg.batchnorm-statistics; beta is a key of fedcac, ",
+    ),
+    "a key of a method without any": (["local.tau=2"], "unknown key; method local has no parameters; tau is a key of fedcac"),
+    "a key without its table": (["beta=2"], "beta: unknown key; did you mean fedcac.beta?"),
+    "a misspelt table": (["fedcca.tau=0.3"], "fedcca.tau: unknown key; did you mean fedcac.tau?"),
+    "a misspelt key of all runs": (["num-server-round=3"], "num-server-round: unknown key; did you mean num-server-rounds?"),
+    "numbers that are no classes": (["dataset=npz:numbers.npz"], "got float64; numbers are learned with task = regression"),
+    "a column of numbers": (["dataset=table:table.csv", "target=b"], "got float64; numbers are learned with task = regression"),
+    "a table as npz": (["dataset=npz:table.csv"], "table.csv with target=COLUMN, the one to learn?"),
+    "an npz as table": (["dataset=table:numbers.npz", "target=b"], "table: takes no .npz"),
+    "images as npz": (["dataset=npz:images"], "did you mean folder:"),
     "wrong type": (['fedcac.tau="abc"'], "fedcac.tau: expected a number, got 'abc'"),
     "out of range": (["fedcac.tau=1.5"], "fedcac.tau: must be in [0, 1], got 1.5"),
     "missing data path": (["dataset=folder:/no/such/folder"], "/no/such/folder"),
@@ -84,6 +96,8 @@ def test_bad_input_is_refused_before_anything_is_written(  # type: ignore[no-unt
 ) -> None:
     (tmp_path / "corrupt.npz").write_bytes(b"PK\x03\x04 not an archive")
     write_images(tmp_path / "images")
+    write_npz(tmp_path / "numbers.npz", y_train=np.linspace(0, 1, 40))
+    (tmp_path / "table.csv").write_text("a,b\n" + "".join(f"{k},{k / 2}\n" for k in range(40)))
     (tmp_path / "images" / "train" / "dog" / "0.png").unlink()
     (tmp_path / "badmodel.py").write_text(
         "from torch import nn\ndef raises(**_): return 1 / 0\n"
@@ -108,6 +122,15 @@ def test_exit_code_and_message_of_a_real_process(tmp_path: Path) -> None:
     assert "fedcac.tau: must be in [0, 1], got 2" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_misspelt_file_suggests_the_nearest(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "mine.toml").write_text("seed = 1\n")
+    (tmp_path / "text.txt").write_text("seed = 1\n")
+    for name, said in (("mine.tml", "did you mean mine.toml?"), ("mien.toml", "no such file; did you mean mine.toml?"),
+                       ("text.txt", "text.txt is a file whose name does not end in .toml")):  # fmt: skip
+        code, _, err = corolla("run", name, "--dry-run")
+        assert code == 2 and said in err
 
 
 def test_preset_typo_suggests_the_nearest(corolla) -> None:  # type: ignore[no-untyped-def]

@@ -45,7 +45,7 @@ def test_npz(tmp_path: Path) -> None:
         ({"x_train": np.zeros((12, 6, 6, 3), "S4")}, r"x_train must hold numbers, got \|S4"),
         ({"x_train": np.zeros((12, 0))}, r"x_train must have shape \[n, \.\.\.\].*got \[12, 0\]"),
         ({"x_train": np.full((12, 6, 6, 3), np.nan)}, r"x_train must hold finite float32 numbers, got 1296 others"),
-        ({"y_train": np.zeros(12)}, r"y_train must hold integers, got float64"),
+        ({"y_train": np.zeros(12)}, r"y_train must hold integers or names of classes, got float64"),
         ({"y_train": np.zeros((12, 1), int)}, r"y_train must have shape \[n\], got \[12, 1\]"),
         ({"y_test": np.zeros(5, int)}, r"y_test must have one label for each of the 6 images, got 5"),
         ({"x_test": np.zeros((6, 7, 7, 3), np.uint8)}, r"x_test must have images like x_train's \(6, 6, 3\), got"),
