@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
 from fl_app import plugins
+from fl_app.catalogue import BY_COLUMN
 from fl_app.cli.settings import (
     DEFAULT_CLIENTS,
     PresetArgument,
@@ -30,7 +34,7 @@ from fl_app.cli.settings import (
 from fl_app.cli.tables import size
 from fl_app.cli.waiting import waiting
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import UserError, listed
 from fl_app.experiments.runs import by_experiment
 from fl_app.keys import nearest, specs, without_others
 from strategies import METHOD_PARAMS, METHODS, overview
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
 state_app = typer.Typer(help="Client state left on this machine's disk, with its size; without a command: the list.")
 
+TARGETS = "training targets, mean ± standard deviation"
 ClientsOption = Annotated[int | None, typer.Option(help="Clients the data is divided over (default 10).", min=1)]
 StateDirOption = Annotated[str, typer.Option(help="State directory.")]
 
@@ -126,19 +131,32 @@ def data_show(
     preset: PresetArgument = None, set_: SetOption = None, clients: ClientsOption = None, scale: ScaleOption = Scale.full
 ) -> None:
     """Show the data set of a preset, a .toml file or --set, and who gets how much of which class."""
-    from fl_app import data
+    from fl_app import data, tasks
 
     config = data_config(preset, set_ or [], clients, scale)
     info = prepared(config, force=False)
-    rows = Table("client", "train", "test", "training samples per class")
+    of_classes = tasks.of(config).has_classes
+    rows = Table("client", "train", "test", "training samples per class" if of_classes else TARGETS)
     for client_id in range(config.num_clients):
         part = data.open_client(config, client_id)
-        counts = [int((part.y_train == c).sum()) for c in range(info.num_classes)] if part.y_train.ndim == 1 else []
-        held = ", ".join(f"{info.classes[c]}: {n}" for c, n in enumerate(counts) if n)
-        rows.add_row(str(client_id), str(len(part.y_train)), str(len(part.y_test)), escape(held))
+        if of_classes:
+            counts = [int((part.y_train == c).sum()) for c in range(info.num_classes)]
+            held = ", ".join(f"{info.classes[c]}: {n}" for c, n in enumerate(counts) if n)
+        else:
+            held = target_spread(info.classes, part.y_train)
+        name = f"{client_id} ({info.groups[client_id]})" if config.partition == BY_COLUMN else str(client_id)
+        rows.add_row(escape(name), str(len(part.y_train)), str(len(part.y_test)), escape(held))
     console.print(rows)
     for line in data.partition_remarks(config):
         console.print(line, soft_wrap=True)
+
+
+def target_spread(names: Sequence[str], y: NDArray[np.float32]) -> str:
+    """Return the mean and standard deviation of targets [n, k] by name, of the first few."""
+    if not len(y):
+        return ""
+    columns = zip(names, y.mean(0, dtype=np.float64), y.std(0, dtype=np.float64), strict=True)
+    return listed([f"{name}: {mean:.4g} ± {std:.2g}" for name, mean, std in columns])
 
 
 def data_config(preset: str | None, pairs: list[str], clients: int | None, scale: Scale) -> RunConfig:
@@ -161,14 +179,15 @@ def prepared(config: RunConfig, force: bool) -> DatasetInfo:
         shown.step(f"preparing {config.dataset}", brief=True)
         info = data.check(config, force)
     of_classes = tasks.of(config).has_classes
-    samples = "images" if len(info.input_shape) == 3 else "samples"
     console.print(
-        f"{escape(config.dataset)}: {info.num_train} training and {info.num_test} test {samples}, "
+        f"{escape(config.dataset)}: {info.num_train} training and {info.num_test} test {info.samples}, "
         f"{' x '.join(map(str, info.input_shape))}, {info.num_classes} {'classes' if of_classes else 'outputs'}, under "
         f"{data.data_root(config)}",
         soft_wrap=True,
     )
-    if samples == "images":
+    if not of_classes:
+        console.print(f"{TARGETS}: {escape(target_spread(info.classes, data.prepare_for(config).y_train))}", soft_wrap=True)
+    if info.samples == "images":
         spreads = [0.0 if std == 1 else std for std in info.std]  # 1 stands for a channel that never varies
         values = "; ".join(f"{mean:.3f} ± {std:.3f}" for mean, std in zip(info.mean, spreads, strict=True))
         console.print(f"pixels from 0 to 1, mean ± standard deviation per channel: {values}", soft_wrap=True)

@@ -21,7 +21,8 @@ def compare(
     paper: Annotated[bool, typer.Option("--paper", help="Beside the papers' figures.")] = False,
     dataset: Annotated[str, typer.Option(help="What the runs' own data set is to count as, e.g. cifar10.")] = "",
     to: Annotated[
-        float | None, typer.Option(metavar="ACCURACY", help="Rounds, bytes and seconds to reach it, e.g. 0.8.")
+        float | None,
+        typer.Option(metavar="VALUE", help="Rounds, bytes and seconds to an accuracy, e.g. 0.8, or to an RMSE as low as that."),
     ] = None,
 ) -> None:
     """Put runs beside each other, and say which is better; with --paper, beside the published figures.
@@ -66,7 +67,7 @@ def show_comparison(groups: Sequence[Sequence[Run]], to: float | None) -> None:
     if differences := paired.table(groups):
         typer.echo()
         show_table(differences)
-        typer.echo(paired.CAPTION)
+        typer.echo(paired.caption(groups))
 
 
 def runs(

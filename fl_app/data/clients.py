@@ -59,9 +59,9 @@ def check(config: RunConfig, force: bool = False) -> DatasetInfo:
 
 
 def partition_remarks(config: RunConfig) -> list[str]:
-    """Say which images several clients hold, one holds repeatedly, or nobody holds. Raises UserError as `check`."""
+    """Say which samples several clients hold, one holds repeatedly, or nobody holds. Raises UserError as `check`."""
     data = prepare_for(config)
-    return remarks(partition_of(config, data), data.info.num_train, data.info.num_test)
+    return remarks(partition_of(config, data), data.info.num_train, data.info.num_test, data.info.samples)
 
 
 def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]:

@@ -80,10 +80,10 @@ def open_partition(
     return shares
 
 
-def remarks(partition: Partition, num_train: int, num_test: int) -> list[str]:
-    """Say what a partition does with the images: how many several clients hold, one holds repeatedly, nobody holds.
+def remarks(partition: Partition, num_train: int, num_test: int, what: str = "images") -> list[str]:
+    """Say what a partition does with the samples: how many several clients hold, one holds repeatedly, nobody holds.
 
-    num_train, num_test: images of the data set.
+    num_train, num_test: samples of the data set; what: they are called.
     """
     lines = []
     total = num_train + num_test
@@ -95,16 +95,16 @@ def remarks(partition: Partition, num_train: int, num_test: int) -> list[str]:
         used |= holders > 0
         if several := np.count_nonzero(holders > 1):
             dealt = np.count_nonzero(holders)
-            lines.append(f"{name}: {several} of {dealt} images are held by several clients, one by {holders.max()} of them")
+            lines.append(f"{name}: {several} of {dealt} {what} are held by several clients, each by {holders.max()} at most")
         again = {i: len(hands[i]) - len(own) for i, own in enumerate(distinct) if len(own) < len(hands[i])}
         if again:
             who = listed([f"client {i}: {n} of {len(hands[i])}" for i, n in again.items()])
-            lines.append(f"{name}: images that a client holds already, counted again: {who}")
+            lines.append(f"{name}: {what} that a client holds already, counted again: {who}")
     unused = ~used
     if unused.any():
         lines.append(
             f"unused: {np.count_nonzero(unused[:num_train])} of {num_train} training and "
-            f"{np.count_nonzero(unused[num_train:])} of {num_test} test images of the data set"
+            f"{np.count_nonzero(unused[num_train:])} of {num_test} test {what} of the data set"
         )
     return lines
 

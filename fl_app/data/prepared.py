@@ -77,6 +77,11 @@ class DatasetInfo:
         return self.shape or (self.in_channels, self.image_size, self.image_size)
 
     @property
+    def samples(self) -> str:
+        """What samples are called."""
+        return "images" if len(self.input_shape) == 3 else "samples"
+
+    @property
     def model_arguments(self) -> dict[str, Any]:
         """What a model is built with (fl_app/models.py)."""
         return {

@@ -20,9 +20,8 @@ from fl_app.tasks.task import Metric
 LEVEL = 0.95
 SEEDS_NEEDED = 3  # for an interval over seeds: with two, Student's is a dozen deviations wide
 CAPTION = (
-    "difference: a client's final accuracy (or what else the runs are judged by) minus that of the same client with the same seed "
-    "in the first row's runs, ratios in per cent, mean over all pairs with 95 % confidence intervals; better, worse: every "
-    "interval shown is on one side of 0"
+    "difference: a client's final {} minus that of the same client with the same seed in the first row's runs, mean over all pairs "
+    "with 95 % confidence intervals; better, worse: every interval shown is on one side of 0"
 )
 
 FIRST, NOTHING_SHARED = "(first)", "other data, clients or seeds"  # verdicts where there is nothing to compare
@@ -124,6 +123,13 @@ def table(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
         cells = [_signed(one.mean, one.metric), *intervals, f"{100 * one.share_better:.0f} %"]
         lines.append([*row, str(one.pairs), str(one.seeds), *cells, one.verdict])
     return lines
+
+
+def caption(groups: Sequence[Sequence[Run]]) -> str:
+    """Say what the comparison's figures are: of which metrics, and which values of them are good."""
+    metrics = dict.fromkeys(run.folder.headline for runs in groups for run in runs)
+    notes = {m: (["in per cent"] if m.ratio else []) + ([] if m.higher_is_better else ["lower is better"]) for m in metrics}
+    return CAPTION.format(" or ".join(f"{m.name} ({', '.join(said)})" if said else m.name for m, said in notes.items()))
 
 
 def _show(interval: Interval | None, metric: Metric) -> str:

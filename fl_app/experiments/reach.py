@@ -59,7 +59,8 @@ def table(groups: Sequence[Sequence[Run]], target: float) -> list[list[str]]:
             low, high = metric.range
             raise UserError(f"--to: {metric.name} is in [{low:g}, {high:g}], got {target:g}")
     names, *rows = told_apart(groups)
-    lines = [[*names, "reached " + "/".join(f"{m.name} {target:g}" for m in metrics), "rounds", "MB", "seconds"]]
+    bounds = [f"{m.name} {'≥' if m.higher_is_better else '≤'} {target:g}" for m in metrics]
+    lines = [[*names, f"reached {', '.join(bounds)}", "rounds", "MB", "seconds"]]
     for row, runs in zip(rows, groups, strict=True):
         found = [at for run in runs if (at := reached(run.folder, target)) is not None]
         cells = [_show([at.round for at in found]), _show([at.nbytes / 1e6 for at in found]), _show([at.seconds for at in found])]

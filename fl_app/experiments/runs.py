@@ -136,8 +136,11 @@ def below(directory: Path) -> list[Run]:
 
 
 def listing(found: Iterable[Run]) -> list[list[str]]:
-    """Return runs as a table, header first: folder, state, rounds, method, data, seed, final accuracy, when it was last written."""
-    rows = [["run", "state", "rounds", "method", "dataset", "seed", "accuracy", "written"]]
+    """Return runs as a table, header first: folder, state, rounds, method, data, seed, final accuracy (or what else they
+    are judged by), when it was last written.
+    """
+    rows: list[list[str]] = []
+    metrics: list[str] = []
     for run in found:
         try:
             settings = run.settings
@@ -147,6 +150,7 @@ def listing(found: Iterable[Run]) -> list[list[str]]:
         rounds = list(run.rounds.values())
         last = rounds[-1] if rounds else {}
         metric = run.headline
+        metrics.append(metric.title)
         accuracy = last.get("evaluation", {}).get(metric.name) if run.finished else last.get(f"{metric.name}-before")
         words = [str(settings.get(key, "")) for key in ("method", "dataset", "seed")]
         done = f"{last.get('round', 0)}/{settings.get('num-server-rounds', '?')}"
@@ -154,7 +158,8 @@ def listing(found: Iterable[Run]) -> list[list[str]]:
         written = max(path.stat().st_mtime for path in (run.path / name for name in WRITTEN) if path.exists())
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
         rows.append([str(run.path), run.state, done, *words, share, when])
-    return rows
+    judged = ", ".join(dict.fromkeys(metrics)) or "accuracy"
+    return [["run", "state", "rounds", "method", "dataset", "seed", judged, "written"], *rows]
 
 
 def inside(directory: Path) -> list[Run]:

@@ -119,14 +119,18 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
 
 def over_seeds(group: Group, name: str) -> Curve | None:
-    """Mean of the runs' means over the rounds that all runs have, and that mean ± one sample standard deviation."""
+    """Mean of the runs' means over the rounds that all runs have, and that mean ± one sample standard deviation.
+
+    The ends of that are cut to what the metric can be.
+    """
     curves = [found for run in group.runs if (found := curve([run], name))]
     rounds = sorted(set.intersection(*(set(c.rounds.tolist()) for c in curves))) if curves else []
     if not rounds or len(curves) < len(group.runs):
         return None
     values = np.array([c.mean[np.isin(c.rounds, rounds)] for c in curves])
     mean, std = values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
-    return Curve(np.array(rounds, np.int64), mean, mean - std, mean + std)
+    low, high = (np.clip(edge, *group.first.metric.range) for edge in (mean - std, mean + std))
+    return Curve(np.array(rounds, np.int64), mean, low, high)
 
 
 def all_clients(group: Group) -> tuple[Floats, str]:

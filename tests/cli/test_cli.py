@@ -266,6 +266,18 @@ def test_data_show_tells_who_gets_what(corolla, tmp_path: Path) -> None:  # type
     assert code == 2 and "--clients 4 and --set num-clients=3 contradict each other" in err
 
 
+def test_data_show_tells_targets_that_are_numbers(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    rows = [f"{k % 3},{k},{'ab'[k % 2]}" for k in range(20)]
+    (tmp_path / "t.csv").write_text("\n".join(["x,y,site", *rows]))
+    sets = ["dataset=table:t.csv", "target=y", "client=site", "partition=by-column", "task=regression", "test-ratio=0.0"]
+    code, out, err = corolla("data", "show", "--clients", "2", *[word for pair in sets for word in ("--set", pair)])
+    assert code == 0, err
+    told = " ".join(out.split())
+    assert "20 training and 0 test samples, 1, 1 outputs" in told and "classes" not in told and "per class" not in told
+    assert "training targets, mean ± standard deviation: y: 9.5 ± 5.8" in told
+    assert "0 (a)" in told and "y: 9 ± 5.7" in told and "1 (b)" in told and "y: 10 ± 5.7" in told
+
+
 def test_data_show_takes_presets_and_files_as_run_does(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "my.toml").write_text('num-clients = 3\npartition = "iid"\n[fedcac]\ntau = 0.3\n')
     for words in (["my.toml"], ["demo", "--clients", "3"]):
@@ -285,7 +297,7 @@ def test_data_show_names_repeated_and_unused_images(corolla, tmp_path: Path) -> 
     sets = ["dataset=npz:d.npz", "partition=file:p.npz", "data-dir=data"]
     code, out, err = corolla("data", "show", "--clients", "2", *[word for pair in sets for word in ("--set", pair)])
     assert code == 0, err
-    assert "training: 1 of 5 images are held by several clients, one by 2 of them" in out
+    assert "training: 1 of 5 images are held by several clients, each by 2 at most" in out
     assert "training: images that a client holds already, counted again: client 0: 4 of 5" in out
     assert "unused: 35 of 40 training and 16 of 20 test images" in out
     assert "0.035 ± 0.000" in out and "warning: the data set is constant" in err

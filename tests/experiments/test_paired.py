@@ -93,6 +93,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     lines = [line.split() for line in out.splitlines()]
     assert ["fedavg", "0", "of", "2", "–", "–", "–"] in lines
     assert ["local", "2", "of", "2", "2", "±", "0", "3.5", "±", "0.71", "15", "±", "7.1"] in lines
+    assert "reached accuracy ≥ 0.8" in out and "a client's final accuracy (in per cent) minus" in out
     (row,) = [line for line in lines if line[-1:] == ["better"]]
     assert row[:4] == ["local", "6", "2", "+21.67"]
     monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "80"])
@@ -101,7 +102,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "--to: accuracy is in [0, 1], got 80" in capsys.readouterr().err
 
 
-def test_a_metric_whose_low_values_are_good(tmp_path: Path) -> None:
+def test_a_metric_whose_low_values_are_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, method, final in (("a", "fedavg", [2.0, 3.0, 2.5]), ("b", "local", [1.0, 2.1, 1.4])):
         folder = write_run(tmp_path, name, final, method=method)
         (folder / "run.json").write_text(json.dumps({"metrics": [{"name": "rmse", "higher_is_better": False, "low": 0.0}]}))
@@ -112,3 +115,8 @@ def test_a_metric_whose_low_values_are_good(tmp_path: Path) -> None:
     found = paired.paired(other, one)
     assert found is not None and found.mean == pytest.approx(-1.0) and found.share_better == 1 and found.verdict == "better"
     assert paired.table([one, other])[2][3] == "-1"
+    monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "1.6"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    out = capsys.readouterr().out
+    assert "accurac" not in out and "reached rmse ≤ 1.6" in out and "a client's final rmse (lower is better) minus" in out

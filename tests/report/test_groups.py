@@ -8,16 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fl_app.config import RunConfig, parse
+from fl_app.experiments import compare
+from fl_app.experiments.compare import Run
 from fl_app.experiments.grouping import by_settings, mean_std
-from fl_app.report import groups
-from fl_app.report.arrays import read_run, read_runs
-from tests.report.builders import folder, record, write
 from fl_app.experiments.runs import Run as Folder
 from fl_app.experiments.sweep import identity
 from fl_app.keys import specs
+from fl_app.report import groups
+from fl_app.report.arrays import read_run, read_runs
+from strategies import METHOD_PARAMS
+from tests.report.builders import folder, record, write
 
 ONE = [record(1, {"0": {"accuracy-before": 0.5}})]
-from strategies import METHOD_PARAMS
 
 
 def two_rounds(first: float, second: float) -> list[dict[str, Any]]:
@@ -37,9 +40,6 @@ def test_the_deviation_is_the_sample_one() -> None:
     assert mean_std([4.0]) == (4.0, None)
 
 
-def test_rows_are_named_by_what_differs(tmp_path: Path) -> None:
-    paths = [
-        folder(tmp_path / "a", ONE, method="fedcac", seed=1),
 def test_how_and_where_a_run_runs_tells_no_runs_apart(tmp_path: Path) -> None:
     elsewhere: dict[str, Any] = {}
     for key in specs(RunConfig):
@@ -53,6 +53,9 @@ def test_how_and_where_a_run_runs_tells_no_runs_apart(tmp_path: Path) -> None:
     assert {identity(parse({**run.config.resolved, "seed": 1}, METHOD_PARAMS)) for run in runs} == {identity(runs[0].config)}
 
 
+def test_rows_are_named_by_what_differs(tmp_path: Path) -> None:
+    paths = [
+        folder(tmp_path / "a", ONE, method="fedcac", seed=1),
         folder(tmp_path / "b", ONE, method="fedcac", seed=1, fedcac={"tau": 0.25}),
         folder(tmp_path / "c", ONE, method="fedavg", seed=1, fedcac={"tau": 0.75}, round_timeout=7.0, run_name="x"),
     ]  # fmt: skip
@@ -93,6 +96,15 @@ def test_the_mean_over_seeds_by_hand(tmp_path: Path) -> None:
     assert nbytes.tolist() == [40, 180] and accuracy == pytest.approx([0.3, 0.6])
     assert groups.all_clients(group)[0] == pytest.approx([0.5, 0.5, 0.7, 0.7])
     assert group.mean(lambda run: run.best("accuracy-before")) == (pytest.approx(0.6), pytest.approx(0.0))
+
+
+def test_a_band_stays_within_what_an_accuracy_can_be(tmp_path: Path) -> None:
+    for seed, (first, second) in enumerate([(0.0, 0.8), (0.4, 0.2)]):
+        folder(tmp_path / str(seed), two_rounds(first, second), method="fedavg", seed=seed)
+    (group,) = groups.grouped(read_runs([tmp_path]))
+    found = groups.over_seeds(group, "before")
+    assert found is not None and np.allclose(found.mean, [0.3, 0.6])
+    assert np.allclose(found.low, [0.3 - 0.08**0.5, 0.6 - 0.18**0.5]) and np.allclose(found.high, [0.3 + 0.08**0.5, 1])
 
 
 def test_an_unfinished_run_is_a_row_of_its_own(tmp_path: Path) -> None:
