@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fl_app.errors import UserError, listed
 from fl_app.experiments import runs
-from fl_app.server.run_folder import CLIENTS, METRICS, SUMMARY
+from fl_app.server.run_folder import CLIENTS, METRICS, PLUGINS, SUMMARY
 
 if TYPE_CHECKING:
     import pandas
@@ -69,12 +69,17 @@ class Run:
     def model(self, client: int | None = None) -> nn.Module:
         """Return a client's personal model after the last round, or the global one, on the CPU, in evaluation mode.
 
-        It is compared with the hash that the client told when it was evaluated last. Raises UserError if the run is not finished,
-        there is no such client, or the server has not got the model.
+        The same that `corolla export` writes, compared with the hash that the client told when it was evaluated last. Raises
+        UserError if the run is not finished, there is no such client, or the server has not got the model.
         """
-        from fl_app.api import networks
+        from fl_app.cli.settings import look_for_plugins
+        from fl_app.experiments import trained
+        from strategies import METHODS
 
-        return networks.personal(self._folder, client)
+        look_for_plugins(self._folder.path / PLUGINS)
+        model = trained.load(self._folder.path, client, METHODS)
+        trained.refuse_parts(model)
+        return model.module
 
     def report(self, output: str | os.PathLike[str] | None = None) -> Path:
         """Write report.html and its pictures, as `corolla report` does, into `output` or the run folder; the page's path."""

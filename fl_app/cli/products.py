@@ -18,7 +18,7 @@ Exported = Annotated[Path, typer.Argument(metavar="FILE", help="What `corolla ex
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
-    client: Annotated[int | None, typer.Option(help="Client id; without it the global model.")] = None,
+    client: Annotated[int | None, typer.Option(help="Client id: the model it uses, be it the global one; without it that.")] = None,
     output: Annotated[Path | None, typer.Option(help="File to write (default: in the current directory).")] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="ONNX, from pixels or rows to predictions (corolla[onnx]).")] = False,
     data_path: Annotated[str, typer.Option(help="Dataset node: the data of the node the model is for.")] = "",

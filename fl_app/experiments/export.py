@@ -17,10 +17,11 @@ def export(
 ) -> tuple[Path, card.Card]:  # fmt: skip
     """Write the global model, or a client's, and its card; return both.
 
-    As PyTorch state dict, which `load_state_dict` accepts strictly, or as ONNX. Tensors that a client does not share are only in a
-    state dict if the run collected personal models; ONNX needs all. methods: the registered Methods. output: default
-    RUN-client-K.pt in the current directory. data_path: the node's own data, for dataset `node`. Raises UserError if the run has no
-    such model, if it cannot be written, and as `described` and `write_onnx` do.
+    A client's is what `trained.load` says, the global one where that is what it uses. As PyTorch state dict, which
+    `load_state_dict` accepts strictly, or as ONNX. Tensors that a client does not share are only in a state dict if the run
+    collected personal models; ONNX needs all. methods: the registered Methods. output: default RUN-client-K.pt in the current
+    directory. data_path: the node's own data, for dataset `node`. Raises UserError if the run has no such model, if it cannot be
+    written, and as `described` and `write_onnx` do.
     """
     from fl_app.experiments import product
 

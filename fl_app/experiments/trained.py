@@ -1,7 +1,8 @@
-"""A run's final models as networks with their weights."""
+"""A run's final models as networks with their weights: what `corolla export` writes and `corolla.Run.model` returns."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ Shape = Mapping[str, Any]  # what a model is built with
 
 @dataclass(frozen=True)
 class Trained:
-    """One of a run's final models, in evaluation mode. client: whose it is, None: the global one.
+    """One of a run's final models, in evaluation mode. client: whose it is, maybe as global one; None: the global one.
 
     missing: tensors that the run folder does not hold; in `module` they are as the run started. sha256: of the parameters, as the
     run's evaluations record it.
@@ -50,20 +51,50 @@ def file_stem(client: int | None) -> str:
 def load(path: Path, client: int | None, methods: Mapping[str, Any]) -> Trained:
     """Build the network of a run's global model, or of a client's, with its final weights.
 
-    methods: the registered Methods. A method whose predictor is a network around the user's model (FedEM's mixture) gives that
-    network, any other the user's own. Raises UserError if the run is not finished, has no such model, or if what it takes to build
-    it is not what it was.
+    A client's is the one the run holds for it, or the global one where that is what the client was evaluated with after the last
+    round; either is compared with the hash that the client told then. methods: the registered Methods. A method whose predictor is
+    a network around the user's model (FedEM's mixture) gives that network, any other the user's own. Raises UserError if the run is
+    not finished, has no such model, or if what it takes to build it is not what it was.
     """
+    run = Run(path)
+    count = run.summary["num-clients"]
+    if client is None:
+        return _read(run, None, methods)
+    if client not in range(count):
+        raise UserError(f"client: must be one of 0 to {count - 1}, got {client!r}")
+    held = {file.stem for file in (path / MODELS).glob("*.safetensors")}
+    own = file_stem(client) in held or file_stem(None) not in held
+    found = _read(run, client if own else None, methods)
+    if found.missing and not own:
+        return _read(run, client, methods)  # for its error: the global model is a part of the client's at most
+    if not found.missing:
+        _check(found, client)
+    return dataclasses.replace(found, client=client)
+
+
+def _check(model: Trained, client: int) -> None:
+    """Raise UserError unless a model's sha256 is what the client told of its personal model after the last round."""
+    run = model.run
+    rounds = list(run.rounds.values())
+    last = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
+    told = last.get(str(client), {}).get("sha256")
+    if told == model.sha256 or (told is None and model.client == client):
+        return
+    if model.config.collect_personal_models and model.client == client:
+        file = run.path / MODELS / f"{model.name}.safetensors"
+        raise UserError(f"{file} is not what client {client} was evaluated with: its sha256 is {model.sha256}, recorded is {told}")
+    raise UserError(f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}")
+
+
+def _read(run: Run, client: int | None, methods: Mapping[str, Any]) -> Trained:
+    """Build the network of one of the model files a run holds."""
     from fl_app import weights
     from fl_app.layout import Layout
 
-    run = Run(path)
-    run.summary  # noqa: B018 - for its error if the run is not finished
+    path = run.path
     config = run.config({name: method.params for name, method in methods.items()})
     file = path / MODELS / f"{file_stem(client)}.safetensors"
     if not file.is_file():
-        if client is not None and client not in range(count := run.summary["num-clients"]):
-            raise UserError(f"client: must be one of 0 to {count - 1}, got {client}")
         there = sorted(p.stem for p in (path / MODELS).glob("*.safetensors"))
         hint = "" if client is None or config.collect_personal_models else COLLECT
         raise UserError(f"{path} holds no model {file_stem(client)!r}; it holds {', '.join(there) or 'none'}{hint}")

@@ -159,6 +159,21 @@ def test_a_card_tells_the_run(run: Run, tmp_path: Path) -> None:
     assert average["metrics"]["clients"] == 2 and average["metrics"]["accuracy"] == average["run"]["final-accuracy"]
 
 
+def test_a_client_that_uses_the_global_model_is_given_that_one(run: Run, tmp_path: Path) -> None:
+    folder = run(method="fedavg", **TINY)
+    common, theirs = (export(folder.path, METHODS, client, tmp_path / f"{client}.pt") for client in (None, 1))
+    same = [torch.load(file) for file, _ in (common, theirs)]
+    assert same[0].keys() == same[1].keys() and all(torch.equal(same[0][name], same[1][name]) for name in same[0])
+    assert theirs[1]["model"] == "client-1" and theirs[1]["parameters-sha256"] == common[1]["parameters-sha256"]
+    rows = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
+    assert theirs[1]["metrics"] == {"clients": 1, "accuracy": rows["1"]["accuracy"]}
+    for method, said in (("ditto", "which only the client can make"), ("fedper", "holds no model 'client-1'")):
+        other = run(method=method, run_name=method, **TINY).path
+        with pytest.raises(UserError, match=f"{said}.*; run with --set collect-personal-models=true"):
+            export(other, METHODS, 1, tmp_path / "no.pt")
+    assert not (tmp_path / "no.pt").exists()
+
+
 # the commands
 
 
