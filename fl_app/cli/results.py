@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from fl_app.cli.settings import console, say_unfinished
 from fl_app.cli.tables import show_table
@@ -100,8 +101,11 @@ def report(
     tables: Annotated[Path | None, typer.Option(help="Directory for rounds.csv and clients.csv.")] = None,
 ) -> None:
     """Write a page with tables and pictures of one or more runs, and the pictures as PNG."""
-    from fl_app.report.page import write_report
+    from fl_app.report.page import reported, write_report
 
+    before = reported(output)
     declared = {name: method.figures for name, method in METHODS.items()}
     for path in write_report(runs, output, declared, figures, tables):
         console.print(f"{path}", soft_wrap=True)
+    if before and before != reported(output):
+        console.print(f"(in place of the report of {escape(before)})", soft_wrap=True)

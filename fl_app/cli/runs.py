@@ -44,7 +44,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import RunFailed, UserError
 from fl_app.experiments.runs import Run
 from fl_app.keys import Scalar, without_others
-from fl_app.server.run_folder import PLUGINS, check_state, check_unchanged
+from fl_app.server.run_folder import PLUGINS, check_free, check_state, check_unchanged
 from strategies import METHODS
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None
         check_state(how.resume)
     if how.superlink is not None:
         return run_deployed(config, how.superlink, how.verbose)
+    if not how.resume:
+        check_free(parsed)
     check_locally(parsed)
     if how.in_process:
         return run_in_process(config, parsed)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 
 from fl_app.errors import UserError
@@ -23,6 +24,9 @@ from fl_app.report.tables import failure_list, results_table, settings_sentence,
 
 PAGE = "report.html"
 PICTURES = "report-figures"
+RUNS = '<meta name="corolla-runs" content="{}">'  # in the page: names of the run folders
+_EARLIER = re.compile(r"<!doctype html>\n<html.*\n.*\n<title>(One run|\d+ runs): ")  # how pages without it begin
+_CSV = "run,method,seed,"  # how our own begin
 
 
 def write_report(
@@ -33,8 +37,15 @@ def write_report(
 
     paths: run folders, or folders of run folders; declared: figures by method, for runs that did not keep them; figures,
     tables: directories for every picture as PNG, SVG and PDF, and for the numbers as CSV. Returns the page's and the pictures'
-    path. Raises UserError naming every path that holds no run, or a directory that cannot be written.
+    path. Raises UserError naming every path that holds no run, a directory that cannot be written, or a file of such a name that is
+    no report's.
     """
+    with _writing("--output", output):
+        reported(output)
+    for path in [tables / name for name in (ROUNDS, CLIENTS)] if tables else []:
+        with _writing("--tables", path.parent):
+            if path.exists() and not _beginning(path).startswith((_CSV, "\n")) and path.stat().st_size:
+                raise UserError(f"--tables: {path} is there and no report's; choose another directory")
     groups = grouped(read_runs(paths, declared))
     runs = [run for group in groups for run in group.runs]
     shared = [*accuracy(groups), *costs(groups), *partitions(runs)]
@@ -59,6 +70,27 @@ def write_report(
     return output / PAGE, pictures
 
 
+def reported(output: Path) -> str:
+    """Return the names of the runs a directory's report is of; "" if there is none, or one that does not tell.
+
+    Raises UserError if its report.html is no report's, OSError if it cannot be read.
+    """
+    path = output / PAGE
+    if not path.exists():
+        return ""
+    begin, (before, after) = _beginning(path), RUNS.split("{}")
+    if found := re.search(f"^{re.escape(before)}(.*?){re.escape(after)}$", begin, re.MULTILINE):
+        return unescape(found[1])
+    if not _EARLIER.match(begin):
+        raise UserError(f"--output: {path} is there and no report of runs; choose another directory")
+    return ""
+
+
+def _beginning(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(100_000).decode("utf-8", "replace")
+
+
 @contextlib.contextmanager
 def _writing(option: str, directory: Path) -> Iterator[None]:
     try:
@@ -81,6 +113,7 @@ def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, lis
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        RUNS.format(escape(", ".join(run.path.name for run in runs))),
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n<body><main>",
         f"<h1>{escape(title)}</h1>", settings_sentence(runs), warnings(runs), contents(groups, shared, own),
         results_table(groups), settings_table(groups),

@@ -56,11 +56,11 @@ class RunFolder:
         """
         own = plugins.read(config.plugins)
         name = config.run_name or default_name(config)
-        path = Path(config.output_dir).expanduser().resolve() / name
+        path = folder_of(config, name)
         try:
             make_directory(path, exist_ok=False)
         except FileExistsError:
-            raise UserError(f"run-name: {path} exists already; choose another name or remove it") from None
+            raise _taken(path) from None
         except OSError as error:
             raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
         folder = cls(path, experiment)
@@ -183,6 +183,22 @@ def ask_to_stop(run: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def folder_of(config: RunConfig, name: str) -> Path:
+    """Where the folder of a run of this name lies."""
+    return Path(config.output_dir).expanduser().resolve() / name
+
+
+def check_free(config: RunConfig) -> None:
+    """Raise UserError if a run's folder is there already; for the server's own machine, before anything is started."""
+    path = folder_of(config, config.run_name or default_name(config))
+    if path.exists():
+        raise _taken(path)
+
+
+def _taken(path: Path) -> UserError:
+    return UserError(f"run-name: {path} exists already; choose another name or remove it")
 
 
 def default_name(config: RunConfig) -> str:

@@ -195,8 +195,9 @@ def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp
     assert corolla("run", "--in-process", "--clients", "2", "--set", "local-epochs=1", *sets, *words)[0] == 0
     code, _, err = corolla("export", "runs/one", "--client", "7")
     assert code == 2 and "client: must be one of 0 to 1, got 7" in err
-    code, _, err = corolla("run", "--in-process", "--clients", "2", *sets)
-    assert code == 2 and "exists already" in err
+    for how in (["--in-process"], []):  # by name and at once
+        code, out, err = corolla("run", *how, "--clients", "2", *sets)
+        assert code == 2 and out == "" and "runs/one exists already; choose another name or remove it" in err
 
 
 def test_client_state_is_listed_and_removed(corolla) -> None:  # type: ignore[no-untyped-def]

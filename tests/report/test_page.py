@@ -56,6 +56,26 @@ def test_a_report_replaces_the_pictures_of_an_earlier_one(fedavg: Path, tmp_path
     assert 'class="warn"' not in page and "collaborators" not in page
 
 
+def test_only_a_report_is_replaced_and_one_of_other_runs_is_named(fedavg: Path, local: Path, tmp_path: Path) -> None:
+    def corolla(*words: str) -> tuple[int, str]:
+        command = [Path(sys.executable).parent / "corolla", "report", *words, "--output", "out", "--tables", "out"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        return done.returncode, done.stdout + " ".join(done.stderr.split())
+
+    for runs, said in (([fedavg], False), ([fedavg], False), ([fedavg, local], True)):
+        code, out = corolla(*map(str, runs))
+        assert code == 0 and ("(in place of the report of fedavg-run)" in out) == said, out
+    page, table = tmp_path / "out" / report.PAGE, tmp_path / "out" / "rounds.csv"
+    assert "(in place of the report of fedavg-run, local-run)" in corolla(str(fedavg))[1]
+    for file, content in ((page, "<!doctype html>\n<html>my own"), (table, "a,b\n1,2\n")):
+        before = file.read_text()
+        file.write_text(content)
+        code, out = corolla(str(fedavg))
+        assert code == 2 and f"{file.name} is there and no report" in out and file.read_text() == content
+        file.write_text(before)
+    assert corolla(str(fedavg))[0] == 0
+
+
 def test_without_class_counts_only_what_is_known_is_drawn(start: Callable[..., Path], tmp_path: Path) -> None:
     run = start("secret", method="fedcac", report_class_counts=False)
     assert all("class-counts" not in facts for facts in read_clients(run).values())
