@@ -19,7 +19,8 @@ from fl_app.report import arrays, recorded
 from fl_app.report.groups import grouped
 from fl_app.report.kinds import Layers
 from fl_app.report.page import write_report
-from tests.e2e.conftest import COROLLA, corolla, settings
+from tests.conftest import Command
+from tests.e2e.conftest import COROLLA, settings
 from tests.report.builders import many_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -79,17 +80,17 @@ def look_at(page: Path, browser: str, tmp_path: Path, script: str = "", *options
 
 
 @pytest.mark.e2e
-def test_all_images_decode_and_the_console_is_silent(browser: str, tmp_path: Path) -> None:
+def test_all_images_decode_and_the_console_is_silent(browser: str, command: Command, tmp_path: Path) -> None:
     common = {
         "num-server-rounds": 4, "evaluate-every": 2, "train-samples": 40, "test-samples": 10, "local-epochs": 1,
         "output-dir": str(tmp_path / "runs"), "state-dir": str(tmp_path / "state"), "partition": "pathological",
     }  # fmt: skip
     for method in ("fedcac", "fedavg"):
-        done = corolla("run", "--in-process", "--clients", "8", *settings(common | {"method": method, "run-name": method}))
-        assert done.returncode == 0, done.stderr
+        code, _, err = command("run", "--in-process", "--clients", "8", *settings(common | {"method": method, "run-name": method}))
+        assert code == 0, err
     (tmp_path / "runs" / "fedavg" / "summary.json").unlink()  # as if interrupted
-    done = corolla("report", str(tmp_path / "runs"), "--output", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
+    code, _, err = command("report", tmp_path / "runs", "--output", tmp_path / "out")
+    assert code == 0, err
     probe, dom = look_at(tmp_path / "out" / "report.html", browser, tmp_path)
     pictures = list((tmp_path / "out" / "report-figures").iterdir())
     assert len(probe["images"]) == len(pictures) == 7
@@ -143,7 +144,9 @@ SWEEP = Path(__file__).parents[2] / "sweeps" / "digits.toml"
 
 @pytest.mark.e2e
 @pytest.mark.timeout(900)  # half a minute on an idle machine
-def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_panel(browser: str, tmp_path: Path) -> None:
+def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_panel(
+    browser: str, command: Command, tmp_path: Path
+) -> None:
     values = {
         "num-server-rounds": 6, "evaluate-every": 3, "partition": "pathological", "train-samples": 60, "test-samples": 20,
         "local-epochs": 3, "fedobp.quantile": 0.99, "data-dir": str(tmp_path / "data"), "state-dir": str(tmp_path / "state"),
@@ -155,16 +158,16 @@ def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_pane
     interrupted = {p.parent.name for p in directory.glob("*/config.toml")} - set(before)
     assert 4 <= len(before) < 10 and len(interrupted) == 1
 
-    done = corolla(*words)
-    assert done.returncode == 0, done.stderr
-    assert f"10 runs, {len(before)} finished before, {10 - len(before)} to do" in done.stdout
+    code, out, err = command(*words)
+    assert code == 0, err
+    assert f"10 runs, {len(before)} finished before, {10 - len(before)} to do" in out
     after = stamps(directory)
     assert len(after) == 10 and before.items() <= after.items(), "a finished run was repeated"
-    assert f"goes on with {directory / interrupted.pop()} after round " in done.stdout and not (directory / "unfinished").exists()
-    assert corolla(*words).stdout.startswith("10 runs, 10 finished before, 0 to do") and stamps(directory) == after
+    assert f"goes on with {directory / interrupted.pop()} after round " in out and not (directory / "unfinished").exists()
+    assert command(*words)[1].startswith("10 runs, 10 finished before, 0 to do") and stamps(directory) == after
 
-    done = corolla("report", str(directory), "--output", str(tmp_path / "out"))
-    assert done.returncode == 0, done.stderr
+    code, _, err = command("report", directory, "--output", tmp_path / "out")
+    assert code == 0, err
     groups = grouped(arrays.read_runs([directory]))
     runs = [run for group in groups for run in group.runs]
     assert [len(group.runs) for group in groups] == [2] * 5

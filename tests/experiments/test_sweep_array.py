@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from fl_app.errors import UserError
 from fl_app.experiments import sweep
 from fl_app.server import checkpoint
 from tests import slurm
+from tests.conftest import Command
 
 SWEEP = """
 [settings]
@@ -31,14 +31,21 @@ checkpoint-every = 1
 state-dir = "state"
 
 [grid]
-method = ["fedavg", "local", "fedcac"]
+method = ["fedcac", "fedavg"]
 """
 
 
-def corolla(directory: Path, *words: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "corolla", *words], cwd=directory, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def corolla(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: Command) -> Callable[..., str]:
+    """The command in a directory of its own: what it says when all is well."""
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(*words: str) -> str:
+        code, out, err = command(*words)
+        assert code == 0, err
+        return out
+
+    return invoke
 
 
 def digests(directory: Path) -> dict[str, Any]:
@@ -57,22 +64,25 @@ def cut_off(script: Path, directory: Path, task: int, folder: Path, how: signal.
     return str(out)
 
 
-def test_an_array_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [
+    pytest.param(signal.SIGTERM, marks=pytest.mark.long),  # as Slurm at the end of a job's time
+    signal.SIGKILL,
+])  # fmt: skip
+def test_an_array_goes_on_where_it_was_cut_off(corolla: Callable[..., str], tmp_path: Path, how: signal.Signals) -> None:
     (tmp_path / "s.toml").write_text(SWEEP)
-    said = corolla(tmp_path, "sweep", "s.toml", "--in-process", "--slurm", "--set", "learning-rate=0.05", "--jobs", "2")
+    said = corolla("sweep", "s.toml", "--in-process", "--slurm", "--set", "learning-rate=0.05", "--jobs", "2")
     script = tmp_path / "runs" / "s" / "array.sbatch"
     assert f"sbatch {script}" in said and digests(script.parent) == {}
     asked = slurm.options(script)
-    assert asked["--array"] == "0-2%2" and asked["--cpus-per-task"] == "1" and "--gpus-per-task" not in asked
-    names = corolla(tmp_path, "sweep", "s.toml", "--dry-run", "--set", "learning-rate=0.05").split()
+    assert asked["--array"] == "0-1%2" and asked["--cpus-per-task"] == "1" and "--gpus-per-task" not in asked
+    names = corolla("sweep", "s.toml", "--dry-run", "--set", "learning-rate=0.05").split()
     folders = [script.parent / name for name in names]
 
-    cut_off(script, tmp_path, 0, folders[0], signal.SIGTERM)  # as Slurm at the end of a job's time
-    cut_off(script, tmp_path, 1, folders[1], signal.SIGKILL)
-    third = slurm.sbatch(script, directory=tmp_path, task=2)
-    out = third.communicate()[0]
-    assert third.returncode == 0 and set(digests(script.parent)) == {names[2]}, out
-    written = (folders[2] / "metrics.jsonl").stat().st_mtime_ns
+    cut_off(script, tmp_path, 0, folders[0], how)
+    whole = slurm.sbatch(script, directory=tmp_path, task=1)
+    out = whole.communicate()[0]
+    assert whole.returncode == 0 and set(digests(script.parent)) == {names[1]}, out
+    written = (folders[1] / "metrics.jsonl").stat().st_mtime_ns
     assert not (script.parent / "results.csv").exists()
 
     for task in slurm.tasks(script):
@@ -80,27 +90,25 @@ def test_an_array_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
         again = slurm.sbatch(script, directory=tmp_path, task=task)
         out = again.communicate()[0]
         assert again.returncode == 0, out
-        if task == 2:
-            assert f"finished before: {folders[2]}" in out
+        if task == 1:
+            assert f"finished before: {folders[1]}" in out
         else:
             assert f"goes on with {folders[task]}" in out and f"resumed after round {done_before}" in out
-    assert (folders[2] / "metrics.jsonl").stat().st_mtime_ns == written
+    assert (folders[1] / "metrics.jsonl").stat().st_mtime_ns == written
     assert (script.parent / "results.csv").exists() and not (script.parent / "unfinished").exists()  # the last one's table
 
-    corolla(tmp_path, "sweep", "s.toml", "--in-process", "--output-dir", "plain", "--set", "learning-rate=0.05")
-    assert digests(script.parent) == digests(tmp_path / "plain") and len(digests(script.parent)) == 3
+    corolla("sweep", "s.toml", "--in-process", "--output-dir", "plain", "--set", "learning-rate=0.05")
+    assert digests(script.parent) == digests(tmp_path / "plain") and len(digests(script.parent)) == 2
 
 
-def test_a_run_without_a_checkpoint_is_set_aside(tmp_path: Path) -> None:
-    (tmp_path / "s.toml").write_text(SWEEP.replace("60", "1").replace(', "local", "fedcac"', ""))
-    (name,) = corolla(tmp_path, "sweep", "s.toml", "--dry-run").split()
+def test_a_run_without_a_checkpoint_is_set_aside(corolla: Callable[..., str], command: Command, tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP.replace("60", "1").replace(', "fedavg"', ""))
+    (name,) = corolla("sweep", "s.toml", "--dry-run").split()
     (tmp_path / "runs" / "s" / name).mkdir(parents=True)
-    assert "unfinished, set aside" in corolla(tmp_path, "sweep", "s.toml", "--in-process", "--only", name)
+    assert "unfinished, set aside" in corolla("sweep", "s.toml", "--in-process", "--only", name)
     assert (tmp_path / "runs" / "s" / "unfinished" / name).is_dir() and digests(tmp_path / "runs" / "s")
-    unknown = subprocess.run(
-        [sys.executable, "-m", "corolla", "sweep", "s.toml", "--only", "fedprox"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert unknown.returncode == 2 and "s.toml has no run 'fedprox'" in " ".join(unknown.stderr.split())
+    code, _, err = command("sweep", "s.toml", "--only", "fedprox")
+    assert code == 2 and "s.toml has no run 'fedprox'" in err
 
 
 def test_single_runs_share_a_directory_that_a_whole_sweep_has_alone(tmp_path: Path) -> None:

@@ -14,27 +14,26 @@ from typing import Any
 import pytest
 
 from fl_app.server import checkpoint
+from tests.conftest import Command
 
 COROLLA = str(Path(sys.executable).parent / "corolla")
 COMMON = ["num-server-rounds=7", "checkpoint-every=2", "fraction-train=0.5", "local-epochs=1", "evaluate-every=3"]
 
 
-def command(tmp_path: Path, *arguments: str) -> list[str]:
-    return [COROLLA, "run", "--in-process", *arguments, "--set", f"state-dir={tmp_path / 'state'}"]
+def resume(folder: Path, *more: str) -> list[str]:
+    return ["run", "--in-process", "--resume", str(folder), "--set", f"state-dir={folder.parent / 'state'}", *more]
 
 
-def start(tmp_path: Path, name: str, sets: list[str]) -> list[str]:
-    options = [word for pair in [*COMMON, *sets, f"run-name={name}"] for word in ("--set", pair)]
-    return command(tmp_path, "--clients", "6", "--output-dir", str(tmp_path), *options)
-
-
-def run(words: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+def start(folder: Path, *sets: str) -> list[str]:
+    pairs = [*COMMON, *sets, f"run-name={folder.name}", f"state-dir={folder.parent / 'state'}"]
+    options = [word for pair in pairs for word in ("--set", pair)]
+    return ["run", "--in-process", "--clients", "6", "--output-dir", str(folder.parent), *options]
 
 
 def kill_after(words: list[str], text: str) -> None:
-    """SIGKILL the process as soon as it has printed `text`."""
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}) as process:
+    """Run the command in a process of its own, and SIGKILL that as soon as it has printed `text`."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([COROLLA, *words], stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if text in line:
@@ -60,14 +59,14 @@ def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         pytest.param(["method=fedcac", "fedcac.beta=3", "model=resnet8", "train-samples=40"], id="fedcac-batchnorm"),
     ],
 )
-def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, sets: list[str]) -> None:
-    whole = run(start(tmp_path, "whole", sets))
-    assert whole.returncode == 0, whole.stderr
-    kill_after(start(tmp_path, "killed", sets), "round 5/7: accuracy")
+def test_a_killed_run_resumes_to_the_same_bits(command: Command, tmp_path: Path, sets: list[str]) -> None:
+    code, _, err = command(*start(tmp_path / "whole", *sets))
+    assert code == 0, err
+    kill_after(start(tmp_path / "killed", *sets), "round 5/7: accuracy")
     assert not (tmp_path / "killed" / "summary.json").exists()
-    resumed = run(command(tmp_path, "--resume", str(tmp_path / "killed")))
-    assert resumed.returncode == 0, resumed.stderr
-    assert "resumed after round 4" in resumed.stdout
+    code, out, err = command(*resume(tmp_path / "killed"))
+    assert code == 0, err
+    assert "resumed after round 4" in out
     (expected, expected_rounds), (got, got_rounds) = read(tmp_path / "whole"), read(tmp_path / "killed")
     assert got["digest"] == expected["digest"] is not None
     assert got_rounds == expected_rounds
@@ -77,63 +76,61 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path: Path, sets: list[str]) 
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_stays_as_it_is(tmp_path: Path) -> None:
-    sets = ["method=local"]
-    assert run(start(tmp_path, "whole", sets)).returncode == 0
-    kill_after(start(tmp_path, "killed", sets), "round 5/7: accuracy")
+def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_stays_as_it_is(command: Command, tmp_path: Path) -> None:
+    assert command(*start(tmp_path / "whole", "method=local"))[0] == 0
+    kill_after(start(tmp_path / "killed", "method=local"), "round 5/7: accuracy")
     newest = tmp_path / "killed" / checkpoint.DIRECTORY / "round-000004.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
-    resumed = run([*command(tmp_path, "--resume", str(tmp_path / "killed"))])
-    assert resumed.returncode == 0, resumed.stderr
-    assert "checkpoint of round 4 is damaged" in resumed.stdout
-    assert "resumed after round 2" in resumed.stdout
+    code, out, err = command(*resume(tmp_path / "killed"))
+    assert code == 0, err
+    assert "checkpoint of round 4 is damaged" in out
+    assert "resumed after round 2" in out
     assert read(tmp_path / "killed")[0]["digest"] == read(tmp_path / "whole")[0]["digest"]
 
     def files() -> dict[Path, int]:
         return {p: p.stat().st_mtime_ns for p in (tmp_path / "killed").rglob("*") if p.is_file()}
 
     before = files()
-    again = run(command(tmp_path, "--resume", str(tmp_path / "killed")))
-    assert again.returncode == 0 and "nothing to resume" in again.stdout
+    code, out, _ = command(*resume(tmp_path / "killed"))
+    assert code == 0 and "nothing to resume" in out
     assert files() == before
 
 
 @pytest.mark.long
-def test_a_changed_key_is_refused_and_more_rounds_are_not(tmp_path: Path) -> None:
+def test_a_changed_key_is_refused_and_more_rounds_are_not(command: Command, tmp_path: Path) -> None:
     sets = ["method=fedavg", "model=mlp"]
-    assert run(start(tmp_path, "one", sets)).returncode == 0
-    more = ["--set", "learning-rate=0.2", "--set", "num-server-rounds=8"]
-    changed = run(command(tmp_path, "--resume", str(tmp_path / "one"), *more))
-    assert changed.returncode == 2
-    assert "learning-rate: 0.1 in the run, now 0.2" in changed.stderr
+    assert command(*start(tmp_path / "one", *sets))[0] == 0
+    code, _, err = command(*resume(tmp_path / "one", "--set", "learning-rate=0.2", "--set", "num-server-rounds=8"))
+    assert code == 2
+    assert "learning-rate: 0.1 in the run, now 0.2" in err
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["rounds"] == 7
-    longer = run(command(tmp_path, "--resume", str(tmp_path / "one"), "--set", "num-server-rounds=9"))
-    assert longer.returncode == 0, longer.stderr
+    code, _, err = command(*resume(tmp_path / "one", "--set", "num-server-rounds=9"))
+    assert code == 0, err
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["rounds"] == 9
-    whole = run(start(tmp_path, "nine", [*sets, "num-server-rounds=9"]))
-    assert whole.returncode == 0, whole.stderr
+    code, _, err = command(*start(tmp_path / "nine", *sets, "num-server-rounds=9"))
+    assert code == 0, err
     assert read(tmp_path / "one")[0]["digest"] == read(tmp_path / "nine")[0]["digest"]
 
 
-def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    done = run(command(tmp_path, "--resume", str(tmp_path / "nothing")))
-    assert done.returncode == 2
-    assert "is not a run folder" in done.stderr
+def test_resuming_what_is_no_run_is_refused(command: Command, tmp_path: Path) -> None:
+    code, _, err = command(*resume(tmp_path / "nothing"))
+    assert code == 2
+    assert "is not a run folder" in err
 
 
-def test_a_run_that_is_still_going_is_not_resumed(tmp_path: Path) -> None:
-    assert run(start(tmp_path, "one", ["method=fedavg"])).returncode == 0
+def test_a_run_that_is_still_going_is_not_resumed(command: Command, tmp_path: Path) -> None:
+    assert command(*start(tmp_path / "one", "method=fedavg"))[0] == 0
     with (tmp_path / "one" / ".lock").open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        done = run(command(tmp_path, "--resume", str(tmp_path / "one"), "--set", "num-server-rounds=9"))
-    assert done.returncode == 2
-    assert "is still being run by another process" in done.stderr
+        code, _, err = command(*resume(tmp_path / "one", "--set", "num-server-rounds=9"))
+    assert code == 2
+    assert "is still being run by another process" in err
     assert json.loads((tmp_path / "one" / "summary.json").read_text())["rounds"] == 7
 
 
-def test_fewer_rounds_than_there_are_are_refused_and_change_nothing(tmp_path: Path) -> None:
-    kill_after(start(tmp_path, "killed", ["method=fedavg"]), "round 5/7: accuracy")
+def test_fewer_rounds_than_there_are_are_refused_and_change_nothing(command: Command, tmp_path: Path) -> None:
+    kill_after(start(tmp_path / "killed", "method=fedavg"), "round 5/7: accuracy")
     before = (tmp_path / "killed" / "config.toml").read_text()
-    done = run(command(tmp_path, "--resume", str(tmp_path / "killed"), "--set", "num-server-rounds=2"))
-    assert done.returncode == 2 and "the run has 4 rounds already, got 2" in done.stderr
+    code, _, err = command(*resume(tmp_path / "killed", "--set", "num-server-rounds=2"))
+    assert code == 2 and "the run has 4 rounds already, got 2" in err
     assert (tmp_path / "killed" / "config.toml").read_text() == before
