@@ -140,9 +140,9 @@ def test_preset_typo_suggests_the_nearest(corolla) -> None:  # type: ignore[no-u
 
 
 @pytest.mark.parametrize("words", [["--set", "seed", "3"], ["demo", "--set", "seed", "3"], ["--set", "seed"]])
-@pytest.mark.parametrize("command", ["run", "sweep"])
-def test_a_setting_without_an_equals_sign_is_explained(corolla, command: str, words: list[str]) -> None:  # type: ignore[no-untyped-def]
-    code, _, err = corolla(command, *words)
+@pytest.mark.parametrize("verb", ["run", "sweep"])
+def test_a_setting_without_an_equals_sign_is_explained(corolla, verb: str, words: list[str]) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = corolla(verb, *words)
     assert code == 2 and err == "error: --set seed: expected KEY=VALUE in one word, as in --set seed=1"
 
 
