@@ -67,6 +67,11 @@ class PersonalizedStrategy(Rounds, Generic[P]):
         """What of a round's uploads must not lie far apart (key `max-update-norm`): stacks [N, ...] by a name in the plural."""
         return {"parameters": intake.W, "BatchNorm statistics": intake.B}
 
+    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """What a client was sent of what is `compared`, by the same names: what the server made of it is not held against it."""
+        model = self.model_for(client_id)
+        return {"parameters": model.params, "BatchNorm statistics": model.buffers}
+
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Choose the round's clients: fraction-train of those connected, at least one, sorted."""
         return self.drawn(client_ids, round)
