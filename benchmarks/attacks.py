@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,28 +20,33 @@ from flwr.compat.client.client import Client
 from client_app.client import CorollaClient
 from fl_app.config import RunConfig
 from fl_app.data import open_client
-from fl_app.layout import Model, Vector
-from fl_app.wire import Upload
+from fl_app.layout import NOTHING, Model, Vector
+from fl_app.wire import Expected, Upload
 from strategies import METHODS, masks
 from strategies.base import ClientState, LocalUpdate, RoundContext
-from strategies.robust import distances_to_median
+from strategies.base.screening import USUAL, Screening
+from strategies.base.uploads import Intake
 
 HUGE = 1e6
 BACKWARDS = 5
 NOISE = 1.0  # standard deviation
-BOUND = 3.0  # medians, the default of max-update-norm
 MARGIN = 0.95  # of the bound, that an adaptive liar keeps
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a liar has before it when it uploads: what it was sent, its honest upload, all others' of this round."""
+    """What a liar has before it when it uploads: what it was sent, its honest upload, all others' uploads of this round and what
+    they were sent; and what the server remembers of uploads, after each round that is over.
+    """
 
     sent: Model
     honest: Upload
     others: Sequence[Upload]
     liars: int
     random: np.random.Generator
+    starts: Sequence[Vector]
+    round: int = 1
+    screenings: dict[int, Screening] = field(default_factory=dict)
 
 
 Attack = Callable[[Scene], Upload]
@@ -85,13 +90,13 @@ def adaptive(scene: Scene) -> Upload:
     middle = np.median(others, axis=0)
     away = scene.sent.params - others.mean(axis=0, dtype=np.float64)
     away /= max(float(np.linalg.norm(away)), 1e-12)
-    low, high = 0.0, 2 * BOUND * float(np.linalg.norm(others - middle, axis=1).max())
-    for _ in range(30):
+    low, high = 0.0, 1.0
+    while _inside(scene, middle + high * away) and high < HUGE:
+        low, high = high, 2 * high
+    for _ in range(20):
         far = (low + high) / 2
-        lies = np.tile((middle + far * away).astype(np.float32), (scene.liars, 1))
-        distances = distances_to_median(np.concatenate([others, lies]), range(len(others) + scene.liars))
-        inside = distances[-1] <= MARGIN * BOUND * np.median(distances)
-        low, high = (far, high) if inside else (low, far)
+        low, high = (far, high) if _inside(scene, middle + far * away) else (low, far)
+    _inside(scene, middle + low * away)
     return _chosen_by_all(scene, _with(scene, middle + low * away, scene.honest.model.buffers))
 
 
@@ -108,6 +113,22 @@ WITH_MASKS = frozenset({"crafted mask"})  # attacks on methods whose uploads hav
 
 def _with(scene: Scene, params: np.ndarray, buffers: Vector) -> Upload:
     return dataclasses.replace(scene.honest, model=Model(params.astype(np.float32), buffers))
+
+
+def _inside(scene: Scene, params: np.ndarray) -> bool:
+    """Tell whether the server would take these parameters from all liars; note what it would remember then."""
+    before = [screening for round, screening in scene.screenings.items() if round < scene.round]
+    screening = Screening.restored(before[-1].saved() if before else {})
+    uploads = [*scene.others, *[_with(scene, params, scene.honest.model.buffers)] * scene.liars]
+    starts = [*scene.starts, *[scene.sent.params] * scene.liars]
+    intake = Intake.of(list(range(len(uploads))), Expected(len(params), 0))
+    for k, upload in enumerate(uploads):
+        intake.accept(k, Upload(Model(upload.model.params, NOTHING.buffers), num_examples=upload.num_examples), {})
+    stacks = {"parameters": intake.W}
+    strays = screening.strays(scene.round, intake, stacks, MARGIN * USUAL, lambda k: {"parameters": starts[k]})
+    screening.accept(scene.round, intake.ids)
+    scene.screenings[scene.round] = screening
+    return all(stray.client_id < len(scene.others) for stray in strays)
 
 
 def _chosen_by_all(scene: Scene, upload: Upload) -> Upload:
@@ -127,8 +148,13 @@ def _chosen_by_all(scene: Scene, upload: Upload) -> Upload:
 # The client half ------------------------------------------------------------------------------------------------------
 
 
-def hostile(update: type[LocalUpdate[Any]], attack: Attack, liars: int, heard: Sequence[Upload]) -> type[LocalUpdate[Any]]:
-    """Return a method's client half that lies when it uploads. heard: the honest clients' uploads of the round."""
+Heard = dict[int, tuple[Vector, Upload]]  # what honest clients were sent and uploaded last
+
+
+def hostile(
+    update: type[LocalUpdate[Any]], attack: Attack, liars: int, heard: Heard, screenings: dict[int, Screening]
+) -> type[LocalUpdate[Any]]:
+    """Return a method's client half that lies when it uploads."""
 
     class Hostile(update):  # type: ignore[misc, valid-type]
         """Trains as the method does."""
@@ -136,13 +162,14 @@ def hostile(update: type[LocalUpdate[Any]], attack: Attack, liars: int, heard: S
         def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[Any]) -> Upload:
             """Apply the attack to the honest upload."""
             honest = super().upload(before, after, state, ctx)
-            scene = Scene(ctx.layout.take(before, ctx.shared), honest, list(heard), liars, ctx.rng("attack"))
-            return attack(scene)
+            starts, others = zip(*heard.values(), strict=True)
+            sent = ctx.layout.take(before, ctx.shared)
+            return attack(Scene(sent, honest, others, liars, ctx.rng("attack"), starts, ctx.round, screenings))
 
     return Hostile
 
 
-def overheard(update: type[LocalUpdate[Any]], heard: dict[int, Upload]) -> type[LocalUpdate[Any]]:
+def overheard(update: type[LocalUpdate[Any]], heard: Heard) -> type[LocalUpdate[Any]]:
     """Return a method's client half that lets its uploads be heard, by client."""
 
     class Overheard(update):  # type: ignore[misc, valid-type]
@@ -150,15 +177,16 @@ def overheard(update: type[LocalUpdate[Any]], heard: dict[int, Upload]) -> type[
 
         def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[Any]) -> Upload:
             """Upload honestly."""
-            heard[ctx.client_id] = super().upload(before, after, state, ctx)
-            return heard[ctx.client_id]
+            upload = super().upload(before, after, state, ctx)
+            heard[ctx.client_id] = ctx.layout.take(before, ctx.shared).params, upload
+            return upload
 
     return Overheard
 
 
 def client_app(attack: Attack, liars: int, config: RunConfig) -> ClientApp:
     """Return a ClientApp for one process whose last `liars` clients lie, when all others have uploaded."""
-    method, heard = METHODS[config.method], dict[int, Upload]()
+    method, heard, screenings = METHODS[config.method], Heard(), dict[int, Screening]()
     data = functools.cache(lambda client_id: open_client(config, client_id))
 
     def client_fn(context: Context) -> Client:
@@ -166,7 +194,7 @@ def client_app(attack: Attack, liars: int, config: RunConfig) -> ClientApp:
         if client_id < config.num_clients - liars:
             half = overheard(half, heard)
         else:
-            half = hostile(half, attack, liars, list(heard.values()))
+            half = hostile(half, attack, liars, heard, screenings)
         client = CorollaClient(config, dataclasses.replace(method, local_update=half), client_id, "")
         client.data = data(client_id)
         return client.to_client()

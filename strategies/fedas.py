@@ -30,6 +30,7 @@ from fl_app.report.kinds import Scalars
 from fl_app.wire import Upload, WireError
 from strategies.base import OWN_MODEL, ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
 from strategies.fedavg import FedAvg
+from strategies.robust import capped
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -87,8 +88,9 @@ class FedAS(FedAvg[FedASParams]):
             raise WireError(f"{INFORMATION} must be a number >= 0, got {value!r}")
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Mean weighted by information."""
-        shares, mean = fisher_weights([float(m[INFORMATION]) for m in uploads.metrics]), self.averaging.mean
+        """Mean weighted by information; `max-size-weight` bounds it as it does samples: it is a client's own word, too."""
+        traces, mean = np.array([float(m[INFORMATION]) for m in uploads.metrics]), self.averaging.mean
+        shares = fisher_weights(capped(traces, self.config.max_size_weight) if self.config.max_size_weight else traces)
         self.global_model = Model(mean(uploads.W, shares), mean(uploads.B, shares))
 
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -205,6 +206,8 @@ def mix_by_mask(
 
 class FedDAC(PersonalizedStrategy[FedDACParams]):
     """Server half: keeps every client's last personalized model; there is no global one."""
+
+    compared_extras = MappingProxyType({"guidance models": GUIDANCE})
 
     def expected(self) -> Expected:
         """A mask in which exactly K parameters are important, and the one-step guidance model where it is asked for."""

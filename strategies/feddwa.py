@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -55,6 +56,8 @@ def neighbour_weights(guidance: aggregate.Stack, models: aggregate.Stack, k: int
 
 class FedDWA(PersonalizedStrategy[FedDWAParams]):
     """Server half. Kept per client: the mixture it is sent, `params` and `buffers`."""
+
+    compared_extras = MappingProxyType({"guidance models": GUIDANCE})
 
     def expected(self) -> Expected:
         """The guidance beside the model, where it is trained."""

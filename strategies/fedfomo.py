@@ -118,6 +118,11 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
             return {}
         return {MODELS: np.stack([m.params for m in more]), STATISTICS: np.stack([m.buffers for m in more])}
 
+    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """The client's own last upload: what it mixes the offered ones into."""
+        own = self.last_personal(client_id)
+        return {"parameters": own.params, "BatchNorm statistics": own.buffers}
+
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Keep what came, and add scores to affinities."""
         scored = uploads.extras.get(SCORES, np.zeros((len(uploads.ids), 0), np.float32))

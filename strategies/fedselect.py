@@ -146,6 +146,10 @@ class FedSelect(PersonalizedStrategy[FedSelectParams]):
             intake.W[row, personal] = self.global_model.params[personal]
         return super().compared(intake)
 
+    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """The global model, as in `compared`."""
+        return {"parameters": self.global_model.params, "BatchNorm statistics": self.global_model.buffers}
+
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average what is shared; note how many parameters of every tensor are personal."""
         assert uploads.bits is not None

@@ -109,10 +109,11 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
             log.warning("scaffold: momentum is %g, the paper has none; steps are counted through it", self.config.momentum)
 
     def check(self, upload: Upload) -> None:
-        """Steps must be a number of steps."""
-        steps = upload.metrics.get(STEPS)
-        if type(steps) is not int or not 1 <= steps < 2**31:
-            raise WireError(f"{STEPS} must be an integer >= 1, got {steps!r}")
+        """Steps must be as many as the client's samples make, give or take each epoch's last batch."""
+        steps, epochs, size = upload.metrics.get(STEPS), self.config.local_epochs, self.config.batch_size
+        fewest, most = (epochs * max(1, batches) for batches in (upload.num_examples // size, -(-upload.num_examples // size)))
+        if type(steps) is not int or not fewest <= steps <= most:
+            raise WireError(f"{STEPS} must be an integer in {fewest}..{most} for {upload.num_examples} samples, got {steps!r}")
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """The control variate c."""

@@ -27,6 +27,8 @@ log = logging.getLogger("corolla")
 RUN_ENDED = RunNotRunningException
 MAX_OBJECTS = 10_000  # of one reply; of a large model's 4 MB pieces that is 40 GB
 MAX_DEPTH = 8  # a message holds records, these a record, it arrays, they pieces: 5
+MAX_RECORD = 1_000_000  # bytes of a record of numbers and texts; reading one costs some hundred times as much as sending it
+_RECORDS = ("ConfigRecord", "MetricRecord")
 _AT_ONCE = 4  # objects fetched at the same time, of all replies together
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds between two tries for an object that is not there yet
 
@@ -90,7 +92,7 @@ class SuperLink:
     def fetch(self, found: Found, deadline: float) -> Message:
         """Fetch a reply's objects until `deadline` (of time.monotonic) and put it together.
 
-        Raises TimeoutError, WireError for too many, too deeply nested or missing objects, and whatever Flower raises for
+        Raises TimeoutError, WireError for too many, too deeply nested, too large or missing objects, and whatever Flower raises for
         malformed ones.
         """
         try:
@@ -99,6 +101,7 @@ class SuperLink:
             request = ConfirmMessageReceivedRequest(node=self._node, run_id=self._run_id, message_object_id=found.object_id)
             self._client.ConfirmMessageReceived(request)
         check_nesting(found.object_id, contents)
+        check_sizes(contents)
         message = inflatable_utils.inflate_object_from_contents(found.object_id, contents)
         if not isinstance(message, Message):
             raise WireError(f"it is no Message but a {type(message).__name__}")
@@ -142,6 +145,15 @@ def check_nesting(root: str, contents: Mapping[str, bytes]) -> None:
         if not level:
             return
     raise WireError(f"its objects are nested more than {MAX_DEPTH} deep")
+
+
+def check_sizes(contents: Mapping[str, bytes]) -> None:
+    """Raise WireError if a record of numbers and texts, by what its head says, has more than MAX_RECORD bytes."""
+    for content in contents.values():
+        if len(content) > MAX_RECORD:
+            kind = inflatable_object.get_object_type_from_object_content(content)
+            if kind in _RECORDS:
+                raise WireError(f"its {kind} has {len(content)} bytes, at most {MAX_RECORD} are read")
 
 
 def _takes(call: Callable[..., Any], *names: str) -> None:

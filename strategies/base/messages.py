@@ -93,6 +93,10 @@ class Messages(Strategy, ABC):
         """See PersonalizedStrategy."""
 
     @abstractmethod
+    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """See PersonalizedStrategy."""
+
+    @abstractmethod
     def exported_layout(self, layout: Layout) -> Layout:
         """See PersonalizedStrategy."""
 
@@ -183,8 +187,9 @@ class Messages(Strategy, ABC):
         needed = max(1, math.ceil(self.config.min_results * len(intake.ids)))
         if len(intake.metrics) < needed:
             raise TooFewResults(f"{len(intake.metrics)} of {len(intake.ids)} uploads usable, {needed} needed")
-        self.strayed = strayed
-        self.screening.accept(server_round, intake.metrics)
+        self.strayed = [stray for stray in strayed if stray.client_id in intake.metrics]
+        refused = [stray.client_id for stray in strayed if stray.client_id not in intake.metrics]
+        self.screening.accept(server_round, intake.metrics, refused)
         uploads = intake.uploads()
         if self.config.max_size_weight:
             uploads = dataclasses.replace(uploads, sizes=capped(uploads.sizes, self.config.max_size_weight))
@@ -198,18 +203,24 @@ class Messages(Strategy, ABC):
         return None, None
 
     def _screen(self, round: int, intake: Intake) -> list[Stray]:
-        """Leave out, by name, what lies too far from the others; return what lies far and is used, as nothing is refused."""
+        """Return what lies far from the others, and leave it out by name, unless nothing is refused."""
         if math.isinf(self.spread):
             return []
         limit = self.config.max_update_norm * self.spread
-        strayed = self.screening.strays(round, intake, self.compared(intake), limit or USUAL * self.spread)
+        strayed = self.screening.strays(round, intake, self.compared(intake), limit or USUAL * self.spread, self._sent)
         for stray in strayed:
             if limit:
                 intake.reject(stray.client_id)
                 self.attempt.fail(Reply(stray.client_id, None), f"round {round}", "dropped", stray.refusal())
             else:
                 log.warning("round %d: client %d is used (max-update-norm is 0), but %s", round, stray.client_id, stray)
-        return [] if limit else strayed
+        return strayed
+
+    def _sent(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """What a client was sent of what is compared; read again where it is kept on disk."""
+        sent = self.compared_with(client_id)
+        kept.release(self.personal.get(client_id, {}))
+        return sent
 
     def aggregate_evaluate(self, server_round: int, replies: Iterator[Reply]) -> MetricRecord | None:  # type: ignore[override]
         """Collect metrics and hashes per client."""

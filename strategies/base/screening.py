@@ -1,43 +1,57 @@
 """Uploads that lie far from all others: found, and left out by name (key `max-update-norm`).
 
-How far is counted in medians: an upload's distance from the median of all uploads (per parameter), divided by the median of these
-distances. For a client that was absent it is the largest such median since it last took part: a newcomer among clients that have
-learned already moves as far as all did when they began. A client with more training samples than the median one may be farther, in
-proportion: it takes more steps. Of one or two uploads nobody can say which is far; of three or four one is often far (the only
-client without the others' one class), and only what is beyond all measure is refused.
+How far an upload lies is its distance from the median of all uploads (per parameter), or from what its client was sent, if that
+is less: what the server itself made of a client is not held against it. The bound is so many times what is usual.
+
+Usual is the median of the distances from the median, or of those from what was sent, if that is more: where most clients have the
+same data they agree, and one with other data, honest, is far from their median but has not moved farther than they have. It is at
+least a tenth of the most it has been in the run, and a hundredth of the length of what was sent: where nearly all have
+nothing left to learn, they do not move at all. For one client it is more, up to the most in the run:
+
+- as much as that client's last accepted upload lay away: whom the others' model does not fit goes on moving when they have learned;
+- the most since it was there last: a newcomer moves as far as all did when they began.
+
+A client with more training samples than the median one may be farther, in proportion: it takes more steps. Of one or two uploads
+nobody can say which is far; of three or four medians say less, and the bound is three times as wide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fl_app.wire import WireError
-from strategies.aggregate import Stack
+from strategies.aggregate import Stack, squared_distance
 from strategies.base.uploads import Intake
 from strategies.robust import distances_to_median
 
-USUAL = 3.0  # medians: no honest client was ever seen farther away
-_MANY = 5  # uploads, below which a median of distances says little
-_FEW_ROOM = 1000.0
+USUAL = 3.0  # times what is usual: no honest client was ever seen farther away
+_MANY, _FEW_ROOM = 5, 3.0  # uploads, below which medians say less; how much wider the bound is then
 _LARGEST = 10.0  # median clients, that one's samples count: they are its own word
+_OF_MOST, _OF_LENGTH = 0.1, 0.01  # of the most there was, of the length of what was sent: less is not usual
+
+Distances = dict[str, NDArray[np.float64]]
+Sent = Callable[[int], Mapping[str, NDArray[Any]]]  # what a client was sent of what is compared, by the same names
 
 
 @dataclass(frozen=True)
 class Stray:
-    """How far a client's upload lies from the others: `what` of it, the farthest, in medians, of which so many are allowed."""
+    """How far a client's upload lies from the others: `what` of it, the farthest, in times what is usual, of which so many are
+    allowed.
+    """
 
     client_id: int
     what: str
-    medians: float
+    times: float
     allowed: float
 
     def __str__(self) -> str:
         """Say it of the upload."""
-        return f"its {self.what} lie {self.medians:.3g} times as far from the median of all uploads as is usual"
+        return f"its {self.what} lie {self.times:.3g} times as far from the others' as is usual"
 
     def refusal(self) -> WireError:
         """Return the cause why an upload is left out."""
@@ -46,48 +60,84 @@ class Stray:
 
 @dataclass
 class Screening:
-    """What is remembered of a run's uploads: `medians` of their distances by what they are of and round, `seen` the round of a
-    client's last accepted upload.
+    """What is remembered of a run's uploads, by what they are of: `usual` distances by round, `last` those of every client's last
+    accepted upload; and `seen`, the last round whose outcome for a client is known.
     """
 
-    medians: dict[str, dict[int, float]] = field(default_factory=dict)
+    usual: dict[str, dict[int, float]] = field(default_factory=dict)
+    last: dict[str, dict[int, float]] = field(default_factory=dict)
     seen: dict[int, int] = field(default_factory=dict)
+    _now: dict[str, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
 
-    def strays(self, round: int, intake: Intake, stacks: Mapping[str, Stack], limit: float) -> list[Stray]:
-        """Find the clients that are farther than `limit` medians from the others, the farthest first.
+    def strays(self, round: int, intake: Intake, stacks: Mapping[str, Stack], limit: float, sent: Sent) -> list[Stray]:
+        """Find the clients that are farther from the others than `limit` times what is usual, the farthest first.
 
-        stacks: float32 [N, ...] by name, with a row for every row of the intake's.
+        stacks: float32 [N, ...] by name, with a row for every row of the intake's. sent: rows like theirs; what has another
+        size, or is not there, says nothing.
         """
-        rows = intake.rows
+        rows, ids = intake.rows, [intake.ids[row] for row in intake.rows]
         sizes = intake.sizes[rows]
         room = np.clip(sizes / np.median(sizes), 1, _LARGEST) if rows else sizes
         if len(rows) < _MANY:
             limit *= _FEW_ROOM
-        farthest: dict[int, Stray] = {}
+        stacks = {what: stack.reshape(len(stack), -1) for what, stack in stacks.items() if stack.size and len(rows) > 2}
+        moved, lengths = _moved(stacks, rows, ids, sent)
+        found = dict[int, Stray]()
+        self._now = {}
         for what, stack in stacks.items():
-            if not stack.size or len(rows) < 3:
-                continue
-            distances = distances_to_median(stack.reshape(len(stack), -1), rows)
-            medians = self.medians.setdefault(what, {})
-            medians[round] = float(np.median(distances))
-            for row, distance in zip(rows, (distances / room).tolist(), strict=True):
-                client_id = intake.ids[row]
-                usual = max((m for r, m in medians.items() if self.seen.get(client_id, 0) < r <= round), default=0)
-                if usual > 0 and distance > limit * usual and distance / usual > getattr(farthest.get(client_id), "medians", 0):
-                    farthest[client_id] = Stray(client_id, what, distance / usual, limit)
-        return sorted(farthest.values(), key=lambda stray: -stray.medians)
+            apart = distances_to_median(stack, rows)
+            usual = self.usual.setdefault(what, {})
+            least = max([_OF_MOST * m for r, m in usual.items() if r < round], default=0.0)
+            medians = (float(np.median(of)) for of in (apart, moved.get(what, 0.0), _OF_LENGTH * lengths.get(what, np.zeros(1))))
+            usual[round] = max(least, *medians)
+            far = np.minimum(apart, moved.get(what, np.inf)) / room
+            self._now[what] = dict(zip(ids, far.tolist(), strict=True))
+            for client_id, distance in self._now[what].items():
+                since = max(m for r, m in usual.items() if self.seen.get(client_id, 0) < r <= round)
+                scale = max(since, min(self.last.get(what, {}).get(client_id, 0.0), max(usual.values())))
+                if scale > 0 and distance > limit * scale and distance / scale > getattr(found.get(client_id), "times", 0):
+                    found[client_id] = Stray(client_id, what, distance / scale, limit)
+        return sorted(found.values(), key=lambda stray: -stray.times)
 
-    def accept(self, round: int, client_ids: Iterable[int]) -> None:
-        """Remember whose uploads were used."""
-        self.seen |= dict.fromkeys(client_ids, round)
+    def accept(self, round: int, client_ids: Iterable[int], refused: Iterable[int] = ()) -> None:
+        """Remember whose uploads were used, and whose were too far."""
+        used = list(client_ids)
+        self.seen |= dict.fromkeys([*used, *refused], round)
+        for what, distances in self._now.items():
+            self.last.setdefault(what, {}).update({i: distances[i] for i in used if i in distances})
 
     def saved(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
-        medians = {what: {str(r): m for r, m in each.items()} for what, each in self.medians.items()}
-        return {"medians": medians, "seen": {str(i): r for i, r in self.seen.items()}}
+        by_name = {name: {what: _texts(of) for what, of in getattr(self, name).items()} for name in ("usual", "last")}
+        return {**by_name, "seen": _texts(self.seen)}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> Screening:
         """Undo `saved`; {} for a run that began without."""
-        medians = {what: {int(r): m for r, m in each.items()} for what, each in saved.get("medians", {}).items()}
-        return cls(medians, {int(i): r for i, r in saved.get("seen", {}).items()})
+        usual, last = ({what: _numbers(of) for what, of in saved.get(name, {}).items()} for name in ("usual", "last"))
+        return cls(usual, last, _numbers(saved.get("seen", {})))
+
+
+def _moved(stacks: Mapping[str, Stack], rows: list[int], ids: list[int], sent: Sent) -> tuple[Distances, Distances]:
+    """Return the rows' distances from what their clients were sent, and the lengths of that, float64 [len(rows)] each; of those
+    stacks where that can be said.
+    """
+    found: dict[str, list[tuple[float, float]]] = {what: [] for what in stacks}
+    for row, client_id in zip(rows, ids, strict=True):
+        starts = sent(client_id) if stacks else {}
+        for what, stack in stacks.items():
+            start = starts.get(what)
+            if start is not None and start.size == stack.shape[1]:
+                start = start.reshape(-1)
+                zeros = np.broadcast_to(np.float32(0), start.shape)
+                found[what].append((squared_distance(stack[row], start), squared_distance(start, zeros)))
+    known = {what: np.sqrt(each).T for what, each in found.items() if each and len(each) == len(rows)}
+    return {what: each[0] for what, each in known.items()}, {what: each[1] for what, each in known.items()}
+
+
+def _texts(of: Mapping[int, Any]) -> dict[str, Any]:
+    return {str(k): value for k, value in of.items()}
+
+
+def _numbers(of: Mapping[str, Any]) -> dict[int, Any]:
+    return {int(k): value for k, value in of.items()}

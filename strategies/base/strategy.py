@@ -29,6 +29,7 @@ class PersonalizedStrategy(Rounds, Generic[P]):
     """
 
     params: P
+    compared_extras: ClassVar[Mapping[str, str]] = {}  # float arrays of uploads that must not lie far apart: in words, their names
     robust: ClassVar[frozenset[str]] = frozenset()  # what the key `robust` may be beside none: `RULES` if means are by `averaging`
 
     @property
@@ -65,7 +66,14 @@ class PersonalizedStrategy(Rounds, Generic[P]):
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """What of a round's uploads must not lie far apart (key `max-update-norm`): stacks [N, ...] by a name in the plural."""
-        return {"parameters": intake.W, "BatchNorm statistics": intake.B}
+        more = {what: intake.extras[name] for what, name in self.compared_extras.items() if name in intake.extras}
+        return {"parameters": intake.W, "BatchNorm statistics": intake.B, **more}
+
+    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """What a client was sent of what is `compared`, by the same names: what the server made of it is not held against it."""
+        model, extras = self.model_for(client_id), self.download_extras(client_id) if self.compared_extras else {}
+        own = {what: extras.get(name, model.params) for what, name in self.compared_extras.items()}
+        return {"parameters": model.params, "BatchNorm statistics": model.buffers, **own}
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Choose the round's clients: fraction-train of those connected, at least one, sorted."""

@@ -98,6 +98,9 @@ def test_tls_and_authentication(expected: str) -> None:
     assert "server.key" in held and not [name for name in held if name.startswith(("ca.key", "supernode")) and ".pub" not in name]
     assert compose("exec", "-T", "supernode-2", "id", "-u").stdout.strip() == "1000"
 
+    # each is behind its site's gate, whose audit knows the run
+    assert "supernode-2: " in compose("exec", "-T", "supernode-2", "corolla", "node", "audit").stdout
+
     # plaintext is refused, and so is a SuperNode without a registered key
     node = "flower-supernode --superlink superlink:9092 --port 9099"
     ca = "--root-certificates /keys/ca.crt"

@@ -35,10 +35,10 @@ class Intruders:
         self.lab, self.fleet = lab, fleet
         self.logs: dict[str, Path] = {}
 
-    def start(self, name: str, *arguments: str) -> None:
+    def start(self, name: str, *arguments: str, client: int = 2) -> None:
         self.logs[name] = self.lab.directory / f"{name}.log"
         command = [script("flower-supernode"), *arguments, "--superlink", f"127.0.0.1:{self.fleet}"]
-        command += ["--port", str(free_ports(1)[0]), "--node-config", "partition-id=2 num-partitions=3"]
+        command += ["--port", str(free_ports(1)[0]), "--node-config", f"partition-id={client} num-partitions=3"]
         with self.logs[name].open("wb") as log:
             subprocess.Popen(
                 command, env=self.lab.environment | {"INTRUDER": str(self.lab.directory)}, stdin=subprocess.DEVNULL,
@@ -101,4 +101,27 @@ def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: L
         assert "=> refused: its key is not registered with the SuperLink" in " ".join(said.split()), said
 
     intruders.end()
+    assert lab.cluster("down").returncode == 0
+
+
+def test_a_registered_key_speaks_for_its_own_client_alone(lab: Lab) -> None:
+    """Clients 0 and 2 go while a run goes on, and a SuperNode with client 2's registered key comes as client 0."""
+    fleet, _ = lab.write(tls=True, hosts=[{"host": "local", "supernodes": 3, "gpus": []}])
+    assert lab.cluster("keys").returncode == 0
+    up = lab.cluster("up", "--timeout", "300")
+    assert up.returncode == 0, up.stdout + up.stderr
+    config = {"method": "fedcac", "num-server-rounds": 10, "train-samples": 40, "local-epochs": 1, "round-timeout": 20.0}
+    config |= {"min-results": 0.1, "state-dir": str(lab.directory / "client-state")}
+    run = Run(lab, lab.directory / "r", 3, config, superlink="lab")
+    run.wait_for_round(1)
+    end_processes([psutil.Process(lab.process(f"supernode-{i}")["pid"]) for i in (0, 2)])
+    keys = lab.directory / "lab-keys"
+    own = ("--root-certificates", str(keys / "ca.crt"), "--auth-supernode-private-key", str(keys / "supernode-2.key"))
+    intruders = Intruders(lab, fleet)
+    intruders.start("as-another", *own, client=0)
+    run.finish()
+    intruders.end()
+    assert "SuperNode ID" in intruders.log("as-another"), intruders.log("as-another")  # the SuperLink lets it in
+    assert "its key is that of client 2" in " ".join(run.log.split()), run.log
+    assert sorted(rounds(run.folder)[0]["clients"]) == ["0", "1", "2"] and list(rounds(run.folder)[-1]["clients"]) == ["1"]
     assert lab.cluster("down").returncode == 0

@@ -136,8 +136,9 @@ ATTACKS: tuple[Attack, ...] = (
     Attack("num-examples-list", "a list for the number of samples",
         "upload", "named", forge.num_examples([5] * 50_000), "num_examples must be an integer"),
     Attack("metrics-many", "30,000 metrics", "upload", "kept", forge.many_metrics(30_000)),
+    Attack("metrics-too-many", "200,000 metrics", "upload", "named", structure.integers(200_000), "its ConfigRecord has"),
     Attack("metrics-names", "metrics that a report or a table could stumble over", "upload", "kept", forge.odd_metrics),
-    numbers("metric-long", "a metric of 2 MB of text", "accuracy-after", "x" * 2_000_000, "characters, at most"),
+    numbers("metric-long", "a metric of 2 MB of text", "accuracy-after", "x" * 2_000_000, "its ConfigRecord has"),
     # text and state
     numbers("state-of-another-round", "a state version of another round",
         "state-version", "000099-000000", "state-version must be"),

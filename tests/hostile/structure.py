@@ -21,6 +21,13 @@ def body(kind: str, data: bytes) -> Alter:
     return lambda reply, message: reply.body(kind, data)
 
 
+def integers(count: int) -> Alter:
+    """Give a ConfigRecord that many numbers; written as bytes, since Flower's own class takes seconds to make them."""
+    return lambda reply, message: reply.body(
+        "ConfigRecord", b"".join(b"\x0a\x0d\x0a\x07m%06d\x12\x02\x10\x0a" % k for k in range(count))
+    )
+
+
 def childless(kind: str) -> Alter:
     """Take an object's children away."""
 

@@ -142,10 +142,13 @@ def test_a_step_of_the_servers_own(tmp_path: Path) -> None:
 
 def test_steps_that_cannot_be_are_refused(tmp_path: Path) -> None:
     server = Federation(tmp_path, "scaffold").server
-    for steps in (0, -1, 1.5, "3", True, None):
-        with pytest.raises(WireError, match="steps must be an integer >= 1, got"):
-            server.check(Upload(NOTHING, metrics={} if steps is None else {"steps": steps}))
-    server.check(Upload(NOTHING, metrics={"steps": 3}))
+    epochs, size = server.config.local_epochs, server.config.batch_size
+    n = 2 * size + 1  # two batches, or three
+    for steps in (0, -1, 2.5 * epochs, "3", True, None, 2 * epochs - 1, 3 * epochs + 1):
+        with pytest.raises(WireError, match=f"steps must be an integer in {2 * epochs}..{3 * epochs} for {n} samples, got"):
+            server.check(Upload(NOTHING, num_examples=n, metrics={} if steps is None else {"steps": steps}))
+    for steps in (2 * epochs, 3 * epochs):
+        server.check(Upload(NOTHING, num_examples=n, metrics={"steps": steps}))
 
 
 def test_momentum_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,8 +21,6 @@ from fl_app.errors import UserError
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from strategies import METHOD_PARAMS, METHODS, masks
-from strategies.base.screening import Screening
-from strategies.base.uploads import Intake
 from strategies.robust import RULES
 from tests.conftest import IN_TWO_ROUNDS, Run, flat, flat_layout
 
@@ -160,55 +158,16 @@ def test_every_method_does_what_it_says(run: Run, method: str) -> None:
 # the pieces
 
 
-def intake_of(distances: list[float], sizes: list[float] | None = None) -> Intake:
-    """An intake of one-parameter uploads at these places."""
-    n = len(distances)
-    expected = wire.Expected(1, 0)
-    intake = Intake.of(list(range(n)), expected)
-    for i, (place, size) in enumerate(zip(distances, sizes or [1.0] * n, strict=True)):
-        intake.accept(i, wire.Upload(Model(np.array([place], np.float32), np.zeros(0, np.float32)), num_examples=int(size)), {})
-    return intake
-
-
-def found(screening: Screening, round: int, intake: Intake, limit: float = 3) -> dict[int, float]:
-    stacks = {"parameters": intake.W, "BatchNorm statistics": intake.B}
-    return {s.client_id: round_to(s.medians) for s in screening.strays(round, intake, stacks, limit)}
-
-
-def round_to(value: float) -> float:
-    return round(value, 6)
-
-
-def test_strays_by_hand() -> None:
-    # median 0, distances 1 1 0 2 7, their median 1
-    assert found(Screening(), 1, intake_of([-1, 1, 0, -2, 7])) == {4: 7}
-    assert found(Screening(), 1, intake_of([-1, 1, 0, -2, 3])) == {}
-    # with more samples than most it may be farther, tenfold at most
-    assert found(Screening(), 1, intake_of([-1, 1, 0, -2, 7], [1, 1, 1, 1, 5])) == {}
-    assert found(Screening(), 1, intake_of([-1, 1, 0, -2, 40], [1, 1, 1, 1, 2**40])) == {4: 4}
-    # of two nobody can say; where most are equal nothing says what is far
-    assert found(Screening(), 1, intake_of([0, 1e6])) == found(Screening(), 1, intake_of([0, 0, 0, 1])) == {}
-
-
-def test_one_that_was_absent_may_move_as_far_as_the_others_did() -> None:
-    screening = Screening()
-    assert found(screening, 1, intake_of([-10, 10, 0, -20, 20])) == {}
-    screening.accept(1, [0, 1, 2, 3])
-    later = intake_of([-1, 1, 0, 7, -7])  # 3 was there in round 1, 4 is new
-    assert found(screening, 2, later) == {3: 7}
-    again = Screening.restored(screening.saved())
-    assert again == screening and found(again, 2, later) == {3: 7}
-
-
 def test_attacks_by_hand() -> None:
     layout = flat_layout([4])
     sent, trained = np.zeros(layout.d, np.float32), np.array([1, 2, 0, -1], np.float32)
     nothing = np.zeros(0, np.float32)
 
     def upload(*ones: int) -> wire.Upload:
-        return wire.Upload(Model(trained, nothing), mask=masks.pack(np.isin(np.arange(4), ones)))
+        return wire.Upload(Model(trained, nothing), mask=masks.pack(np.isin(np.arange(4), ones)), num_examples=1)
 
-    scene = attacks.Scene(Model(sent, nothing), upload(0, 1), [upload(2, 3), upload(2, 3)], 1, np.random.default_rng(0))
+    others = [upload(2, 3), upload(2, 3)]
+    scene = attacks.Scene(Model(sent, nothing), upload(0, 1), others, 1, np.random.default_rng(0), [sent, sent])
     lies = {name: attack(scene) for name, attack in ATTACKS.items()}
     assert lies["x 1e6"].model.params.tolist() == [1e6, 2e6, 0, -1e6]
     assert lies["w -> -w"].model.params.tolist() == [-1, -2, 0, 1]

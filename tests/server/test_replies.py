@@ -182,6 +182,17 @@ def test_objects_that_name_each_other_in_a_row() -> None:
         superlink.check_nesting(name, contents)
 
 
+def test_records_that_are_too_large_are_not_read(inbox: Inbox, client: Client) -> None:
+    add(client, "a", RecordDict({"c": ConfigRecord({f"m{k}": k for k in range(200_000)})}))
+    add(client, "b", records())
+    add(client, "c", RecordDict({"c": ConfigRecord({f"m{k}": k for k in range(30_000)})}))
+    for name in "abc":
+        inbox.expect(name, 30)
+    answers = take(inbox, 3)
+    assert answers["b"].content is not None and answers["c"].content is not None
+    assert answers["a"].kind == "malformed" and "bytes, at most 1000000 are read" in answers["a"].cause
+
+
 def test_flower_s_own_way_is_taken_where_its_insides_have_changed(
     grid: Grid, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

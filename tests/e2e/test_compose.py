@@ -1,0 +1,54 @@
+"""The compose files' SuperNodes without containers: what their shells would run, on this machine, keeps its site's rules."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy import audit
+from fl_app.processes import free_ports
+from tests.e2e.conftest import Cluster, Run, rounds
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
+FILES = {name: yaml.safe_load((DEPLOY / name).read_text()) for name in ("compose.yaml", "compose.tls.yaml")}
+
+
+def test_sites_of_containers_refuse_by_name(cluster: Cluster, tmp_path: Path) -> None:
+    """Node 0 has no rules, node 1's allow another method."""
+    cluster.start_superlink()
+    for client_id in range(2):
+        site = tmp_path / f"site-{client_id}"
+        site.mkdir()
+        if client_id == 1:
+            (site / "site.toml").write_text('methods = ["fedobp"]\n')
+        runtime, health = free_ports(2)
+        *shell, line = FILES["compose.yaml"]["services"][f"supernode-{client_id}"]["command"]
+        here = {
+            "$$": "$", "superlink:9092": f"{cluster.fleet} --port {runtime}", "127.0.0.1:9097": f"127.0.0.1:{health}",
+            "num-partitions=4": "num-partitions=2", "/site/": f"{site}/", "exec python ": f"exec {sys.executable} ",
+        }  # fmt: skip
+        for there, word in here.items():
+            assert there in line, line
+            line = line.replace(there, word)
+        cluster._start(f"node-{client_id}", [*shell, line], CLIENT_ID=str(client_id), COROLLA_STATE_HOME=str(tmp_path / "audit"))
+    config = {"method": "fedcac", "num-server-rounds": 2, "train-samples": 40, "local-epochs": 1, "min-available-clients": 1}
+    run = Run(cluster, tmp_path / "r", 2, config | {"state-dir": str(tmp_path / "state")})
+    run.finish()
+    assert "client 1 cannot take part: refused by its site: methods: fedcac is not among fedobp" in " ".join(run.log.split())
+    assert [sorted(record["clients"]) for record in rounds(run.folder)] == [["0"], ["0"]]
+    kinds = [[entry["kind"] for entry in audit.entries(tmp_path / "audit" / "sites" / f"supernode-{i}")] for i in range(2)]
+    assert "upload" in kinds[0] and "upload" not in kinds[1] and kinds[1][0] == "start"
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_no_container_starts_a_supernode_without_its_gate(name: str) -> None:
+    nodes = {service: about for service, about in FILES[name]["services"].items() if service.startswith("supernode-")}
+    assert len(nodes) == 4
+    for about in nodes.values():
+        words = about["command"][-1].split()
+        assert words[:5] == ["exec", "python", "-P", "-m", "deploy.supernode"] and "flower-supernode" not in words
