@@ -1,0 +1,46 @@
+"""A mask as the server sees it: its bits in an order, and turned by a pad, that only clients know. Overlaps come out the same.
+
+Client i sends z_i = (M_i o pi)[0:m] xor r; the permutation pi and the pad r follow from a key that all clients share and that
+belongs to one attempt at one round. z_i xor z_j has as many ones as M_i xor M_j, so of masks with K ones each the server gets
+|M_i and M_j| = K - H_ij / 2 with m = d exactly, and with m < d an estimate whose standard deviation docs/privacy.md tells.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.privacy.masking import derived, stream
+
+Bits = NDArray[np.uint8]
+
+
+def length(d: int, asked: int) -> int:
+    """Return m, the bits of a sketch of d parameters (key `private-sketch`; 0: all of them)."""
+    return min(asked or d, d)
+
+
+def sketch(bits: Bits, d: int, m: int, key: bytes) -> Bits:
+    """Return the sketch of a mask, uint8 [ceil(m/8)], little bit order, zero padding.
+
+    bits: uint8 [ceil(d/8)], the packed mask; 1 <= m <= d; key: 32 bytes, equal for all clients of the attempt.
+    """
+    if not 1 <= m <= d or bits.shape != (-(-d // 8),):
+        raise ValueError(f"a sketch of m = {m} bits needs a packed mask of at least as many, got {bits.shape} for d = {d}")
+    order = np.argsort(np.frombuffer(stream(derived(key, "order"), 8 * d), "<u8"), kind="stable")[:m]
+    mask = np.unpackbits(bits, count=d, bitorder="little")
+    pad = np.unpackbits(np.frombuffer(stream(derived(key, "pad"), -(-m // 8)), np.uint8), count=m, bitorder="little")
+    return np.packbits(mask[order] ^ pad, bitorder="little")
+
+
+def overlaps(common: NDArray[np.int64], m: int, d: int, num_selected: int) -> NDArray[np.float64]:
+    """Return the overlaps of masks from their sketches, float64 [N, N], symmetric, diagonal 1.
+
+    common: int64 [N, N], ones that two sketches have in common, on the diagonal those that one has; num_selected: K >= 1, ones in
+    every mask. With m = d the quotient of the same integers as from the masks themselves; else clipped to [0, 1].
+    """
+    ones = common.diagonal()
+    apart = ones[:, None] + ones[None, :] - 2 * common
+    if m == d:
+        return (num_selected - apart // 2) / num_selected
+    return np.clip(1 - apart * (d / m) / (2 * num_selected), 0, 1)
