@@ -113,6 +113,20 @@ class RunConfig(ExperimentKeys):
         0, "Evaluations also measure every client after so many local epochs from its personal model; not kept.",
         NOT_NEGATIVE, compared=False,
     )
+    # privacy
+    private: bool = key(
+        False, "The server is sent sums of at least three clients' models and, of masks, who agrees with whom: no client's own "
+        "([what that hides](privacy.md)). Not for every method; `report-class-counts` is off.", compared=False, checked=True,
+    )
+    private_sketch: int = key(
+        0, "Bits of a mask's sketch in a private run; 0: one per parameter, and overlaps are exact.", NOT_NEGATIVE, compared=False
+    )
+    private_regroup: int = key(
+        5, "Rounds for which the groups of a private run are kept.", AT_LEAST_ONE, compared=False, counts_rounds=True
+    )
+    report_accuracy: bool = key(
+        True, "Clients tell the server their losses and metrics. `false`: nothing of a run is known but its models.", compared=False
+    )
     # files
     run_name: str = key("", "Name of the run's folder. Empty: time, method and data set.", about="place")
     output_dir: str = key("runs", "Directory of run folders; made absolute by `corolla run`.", about="place")

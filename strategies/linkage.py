@@ -6,7 +6,7 @@ groups are disjoint and have at least three members; who has no such group is al
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,12 +37,14 @@ def partition(similarity: NDArray[np.float64], threshold: float, smallest: int =
     return labels
 
 
-def summed(ids: Sequence[int], labels: NDArray[np.int64], similarity: NDArray[np.float64], smallest: int = 3) -> list[list[int]]:
-    """Who is summed up with whom: disjoint groups of at least `smallest` that cover `ids`, each sorted.
+def summed(
+    ids: Sequence[int], labels: NDArray[np.int64], similarity: NDArray[np.float64], smallest: int = 3
+) -> dict[int, list[int]]:
+    """Who is summed up with whom: disjoint groups of at least `smallest` that cover `ids`, each sorted, by label.
 
     ids: the clients present, at least `smallest`; labels: int64, by client id, as of `partition`; similarity: [N, N] by client id.
-    Groups of which too few are present, and who is alone, are one pool. A pool that is itself too small goes, whole, to the group
-    that it is most similar to on average.
+    Groups of which too few are present, and who is alone, are one pool, ALONE. A pool that is itself too small goes, whole, to the
+    group that it is most similar to on average.
     """
     if len(ids) < smallest:
         raise ValueError(f"at least {smallest} clients are needed, got {sorted(ids)}")
@@ -50,8 +52,20 @@ def summed(ids: Sequence[int], labels: NDArray[np.int64], similarity: NDArray[np
     for i in sorted(ids):
         groups.setdefault(int(labels[i]), []).append(i)
     pool = sorted(i for label, own in groups.items() if label == ALONE or len(own) < smallest for i in own)
-    whole = [own for label, own in sorted(groups.items()) if label != ALONE and len(own) >= smallest]
-    if pool and len(pool) < smallest:
-        nearest = max(whole, key=lambda own: float(similarity[np.ix_(pool, own)].mean()))
-        return [sorted(own + pool) if own is nearest else own for own in whole]
-    return [*whole, pool] if pool else whole
+    whole = {label: own for label, own in sorted(groups.items()) if label != ALONE and len(own) >= smallest}
+    if not pool or len(pool) >= smallest:
+        return whole | ({ALONE: pool} if pool else {})
+    nearest = max(whole, key=lambda label: float(similarity[np.ix_(pool, whole[label])].mean()))
+    return whole | {nearest: sorted(whole[nearest] + pool)}
+
+
+def held(groups: Mapping[int, list[int]], labels: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Which clients use which sum as their group's: int64 by client id, its place among the sums, ALONE for those without.
+
+    groups: as of `summed`; labels: int64 by client id. Who was only added to a sum, and the pool, use none.
+    """
+    places = np.full(len(labels), ALONE)
+    for place, label in enumerate(groups):
+        if label != ALONE:
+            places[labels == label] = place
+    return places

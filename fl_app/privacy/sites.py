@@ -2,8 +2,8 @@
 
 A site's private half lies in a file beside its node key, and beside it `peers.txt`: a line per client with its node key, its
 public half and the node key's signature of it. Whoever relays messages cannot put a key of its own in another's place: what is
-not in the list, or not signed, is not used. Where all clients are on one machine (a simulation, one process) the keys follow from the
-seed: that exercises the protocol and hides nothing.
+not in the list, or not signed, is not used. Where all clients are on one machine (a simulation, one process) the keys follow from
+the seed: that exercises the protocol and hides nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from fl_app.errors import UserError
 from fl_app.privacy.masking import derived
+from fl_app.wire import SEED_KEYS
 
 PEERS = "peers.txt"
-SEED = "seed"  # instead of a file's path: keys from the run's seed
+WORD = "x25519"  # begins what a node's public key says of private runs
 _NONCE = 12
 _SAID = b"corolla x25519 "
 
@@ -77,13 +78,13 @@ class Keyring:
 
 
 def keyring(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
-    """Return a client's keys. where: its private key's file, or SEED. Raises UserError naming what is missing or wrong."""
+    """Return a client's keys. where: its private key's file, or SEED_KEYS. Raises UserError naming what is missing or wrong."""
     if not where:
         raise UserError(
             "private: this SuperNode has no key for private runs; `corolla node start` and `corolla cluster up` name it, others "
             "need --node-config private-keys=FILE (docs/privacy.md)"
         )
-    return _from_seed(seed, client_id, num_clients) if where == SEED else _from_file(Path(where), client_id, num_clients)
+    return _from_seed(seed, client_id, num_clients) if where == SEED_KEYS else _from_file(Path(where), client_id, num_clients)
 
 
 def _from_seed(seed: int, client_id: int, num_clients: int) -> Keyring:
@@ -102,10 +103,10 @@ def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
     except OSError as error:
         raise UserError(f"private: the list of all sites' keys cannot be read: {peers}: {error.strerror}") from None
     except ValueError:
-        raise UserError(f"private: {peers} must have a line per client: id, node key, public half, signature") from None
+        raise UserError(f"private: {peers} must have a line per client: its number, node key, {WORD}, key, signature") from None
     if sorted(entries) != list(range(num_clients)):
         raise UserError(f"private: {peers} must have the clients 0 to {num_clients - 1}, it has {len(entries)}")
-    keys = {i: _signed(peers, i, *said) for i, said in entries.items()}
+    keys = {i: _signed(peers, f"client {i}'s", *said) for i, said in entries.items()}
     if keys[client_id] != _raw(private):
         raise UserError(f"private: {path} is not the key that {peers} has for client {client_id}")
     if len(set(keys.values())) < num_clients:
@@ -146,34 +147,30 @@ def statement(private: X25519PrivateKey, node_key: ec.EllipticCurvePrivateKey) -
     return f"{_text(raw)} {_text(node_key.sign(_SAID + raw, ec.ECDSA(hashes.SHA384())))}"
 
 
-def line(client_id: int, node_public: str, said: str) -> str:
-    """Return a client's line in PEERS. node_public: in OpenSSH's form; said: its statement."""
-    return f"{client_id} {' '.join(node_public.split()[:2])} {' '.join(said.split())}"
-
-
-def check(what: Path, client_id: int, node_public: str, said: str) -> None:
-    """Raise UserError unless a statement is signed by the node key. what: named in the error."""
+def check(path: Path, public: str) -> None:
+    """Raise UserError unless what a node's public key says of private runs is signed by that key. path: named in the error."""
     try:
-        _signed(what, client_id, *_entry(line(client_id, node_public, said))[1])
+        _, said = _entry(f"0 {public}")
     except ValueError:
-        raise UserError(f"private: {what} must have a public half and its signature") from None
+        raise UserError(f"private: {path} must be a node key, {WORD}, key, signature") from None
+    _signed(path, "its", *said)
 
 
 def _entry(line: str) -> tuple[int, tuple[str, bytes, bytes]]:
-    client_id, kind, node, public, signature = line.split()
-    if not re.fullmatch(r"\d{1,9}", client_id, re.ASCII):
-        raise ValueError(client_id)
+    client_id, kind, node, word, public, signature = line.split()
+    if not re.fullmatch(r"\d{1,9}", client_id, re.ASCII) or word != WORD:
+        raise ValueError(line)
     return int(client_id), (f"{kind} {node}", base64.b64decode(public, validate=True), base64.b64decode(signature, validate=True))
 
 
-def _signed(path: Path, client_id: int, node: str, public: bytes, signature: bytes) -> bytes:
+def _signed(path: Path, whose: str, node: str, public: bytes, signature: bytes) -> bytes:
     """Return a client's public half. Raises UserError unless its node key has signed it."""
     try:
         key = serialization.load_ssh_public_key(node.encode())
         assert isinstance(key, ec.EllipticCurvePublicKey) and len(public) == 32
         key.verify(signature, _SAID + public, ec.ECDSA(hashes.SHA384()))
     except (ValueError, AssertionError, InvalidSignature):
-        raise UserError(f"private: {path}: client {client_id}'s public half is not signed by its node key") from None
+        raise UserError(f"private: {path}: {whose} key for private runs is not signed by its node key") from None
     return public
 
 

@@ -15,11 +15,6 @@ from fl_app.privacy.masking import derived, stream
 Bits = NDArray[np.uint8]
 
 
-def length(d: int, asked: int) -> int:
-    """Return m, the bits of a sketch of d parameters (key `private-sketch`; 0: all of them)."""
-    return min(asked or d, d)
-
-
 def sketch(bits: Bits, d: int, m: int, key: bytes) -> Bits:
     """Return the sketch of a mask, uint8 [ceil(m/8)], little bit order, zero padding.
 
@@ -27,20 +22,15 @@ def sketch(bits: Bits, d: int, m: int, key: bytes) -> Bits:
     """
     if not 1 <= m <= d or bits.shape != (-(-d // 8),):
         raise ValueError(f"a sketch of m = {m} bits needs a packed mask of at least as many, got {bits.shape} for d = {d}")
-    order = np.argsort(np.frombuffer(stream(derived(key, "order"), 8 * d), "<u8"), kind="stable")[:m]
+    order = _order(d, key)[:m]
     mask = np.unpackbits(bits, count=d, bitorder="little")
     pad = np.unpackbits(np.frombuffer(stream(derived(key, "pad"), -(-m // 8)), np.uint8), count=m, bitorder="little")
     return np.packbits(mask[order] ^ pad, bitorder="little")
 
 
-def overlaps(common: NDArray[np.int64], m: int, d: int, num_selected: int) -> NDArray[np.float64]:
-    """Return the overlaps of masks from their sketches, float64 [N, N], symmetric, diagonal 1.
-
-    common: int64 [N, N], ones that two sketches have in common, on the diagonal those that one has; num_selected: K >= 1, ones in
-    every mask. With m = d the quotient of the same integers as from the masks themselves; else clipped to [0, 1].
-    """
-    ones = common.diagonal()
-    apart = ones[:, None] + ones[None, :] - 2 * common
-    if m == d:
-        return (num_selected - apart // 2) / num_selected
-    return np.clip(1 - apart * (d / m) / (2 * num_selected), 0, 1)
+def _order(d: int, key: bytes) -> NDArray[np.uint64]:
+    """Return a permutation of d positions that follows from the key: positions sorted by random bits above their own."""
+    below = np.uint64(d.bit_length())
+    words = np.frombuffer(stream(derived(key, "order"), 8 * d), "<u8") << below | np.arange(d, dtype=np.uint64)
+    words.sort()
+    return words & ((np.uint64(1) << below) - np.uint64(1))

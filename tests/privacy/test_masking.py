@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.privacy import masking
-from fl_app.privacy.sites import SEED, keyring
+from fl_app.privacy.sites import SEED_KEYS, keyring
 
 
 def uploads(values: np.ndarray, weights: list[float], round: int = 1, attempt: int = 0) -> np.ndarray:
@@ -15,7 +15,7 @@ def uploads(values: np.ndarray, weights: list[float], round: int = 1, attempt: i
     sent = []
     for i in range(n):
         words = masking.encode(values[i], weights[i], n, masking.PARAMS_RANGE)
-        keys = keyring(SEED, 0, i, n).masks((j for j in range(n) if j != i), "experiment", round, attempt)
+        keys = keyring(SEED_KEYS, 0, i, n).masks((j for j in range(n) if j != i), "experiment", round, attempt)
         masking.mask(words, i, keys)
         sent.append(words)
     return np.array(sent)

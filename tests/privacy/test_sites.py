@@ -4,28 +4,10 @@ import hashlib
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from fl_app.errors import UserError
-from fl_app.privacy import sites
-from fl_app.privacy.sites import PEERS, SEED, keyring
-
-
-def make(directory: Path, count: int) -> list[Path]:
-    """Keys of so many sites, each in a directory of its own with the list of all."""
-    paths, lines = [], []
-    for i in range(count):
-        (directory / str(i)).mkdir()
-        paths.append(directory / str(i) / "node.x25519")
-        paths[-1].write_bytes(sites.make())
-        paths[-1].chmod(0o600)
-        node = ec.generate_private_key(ec.SECP384R1())
-        public = node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
-        lines.append(sites.line(i, public, sites.statement(sites.read(paths[-1]), node)))
-    for path in paths:
-        (path.parent / PEERS).write_text("\n".join(lines) + "\n")
-    return paths
+from fl_app.privacy.sites import PEERS, SEED_KEYS, keyring
+from tests.privacy.keys import make
 
 
 def change(path: Path, client_id: int, word: int, other: int) -> None:
@@ -60,22 +42,22 @@ def test_what_is_sealed_is_opened_by_each_and_by_no_other(tmp_path: Path) -> Non
 
 def test_keys_from_the_seed_are_the_same_everywhere_and_others_for_another_seed() -> None:
     def said(seed: int) -> str:
-        ring = keyring(SEED, seed, 0, 4)
+        ring = keyring(SEED_KEYS, seed, 0, 4)
         return hashlib.sha256(ring.secret + b"".join(ring.masks([1, 2, 3], "e", 1, 0).values())).hexdigest()
 
     assert said(1) == said(1) != said(2)
-    assert keyring(SEED, 1, 0, 4).masks([3], "e", 1, 0)[3] == keyring(SEED, 1, 3, 4).masks([0], "e", 1, 0)[0]
+    assert keyring(SEED_KEYS, 1, 0, 4).masks([3], "e", 1, 0)[3] == keyring(SEED_KEYS, 1, 3, 4).masks([0], "e", 1, 0)[0]
 
 
 def test_a_list_somebody_has_changed_is_refused(tmp_path: Path) -> None:
     paths = make(tmp_path, 3)
-    change(paths[0], 2, 3, 1)  # a public half that its node key has not signed
-    with pytest.raises(UserError, match="client 2's public half is not signed by its node key"):
+    change(paths[0], 2, 4, 1)  # a public half that its node key has not signed
+    with pytest.raises(UserError, match="client 2's key for private runs is not signed by its node key"):
         keyring(str(paths[0]), 0, 0, 3)
     change(paths[1], 2, 2, 1)  # another node key
-    with pytest.raises(UserError, match="client 2's public half is not signed"):
+    with pytest.raises(UserError, match="client 2's key for private runs is not signed"):
         keyring(str(paths[1]), 0, 1, 3)
-    for word in (2, 3, 4):  # one site twice
+    for word in (2, 4, 5):  # one site twice
         change(paths[2], 0, word, 1)
     with pytest.raises(UserError, match="the same key for two clients"):
         keyring(str(paths[2]), 0, 2, 3)

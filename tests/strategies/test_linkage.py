@@ -48,15 +48,15 @@ def test_every_sum_has_three_members_whoever_is_absent(n: int, threshold: float,
     labels = partition(similarity, threshold)
     ids = data.draw(st.lists(st.integers(0, n - 1), min_size=3, unique=True))
     groups = summed(ids, labels, similarity)
-    assert sorted(i for own in groups for i in own) == sorted(ids)  # disjoint, and everyone in one
-    assert all(len(own) >= 3 and own == sorted(own) for own in groups)
+    assert sorted(i for own in groups.values() for i in own) == sorted(ids)  # disjoint, and everyone in one
+    assert all(len(own) >= 3 and own == sorted(own) for own in groups.values())
 
 
 def test_a_pool_of_two_goes_to_the_nearest_group() -> None:
     labels = np.array([0, 0, 0, 1, 1, 1, ALONE, ALONE])
     similarity = alike(8, (6, 4, 0.9), (7, 4, 0.9), (6, 0, 0.5))
-    assert summed(range(8), labels, similarity) == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert summed(range(8), labels, similarity) == {0: [0, 1, 2], 1: [3, 4, 5, 6, 7]}
     # of the second group one is absent: its two are the pool now, with the two that were alone
-    assert summed([0, 1, 2, 3, 4, 6, 7], labels, similarity) == [[0, 1, 2], [3, 4, 6, 7]]
+    assert summed([0, 1, 2, 3, 4, 6, 7], labels, similarity) == {0: [0, 1, 2], ALONE: [3, 4, 6, 7]}
     with pytest.raises(ValueError, match="at least 3 clients are needed"):
         summed([0, 1], labels, similarity)
