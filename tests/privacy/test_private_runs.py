@@ -316,6 +316,12 @@ def test_a_client_sends_nothing_that_would_not_be_hidden(
 # what cannot be private
 
 
+def test_the_docs_name_the_methods_that_can() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "privacy.md").read_text().split())
+    listed = text.partition("those whose server needs sums alone run private: ")[2].partition("; and fedcac as above")[0]
+    assert listed.split(", ") == [name for name in SUMS if name != "fedcac"]
+
+
 @pytest.mark.parametrize("name", sorted(set(METHODS) - set(SUMS)))
 def test_other_methods_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(UserError, match=f"private: method {name} cannot run private: (its server|it sends|nothing travels|which)"):
