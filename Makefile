@@ -72,11 +72,11 @@ soak: install
 
 # ratios of docs/performance.md; about half an hour on two idle cores
 bench: install
-	for name in kernels training methods simulation deployment startup memory gpu_check; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in kernels privacy training methods simulation deployment startup memory gpu_check; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 # small forms; fail when a ratio is more than twice its target, and is so again: a slow moment passes, a slow program does not
 bench-short: install
-	for name in kernels training simulation deployment startup memory; do \
+	for name in kernels privacy training simulation deployment startup memory; do \
 	  $(BIN)/python -m benchmarks.$$name --short || $(BIN)/python -m benchmarks.$$name --short || exit 1; done
 
 check: lint types test

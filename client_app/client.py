@@ -6,11 +6,12 @@ import gc
 import hashlib
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.compat.client.numpy_client import NumPyClient
@@ -26,6 +27,9 @@ from fl_app.layout import Layout
 from fl_app.wire import Download, Upload
 from strategies.base import Method, RoundContext
 
+if TYPE_CHECKING:
+    from client_app.private import Masker
+
 log = logging.getLogger("corolla")
 
 HOPELESS = 1e4  # a loss from which no training comes back, and to which none on a client's own data leads
@@ -35,8 +39,8 @@ _looked_at: set[tuple[str, str, str]] = set()  # data whose files this process h
 class CorollaClient(NumPyClient):
     """One client of a run. Failures are reported to the server by name instead of raised."""
 
-    def __init__(self, config: RunConfig, method: Method[Any], client_id: int, data_path: str) -> None:
-        self.config, self.method, self.client_id, self.data_path = config, method, client_id, data_path
+    def __init__(self, config: RunConfig, method: Method[Any], client_id: int, data_path: str, keys: str = "") -> None:
+        self.config, self.method, self.client_id, self.data_path, self.keys = config, method, client_id, data_path, keys
         self._timings: dict[str, float] = {}
         self._fallback: dict[str, Scalar] = {}  # for the metrics, if the state the server named is damaged
 
@@ -70,7 +74,11 @@ class CorollaClient(NumPyClient):
             properties["input-shape"] = ",".join(map(str, info.shape))
         if self.config.report_class_counts or self.config.dataset.startswith(("npz:", "table:", "hf:")):
             properties["class-names"] = json.dumps(info.classes)  # to read the outputs by; of labels that were strings, the mapping
-        if self.config.report_class_counts and tasks.of(self.config).has_classes:
+        if self.config.private:
+            from client_app import private
+
+            properties |= private.properties(private.keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients))
+        elif self.config.report_class_counts and tasks.of(self.config).has_classes:
             counts = np.bincount(self.data.y_train, minlength=info.num_classes)
             properties["class-counts"] = ",".join(str(n) for n in counts)
         return properties
@@ -96,15 +104,16 @@ class CorollaClient(NumPyClient):
             model = update.personal(start, state, ctx)
             names = [metric.name for metric in tasks.measured(self.config)]
             loss, found = trainer.measure(model, names)
+            if self.config.finetune_epochs:
+                tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
+                found = {**found, **{f"{name}-finetuned": value for name, value in trainer.measure(tuned, names)[1].items()}}
+            measured = self._told({"loss": loss, **found})
             metrics: dict[str, Scalar] = {
-                **found,
+                **measured,
                 "sha256": hashlib.sha256(update.export(model, state, ctx).params.tobytes()).hexdigest(),
                 **self._fallback,
             }
-            if self.config.finetune_epochs:
-                tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
-                metrics |= {f"{name}-finetuned": value for name, value in trainer.measure(tuned, names)[1].items()}
-            return loss, len(self.data.y_test), dict(metrics)
+            return float(metrics.pop("loss")), len(self.data.y_test), dict(metrics)
         except Exception as error:
             log.exception("client %d failed", self.client_id)
             return 0.0, 0, {wire.ERROR: describe(error)}
@@ -115,6 +124,8 @@ class CorollaClient(NumPyClient):
         return open_client(self.config, self.client_id, data_path=self.data_path)
 
     def _collect(self, download: Download) -> Upload:
+        if self.config.private:
+            raise UserError("private: this client hands out no model of its own")
         ctx, state, _ = self._context(download)
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
@@ -127,6 +138,7 @@ class CorollaClient(NumPyClient):
 
     def _train(self, download: Download) -> Upload:
         ctx, state, trainer = self._timed("prepare", lambda: self._context(download))
+        masker = self._timed("prepare", lambda: self._masker(download))
         update = self.method.local_update()
         start = self._timed("merge", lambda: update.merge(download.model, state, ctx))
         personal = self._timed("evaluate", lambda: update.personal(start, state, ctx))
@@ -142,14 +154,19 @@ class CorollaClient(NumPyClient):
         used = self._timed("evaluate", lambda: update.personal(trained, state, ctx))
         loss_after, after = self._timed("evaluate", lambda: trainer.evaluate(used))
         upload = self._timed("score", lambda: update.upload(start, trained, state, ctx))
+        if masker:
+            upload = self._timed("score", lambda: masker.masked(upload))
         version = self._timed("state", lambda: self._save(state, download))
         headline = trainer.task.headline.name
-        metrics: dict[str, Scalar] = {
+        measured: dict[str, Scalar] = {
             f"{headline}-before": before,
             f"{headline}-after": after,
             "loss": train_loss,
             "loss-before": loss_before,
             "loss-after": loss_after,
+        }
+        metrics: dict[str, Scalar] = {
+            **self._told(measured),
             "test-samples": len(self.data.y_test),
             "state-version": version,
             **self._fallback,
@@ -203,6 +220,21 @@ class CorollaClient(NumPyClient):
         version = self._store.save(state, download.round, download.attempt)
         self._store.delete_before(read_from, download.keep)
         return version
+
+    def _told(self, measured: dict[str, Scalar]) -> dict[str, Scalar]:
+        """What the server is told of losses and metrics: nothing with `report-accuracy = false`."""
+        return measured if self.config.report_accuracy else dict.fromkeys(measured, math.nan)
+
+    def _masker(self, download: Download) -> Masker | None:
+        """Claim the attempt of a private round; raises UserError if it must not be answered."""
+        if not self.config.private:
+            return None
+        from client_app import private
+
+        keyring = private.keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
+        masker = private.Masker.of(download, self.config, keyring)
+        self._store.claim(wire.state_version(download.round, download.attempt))
+        return masker
 
     def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
         started = time.perf_counter()

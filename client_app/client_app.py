@@ -14,6 +14,7 @@ from fl_app import plugins
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.keys import own
+from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 
 # Ray listens on all of a machine's addresses, and runs what anybody sends there, unless it is told that no other machine will
@@ -34,7 +35,8 @@ def client_fn(context: Context) -> Client:
         return Refusal(client_id, str(error)).to_client()
     config = dataclasses.replace(config, num_clients=num_clients)
     data_path = str(context.node_config.get("data-path", ""))
-    return CorollaClient(config, METHODS[config.method], client_id, data_path).to_client()
+    keys = str(context.node_config.get(PRIVATE_KEYS, "")) or (SEED_KEYS if os.environ.get(SIMULATION) else "")
+    return CorollaClient(config, METHODS[config.method], client_id, data_path, keys).to_client()
 
 
 app = ClientApp(client_fn)

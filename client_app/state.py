@@ -23,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
-from fl_app.files import make_directory, publish
+from fl_app.files import make_directory, opener, publish, sync
 from fl_app.wire import state_version
 
 log = logging.getLogger("corolla")
 
 _SUFFIX = ".state"
+_CLAIM = ".answered"
 
 
 class _Damaged(UserError):
@@ -123,6 +124,21 @@ class StateStore:
             for path in [*self.directory.glob(f"*{_SUFFIX}"), *self.directory.glob(".*.tmp")]:
                 if path.name.lstrip(".") < version and path.stem not in keep:
                     path.unlink(missing_ok=True)
+
+    def claim(self, version: str) -> None:
+        """Note, for good, that an attempt at a private round is being answered. Raises UserError if it has been before.
+
+        A second answer under the same masks would tell the difference of the two.
+        """
+        path = self.directory / f"{version}{_CLAIM}"
+        try:
+            make_directory(self.directory)
+            os.close(opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            sync(self.directory)
+        except FileExistsError:
+            raise UserError(f"client {self.client_id}: private: attempt {version} was answered before, and is not again") from None
+        except OSError as error:
+            raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
 
     def forget(self) -> None:
         """Delete all generations of this client, and the experiment's directory if no other client has any in it."""

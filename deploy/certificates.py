@@ -1,7 +1,8 @@
 """Keys of a cluster: a CA, the SuperLink's server certificate, one ECDSA P-384 key pair per SuperNode.
 
-All in one directory (mode 0700): `ca.crt`, `server.crt` and `supernode-K.pub` are public, `ca.key`, `server.key` and
-`supernode-K.key` private (0600). Nodes get `ca.crt` and their own key, nothing else; `ca.key` is needed only to make another
+All in one directory (mode 0700): `ca.crt`, `server.crt`, `supernode-K.pub` and `peers.txt` are public, `ca.key`, `server.key`,
+`supernode-K.key` and `supernode-K.x25519` (for private runs, deploy/peers.py) private (0600). Nodes get `ca.crt`, `peers.txt` and
+their own keys, nothing else; `ca.key` is needed only to make another
 server certificate and is best kept off the cluster. Git is told to leave all of it alone. Nothing that exists is overwritten
 unless forced.
 """
@@ -19,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from deploy import lifetimes
+from deploy import lifetimes, peers
 from deploy.inventory import LOCAL, Inventory, SuperNode
 from fl_app.errors import UserError
 from fl_app.files import publish
@@ -60,7 +61,10 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
             key = ec.generate_private_key(ec.SECP384R1())
             _write(private, _openssh(key), 0o600, written)
             _write(public, _openssh_public(key), 0o644, written)
+            private.with_suffix(peers.END).unlink(missing_ok=True)
+        written += [path for path in peers.make(private, public) if path not in written]
     check(inventory)
+    peers.write(inventory)
     return written
 
 
@@ -105,7 +109,8 @@ def check(inventory: Inventory, nodes: Sequence[SuperNode] | None = None) -> Non
             f"keys: {directory} has no {some}; `corolla cluster keys CLUSTER.yaml` makes them "
             "(TLS and authentication are off with --insecure)"
         )
-    _refuse_open([path for name in (CA_KEY, SERVER_KEY, *names) if (path := directory / name).suffix == ".key"])
+    _refuse_open([path for name in (CA_KEY, SERVER_KEY, *names) if (path := directory / name).suffix == ".key"]
+                 + sorted(directory.glob(f"*{peers.END}")))
     again = "`corolla cluster keys --renew CLUSTER.yaml` makes another one"
     ca, certificate = (lifetimes.read(directory / name) for name in (CA, SERVER))
     for name, each in ((CA, ca), (SERVER, certificate)):

@@ -179,6 +179,8 @@ def admit(
     """Register the public key of a site that joins by itself, and write the invitation to send back."""
     from deploy import cluster, joining, registered
     from deploy import inventory as inventories
+    from deploy.peers import fingerprint
+    from fl_app.privacy.sites import PEERS
 
     found = inventories.read(inventory)
     invitation = joining.admit(found, client, public)
@@ -186,6 +188,8 @@ def admit(
         registered.register_key(cluster.load(found.name), f"supernode-{client}")
         _say(f"client {client} is registered with the running cluster {found.name}")
     _say(f"send {invitation} to the site: corolla node start NAME --invitation {invitation.name}")
+    if (listed := Path(found.keys) / PEERS).is_file():
+        _say(f"for private runs send {listed} to all sites: corolla node start NAME --peers {PEERS} (sha256 {fingerprint(listed)})")
 
 
 def _running(inventory: str) -> Cluster:

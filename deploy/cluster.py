@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import certificates, clocks, commands, connection, hosts, registered, versions
+from deploy import certificates, clocks, commands, connection, hosts, peers, registered, versions
 from deploy.commands import SUPERLINK, TUNNEL, Place, Process
 from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode
 from deploy.node import Json
 from deploy.processes import cluster_directory
 from fl_app.errors import UserError
+from fl_app.privacy.sites import PEERS
 
 Say = Callable[[str], None]
 _LOG_LINES = 15
@@ -187,8 +188,11 @@ def _place(reply: Json) -> Place:
 
 
 def _key_files(inventory: Inventory, host: str) -> dict[str, str]:
-    """Return the key files a host needs: the CA's certificate, its own SuperNodes' keys, the server's where it runs."""
-    names = [certificates.CA] + [f"{node.name}.key" for node in inventory.supernodes if node.host == host]
+    """Return the key files a host needs: the CA's certificate, its SuperNodes' keys and all clients' list, the server's keys."""
+    here = [node.name for node in inventory.supernodes if node.host == host]
+    names = [certificates.CA] + [f"{name}.key" for name in here]
+    private = [PEERS, *(f"{name}{peers.END}" for name in here)] if here else []
+    names += [name for name in private if (Path(inventory.keys) / name).is_file()]
     if host == inventory.superlink.host:
         names += [certificates.SERVER, certificates.SERVER_KEY]
     return {name: (Path(inventory.keys) / name).read_text() for name in names}

@@ -4,6 +4,9 @@
 2. The server: `corolla cluster admit CLUSTER.yaml CLIENT FILE.pub` takes it in and writes an invitation, which goes back: where
    the SuperLink is, which client of how many the site is, the CA's certificate. Nothing in it is secret.
 3. The site: `corolla node start NAME --invitation FILE`.
+
+Once all have been admitted the server has the list of all sites' keys for private runs (deploy/peers.py), `peers.txt`, for every
+site: `corolla node start NAME --peers peers.txt`. It, too, has nothing secret in it, but sites should compare it among themselves.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from deploy import certificates, commands
+from deploy import certificates, commands, peers
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
+from fl_app.privacy.sites import PEERS
 from fl_app.processes import free_ports
 from fl_app.toml import read_toml
 
@@ -51,7 +55,18 @@ def make_key(directory: Path) -> Path:
         publish(private, lambda path: path.write_bytes(text))
         encoded = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
         publish(public, lambda path: path.write_bytes(encoded + b"\n"), 0o644)
+    peers.make(private, public)
     return public
+
+
+def hold(directory: Path, given: Path) -> str:
+    """Keep the list of all sites' keys for private runs that is given; the sha256 by which sites compare theirs."""
+    try:
+        content = given.read_bytes()
+    except OSError as error:
+        raise UserError(f"{given}: {error.strerror}") from None
+    publish(directory / PEERS, lambda path: path.write_bytes(content), 0o644)
+    return peers.fingerprint(directory / PEERS)
 
 
 def accept(directory: Path, given: Path | None) -> Invitation:
@@ -79,7 +94,8 @@ def options(directory: Path, invitation: Invitation, data_path: str) -> list[str
     words = ["--root-certificates", str(directory / CA), "--auth-supernode-private-key", str(private)]
     words += ["--superlink", invitation.superlink, "--host", "127.0.0.1", "--port", str(runtime)]
     words += ["--health-server-address", f"127.0.0.1:{health}", "--node-config"]
-    return [*words, commands.node_config(invitation.client, invitation.clients, data_path)]
+    private_keys = str(private.with_suffix(peers.END))
+    return [*words, commands.node_config(invitation.client, invitation.clients, data_path, private_keys)]
 
 
 # At the server --------------------------------------------------------------------------------------------------------
@@ -102,7 +118,9 @@ def admit(inventory: Inventory, client: int, public: Path) -> Path:
             raise UserError(f"{public}: is {path.name} already; every client needs a key of its own")
     if kept.exists() and _public_key(kept) != text:
         raise UserError(f"client {client}: has another key, {kept}; remove that file to give its place to this one")
-    publish(kept, lambda path: path.write_bytes(text + b"\n"), 0o644)
+    said = f" {words}" if (words := peers.comment(public)) else ""
+    publish(kept, lambda path: path.write_bytes(text + said.encode() + b"\n"), 0o644)
+    peers.write(inventory)
     link, ca = inventory.superlink, (directory / certificates.CA).read_text()
     address = commands.host_port(link.fleet_address, link.fleet_port)
     lines = [f"superlink = {json.dumps(address)}", f"client = {client}", f"clients = {inventory.num_clients}"]

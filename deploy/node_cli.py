@@ -32,6 +32,7 @@ def join(name: Name) -> None:
 def start(
     name: Name,
     invitation: Annotated[Path | None, typer.Option(help="What the server's operator sent back; kept for later.")] = None,
+    peers: Annotated[Path | None, typer.Option(help="The list of all sites' keys, for private runs; kept for later.")] = None,
     data_path: Annotated[str, typer.Option(help="This site's own data, for `dataset=node`.")] = "",
     site: Annotated[str, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")] = "",
 ) -> None:
@@ -40,6 +41,8 @@ def start(
     from fl_app.processes import flower_environment
 
     directory = _directory(name)
+    if peers:
+        typer.echo(f"{peers}: sha256 {joining.hold(directory, peers)}; ask the other sites for theirs, it must be the same")
     options = joining.options(directory, joining.accept(directory, invitation), data_path)
     os.environ.update(flower_environment(directory / "flwr"))
     (directory / "flwr").mkdir(mode=0o700, exist_ok=True)

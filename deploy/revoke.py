@@ -6,7 +6,9 @@ from pathlib import Path
 
 from deploy import registered
 from deploy.cluster import Cluster
+from deploy.peers import END
 from fl_app.errors import UserError
+from fl_app.privacy.sites import PEERS
 
 
 def revoke(cluster: Cluster, client_id: int) -> list[str]:
@@ -31,7 +33,7 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
         done = registered.flwr(cluster, "supernode", "unregister", str(node_id), cluster.inventory.name)
         if done.returncode != 0:
             raise UserError(f"{name}: its key could not be taken back:\n{(done.stdout + done.stderr).strip()[-1000:]}")
-    for path in (public, public.with_suffix(".key")):
+    for path in (public, public.with_suffix(".key"), public.with_suffix(END), public.with_name(PEERS)):
         path.unlink(missing_ok=True)
     if node is None:
         return []  # its own site ends its process

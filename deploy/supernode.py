@@ -28,6 +28,8 @@ from fl_app.config import RunConfig
 from fl_app.data.prepared import data_root
 from fl_app.errors import UserError
 from fl_app.files import make_directory
+from fl_app.privacy.sites import PEERS
+from fl_app.wire import PRIVATE_KEYS
 
 
 def sites() -> Path:
@@ -97,7 +99,7 @@ def install(rules: Site, audit: Audit, directory: Path) -> Any:
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 
         def start_confined(words: Sequence[str]) -> subprocess.Popen[bytes]:
-            confinement = confined(rules, node, written.values(), given["runtime_api_address"])
+            confinement = confined(rules, node, written.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, "")))
             environment = os.environ | {name: str(place) for name, place in written.items()}
             return subprocess.Popen(confine.wrapped(confinement, words), env=environment)
 
@@ -129,9 +131,10 @@ def own_places(directory: Path, rules: str) -> dict[str, Path]:
     return places
 
 
-def confined(rules: Site, node: Node, written: Iterable[Path], runtime: str) -> Confinement:
-    """Return what applications may reach. runtime: the SuperNode's address for them."""
-    read = [*confine.installation(), *(rules.readable_paths or ()), *filter(None, [node.data_path])]
+def confined(rules: Site, node: Node, written: Iterable[Path], runtime: str, private_key: str = "") -> Confinement:
+    """Return what applications may reach. runtime: the SuperNode's address for them. private_key: the node's for private runs."""
+    keys = [path for path in (Path(private_key), Path(private_key).with_name(PEERS)) if path.is_file()] if private_key else []
+    read = [*confine.installation(), *(rules.readable_paths or ()), *filter(None, [node.data_path]), *map(str, keys)]
     return Confinement(tuple(read), tuple(map(str, written)), (int(runtime.rpartition(":")[2]),))
 
 

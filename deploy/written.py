@@ -9,9 +9,11 @@ from pathlib import Path
 from deploy import certificates, commands, connection
 from deploy.commands import Place
 from deploy.inventory import LOCAL, Inventory, SuperNode, is_loopback
+from deploy.peers import END
 from deploy.processes import cluster_directory
 from fl_app import shell
 from fl_app.errors import UserError
+from fl_app.privacy.sites import PEERS
 from fl_app.processes import FLOWER, LAUNCH, script
 
 _THERE = ".local/state/corolla/clusters"  # under the home of another host's user
@@ -41,6 +43,8 @@ def _host(inventory: Inventory, host: str, python: str, *, superlink: bool) -> l
     else:
         processes = [commands.supernode(inventory, node, place, k) for k, node in enumerate(nodes)]
         keys = [f"{node.name}.key" for node in nodes]
+        private = [PEERS, *(f"{node.name}{END}" for node in nodes)]
+        keys += [name for name in private if (Path(inventory.keys) / name).is_file()]
     lines = [f"# {host}: {', '.join(process.name for process in processes)}"]
     if inventory.secure and host != LOCAL:
         there = f"{_THERE}/{inventory.name}/keys"

@@ -33,13 +33,13 @@ from fl_app.server.log_lines import (
 )
 from fl_app.server.record import summarize
 from fl_app.server.run_folder import FROZEN, SHAPE, TESTED, RunFolder, read_metrics
+from fl_app.wire import SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
 
 log = logging.getLogger("corolla")
 app = ServerApp()
 
-SIMULATION = "COROLLA_SIMULATION"  # set in the environment where all clients take turns on this machine
 SIMULATION_IN_FLIGHT = 512e6
 
 Progress = Callable[[str, int, int], None]
@@ -77,6 +77,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     config = dataclasses.replace(
         config, num_clients=roster.num_clients, resolved={**config.resolved, "num-clients": roster.num_clients}
     )
+    method.check(config)  # again: now it is known of how many clients
     assert roster.shape is not None
     module = method.network(config, **roster.shape._asdict(), initial_weights=config.initial_weights)
     layout, initial = Layout.of(module), weights.read(module)
@@ -112,8 +113,10 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
                 return folder
             save_models(strategy, exchange, folder)
             folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
-            if not config.keep_state and any(strategy.versions.values()):
+            stateful = any(strategy.versions.values())
+            if not config.keep_state and stateful:
                 folder.note_state_removed()
+            if not config.keep_state and (stateful or config.private):
                 strategy.forget_state(exchange)
             return folder
     finally:

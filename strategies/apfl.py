@@ -141,4 +141,4 @@ class APFLUpdate(LocalUpdate[APFLParams]):
         return dataclasses.replace(plain, metrics={**plain.metrics, "alpha": float(state.arrays["apfl.alpha"][0])})
 
 
-METHOD = Method("apfl", APFLParams, FedAvg[APFLParams], APFLUpdate, all_tensors)
+METHOD = Method("apfl", APFLParams, FedAvg[APFLParams], APFLUpdate, all_tensors, sums=True)

@@ -164,4 +164,7 @@ class CFL(PersonalizedStrategy[CFLParams]):
 
 
 FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Which cluster a client's model is of."),)
-METHOD = Method("cfl", CFLParams, CFL, LocalUpdate[CFLParams], all_tensors, figures=FIGURES)
+METHOD = Method(
+    "cfl", CFLParams, CFL, LocalUpdate[CFLParams], all_tensors, figures=FIGURES,
+    not_private="its server compares single clients' updates",
+)  # fmt: skip

@@ -55,4 +55,4 @@ class DittoUpdate(LocalUpdate[DittoParams]):
         return after
 
 
-METHOD = Method("ditto", DittoParams, FedAvg[DittoParams], DittoUpdate, all_tensors)
+METHOD = Method("ditto", DittoParams, FedAvg[DittoParams], DittoUpdate, all_tensors, sums=True)

@@ -221,4 +221,4 @@ def whole(trainer: Trainer, first: int, batch: NDArray[np.int64]) -> Gradient:
     return gradient_at
 
 
-METHOD = Method("fedala", FedALAParams, FedAvg[FedALAParams], FedALAUpdate, all_tensors, needs_whole=True)
+METHOD = Method("fedala", FedALAParams, FedAvg[FedALAParams], FedALAUpdate, all_tensors, needs_whole=True, sums=True)

@@ -174,4 +174,7 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("fedamp", FedAMPParams, FedAMP, FedAMPUpdate, all_tensors, figures=FIGURES)
+METHOD = Method(
+    "fedamp", FedAMPParams, FedAMP, FedAMPUpdate, all_tensors, figures=FIGURES,
+    not_private="its server compares single clients' models",
+)  # fmt: skip

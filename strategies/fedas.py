@@ -156,4 +156,7 @@ def information(model: Model, ctx: RoundContext[Any]) -> float:
 FIGURES = (
     Scalars(INFORMATION, "Information of the clients' gradients", "trace", "Sum over batches of squared gradient norms."),
 )
-METHOD = Method("fedas", FedASParams, FedAS, FedASUpdate, all_but_classifier, figures=FIGURES, needs_classes=True)
+METHOD = Method(
+    "fedas", FedASParams, FedAS, FedASUpdate, all_but_classifier, figures=FIGURES, needs_classes=True,
+    not_private="its server weights models by what each client reports of itself",
+)  # fmt: skip

@@ -38,5 +38,5 @@ class FedAvg(PersonalizedStrategy[P]):
 
 
 METHOD = Method(
-    "fedavg", GlobalModelParams, FedAvg[GlobalModelParams], LocalUpdate[GlobalModelParams], all_but_local_statistics
+    "fedavg", GlobalModelParams, FedAvg[GlobalModelParams], LocalUpdate[GlobalModelParams], all_but_local_statistics, sums=True
 )

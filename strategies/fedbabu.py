@@ -69,4 +69,4 @@ class FedBABUUpdate(LocalUpdate[FedBABUParams]):
         return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=still)
 
 
-METHOD = Method("fedbabu", FedBABUParams, FedBABU, FedBABUUpdate, all_but_classifier)
+METHOD = Method("fedbabu", FedBABUParams, FedBABU, FedBABUUpdate, all_but_classifier, sums=True)

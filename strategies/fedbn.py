@@ -36,4 +36,4 @@ def shared(layout: Layout, params: NoParams) -> frozenset[str]:
     return layout.names - layout.batchnorm
 
 
-METHOD = Method("fedbn", NoParams, FedBN, LocalUpdate[NoParams], shared)
+METHOD = Method("fedbn", NoParams, FedBN, LocalUpdate[NoParams], shared, sums=True)

@@ -17,14 +17,17 @@ client is sent its last customized critical parameters on top of the current glo
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
+from fl_app.privacy.overlaps import overlaps
 from fl_app.report.kinds import Links, Matrix
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
@@ -34,11 +37,15 @@ from strategies.base import (
     Method,
     PersonalizedStrategy,
     RoundContext,
+    Sums,
     Uploads,
     all_but_local_statistics,
 )
 from strategies.blocks import for_blocks
+from strategies.linkage import ALONE, held, partition, summed
 from strategies.robust import PLAIN, RULES, Averaging
+
+GROUPS, OVERLAP, PLACES, MEANS, STATISTICS, GROUP = "groups", "overlap", "places", "means", "statistics", "group"  # private runs
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,11 @@ class FedCACParams:
     batchnorm_statistics: Literal["critical", "local"] = key(
         "critical", "BatchNorm running statistics averaged over the collaborators, or kept on the client (authors' code)."
     )
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        """A private run has groups."""
+        if config.private and (self.collaboration == "top" or self.non_critical != "all"):
+            yield "private: has groups of clients: fedcac.collaboration must not be top, fedcac.non-critical must be all"
 
 
 def collaborators(overlap: NDArray[np.float64], round: int, beta: int) -> NDArray[np.bool_]:
@@ -222,6 +234,52 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
         self.note_round("overlap", np.round(overlap, 6).tolist())
 
+    # Private runs: a partition instead of neighbourhoods (strategies/linkage.py)
+
+    def sum_weights(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """As the global mean's, in groups too."""
+        return sizes if self.params.weighting == "samples" else np.ones_like(sizes)
+
+    def sum_groups(self, ids: list[int]) -> Mapping[int, list[int]]:
+        """The partition of the last regrouping; before there is one all are alike, unless nobody collaborates."""
+        if GROUPS not in self.memory:
+            return {ALONE if self._apart(1) else 0: ids}
+        return summed(ids, self.memory[GROUPS], self.memory[OVERLAP])
+
+    def personalize_sums(self, round: int, sums: Sums) -> None:
+        """Equations 9-10 over the groups that were summed up; every `private-regroup` rounds the next ones, from the overlaps."""
+        n, m, d, ids = self.config.num_clients, sums.sketch_bits, self.layout.d, np.array(sums.ids)
+        groups = self.memory.get(GROUPS, np.full(n, ALONE if self._apart(1) else 0))
+        places, means = held(sums.groups, groups), list(sums.means.values())
+        self.global_model = sums.mean
+        self.memory[PLACES], self.memory[MEANS] = places, np.array([mean.params for mean in means])
+        self.memory[STATISTICS] = np.array([mean.buffers for mean in means])
+        assert sums.bits is not None
+        found = overlaps(masks.common_ones(sums.bits), m, d, self.num_critical) if self.num_critical else np.eye(len(ids))
+        if (round - 1) % self.config.private_regroup == 0 or self._apart(round + 1):
+            self.memory[OVERLAP], self.memory[GROUPS] = np.eye(n), np.full(n, ALONE)
+            self.memory[OVERLAP][np.ix_(ids, ids)] = found
+            if not self._apart(round + 1):
+                self.memory[GROUPS][ids] = partition(found, threshold(found, (round + 1) / self.params.beta))
+        chosen = (places[ids][:, None] == places[ids]) & (places[ids] != ALONE) & ~np.eye(len(ids), dtype=bool)
+        for row, client_id in zip(chosen, sums.ids, strict=True):
+            self.note(client_id, "collaborators", ids[row].tolist())
+        self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
+        self.note_round("overlap", np.round(found, 6).tolist())
+
+    def _apart(self, round: int) -> bool:
+        """Whether nobody shares critical parameters in a round."""
+        return self.params.collaboration == "none" or self.num_critical == 0 or round > self.params.beta
+
+    def _group(self, client_id: int) -> int:
+        """The place of a client's group in a private run's last sums, ALONE if it has none."""
+        return int(self.memory[PLACES][client_id]) if PLACES in self.memory else ALONE
+
+    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
+        """In a private run the client merges: the mean of its group beside everyone's."""
+        place = self._group(client_id)
+        return {} if place == ALONE else {GROUP: self.memory[MEANS][place]}
+
     def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:
         """Collaborators by the configured rule, bool [N, N]."""
         if self.params.collaboration == "none" or overlap.shape[0] < 2 or self.num_critical == 0:
@@ -232,9 +290,10 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
 
     def model_for(self, client_id: int) -> Model:
         """Equation 11 with the current global model: own critical parameters, everyone's for the rest."""
-        mine = self.personal.get(client_id)
+        mine, place = self.personal.get(client_id), self._group(client_id)
         if mine is None:
-            return self.global_model
+            statistics = self.global_model.buffers if place == ALONE else self.memory[STATISTICS][place]
+            return Model(self.global_model.params, statistics)
         params = mine["params"]
         if self.params.non_critical == "all" and int(mine["round"]) != self.round:
             params = aggregate.merge(mine["mask"], params, self.global_model.params)
@@ -242,7 +301,19 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
 
 
 class FedCACUpdate(LocalUpdate[FedCACParams]):
-    """Client half: plain training, then scores, mask and packing."""
+    """Client half: plain training, then scores, mask and packing.
+
+    State, in private runs alone: `fedcac.mask` (packed), `.params` and `.buffers`, as of its last upload.
+    """
+
+    def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedCACParams]) -> Model:
+        """Equation 11, in a private run: on the own mask the group's mean, or without a group what the client had there."""
+        start = super().merge(received, state, ctx)
+        if "fedcac.mask" not in state.arrays:
+            return start
+        statistics = start.buffers if GROUP in ctx.extras or not received.buffers.size else state.arrays["fedcac.buffers"]
+        critical = ctx.extras.get(GROUP, state.arrays["fedcac.params"])
+        return Model(aggregate.merge(state.arrays["fedcac.mask"], critical, start.params), statistics)
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedCACParams]) -> Upload:
         """Send the weights and the packed critical mask (Eq. 5-6)."""
@@ -254,6 +325,9 @@ class FedCACUpdate(LocalUpdate[FedCACParams]):
             if ctx.params.selection == "sensitivity-reverse":
                 ranking = -ranking
         mask = masks.pack(masks.top_k(ranking, ctx.layout.sizes, ctx.params.tau))
+        if ctx.config.private:
+            own, state.arrays["fedcac.mask"] = plain.model, mask
+            state.arrays["fedcac.params"], state.arrays["fedcac.buffers"] = own.params, own.buffers
         return dataclasses.replace(plain, mask=mask)
 
 
@@ -270,4 +344,6 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("fedcac", FedCACParams, FedCAC, FedCACUpdate, all_but_local_statistics, figures=FIGURES, needs_whole=True)
+METHOD = Method(
+    "fedcac", FedCACParams, FedCAC, FedCACUpdate, all_but_local_statistics, figures=FIGURES, needs_whole=True, sums=True
+)

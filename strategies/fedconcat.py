@@ -336,4 +336,5 @@ FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Whose labels are
 METHOD = Method(
     "fedconcat", FedConcatParams, FedConcat, FedConcatUpdate, shared, compose=network, exported=exported, figures=FIGURES,
     needs_classes=True,
-)
+    not_private="it sends label counts, and its server groups clients by them",
+)  # fmt: skip

@@ -290,4 +290,7 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("feddac", FedDACParams, FedDAC, FedDACUpdate, all_but_local_statistics, figures=FIGURES, needs_whole=True)
+METHOD = Method(
+    "feddac", FedDACParams, FedDAC, FedDACUpdate, all_but_local_statistics, figures=FIGURES, needs_whole=True,
+    not_private="its server compares single clients' models",
+)  # fmt: skip

@@ -177,4 +177,4 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("feddpa", FedDPAParams, FedDPA, FedDPAUpdate, all_tensors, figures=FIGURES, needs_whole=True)
+METHOD = Method("feddpa", FedDPAParams, FedDPA, FedDPAUpdate, all_tensors, figures=FIGURES, needs_whole=True, sums=True)

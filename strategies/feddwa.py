@@ -106,4 +106,7 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("feddwa", FedDWAParams, FedDWA, FedDWAUpdate, all_tensors, figures=FIGURES)
+METHOD = Method(
+    "feddwa", FedDWAParams, FedDWA, FedDWAUpdate, all_tensors, figures=FIGURES,
+    not_private="its server compares single clients' models",
+)  # fmt: skip

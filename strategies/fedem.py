@@ -143,4 +143,4 @@ class FedEMUpdate(LocalUpdate[FedEMParams]):
         return loss
 
 
-METHOD = Method("fedem", FedEMParams, FedEM, FedEMUpdate, shared, compose=network, needs_classes=True)
+METHOD = Method("fedem", FedEMParams, FedEM, FedEMUpdate, shared, compose=network, needs_classes=True, sums=True)

@@ -208,4 +208,7 @@ FIGURES = (
         heading="Affinity", value="affinity",
     ),
 )  # fmt: skip
-METHOD = Method("fedfomo", FedFomoParams, FedFomo, FedFomoUpdate, all_tensors, figures=FIGURES)
+METHOD = Method(
+    "fedfomo", FedFomoParams, FedFomo, FedFomoUpdate, all_tensors, figures=FIGURES,
+    not_private="it sends clients each other's models",
+)  # fmt: skip

@@ -321,4 +321,7 @@ def shared(layout: Layout, params: FedGenParams) -> frozenset[str]:
 
 
 FIGURES = (Scalars("generator-loss", "Loss of the generator", "loss", "Of the last step on the server, per round."),)
-METHOD = Method("fedgen", FedGenParams, FedGen, FedGenUpdate, shared, figures=FIGURES, needs_classes=True)
+METHOD = Method(
+    "fedgen", FedGenParams, FedGen, FedGenUpdate, shared, figures=FIGURES, needs_classes=True,
+    not_private="it sends label counts with every upload",
+)  # fmt: skip

@@ -80,4 +80,4 @@ def shared(layout: Layout, params: FedNTDParams) -> frozenset[str]:
     return all_but_local_statistics(layout, params)
 
 
-METHOD = Method("fedntd", FedNTDParams, FedAvg[FedNTDParams], FedNTDUpdate, shared, needs_classes=True)
+METHOD = Method("fedntd", FedNTDParams, FedAvg[FedNTDParams], FedNTDUpdate, shared, needs_classes=True, sums=True)

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import BELOW_ONE, RATIO, key
 from fl_app.layout import Layout, Model, Vector
@@ -61,10 +62,15 @@ class FedOBPParams:
         checked=True,
     )
     ema: float = key(0.0, "Weight of earlier participations' scores in an exponential moving average; 0: none.", BELOW_ONE)
-    upload_mask: bool = key(False, "Upload the packed personal mask too; the counts per layer always travel.")
+    upload_mask: bool = key(False, "Upload the packed personal mask too; the counts per layer always travel, but in private runs.")
     batchnorm_statistics: Literal["global", "critical", "local"] = key(
         "global", "BatchNorm running statistics: averaged, averaged but each client starts from its own, or kept on the client."
     )
+
+    def problems(self, config: RunConfig) -> Iterator[str]:
+        """A private run sends no masks."""
+        if config.private and self.upload_mask:
+            yield "fedobp.upload-mask: a private run sends no masks; leave it off"
 
 
 def personal_mask(
@@ -158,6 +164,8 @@ class FedOBP(FedAvg[FedOBPParams]):
 
     def expected(self) -> Expected:
         """The counts of personal parameters per layer, and a mask with any number of ones if asked for."""
+        if self.config.private:
+            return super().expected()
         num_params = self.layout.d if self.params.upload_mask else 0
         return dataclasses.replace(
             super().expected(), num_params=num_params, extras={COUNTS: ("<i8", (len(self.layout.params),))}
@@ -165,6 +173,8 @@ class FedOBP(FedAvg[FedOBPParams]):
 
     def check(self, upload: Upload) -> None:
         """Refuse counts beyond a layer's size, and others than those of the mask."""
+        if self.config.private:
+            return
         counts = upload.extras[COUNTS]
         for count, slot in zip(counts.tolist(), self.layout.params, strict=True):
             if not 0 <= count <= slot.size:
@@ -177,6 +187,8 @@ class FedOBP(FedAvg[FedOBPParams]):
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average, and note the counts by layer name."""
         super().personalize(round, uploads)
+        if COUNTS not in uploads.extras:  # of a private run
+            return
         names = [slot.name for slot in self.layout.params]
         for client_id, counts in zip(uploads.ids, uploads.extras[COUNTS].tolist(), strict=True):
             self.note(client_id, COUNTS, dict(zip(names, counts, strict=True)))
@@ -243,6 +255,8 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedOBPParams]) -> Upload:
         """Send everything, the counts of personal parameters per layer, and their mask if asked for."""
         plain = super().upload(before, after, state, ctx)
+        if ctx.config.private:
+            return plain
         packed = state.arrays["fedobp.mask"]
         counts = count_by_layer(masks.unpack(packed, ctx.layout.d), ctx.layout.sizes)
         mask = packed if ctx.params.upload_mask else None
@@ -264,4 +278,4 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("fedobp", FedOBPParams, FedOBP, FedOBPUpdate, shared, figures=FIGURES, needs_whole=True)
+METHOD = Method("fedobp", FedOBPParams, FedOBP, FedOBPUpdate, shared, figures=FIGURES, needs_whole=True, sums=True)

@@ -15,4 +15,4 @@ from fl_app.keys import NoParams
 from strategies.base import LocalUpdate, Method, all_but_classifier
 from strategies.fedavg import FedAvg
 
-METHOD = Method("fedper", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], all_but_classifier)
+METHOD = Method("fedper", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], all_but_classifier, sums=True)

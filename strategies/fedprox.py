@@ -54,4 +54,4 @@ class FedProxUpdate(LocalUpdate[FedProxParams]):
         return ctx.trainer.train(start, correction=proximal(ctx, ctx.params.mu, start.params))
 
 
-METHOD = Method("fedprox", FedProxParams, FedAvg[FedProxParams], FedProxUpdate, all_but_local_statistics)
+METHOD = Method("fedprox", FedProxParams, FedAvg[FedProxParams], FedProxUpdate, all_but_local_statistics, sums=True)

@@ -42,4 +42,4 @@ class FedRepUpdate(LocalUpdate[FedRepParams]):
         return ctx.trainer.train(with_head, epochs=p.body_epochs, purpose="train-body", frozen=ctx.local)
 
 
-METHOD = Method("fedrep", FedRepParams, FedAvg[FedRepParams], FedRepUpdate, all_but_classifier)
+METHOD = Method("fedrep", FedRepParams, FedAvg[FedRepParams], FedRepUpdate, all_but_classifier, sums=True)

@@ -219,4 +219,7 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("fedselect", FedSelectParams, FedSelect, FedSelectUpdate, all_tensors, figures=FIGURES, needs_whole=True)
+METHOD = Method(
+    "fedselect", FedSelectParams, FedSelect, FedSelectUpdate, all_tensors, figures=FIGURES, needs_whole=True,
+    not_private="its server averages each parameter over those clients that share it",
+)  # fmt: skip

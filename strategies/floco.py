@@ -357,4 +357,7 @@ def mixtures(ctx: RoundContext[FLOCOParams], purpose: str) -> Iterator[Tensor]:
         yield from torch.from_numpy(ahead).to(ctx.trainer.weights.device)
 
 
-METHOD = Method("floco", FLOCOParams, FLOCO, FLOCOUpdate, simplex_tensors, wrap=simplex_network, needs_whole=True)
+METHOD = Method(
+    "floco", FLOCOParams, FLOCO, FLOCOUpdate, simplex_tensors, wrap=simplex_network, needs_whole=True,
+    not_private="its server compares single clients' updates",
+)  # fmt: skip

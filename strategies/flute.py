@@ -170,4 +170,4 @@ def shared(layout: Layout, params: Any) -> frozenset[str]:
     return body
 
 
-METHOD = Method("flute", FLUTEParams, FedAvg[FLUTEParams], FLUTEUpdate, shared, needs_classes=True)
+METHOD = Method("flute", FLUTEParams, FedAvg[FLUTEParams], FLUTEUpdate, shared, needs_classes=True, sums=True)

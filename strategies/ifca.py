@@ -181,4 +181,7 @@ class IFCAUpdate(LocalUpdate[IFCAParams]):
 
 
 FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Which of the models a client chose."),)
-METHOD = Method("ifca", IFCAParams, IFCA, IFCAUpdate, shared, compose=network, figures=FIGURES)
+METHOD = Method(
+    "ifca", IFCAParams, IFCA, IFCAUpdate, shared, compose=network, figures=FIGURES,
+    not_private="which model a client trains stands beside its upload",
+)  # fmt: skip

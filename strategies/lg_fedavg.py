@@ -41,4 +41,4 @@ def shared(layout: Layout, params: LGFedAvgParams) -> frozenset[str]:
     return frozenset(slot.name for slot in layout.params if slot.name.rpartition(".")[0] == first)
 
 
-METHOD = Method("lg-fedavg", LGFedAvgParams, FedAvg[LGFedAvgParams], LocalUpdate[LGFedAvgParams], shared)
+METHOD = Method("lg-fedavg", LGFedAvgParams, FedAvg[LGFedAvgParams], LocalUpdate[LGFedAvgParams], shared, sums=True)

@@ -13,4 +13,7 @@ class Local(PersonalizedStrategy[NoParams]):
         """Do nothing."""
 
 
-METHOD = Method("local", NoParams, Local, LocalUpdate[NoParams], no_tensors)
+METHOD = Method(
+    "local", NoParams, Local, LocalUpdate[NoParams], no_tensors,
+    not_private="nothing travels, so there is nothing to hide",
+)  # fmt: skip

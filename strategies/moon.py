@@ -77,4 +77,4 @@ class MOONUpdate(LocalUpdate[MOONParams]):
         return loss
 
 
-METHOD = Method("moon", MOONParams, FedAvg[MOONParams], MOONUpdate, all_where_features_are)
+METHOD = Method("moon", MOONParams, FedAvg[MOONParams], MOONUpdate, all_where_features_are, sums=True)

@@ -176,4 +176,7 @@ class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
         return dataclasses.replace(plain, model=ctx.layout.take(after, self.sent(ctx)))
 
 
-METHOD = Method("perfedmask", PerFedMaskParams, PerFedMask, PerFedMaskUpdate, all_but_classifier)
+METHOD = Method(
+    "perfedmask", PerFedMaskParams, PerFedMask, PerFedMaskUpdate, all_but_classifier,
+    not_private="its server averages each layer over those clients that train it",
+)  # fmt: skip

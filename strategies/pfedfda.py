@@ -350,4 +350,7 @@ def cross_validated(
     return beta, beta
 
 
-METHOD = Method("pfedfda", PFedFDAParams, PFedFDA, PFedFDAUpdate, body, needs_classes=True)
+METHOD = Method(
+    "pfedfda", PFedFDAParams, PFedFDA, PFedFDAUpdate, body, needs_classes=True,
+    not_private="it sends the mean and covariance of each client's features",
+)  # fmt: skip

@@ -267,4 +267,4 @@ def turns(ctx: RoundContext[PFedGateParams]) -> Iterator[tuple[tuple[str, ...], 
                 yield (side,), x, y
 
 
-METHOD = Method("pfedgate", PFedGateParams, PFedGate, PFedGateUpdate, shared, compose=gated)
+METHOD = Method("pfedgate", PFedGateParams, PFedGate, PFedGateUpdate, shared, compose=gated, sums=True)

@@ -25,6 +25,9 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, key
 from fl_app.layout import Model, Vector
@@ -88,6 +91,10 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
         if self.config.momentum:
             log.warning("pfedme: momentum %g is not used, inner steps are plain gradient steps", self.config.momentum)
 
+    def sum_weights(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """All alike."""
+        return np.ones_like(sizes)
+
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Step towards the unweighted mean; plain mean of the statistics."""
         params = mix(self.global_model.params, uploads.W, self.params.beta, self.averaging)
@@ -120,4 +127,4 @@ class PFedMeUpdate(LocalUpdate[PFedMeParams]):
         return Model(trainer.vector(w), personal.buffers)
 
 
-METHOD = Method("pfedme", PFedMeParams, PFedMe, PFedMeUpdate, all_tensors)
+METHOD = Method("pfedme", PFedMeParams, PFedMe, PFedMeUpdate, all_tensors, sums=True)

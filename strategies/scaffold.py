@@ -170,4 +170,7 @@ def shifted(ctx: RoundContext[Any], shift: NDArray[np.float32]) -> Correction | 
     return add
 
 
-METHOD = Method("scaffold", SCAFFOLDParams, SCAFFOLD, SCAFFOLDUpdate, all_but_local_statistics)
+METHOD = Method(
+    "scaffold", SCAFFOLDParams, SCAFFOLD, SCAFFOLDUpdate, all_but_local_statistics,
+    not_private="its server needs each client's number of steps",
+)  # fmt: skip

@@ -17,6 +17,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fl_app.keys import Scalar
+from fl_app.wire import PRIVATE_KEYS, SEED_KEYS
 
 
 class InProcessGrid(Grid):
@@ -34,6 +35,7 @@ class InProcessGrid(Grid):
         self._contexts: dict[int, Context] = {}
         for client_id in range(num_clients):
             node_config: dict[str, Scalar] = {"partition-id": client_id, "num-partitions": num_clients}
+            node_config[PRIVATE_KEYS] = SEED_KEYS
             node_config |= (node_configs or {}).get(client_id, {})
             self._contexts[client_id + 1] = Context(0, client_id + 1, node_config, RecordDict(), dict(run_config))
         self._pending: dict[str, Message] = {}

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from fl_app.keys import Scalar
-from fl_app.wire import ERROR, WireError
+from fl_app.wire import ERROR, PRIVATE, WireError
 
 Properties = dict[str, Scalar]
 
 MOST_CLIENTS = 10**6
 _COUNTS = (("in-channels", 1), ("image-size", 1), ("num-classes", 1), ("train-samples", 0), ("test-samples", 0))
-_TEXTS = ("class-counts", "class-names", ERROR)
+LIST, SEALED = f"{PRIVATE}-list", f"{PRIVATE}-sealed"  # of private runs
+_TEXTS = ("class-counts", "class-names", LIST, SEALED, ERROR)
 _SAMPLE = "input-shape"
 
 
@@ -52,6 +53,21 @@ def check(said: Mapping[str, Scalar], num_clients: int) -> int:
     if counts is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", str(counts), re.ASCII):
         raise WireError(f"property class-counts must be counts with commas, got {_short(counts)}")
     return client_id
+
+
+def check_keys(said: Mapping[str, Scalar], agreed: str | None, num_clients: int) -> None:
+    """Raise WireError unless a client of a private run holds the list of keys that most do, and has sealed one for each client."""
+    if not (named := key_list(said)) or named != agreed:
+        raise WireError(f"private: its list of all sites' keys is {_short(said.get(LIST))}, the others' is {_short(agreed)}")
+    if not re.fullmatch(r"[A-Za-z0-9+/=]+(,[A-Za-z0-9+/=]+)*", sealed := str(said.get(SEALED, "")), re.ASCII) or (
+        sealed.count(",") + 1 != num_clients
+    ):
+        raise WireError(f"property {SEALED} must be a key for each of {num_clients} clients, got {_short(sealed)}")
+
+
+def key_list(said: Mapping[str, Scalar]) -> str | None:
+    """Return which list of keys a client holds, None if it is no such name."""
+    return str(said[LIST]) if re.fullmatch("[0-9a-f]{64}", str(said.get(LIST))) else None
 
 
 def num_clients(said: Mapping[str, Scalar]) -> int | None:

@@ -51,6 +51,7 @@ class Roster:
         self.progress = progress
         self.num_clients = config.num_clients  # 0 until nodes say how many there are
         self.shape: Shape | None = None  # of the data, as most clients have it
+        self.key_list: str | None = None  # of all sites' keys, as most clients hold it
         self.properties: dict[int, dict[str, Scalar]] = {}
         self.node_of: dict[int, int] = {}  # client id -> node id
         self._inbox = Inbox(grid, link)
@@ -210,6 +211,7 @@ class Roster:
         if not self._started:
             self.num_clients = self.config.num_clients or most_common(told.num_clients(p) for p in self._answers.values()) or 0
             self.shape = most_common(told.shape(p) for p in self._answers.values())
+            self.key_list = most_common(told.key_list(p) for p in self._answers.values())
             self.node_of, self.properties, self._holders = {}, {}, Holders()
         seated = set(self.node_of.values())
         for node, said in self._answers.items():
@@ -224,6 +226,8 @@ class Roster:
         client_id = told.check(said, self.num_clients)
         if told.shape(said) != self.shape:
             raise wire.WireError(f"its data have {told.in_words(told.shape(said))}, the others' {told.in_words(self.shape)}")
+        if self.config.private:
+            told.check_keys(said, self.key_list, self.num_clients)
         self._holders.claim(client_id, self._who[node], client_id in self.node_of)
         if client_id in self.properties and self._started:
             log.warning("client %d is now another SuperNode", client_id)

@@ -20,6 +20,7 @@ from strategies.base.method import (
     all_where_features_are,
     no_tensors,
 )
+from strategies.base.private import Sums
 from strategies.base.strategy import PersonalizedStrategy
 from strategies.base.uploads import Uploads
 
@@ -35,6 +36,7 @@ __all__ = [
     "Optimizer",
     "PersonalizedStrategy",
     "RoundContext",
+    "Sums",
     "Trainer",
     "Uploads",
     "all_but_classifier",

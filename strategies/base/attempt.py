@@ -23,7 +23,8 @@ class Attempt:
     """One attempt at a round, or an evaluation: all that is true of it and of nothing after it.
 
     generation: tells the client states of attempts apart. declared: what clients said about their data when they connected.
-    sent: bytes per client. failures: causes by client.
+    sent: bytes per client. failures: causes by client. among: whom a private round's repetition asks, None for all. spoilt_by: why
+    it does not count.
     """
 
     round: int = 0
@@ -35,6 +36,8 @@ class Attempt:
     client_notes: dict[int, Record] = field(default_factory=dict)
     round_notes: Record = field(default_factory=dict)
     clients: dict[int, Record] = field(default_factory=dict)  # of an evaluation
+    among: frozenset[int] | None = None
+    spoilt_by: str = ""
 
     def fail(self, reply: Reply, step: str, became: str, error: Exception) -> None:
         """Note and log why a client's reply to a step is not used."""
@@ -61,4 +64,8 @@ class Attempt:
 
 
 class TooFewResults(Exception):
-    """An attempt that does not count."""
+    """An attempt that does not count. present: among whom alone it is to be repeated, None for all."""
+
+    def __init__(self, text: str, present: frozenset[int] | None = None) -> None:
+        super().__init__(text)
+        self.present = present

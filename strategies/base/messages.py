@@ -113,22 +113,16 @@ class Messages(Strategy, ABC):
             round=round,
             attempt=self.attempt.generation,
             experiment=self.folder.experiment,
-            model=self._sendable(self.model_for(client_id)),
+            model=_sendable(self.model_for(client_id), self.layout, self.config.method),
             state_version=self.versions.get(client_id, ""),
             keep=self.kept_versions.get(client_id, ()),
             extras=self.download_extras(client_id),
-            method=self._told,
+            method=self.told(client_id, task),
         )
 
-    def _sendable(self, model: Model) -> Model:
-        """Return a method's model, or nothing. Raises UserError if a client could not take it: it is the method's mistake."""
-        if not model.nbytes:
-            return model
-        for name, array, length in (("params", model.params, self.layout.d), ("buffers", model.buffers, self.layout.b)):
-            if array.dtype != np.float32 or array.shape != (length,):
-                got = f"{array.dtype} {list(array.shape)}"
-                raise UserError(f"method {self.config.method}: the {name} of a model must be float32 [{length}], got {got}")
-        return model
+    def told(self, client_id: int, task: str) -> dict[str, Scalar]:
+        """Return the scalars a client is sent beside its model."""
+        return self._told
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -136,10 +130,18 @@ class Messages(Strategy, ABC):
         """Sample clients by id and build their messages one at a time, as they are sent."""
         exchange: Exchange = grid  # type: ignore[assignment]
         self.attempt.declared = dict(exchange.roster.properties)
-        ids = self.sample(sorted(set(exchange.client_ids) - self.config.unseen), server_round)
-        self.attempt.intake = Intake.of(ids, self.expected())
+        ids = self.participants(sorted(set(exchange.client_ids) - self.config.unseen), server_round)
+        self.attempt.intake = self.room_for(ids)
         self.attempt.sent = dict.fromkeys(ids, 0)
         return (self._message(exchange, i, "train", "train", server_round) for i in ids)
+
+    def participants(self, connected: list[int], round: int) -> list[int]:
+        """Choose whom an attempt asks."""
+        return self.sample(connected, round)
+
+    def room_for(self, ids: list[int]) -> Intake:
+        """Return room for the uploads of an attempt's clients."""
+        return Intake.of(ids, self.expected())
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -178,29 +180,31 @@ class Messages(Strategy, ABC):
                 metrics = records.check_upload(upload, self.reports, declared, version, self.measured[0])
                 self.check(upload)
                 intake.accept(reply.client_id, self.complete(reply.client_id, upload), metrics, upload.nbytes)
-                self._warn_of_damage(reply.client_id, metrics)
+                warn_of_damage(reply.client_id, metrics, self.versions)
             except Exception as error:  # one client's reply, whatever it is, ends nothing
                 self.attempt.fail(reply, f"round {server_round}", "dropped", error)
             watch.lap("take-in")
         watch.lap("wait")
-        strayed = self._screen(server_round, intake)
-        needed = max(1, math.ceil(self.config.min_results * len(intake.ids)))
-        if len(intake.metrics) < needed:
-            raise TooFewResults(f"{len(intake.metrics)} of {len(intake.ids)} uploads usable, {needed} needed")
-        self.strayed = [stray for stray in strayed if stray.client_id in intake.metrics]
-        refused = [stray.client_id for stray in strayed if stray.client_id not in intake.metrics]
-        self.screening.accept(server_round, intake.metrics, refused)
-        uploads = intake.uploads()
-        if self.config.max_size_weight:
-            uploads = dataclasses.replace(uploads, sizes=capped(uploads.sizes, self.config.max_size_weight))
-        intake.forget_stacks()
-        self.round = server_round
-        self.personalize(server_round, uploads)
-        kept.settle(self.personal, uploads.ids, self.config.server_memory_limit * 1e9, self.folder.path)
+        self.use(server_round, intake)
         for client_id, reported in intake.metrics.items():
             self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
         watch.lap("personalize")
         return None, None
+
+    def use(self, round: int, intake: Intake) -> None:
+        """Personalize with what came in. Raises TooFewResults, and has changed nothing then."""
+        strayed = self._screen(round, intake)
+        require(intake, self.config.min_results, 1)
+        self.strayed = [stray for stray in strayed if stray.client_id in intake.metrics]
+        refused = [stray.client_id for stray in strayed if stray.client_id not in intake.metrics]
+        self.screening.accept(round, intake.metrics, refused)
+        uploads = intake.uploads()
+        if self.config.max_size_weight:
+            uploads = dataclasses.replace(uploads, sizes=capped(uploads.sizes, self.config.max_size_weight))
+        intake.forget_stacks()
+        self.round = round
+        self.personalize(round, uploads)
+        kept.settle(self.personal, uploads.ids, self.config.server_memory_limit * 1e9, self.folder.path)
 
     def _screen(self, round: int, intake: Intake) -> list[Stray]:
         """Return what lies far from the others, and leave it out by name, unless nothing is refused."""
@@ -229,14 +233,34 @@ class Messages(Strategy, ABC):
                 loss, num_examples, metrics = wire.decode_evaluation(reply.usable())
                 declared = self.attempt.declared.get(reply.client_id)
                 metrics = records.check_evaluation(metrics, num_examples, declared, self.measured)
-                self._warn_of_damage(reply.client_id, metrics)
+                warn_of_damage(reply.client_id, metrics, self.versions)
                 row = {name: records.clean(value) for name, value in metrics.items()}
                 self.attempt.clients[reply.client_id] = {**row, "loss": records.clean(loss), "test-samples": num_examples}
             except Exception as error:
                 self.attempt.fail(reply, "evaluation", "failed", error)
         return None
 
-    def _warn_of_damage(self, client_id: int, metrics: Mapping[str, Scalar]) -> None:
-        if used := metrics.get(wire.STATE_USED):
-            named = self.versions.get(client_id, "")
-            log.warning("client %d: its state of %s is damaged, it went on from %s", client_id, named, wire.one_line(used))
+
+def _sendable(model: Model, layout: Layout, method: str) -> Model:
+    """Return a method's model, or nothing. Raises UserError if a client could not take it: it is the method's mistake."""
+    if not model.nbytes:
+        return model
+    for name, array, length in (("params", model.params, layout.d), ("buffers", model.buffers, layout.b)):
+        if array.dtype != np.float32 or array.shape != (length,):
+            got = f"{array.dtype} {list(array.shape)}"
+            raise UserError(f"method {method}: the {name} of a model must be float32 [{length}], got {got}")
+    return model
+
+
+def require(intake: Intake, min_results: float, least: int) -> None:
+    """Raise TooFewResults unless such a part of the uploads can be used, and at least so many."""
+    needed = max(least, math.ceil(min_results * len(intake.ids)))
+    if len(intake.metrics) < needed:
+        raise TooFewResults(f"{len(intake.metrics)} of {len(intake.ids)} uploads usable, {needed} needed")
+
+
+def warn_of_damage(client_id: int, metrics: Mapping[str, Scalar], versions: Mapping[int, str]) -> None:
+    """Log it if a client's state was damaged. versions: of the states that the server named."""
+    if used := metrics.get(wire.STATE_USED):
+        named = versions.get(client_id, "")
+        log.warning("client %d: its state of %s is damaged, it went on from %s", client_id, named, wire.one_line(used))

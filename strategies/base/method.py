@@ -11,6 +11,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.report.kinds import Figure, Scalars
+from strategies.base import private
 from strategies.base.local_update import LocalUpdate
 from strategies.base.strategy import PersonalizedStrategy
 
@@ -47,6 +48,8 @@ class Method(Generic[P]):
     which make() builds, nor the one that trains. figures: what a report draws of the method's records. needs_classes: it is about
     classes, and only runs tasks that have them.
     needs_whole: its arrays are as long as what trains: `share` cannot leave out some of it.
+    sums: its server needs no more of clients' models than means over groups of them: it can run private. not_private: of one that
+    cannot, why.
     """
 
     name: str
@@ -60,6 +63,8 @@ class Method(Generic[P]):
     figures: tuple[Figure, ...] = ()
     needs_classes: bool = False
     needs_whole: bool = False
+    sums: bool = False
+    not_private: str = "its server works on single clients' models"
 
     def check(self, config: RunConfig) -> None:
         """Raise UserError if a run asks of the method what it cannot do."""
@@ -77,6 +82,8 @@ class Method(Generic[P]):
         if config.robust not in able:
             what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
             raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
+        if config.private:
+            private.check(config, "" if self.sums else self.not_private)
 
     def travelling(self, config: RunConfig, layout: Layout) -> frozenset[str]:
         """Names of the tensors that travel. Raises UserError for a model, or patterns, that the method cannot be used with."""

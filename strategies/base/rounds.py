@@ -20,7 +20,8 @@ from fl_app.server.record import Record
 from fl_app.stopwatch import Stopwatch
 from fl_app.wire import Download, Expected, WireError
 from strategies.base.attempt import Attempt, TooFewResults
-from strategies.base.messages import Messages
+from strategies.base.messages import warn_of_damage
+from strategies.base.private import Private
 from strategies.base.screening import USUAL, Screening
 
 log = logging.getLogger("corolla")
@@ -29,7 +30,7 @@ _FORGET_SECONDS = 60.0
 _ATTEMPTS_PER_START = 100  # generations of client state tell apart attempts and restarts of the server
 
 
-class Rounds(Messages):
+class Rounds(Private):
     """Whole-round control, which Flower's own loop does not give: retries, checkpoints, a record of every round as it ends."""
 
     # The run
@@ -49,6 +50,8 @@ class Rounds(Messages):
         The model, the number of rounds and the timeouts come from the run config; Flower's other arguments are not used.
         """
         self.summary()
+        for line in self.what_leaks():
+            log.info("%s", line)
         if not checkpoint.rounds(self.folder.path):
             self.save_checkpoint({})
         total, headline = self.config.num_server_rounds, self.measured[0]
@@ -76,22 +79,24 @@ class Rounds(Messages):
         models. Raises UserError after the last attempt.
         """
         spoilt: list[Attempt] = []
+        among: frozenset[int] | None = None
         for retry in range(self.config.round_retries + 1):
-            self.attempt = Attempt(round, self.folder.starts * _ATTEMPTS_PER_START + retry)
+            self.attempt = Attempt(round, self.folder.starts * _ATTEMPTS_PER_START + retry, among=among)
             exchange.refresh()
             watch.lap("prepare")
-            messages = self.configure_train(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
             what = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {retry + 1}" if retry else "")
             try:
+                messages = self.configure_train(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
                 replies = exchange.ask(what, messages, self.config.round_timeout, len(self.attempt.sent))
                 self.aggregate_train(round, replies, watch)  # type: ignore[arg-type]
                 left_out = exchange.roster.left_out
                 return self.attempt.record(spoilt, self.measured[0]) | ({"left-out": left_out} if left_out else {})
             except TooFewResults as error:
+                self.attempt.spoilt_by, among = str(error), error.present
                 spoilt.append(self.attempt)
                 log.error("round %d, attempt %d: %s", round, retry + 1, error)
         failures = [failure for attempt in spoilt for failure in attempt.failures]
-        causes = "\n".join(f"  client {f['client']}: {f['cause']}" for f in failures[-5:])
+        causes = "\n".join(f"  client {f['client']}: {f['cause']}" for f in failures[-5:]) or f"  {spoilt[-1].spoilt_by}"
         blame = "".join(
             f"\nthe models came out of round {self.round}, where client {stray.client_id} was used though {stray}: "
             f"it is the likely cause, and max-update-norm = {USUAL:g} drops such uploads"
@@ -119,7 +124,7 @@ class Rounds(Messages):
         for reply in exchange.ask("collecting models", messages, self.config.round_timeout, len(exchange.client_ids)):
             try:
                 upload = wire.decode_upload(reply.usable(), expected)
-                self._warn_of_damage(reply.client_id, records.known(upload.metrics))
+                warn_of_damage(reply.client_id, records.known(upload.metrics), self.versions)
                 models[reply.client_id] = upload.model
             except Exception as error:
                 log.error("client %d: its personal model could not be collected: %s", reply.client_id, WireError(str(error)))

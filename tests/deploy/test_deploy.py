@@ -225,7 +225,8 @@ def test_supernode_command_gpu_threads_and_data() -> None:
         "--root-certificates", "/state/lab/keys/ca.crt",
         "--auth-supernode-private-key", "/state/lab/keys/supernode-3.key", "--superlink", "lab.example.org:9092",
         "--host", "127.0.0.1", "--port", "5002", "--health-server-address", "127.0.0.1:5003",
-        "--node-config", 'partition-id=3 num-partitions=6 data-path="/site a"',
+        "--node-config",
+        'partition-id=3 num-partitions=6 data-path="/site a" private-keys="/state/lab/keys/supernode-3.x25519"',
     )  # fmt: skip
     assert process.environment == {
         "OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "4"
@@ -243,7 +244,10 @@ def test_node_config_is_read_by_flower_as_meant() -> None:
 
     lab = parsed()
     config = commands.supernode(lab, lab.supernodes[3], PLACE, 0).command[-1]
-    assert parse_config_args([config]) == {"partition-id": 3, "num-partitions": 6, "data-path": "/site a"}
+    keys = "/state/lab/keys/supernode-3.x25519"
+    assert parse_config_args([config]) == {
+        "partition-id": 3, "num-partitions": 6, "data-path": "/site a", "private-keys": keys,
+    }  # fmt: skip
 
 
 def test_supernodes_without_gpus_and_their_own_environment() -> None:
@@ -269,8 +273,11 @@ def test_a_host_gets_its_own_keys_and_nothing_else(tmp_path: Path) -> None:
 
     lab = parsed(keys=str(tmp_path / "keys"))
     certificates.make(lab)
-    assert sorted(_key_files(lab, "user@node2")) == ["ca.crt", "supernode-3.key", "supernode-4.key"]
-    local = {"ca.crt", "server.crt", "server.key", "supernode-0.key", "supernode-1.key", "supernode-2.key", "supernode-5.key"}
+    assert sorted(_key_files(lab, "user@node2")) == [
+        "ca.crt", "peers.txt", "supernode-3.key", "supernode-3.x25519", "supernode-4.key", "supernode-4.x25519",
+    ]  # fmt: skip
+    local = {"ca.crt", "server.crt", "server.key", "peers.txt"}
+    local |= {f"supernode-{k}.{end}" for k in (0, 1, 2, 5) for end in ("key", "x25519")}
     assert set(_key_files(lab, "local")) == local
 
 

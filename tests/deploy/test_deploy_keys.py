@@ -74,8 +74,8 @@ def test_private_files_are_private_whatever_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "keys").iterdir()}
     private, public = [".gitignore", "ca.key", "server.key"], ["ca.crt", "server.crt"]
-    private += ["supernode-0.key", "supernode-1.key"]
-    public += ["supernode-0.pub", "supernode-1.pub"]
+    private += ["supernode-0.key", "supernode-1.key", "supernode-0.x25519", "supernode-1.x25519"]
+    public += ["supernode-0.pub", "supernode-1.pub", "peers.txt"]
     assert modes == dict.fromkeys(private, 0o600) | dict.fromkeys(public, 0o644)
 
 
@@ -105,7 +105,8 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     assert certificates.make(cluster(tmp_path)) == []
     assert contents(tmp_path) == before
     added = certificates.make(cluster(tmp_path, nodes=3))
-    assert sorted(path.name for path in added) == ["supernode-2.key", "supernode-2.pub"]
+    assert sorted(path.name for path in added) == ["supernode-2.key", "supernode-2.pub", "supernode-2.x25519"]
+    before.pop("peers.txt")  # has one more
     assert before.items() <= contents(tmp_path).items()
     certificates.make(cluster(tmp_path), force=True)
     assert not any(contents(tmp_path)[name] == content for name, content in before.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from flwr.common.config import parse_config_args
 from deploy import certificates, inventory, joining
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
+from fl_app.privacy.sites import PEERS, keyring
 
 TWO_JOIN = "[{host: local}, {host: joins, supernodes: 2}, {host: local}]"
 
@@ -25,7 +27,7 @@ def test_clients_that_join_are_counted_with_the_others(tmp_path: Path) -> None:
     assert [node.client_id for node in found.supernodes] == [0, 3] and found.joined == (1, 2) and found.num_clients == 4
     certificates.make(found)
     made = {path.name for path in Path(found.keys).glob("supernode-*")}
-    assert made == {f"supernode-{k}.{end}" for k in (0, 3) for end in ("key", "pub")}
+    assert made == {f"supernode-{k}.{end}" for k in (0, 3) for end in ("key", "pub", "x25519")}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,9 @@ def test_the_private_half_stays_and_the_invitation_leads_there(tmp_path: Path) -
     assert (here / joining.CA).read_bytes() == (Path(found.keys) / certificates.CA).read_bytes()
     words = joining.options(here, joining.accept(here, None), "/data x")
     assert words[words.index("--auth-supernode-private-key") + 1] == str(here / joining.KEY)
-    assert parse_config_args([words[-1]]) == {"partition-id": 1, "num-partitions": 4, "data-path": "/data x"}
+    assert parse_config_args([words[-1]]) == {
+        "partition-id": 1, "num-partitions": 4, "data-path": "/data x", "private-keys": str(here / "node.x25519"),
+    }  # fmt: skip
     (here / joining.KEY).chmod(0o644)
     with pytest.raises(UserError, match="must be its owner's alone"):
         joining.options(here, accepted, "")
@@ -79,3 +83,24 @@ def test_what_is_not_admitted(tmp_path: Path) -> None:
         joining.accept(tmp_path / "a", None)
     with pytest.raises(UserError, match="must be an invitation with superlink"):
         joining.accept(tmp_path / "a", tmp_path / "lab.toml" if (tmp_path / "lab.toml").write_text("x = 1") else None)
+
+
+def test_the_list_of_all_sites_keys(tmp_path: Path) -> None:
+    found, here = lab(tmp_path), [tmp_path / "b", tmp_path / "c"]
+    certificates.make(found)
+    listed = Path(found.keys) / PEERS
+    publics = [joining.make_key(site) for site in here]
+    joining.admit(found, 1, publics[0])
+    assert not listed.exists()  # one is missing
+    joining.admit(found, 2, publics[1])
+    for site in here:
+        assert joining.hold(site, listed) == hashlib.sha256(listed.read_bytes()).hexdigest()
+        assert (site / "node.x25519").stat().st_mode & 0o777 == 0o600
+    rings = [keyring(str(site / "node.x25519"), 0, client, 4) for site, client in zip(here, (1, 2), strict=True)]
+    rings.append(keyring(str(Path(found.keys) / "supernode-3.x25519"), 0, 3, 4))
+    assert len({ring.fingerprint for ring in rings}) == 1
+    assert rings[0].masks([2, 3], "e", 1, 0) == {2: rings[1].masks([1], "e", 1, 0)[1], 3: rings[2].masks([1], "e", 1, 0)[1]}
+    words = publics[0].read_text().split()
+    publics[0].write_text(" ".join([*words[:3], publics[1].read_text().split()[3], words[4]]))
+    with pytest.raises(UserError, match="its key for private runs is not signed by its node key"):
+        joining.admit(found, 1, publics[0])

@@ -30,7 +30,7 @@ def test_a_revoked_node_is_out_whoever_has_its_key(lab: Lab) -> None:
     pids = {name: lab.process(name)["pid"] for name in ("superlink", "supernode-0")}
     revoked = lab.cluster("revoke", "1")
     assert revoked.returncode == 0, revoked.stdout + revoked.stderr
-    assert sorted(path.name for path in keys.glob("supernode-*")) == ["supernode-0.key", "supernode-0.pub"]
+    assert sorted(path.name for path in keys.glob("supernode-*")) == ["supernode-0.key", "supernode-0.pub", "supernode-0.x25519"]
 
     thief = Intruders(lab, fleet)
     thief.start("thief", "--root-certificates", str(keys / "ca.crt"), "--auth-supernode-private-key", str(stolen))

@@ -8,6 +8,7 @@ import pytest
 
 from tests.conftest import PLUGINS
 from tests.e2e.conftest import Cluster, corolla, rounds, settings, summary
+from tests.privacy.keys import make
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -15,6 +16,7 @@ CLIENTS = 4
 CASES = {
     "fedavg": {"method": "fedavg", "model": "mlp"},
     "fedcac-batchnorm": {"method": "fedcac", "model": "resnet8", "fedcac.beta": 2, "local-epochs": 1},
+    "fedcac-private": {"method": "fedcac", "private": True, "local-epochs": 1, "num-server-rounds": 3},
     "own-method": {"method": "prototypes:METHOD", "prototypes.weight": 0.2, "local-epochs": 1},
 }
 
@@ -24,9 +26,14 @@ def accuracies(folder: Path) -> list[object]:
     return [[row[name] for name in names] for r in rounds(folder) for row in (r, *r["clients"].values())]
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if "batchnorm" in name else pytest.mark.nightly) for name in CASES])
+MARKED = [pytest.param(name, marks=[] if name.startswith("fedcac-") else pytest.mark.nightly) for name in CASES]
+
+
+@pytest.mark.parametrize("case", MARKED)
 def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path: Path, case: str) -> None:
-    cluster.start(CLIENTS)
+    cluster.start_superlink()
+    for client_id, key in enumerate(make(tmp_path / "keys", CLIENTS)):
+        cluster.start_supernode(client_id, CLIENTS, private_keys=str(key))
     common = {"num-server-rounds": 2, "train-samples": 60, "state-dir": str(tmp_path / "state")}
     modes = {
         "two-actors": ["--clients", str(CLIENTS)],

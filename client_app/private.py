@@ -1,0 +1,90 @@
+"""A client's side of a private round (docs/privacy.md): it masks what it sends, if what it is asked for hides it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.keys import Scalar
+from fl_app.layout import NOTHING, Vector
+from fl_app.privacy import masking, overlaps, sketch
+from fl_app.privacy.masking import BUFFERS_RANGE, GROUP_MIN, PARAMS_RANGE, Words, derived
+from fl_app.privacy.sites import Keyring, keyring
+from fl_app.wire import PRIVATE, SUM, Download, Upload, state_version
+
+__all__ = ["Masker", "keyring", "properties"]
+
+log = logging.getLogger("corolla")
+
+
+def properties(keys: Keyring) -> dict[str, Scalar]:
+    """What a client says of itself for private runs: which list of keys it holds, and the sketches' key, sealed for each client."""
+    return {f"{PRIVATE}-list": keys.fingerprint, f"{PRIVATE}-sealed": ",".join(keys.seal())}
+
+
+@dataclass(frozen=True)
+class Masker:
+    """What masks one answer: this client's keys, with whom it shares masks, what it counts among how many clients.
+
+    sealed: the sketches' key, by its sender; "" where no masks are sent.
+    """
+
+    keys: Keyring
+    download: Download
+    partners: tuple[int, ...]
+    weight: float
+    clients: int
+    sketch_bits: int
+    sealed: str
+    sealer: int
+
+    @classmethod
+    def of(cls, download: Download, config: RunConfig, keys: Keyring) -> Masker:
+        """Read what the server asks for. Raises UserError if the answer would not be hidden."""
+        said, me = download.method, keys.client_id
+        try:
+            members = [int(word) for word in str(said[f"{PRIVATE}-members"]).split(",")]
+            weight, clients = float(said[f"{PRIVATE}-weight"]), int(said[f"{PRIVATE}-clients"])
+            sealed, sealer = str(said.get(f"{PRIVATE}-sealed", "")), int(said.get(f"{PRIVATE}-sealer", 0))
+        except (KeyError, ValueError):
+            raise UserError("private: the server does not say with whom to mask") from None
+        if len(set(members)) != len(members) or me not in members or not set(members) <= set(range(keys.num_clients)):
+            raise UserError(f"private: the server names a group that is none of client {me}: {members}")
+        if len(members) < GROUP_MIN:
+            raise UserError(f"private: the server asks for a sum of {len(members)} clients, at least {GROUP_MIN} hide each other")
+        if not (len(members) <= clients <= keys.num_clients and 0 < weight <= clients and math.isfinite(weight)):
+            raise UserError(f"private: the server gives client {me} a weight of {weight:g} among {clients} clients")
+        partners = tuple(i for i in members if i != me)
+        return cls(keys, download, partners, weight, clients, config.private_sketch, sealed, sealer)
+
+    def masked(self, upload: Upload) -> Upload:
+        """Return what is sent: the model in fixed point under masks, its mask's sketch. Raises UserError if there is more."""
+        if upload.extras:
+            raise UserError(f"private: the method would send {', '.join(upload.extras)} as they are")
+        params = self._fixed("parameters", upload.model.params, PARAMS_RANGE)
+        words = np.concatenate([params, self._fixed("buffers", upload.model.buffers, BUFFERS_RANGE)])
+        round, attempt, experiment = self.download.round, self.download.attempt, self.download.experiment
+        masking.mask(words, self.keys.client_id, self.keys.masks(self.partners, experiment, round, attempt))
+        hidden = None
+        if upload.mask is not None:
+            d = upload.model.params.size
+            key = derived(self.keys.open(self.sealed, self.sealer), "sketch", experiment, round, attempt)
+            hidden = sketch.sketch(upload.mask, d, overlaps.length(d, self.sketch_bits), key)
+        metrics = {**upload.metrics, PRIVATE: state_version(round, attempt)}
+        return dataclasses.replace(upload, model=NOTHING, mask=hidden, extras={SUM: words}, metrics=metrics)
+
+    def _fixed(self, what: str, values: Vector, limit: float) -> Words:
+        try:
+            words = masking.encode(values, self.weight, self.clients, limit)
+        except ValueError as error:
+            raise UserError(f"private: the {what} cannot be sent: {error}") from None
+        if clipped := int(np.count_nonzero(np.abs(values) > limit)):
+            me = self.keys.client_id
+            log.warning("client %d: private: %d of %d %s are beyond +-%g and were cut to it", me, clipped, values.size, what, limit)
+        return words

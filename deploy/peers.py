@@ -1,0 +1,64 @@
+"""Keys for private runs: made with a node's key, its public half a comment in the node's public key, all of them in one list.
+
+A line of `.pub` is then `ecdsa-sha2-nistp384 KEY x25519 PUBLIC SIGNATURE`, the signature the node key's. `peers.txt` has such a
+line for every client, after its number. Every site holds that list itself; fl_app/privacy/sites.py reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from deploy.inventory import Inventory
+from fl_app.files import publish, publish_text
+from fl_app.privacy import sites
+from fl_app.privacy.sites import PEERS
+
+END = ".x25519"
+_WORDS = 5
+
+
+def make(node_key: Path, public: Path) -> list[Path]:
+    """Make a node's key for private runs, unless it is there, and say its public half in the node's own; the files written."""
+    private = node_key.with_suffix(END)
+    if private.exists() and len(public.read_text().split()) == _WORDS:
+        return []
+    signer = serialization.load_ssh_private_key(node_key.read_bytes(), password=None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    made = [public] if private.exists() else [private, public]
+    if not private.exists():
+        publish(private, lambda path: path.write_bytes(sites.make()))
+    words = [*public.read_text().split()[:2], sites.WORD, sites.statement(sites.read(private), signer)]
+    publish_text(public, " ".join(words) + "\n", 0o644)
+    return made
+
+
+def comment(public: Path) -> str:
+    """Return what a public key says of private runs, checked; "" if nothing. Raises UserError if its node key has not signed it."""
+    words = public.read_text().split()
+    if words[2:3] != [sites.WORD]:
+        return ""
+    sites.check(public, " ".join(words))
+    return " ".join(words[2:_WORDS])
+
+
+def write(inventory: Inventory) -> Path | None:
+    """Write the list of all clients' keys, beside them; None as long as not all are there."""
+    directory = Path(inventory.keys)
+    publics = [directory / f"supernode-{k}.pub" for k in range(inventory.num_clients)]
+    path = directory / PEERS
+    if not all(public.is_file() and len(public.read_text().split()) == _WORDS for public in publics):
+        path.unlink(missing_ok=True)  # of other keys
+        return None
+    text = "".join(f"{k} {public.read_text().strip()}\n" for k, public in enumerate(publics))
+    if not path.is_file() or path.read_text() != text:
+        publish_text(path, text, 0o644)
+    return path
+
+
+def fingerprint(path: Path) -> str:
+    """Return the sha256 by which sites compare their lists."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

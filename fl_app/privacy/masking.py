@@ -1,0 +1,96 @@
+"""Sums that reveal no summand: fixed point in Z_2^32, and masks that every pair of clients adds and takes away.
+
+Client i sends y_i = x_i + sum_{j > i} PRG(k_ij) - sum_{j < i} PRG(k_ij) over the members j of its group, modulo 2^32, where k_ij
+is known to i and j alone and belongs to one attempt at one round. Summed over the group the masks are gone; short of one member
+what is left is uniformly random. Integer sums do not depend on their order, so they are equal on all machines.
+
+x_i = rint(2^s a_i clip(w_i, +-R)); a_i, client i's weight, sums to N over all N clients of the attempt. s is chosen such that every
+sum lies in [-2^30, 2^30]: masks that do not cancel leave words of which half lie outside, which is how `decode` notices.
+
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, without its second masks: no
+mask is ever revealed, an attempt that somebody drops out of is repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms, modes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+
+Words = NDArray[np.uint32]
+
+PARAMS_RANGE, BUFFERS_RANGE = 8.0, 512.0  # of weights, and of BatchNorm's statistics, whose variances are larger
+GROUP_MIN = 3  # members of a sum: with two, each knows the other's summand
+_BITS = 30
+_CHUNK = 1 << 18  # words: a chunk of the sum and of a mask fit the cache
+
+
+def derived(secret: bytes, *labels: object) -> bytes:
+    """Return 32 bytes that follow from a secret and from what they are for (HKDF-SHA256); distinct labels give unrelated ones."""
+    info = b"".join(len(word).to_bytes(4, "big") + word for word in (str(label).encode() for label in labels))
+    return HKDF(hashes.SHA256(), 32, salt=b"corolla", info=info).derive(secret)
+
+
+def scale(num_clients: int, limit: float) -> int:
+    """Return s, the fraction's bits: 2^s * limit * num_clients <= 2^30."""
+    return _BITS - math.ceil(math.log2(limit * num_clients))
+
+
+def encode(values: NDArray[np.float32], weight: float, num_clients: int, limit: float) -> Words:
+    """Return rint(2^s * weight * clip(values)) modulo 2^32, uint32 [n].
+
+    values: float32 [n], clipped to +-limit; weight: in [0, num_clients]. Raises ValueError for values that are not finite and for
+    weights out of range.
+    """
+    if not 0 <= weight <= num_clients:
+        raise ValueError(f"weight must be in [0, {num_clients}], got {weight}")
+    if not np.isfinite(values).all():
+        raise ValueError(f"values must be finite, got {np.count_nonzero(~np.isfinite(values))} that are not")
+    scaled = np.clip(values, -limit, limit).astype(np.float64)
+    scaled *= weight * 2.0 ** scale(num_clients, limit)
+    return np.rint(scaled, out=scaled).astype(np.int64).astype(np.uint32)
+
+
+def decode(total: Words, weight: float, num_clients: int, limit: float) -> NDArray[np.float32]:
+    """Return the weighted mean that a sum of encoded values stands for, float32 [n].
+
+    total: uint32 [n], modulo 2^32; weight: the sum of its summands' weights. Raises ValueError if it is no sum of such values.
+    """
+    signed = total.view(np.int32)
+    bound = 2.0 ** scale(num_clients, limit) * limit * weight + num_clients  # rounding adds half a unit per summand
+    if signed.size and max(int(signed.max()), -int(signed.min())) > bound:
+        outside = int(np.count_nonzero(np.abs(signed.astype(np.int64)) > bound))
+        raise ValueError(f"{outside} of {signed.size} values are beyond what {num_clients} clients can sum up to")
+    return (signed / (2.0 ** scale(num_clients, limit) * weight)).astype(np.float32)
+
+
+def mask(words: Words, client_id: int, keys: Mapping[int, bytes]) -> None:
+    """Add a client's pairwise masks, in place.
+
+    words: uint32 [n]; keys: 32 bytes by the id of every other member of its group, for this attempt alone. Raises ValueError for a
+    group below three, or one in which the client is its own partner.
+    """
+    if len(keys) + 1 < GROUP_MIN or client_id in keys:
+        raise ValueError(f"a sum needs {GROUP_MIN} different members, got client {client_id} and {sorted(keys)}")
+    streams = [(j > client_id, _stream(key)) for j, key in sorted(keys.items())]
+    zeros, buffer = bytes(4 * _CHUNK), bytearray(4 * _CHUNK + 16)
+    for start in range(0, words.size, _CHUNK):
+        part = words[start : start + _CHUNK]
+        for added, stream in streams:
+            stream.update_into(zeros[: 4 * part.size] if part.size < _CHUNK else zeros, buffer)
+            pad = np.frombuffer(buffer, "<u4", part.size)
+            (np.add if added else np.subtract)(part, pad, out=part)
+
+
+def _stream(key: bytes) -> CipherContext:
+    return Cipher(algorithms.AES(key[:16]), modes.CTR(key[16:])).encryptor()
+
+
+def stream(key: bytes, nbytes: int) -> bytes:
+    """Return the first bytes of a key's pseudorandom stream: AES-128 in counter mode, from a start that is the key's other half."""
+    return _stream(key).update(bytes(nbytes))

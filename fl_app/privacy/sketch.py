@@ -1,0 +1,36 @@
+"""A mask as the server sees it: its bits in an order, and turned by a pad, that only clients know. Overlaps come out the same.
+
+Client i sends z_i = (M_i o pi)[0:m] xor r; the permutation pi and the pad r follow from a key that all clients share and that
+belongs to one attempt at one round. z_i xor z_j has as many ones as M_i xor M_j, so of masks with K ones each the server gets
+|M_i and M_j| = K - H_ij / 2 with m = d exactly, and with m < d an estimate whose standard deviation docs/privacy.md tells.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.privacy.masking import derived, stream
+
+Bits = NDArray[np.uint8]
+
+
+def sketch(bits: Bits, d: int, m: int, key: bytes) -> Bits:
+    """Return the sketch of a mask, uint8 [ceil(m/8)], little bit order, zero padding.
+
+    bits: uint8 [ceil(d/8)], the packed mask; 1 <= m <= d; key: 32 bytes, equal for all clients of the attempt.
+    """
+    if not 1 <= m <= d or bits.shape != (-(-d // 8),):
+        raise ValueError(f"a sketch of m = {m} bits needs a packed mask of at least as many, got {bits.shape} for d = {d}")
+    order = _order(d, key)[:m]
+    mask = np.unpackbits(bits, count=d, bitorder="little")
+    pad = np.unpackbits(np.frombuffer(stream(derived(key, "pad"), -(-m // 8)), np.uint8), count=m, bitorder="little")
+    return np.packbits(mask[order] ^ pad, bitorder="little")
+
+
+def _order(d: int, key: bytes) -> NDArray[np.uint64]:
+    """Return a permutation of d positions that follows from the key: positions sorted by random bits above their own."""
+    below = np.uint64(d.bit_length())
+    words = np.frombuffer(stream(derived(key, "order"), 8 * d), "<u8") << below | np.arange(d, dtype=np.uint64)
+    words.sort()
+    return words & ((np.uint64(1) << below) - np.uint64(1))

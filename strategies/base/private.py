@@ -1,0 +1,209 @@
+"""Private rounds (docs/privacy.md): what the server asks for is masked, what it takes in are sums over groups of clients.
+
+Every pair of a group's members adds and takes away a mask that belongs to this attempt at this round, so the sum of all members'
+uploads is the sum of their models, and nothing less says anything. Who drops out therefore costs the attempt: it is repeated, with
+other masks, among those who answered. Uploads of an attempt that does not count are not kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.keys import Scalar
+from fl_app.layout import Layout, Model
+from fl_app.wire import PRIVATE, SUM, Expected, Upload, WireError, state_version
+from strategies.base.attempt import TooFewResults
+from strategies.base.messages import Messages, require
+from strategies.base.uploads import Intake, Uploads
+from strategies.robust import capped
+
+log = logging.getLogger("corolla")
+
+SMALLEST = 3  # clients in a sum; with two, each knows the other's model
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A private round's result. ids: whose uploads are in it, sorted. groups: who was summed up with whom; means: theirs, weighted.
+
+    mean: over all, weighted. bits: the sketches of masks, uint8 [N, ceil(m/8)] in the order of ids, if the method sends masks;
+    sketch_bits: m.
+    """
+
+    ids: list[int]
+    groups: Mapping[int, list[int]]
+    means: Mapping[int, Model]
+    mean: Model
+    bits: NDArray[np.uint8] | None
+    sketch_bits: int
+
+
+@dataclass(kw_only=True)
+class MaskedIntake(Intake):
+    """Sums that uploads are added to as they come.
+
+    version: of the client states that the attempt makes. weights: what each upload counts, N in all; totals: uint32 [G, d + b], by
+    group.
+    """
+
+    version: str
+
+    groups: Mapping[int, list[int]]
+    weights: Mapping[int, float]
+    totals: NDArray[np.uint32]
+    group_of: Mapping[int, int]
+
+    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int | None = None) -> None:
+        """Add an upload to its group's sum; it is nowhere kept. Raises WireError if it was made for another attempt."""
+        if (made_for := upload.metrics.get(PRIVATE, "")) != self.version:
+            raise WireError(f"its masks are those of attempt {str(made_for)[:20] or 'none'}, asked for was {self.version}")
+        self.totals[self.group_of[client_id]] += upload.extras[SUM]
+        rest = Upload(upload.model, upload.mask, num_examples=upload.num_examples)
+        super().accept(client_id, rest, metrics, nbytes)
+
+    def sums(self, layout: Layout) -> Sums:
+        """Return what the sums stand for. Raises TooFewResults if masks did not cancel: then nobody can tell whose did not."""
+        n, means = len(self.ids), {}
+        for row, (label, members) in enumerate(self.groups.items()):
+            means[label] = self._mean(self.totals[row], sum(self.weights[i] for i in members), layout, members)
+        whole = self._mean(np.add.reduce(self.totals, axis=0, dtype=np.uint32), float(n), layout, self.ids)
+        return Sums(self.ids, self.groups, means, whole, self.bits, self.expected.num_params)
+
+    def _mean(self, total: NDArray[np.uint32], weight: float, layout: Layout, members: list[int]) -> Model:
+        from fl_app.privacy import masking
+
+        try:
+            params = masking.decode(total[: layout.d], weight, len(self.ids), masking.PARAMS_RANGE)
+            return Model(params, masking.decode(total[layout.d :], weight, len(self.ids), masking.BUFFERS_RANGE))
+        except ValueError:
+            raise TooFewResults(
+                f"the masks of clients {members} do not cancel: one of them has other keys than the others, or sent something else"
+            ) from None
+
+
+class Private(Messages):
+    """What a method whose Method says `sums` may change of private rounds, and what becomes of them.
+
+    All of it is only called where the key `private` is set.
+    """
+
+    def sum_weights(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """What each upload counts in means, float64 [N], all above 0. sizes: training samples."""
+        return sizes
+
+    def sum_groups(self, ids: list[int]) -> Mapping[int, list[int]]:
+        """Who is summed up with whom: disjoint groups of at least three that cover `ids`, by a number."""
+        return {0: ids}
+
+    def personalize_sums(self, round: int, sums: Sums) -> None:
+        """Likewise `personalize`: by default with the mean as the only upload, which is nobody's."""
+        one = Uploads([], sums.mean.params[None], sums.mean.buffers[None], np.ones(1), None, {}, [])
+        self.personalize(round, one)
+
+    # An attempt
+
+    def participants(self, connected: list[int], round: int) -> list[int]:
+        """Whom an attempt asks: in a private round's repetition those who answered. Raises TooFewResults if they are too few."""
+        if not self.config.private:
+            return super().participants(connected, round)
+        among = self.attempt.among
+        ids = super().participants(connected, round) if among is None else [i for i in connected if i in among]
+        if len(ids) < SMALLEST:
+            raise TooFewResults(f"private: a round needs {SMALLEST} clients, there are {len(ids)}")
+        return ids
+
+    def room_for(self, ids: list[int]) -> Intake:
+        """Return room for an attempt's uploads, or for their sums."""
+        if not self.config.private:
+            return super().room_for(ids)
+        sizes = np.array([float(self.attempt.declared[i]["train-samples"]) for i in ids])
+        counted = self.sum_weights(np.maximum(sizes, 1))
+        if self.config.max_size_weight:
+            counted = capped(counted, self.config.max_size_weight)
+        weights = dict(zip(ids, (len(ids) * counted / counted.sum()).tolist(), strict=True))
+        groups = self.sum_groups(ids)
+        length = self.layout.d + self.layout.b
+        empty = np.empty((len(ids), 0), np.float32)
+        expected = Expected(0, 0, self._sketch_bits(), extras={SUM: ("<u4", (length,))})
+        bits = np.empty((len(ids), -(-expected.num_params // 8)), np.uint8) if expected.sends_mask else None
+        group_of = {i: row for row, own in enumerate(groups.values()) for i in own}
+        totals = np.zeros((len(groups), length), np.uint32)
+        version = state_version(self.attempt.round, self.attempt.generation)
+        return MaskedIntake(
+            ids, expected, empty, empty, bits, {}, np.zeros(len(ids)), version=version, groups=groups, weights=weights,
+            totals=totals, group_of=group_of,
+        )  # fmt: skip
+
+    def told(self, client_id: int, task: str) -> dict[str, Scalar]:
+        """What a client is told beside its model: in a private round with whom it masks, what it counts, the sketches' key."""
+        intake = self.attempt.intake
+        if task != "train" or not isinstance(intake, MaskedIntake):
+            return super().told(client_id, task)
+        members = list(intake.groups.values())[intake.group_of[client_id]]
+        said: dict[str, Scalar] = {
+            f"{PRIVATE}-members": ",".join(map(str, members)), f"{PRIVATE}-weight": intake.weights[client_id],
+            f"{PRIVATE}-clients": len(intake.ids),
+        }  # fmt: skip
+        if intake.expected.sends_mask:
+            sealer = min(self.attempt.declared)
+            sealed = str(self.attempt.declared[sealer][f"{PRIVATE}-sealed"]).split(",")[client_id]
+            said |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealed": sealed}
+        return super().told(client_id, task) | said
+
+    def use(self, round: int, intake: Intake) -> None:
+        """Personalize with what came in, or with its sums."""
+        if not isinstance(intake, MaskedIntake):
+            return super().use(round, intake)
+        require(intake, self.config.min_results, SMALLEST)
+        present = frozenset(intake.metrics)
+        if absent := [i for i in intake.ids if i not in present]:
+            raise TooFewResults(f"clients {absent} dropped out: what the others sent is masked, they are asked again", present)
+        sums = intake.sums(self.layout)
+        intake.forget_stacks()
+        self.round = round
+        self.personalize_sums(round, sums)
+        return None
+
+    # What is said of it
+
+    def _sketch_bits(self) -> int:
+        """Bits of the sketch that stands for a method's mask; 0 if it sends none."""
+        from fl_app.privacy import overlaps
+
+        d = self.expected().num_params
+        return overlaps.length(d, self.config.private_sketch) if d else 0
+
+    def what_leaks(self) -> list[str]:
+        """Return, in words, what the server learns of single clients all the same."""
+        if not self.config.private:
+            return []
+        groups = ["which clients agree on their masks, and how far (overlaps)", "groups"] if self._sketch_bits() else []
+        accuracies = ["losses and accuracies (report-accuracy = false: not)"] if self.config.report_accuracy else []
+        learns = ["sums over groups of at least three", *groups, "sample counts", *accuracies]
+        lines = [f"private: the server learns {', '.join(learns)}; it is trusted to keep to the protocol (docs/privacy.md)"]
+        if self.config.max_update_norm:
+            lines.append("private: max-update-norm leaves nobody out: there is no single upload to measure")
+        return lines
+
+
+def check(config: RunConfig, why_not: str) -> None:
+    """Raise UserError if a run cannot be private. why_not: what its method has against it, "" if nothing."""
+    if why_not:
+        raise UserError(f"private: method {config.method} cannot run private: {why_not}")
+    if config.robust != "none":
+        raise UserError(f"private: the server sees no single upload that {config.robust} could choose among; set robust = none")
+    if config.collect_personal_models:
+        raise UserError("private: collect-personal-models uploads every client's own model; leave it off")
+    drawn = int(max(1, config.fraction_train * config.num_training + 0.5))
+    if config.num_clients and drawn < SMALLEST:
+        raise UserError(
+            f"private: a round needs {SMALLEST} clients, it has {drawn} (num-clients, fraction-train): among two, each knows the "
+            "other's model"
+        )

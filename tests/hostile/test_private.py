@@ -1,0 +1,195 @@
+"""A server that records everything: what it can make of a private run, over real gRPC, of what the same clients send otherwise.
+
+All clients are light SuperNodes of this process with keys of their own in files; the SuperLink and the ServerApp are real ones. One
+client's upload of round 3 comes too late, so that attempt is repeated among the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Message
+from scipy.stats import rankdata
+
+from fl_app import models, wire
+from fl_app.config import parse
+from fl_app.data import open_client
+from fl_app.layout import Layout
+from fl_app.privacy import masking
+from fl_app.processes import flower_environment, processes_with
+from strategies import METHOD_PARAMS, masks
+from strategies.fedcac import FedCACUpdate
+from tests.e2e.conftest import Cluster, Run, replay, rounds, summary
+from tests.hostile.supernode import Reply, SuperNode
+from tests.privacy.keys import make
+
+pytestmark = [pytest.mark.hostile, pytest.mark.timeout(1800)]
+
+CLIENTS, ROUNDS, LATE, LATE_ROUND = 14, 12, 5, 3
+CONFIG: dict[str, Any] = {
+    "method": "fedcac", "private": True, "model": "mlp", "dataset": "digits", "train-samples": 40, "test-samples": 10,
+    "num-server-rounds": ROUNDS, "fedcac.beta": ROUNDS, "fedcac.weighting": "uniform", "client-threads": 1, "device": "cpu",
+    "report-accuracy": False, "round-timeout": 40.0, "min-available-clients": CLIENTS,
+}  # fmt: skip
+
+
+@dataclass
+class Recorded:
+    """By (round, attempt, client): `arrived`, what the server got, and `members`, with whom it was summed up. By (round, client):
+    `sent`, the model and the mask behind it.
+    """
+
+    run: Run
+    directory: Path
+    layout: Layout
+    has: np.ndarray  # bool [N, C]: which labels a client holds
+    arrived: dict[tuple[int, int, int], wire.Upload] = field(default_factory=dict)
+    members: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
+    sent: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def groups(self, round: int) -> list[tuple[int, ...]]:
+        """Who was summed up with whom, in the attempt that counts."""
+        attempt = 1 if round == LATE_ROUND else 0
+        return sorted({own for (r, a, _), own in self.members.items() if (r, a) == (round, attempt)})
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    directory = tmp_path_factory.mktemp("private")
+    home = directory / "flwr"
+    home.mkdir()
+    environment = flower_environment(home)
+    environment |= {"COROLLA_LAUNCH": str(home), "COROLLA_STATE_DIR": str(directory / "state"), "COLUMNS": "400"}
+    cluster = Cluster(home, environment)
+    nodes: list[SuperNode] = []
+    config = {**CONFIG, "state-dir": str(directory / "state"), "data-dir": str(directory / "data")}
+    parsed = parse({**config, "num-clients": CLIENTS}, METHOD_PARAMS)
+    labels = [open_client(parsed, i).y_train for i in range(CLIENTS)]
+    layout = Layout.of(models.build("mlp", in_channels=1, num_classes=10, image_size=8))
+    expected = wire.Expected(0, 0, layout.d, extras={wire.SUM: ("<u4", (layout.d,))})
+    upload = FedCACUpdate.upload
+    arrived: dict[tuple[int, int, int], wire.Upload] = {}
+    members: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    sent: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def noted(self: Any, before: Any, after: Any, state: Any, ctx: Any) -> wire.Upload:
+        made = upload(self, before, after, state, ctx)
+        assert made.mask is not None
+        sent[ctx.round, ctx.client_id] = made.model.params.copy(), masks.unpack(made.mask, layout.d)
+        return made
+
+    def recording(client_id: int) -> Any:
+        def alter(reply: Reply, message: Message) -> Reply:
+            said = message.content.config_records.get("fitins.config", {})
+            if said.get("task") == "train":
+                attempt = int(said["round"]), int(said["attempt"]), client_id
+                arrived[attempt] = wire.decode_upload(reply.content, expected)
+                members[attempt] = tuple(map(int, str(said["private-members"]).split(",")))
+                if attempt == (LATE_ROUND, 0, LATE):
+                    reply.delay = CONFIG["round-timeout"] + 5
+            return reply
+
+        return alter
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FedCACUpdate, "upload", noted)
+        try:
+            cluster.start_superlink()
+            for client_id, key in enumerate(make(directory / "keys", CLIENTS)):
+                partition = {"partition-id": client_id, "num-partitions": CLIENTS, "private-keys": str(key)}
+                nodes.append(SuperNode(cluster.fleet, partition, recording(client_id)))
+            run = Run(cluster, directory / "private", CLIENTS, config)
+            run.process.wait(timeout=1500)
+            assert run.process.returncode == 0, (run.log, [error for node in nodes for error in node.trouble])
+            has = np.array([np.bincount(y, minlength=10) > 0 for y in labels])
+            yield Recorded(run, directory, layout, has, arrived, members, dict(sent))
+        finally:
+            for node in nodes:
+                node.stop()
+            cluster.stop()
+    assert processes_with(f"COROLLA_LAUNCH={home}") == []
+
+
+def auc(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Chance that a random positive scores above a random negative."""
+    ranks, positive = rankdata(scores), int(labels.sum())
+    return float((ranks[labels].sum() - positive * (positive + 1) / 2) / (positive * (labels.size - positive)))
+
+
+def row_densities(bits: np.ndarray, layout: Layout) -> np.ndarray:
+    """The label attack: how many ones each row of the classifier has, against the client's mean."""
+    slot = next(s for s in layout.params if s.name in layout.classifier and len(s.shape) == 2)
+    density = bits[slot.start : slot.stop].reshape(slot.shape).mean(axis=1)
+    return np.asarray(density - density.mean())
+
+
+def test_labels_are_read_off_masks_and_not_off_sketches(recorded: Recorded) -> None:
+    layout, found = recorded.layout, []
+    for round in range(1, ROUNDS + 1):
+        z = {i: upload.mask for (r, _, i), upload in recorded.arrived.items() if r == round and upload.mask is not None}
+        scores = np.array([row_densities(masks.unpack(z[i], layout.d), layout) for i in sorted(z)])
+        found.append(auc(scores.ravel(), recorded.has[sorted(z)].ravel()))
+    behind = np.array([row_densities(recorded.sent[ROUNDS, i][1], layout) for i in range(CLIENTS)])
+    plain = auc(behind.ravel(), recorded.has.ravel())
+    print(f"AUC of the label attack: sketches {np.mean(found):.3f} ({min(found):.3f} to {max(found):.3f}), masks {plain:.3f}")
+    assert plain > 0.9 and abs(np.mean(found) - 0.5) < 0.05
+
+
+def test_overlaps_are_those_of_the_masks(recorded: Recorded) -> None:
+    for record in rounds(recorded.run.folder):
+        ids = [int(i) for i in record["clients"]]
+        bits = np.array([masks.pack(recorded.sent[record["round"], i][1]) for i in ids])
+        exact = masks.overlap(bits, int(recorded.sent[1, 0][1].sum()))
+        assert record["overlap"] == np.round(exact, 6).tolist()
+
+
+def test_no_single_model_is_closer_than_a_random_one(recorded: Recorded) -> None:
+    """Least squares for every client's model from all sums of all rounds; and each upload taken as if it were not masked."""
+    rows, sums, s = [], [], masking.scale(CLIENTS, masking.PARAMS_RANGE)
+    for round in range(1, ROUNDS + 1):
+        for group in recorded.groups(round):
+            rows.append(np.isin(np.arange(CLIENTS), group))
+            sums.append(np.sum([recorded.sent[round, i][0] for i in group], axis=0, dtype=np.float64))
+    A = np.array(rows, np.float64)
+    estimates = np.linalg.pinv(A) @ np.array(sums)
+    truth = np.array([recorded.sent[ROUNDS, i][0] for i in range(CLIENTS)], np.float64)
+    places = []  # of a client's own model among its group's, by their distance from the estimate: 0 the nearest, 1 the farthest
+    for group in recorded.groups(ROUNDS):
+        for i in group:
+            distances = [float(np.linalg.norm(estimates[i] - truth[j])) for j in group]
+            places.append((i, len(group), (rankdata(distances)[group.index(i)] - 1) / (len(group) - 1)))
+    rank, mean = np.linalg.matrix_rank(A), np.mean([place for _, _, place in places])
+    said = [f"{i} of {n}: {place:.2f}" for i, n, place in sorted(places)]
+    print(f"rank {rank} of {CLIENTS}; own model's place on average {mean:.2f}: {said}")
+    assert rank < CLIENTS and abs(mean - 0.5) < 0.25
+    for (round, _, i), upload in recorded.arrived.items():
+        bare = upload.extras[wire.SUM].view(np.int32) / 2.0**s
+        assert abs(np.corrcoef(bare, recorded.sent[round, i][0])[0, 1]) < 0.05  # 17,000 values: 6 standard deviations
+
+
+def test_the_late_upload_is_thrown_away_and_the_others_repeat_it_under_other_masks(recorded: Recorded) -> None:
+    record = rounds(recorded.run.folder)[LATE_ROUND - 1]
+    assert [(f["client"], f["attempt"]) for f in record["failures"]] == [(LATE, 1)] and "no reply" in record["failures"][0]["cause"]
+    assert str(LATE) not in record["clients"] and len(record["clients"]) == CLIENTS - 1
+    first = [recorded.arrived[LATE_ROUND, 0, i].extras[wire.SUM] for i in range(CLIENTS) if i != LATE]
+    again = [recorded.arrived[LATE_ROUND, 1, i].extras[wire.SUM] for i in range(CLIENTS) if i != LATE]
+    assert max(float((a == b).mean()) for a, b in zip(first, again, strict=True)) < 0.001
+    with pytest.raises(ValueError, match="beyond"):  # what the server has of the first attempt, without the late one
+        masking.decode(np.add.reduce(first, axis=0, dtype=np.uint32), CLIENTS - 1.0, CLIENTS, masking.PARAMS_RANGE)
+    assert len(rounds(recorded.run.folder)[LATE_ROUND]["clients"]) == CLIENTS
+
+
+def test_the_digest_is_that_of_one_process(recorded: Recorded) -> None:
+    assert summary(recorded.run.folder)["digest"] == replay(recorded.run, recorded.directory)
+
+
+def test_the_server_was_told_no_accuracy_and_no_label(recorded: Recorded) -> None:
+    text = (recorded.run.folder / "clients.json").read_text()
+    assert "class-counts" not in text and json.loads(text)["0"]["train-samples"] == 40
+    assert all(record["accuracy-after"] is None and record["loss"] is None for record in rounds(recorded.run.folder))

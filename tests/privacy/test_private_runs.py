@@ -1,0 +1,363 @@
+"""Whole private runs in one process: the real ServerApp and ClientApp, joined by InProcessGrid."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Error, Message
+
+import client_app.client
+from client_app.client_app import app as client_app_
+from fl_app import server_app, weights, wire
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.layout import Layout
+from fl_app.privacy.sites import Keyring, keyring
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from strategies import METHOD_PARAMS, METHODS
+from tests.conftest import Run, config, flat
+
+PRIVATE = {"private": True, "num_clients": 5}
+SUMS = tuple(sorted(name for name in METHODS if METHODS[name].sums))
+
+
+def rounds(folder: RunFolder) -> list[dict[str, Any]]:
+    return list(read_metrics(folder.path))
+
+
+def global_model(folder: RunFolder) -> np.ndarray:
+    from fl_app import models
+
+    layout = Layout.of(models.build("mlp", in_channels=1, num_classes=10, image_size=8))
+    return weights.load_safetensors(folder.path / "models" / "global.safetensors", layout).params
+
+
+@pytest.fixture
+def arriving(monkeypatch: pytest.MonkeyPatch) -> list[tuple[wire.Upload, wire.Expected]]:
+    """Everything the server decodes, in order."""
+    seen: list[tuple[wire.Upload, wire.Expected]] = []
+    decode = wire.decode_upload
+
+    def spy(content: Any, expected: Any) -> Any:
+        upload = decode(content, expected)
+        seen.append((upload, expected))
+        return upload
+
+    monkeypatch.setattr(wire, "decode_upload", spy)
+    return seen
+
+
+# what comes out
+
+
+@pytest.mark.parametrize("method", ["fedavg", "pfedme", "fedobp"])
+def test_sums_give_what_single_uploads_give(run: Run, method: str) -> None:
+    sizes = {"partition": "dirichlet", "min_samples": 4}  # unequal clients
+    plain = run(method=method, run_name="plain", num_server_rounds=1, num_clients=5, max_update_norm=0, **sizes)
+    hidden = run(method=method, run_name="hidden", num_server_rounds=1, **PRIVATE, **sizes)
+    np.testing.assert_allclose(global_model(hidden), global_model(plain), rtol=1e-6, atol=2.0**-23)  # s = 24 for N = 5
+    assert rounds(hidden)[0]["accuracy-after"] == rounds(plain)[0]["accuracy-after"]
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in ("fedavg", "fedcac") else pytest.mark.long) for m in SUMS])
+def test_every_method_that_needs_sums_alone_runs_private(
+    run: Run, arriving: list[tuple[wire.Upload, wire.Expected]], method: str
+) -> None:
+    folder = run(method=method, **PRIVATE)
+    assert read_summary(folder.path)["digest"]
+    uploads = [(upload, expected) for upload, expected in arriving if wire.SUM in expected.extras]
+    assert len(uploads) == 10  # and not one in which a model travels
+    for upload, _ in uploads:
+        assert upload.model.nbytes == 0 and list(upload.extras) == [wire.SUM] and upload.extras[wire.SUM].dtype == np.uint32
+
+
+def test_uploads_are_as_long_as_plain_ones(run: Run) -> None:
+    settings = {"method": "fedcac", "num_clients": 5}
+    size = {private: rounds(run(run_name=str(private), private=private, **settings))[0] for private in (False, True)}
+    assert size[True]["upload-bytes"] == size[False]["upload-bytes"]
+    assert size[True]["download-bytes"] == size[False]["download-bytes"]  # of the first round
+
+
+def test_the_order_of_replies_does_not_matter(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run(method="fedcac", run_name="a", **PRIVATE)
+    pull = InProcessGrid.pull_messages
+    monkeypatch.setattr(InProcessGrid, "pull_messages", lambda self, ids: pull(self, list(ids)[::-1]))
+    assert read_summary(run(method="fedcac", run_name="b", **PRIVATE).path)["digest"] == read_summary(folder.path)["digest"]
+
+
+def test_fedcac_has_the_overlaps_of_the_masks_exactly(run: Run) -> None:
+    plain = run(method="fedcac", run_name="plain", num_clients=7, num_server_rounds=1)
+    hidden = run(method="fedcac", run_name="hidden", num_clients=7, num_server_rounds=1, private=True)
+    assert rounds(hidden)[0]["overlap"] == rounds(plain)[0]["overlap"]
+    some = run(method="fedcac", run_name="some", num_clients=7, num_server_rounds=1, private=True, private_sketch=8192)
+    off = np.array(rounds(some)[0]["overlap"]) - rounds(plain)[0]["overlap"]
+    assert 0 < np.abs(off).max() < 0.04
+    assert rounds(some)[0]["upload-bytes"] < rounds(plain)[0]["upload-bytes"]
+
+
+def test_fedcac_after_beta_is_fedcac(run: Run) -> None:
+    # nobody shares critical parameters after round beta: no groups, so plain and private differ by fixed point alone
+    settings = {"method": "fedcac", "num_clients": 5, "fedcac": {"collaboration": "none"}, "num_server_rounds": 3}
+    plain = run(run_name="plain", max_update_norm=0, **settings)
+    hidden = run(run_name="hidden", private=True, **settings)
+    np.testing.assert_allclose(global_model(hidden), global_model(plain), rtol=1e-5, atol=1e-5)
+    for a, b in zip(rounds(hidden), rounds(plain), strict=True):
+        assert a["accuracy-before"] == pytest.approx(b["accuracy-before"], abs=0.03)
+        assert a["collaborators"] == b["collaborators"] == 0
+
+
+def test_fedcac_groups_are_a_partition_kept_for_some_rounds_and_end_at_beta(run: Run) -> None:
+    folder = run(
+        method="fedcac", private=True, num_clients=9, num_server_rounds=7, private_regroup=2, fedcac={"beta": 6, "tau": 0.3},
+        train_samples=16,
+    )  # fmt: skip
+    seen = []
+    for record in rounds(folder):
+        mates = {int(i): {int(i), *row["collaborators"]} for i, row in record["clients"].items()}
+        for own in mates.values():
+            assert len(own) == 1 or len(own) >= 3
+            assert all(mates[i] == own for i in own)
+        seen.append({frozenset(own) for own in mates.values()})
+    assert seen[0] == {frozenset(range(9))} and all(len(own) == 1 for own in seen[6])
+    assert seen[1] == seen[2] and seen[3] == seen[4] and len({frozenset(s) for s in seen}) > 2
+
+
+def test_a_resumed_run_ends_with_the_same_bits(run: Run) -> None:
+    settings = {"method": "fedcac", "private": True, "num_clients": 6, "keep_state": True, "fedcac": {"tau": 0.3, "beta": 9}}
+    whole = run(run_name="whole", num_server_rounds=5, **settings)
+    half = run(run_name="half", num_server_rounds=3, **settings)
+    resumed = run(run_name="half", num_server_rounds=5, resume=str(half.path), **settings)
+    assert read_summary(resumed.path)["digest"] == read_summary(whole.path)["digest"]
+
+
+def test_nothing_is_known_of_accuracies_and_class_counts(run: Run) -> None:
+    folder = run(report_accuracy=False, **PRIVATE)
+    for record in rounds(folder):
+        assert record["accuracy-before"] is None and record["loss"] is None
+        assert all(row["accuracy-after"] is None and row["loss-before"] is None for row in record["clients"].values())
+    assert read_summary(folder.path)["final-accuracy"] is None and read_summary(folder.path)["digest"]
+    assert "class-counts" not in (folder.path / "clients.json").read_text()
+
+
+def test_what_leaks_is_said_at_the_start(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "corolla")
+    run(method="fedcac", **PRIVATE)
+    said = [line for line in caplog.messages if line.startswith("private:")]
+    assert len(said) == 2 and "overlaps" in said[0] and "sample counts" in said[0] and "losses and accuracies" in said[0]
+    assert "max-update-norm leaves nobody out" in said[1]
+    caplog.clear()
+    run(method="fedavg", run_name="b", report_accuracy=False, max_update_norm=0, **PRIVATE)
+    said = [line for line in caplog.messages if line.startswith("private:")]
+    assert len(said) == 1 and "overlaps" not in said[0] and "accuracies" not in said[0]
+
+
+# who drops out, and who does otherwise than was agreed
+
+
+class Absent(InProcessGrid):
+    """A grid on which clients fail in attempts of a round: (round, attempt, client id)."""
+
+    missing: frozenset[tuple[int, int, int]] = frozenset()
+
+    def _handle(self, message: Message) -> Message:
+        if message.metadata.message_type == "train":
+            said = message.content.config_records["fitins.config"]
+            if (said["round"], said["attempt"], message.metadata.dst_node_id - 1) in self.missing:
+                return Message(Error(0, "gone"), reply_to=message)
+        return super()._handle(message)
+
+
+def run_without(raw: dict[str, Any], *missing: tuple[int, int, int], **changes: Any) -> RunFolder:
+    raw = raw | flat({**PRIVATE, **changes})
+    grid = Absent(client_app_, raw, raw["num-clients"])
+    grid.missing = frozenset(missing)
+    return server_app.run(grid, parse(raw, METHOD_PARAMS), lambda what, done, total: None)
+
+
+def test_who_drops_out_costs_one_repeat_among_the_others(
+    raw_config: dict[str, Any], arriving: list[tuple[wire.Upload, wire.Expected]]
+) -> None:
+    folder = run_without(raw_config, (1, 0, 2), method="fedcac")
+    first, second = rounds(folder)
+    assert list(first["clients"]) == ["0", "1", "3", "4"] and len(second["clients"]) == 5
+    assert [(f["client"], f["attempt"]) for f in first["failures"]] == [(2, 1)]
+    sums = [upload.extras[wire.SUM] for upload, expected in arriving if wire.SUM in expected.extras]
+    assert len(sums) == 4 + 4 + 5
+    for a, b in zip(sums[:4], sums[4:8], strict=True):  # the same models under other masks
+        assert (a == b).mean() < 0.001
+    again = run_without(raw_config, (1, 0, 2), (1, 1, 2), method="fedcac", run_name="again")
+    assert read_summary(again.path)["digest"] == read_summary(folder.path)["digest"]
+
+
+def test_with_too_few_left_the_round_fails(raw_config: dict[str, Any]) -> None:
+    gone = [(1, attempt, i) for attempt in (0, 1) for i in (0, 2, 4)]
+    with pytest.raises(UserError, match=r"round 1 failed in 2 attempts(.|\n)*client 4: error 0: gone"):
+        run_without(raw_config, *gone, min_results=0.1)
+
+
+def changing(monkeypatch: pytest.MonkeyPatch, client_id: int, change: Callable[[wire.Upload, wire.Download], wire.Upload]) -> None:
+    """Let one client change what it sends, after all else."""
+    original = client_app.client.CorollaClient._train
+
+    def train(self: Any, download: wire.Download) -> wire.Upload:
+        upload = original(self, download)
+        return change(upload, download) if self.client_id == client_id else upload
+
+    monkeypatch.setattr(client_app.client.CorollaClient, "_train", train)
+
+
+def shortened(upload: wire.Upload) -> wire.Upload:
+    return dataclasses.replace(upload, extras={wire.SUM: upload.extras[wire.SUM][:-7]})
+
+
+def test_a_truncated_upload_is_dropped_and_the_others_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    changing(monkeypatch, 1, lambda upload, download: shortened(upload) if download.round == 1 else upload)
+    first, second = rounds(run(**PRIVATE))
+    assert list(first["clients"]) == ["0", "2", "3", "4"] and len(second["clients"]) == 5
+    assert "array masked has shape" in first["failures"][0]["cause"] and first["failures"][0]["client"] == 1
+
+
+def test_an_upload_of_another_attempt_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[wire.Upload] = []
+
+    def replaying(upload: wire.Upload, download: wire.Download) -> wire.Upload:
+        kept.append(upload)
+        return kept[0]
+
+    changing(monkeypatch, 1, replaying)
+    first, second = rounds(run(**PRIVATE))
+    assert len(first["clients"]) == 5 and list(second["clients"]) == ["0", "2", "3", "4"]
+    assert second["failures"][0]["cause"] == "its masks are those of attempt 000001-000000, asked for was 000002-000000"
+
+
+def test_a_replayed_upload_that_lies_about_its_attempt_spoils_the_round_and_no_model(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[wire.Upload] = []
+
+    def replaying(upload: wire.Upload, download: wire.Download) -> wire.Upload:
+        kept.append(upload)
+        return dataclasses.replace(upload, extras=kept[0].extras)
+
+    changing(monkeypatch, 1, replaying)
+    with pytest.raises(UserError, match=r"round 2 failed in 2 attempts .*\n  the masks of clients \[0, 1, 2, 3, 4\] do not cancel"):
+        run(**PRIVATE)
+
+
+def test_a_client_answers_no_attempt_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = InProcessGrid._handle
+    answers: list[Message] = []
+
+    def twice(self: Any, message: Message) -> Message:
+        reply = handle(self, message)
+        if message.metadata.message_type == "train" and message.content.config_records["fitins.config"]["task"] == "train":
+            answers.append(handle(self, message))
+        return reply
+
+    monkeypatch.setattr(InProcessGrid, "_handle", twice)
+    run(num_server_rounds=1, **PRIVATE)
+    said = [reply.content.config_records["fitres.metrics"].get(wire.ERROR, "") for reply in answers]
+    assert len(said) == 5 and all("private: attempt 000001-000000 was answered before" in str(text) for text in said)
+    assert all(not list(reply.content.array_records["fitres.parameters"]) or wire.size(reply.content) < 100 for reply in answers)
+
+
+def test_a_client_with_another_key_spoils_every_sum_it_is_in(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import client_app.private
+
+    def lying(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
+        agreed, other = (keyring(where, s, client_id, num_clients) for s in (seed, seed + 1))
+        return dataclasses.replace(other, public_of=agreed.public_of) if client_id == 3 else agreed
+
+    monkeypatch.setattr(client_app.private, "keyring", lying)
+    with pytest.raises(UserError, match="do not cancel: one of them has other keys"):
+        run(**PRIVATE)
+
+
+def test_a_client_with_another_list_is_left_out_by_name(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import client_app.private
+
+    monkeypatch.setattr(client_app.private, "keyring", lambda where, seed, i, n: keyring(where, seed + (i == 3), i, n))
+    folder = run(min_available_clients=4, **PRIVATE)
+    assert list(rounds(folder)[0]["clients"]) == ["0", "1", "2", "4"]
+    assert any("client 3" in line and "its list of all sites' keys is" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        ({"private-members": "0,1"}, "asks for a sum of 2 clients, at least 3 hide each other"),
+        ({"private-members": "0,1,1,2"}, "names a group that is none of client"),
+        ({"private-members": "7,8,9"}, "names a group that is none of client"),
+        ({"private-weight": 0.0}, "gives client . a weight of 0 among 5 clients"),
+        ({"private-weight": 6.0}, "a weight of 6 among 5 clients"),
+        ({"private-weight": float("nan")}, "a weight of nan"),
+        ({"private-clients": 2}, "among 2 clients"),
+        ({"private-sealed": "AAAA"}, "was not sealed by client 0"),
+        ({}, "does not say with whom to mask"),
+    ],
+)
+def test_a_client_sends_nothing_that_would_not_be_hidden(
+    run: Run, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], expected: str
+) -> None:
+    told = METHODS["fedcac"].strategy.told
+    monkeypatch.setattr(METHODS["fedcac"].strategy, "told", lambda self, i, task: told(self, i, task) | said if said else {})
+    with pytest.raises(UserError, match=expected):
+        run(method="fedcac", **PRIVATE)
+
+
+# what cannot be private
+
+
+def test_the_docs_name_the_methods_that_can() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "privacy.md").read_text().split())
+    listed = text.partition("those whose server needs sums alone run private: ")[2].partition("; and fedcac as above")[0]
+    assert listed.split(", ") == [name for name in SUMS if name != "fedcac"]
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - set(SUMS)))
+def test_other_methods_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(UserError, match=f"private: method {name} cannot run private: (its server|it sends|nothing travels|which)"):
+        METHODS[name].check(config(method=name, num_server_rounds=30, **PRIVATE))
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({"num_clients": 2}, "a round needs 3 clients, it has 2 .* among two, each knows the other's model"),
+        ({"num_clients": 10, "fraction_train": 0.2}, "a round needs 3 clients, it has 2"),
+        ({"num_clients": 4, "holdout_clients": 0.5}, "a round needs 3 clients, it has 2"),
+        ({"robust": "median"}, "sees no single upload that median could choose among"),
+        ({"collect_personal_models": True}, "collect-personal-models uploads every client's own model"),
+    ],
+)
+def test_what_does_not_go_with_it(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        METHODS["fedavg"].check(config(**{**PRIVATE, **changes}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"fedcac": {"collaboration": "top"}}, {"fedcac": {"non_critical": "as-critical"}}, {"fedobp": {"upload_mask": True}}],
+)
+def test_parameters_that_do_not_go_with_it(changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="private"):
+        config(method=next(iter(changes)), **PRIVATE, **changes)
+
+
+def test_two_clients_are_refused_when_it_is_known_that_they_are_two(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a round needs 3 clients, it has 2"):
+        run(private=True, num_clients=2)
+    assert not list((tmp_path / "runs").glob("*"))
+
+
+def test_a_node_without_a_key_says_so(run: Run) -> None:
+    with pytest.raises(UserError, match="this SuperNode has no key for private runs"):
+        run(node_configs={i: {"private-keys": ""} for i in range(5)}, **PRIVATE)

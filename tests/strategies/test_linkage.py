@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strategies.linkage import ALONE, partition, summed
+
+
+def alike(n: int, *pairs: tuple[int, int, float]) -> np.ndarray:
+    similarity = np.full((n, n), 0.1)
+    for i, j, value in pairs:
+        similarity[i, j] = similarity[j, i] = value
+    np.fill_diagonal(similarity, 1)
+    return similarity
+
+
+def random_similarity(n: int, seed: int) -> np.ndarray:
+    half = np.triu(np.random.default_rng(seed).random((n, n)), 1)
+    return half + half.T + np.eye(n)
+
+
+def test_average_linkage_by_hand() -> None:
+    # 0-1 at .9; 2 has .8 and .6 with them, on average .7: joins at .7, not at .71. 3 and 4 are two: nobody's group.
+    similarity = alike(5, (0, 1, 0.9), (0, 2, 0.8), (1, 2, 0.6), (3, 4, 0.95))
+    assert partition(similarity, 0.7 - 1e-9).tolist() == [0, 0, 0, ALONE, ALONE]
+    assert partition(similarity, 0.71).tolist() == [ALONE] * 5
+    assert partition(similarity, 0.0).tolist() == [0] * 5
+
+
+def test_equal_to_the_highest_overlap_is_together() -> None:
+    similarity = alike(4, (1, 2, 0.8), (1, 3, 0.8), (2, 3, 0.8))
+    assert partition(similarity, 0.8).tolist() == [ALONE, 0, 0, 0]
+
+
+@given(st.integers(1, 12), st.floats(0, 1), st.integers(0, 999))
+def test_a_partition_into_groups_of_three_and_more(n: int, threshold: float, seed: int) -> None:
+    similarity = random_similarity(n, seed)
+    labels = partition(similarity, threshold)
+    numbers, counts = np.unique(labels[labels != ALONE], return_counts=True)
+    assert (counts >= 3).all() and numbers.tolist() == list(range(len(numbers)))
+
+
+@given(st.integers(3, 12), st.floats(0, 1), st.integers(0, 999), st.data())
+def test_every_sum_has_three_members_whoever_is_absent(n: int, threshold: float, seed: int, data: st.DataObject) -> None:
+    similarity = random_similarity(n, seed)
+    labels = partition(similarity, threshold)
+    ids = data.draw(st.lists(st.integers(0, n - 1), min_size=3, unique=True))
+    groups = summed(ids, labels, similarity)
+    assert sorted(i for own in groups.values() for i in own) == sorted(ids)  # disjoint, and everyone in one
+    assert all(len(own) >= 3 and own == sorted(own) for own in groups.values())
+
+
+def test_a_pool_of_two_goes_to_the_nearest_group() -> None:
+    labels = np.array([0, 0, 0, 1, 1, 1, ALONE, ALONE])
+    similarity = alike(8, (6, 4, 0.9), (7, 4, 0.9), (6, 0, 0.5))
+    assert summed(range(8), labels, similarity) == {0: [0, 1, 2], 1: [3, 4, 5, 6, 7]}
+    # of the second group one is absent: its two are the pool now, with the two that were alone
+    assert summed([0, 1, 2, 3, 4, 6, 7], labels, similarity) == {0: [0, 1, 2], ALONE: [3, 4, 6, 7]}
+    with pytest.raises(ValueError, match="at least 3 clients are needed"):
+        summed([0, 1], labels, similarity)
