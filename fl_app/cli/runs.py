@@ -138,7 +138,7 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None
         check_state(how.resume)
     if how.superlink is not None:
         return run_deployed(config, how.superlink, how.verbose)
-    if not how.resume:
+    if not parsed.resume:  # a sweep's run goes on by its config
         check_free(parsed)
     check_locally(parsed)
     if how.in_process:
