@@ -89,7 +89,7 @@ def documented_extras(method: str, layout: Layout) -> tuple[int, int]:
 @pytest.mark.parametrize("method", [*METHODS, *OWN_METHODS])
 def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, model: str, fraction: float) -> None:
     config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "fraction_train": fraction}
-    others = tested_instead(METHODS[method].local_update, monkeypatch)
+    others = watch_tested(METHODS[method].local_update, monkeypatch)
     folder, parsed = start(tmp_path, "one", **config)
     assert any(others) == bool(METHODS[method].tested(parsed)), "LocalUpdate.tested"
     monkeypatch.undo()
@@ -127,7 +127,7 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
         assert json.dumps(strip(before)) == json.dumps(strip(after))
 
 
-def tested_instead(local_update: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+def watch_tested(local_update: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Collect, of every model a client is tested with, whether it is another than the one training starts from or ends with."""
     found: list[bool] = []
     cls = get_origin(local_update) or local_update
