@@ -57,6 +57,9 @@ class Batches:
             self._format = torch.contiguous_format
 
         self._used: Tensor | None = None  # training samples that batches are made of, on the CPU; None: all
+        self.poisson: tuple[float, int, torch.Generator] | None = (
+            None  # batches are drawn: each sample's chance, how many, by what
+        )
 
     def _resident(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array)).to(self.device)
@@ -79,19 +82,22 @@ class Batches:
         n, augment = self.num_used, AUGMENTATIONS[self.config.augment]
         bounds = self._bounds()
         for _ in range(epochs):
-            order = torch.randperm(n, generator=generator)
+            if self.poisson:
+                order, bounds = _drawn(n, *self.poisson)
+            else:
+                order = torch.randperm(n, generator=generator)
             plan = (order if self._used is None else self._used[order])[: bounds[-1][1], None]
             if augment is not None:
                 side = self._x_train.shape[-1]
                 draws = [augment.draws(stop - start, side, generator) for start, stop in bounds]
                 plan = torch.cat([plan, torch.cat(draws)], dim=1)
             plan = plan.to(self.device)
-            for start, stop in bounds:
+            for batch, (start, stop) in enumerate(bounds):
                 chosen = plan[start:stop, 0]
                 x = self.inputs(self._x_train[chosen])
                 if augment is not None:
                     x = augment.apply(x, plan[start:stop, 1:])
-                yield Batch(start == 0, x, self.train_labels[chosen], chosen)
+                yield Batch(batch == 0, x, self.train_labels[chosen], chosen)
 
     def turns(self, epochs: int, purposes: Iterable[str]) -> Iterator[tuple[str, Batch]]:
         """Yield (purpose, batch): `epochs` times an epoch of every purpose's stream."""
@@ -134,3 +140,10 @@ class Batches:
     def inputs(self, images: Tensor) -> Tensor:
         """Make of samples what the model is given, as the task and `normalize` say."""
         return self._prepared(images).contiguous(memory_format=self._format)
+
+
+def _drawn(n: int, rate: float, batches: int, generator: torch.Generator) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Draw batches that hold each of n samples with a chance of its own: (samples int64 [m], first and last + 1 of every batch)."""
+    parts = [(torch.rand(n, generator=generator) < rate).nonzero()[:, 0] for _ in range(batches)]
+    ends = np.cumsum([0, *map(len, parts)]).tolist()
+    return torch.cat(parts), list(zip(ends, ends[1:], strict=False))

@@ -18,12 +18,11 @@ from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
 from client_app.state import State, StateStore, state_root
-from fl_app import parts, tasks, wire
+from fl_app import tasks, wire
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, open_client
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.layout import Layout
 from fl_app.wire import Download, Upload
 from strategies.base import Method, RoundContext
 
@@ -58,6 +57,10 @@ class CorollaClient(NumPyClient):
                 from client_app.loaded import resolve_device
 
                 resolve_device(self.config.device)
+            if self.config.dp_epsilon:
+                from client_app.dp import Plan
+
+                Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config))
         except Exception as error:
             log.debug("properties", exc_info=True)
             return {"client-id": self.client_id, wire.ERROR: describe(error)}
@@ -78,7 +81,7 @@ class CorollaClient(NumPyClient):
             from client_app import private
 
             properties |= private.properties(private.keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients))
-        elif self.config.report_class_counts and tasks.of(self.config).has_classes:
+        elif self.config.report_class_counts and not self.config.dp_epsilon and tasks.of(self.config).has_classes:
             counts = np.bincount(self.data.y_train, minlength=info.num_classes)
             properties["class-counts"] = ",".join(str(n) for n in counts)
         return properties
@@ -169,6 +172,7 @@ class CorollaClient(NumPyClient):
             **self._told(measured),
             "test-samples": len(self.data.y_test),
             "state-version": version,
+            **({"dp-epsilon": trainer.epsilon, "dp-noise": trainer.plan.noise} if self.config.dp_epsilon else {}),
             **self._fallback,
             **{f"seconds-{name}": seconds for name, seconds in self._timings.items()},
             **upload.metrics,
@@ -178,42 +182,14 @@ class CorollaClient(NumPyClient):
     def _context(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
         """Build what the method's client half works with."""
         _import_torch()
-        from client_app.trainer import LocalTrainer
-        from fl_app import weights
+        from client_app.context import build
 
-        info = self.data.info
-        partial = self.config.train or self.config.share  # what does not travel comes from the file here too
-        weights_file = self.config.initial_weights if partial else ""
-        module = self.method.network(self.config, **info.model_arguments, initial_weights=weights_file)
-        layout = Layout.of(module)
-        initial = weights.read(module)
-        shared = self.method.travelling(self.config, layout)
-        self._check_frozen(download, layout.constants)
-        received = layout.subset(shared)
-        if download.model.nbytes and (download.model.params.size, download.model.buffers.size) != (received.d, received.b):
-            raise UserError(
-                f"received {download.model.params.size} parameters and {download.model.buffers.size} buffer elements, this "
-                f"client's model {self.config.model} shares {received.d} and {received.b}: is it the server's model?"
-            )
-        trainer = LocalTrainer(module, self.config, self.data, download.round, self.client_id)
         self._store = StateStore(state_root(self.config.state_dir), download.experiment, self.client_id)
         state = self._store.load(download.state_version)
         if state.version != download.state_version:
             self._fallback = {wire.STATE_USED: state.version}
-        context = RoundContext(
-            self.config, self.config.params, download.round, self.client_id, layout, shared, lambda: initial, trainer,
-            len(self.data.y_train), download.extras,
-        )
-        return context, state, trainer
-
-    def _check_frozen(self, download: Download, own: str) -> None:
-        """Raise UserError unless what does not train is here what it is on the server."""
-        theirs = str(download.method.get(parts.HASH, ""))
-        if own != theirs:
-            raise UserError(
-                f"train: the tensors of model {self.config.model} that do not train are not the server's (sha256 "
-                f"{own[:12] or 'of none'}, the server's {theirs[:12] or 'of none'}); every node needs the same file"
-            )
+        context = build(self.config, self.method, self.data, download, self.client_id, self._store.directory, self.keys)
+        return context, state, context.trainer
 
     def _save(self, state: State, download: Download) -> str:
         read_from = state.version  # a repetition of this round would start from it again

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from fl_app import rng
 from fl_app.config_experiment import ExperimentKeys
+from fl_app.config_privacy import PrivacyKeys
 from fl_app.config_rules import Checked, check_together, check_words, complain
 from fl_app.keys import (
     AT_LEAST_ONE,
@@ -38,7 +39,7 @@ from fl_app.plugins import is_reference
 
 
 @dataclass(frozen=True)
-class RunConfig(ExperimentKeys):
+class RunConfig(PrivacyKeys, ExperimentKeys):
     """Everything a run is defined by. See docs/config.md for every key."""
 
     # local training
@@ -113,20 +114,6 @@ class RunConfig(ExperimentKeys):
         0, "Evaluations also measure every client after so many local epochs from its personal model; not kept.",
         NOT_NEGATIVE, compared=False,
     )
-    # privacy
-    private: bool = key(
-        False, "The server is sent sums of at least three clients' models and, of masks, who agrees with whom: no client's own "
-        "([what that hides](privacy.md)). Not for every method; `report-class-counts` is off.", compared=False, checked=True,
-    )
-    private_sketch: int = key(
-        0, "Bits of a mask's sketch in a private run; 0: one per parameter, and overlaps are exact.", NOT_NEGATIVE, compared=False
-    )
-    private_regroup: int = key(
-        5, "Rounds for which the groups of a private run are kept.", AT_LEAST_ONE, compared=False, counts_rounds=True
-    )
-    report_accuracy: bool = key(
-        True, "Clients tell the server their losses and metrics. `false`: nothing of a run is known but its models.", compared=False
-    )
     # files
     run_name: str = key("", "Name of the run's folder. Empty: time, method and data set.", about="place")
     output_dir: str = key("runs", "Directory of run folders; made absolute by `corolla run`.", about="place")
@@ -144,11 +131,6 @@ class RunConfig(ExperimentKeys):
     collect_personal_models: bool = key(
         False, "Upload every client's personal model at the end; off, parts that never travel stay on the clients.",
         about="running",
-    )
-    report_class_counts: bool = key(
-        True,
-        "Clients tell the server how many training samples of each class they have, for `clients.json` and the report; it "
-        "reveals their label distributions.", compared=False,
     )
     track: str = key(
         "", "Any of `mlflow`, `wandb`, `tensorboard`, with commas; [how](experiments.md#trackers).", about="running", checked=True,

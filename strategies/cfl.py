@@ -27,7 +27,7 @@ from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
 from fl_app.report.kinds import Groups
 from strategies import aggregate
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors, local_epochs
 from strategies.blocks import blocks, in_order
 
 _SMALLEST = 1e-8  # norm that a cosine divides by at least
@@ -166,5 +166,5 @@ class CFL(PersonalizedStrategy[CFLParams]):
 FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Which cluster a client's model is of."),)
 METHOD = Method(
     "cfl", CFLParams, CFL, LocalUpdate[CFLParams], all_tensors, figures=FIGURES,
-    not_private="its server compares single clients' updates",
+    dp_epochs=local_epochs, not_private="its server compares single clients' updates",
 )  # fmt: skip

@@ -55,4 +55,7 @@ class DittoUpdate(LocalUpdate[DittoParams]):
         return after
 
 
-METHOD = Method("ditto", DittoParams, FedAvg[DittoParams], DittoUpdate, all_tensors, sums=True)
+METHOD = Method(
+    "ditto", DittoParams, FedAvg[DittoParams], DittoUpdate, all_tensors, sums=True,
+    dp_epochs=lambda config: config.local_epochs + (config.params.personal_epochs or config.local_epochs),
+)  # fmt: skip

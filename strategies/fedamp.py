@@ -35,6 +35,7 @@ from strategies.base import (
     RoundContext,
     Uploads,
     all_tensors,
+    local_epochs,
 )
 from strategies.fedprox import proximal
 
@@ -176,5 +177,5 @@ FIGURES = (
 
 METHOD = Method(
     "fedamp", FedAMPParams, FedAMP, FedAMPUpdate, all_tensors, figures=FIGURES,
-    not_private="its server compares single clients' models",
+    dp_epochs=local_epochs, not_private="its server compares single clients' models",
 )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 
 from fl_app.keys import key
 from fl_app.layout import Model
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics, local_epochs
 from strategies.robust import RULES
 
 P = TypeVar("P")
@@ -38,5 +38,6 @@ class FedAvg(PersonalizedStrategy[P]):
 
 
 METHOD = Method(
-    "fedavg", GlobalModelParams, FedAvg[GlobalModelParams], LocalUpdate[GlobalModelParams], all_but_local_statistics, sums=True
-)
+    "fedavg", GlobalModelParams, FedAvg[GlobalModelParams], LocalUpdate[GlobalModelParams], all_but_local_statistics,
+    dp_epochs=local_epochs, sums=True,
+)  # fmt: skip

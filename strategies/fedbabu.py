@@ -21,7 +21,7 @@ from typing import Literal
 from fl_app.config import RunConfig
 from fl_app.keys import key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_but_classifier
+from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_but_classifier, local_epochs
 from strategies.fedavg import FedAvg
 
 log = logging.getLogger("corolla")
@@ -69,4 +69,4 @@ class FedBABUUpdate(LocalUpdate[FedBABUParams]):
         return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=still)
 
 
-METHOD = Method("fedbabu", FedBABUParams, FedBABU, FedBABUUpdate, all_but_classifier, sums=True)
+METHOD = Method("fedbabu", FedBABUParams, FedBABU, FedBABUUpdate, all_but_classifier, dp_epochs=local_epochs, sums=True)

@@ -15,7 +15,7 @@ import logging
 
 from fl_app.keys import NoParams
 from fl_app.layout import Layout
-from strategies.base import LocalUpdate, Method
+from strategies.base import LocalUpdate, Method, local_epochs
 from strategies.fedavg import FedAvg
 
 log = logging.getLogger("corolla")
@@ -36,4 +36,4 @@ def shared(layout: Layout, params: NoParams) -> frozenset[str]:
     return layout.names - layout.batchnorm
 
 
-METHOD = Method("fedbn", NoParams, FedBN, LocalUpdate[NoParams], shared, sums=True)
+METHOD = Method("fedbn", NoParams, FedBN, LocalUpdate[NoParams], shared, dp_epochs=local_epochs, sums=True)

@@ -40,6 +40,7 @@ from strategies.base import (
     Sums,
     Uploads,
     all_but_local_statistics,
+    local_epochs,
 )
 from strategies.blocks import for_blocks
 from strategies.linkage import ALONE, held, partition, summed
@@ -345,5 +346,13 @@ FIGURES = (
 )  # fmt: skip
 
 METHOD = Method(
-    "fedcac", FedCACParams, FedCAC, FedCACUpdate, all_but_local_statistics, figures=FIGURES, needs_whole=True, sums=True
+    "fedcac",
+    FedCACParams,
+    FedCAC,
+    FedCACUpdate,
+    all_but_local_statistics,
+    figures=FIGURES,
+    needs_whole=True,
+    dp_epochs=local_epochs,
+    sums=True,
 )

@@ -23,7 +23,15 @@ from numpy.typing import NDArray
 from fl_app.keys import POSITIVE, key
 from fl_app.layout import Model
 from strategies.aggregate import mean_block, weighted_mean
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_local_statistics
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    RoundContext,
+    Uploads,
+    all_but_local_statistics,
+    local_epochs,
+)
 from strategies.blocks import for_blocks
 from strategies.fedavg import FedAvg, GlobalModelParams
 from strategies.fedprox import proximal
@@ -83,4 +91,4 @@ class FedDynUpdate(LocalUpdate[FedDynParams]):
         return after
 
 
-METHOD = Method("feddyn", FedDynParams, FedDyn, FedDynUpdate, all_but_local_statistics)
+METHOD = Method("feddyn", FedDynParams, FedDyn, FedDynUpdate, all_but_local_statistics, dp_epochs=local_epochs)

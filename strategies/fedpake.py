@@ -33,7 +33,7 @@ from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key
 from fl_app.layout import Model
 from fl_app.report.kinds import Layers
 from strategies.aggregate import Stack, weighted_mean
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics, local_epochs
 from strategies.blocks import blocks, in_order
 from strategies.fedavg import GlobalModelParams
 from strategies.micro_classes import most_frequent, num_differing
@@ -347,4 +347,6 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-METHOD = Method("fedpake", FedPakeParams, FedPake, LocalUpdate[FedPakeParams], all_but_local_statistics, figures=FIGURES)
+METHOD = Method(
+    "fedpake", FedPakeParams, FedPake, LocalUpdate[FedPakeParams], all_but_local_statistics, figures=FIGURES, dp_epochs=local_epochs
+)

@@ -12,7 +12,9 @@ BatchNorm statistics belong to the body.
 from __future__ import annotations
 
 from fl_app.keys import NoParams
-from strategies.base import LocalUpdate, Method, all_but_classifier
+from strategies.base import LocalUpdate, Method, all_but_classifier, local_epochs
 from strategies.fedavg import FedAvg
 
-METHOD = Method("fedper", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], all_but_classifier, sums=True)
+METHOD = Method(
+    "fedper", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], all_but_classifier, dp_epochs=local_epochs, sums=True
+)

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model, Vector
-from strategies.base import ClientState, Correction, LocalUpdate, Method, RoundContext, all_but_local_statistics
+from strategies.base import (
+    ClientState,
+    Correction,
+    LocalUpdate,
+    Method,
+    RoundContext,
+    all_but_local_statistics,
+    local_epochs,
+)
 from strategies.fedavg import FedAvg, GlobalModelParams
 
 if TYPE_CHECKING:
@@ -54,4 +62,12 @@ class FedProxUpdate(LocalUpdate[FedProxParams]):
         return ctx.trainer.train(start, correction=proximal(ctx, ctx.params.mu, start.params))
 
 
-METHOD = Method("fedprox", FedProxParams, FedAvg[FedProxParams], FedProxUpdate, all_but_local_statistics, sums=True)
+METHOD = Method(
+    "fedprox",
+    FedProxParams,
+    FedAvg[FedProxParams],
+    FedProxUpdate,
+    all_but_local_statistics,
+    dp_epochs=local_epochs,
+    sums=True,
+)

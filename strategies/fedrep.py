@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Model
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_but_classifier
@@ -31,15 +32,23 @@ class FedRepParams:
     body_epochs: int = key(1, "Epochs on the body, head frozen, after those on the head.", AT_LEAST_ONE)
 
 
+def head_epochs(config: RunConfig) -> int:
+    """Epochs on the head in a round."""
+    given: int = config.params.head_epochs
+    return given or max(1, config.local_epochs - 1)
+
+
 class FedRepUpdate(LocalUpdate[FedRepParams]):
     """Client half: two phases."""
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedRepParams]) -> Model:
         """Train the head, then the body."""
         p = ctx.params
-        head_epochs = p.head_epochs or max(1, ctx.config.local_epochs - 1)
-        with_head = ctx.trainer.train(start, epochs=head_epochs, purpose="train-head", frozen=ctx.shared)
+        with_head = ctx.trainer.train(start, epochs=head_epochs(ctx.config), purpose="train-head", frozen=ctx.shared)
         return ctx.trainer.train(with_head, epochs=p.body_epochs, purpose="train-body", frozen=ctx.local)
 
 
-METHOD = Method("fedrep", FedRepParams, FedAvg[FedRepParams], FedRepUpdate, all_but_classifier, sums=True)
+METHOD = Method(
+    "fedrep", FedRepParams, FedAvg[FedRepParams], FedRepUpdate, all_but_classifier, sums=True,
+    dp_epochs=lambda config: head_epochs(config) + config.params.body_epochs,
+)  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Literal
 
 from fl_app.keys import key
 from fl_app.layout import Layout
-from strategies.base import LocalUpdate, Method, all_but_classifier
+from strategies.base import LocalUpdate, Method, all_but_classifier, local_epochs
 from strategies.fedavg import FedAvg
 
 
@@ -41,4 +41,12 @@ def shared(layout: Layout, params: LGFedAvgParams) -> frozenset[str]:
     return frozenset(slot.name for slot in layout.params if slot.name.rpartition(".")[0] == first)
 
 
-METHOD = Method("lg-fedavg", LGFedAvgParams, FedAvg[LGFedAvgParams], LocalUpdate[LGFedAvgParams], shared, sums=True)
+METHOD = Method(
+    "lg-fedavg",
+    LGFedAvgParams,
+    FedAvg[LGFedAvgParams],
+    LocalUpdate[LGFedAvgParams],
+    shared,
+    dp_epochs=local_epochs,
+    sums=True,
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fl_app.keys import NoParams
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, no_tensors
+from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, local_epochs, no_tensors
 
 
 class Local(PersonalizedStrategy[NoParams]):
@@ -15,5 +15,5 @@ class Local(PersonalizedStrategy[NoParams]):
 
 METHOD = Method(
     "local", NoParams, Local, LocalUpdate[NoParams], no_tensors,
-    not_private="nothing travels, so there is nothing to hide",
+    dp_epochs=local_epochs, not_private="nothing travels, so there is nothing to hide",
 )  # fmt: skip

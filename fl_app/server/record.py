@@ -23,7 +23,7 @@ FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
 
 
 REPORTED = (  # numbers that every method's clients report of a round, beside the task's metrics
-    "loss", "loss-before", "loss-after", "test-samples",
+    "loss", "loss-before", "loss-after", "test-samples", "dp-epsilon", "dp-noise",
     *(f"seconds-{phase}" for phase in ("prepare", "merge", "evaluate", "train", "score", "state")),
 )  # fmt: skip
 SHA256 = "sha256"
@@ -120,6 +120,8 @@ def round_record(
         record[name], record[f"{name}{POOLED}"] = mean_and_pooled(rows, name)
     for name in ("loss", "loss-before", "loss-after"):
         record[name] = mean_and_pooled(rows, name)[0]
+    if spent := [row["dp-epsilon"] for row in rows if row.get("dp-epsilon") is not None]:
+        record["dp-epsilon"] = max(spent)
     record["upload-bytes"] = sum(row["upload-bytes"] for row in rows)
     record["download-bytes"] = sent_bytes
     record |= {name: clean(value) for name, value in notes.items()}

@@ -18,6 +18,7 @@ from strategies.base.method import (
     all_but_local_statistics,
     all_tensors,
     all_where_features_are,
+    local_epochs,
     no_tensors,
 )
 from strategies.base.private import Sums
@@ -43,5 +44,6 @@ __all__ = [
     "all_but_local_statistics",
     "all_tensors",
     "all_where_features_are",
+    "local_epochs",
     "no_tensors",
 ]

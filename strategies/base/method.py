@@ -48,6 +48,8 @@ class Method(Generic[P]):
     which make() builds, nor the one that trains. figures: what a report draws of the method's records. needs_classes: it is about
     classes, and only runs tasks that have them.
     needs_whole: its arrays are as long as what trains: `share` cannot leave out some of it.
+    dp_epochs(config): epochs of plain gradient steps that a round is for a client, where it looks at its records by nothing else
+    (it can run with `dp-epsilon`).
     sums: its server needs no more of clients' models than means over groups of them: it can run private. not_private: of one that
     cannot, why.
     """
@@ -63,6 +65,7 @@ class Method(Generic[P]):
     figures: tuple[Figure, ...] = ()
     needs_classes: bool = False
     needs_whole: bool = False
+    dp_epochs: Callable[[RunConfig], int] | None = None
     sums: bool = False
     not_private: str = "its server works on single clients' models"
 
@@ -84,9 +87,25 @@ class Method(Generic[P]):
             raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
         if config.private:
             private.check(config, "" if self.sums else self.not_private)
+        if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
+            raise UserError("dp-epsilon: finetune-epochs would look at records beside the budget; leave it 0")
+
+    def dp_epochs_of(self, config: RunConfig) -> int:
+        """How many epochs of noisy steps a round is for a client. Raises UserError if it cannot run with `dp-epsilon`."""
+        if self.dp_epochs is None:
+            raise UserError(
+                f"dp-epsilon: method {config.method} cannot run with differential privacy: its clients look at their records by "
+                "more than plain gradient steps"
+            )
+        return self.dp_epochs(config)
 
     def travelling(self, config: RunConfig, layout: Layout) -> frozenset[str]:
         """Names of the tensors that travel. Raises UserError for a model, or patterns, that the method cannot be used with."""
+        if config.dp_epsilon and layout.b:
+            raise UserError(
+                f"dp-epsilon: model {config.model} has statistics of whole batches (BatchNorm), which no noise covers; take "
+                "norm = group, or another model"
+            )
         return parts.travelling(config, layout, self.shared(layout, config.params))
 
     @property
@@ -133,6 +152,11 @@ class Method(Generic[P]):
 
 
 AnyMethod = Method[Any]
+
+
+def local_epochs(config: RunConfig) -> int:
+    """What a method's training takes that is the usual one."""
+    return config.local_epochs
 
 
 def all_tensors(layout: Layout, params: object) -> frozenset[str]:

@@ -182,15 +182,20 @@ class Private(Messages):
 
     def what_leaks(self) -> list[str]:
         """Return, in words, what the server learns of single clients all the same."""
-        if not self.config.private:
-            return []
+        config = self.config
+        records = [
+            f"dp-epsilon: training records are covered within ({config.dp_epsilon:g}, {config.dp_delta:g}) over all rounds; test "
+            "records, and how many there are of both, are not (docs/privacy.md)"
+        ]
+        if not config.private:
+            return records if config.dp_epsilon else []
         groups = ["which clients agree on their masks, and how far (overlaps)", "groups"] if self._sketch_bits() else []
         accuracies = ["losses and accuracies (report-accuracy = false: not)"] if self.config.report_accuracy else []
         learns = ["sums over groups of at least three", *groups, "sample counts", *accuracies]
         lines = [f"private: the server learns {', '.join(learns)}; it is trusted to keep to the protocol (docs/privacy.md)"]
         if self.config.max_update_norm:
             lines.append("private: max-update-norm leaves nobody out: there is no single upload to measure")
-        return lines
+        return lines + (records if config.dp_epsilon else [])
 
 
 def check(config: RunConfig, why_not: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -12,6 +15,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.models import build
 from fl_app.server.run_folder import read_metrics, read_summary
+from fl_app.wire import Download
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run, config
 
@@ -87,7 +91,11 @@ def test_methods_about_all_parameters_refuse_to_share_some(run: Run) -> None:
 
 
 def test_another_backbone_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = CorollaClient._check_frozen
-    monkeypatch.setattr(CorollaClient, "_check_frozen", lambda self, download, own: check(self, download, own[::-1]))
+    context = CorollaClient._context
+
+    def from_another(self: CorollaClient, download: Download) -> Any:
+        return context(self, dataclasses.replace(download, method={**download.method, parts.HASH: "0" * 64}))
+
+    monkeypatch.setattr(CorollaClient, "_context", from_another)
     with pytest.raises(UserError, match="train: the tensors of model mlp that do not train are not the server's"):
         run(train="classifier.*", round_retries=0)

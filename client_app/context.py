@@ -1,0 +1,52 @@
+"""What a method's client half is given for one message: the run's model in a trainer, the client's data, what was received."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from client_app.trainer import LocalTrainer
+from fl_app import parts, weights
+from fl_app.config import RunConfig
+from fl_app.data import ClientData
+from fl_app.errors import UserError
+from fl_app.layout import Layout
+from fl_app.wire import SEED_KEYS, Download
+from strategies.base import Method, RoundContext
+
+
+def build(
+    config: RunConfig, method: Method[Any], data: ClientData, download: Download, client_id: int, directory: Path, keys: str
+) -> RoundContext[Any]:
+    """Build it. directory: of the client's state. keys: where those of a private run are.
+
+    Raises UserError if what was received is not of the model that is here.
+    """
+    partial = config.train or config.share  # what does not travel comes from the file here too
+    weights_file = config.initial_weights if partial else ""
+    module = method.network(config, **data.info.model_arguments, initial_weights=weights_file)
+    layout, initial = Layout.of(module), weights.read(module)
+    shared = method.travelling(config, layout)
+    theirs = str(download.method.get(parts.HASH, ""))
+    if layout.constants != theirs:
+        raise UserError(
+            f"train: the tensors of model {config.model} that do not train are not the server's (sha256 "
+            f"{layout.constants[:12] or 'of none'}, the server's {theirs[:12] or 'of none'}); every node needs the same file"
+        )
+    received = layout.subset(shared)
+    if download.model.nbytes and (download.model.params.size, download.model.buffers.size) != (received.d, received.b):
+        raise UserError(
+            f"received {download.model.params.size} parameters and {download.model.buffers.size} buffer elements, this "
+            f"client's model {config.model} shares {received.d} and {received.b}: is it the server's model?"
+        )
+    if config.dp_epsilon:
+        from client_app.dp import Budget, NoisyTrainer  # Opacus takes seconds to import
+
+        budget, epochs = Budget(directory, config, repeatable=keys == SEED_KEYS), method.dp_epochs_of(config)
+        trainer: LocalTrainer = NoisyTrainer(module, config, data, download.round, client_id, budget=budget, epochs=epochs)
+    else:
+        trainer = LocalTrainer(module, config, data, download.round, client_id)
+    params, n = config.params, len(data.y_train)
+    return RoundContext(
+        config, params, download.round, client_id, layout, shared, lambda: initial, trainer, n, download.extras
+    )

@@ -1,0 +1,47 @@
+"""The keys of the run configuration that say what others may learn of a site."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Rule, key
+
+
+@dataclass(frozen=True)
+class PrivacyKeys:
+    """What the server learns of single clients, and anybody of single records."""
+
+    # privacy
+    private: bool = key(
+        False, "The server is sent sums of at least three clients' models and, of masks, who agrees with whom: no client's own "
+        "([what that hides](privacy.md)). Not for every method; `report-class-counts` is off.", compared=False, checked=True,
+    )
+    private_sketch: int = key(
+        0, "Bits of a mask's sketch in a private run; 0: one per parameter, and overlaps are exact.", NOT_NEGATIVE, compared=False
+    )
+    private_regroup: int = key(
+        5, "Rounds for which the groups of a private run are kept.", AT_LEAST_ONE, compared=False, counts_rounds=True
+    )
+    report_accuracy: bool = key(
+        True, "Clients tell the server their losses and metrics. `false`: nothing of a run is known but its models.", compared=False
+    )
+    dp_epsilon: float = key(
+        0.0, "Differential privacy of each site's training records, over all rounds together: they are looked at by noisy steps "
+        "alone ([what that means](privacy.md#records)); `report-class-counts` is off. 0: none.", NOT_NEGATIVE, compared=False,
+        checked=True,
+    )  # fmt: skip
+    dp_delta: float = key(
+        1e-5, "Chance with which `dp-epsilon` may not hold; below one over a site's training samples.", Rule(0, 1, True, True),
+        compared=False,
+    )  # fmt: skip
+    dp_clip: float = key(
+        1.0,
+        "Norm to which each training record's gradient is cut; noise is in proportion to it.",
+        POSITIVE,
+        compared=False,
+    )
+    report_class_counts: bool = key(
+        True,
+        "Clients tell the server how many training samples of each class they have, for `clients.json` and the report; it "
+        "reveals their label distributions.", compared=False,
+    )

@@ -1,0 +1,279 @@
+"""Differential privacy of records: the plan, the steps, the budget, and whole runs in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import cross_entropy
+
+from client_app.client_app import app
+from client_app.dp import Budget, NoisyTrainer, Plan
+from fl_app import models, server_app, weights
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.layout import Layout
+from fl_app.server import checkpoint
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.run_folder import read_metrics, read_summary
+from fl_app.wire import PRIVATE_KEYS
+from strategies import METHOD_PARAMS, METHODS
+from tests.client_app.test_train import CLASSES, SIDE, data_of, with_batchnorm
+from tests.conftest import Run, config, flat
+
+ABLE = tuple(sorted(name for name, method in METHODS.items() if method.dp_epochs))
+ROUNDS = {"num_server_rounds": 2, "dp_epsilon": 8.0}
+
+
+def test_the_documentation_names_the_methods() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "privacy.md").read_text()
+    assert f"steps alone: {', '.join(ABLE)}." in " ".join(text.split())
+
+
+# the plan
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "rounds", "epochs", "epsilon", "noise"),
+    [(500, 100, 500, 5, 8.0, 14.3), (10_000, 100, 50, 1, 8.0, 0.79), (50_000, 250, 50, 1, 8.0, 0.68)],
+)
+def test_the_noise_is_what_the_accountant_asks_for(
+    samples: int, batch: int, rounds: int, epochs: int, epsilon: float, noise: float
+) -> None:
+    wanted = config(dp_epsilon=epsilon, batch_size=batch, num_server_rounds=rounds)
+    plan = Plan.of(wanted, samples, epochs)
+    assert (plan.rate, plan.steps) == (batch / samples, samples // batch)
+    assert plan.noise == pytest.approx(noise, rel=0.02)
+    whole = [("all", plan.noise, plan.rate, plan.steps * epochs * rounds)]
+    assert 0.998 * epsilon < Budget(Path("unused"), wanted, repeatable=False).epsilon(whole) <= epsilon
+
+
+def test_a_budget_that_no_noise_keeps_is_refused() -> None:
+    with pytest.raises(UserError, match=r"dp-epsilon: no noise keeps 30 samples within 0\.01"):
+        Plan.of(config(dp_epsilon=0.01), 30, 1)
+    with pytest.raises(UserError, match=r"dp-delta: must be below 1 / 30, .* got 0\.05"):
+        Plan.of(config(dp_epsilon=8.0, dp_delta=0.05), 30, 1)
+
+
+def test_few_records_are_all_in_every_batch() -> None:
+    plan = Plan.of(config(dp_epsilon=8.0, batch_size=50), 30, 1)
+    assert (plan.rate, plan.steps) == (1.0, 1)
+
+
+# the budget
+
+
+def test_what_is_spent_stays_spent(tmp_path: Path) -> None:
+    wanted = config(dp_epsilon=2.0, num_server_rounds=3)
+    plan = Plan.of(wanted, 100, 1)
+    budget = Budget(tmp_path, wanted, repeatable=False)
+    spent = [budget.spend(f"{round}-1-train", plan, plan.steps) for round in (1, 2, 2)]  # round 2 is repeated
+    assert 0 < spent[0] < spent[1] < spent[2] <= 2.0
+    again = Budget(tmp_path, wanted, repeatable=False)
+    with pytest.raises(UserError, match=r"dp-epsilon: 2 of 2 is spent, and 13 steps more would make it 2\.\d"):
+        again.spend("3-1-train", plan, plan.steps)
+    assert len(again.read()) == 3  # what was refused is not noted
+
+
+def test_a_repetition_with_the_same_noise_costs_nothing(tmp_path: Path) -> None:
+    wanted = config(dp_epsilon=2.0, num_server_rounds=3)
+    plan, budget = Plan.of(wanted, 100, 1), Budget(tmp_path, wanted, repeatable=True)
+    assert budget.spend("1-1-train", plan, plan.steps) == budget.spend("1-1-train", plan, plan.steps)
+    assert budget.spend("1-2-train", plan, plan.steps) > budget.epsilon(budget.read()[:1])
+
+
+@pytest.mark.parametrize("content", ["", "[[1]]", "{}x", "[1]"])
+def test_a_damaged_budget_stops_everything(tmp_path: Path, content: str) -> None:
+    wanted = config(dp_epsilon=2.0)
+    (tmp_path / "budget.json").write_text(content)
+    with pytest.raises(UserError, match="what was spent cannot be read from"):
+        Budget(tmp_path, wanted, repeatable=False).spend("1", Plan(0.1, 10, 1.0), 10)
+
+
+# the steps
+
+
+def mlp() -> nn.Module:
+    return models.build("mlp", in_channels=1, num_classes=CLASSES, image_size=SIDE)
+
+
+def convolution() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, CLASSES))
+
+
+def noisy(tmp_path: Path, make: Callable[[], nn.Module], plan: Plan, n: int = 12, **changes: Any) -> NoisyTrainer:
+    wanted = config(dp_epsilon=1e40, learning_rate=0.5, **{"batch_size": n, **changes})
+    trainer = NoisyTrainer(make(), wanted, data_of(n), 1, 0, budget=Budget(tmp_path, wanted, repeatable=True), epochs=1)
+    trainer.plan = plan
+    return trainer
+
+
+@pytest.mark.parametrize("make", [mlp, convolution])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("clip", [0.05, 1e6])
+def test_a_step_is_the_mean_of_clipped_gradients(
+    tmp_path: Path, make: Callable[[], nn.Module], frozen: bool, clip: float
+) -> None:
+    trainer = noisy(tmp_path, make, Plan(1.0, 1, 1e-13), dp_clip=clip)
+    module = make()
+    start, layout = weights.read(module), Layout.of(module)
+    still = layout.classifier if frozen else frozenset()
+    after = trainer.train(start, epochs=1, frozen=still)
+
+    x, y = trainer.data.chosen(torch.arange(12))
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(values: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(functional_call(module, values, (x[None],)), y[None])
+
+    each = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)
+    rows = torch.cat([each[s.name].reshape(12, -1) * (s.name not in still) for s in layout.params], dim=1)
+    factor = (clip / rows.norm(dim=1)).clamp(max=1)
+    assert (factor < 1).all() if clip < 1 else (factor == 1).all()
+    step = (rows * factor[:, None]).mean(0).numpy()
+    np.testing.assert_allclose(start.params - after.params, 0.5 * step, atol=2e-6)
+
+
+def test_the_noise_has_the_size_it_should(tmp_path: Path) -> None:
+    trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 3.0), dp_clip=0.5)
+    start = weights.read(mlp())
+    moved = (trainer.train(start, epochs=1).params - start.params) / 0.5
+    assert moved.std() == pytest.approx(3.0 * 0.5 / 12, rel=0.02)  # the gradients themselves are of norm 0.5 at most
+
+
+def test_batches_are_drawn_and_may_be_empty(tmp_path: Path) -> None:
+    trainer = noisy(tmp_path, convolution, Plan(0.02, 400, 1.0))
+    seen: list[int] = []
+    inputs = trainer.data.inputs
+    trainer.data.inputs = lambda images: seen.append(len(images)) or inputs(images)  # type: ignore[func-returns-value,method-assign]
+    start = weights.read(convolution())
+    after = trainer.train(start, epochs=1)
+    assert len(seen) == 400 and 0 in seen
+    assert sum(seen) == pytest.approx(400 * 12 * 0.02, abs=4 * math.sqrt(400 * 12 * 0.02))
+    assert np.isfinite(after.params).all()
+
+
+def test_secret_noise_is_another_every_time(tmp_path: Path) -> None:
+    start = weights.read(mlp())
+    results = []
+    for repeatable in (True, True, False, False):
+        trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 1.0))
+        trainer.budget.repeatable = repeatable
+        results.append(trainer.train(start, epochs=1).params)
+    assert np.array_equal(results[0], results[1])
+    assert not np.array_equal(results[2], results[3]) and not np.array_equal(results[0], results[2])
+
+
+def test_records_are_looked_at_by_steps_alone(tmp_path: Path) -> None:
+    trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 1.0))
+    start = weights.read(mlp())
+    looks: list[Callable[[], Any]] = [
+        lambda: trainer.class_counts,
+        lambda: trainer.fisher(start),
+        lambda: trainer.features(start),
+        lambda: trainer.sample_losses(start),
+        lambda: trainer.loss_gradient(start),
+        lambda: trainer.samples(np.arange(2)),
+        lambda: trainer.train(start, objective=lambda module, x, y: module(x).sum()),
+        lambda: [trainer.differentiate(x, y) for x, y in trainer.batches()],
+    ]
+    for look in looks:
+        with pytest.raises(UserError, match="dp-epsilon: method fedavg looks at records by"):
+            look()
+
+
+# whole runs
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in ("fedcac", "fedrep") else pytest.mark.long) for m in ABLE])
+def test_every_method_of_plain_steps_stays_within_its_budget(run: Run, method: str) -> None:
+    folder = run(method=method, **ROUNDS)
+    again = run(method=method, run_name="again", **ROUNDS)
+    assert read_summary(folder.path)["digest"] == read_summary(again.path)["digest"]
+    records = list(read_metrics(folder.path))
+    for before, after in zip(records, records[1:], strict=False):
+        assert before["dp-epsilon"] < after["dp-epsilon"] <= 8.0 * (1 + 1e-6)
+        for i, row in after["clients"].items():
+            assert before["clients"][i]["dp-epsilon"] < row["dp-epsilon"] <= 8.0 * (1 + 1e-6)
+            assert row["loss"] is None and row["dp-noise"] > 0.5
+    assert records[-1]["dp-epsilon"] == pytest.approx(8.0, rel=0.01)  # the plan is of these rounds, and counts every epoch
+    told = json.loads((folder.path / "clients.json").read_text())
+    assert "class-counts" not in json.dumps(told)
+
+
+def again(
+    folder: Path, round: int, raw_config: dict[str, Any], changes: dict[str, Any],
+    node_configs: dict[int, dict[str, Any]] | None = None,
+) -> None:  # fmt: skip
+    """Run a run's last round again, as after a crash of the server's before its checkpoint."""
+    (folder / "summary.json").unlink()
+    for file in (folder / checkpoint.DIRECTORY).glob(f"round-{round:06d}.*"):
+        file.unlink()
+    raw = {**raw_config, **flat(changes), "resume": str(folder)}
+    parsed = parse(raw, METHOD_PARAMS)
+    server_app.run(InProcessGrid(app, raw, 3, node_configs), parsed, lambda *_: None)
+
+
+def test_a_resumed_run_ends_with_the_same_digest_and_budget(run: Run, raw_config: dict[str, Any]) -> None:
+    whole = {"method": "fedcac", "num_server_rounds": 3, "dp_epsilon": 8.0, "checkpoint_every": 1, "keep_state": True}
+    folder = run(**whole)
+    digest, last = read_summary(folder.path)["digest"], list(read_metrics(folder.path))[-1]["dp-epsilon"]
+    again(folder.path, 3, raw_config, whole)
+    assert read_summary(folder.path)["digest"] == digest
+    assert list(read_metrics(folder.path))[-1]["dp-epsilon"] == last
+
+
+def test_private_and_dp_go_together(run: Run) -> None:
+    folder = run(method="fedcac", private=True, num_clients=5, **ROUNDS)
+    assert [r["dp-epsilon"] <= 8.0 * (1 + 1e-6) for r in read_metrics(folder.path)] == [True, True]
+
+
+def test_a_site_whose_budget_is_spent_says_so_and_stays_away(run: Run, raw_config: dict[str, Any]) -> None:
+    """Client 1's noise is secret, as in a deployment: a round that is repeated costs it again, for which the plan has no room."""
+    secret: dict[int, dict[str, Any]] = {1: {PRIVATE_KEYS: "secret"}}
+    whole = {"method": "local", "dp_epsilon": 8.0, "checkpoint_every": 1, "keep_state": True, "min_results": 0.3}
+    folder = run(**whole, node_configs=secret)
+    assert [len(r["clients"]) for r in read_metrics(folder.path)] == [3, 3]
+    again(folder.path, 2, raw_config, whole, secret)
+    _, record = read_metrics(folder.path)
+    assert sorted(record["clients"]) == ["0", "2"]
+    assert [(f["client"], "8 of 8 is spent" in f["cause"]) for f in record["failures"]] == [(1, True)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": "fedobp"}, "dp-epsilon: method fedobp cannot run with differential privacy"),
+        ({"method": "pfedme"}, "dp-epsilon: method pfedme cannot run"),
+        ({"model": "resnet8"}, "dp-epsilon: model resnet8 has statistics of whole batches .* take norm = group"),
+        ({"finetune_epochs": 1}, "dp-epsilon: finetune-epochs would look at records beside the budget"),
+        ({"dp_epsilon": 0.01}, "dp-epsilon: no noise keeps 24 samples within 0.01"),
+        ({"dp_delta": 0.05}, "dp-delta: must be below 1 / 24"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_training(
+    run: Run, raw_config: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        run(**{**ROUNDS, **changes})
+    assert not list(Path(str(raw_config["output-dir"])).glob("*"))
+
+
+def test_resnets_with_group_norm_train(run: Run) -> None:
+    folder = run(model="resnet8", norm="group", train_samples=10, num_clients=2, **{**ROUNDS, "num_server_rounds": 1})
+    assert read_summary(folder.path)["digest"]
+
+
+def test_a_model_that_mixes_records_is_named(tmp_path: Path) -> None:
+    trainer = noisy(tmp_path, with_batchnorm, Plan(1.0, 1, 1.0))
+    with pytest.raises(UserError, match="dp-epsilon: model mlp does not keep records apart: .*BatchNorm"):
+        trainer.train(weights.read(with_batchnorm()), epochs=1)
