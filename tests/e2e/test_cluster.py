@@ -101,7 +101,8 @@ def test_remote_hosts_over_ssh(lab: Lab) -> None:
     assert up.returncode == 0, up.stdout + up.stderr
     there = home / ".local" / "state" / "corolla" / "clusters" / "lab"
     copied = {path.name: path.stat().st_mode & 0o777 for path in (there / "keys").iterdir()}
-    assert copied == dict.fromkeys(["ca.crt", "server.crt", "server.key", "supernode-0.key", "supernode-1.key"], 0o600)
+    own = [f"supernode-{i}.{end}" for i in (0, 1) for end in ("key", "x25519")]
+    assert copied == dict.fromkeys(["ca.crt", "server.crt", "server.key", "peers.txt", *own], 0o600)
     node = psutil.Process(json.loads((there / "supernode-1.json").read_text())["pid"])
     assert f'data-path="{site}"' in node.cmdline()[-1] and "LAB_PATH_PROBE" not in node.environ()
     assert node.environ()["OMP_NUM_THREADS"] == "1"
