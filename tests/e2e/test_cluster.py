@@ -198,7 +198,7 @@ def test_a_second_host_behind_a_real_sshd(lab: Lab) -> None:
         assert up.returncode == 0, up.stdout + up.stderr
         there = home / "state" / "clusters" / "lab"
         copied = {path.name: path.stat().st_mode & 0o777 for path in (there / "keys").iterdir()}
-        assert copied == {"ca.crt": 0o600, "supernode-1.key": 0o600}
+        assert copied == dict.fromkeys(["ca.crt", "peers.txt", "supernode-1.key", "supernode-1.x25519"], 0o600)
         node = psutil.Process(json.loads((there / "supernode-1.json").read_text())["pid"])
         said = {name: node.environ()[name] for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         assert said == {"CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}

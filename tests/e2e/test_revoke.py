@@ -46,7 +46,7 @@ def test_a_revoked_node_is_out_whoever_has_its_key(lab: Lab) -> None:
     thief.end()
 
     renewed = lab.cluster("keys", "--renew")
-    assert renewed.returncode == 0 and "4 files written" in renewed.stdout, renewed.stdout + renewed.stderr
+    assert renewed.returncode == 0 and "5 files written" in renewed.stdout, renewed.stdout + renewed.stderr
     assert lab.cluster("down").returncode == 0
 
 
