@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -25,17 +24,17 @@ from fl_app.server import record as records
 from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.run_folder import RunFolder
 from fl_app.stopwatch import Stopwatch
-from fl_app.wire import Download, Expected, Upload
-from strategies.aggregate import Stack
+from fl_app.wire import Download
 from strategies.base.attempt import Attempt, TooFewResults
+from strategies.base.said import Said
 from strategies.base.screening import USUAL, Screening, Stray
-from strategies.base.uploads import Intake, Uploads
+from strategies.base.uploads import Intake
 from strategies.robust import capped
 
 log = logging.getLogger("corolla")
 
 
-class Messages(Strategy, ABC):
+class Messages(Said, Strategy):
     """A Flower Strategy that sends every client one message per round, and takes in each reply by itself."""
 
     spread: ClassVar[float] = 1.0  # how many times as far apart as others' a method's honest uploads lie; inf: no bound on them
@@ -57,52 +56,6 @@ class Messages(Strategy, ABC):
         self.reports: tuple[str, ...] = ()  # numbers that the method's own client half reports
         self.screening = Screening()
         self.strayed: list[Stray] = []  # uploads of the last round that were used though they lay far from the others
-
-    # What the method says
-
-    @abstractmethod
-    def personalize(self, round: int, uploads: Uploads) -> None:
-        """See PersonalizedStrategy."""
-
-    @abstractmethod
-    def model_for(self, client_id: int) -> Model:
-        """See PersonalizedStrategy."""
-
-    @abstractmethod
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """See PersonalizedStrategy."""
-
-    @abstractmethod
-    def expected(self) -> Expected:
-        """See PersonalizedStrategy."""
-
-    @abstractmethod
-    def expected_from(self, client_id: int) -> Expected:
-        """See PersonalizedStrategy."""
-
-    @abstractmethod
-    def complete(self, client_id: int, upload: Upload) -> Upload:
-        """See PersonalizedStrategy."""
-
-    @abstractmethod
-    def check(self, upload: Upload) -> None:
-        """See PersonalizedStrategy."""
-
-    @abstractmethod
-    def compared(self, intake: Intake) -> Mapping[str, Stack]:
-        """See PersonalizedStrategy."""
-
-    @abstractmethod
-    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """See PersonalizedStrategy."""
-
-    @abstractmethod
-    def exported_layout(self, layout: Layout) -> Layout:
-        """See PersonalizedStrategy."""
-
-    @abstractmethod
-    def sample(self, client_ids: list[int], round: int) -> list[int]:
-        """See PersonalizedStrategy."""
 
     # Messages out
 

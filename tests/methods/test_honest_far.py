@@ -21,7 +21,8 @@ from tests.conftest import Run
 MOST = 3  # the class that most clients have
 ROUNDS = 8
 SETTINGS: dict[str, Any] = {"num_server_rounds": ROUNDS, "local_epochs": 5, "batch_size": 32, "evaluate_every": 0}
-METHODS = ["fedavg", "fedcac", "feddac", "fedpake", "fedobp", "fedper", "fedamp", "scaffold", "fedfomo", "feddwa", "pfedfda"]
+METHODS = ["fedavg", "fedcac", "feddac", "fedobp", "scaffold"]
+OTHERS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("fedpake", "fedper", "fedamp", "fedfomo", "feddwa", "pfedfda")]
 
 
 def partition(directory: Path, data: Path, classes: Sequence[Sequence[int]], samples: int) -> str:
@@ -42,7 +43,7 @@ def dropped(folder: RunFolder) -> list[tuple[int, str]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *OTHERS])
 @pytest.mark.parametrize("others", [[[7], [1]], [[0, 1, 2, 4, 5, 6, 7, 8, 9]] * 2], ids=["one other class", "all other classes"])
 def test_most_have_the_same_one_class(
     run: Run, tmp_path: Path, data_dir: Path, method: str, others: list[list[int]]
