@@ -1,7 +1,8 @@
-"""A private run's client is killed in the middle of a round, in a real deployment with a key per site."""
+"""A client is killed in the middle of a round: of a private run with a key per site, and of one whose records have a budget."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,22 @@ def test_a_killed_client_costs_one_repeat_among_the_others(cluster: Cluster, tmp
     assert "clients [1] dropped out" in run.log
     digest = summary(run.folder)["digest"]
     assert digest is not None and digest == replay(run, tmp_path)
+
+
+def test_a_killed_training_has_spent_its_budget(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start(2)
+    cluster.hold(1, training=2)
+    config = {
+        "method": "fedavg", "dp-epsilon": 8.0, "dp-delta": 1e-5, "model": "gated:mlp", "num-server-rounds": 3, "min-results": 0.5,
+        "keep-state": True, "state-dir": str(tmp_path / "state"),
+    }  # fmt: skip
+    run = Run(cluster, tmp_path / "killed", 2, config)
+    cluster.training(1, 2).kill()
+    run.finish()
+    records = rounds(run.folder)
+    assert [sorted(r["clients"]) for r in records] == [["0", "1"], ["0"], ["0", "1"]]
+    spent = {i: json.loads(next((tmp_path / "state").glob(f"*/client-{i:04d}/budget.json")).read_text()) for i in (0, 1)}
+    assert len(spent[0]) == len(spent[1]) == 3
+    last = records[-1]["clients"]
+    assert last["1"]["dp-epsilon"] == last["0"]["dp-epsilon"] == records[-1]["dp-epsilon"] == pytest.approx(8.0, rel=0.01)
+    assert summary(run.folder)["digest"] != replay(run, tmp_path)  # where noise follows from the seed
