@@ -141,7 +141,7 @@ class Roster:
         return [{"who": who, "cause": why} for who, why in sorted(self._refused.values())]
 
     def _warn_of_silent(self, waited: float) -> None:
-        for node in sorted(self._asked.values()):
+        for node in sorted({*self._asked.values(), *self._again}):
             log.warning("%s has not said who it is within %.0f s: the run starts without it", self._name(node), waited)
 
     def _name(self, node: int) -> str:

@@ -191,6 +191,15 @@ def test_who_cannot_take_part_is_left_out_once_there_are_enough(
     assert "\x1b" not in caplog.text
 
 
+def test_a_silent_node_is_named_while_it_waits_to_be_asked_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roster_module.log, "propagate", True)
+    e = exchange(three() | {99: SILENT}, num_clients=3, round_timeout=0.28, available_timeout=0.3)  # asked again at 0.31
+    e.roster.wait()
+    assert "has not said who it is" in caplog.text
+
+
 def test_how_many_clients_there_are_is_what_most_say() -> None:
     e = exchange({20: properties(0, 1)} | three(), num_clients=0)
     e.roster.wait()
