@@ -26,7 +26,8 @@ def accuracies(folder: Path) -> list[object]:
     return [[row[name] for name in names] for r in rounds(folder) for row in (r, *r["clients"].values())]
 
 
-MARKED = [pytest.param(name, marks=[] if name.startswith("fedcac-") else pytest.mark.nightly) for name in CASES]
+WHEN = {"fedcac-private": pytest.mark.long, "fedavg": pytest.mark.nightly, "own-method": pytest.mark.nightly}
+MARKED = [pytest.param(name, marks=WHEN.get(name, ())) for name in CASES]
 
 
 @pytest.mark.parametrize("case", MARKED)

@@ -183,9 +183,9 @@ def test_objects_that_name_each_other_in_a_row() -> None:
 
 
 def test_records_that_are_too_large_are_not_read(inbox: Inbox, client: Client) -> None:
-    add(client, "a", RecordDict({"c": ConfigRecord({f"m{k}": k for k in range(200_000)})}))
+    add(client, "a", records("x" * 1_000_000))
     add(client, "b", records())
-    add(client, "c", RecordDict({"c": ConfigRecord({f"m{k}": k for k in range(30_000)})}))
+    add(client, "c", records("x" * 500_000))
     for name in "abc":
         inbox.expect(name, 30)
     answers = take(inbox, 3)
