@@ -219,6 +219,7 @@ def test_version_and_help_in_short(corolla) -> None:  # type: ignore[no-untyped-
     for command in (["-h"], ["run", "-h"], ["data", "show", "-h"], ["cluster", "up", "-h"]):
         code, out, _ = corolla(*command)
         assert code == 0 and "Usage: corolla" in out
+    assert "Personalized federated learning" in corolla("-h")[1]
     assert ".toml" in corolla("run", "--help")[1]
 
 
