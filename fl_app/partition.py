@@ -40,6 +40,7 @@ Indices = NDArray[np.int64]
 Share = tuple[Indices, Indices]
 Column = tuple[Indices, Indices, tuple[str, ...]]  # whose each training and test sample is, a place in the names
 DIRICHLET_RESTARTS = 10
+_EQUAL_SHARE = "train-samples and test-samples can be 0, an equal share of all"
 
 
 def split(
@@ -106,7 +107,7 @@ def _dirichlet_client(task: _Task, alpha: float, sizes: tuple[int, int]) -> list
         if size > len(labels):
             raise UserError(
                 f"{side}-samples: every client needs {size} samples but the {word} set of {task.dataset} has "
-                f"{len(labels)}"
+                f"{len(labels)}; {_EQUAL_SHARE}"
             )
         room = np.bincount(labels, minlength=task.num_classes)
         counts = np.stack([allocate(q, size, room) for q in mixes])
@@ -276,7 +277,7 @@ def _iid(task: _Task, sizes: tuple[int, int]) -> list[Share]:
         if need > len(labels):
             raise UserError(
                 f"{side}-samples: {task.num_clients} clients with {size} each need {need} samples but the {word} set "
-                f"of {task.dataset} has {len(labels)}"
+                f"of {task.dataset} has {len(labels)}; {_EQUAL_SHARE}"
             )
         order = offset + task.rng(side).permutation(len(labels))[: need or None]
         if len(order) < task.num_clients:  # fewer test samples than clients: some have none

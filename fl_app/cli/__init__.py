@@ -14,7 +14,7 @@ from fl_app.cli.settings import errors, look_for_plugins
 from fl_app.errors import RunFailed, UserError
 
 app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}, help=__doc__
+    no_args_is_help=True, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 app.callback()(listings.about)
 app.command("run")(runs.run)

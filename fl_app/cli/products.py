@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fl_app.cli.settings import console, look_for_plugins
+from fl_app.cli.settings import console, errors, look_for_plugins
 from fl_app.cli.tables import show_table, size
+from fl_app.cli.waiting import waiting
 from fl_app.server.run_folder import PLUGINS
 from strategies import METHODS
 
@@ -24,10 +25,12 @@ def export(
     data_path: Annotated[str, typer.Option(help="Dataset node: the data of the node the model is for.")] = "",
 ) -> None:
     """Write one of a run's final models, a PyTorch state dict or ONNX, and its card."""
-    from fl_app.experiments.export import export as write
-
     look_for_plugins(run / PLUGINS)
-    path, card = write(run, METHODS, client, output, onnx=onnx, data_path=data_path)
+    with waiting(errors) as shown:
+        shown.step("writing the model", brief=True)
+        from fl_app.experiments.export import export as write  # here, for torch takes seconds
+
+        path, card = write(run, METHODS, client, output, onnx=onnx, data_path=data_path)
     console.print(escape(f"{path}\nsha256 {card['sha256']}, in its card {path}.json"), soft_wrap=True)
 
 
@@ -51,12 +54,14 @@ def predict(
     inputs: Annotated[list[Path], typer.Argument(metavar="IMAGES...|DATA.npz", help="Image files, or an .npz with x (and y).")],
 ) -> None:
     """Print what an exported model says of images or of an .npz: class and probability, or the numbers it was trained to find."""
-    from fl_app.experiments import card, predict, product
-
     look_for_plugins(file.parent)
-    known = card.read(file)
-    names, samples, targets = predict.read(inputs, known)
-    outputs, predictions = predict.ask(product.open_file(file, known, METHODS), samples, known)
+    with waiting(errors) as waited:
+        waited.step("asking the model", brief=True)
+        from fl_app.experiments import card, predict, product
+
+        known = card.read(file)
+        names, samples, targets = predict.read(inputs, known)
+        outputs, predictions = predict.ask(product.open_file(file, known, METHODS), samples, known)
     show_table(predict.table(names, predictions, known))
     if targets is not None:
         metric, value = predict.measure(outputs, targets, known)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from fl_app.cli.settings import console, say_unfinished
+from fl_app.cli.settings import console, errors, say_unfinished
 from fl_app.cli.tables import show_table
+from fl_app.cli.waiting import waiting
 from strategies import METHOD_PARAMS, METHODS
 
 if TYPE_CHECKING:
@@ -101,11 +102,14 @@ def report(
     tables: Annotated[Path | None, typer.Option(help="Directory for rounds.csv and clients.csv.")] = None,
 ) -> None:
     """Write a page with tables and pictures of one or more runs, and the pictures as PNG."""
-    from fl_app.report.page import reported, write_report
-
-    before = reported(output)
     declared = {name: method.figures for name, method in METHODS.items()}
-    for path in write_report(runs, output, declared, figures, tables):
+    with waiting(errors) as shown:  # standard output has the paths alone
+        shown.step("reading the runs", brief=True)
+        from fl_app.report.page import reported, write_report  # here, for matplotlib takes seconds
+
+        before = reported(output)
+        written = write_report(runs, output, declared, figures, tables)
+    for path in written:
         console.print(f"{path}", soft_wrap=True)
     if before and before != reported(output):
         console.print(f"(in place of the report of {escape(before)})", soft_wrap=True)

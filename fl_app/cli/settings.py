@@ -162,11 +162,14 @@ def check_locally(config: RunConfig) -> None:
 
         resolve_device(config.device)
         info = data.check(config)
+        repeated = data.repeated(config)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}")
         module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights)
         method.travelling(config, Layout.of(module))
     warn_of_data(info)
+    for line in repeated:
+        warn(line)
 
 
 def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:

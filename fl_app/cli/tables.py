@@ -30,7 +30,7 @@ def show_results(folders: Sequence[Path]) -> None:
     """End with a table of the runs and the folders' paths."""
     runs = [Run(folder) for folder in folders]
     summaries = [run.summary for run in runs]
-    header, *body = results(runs)
+    header, *body = fitting(results(runs), console.width if console.is_terminal else 0)
     table = Table(*header)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -65,6 +65,16 @@ def results(runs: Sequence[Run]) -> list[list[str]]:
         keys = (f"final-{metric.name}", f"final-{metric.name}-pooled", f"best-{metric.name}")
         traffic = (size(s["upload-bytes"]), size(s["download-bytes"]))
         lines.append([s["method"], *(cell(metric, s[key]) for key in keys), *traffic, f"{s['seconds']:.1f}"])
+    return lines
+
+
+def fitting(lines: list[list[str]], width: int) -> list[list[str]]:
+    """Return a table of results with as many columns as a terminal has room for, so that none is cut; width 0: all."""
+    for name in ("pooled", "download", "upload", "best"):
+        needed = 1 + sum(3 + max(len(line[k]) for line in lines) for k in range(len(lines[0])))
+        if width and needed > width:
+            k = lines[0].index(name)
+            lines = [line[:k] + line[k + 1 :] for line in lines]
     return lines
 
 

@@ -118,14 +118,14 @@ def is_terminal(console: Console) -> bool:
 
 
 @contextlib.contextmanager
-def waiting(console: Console) -> Iterator[Waiting]:
-    """Say what is waited for within it, the conversion of data included."""
+def waiting(console: Console, interrupted: str = "stopping") -> Iterator[Waiting]:
+    """Say what is waited for within it, the conversion of data included; after Ctrl-C `interrupted`, if anything."""
     shown = Waiting(console)
     try:
         with progress.told_to(shown.step):
             yield shown
     except KeyboardInterrupt:
-        shown.step("stopping")
+        shown.step(interrupted)
         raise
     finally:
         shown.end()
@@ -138,5 +138,6 @@ def simulated(
     """Yield what submits runs to a SuperLink of their own, with words for its start and its end. ray: a cluster to use."""
     from fl_app.experiments.launch import simulation
 
-    with waiting(console) as shown, simulation(num_clients, cpus_per_client, gpus_per_client, shown.step, ray) as submit:
+    said = waiting(console, interrupted="")  # the simulation says itself that it ends
+    with said as shown, simulation(num_clients, cpus_per_client, gpus_per_client, shown.step, ray) as submit:
         yield submit

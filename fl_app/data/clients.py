@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
+from fl_app.data import partitions
 from fl_app.data.partitions import partition_of, remarks
 from fl_app.data.prepared import DatasetInfo, Prepared, Samples, Targets
 from fl_app.data.sources import prepare_for
@@ -62,6 +63,12 @@ def partition_remarks(config: RunConfig) -> list[str]:
     """Say which samples several clients hold, one holds repeatedly, or nobody holds. Raises UserError as `check`."""
     data = prepare_for(config)
     return remarks(partition_of(config, data), data.info.num_train, data.info.num_test, data.info.samples)
+
+
+def repeated(config: RunConfig) -> list[str]:
+    """Say which clients hold a sample more than once. Raises UserError as `check`."""
+    data = prepare_for(config)
+    return partitions.repeated(partition_of(config, data), data.info.samples)
 
 
 def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,7 @@ def remarks(partition: Partition, num_train: int, num_test: int, what: str = "im
         if several := np.count_nonzero(holders > 1):
             dealt = np.count_nonzero(holders)
             lines.append(f"{name}: {several} of {dealt} {what} are held by several clients, each by {holders.max()} at most")
-        again = {i: len(hands[i]) - len(own) for i, own in enumerate(distinct) if len(own) < len(hands[i])}
-        if again:
-            who = listed([f"client {i}: {n} of {len(hands[i])}" for i, n in again.items()])
-            lines.append(f"{name}: {what} that a client holds already, counted again: {who}")
+        lines += _again(hands, name, what)
     unused = ~used
     if unused.any():
         lines.append(
@@ -107,6 +105,18 @@ def remarks(partition: Partition, num_train: int, num_test: int, what: str = "im
             f"{np.count_nonzero(unused[num_train:])} of {num_test} test {what} of the data set"
         )
     return lines
+
+
+def repeated(partition: Partition, what: str = "images") -> list[str]:
+    """Say which clients hold samples more than once, as an own partition's may. what: samples are called."""
+    sides = zip(*(partition.client(i) for i in range(partition.num_clients)), strict=True)
+    return [line for hands, name in zip(sides, ("training", "test"), strict=True) for line in _again(hands, name, what)]
+
+
+def _again(hands: Sequence[Indices], name: str, what: str) -> list[str]:
+    again = {i: n for i, hand in enumerate(hands) if (n := len(hand) - len(np.unique(hand)))}
+    who = listed([f"client {i}: {n} of {len(hands[i])}" for i, n in again.items()])
+    return [f"{name}: {what} that a client holds already, counted again: {who}"] if again else []
 
 
 def _key(config: RunConfig, dataset_key: str) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape, unescape
 from pathlib import Path
 
+from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.report.accuracy import accuracy
 from fl_app.report.arrays import Run, read_runs
@@ -27,6 +28,9 @@ PICTURES = "report-figures"
 RUNS = '<meta name="corolla-runs" content="{}">'  # in the page: names of the run folders
 _EARLIER = re.compile(r"<!doctype html>\n<html.*\n.*\n<title>(One run|\d+ runs): ")  # how pages without it begin
 _CSV = "run,method,seed,"  # how our own begin
+_DARK = "dark"  # a PNG for dark screens
+
+Drawn = Mapping[str, Mapping[str, bytes]]  # pictures by name and kind: png, dark, svg, pdf
 
 
 def write_report(
@@ -51,23 +55,35 @@ def write_report(
     shared = [*accuracy(groups), *costs(groups), *partitions(runs)]
     own = {run.number: list(of_run(run)) for run in runs}
     every = [*shared, *(panel for panels in own.values() for panel in panels)]
-    light = {panel.name: panel.render() for panel in every}
-    images = {f"{name}.png": content for name, content in light.items()}
+    drawn = _draw(every, ("png", _DARK, "svg", "pdf") if figures else ("png", _DARK))
     pictures = output / PICTURES
     with _writing("--output", output):
         pictures.mkdir(parents=True, exist_ok=True)
         for old in pictures.glob("*.png"):
             old.unlink()
-        _write_files(pictures, images)
-        _write_files(output, {PAGE: page(groups, shared, own, light).encode()})
+        _write_files(pictures, _of_kinds(drawn, "png"))
+        _write_files(output, {PAGE: page(groups, shared, own, drawn).encode()})
     if figures:
         with _writing("--figures", figures):
-            vectors = {f"{panel.name}.{kind}": panel.render(kind) for panel in every for kind in ("svg", "pdf")}
-            _write_files(figures, images | vectors)
+            _write_files(figures, _of_kinds(drawn, "png", "svg", "pdf"))
     if tables:
         with _writing("--tables", tables):
             _write_files(tables, {ROUNDS: rounds_csv(runs).encode(), CLIENTS: clients_csv(runs).encode()})
     return output / PAGE, pictures
+
+
+def _draw(panels: Sequence[Panel], kinds: Sequence[str]) -> Drawn:
+    """Draw every picture in every kind, and tell how far that is: it takes seconds each on a busy machine."""
+    drawn: dict[str, dict[str, bytes]] = {panel.name: {} for panel in panels}
+    steps = [(panel, kind) for panel in panels for kind in kinds]
+    for done, (panel, kind) in enumerate(steps):
+        progress.tell("drawing pictures", done, len(steps))
+        drawn[panel.name][kind] = panel.render(dark=True) if kind == _DARK else panel.render(kind)
+    return drawn
+
+
+def _of_kinds(drawn: Drawn, *kinds: str) -> dict[str, bytes]:
+    return {f"{name}.{kind}": contents[kind] for name, contents in drawn.items() for kind in kinds}
 
 
 def reported(output: Path) -> str:
@@ -105,8 +121,8 @@ def _write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
         (directory / name).write_bytes(content)
 
 
-def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, list[Panel]], light: Mapping[str, bytes]) -> str:
-    """Return the page. shared: pictures of all runs; own: by a run's number; light: the light pictures by name."""
+def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, list[Panel]], drawn: Drawn) -> str:
+    """Return the page. shared: pictures of all runs; own: by a run's number; drawn: all of them, light and dark."""
     runs = [run for group in groups for run in group.runs]
     names = ", ".join(dict.fromkeys(run.method for run in runs))
     title = f"{len(runs)} runs: {names}" if len(runs) > 1 else f"One run: {names}"
@@ -119,12 +135,12 @@ def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, lis
         results_table(groups), settings_table(groups),
     ]  # fmt: skip
     if shared:
-        parts += ['<h2 id="pictures"><a href="#pictures">Pictures</a></h2>', *(figure(panel, light) for panel in shared)]
+        parts += ['<h2 id="pictures"><a href="#pictures">Pictures</a></h2>', *(figure(panel, drawn) for panel in shared)]
     for group in groups:
         if any(own[run.number] or run.failures() for run in group.runs):
             anchor = f"run-{group.number}"
             parts.append(f'<h2 id="{anchor}"><a href="#{anchor}">{swatch(groups, group)}{escape(short(group.label, 60))}</a></h2>')
-            parts += [single(run, own[run.number], light, k > 0) for k, run in enumerate(group.runs)]
+            parts += [single(run, own[run.number], drawn, k > 0) for k, run in enumerate(group.runs)]
     parts.append(f"</main><script>{SCRIPT}</script></body></html>\n")
     return "\n".join(part for part in parts if part)
 
@@ -145,19 +161,19 @@ def contents(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str,
     return f'<nav id="contents"><details open><summary>Contents</summary><ul>{"".join(items)}</ul></details></nav>'
 
 
-def single(run: Run, panels: Sequence[Panel], light: Mapping[str, bytes], folded: bool) -> str:
+def single(run: Run, panels: Sequence[Panel], drawn: Drawn, folded: bool) -> str:
     """Return a run's own pictures and failures; folded: on demand."""
-    parts = "\n".join([*(figure(panel, light) for panel in panels), failure_list(run)])
+    parts = "\n".join([*(figure(panel, drawn) for panel in panels), failure_list(run)])
     if not folded or not (panels or run.failures()):
         return parts.strip()
     return f'<details class="folded"><summary>{escape(short(run.label, 60))}</summary>\n{parts}</details>'
 
 
-def figure(panel: Panel, light: Mapping[str, bytes]) -> str:
+def figure(panel: Panel, drawn: Drawn) -> str:
     """Return a picture with its caption, embedded for light and dark screens."""
-    bright = light[panel.name]
+    bright, dark = drawn[panel.name]["png"], drawn[panel.name][_DARK]
     width, height = (int.from_bytes(bright[at : at + 4], "big") * 100 // DPI for at in (16, 20))  # PNG header, 100 px/inch
-    sources = [f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}" for data in (bright, panel.render(dark=True))]
+    sources = [f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}" for data in (bright, dark)]
     name, title = escape(panel.name), escape(panel.title)
     text = (
         f'<figure id="{name}"><h3><a href="#{name}">{title}</a></h3>\n'

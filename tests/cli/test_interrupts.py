@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from client_app.client_app import app as client_app
 from fl_app import server_app
 from fl_app.cli import runs
 from fl_app.cli.interrupts import AFTER_ROUND, AT_ONCE, answered
 from fl_app.cli.live import Display
+from fl_app.cli.waiting import waiting
 from fl_app.config import parse
 from fl_app.errors import RunFailed
 from fl_app.experiments.launch import LOST
@@ -57,6 +59,14 @@ def test_without_a_round_to_finish_the_first_ends_it(elsewhere: Path | None, cap
     with pytest.raises(KeyboardInterrupt), answered(shown(elsewhere)):
         press()
     assert capfd.readouterr().err == f"{AT_ONCE}\n"
+
+
+@pytest.mark.parametrize("word", ["stopping", ""])
+def test_a_wait_answers_too_unless_what_is_waited_for_does(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt), waiting(Console(), **({} if word else {"interrupted": ""})) as shown:
+        shown.step("ending the simulation")
+        press()
+    assert capsys.readouterr().out.splitlines() == list(filter(None, ["ending the simulation", word]))
 
 
 def test_where_it_is_ignored_it_stays_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

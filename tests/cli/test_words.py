@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fl_app.cli.tables import fitting
 from fl_app.server.run_folder import read_about
 from strategies.base import OWN_MODEL
 from tests.conftest import Command
@@ -16,3 +17,12 @@ def test_a_method_with_a_second_model_says_which_one_is_tested(corolla: Command)
         assert code == 0, err
         assert " ".join(out.split()).count(f"{method}: {OWN_MODEL}") == count
         assert read_about(Path("runs", method))["tested"] == (OWN_MODEL if count else "")
+
+
+def test_a_narrow_terminal_has_fewer_columns_of_results_and_none_that_is_cut() -> None:
+    lines = [["method", "final", "pooled", "best", "upload", "download", "seconds"],
+             ["fedcac", "100.00 %", "98.25 %", "91.67 %", "11.4 MB", "11 MB", "24.4"]]  # fmt: skip
+    assert fitting(lines, 0) == fitting(lines, 72) == lines
+    assert fitting(lines, 71)[0] == ["method", "final", "best", "upload", "download", "seconds"]
+    assert fitting(lines, 60)[1] == ["fedcac", "100.00 %", "91.67 %", "11.4 MB", "24.4"]
+    assert fitting(lines, 20)[0] == ["method", "final", "seconds"]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.report import page as report
 from fl_app.report.arrays import read_run
@@ -25,6 +26,7 @@ from fl_app.report.recorded import class_names
 from fl_app.server.run_folder import read_about, read_clients, told_names
 from strategies import METHODS
 from strategies.base import OWN_MODEL
+from tests.conftest import Command
 from tests.report.builders import folder, record, write
 
 
@@ -54,6 +56,21 @@ def test_a_report_replaces_the_pictures_of_an_earlier_one(fedavg: Path, tmp_path
     page, names = write(tmp_path, fedavg)
     assert names == {"accuracy", "clients", "communication", "seconds", "partition"}
     assert 'class="warn"' not in page and "collaborators" not in page
+
+
+def test_the_drawing_says_how_far_it_is_and_standard_output_has_the_paths_alone(
+    fedavg: Path, tmp_path: Path, command: Command
+) -> None:  # fmt: skip
+    code, out, err = command("report", fedavg, "--output", tmp_path / "one", "--figures", tmp_path / "figures")
+    assert code == 0 and out == f"{tmp_path}/one/report.html\n{tmp_path}/one/report-figures\n"
+    assert "drawing pictures: 0/20" in err  # five of them, light, dark, SVG and PDF
+    names = [path.stem for path in (tmp_path / "one" / "report-figures").iterdir()]
+    every = {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == every
+    told: list[tuple[str, int, int]] = []
+    with progress.told_to(lambda *what: told.append(what)):
+        write(tmp_path / "two", fedavg)
+    assert told == [("drawing pictures", done, 10) for done in range(10)]
 
 
 def test_only_a_report_is_replaced_and_one_of_other_runs_is_named(fedavg: Path, local: Path, tmp_path: Path) -> None:
