@@ -76,8 +76,12 @@ class Batches:
 
     def epochs(self, epochs: int, purpose: str) -> Iterator[Batch]:
         """Yield the batches of shuffled epochs. purpose: names the random stream."""
-        seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
-        generator = torch.Generator().manual_seed(seed)
+        if self.poisson:  # what happens to a record must not tell, by a seed that others know, who else is in its batch
+            generator = self.poisson[2]
+            seed = int(torch.randint(2**63 - 1, (), generator=generator))
+        else:
+            seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
+            generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)  # for a user's model with dropout
         n, augment = self.num_used, AUGMENTATIONS[self.config.augment]
         bounds = self._bounds()

@@ -240,6 +240,7 @@ class NoisyTrainer(LocalTrainer):
         for p in noisy.params:
             if p.grad_sample is None:  # nobody is in the batch, or the parameter had no part in it
                 p.grad_sample = p.new_zeros((len(y), *p.shape))
+            p.grad_sample = p.grad_sample.nan_to_num(0.0, 0.0, 0.0)  # a NaN of one record's would be in the sum, whatever its norm
         noisy.pre_step()
         for p, view in self._views:  # Opacus puts a new tensor in the gradient's place
             if p.grad is not None and view is not None and p.grad is not view:

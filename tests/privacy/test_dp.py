@@ -173,6 +173,38 @@ def test_secret_noise_is_another_every_time(tmp_path: Path) -> None:
     assert not np.array_equal(results[2], results[3]) and not np.array_equal(results[0], results[2])
 
 
+def test_a_record_whose_gradient_is_no_number_counts_nothing(tmp_path: Path) -> None:
+    """A server could send weights that overflow for some records alone: a step that fails would tell that one of them is here."""
+    results = []
+    for broken in (True, False):
+        trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 1e-13))
+        inputs = trainer.data.inputs
+
+        def fourth(images: torch.Tensor, inputs: Any = inputs, broken: bool = broken) -> torch.Tensor:
+            x = inputs(images).clone()
+            x[3] = torch.inf if broken else 0.0
+            return x
+
+        trainer.data.inputs = fourth  # type: ignore[method-assign]
+        results.append(trainer.train(weights.read(mlp()), epochs=1).params - weights.read(mlp()).params)
+    assert np.isfinite(results[0]).all()
+    assert 0 < np.linalg.norm(results[0] - results[1]) <= 0.5 * 1.0 / 12 + 1e-5  # rate, clip, records
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_what_befalls_a_record_is_as_secret_as_who_is_in_a_batch(tmp_path: Path, repeatable: bool) -> None:
+    """Who knows what the third image of a batch is turned by would see the others move up when one is missing."""
+    torch.manual_seed(0)
+    seen: list[list[tuple[bytes, float]]] = [[], []]
+    for run in seen:
+        trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 1.0), augment="crop-flip")
+        trainer.budget.repeatable = repeatable
+        trainer.data.poisson = 1.0, 1, trainer._generator("train")
+        run.extend((batch.x.numpy().tobytes(), float(torch.rand(()))) for batch in trainer.data.epochs(1, "train"))
+    (images, dropout), (images_again, dropout_again) = seen[0][0], seen[1][0]
+    assert (images == images_again) is (dropout == dropout_again) is repeatable
+
+
 def test_records_are_looked_at_by_steps_alone(tmp_path: Path) -> None:
     trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 1.0))
     start = weights.read(mlp())
