@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from client_app.client_app import app
 from client_app.dp import Budget, NoisyTrainer, Plan
+from client_app.state import State, StateStore
 from fl_app import models, server_app, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
@@ -71,13 +72,20 @@ def test_few_records_are_all_in_every_batch() -> None:
 # the budget
 
 
+def place(root: Path) -> Path:
+    """Where a client keeps its state."""
+    directory = root / "experiment" / "client-0001"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
 def test_what_is_spent_stays_spent(tmp_path: Path) -> None:
     wanted = config(dp_epsilon=2.0, num_server_rounds=3)
     plan = Plan.of(wanted, 100, 1)
-    budget = Budget(tmp_path, wanted, repeatable=False)
+    budget = Budget(place(tmp_path), wanted, repeatable=False)
     spent = [budget.spend(f"{round}-1-train", plan, plan.steps) for round in (1, 2, 2)]  # round 2 is repeated
     assert 0 < spent[0] < spent[1] < spent[2] <= 2.0
-    again = Budget(tmp_path, wanted, repeatable=False)
+    again = Budget(place(tmp_path), wanted, repeatable=False)
     with pytest.raises(UserError, match=r"dp-epsilon: 2 of 2 is spent, and 13 steps more would make it 2\.\d"):
         again.spend("3-1-train", plan, plan.steps)
     assert len(again.read()) == 3  # what was refused is not noted
@@ -85,7 +93,7 @@ def test_what_is_spent_stays_spent(tmp_path: Path) -> None:
 
 def test_a_repetition_with_the_same_noise_costs_nothing(tmp_path: Path) -> None:
     wanted = config(dp_epsilon=2.0, num_server_rounds=3)
-    plan, budget = Plan.of(wanted, 100, 1), Budget(tmp_path, wanted, repeatable=True)
+    plan, budget = Plan.of(wanted, 100, 1), Budget(place(tmp_path), wanted, repeatable=True)
     assert budget.spend("1-1-train", plan, plan.steps) == budget.spend("1-1-train", plan, plan.steps)
     assert budget.spend("1-2-train", plan, plan.steps) > budget.epsilon(budget.read()[:1])
 
@@ -93,9 +101,49 @@ def test_a_repetition_with_the_same_noise_costs_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "[[1]]", "{}x", "[1]"])
 def test_a_damaged_budget_stops_everything(tmp_path: Path, content: str) -> None:
     wanted = config(dp_epsilon=2.0)
-    (tmp_path / "budget.json").write_text(content)
+    (place(tmp_path) / "budget.json").write_text(content)
     with pytest.raises(UserError, match="what was spent cannot be read from"):
-        Budget(tmp_path, wanted, repeatable=False).spend("1", Plan(0.1, 10, 1.0), 10)
+        Budget(place(tmp_path), wanted, repeatable=False).spend("1", Plan(0.1, 10, 1.0), 10)
+
+
+def test_a_run_has_one_budget(tmp_path: Path) -> None:
+    """A server that names another experiment in every message would otherwise begin anew with each."""
+    wanted = config(dp_epsilon=2.0, num_server_rounds=3)
+    plan = Plan.of(wanted, 100, 1)
+
+    def spend(experiment: str, run: int, client: str = "client-0001") -> float:
+        return Budget(tmp_path / experiment / client, wanted, repeatable=False, run=run).spend("1", plan, plan.steps)
+
+    spent = spend("first", 7)
+    for _ in range(2):
+        with pytest.raises(UserError, match="this run spends in experiment first, and not in second as well"):
+            spend("second", 7)
+    assert not (tmp_path / "second" / "client-0001" / "budget.json").exists()
+    assert spend("first", 8) > spent  # a resumed run
+    assert spend("second", 9) == spend("first", 9, "client-0002") == spent
+
+
+def test_a_budget_outlasts_the_state(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, "abc", 1)
+    wanted = config(dp_epsilon=2.0, num_server_rounds=3)
+    budget, plan = Budget(store.directory, wanted, repeatable=False), Plan.of(wanted, 100, 1)
+    budget.spend("1", plan, plan.steps)
+    store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
+    store.forget()
+    assert not list(store.directory.glob("*.state")) and len(budget.read()) == 1
+
+
+def test_state_that_was_trained_without_a_budget_is_not_told(tmp_path: Path) -> None:
+    store, wanted = StateStore(tmp_path, "abc", 1), config(dp_epsilon=2.0)
+    budget, plan = Budget(store.directory, wanted, repeatable=False), Plan(0.1, 10, 5.0)
+    budget.check()
+    store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
+    with pytest.raises(UserError, match="trained without a budget"):
+        budget.check()
+    store.forget()
+    budget.spend("1", plan, plan.steps)
+    store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
+    budget.check()
 
 
 # the steps
@@ -112,7 +160,7 @@ def convolution() -> nn.Module:
 
 def noisy(tmp_path: Path, make: Callable[[], nn.Module], plan: Plan, n: int = 12, **changes: Any) -> NoisyTrainer:
     wanted = config(dp_epsilon=1e40, learning_rate=0.5, **{"batch_size": n, **changes})
-    trainer = NoisyTrainer(make(), wanted, data_of(n), 1, 0, budget=Budget(tmp_path, wanted, repeatable=True), epochs=1)
+    trainer = NoisyTrainer(make(), wanted, data_of(n), 1, 0, budget=Budget(place(tmp_path), wanted, repeatable=True), epochs=1)
     trainer.plan = plan
     return trainer
 
@@ -279,6 +327,15 @@ def test_a_site_whose_budget_is_spent_says_so_and_stays_away(run: Run, raw_confi
     _, record = read_metrics(folder.path)
     assert sorted(record["clients"]) == ["0", "2"]
     assert [(f["client"], "8 of 8 is spent" in f["cause"]) for f in record["failures"]] == [(1, True)]
+
+
+def test_a_finished_run_that_goes_on_has_nothing_left_to_spend(run: Run, raw_config: dict[str, Any]) -> None:
+    """Its clients have removed what they keep for it, as after every private run."""
+    whole = {"method": "fedavg", "private": True, **ROUNDS}
+    folder = run(**whole)
+    raw = {**raw_config, **flat({**whole, "num_server_rounds": 3}), "resume": str(folder.path)}
+    with pytest.raises(UserError, match=r"client 0: dp-epsilon: 7\.99\d of 8 is spent"):
+        server_app.run(InProcessGrid(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None)
 
 
 @pytest.mark.parametrize(
