@@ -126,6 +126,10 @@ class Batches:
         """Return (inputs float32 [m, C, S, S], labels int64 [m]) of chosen training samples, nothing augmented."""
         return self.inputs(self._x_train[indices]), self.train_labels[indices]
 
+    def blank(self, n: int) -> Tensor:
+        """Return n samples of zeros, as they are kept."""
+        return self._x_train.new_zeros((n, *self._x_train.shape[1:]))
+
     def train(self, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over training samples, default all, in order, nothing augmented."""
         if chosen is None:

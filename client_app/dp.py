@@ -283,9 +283,25 @@ class NoisyTrainer(LocalTrainer):
         except NotImplementedError as error:
             raise UserError(f"dp-epsilon: model {self.config.model} does not keep records apart: {error}") from None
         try:
+            self._check_apart()
             yield
         finally:
             wrapped.to_standard_module()
+
+    @torch.no_grad()
+    def _check_apart(self) -> None:
+        """Raise UserError if what the module says of one sample changes with another one in the batch; both are made up."""
+        self.train_mode()
+        said = []
+        for other in (0, 1):
+            samples = self.data.blank(2)
+            samples[1] = other
+            torch.manual_seed(0)  # for dropout
+            said.append(self.logits(self.module, self.data.inputs(samples))[0])
+        if not torch.allclose(said[0], said[1], equal_nan=True):
+            raise UserError(
+                f"dp-epsilon: model {self.config.model} does not keep records apart: what it says of one changes with others"
+            )
 
     def _generator(self, purpose: str, device: torch.device | None = None) -> torch.Generator:
         repeatable = self.budget.repeatable

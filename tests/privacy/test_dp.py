@@ -27,7 +27,7 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.wire import PRIVATE_KEYS
 from strategies import METHOD_PARAMS, METHODS
-from tests.client_app.test_train import CLASSES, SIDE, data_of, with_batchnorm
+from tests.client_app.test_train import CLASSES, SIDE, data_of, with_batchnorm, with_dropout
 from tests.conftest import Run, config, flat
 
 ABLE = tuple(sorted(name for name, method in METHODS.items() if method.dp_epochs))
@@ -205,6 +205,8 @@ def test_batches_are_drawn_and_may_be_empty(tmp_path: Path) -> None:
     trainer.data.inputs = lambda images: seen.append(len(images)) or inputs(images)  # type: ignore[func-returns-value,method-assign]
     start = weights.read(convolution())
     after = trainer.train(start, epochs=1)
+    assert seen[:2] == [2, 2]  # made up, to see whether the model keeps records apart
+    del seen[:2]
     assert len(seen) == 400 and 0 in seen
     assert sum(seen) == pytest.approx(400 * 12 * 0.02, abs=4 * math.sqrt(400 * 12 * 0.02))
     assert np.isfinite(after.params).all()
@@ -230,7 +232,7 @@ def test_a_record_whose_gradient_is_no_number_counts_nothing(tmp_path: Path) -> 
 
         def fourth(images: torch.Tensor, inputs: Any = inputs, broken: bool = broken) -> torch.Tensor:
             x = inputs(images).clone()
-            x[3] = torch.inf if broken else 0.0
+            x[3:4] = torch.inf if broken else 0.0
             return x
 
         trainer.data.inputs = fourth  # type: ignore[method-assign]
@@ -360,6 +362,30 @@ def test_what_cannot_be_is_refused_before_training(
 def test_resnets_with_group_norm_train(run: Run) -> None:
     folder = run(model="resnet8", norm="group", train_samples=10, num_clients=2, **{**ROUNDS, "num_server_rounds": 1})
     assert read_summary(folder.path)["digest"]
+
+
+class Centred(nn.Module):
+    """What no layer shows: the mean over the batch is taken from each record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIDE * SIDE, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(1)
+        logits: torch.Tensor = self.linear(flat - flat.mean(0))
+        return logits
+
+
+def test_a_model_that_mixes_records_by_hand_is_named(tmp_path: Path) -> None:
+    trainer = noisy(tmp_path, Centred, Plan(1.0, 1, 1.0))
+    with pytest.raises(UserError, match="does not keep records apart: what it says of one changes with others"):
+        trainer.train(weights.read(Centred()), epochs=1)
+
+
+def test_dropout_keeps_records_apart(tmp_path: Path) -> None:
+    start = weights.read(with_dropout())
+    assert np.isfinite(noisy(tmp_path, with_dropout, Plan(1.0, 1, 1.0)).train(start, epochs=1).params).all()
 
 
 def test_a_model_that_mixes_records_is_named(tmp_path: Path) -> None:
