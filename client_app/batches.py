@@ -76,8 +76,12 @@ class Batches:
 
     def epochs(self, epochs: int, purpose: str) -> Iterator[Batch]:
         """Yield the batches of shuffled epochs. purpose: names the random stream."""
-        seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
-        generator = torch.Generator().manual_seed(seed)
+        if self.poisson:  # what happens to a record must not tell, by a seed that others know, who else is in its batch
+            generator = self.poisson[2]
+            seed = int(torch.randint(2**63 - 1, (), generator=generator))
+        else:
+            seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
+            generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)  # for a user's model with dropout
         n, augment = self.num_used, AUGMENTATIONS[self.config.augment]
         bounds = self._bounds()
@@ -121,6 +125,10 @@ class Batches:
     def chosen(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return (inputs float32 [m, C, S, S], labels int64 [m]) of chosen training samples, nothing augmented."""
         return self.inputs(self._x_train[indices]), self.train_labels[indices]
+
+    def blank(self, n: int) -> Tensor:
+        """Return n samples of zeros, as they are kept."""
+        return self._x_train.new_zeros((n, *self._x_train.shape[1:]))
 
     def train(self, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over training samples, default all, in order, nothing augmented."""

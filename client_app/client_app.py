@@ -36,7 +36,7 @@ def client_fn(context: Context) -> Client:
     config = dataclasses.replace(config, num_clients=num_clients)
     data_path = str(context.node_config.get("data-path", ""))
     keys = str(context.node_config.get(PRIVATE_KEYS, "")) or (SEED_KEYS if os.environ.get(SIMULATION) else "")
-    return CorollaClient(config, METHODS[config.method], client_id, data_path, keys).to_client()
+    return CorollaClient(config, METHODS[config.method], client_id, data_path, keys, context.run_id).to_client()
 
 
 app = ClientApp(client_fn)

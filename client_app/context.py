@@ -16,11 +16,12 @@ from strategies.base import Method, RoundContext
 
 
 def build(
-    config: RunConfig, method: Method[Any], data: ClientData, download: Download, client_id: int, directory: Path, keys: str
-) -> RoundContext[Any]:
-    """Build it. directory: of the client's state. keys: where those of a private run are.
+    config: RunConfig, method: Method[Any], data: ClientData, download: Download, client_id: int, directory: Path, keys: str,
+    run: int,
+) -> RoundContext[Any]:  # fmt: skip
+    """Build it. directory: of the client's state. keys: where those of a private run are. run: Flower's id of it.
 
-    Raises UserError if what was received is not of the model that is here.
+    Raises UserError if what was received is not of the model that is here, or if the state was trained without a budget.
     """
     partial = config.train or config.share  # what does not travel comes from the file here too
     weights_file = config.initial_weights if partial else ""
@@ -42,7 +43,8 @@ def build(
     if config.dp_epsilon:
         from client_app.dp import Budget, NoisyTrainer  # Opacus takes seconds to import
 
-        budget, epochs = Budget(directory, config, repeatable=keys == SEED_KEYS), method.dp_epochs_of(config)
+        budget, epochs = Budget(directory, config, repeatable=keys == SEED_KEYS, run=run), method.dp_epochs_of(config)
+        budget.check()
         trainer: LocalTrainer = NoisyTrainer(module, config, data, download.round, client_id, budget=budget, epochs=epochs)
     else:
         trainer = LocalTrainer(module, config, data, download.round, client_id)

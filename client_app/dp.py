@@ -28,18 +28,20 @@ from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
+from client_app.state import BUDGET, SUFFIX
 from client_app.trainer import LocalTrainer
 from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError
-from fl_app.files import make_directory, publish
+from fl_app.files import lock, make_directory, publish
 from fl_app.layout import Model
 from strategies.base import Correction, Objective
 
 log = logging.getLogger("corolla")
 
-FILE = "budget.json"  # beside the client's state: what its records have spent in this experiment
+FILE = f"{BUDGET}.json"  # beside the client's state: what its records have spent in this experiment
+RUNS = ".runs"  # under the state directory: in which experiment each run spends (no experiment is called so)
 SLACK = 1e-6  # relative, of the sums of an accountant
 
 Spent = tuple[str, float, float, int]
@@ -101,8 +103,13 @@ class Budget:
     repeatable: noise follows from the seed, so that a training that is repeated tells what it told before and costs nothing more.
     """
 
-    def __init__(self, directory: Path, config: RunConfig, *, repeatable: bool) -> None:
-        self.path, self.config, self.repeatable = directory / FILE, config, repeatable
+    def __init__(self, directory: Path, config: RunConfig, *, repeatable: bool, run: int = 0) -> None:
+        self.path, self.config, self.repeatable, self.run = directory / FILE, config, repeatable, run
+
+    def check(self) -> None:
+        """Raise UserError if what the client keeps of the experiment was made without a budget."""
+        if not self.path.exists() and any(self.path.parent.glob(f"*{SUFFIX}")):
+            raise UserError(f"dp-epsilon: what {self.path.parent} keeps was trained without a budget, and is not told")
 
     def read(self) -> list[Spent]:
         """Return the trainings so far. Raises UserError if the file cannot be read: what was spent is then unknown."""
@@ -127,6 +134,13 @@ class Budget:
 
     def spend(self, name: str, plan: Plan, steps: int) -> float:
         """Note a training before it takes place, for good; return the epsilon spent then. Raises UserError if it is too much."""
+        try:
+            with self._alone():
+                return self._spend(name, plan, steps)
+        except OSError as error:
+            raise UserError(f"dp-epsilon: cannot note what is spent in {self.path}: {error.strerror}") from None
+
+    def _spend(self, name: str, plan: Plan, steps: int) -> float:
         before = self.read()
         if self.repeatable and name in (training[0] for training in before):
             return self.epsilon(before)
@@ -136,12 +150,25 @@ class Budget:
             raise UserError(
                 f"dp-epsilon: {self.epsilon(before):.4g} of {allowed:g} is spent, and {steps} steps more would make it {spent:.4g}"
             )
-        try:
-            make_directory(self.path.parent)
-            publish(self.path, lambda temporary: temporary.write_text(json.dumps(after)))
-        except OSError as error:
-            raise UserError(f"dp-epsilon: cannot note what is spent in {self.path}: {error.strerror}") from None
+        publish(self.path, lambda temporary: temporary.write_text(json.dumps(after)))
         return spent
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other messages from spending at the same time, and the run from a second experiment, whose budget is whole."""
+        client, experiment = self.path.parent.name, self.path.parent.parent.name
+        runs = self.path.parents[2] / RUNS
+        make_directory(self.path.parent)
+        with lock(self.path.with_suffix(".lock"), wait=True):
+            if not self.repeatable:
+                make_directory(runs)
+                with lock(runs / f"{self.run}-{client}", wait=True) as file:
+                    file.seek(0)
+                    if (bound := file.read().decode() or experiment) != experiment:
+                        raise UserError(f"dp-epsilon: this run spends in experiment {bound}, and not in {experiment} as well")
+                    file.truncate(0)
+                    file.write(experiment.encode())
+            yield
 
 
 class NoisyTrainer(LocalTrainer):
@@ -240,6 +267,7 @@ class NoisyTrainer(LocalTrainer):
         for p in noisy.params:
             if p.grad_sample is None:  # nobody is in the batch, or the parameter had no part in it
                 p.grad_sample = p.new_zeros((len(y), *p.shape))
+            p.grad_sample = p.grad_sample.nan_to_num(0.0, 0.0, 0.0)  # a NaN of one record's would be in the sum, whatever its norm
         noisy.pre_step()
         for p, view in self._views:  # Opacus puts a new tensor in the gradient's place
             if p.grad is not None and view is not None and p.grad is not view:
@@ -255,9 +283,25 @@ class NoisyTrainer(LocalTrainer):
         except NotImplementedError as error:
             raise UserError(f"dp-epsilon: model {self.config.model} does not keep records apart: {error}") from None
         try:
+            self._check_apart()
             yield
         finally:
             wrapped.to_standard_module()
+
+    @torch.no_grad()
+    def _check_apart(self) -> None:
+        """Raise UserError if what the module says of one sample changes with another one in the batch; both are made up."""
+        self.train_mode()
+        said = []
+        for other in (0, 1):
+            samples = self.data.blank(2)
+            samples[1] = other
+            torch.manual_seed(0)  # for dropout
+            said.append(self.logits(self.module, self.data.inputs(samples))[0])
+        if not torch.allclose(said[0], said[1], equal_nan=True):
+            raise UserError(
+                f"dp-epsilon: model {self.config.model} does not keep records apart: what it says of one changes with others"
+            )
 
     def _generator(self, purpose: str, device: torch.device | None = None) -> torch.Generator:
         repeatable = self.budget.repeatable

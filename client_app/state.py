@@ -28,8 +28,9 @@ from fl_app.wire import state_version
 
 log = logging.getLogger("corolla")
 
-_SUFFIX = ".state"
+SUFFIX = ".state"
 _CLAIM = ".answered"
+BUDGET = "budget"  # what begins so is of client_app/dp.py: what the experiment has spent of its privacy stays
 
 
 class _Damaged(UserError):
@@ -74,7 +75,7 @@ class StateStore:
             return self._read(version)
         except _Damaged as error:
             damaged = error
-        for earlier in sorted((p.stem for p in self.directory.glob(f"*{_SUFFIX}") if p.stem[:6] < version[:6]), reverse=True):
+        for earlier in sorted((p.stem for p in self.directory.glob(f"*{SUFFIX}") if p.stem[:6] < version[:6]), reverse=True):
             with contextlib.suppress(_Damaged):
                 state = self._read(earlier)
                 log.warning("%s; used instead: %s", damaged, earlier)
@@ -121,7 +122,7 @@ class StateStore:
         keep: generations that stay.
         """
         if version and self.directory.is_dir():
-            for path in [*self.directory.glob(f"*{_SUFFIX}"), *self.directory.glob(".*.tmp")]:
+            for path in [*self.directory.glob(f"*{SUFFIX}"), *self.directory.glob(".*.tmp")]:
                 if path.name.lstrip(".") < version and path.stem not in keep:
                     path.unlink(missing_ok=True)
 
@@ -141,13 +142,16 @@ class StateStore:
             raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
 
     def forget(self) -> None:
-        """Delete all generations of this client, and the experiment's directory if no other client has any in it."""
-        shutil.rmtree(self.directory, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            self.directory.parent.rmdir()
+        """Delete what this client keeps of the experiment but its budget, and the experiment's directory if it is empty then."""
+        for path in self.directory.glob("*") if self.directory.is_dir() else []:
+            if not path.name.startswith(BUDGET):
+                path.unlink(missing_ok=True)
+        for directory in (self.directory, self.directory.parent):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
 
     def _path(self, version: str) -> Path:
-        return self.directory / f"{version}{_SUFFIX}"
+        return self.directory / f"{version}{SUFFIX}"
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,7 @@ def stored(root: Path) -> list[StoredExperiment]:
     """List the experiments with client state under a state directory, oldest first."""
     found = []
     for directory in root.iterdir() if root.is_dir() else []:
-        files = list(directory.glob(f"client-*/*{_SUFFIX}"))
+        files = list(directory.glob(f"client-*/*{SUFFIX}"))
         if files:
             stats = [f.stat() for f in files]
             clients = len({f.parent for f in files})

@@ -24,16 +24,26 @@ def table() -> str:
         raise SystemExit(f"not in {results.FILE}: {', '.join(missing)}; run make test-hostile")
     if broken := [attack.name for attack in ATTACKS if not found[attack.name]["contained"]]:
         raise SystemExit(f"not contained: {', '.join(broken)}")
-    rows = [f"| {attack.does} | {WHERE.get(attack.where, attack.where)} | {HELD[attack.holds]} |" for attack in ATTACKS]
+    return rows()
+
+
+def rows() -> str:
+    """Return the table of a catalogue that is contained."""
+    lines = [f"| {attack.does} | {WHERE.get(attack.where, attack.where)} | {HELD[attack.holds]} |" for attack in ATTACKS]
     head = [f"{len(ATTACKS)} attacks, all contained:", "", "| attack | where | what becomes of it |", "|---|---|---|"]
-    return "\n".join([*head, *rows])
+    return "\n".join([*head, *lines])
+
+
+def parts() -> tuple[str, str, str]:
+    """Return the page before the table, the table, and the page after it."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    inside, _, after = rest.partition(END)
+    return before, inside, after
 
 
 def main() -> int:
     """Rewrite the page between its marks."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
+    before, _, after = parts()
     PAGE.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")
     return 0
 

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from client_app.client_app import app
 from client_app.dp import Budget, NoisyTrainer, Plan
+from client_app.state import State, StateStore
 from fl_app import models, server_app, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
@@ -26,7 +27,7 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.wire import PRIVATE_KEYS
 from strategies import METHOD_PARAMS, METHODS
-from tests.client_app.test_train import CLASSES, SIDE, data_of, with_batchnorm
+from tests.client_app.test_train import CLASSES, SIDE, data_of, with_batchnorm, with_dropout
 from tests.conftest import Run, config, flat
 
 ABLE = tuple(sorted(name for name, method in METHODS.items() if method.dp_epochs))
@@ -71,13 +72,20 @@ def test_few_records_are_all_in_every_batch() -> None:
 # the budget
 
 
+def place(root: Path) -> Path:
+    """Where a client keeps its state."""
+    directory = root / "experiment" / "client-0001"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
 def test_what_is_spent_stays_spent(tmp_path: Path) -> None:
     wanted = config(dp_epsilon=2.0, num_server_rounds=3)
     plan = Plan.of(wanted, 100, 1)
-    budget = Budget(tmp_path, wanted, repeatable=False)
+    budget = Budget(place(tmp_path), wanted, repeatable=False)
     spent = [budget.spend(f"{round}-1-train", plan, plan.steps) for round in (1, 2, 2)]  # round 2 is repeated
     assert 0 < spent[0] < spent[1] < spent[2] <= 2.0
-    again = Budget(tmp_path, wanted, repeatable=False)
+    again = Budget(place(tmp_path), wanted, repeatable=False)
     with pytest.raises(UserError, match=r"dp-epsilon: 2 of 2 is spent, and 13 steps more would make it 2\.\d"):
         again.spend("3-1-train", plan, plan.steps)
     assert len(again.read()) == 3  # what was refused is not noted
@@ -85,7 +93,7 @@ def test_what_is_spent_stays_spent(tmp_path: Path) -> None:
 
 def test_a_repetition_with_the_same_noise_costs_nothing(tmp_path: Path) -> None:
     wanted = config(dp_epsilon=2.0, num_server_rounds=3)
-    plan, budget = Plan.of(wanted, 100, 1), Budget(tmp_path, wanted, repeatable=True)
+    plan, budget = Plan.of(wanted, 100, 1), Budget(place(tmp_path), wanted, repeatable=True)
     assert budget.spend("1-1-train", plan, plan.steps) == budget.spend("1-1-train", plan, plan.steps)
     assert budget.spend("1-2-train", plan, plan.steps) > budget.epsilon(budget.read()[:1])
 
@@ -93,9 +101,49 @@ def test_a_repetition_with_the_same_noise_costs_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["", "[[1]]", "{}x", "[1]"])
 def test_a_damaged_budget_stops_everything(tmp_path: Path, content: str) -> None:
     wanted = config(dp_epsilon=2.0)
-    (tmp_path / "budget.json").write_text(content)
+    (place(tmp_path) / "budget.json").write_text(content)
     with pytest.raises(UserError, match="what was spent cannot be read from"):
-        Budget(tmp_path, wanted, repeatable=False).spend("1", Plan(0.1, 10, 1.0), 10)
+        Budget(place(tmp_path), wanted, repeatable=False).spend("1", Plan(0.1, 10, 1.0), 10)
+
+
+def test_a_run_has_one_budget(tmp_path: Path) -> None:
+    """A server that names another experiment in every message would otherwise begin anew with each."""
+    wanted = config(dp_epsilon=2.0, num_server_rounds=3)
+    plan = Plan.of(wanted, 100, 1)
+
+    def spend(experiment: str, run: int, client: str = "client-0001") -> float:
+        return Budget(tmp_path / experiment / client, wanted, repeatable=False, run=run).spend("1", plan, plan.steps)
+
+    spent = spend("first", 7)
+    for _ in range(2):
+        with pytest.raises(UserError, match="this run spends in experiment first, and not in second as well"):
+            spend("second", 7)
+    assert not (tmp_path / "second" / "client-0001" / "budget.json").exists()
+    assert spend("first", 8) > spent  # a resumed run
+    assert spend("second", 9) == spend("first", 9, "client-0002") == spent
+
+
+def test_a_budget_outlasts_the_state(tmp_path: Path) -> None:
+    store = StateStore(tmp_path, "abc", 1)
+    wanted = config(dp_epsilon=2.0, num_server_rounds=3)
+    budget, plan = Budget(store.directory, wanted, repeatable=False), Plan.of(wanted, 100, 1)
+    budget.spend("1", plan, plan.steps)
+    store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
+    store.forget()
+    assert not list(store.directory.glob("*.state")) and len(budget.read()) == 1
+
+
+def test_state_that_was_trained_without_a_budget_is_not_told(tmp_path: Path) -> None:
+    store, wanted = StateStore(tmp_path, "abc", 1), config(dp_epsilon=2.0)
+    budget, plan = Budget(store.directory, wanted, repeatable=False), Plan(0.1, 10, 5.0)
+    budget.check()
+    store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
+    with pytest.raises(UserError, match="trained without a budget"):
+        budget.check()
+    store.forget()
+    budget.spend("1", plan, plan.steps)
+    store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
+    budget.check()
 
 
 # the steps
@@ -112,7 +160,7 @@ def convolution() -> nn.Module:
 
 def noisy(tmp_path: Path, make: Callable[[], nn.Module], plan: Plan, n: int = 12, **changes: Any) -> NoisyTrainer:
     wanted = config(dp_epsilon=1e40, learning_rate=0.5, **{"batch_size": n, **changes})
-    trainer = NoisyTrainer(make(), wanted, data_of(n), 1, 0, budget=Budget(tmp_path, wanted, repeatable=True), epochs=1)
+    trainer = NoisyTrainer(make(), wanted, data_of(n), 1, 0, budget=Budget(place(tmp_path), wanted, repeatable=True), epochs=1)
     trainer.plan = plan
     return trainer
 
@@ -157,6 +205,8 @@ def test_batches_are_drawn_and_may_be_empty(tmp_path: Path) -> None:
     trainer.data.inputs = lambda images: seen.append(len(images)) or inputs(images)  # type: ignore[func-returns-value,method-assign]
     start = weights.read(convolution())
     after = trainer.train(start, epochs=1)
+    assert seen[:2] == [2, 2]  # made up, to see whether the model keeps records apart
+    del seen[:2]
     assert len(seen) == 400 and 0 in seen
     assert sum(seen) == pytest.approx(400 * 12 * 0.02, abs=4 * math.sqrt(400 * 12 * 0.02))
     assert np.isfinite(after.params).all()
@@ -171,6 +221,38 @@ def test_secret_noise_is_another_every_time(tmp_path: Path) -> None:
         results.append(trainer.train(start, epochs=1).params)
     assert np.array_equal(results[0], results[1])
     assert not np.array_equal(results[2], results[3]) and not np.array_equal(results[0], results[2])
+
+
+def test_a_record_whose_gradient_is_no_number_counts_nothing(tmp_path: Path) -> None:
+    """A server could send weights that overflow for some records alone: a step that fails would tell that one of them is here."""
+    results = []
+    for broken in (True, False):
+        trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 1e-13))
+        inputs = trainer.data.inputs
+
+        def fourth(images: torch.Tensor, inputs: Any = inputs, broken: bool = broken) -> torch.Tensor:
+            x = inputs(images).clone()
+            x[3:4] = torch.inf if broken else 0.0
+            return x
+
+        trainer.data.inputs = fourth  # type: ignore[method-assign]
+        results.append(trainer.train(weights.read(mlp()), epochs=1).params - weights.read(mlp()).params)
+    assert np.isfinite(results[0]).all()
+    assert 0 < np.linalg.norm(results[0] - results[1]) <= 0.5 * 1.0 / 12 + 1e-5  # rate, clip, records
+
+
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_what_befalls_a_record_is_as_secret_as_who_is_in_a_batch(tmp_path: Path, repeatable: bool) -> None:
+    """Who knows what the third image of a batch is turned by would see the others move up when one is missing."""
+    torch.manual_seed(0)
+    seen: list[list[tuple[bytes, float]]] = [[], []]
+    for run in seen:
+        trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 1.0), augment="crop-flip")
+        trainer.budget.repeatable = repeatable
+        trainer.data.poisson = 1.0, 1, trainer._generator("train")
+        run.extend((batch.x.numpy().tobytes(), float(torch.rand(()))) for batch in trainer.data.epochs(1, "train"))
+    (images, dropout), (images_again, dropout_again) = seen[0][0], seen[1][0]
+    assert (images == images_again) is (dropout == dropout_again) is repeatable
 
 
 def test_records_are_looked_at_by_steps_alone(tmp_path: Path) -> None:
@@ -249,6 +331,15 @@ def test_a_site_whose_budget_is_spent_says_so_and_stays_away(run: Run, raw_confi
     assert [(f["client"], "8 of 8 is spent" in f["cause"]) for f in record["failures"]] == [(1, True)]
 
 
+def test_a_finished_run_that_goes_on_has_nothing_left_to_spend(run: Run, raw_config: dict[str, Any]) -> None:
+    """Its clients have removed what they keep for it, as after every private run."""
+    whole = {"method": "fedavg", "private": True, **ROUNDS}
+    folder = run(**whole)
+    raw = {**raw_config, **flat({**whole, "num_server_rounds": 3}), "resume": str(folder.path)}
+    with pytest.raises(UserError, match=r"client 0: dp-epsilon: 7\.99\d of 8 is spent"):
+        server_app.run(InProcessGrid(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -271,6 +362,30 @@ def test_what_cannot_be_is_refused_before_training(
 def test_resnets_with_group_norm_train(run: Run) -> None:
     folder = run(model="resnet8", norm="group", train_samples=10, num_clients=2, **{**ROUNDS, "num_server_rounds": 1})
     assert read_summary(folder.path)["digest"]
+
+
+class Centred(nn.Module):
+    """What no layer shows: the mean over the batch is taken from each record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIDE * SIDE, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.flatten(1)
+        logits: torch.Tensor = self.linear(flat - flat.mean(0))
+        return logits
+
+
+def test_a_model_that_mixes_records_by_hand_is_named(tmp_path: Path) -> None:
+    trainer = noisy(tmp_path, Centred, Plan(1.0, 1, 1.0))
+    with pytest.raises(UserError, match="does not keep records apart: what it says of one changes with others"):
+        trainer.train(weights.read(Centred()), epochs=1)
+
+
+def test_dropout_keeps_records_apart(tmp_path: Path) -> None:
+    start = weights.read(with_dropout())
+    assert np.isfinite(noisy(tmp_path, with_dropout, Plan(1.0, 1, 1.0)).train(start, epochs=1).params).all()
 
 
 def test_a_model_that_mixes_records_is_named(tmp_path: Path) -> None:
