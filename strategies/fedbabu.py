@@ -69,4 +69,6 @@ class FedBABUUpdate(LocalUpdate[FedBABUParams]):
         return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=still)
 
 
-METHOD = Method("fedbabu", FedBABUParams, FedBABU, FedBABUUpdate, all_but_classifier, dp_epochs=local_epochs, sums=True)
+METHOD = Method(
+    "fedbabu", FedBABUParams, FedBABU, FedBABUUpdate, all_but_classifier, needs_whole=True, dp_epochs=local_epochs, sums=True
+)

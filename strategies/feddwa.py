@@ -95,7 +95,8 @@ class FedDWAUpdate(LocalUpdate[FedDWAParams]):
         plain = super().upload(before, after, state, ctx)
         if ctx.params.guidance != "trained":
             return plain
-        return dataclasses.replace(plain, extras={GUIDANCE: ctx.trainer.train(after, purpose=STREAM).params})
+        guidance = ctx.layout.take(ctx.trainer.train(after, purpose=STREAM), ctx.shared)
+        return dataclasses.replace(plain, extras={GUIDANCE: guidance.params})
 
 
 FIGURES = (

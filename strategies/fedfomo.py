@@ -151,11 +151,11 @@ class FedFomoUpdate(LocalUpdate[FedFomoParams]):
         held = held_out(ctx)
         ctx.trainer.leave_out(held)
         if "fedfomo.own.params" not in state.arrays:
-            return received
+            return super().merge(received, state, ctx)
         baseline, own = (
             Model(state.arrays[f"fedfomo.{which}.params"], state.arrays[f"fedfomo.{which}.buffers"]) for which in ("start", "own")
         )
-        others = others_sent(received, ctx)
+        others = [ctx.layout.put(own, other, ctx.shared) for other in others_sent(received, ctx)]
         judged = held if len(held) else np.arange(ctx.num_samples)
         loss, *losses = (float(ctx.trainer.sample_losses(m, judged).mean(dtype=np.float64)) for m in (baseline, own, *others))
         candidates = [own, *others]

@@ -177,6 +177,6 @@ class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
 
 
 METHOD = Method(
-    "perfedmask", PerFedMaskParams, PerFedMask, PerFedMaskUpdate, all_but_classifier,
+    "perfedmask", PerFedMaskParams, PerFedMask, PerFedMaskUpdate, all_but_classifier, needs_whole=True,
     not_private="its server averages each layer over those clients that train it",
 )  # fmt: skip

@@ -351,6 +351,6 @@ def cross_validated(
 
 
 METHOD = Method(
-    "pfedfda", PFedFDAParams, PFedFDA, PFedFDAUpdate, body, needs_classes=True,
+    "pfedfda", PFedFDAParams, PFedFDA, PFedFDAUpdate, body, needs_classes=True, needs_whole=True,
     not_private="it sends the mean and covariance of each client's features",
 )  # fmt: skip

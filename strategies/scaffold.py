@@ -138,17 +138,20 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
 
 
 class SCAFFOLDUpdate(LocalUpdate[SCAFFOLDParams]):
-    """Client half. State: `scaffold.control` float32 [d], c_i."""
+    """Client half. State: `scaffold.control` float32 [d], c_i, of what travels."""
 
     reports = (STEPS,)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[SCAFFOLDParams]) -> Model:
         """Train with corrected steps; renew c_i."""
         trainer, c = ctx.trainer, ctx.extras[CONTROL]
-        own = state.arrays.get("scaffold.control", np.zeros_like(start.params))
-        after = trainer.train(start, correction=shifted(ctx, c - own))
+        sent = ctx.layout.take(start, ctx.shared)
+        own = state.arrays.get("scaffold.control", np.zeros_like(sent.params))
+        still = Model(np.zeros_like(start.params), np.zeros_like(start.buffers))  # what does not travel is not corrected
+        shift = ctx.layout.put(still, Model(c - own, sent.buffers), ctx.shared).params
+        after = trainer.train(start, correction=shifted(ctx, shift))
         scale = trainer.learning_rate * effective_steps(trainer.steps, ctx.config.momentum)
-        change = control_change(start.params, after.params, c, scale)
+        change = control_change(sent.params, ctx.layout.take(after, ctx.shared).params, c, scale)
         state.arrays["scaffold.control"] = (own + change).astype(np.float32)
         return after
 

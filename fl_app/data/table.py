@@ -88,12 +88,13 @@ def _convert(
         if missing := [part for part in parts if name not in part]:
             key = "client" if name == reading.client else "target"
             raise UserError(f"{key}: {path} has no column {name!r}; it has {', '.join(missing[0])}")
-    sides = [_side(path, part, reading) for part in parts]
-    rows = [len(x) for x, _, _ in sides]
-    if not rows[0]:
+        for part in parts:
+            _refuse_missing(path, name, part[name])
+    if not len(parts[0][wanted[0]]):
         raise UserError(f"dataset: {path} has no rows")
+    sides = [_side(path, part, reading) for part in parts]
     if len(sides) == 1:
-        train, test = _divide(sides[0][2], rows[0], reading.test_ratio)
+        train, test = _divide(sides[0][2], len(sides[0][0]), reading.test_ratio)
         x, y, whose = sides[0]
         sides = [(x[of], y[of], whose[of]) for of in (train, test)]
     (x_train, y_train, whose_train), (x_test, y_test, whose_test) = sides
@@ -119,7 +120,7 @@ def _side(path: Path, part: Columns, reading: Reading) -> tuple[NDArray[Any], ND
         raise UserError(f"dataset: {path} has no columns but {', '.join(part)}: nothing to learn from")
     for name, values in features.items():
         if values.dtype.kind not in "biuf":
-            example = repr(values[0])[:40] if len(values) else values.dtype
+            example = repr(str(values[0]))[:40] if len(values) else values.dtype
             raise UserError(f"dataset: {path}: column {name} must hold numbers, got {example}; encode it, or leave it out")
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             bad = int(np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1))[0])
@@ -135,6 +136,15 @@ def _side(path: Path, part: Columns, reading: Reading) -> tuple[NDArray[Any], ND
     y = [part[name] for name in reading.targets]
     whose = part[reading.client] if reading.client else np.zeros(len(x))
     return x, y[0] if len(y) == 1 else np.stack(y, axis=1), whose
+
+
+def _refuse_missing(path: Path, name: str, values: NDArray[Any]) -> None:
+    """Raise UserError if a row has no target, or nobody it belongs to: neither is a value like others."""
+    import pandas
+
+    missing = np.flatnonzero(pandas.isna(values).any(axis=tuple(range(1, values.ndim))))
+    if missing.size:
+        raise UserError(f"dataset: {path}: column {name} must have a value in every row, row {missing[0]} has none")
 
 
 def _divide(whose: NDArray[Any], rows: int, test_ratio: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -98,6 +98,8 @@ def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Run],
 
     Raises UserError for a path that is neither, and if nothing is finished.
     """
+    if not paths:
+        raise UserError("no runs to compare: name run folders, or folders of run folders")
     found = run_folders.find(paths)
     if not any(run.finished for run in found):
         raise UserError(f"no finished run (with {SUMMARY}) among {', '.join(map(str, paths))}")

@@ -39,10 +39,12 @@ def _start(run: Run, line: Line) -> Line:
 
 
 def _round(record: Record) -> Line:
-    evaluation = {f"evaluation-{name}": value for name, value in _numbers(record.get("evaluation") or {})}
+    measured = record.get("evaluation") or {}
+    evaluation = {f"evaluation-{name}": value for name, value in _numbers(measured)}
+    unseen = {f"evaluation-unseen-{name}": value for name, value in _numbers(measured.get("unseen", {}))}
     seconds = {f"seconds-{name}": value for name, value in _numbers(record.get("seconds", {}))}
     plain = {name: value for name, value in _numbers(record) if name not in _PARTS}
-    return {**plain, **evaluation, "failures": len(record.get("failures", [])), **seconds}
+    return {**plain, **evaluation, **unseen, "failures": len(record.get("failures", [])), **seconds}
 
 
 def _clients(run: Run, record: Record) -> Iterator[Line]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,7 +28,8 @@ class Store:
             dir=os.environ.get("WANDB_DIR") or str(run.path), config=settings(run), job_type=str(run.settings["method"]),
             settings=private,
         )  # fmt: skip
-        self._files = wandb.Artifact(f"{run.path.name}-{self._run.id}", "model")
+        name = re.sub(r"[^\w.-]", "-", run.path.name, flags=re.ASCII)  # a sweep's runs have commas and = in theirs
+        self._files = wandb.Artifact(f"{name[:100]}-{self._run.id}", "model")
 
     def round(self, number: int, values: Mapping[str, float]) -> None:
         """Log a round's metrics."""

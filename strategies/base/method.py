@@ -47,7 +47,7 @@ class Method(Generic[P]):
     exported(make, names): the network of a run's final models with tensors of these names, where it is neither the run's model,
     which make() builds, nor the one that trains. figures: what a report draws of the method's records. needs_classes: it is about
     classes, and only runs tasks that have them.
-    needs_whole: its arrays are as long as what trains: `share` cannot leave out some of it.
+    needs_whole: its arrays are as long as what trains, or its clients keep nothing of their own: `share` cannot leave out some.
     dp_epochs(config): epochs of plain gradient steps that a round is for a client, where it looks at its records by nothing else
     (it can run with `dp-epsilon`).
     sums: its server needs no more of clients' models than means over groups of them: it can run private. not_private: of one that

@@ -98,6 +98,8 @@ def test_compare_of_nothing_finished_is_an_error(start: Start) -> None:
     (found.path / "summary.json").unlink()
     with pytest.raises(UserError, match="no finished run"):
         corolla.compare([found])
+    with pytest.raises(UserError, match="no runs to compare: name run folders"):
+        corolla.compare([])
 
 
 def test_what_a_run_keeps_for_loading_its_model(start: Start) -> None:

@@ -18,6 +18,7 @@ from PIL import Image
 
 from fl_app import cli, models
 from fl_app.cli.reference import config_page, pyproject_with_defaults
+from fl_app.cli.settings import name_plugins
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS, METHODS
 
@@ -112,6 +113,12 @@ def test_bad_input_is_refused_before_anything_is_written(  # type: ignore[no-unt
     assert message in err, err
     assert len(err) < 1500
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_file_of_a_plugin_is_named_if_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    name_plugins([{"model": "nowhere:factory", "task": "json:Task"}])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("task json:Task: /")
 
 
 def test_exit_code_and_message_of_a_real_process(tmp_path: Path) -> None:

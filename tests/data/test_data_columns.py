@@ -77,6 +77,26 @@ def test_table_errors(tmp_path: Path, changes: dict[str, object], message: str) 
         data.check(config(**{**table(tmp_path), **changes}))
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+@pytest.mark.parametrize("column, target", [("outcome", "outcome"), ("hospital", "outcome"), ("days", "days")])
+def test_a_row_without_its_target_or_client_is_named(tmp_path: Path, suffix: str, column: str, target: str) -> None:
+    content, path = frame().drop(columns="days" if target == "outcome" else "outcome"), tmp_path / f"t{suffix}"
+    content.loc[3, column] = None
+    content.to_csv(path, index=False) if suffix == ".csv" else content.to_parquet(path)
+    task = "classification" if target == "outcome" else "regression"
+    with pytest.raises(UserError, match=f"column {column} must have a value in every row, row 3 has none"):
+        data.check(config(**table(tmp_path) | {"dataset": f"table:{path}", "target": target, "task": task}))
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_table_of_no_rows(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t{suffix}"
+    content = frame().drop(columns="outcome")[:0]
+    content.to_csv(path, index=False) if suffix == ".csv" else content.to_parquet(path)
+    with pytest.raises(UserError, match=f"{path} has no rows"):
+        data.check(config(**table(tmp_path) | {"dataset": f"table:{path}"}))
+
+
 def test_config_errors() -> None:
     with pytest.raises(UserError, match="target: table:/x.csv needs the name of the column to learn"):
         config(dataset="table:/x.csv")

@@ -85,9 +85,22 @@ def test_a_frozen_batchnorm_gathers_no_statistics(run: Run) -> None:
     assert set(load_file(folder.path / "models/global.safetensors")) == {"fc.weight", "fc.bias"}
 
 
-def test_methods_about_all_parameters_refuse_to_share_some(run: Run) -> None:
-    with pytest.raises(UserError, match="method fedcac: it is about all parameters that train; .*leave share unset"):
-        run(method="fedcac", share="classifier.*")
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_shares_parts_or_refuses_by_name(run: Run, method: str) -> None:
+    pattern = "classifier.*" if method in {"lg-fedavg", "fedgen"} else "fc2.*"
+    refusal = ""
+    if METHODS[method].compose is not None:
+        refusal = f"share: method {method} trains a network around the model"
+    elif METHODS[method].needs_whole:
+        refusal = f"method {method}: it is about all parameters that train; .*leave share unset"
+    if refusal:
+        with pytest.raises(UserError, match=refusal):
+            run(method=method, share=pattern, **IN_TWO_ROUNDS.get(method, {}))
+        return
+    folder = run(method=method, share=pattern, num_clients=2, num_server_rounds=2, collect_personal_models=True)
+    assert read_summary(folder.path)["failures"] == 0
+    one, other = (load_file(folder.path / f"models/client-{i}.safetensors") for i in range(2))
+    assert (one["fc1.weight"] != other["fc1.weight"]).any()  # a client's own, and trained
 
 
 def test_another_backbone_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

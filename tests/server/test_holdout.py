@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fl_app.report.arrays import read_run
+from fl_app.report.csv_files import round_lines
 from fl_app.server.run_folder import read_metrics, read_summary
 from tests.conftest import Run, config
 
@@ -30,3 +32,5 @@ def test_a_run_with_unseen_clients(run: Run, method: str) -> None:
     apart = rows[str(unseen)]
     assert evaluation["unseen"]["ids"] == [unseen] and summary["unseen-accuracy"] == apart["accuracy"]
     assert summary["unseen-accuracy-finetuned"] == apart["accuracy-finetuned"] and summary["digest"]
+    last = round_lines(read_run(folder.path))[-1]
+    assert last["evaluation-unseen-accuracy"] == apart["accuracy"] and last["evaluation-accuracy"] == evaluation["accuracy"]

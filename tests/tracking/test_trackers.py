@@ -110,7 +110,7 @@ def test_wandb_offline_holds_metrics_config_and_models(
 ) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    found = run(track="wandb,", method="fedcac", num_server_rounds=3, fedcac={"beta": 2})
+    found = run(track="wandb,", method="fedcac", num_server_rounds=3, fedcac={"beta": 2}, run_name="fedcac,seed=0")
     assert not warnings
     (directory,) = (found.path / "wandb").glob("offline-run-*")
     (file,) = directory.glob("*.wandb")
