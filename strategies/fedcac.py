@@ -228,9 +228,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         statistics = self.averaging.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
         self.global_model = Model(mean, self.averaging.mean(uploads.B, weights))
         for i, client_id in enumerate(uploads.ids):
-            self.keep_for(
-                client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round)
-            )
+            self.keep_for(client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round))
             self.note(client_id, "collaborators", [uploads.ids[j] for j in np.flatnonzero(chosen[i])])
         self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
         self.note_round("overlap", np.round(overlap, 6).tolist())
@@ -346,13 +344,6 @@ FIGURES = (
 )  # fmt: skip
 
 METHOD = Method(
-    "fedcac",
-    FedCACParams,
-    FedCAC,
-    FedCACUpdate,
-    all_but_local_statistics,
-    figures=FIGURES,
-    needs_whole=True,
-    dp_epochs=local_epochs,
-    sums=True,
-)
+    "fedcac", FedCACParams, FedCAC, FedCACUpdate, all_but_local_statistics, figures=FIGURES, needs_whole=True,
+    dp_epochs=local_epochs, sums=True,
+)  # fmt: skip

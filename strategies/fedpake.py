@@ -102,9 +102,7 @@ def aggregate(
     return aggregate_layers(W, sizes, params)[0]
 
 
-def aggregate_layers(
-    W: Stack, sizes: Sequence[int], params: FedPakeParams
-) -> tuple[NDArray[np.float32], list[LayerSplit]]:
+def aggregate_layers(W: Stack, sizes: Sequence[int], params: FedPakeParams) -> tuple[NDArray[np.float32], list[LayerSplit]]:
     """`aggregate`, and what was found per layer."""
     _check(W, sizes, params)
     work = _Aggregation(W, sizes, params)
