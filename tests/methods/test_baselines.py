@@ -135,7 +135,7 @@ class MemoryStore:
     generations: dict[tuple[str, int, str], dict[str, np.ndarray]] = {}
 
     def __init__(self, root: Path, experiment: str, client_id: int) -> None:
-        self.key = experiment, client_id
+        self.key, self.directory = (experiment, client_id), root
 
     def load(self, version: str) -> State:
         return State(dict(self.generations[(*self.key, version)]) if version else {}, version)
