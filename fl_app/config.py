@@ -146,6 +146,10 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
         angle = math.pi * (round - 1) / self.num_server_rounds if self.schedule == "cosine" else 0.0
         return self.learning_rate_decay ** (round - 1) * ((1 + math.cos(angle)) / 2)
 
+    def evaluates_after(self, round: int) -> bool:
+        """Tell whether all clients are evaluated after a round: the last one, and every `evaluate-every`-th."""
+        return round == self.num_server_rounds or (self.evaluate_every > 0 and round % self.evaluate_every == 0)
+
     @property
     def unseen(self) -> frozenset[int]:
         """The clients that never train (`holdout-clients`): at least one if any, and not all."""

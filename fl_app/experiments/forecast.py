@@ -52,8 +52,7 @@ def _evaluation_share(record: Record, config: RunConfig) -> float:
 
 def evaluations(config: RunConfig, done: int) -> int:
     """Count the evaluations of all clients after a round until the end."""
-    total, every = config.num_server_rounds, config.evaluate_every
-    return sum(1 for t in range(done + 1, total + 1) if t == total or (every and t % every == 0))
+    return sum(config.evaluates_after(t) for t in range(done + 1, config.num_server_rounds + 1))
 
 
 class Forecast:

@@ -59,7 +59,7 @@ class Rounds(Private):
         for round in range(self.round + 1, total + 1):
             watch.start_round("record")  # of the round before: its checkpoint and its metrics
             record = self.train_round(grid, round, watch)
-            if round == total or (self.config.evaluate_every and round % self.config.evaluate_every == 0):
+            if self.config.evaluates_after(round):
                 record["evaluation"] = self.evaluate_all(grid, round)
                 watch.lap("evaluate")
             record["seconds"] = dict(watch.laps)
