@@ -14,9 +14,9 @@ from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Vector
 from fl_app.privacy import masking, overlaps, sketch
-from fl_app.privacy.masking import BUFFERS_RANGE, GROUP_MIN, PARAMS_RANGE, Words, derived
+from fl_app.privacy.masking import BUFFERS_RANGE, PARAMS_RANGE, Words, derived
 from fl_app.privacy.sites import Keyring, keyring
-from fl_app.wire import PRIVATE, SUM, Download, Upload, state_version
+from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Download, Upload, state_version
 
 __all__ = ["Masker", "keyring", "properties"]
 

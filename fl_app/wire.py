@@ -32,6 +32,7 @@ STATE_VERSION = "state-version"  # metric: the generation of state that this mes
 STATE_USED = "state-used"  # metric of a client whose state was damaged: the earlier generation it went on from
 PRIVATE = "private"  # scalars of private rounds begin with it; as a metric: the attempt whose masks an upload bears
 SUM = "masked"  # extra array of a private round: params and buffers in fixed point under masks, uint32 [d + b]
+GROUP_MIN = 3  # clients in a sum of a private round: with two, each knows the other's model
 SIMULATION = "COROLLA_SIMULATION"  # set in the environment where all clients take turns on this machine
 PRIVATE_KEYS = "private-keys"  # of a node's config: its key for private runs
 SEED_KEYS = "seed"  # as such: from the run's seed, where all clients are on one machine

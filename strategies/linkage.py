@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.wire import GROUP_MIN
+
 ALONE = -1
 
 
-def partition(similarity: NDArray[np.float64], threshold: float, smallest: int = 3) -> NDArray[np.int64]:
+def partition(similarity: NDArray[np.float64], threshold: float, smallest: int = GROUP_MIN) -> NDArray[np.int64]:
     """Cut the average-linkage tree where groups' mean similarity falls below the threshold; int64 [N], a group's number or ALONE.
 
     similarity: float64 [N, N], symmetric. Groups below `smallest` are dissolved; the others are numbered by their first member.
@@ -38,7 +40,7 @@ def partition(similarity: NDArray[np.float64], threshold: float, smallest: int =
 
 
 def summed(
-    ids: Sequence[int], labels: NDArray[np.int64], similarity: NDArray[np.float64], smallest: int = 3
+    ids: Sequence[int], labels: NDArray[np.int64], similarity: NDArray[np.float64], smallest: int = GROUP_MIN
 ) -> dict[int, list[int]]:
     """Who is summed up with whom: disjoint groups of at least `smallest` that cover `ids`, each sorted, by label.
 

@@ -22,10 +22,11 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algori
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from numpy.typing import NDArray
 
+from fl_app.wire import GROUP_MIN
+
 Words = NDArray[np.uint32]
 
 PARAMS_RANGE, BUFFERS_RANGE = 8.0, 512.0  # of weights, and of BatchNorm's statistics, whose variances are larger
-GROUP_MIN = 3  # members of a sum: with two, each knows the other's summand
 _BITS = 30
 _CHUNK = 1 << 18  # words: a chunk of the sum and of a mask fit the cache
 

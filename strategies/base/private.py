@@ -18,15 +18,13 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
-from fl_app.wire import PRIVATE, SUM, Expected, Upload, WireError, state_version
+from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Expected, Upload, WireError, state_version
 from strategies.base.attempt import TooFewResults
 from strategies.base.messages import Messages, require
 from strategies.base.uploads import Intake, Uploads
 from strategies.robust import capped
 
 log = logging.getLogger("corolla")
-
-SMALLEST = 3  # clients in a sum; with two, each knows the other's model
 
 
 @dataclass(frozen=True)
@@ -115,8 +113,8 @@ class Private(Messages):
             return super().participants(connected, round)
         among = self.attempt.among
         ids = super().participants(connected, round) if among is None else [i for i in connected if i in among]
-        if len(ids) < SMALLEST:
-            raise TooFewResults(f"private: a round needs {SMALLEST} clients, there are {len(ids)}")
+        if len(ids) < GROUP_MIN:
+            raise TooFewResults(f"private: a round needs {GROUP_MIN} clients, there are {len(ids)}")
         return ids
 
     def room_for(self, ids: list[int]) -> Intake:
@@ -161,7 +159,7 @@ class Private(Messages):
         """Personalize with what came in, or with its sums."""
         if not isinstance(intake, MaskedIntake):
             return super().use(round, intake)
-        require(intake, self.config.min_results, SMALLEST)
+        require(intake, self.config.min_results, GROUP_MIN)
         present = frozenset(intake.metrics)
         if absent := [i for i in intake.ids if i not in present]:
             raise TooFewResults(f"clients {absent} dropped out: what the others sent is masked, they are asked again", present)
@@ -207,8 +205,8 @@ def check(config: RunConfig, why_not: str) -> None:
     if config.collect_personal_models:
         raise UserError("private: collect-personal-models uploads every client's own model; leave it off")
     drawn = int(max(1, config.fraction_train * config.num_training + 0.5))
-    if config.num_clients and drawn < SMALLEST:
+    if config.num_clients and drawn < GROUP_MIN:
         raise UserError(
-            f"private: a round needs {SMALLEST} clients, it has {drawn} (num-clients, fraction-train): among two, each knows the "
+            f"private: a round needs {GROUP_MIN} clients, it has {drawn} (num-clients, fraction-train): among two, each knows the "
             "other's model"
         )
