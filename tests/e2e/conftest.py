@@ -147,17 +147,26 @@ class Cluster:
         end_processes(processes_with(f"COROLLA_LAUNCH={self.home}"))
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    home = tmp_path / "flwr"
+@contextlib.contextmanager
+def own_cluster(directory: Path, **environment: str) -> Iterator[Cluster]:
+    """A cluster whose files lie in a directory, to be started; nothing of it is left at the end. environment: more variables."""
+    home = directory / "flwr"
     home.mkdir()
-    environment = flower_environment(home)
-    environment |= {"COROLLA_LAUNCH": str(home), "COROLLA_STATE_DIR": str(tmp_path / "client-state")}
+    environment = flower_environment(home) | environment
+    environment |= {"COROLLA_LAUNCH": str(home), "COROLLA_STATE_DIR": str(directory / "client-state")}
     environment |= with_test_models(environment)
     running = Cluster(home, environment)
-    yield running
-    running.stop()
+    try:
+        yield running
+    finally:
+        running.stop()
     assert processes_with(f"COROLLA_LAUNCH={home}") == []
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with own_cluster(tmp_path) as running:
+        yield running
 
 
 @dataclass

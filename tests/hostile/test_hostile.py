@@ -16,9 +16,8 @@ from flwr.app import Message
 
 from fl_app.config import parse
 from fl_app.data import open_client
-from fl_app.processes import flower_environment, processes_with
 from strategies import METHOD_PARAMS
-from tests.e2e.conftest import Cluster, Run, replay, rounds, summary, wait_for
+from tests.e2e.conftest import Cluster, Run, own_cluster, replay, rounds, summary, wait_for
 from tests.hostile import results
 from tests.hostile.catalogue import ATTACKS, Attack
 from tests.hostile.supernode import Reply, SuperNode
@@ -98,20 +97,14 @@ class Outcome:
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     directory = tmp_path_factory.mktemp("hostile")
-    home = directory / "flwr"
-    home.mkdir()
-    environment = flower_environment(home)
-    environment |= {"COROLLA_LAUNCH": str(home), "COROLLA_STATE_DIR": str(directory / "state"), "COLUMNS": "400"}
-    cluster = Cluster(home, environment)
     nodes: list[SuperNode] = []
-    try:
-        cluster.start_superlink()
-        yield attack_all(cluster, directory, nodes)
-    finally:
-        for node in nodes:
-            node.stop()
-        cluster.stop()
-    assert processes_with(f"COROLLA_LAUNCH={home}") == []
+    with own_cluster(directory, COLUMNS="400") as cluster:
+        try:
+            cluster.start_superlink()
+            yield attack_all(cluster, directory, nodes)
+        finally:
+            for node in nodes:
+                node.stop()
 
 
 def attack_all(cluster: Cluster, directory: Path, nodes: list[SuperNode]) -> Outcome:

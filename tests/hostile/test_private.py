@@ -22,10 +22,9 @@ from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.layout import Layout
 from fl_app.privacy import masking
-from fl_app.processes import flower_environment, processes_with
 from strategies import METHOD_PARAMS, masks
 from strategies.fedcac import FedCACUpdate
-from tests.e2e.conftest import Cluster, Run, replay, rounds, summary
+from tests.e2e.conftest import Run, own_cluster, replay, rounds, summary
 from tests.hostile.supernode import Reply, SuperNode
 from tests.privacy.keys import make
 
@@ -62,11 +61,6 @@ class Recorded:
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     directory = tmp_path_factory.mktemp("private")
-    home = directory / "flwr"
-    home.mkdir()
-    environment = flower_environment(home)
-    environment |= {"COROLLA_LAUNCH": str(home), "COROLLA_STATE_DIR": str(directory / "state"), "COLUMNS": "400"}
-    cluster = Cluster(home, environment)
     nodes: list[SuperNode] = []
     config = {**CONFIG, "state-dir": str(directory / "state"), "data-dir": str(directory / "data")}
     parsed = parse({**config, "num-clients": CLIENTS}, METHOD_PARAMS)
@@ -97,7 +91,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
 
         return alter
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, own_cluster(directory, COLUMNS="400") as cluster:
         patch.setattr(FedCACUpdate, "upload", noted)
         try:
             cluster.start_superlink()
@@ -112,8 +106,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
         finally:
             for node in nodes:
                 node.stop()
-            cluster.stop()
-    assert processes_with(f"COROLLA_LAUNCH={home}") == []
 
 
 def auc(scores: np.ndarray, labels: np.ndarray) -> float:
