@@ -57,9 +57,8 @@ class Batches:
             self._format = torch.contiguous_format
 
         self._used: Tensor | None = None  # training samples that batches are made of, on the CPU; None: all
-        self.poisson: tuple[float, int, torch.Generator] | None = (
-            None  # batches are drawn: each sample's chance, how many, by what
-        )
+        # if batches are drawn: each sample's chance, how many batches an epoch has, by what
+        self.poisson: tuple[float, int, torch.Generator] | None = None
 
     def _resident(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array)).to(self.device)

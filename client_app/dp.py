@@ -175,31 +175,14 @@ class NoisyTrainer(LocalTrainer):
     """A trainer that looks at training records only by noisy steps, each within the budget."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        config: RunConfig,
-        data: ClientData,
-        round: int,
-        client_id: int,
-        *,
-        budget: Budget,
-        epochs: int,
+        self, module: nn.Module, config: RunConfig, data: ClientData, round: int, client_id: int, *, budget: Budget, epochs: int
     ) -> None:
         super().__init__(module, config, data, round, client_id)
         self.budget, self._epochs, self._trainings = budget, epochs, 0
         self.epsilon = math.nan  # spent when the last training ended
         self._views = [(p, p.grad) for p in self.module.parameters()]
         self._noisy: DPOptimizer | None = None
-        for name in (
-            "samples",
-            "sample_losses",
-            "leave_out",
-            "features",
-            "fisher",
-            "loss_gradient",
-            "alternate",
-            "step",
-        ):
+        for name in ("samples", "sample_losses", "leave_out", "features", "fisher", "loss_gradient", "alternate", "step"):
             setattr(self, name, self._looks)
 
     @functools.cached_property
@@ -305,11 +288,8 @@ class NoisyTrainer(LocalTrainer):
 
     def _generator(self, purpose: str, device: torch.device | None = None) -> torch.Generator:
         repeatable = self.budget.repeatable
-        seed = (
-            rng.torch_seed(self.config.seed, f"dp-{purpose}", self.round, self.client_id)
-            if repeatable
-            else secrets.randbits(63)
-        )
+        own = rng.torch_seed(self.config.seed, f"dp-{purpose}", self.round, self.client_id)
+        seed = own if repeatable else secrets.randbits(63)
         return torch.Generator(device or "cpu").manual_seed(seed)
 
     def _refuse(self, what: str) -> NoReturn:
