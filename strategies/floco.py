@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from threadpoolctl import threadpool_limits
 
 from fl_app import rng
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, Rule, key
@@ -45,6 +44,7 @@ from strategies.base import (
     Uploads,
     all_but_classifier,
 )
+from strategies.blocks import one_thread
 from strategies.fedavg import FedAvg
 from strategies.fedprox import proximal
 
@@ -240,7 +240,7 @@ class FLOCO(FedAvg[FLOCOParams]):
             super().personalize(round, uploads if len(rows) == len(uploads.ids) else uploads.rows(rows))
         else:
             log.warning("round %d: floco: no upload of those drawn came, the global model stays", round)
-        with threadpool_limits(1, "blas"):  # so that no result depends on the number of threads
+        with one_thread():
             if before_projection:
                 self.place_all(self.updates(uploads, received), uploads.ids)
             elif round >= self.params.projection_round:

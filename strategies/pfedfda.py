@@ -26,7 +26,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from threadpoolctl import threadpool_limits
 
 from fl_app import rng
 from fl_app.config import RunConfig
@@ -36,6 +35,7 @@ from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Expected, Upload, WireError
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
+from strategies.blocks import one_thread
 from strategies.fedavg import FedAvg
 
 _LARGEST = 1e9  # of means and covariances that a client sends
@@ -302,7 +302,7 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
     def under(self, gaussians: Gaussians, model: Model, ctx: RoundContext[PFedFDAParams]) -> Model:
         """Replace a model's classifier by LDA(mu, Sigma) under the client's prior."""
         prior = class_prior(ctx.trainer.class_counts, eps=ctx.params.eps)
-        with threadpool_limits(1, "blas"):
+        with one_thread("scipy.linalg"):
             weight, bias = lda_head(gaussians.means, gaussians.covariance, prior, eps=ctx.params.eps)
         head = np.concatenate([weight.reshape(-1), bias]).astype(np.float32)
         return ctx.layout.put(model, Model(head, np.zeros(0, np.float32)), ctx.local)
@@ -315,7 +315,7 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
             if z.shape[1] != k or not np.isfinite(z).all():
                 what = "not finite: training diverged" if z.shape[1] == k else f"{z.shape[1]} numbers, its last layer takes {k}"
                 raise UserError(f"pfedfda: the model's features are {what}")
-            with threadpool_limits(1, "blas"):  # so that no result depends on the number of threads
+            with one_thread("scipy.linalg"):
                 self._last = model, *adapt(z.astype(np.float64), y, self.shared(ctx), ctx.params, ctx.rng("folds"))
         return self._last[1], self._last[2]
 
