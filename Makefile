@@ -20,6 +20,9 @@ run: install
 # first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them
 MINUTES := tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
+# two files at a time: such tests wait more than they compute
+WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs
+unexport PYTHONDONTWRITEBYTECODE # the processes that tests start would compile everything anew
 
 test: install
 	@echo "1/3: what is quick"
@@ -27,16 +30,16 @@ test: install
 	@echo "2/3: methods, reports, whole runs"
 	@$(UNIT) $(MINUTES)
 	@echo "3/3: what starts Flower's processes"
-	@$(BIN)/python -m pytest tests/e2e
+	@$(WAITING) tests/e2e
 
 # minutes of real Flower processes: every method in simulation, launched clusters
 test-long: install
 	$(UNIT) -m "long and not nightly" --ignore tests/e2e
-	$(BIN)/python -m pytest -m "long and not nightly" tests/e2e
+	$(WAITING) -m "long and not nightly" tests/e2e
 
 # deployments whose processes are killed and whose network is cut (as root; says so otherwise)
 test-faults: install
-	$(BIN)/python -m pytest -m "faults and not nightly" -rs tests/e2e
+	$(WAITING) -m "faults and not nightly" tests/e2e
 
 # the rest of both: every method in simulation, every preset, longer cuts, leaks; more than an hour
 test-nightly: install
@@ -56,7 +59,7 @@ test-next: install
 # every attack of tests/hostile/catalogue.py; the results are in hostile.json, `python -m tests.hostile.table` makes docs/security.md's
 # table of them
 test-hostile: install
-	$(BIN)/python -m pytest -m hostile -rs tests/hostile
+	$(WAITING) -m hostile tests/hostile
 
 # clusters in containers; needs a Docker engine, says so without one
 test-docker: install

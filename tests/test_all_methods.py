@@ -82,9 +82,13 @@ def documented_extras(method: str, layout: Layout) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("own_methods")
-@pytest.mark.parametrize("fraction", [1.0, 0.5], ids=["full", "partial"])
-@pytest.mark.parametrize("model", [
-    "plain", pytest.param("batchnorm", marks=pytest.mark.long), pytest.param("convolutional", marks=pytest.mark.nightly),
+@pytest.mark.parametrize(("model", "fraction"), [
+    pytest.param("plain", 1.0, id="plain-full"),
+    pytest.param("plain", 0.5, id="plain-partial"),
+    pytest.param("batchnorm", 1.0, id="batchnorm-full", marks=pytest.mark.nightly),
+    pytest.param("batchnorm", 0.5, id="batchnorm-partial", marks=pytest.mark.long),
+    pytest.param("convolutional", 1.0, id="convolutional-full", marks=pytest.mark.nightly),
+    pytest.param("convolutional", 0.5, id="convolutional-partial", marks=pytest.mark.nightly),
 ])  # fmt: skip
 @pytest.mark.parametrize("method", [*METHODS, *OWN_METHODS])
 def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, model: str, fraction: float) -> None:
@@ -164,8 +168,6 @@ def test_regression(tmp_path: Path, method: str) -> None:
     assert all(r["rmse-before"] > 0 and r["rmse-after"] > 0 for r in rounds) and rounds[-1]["evaluation"]["mae"] > 0
     assert summary["final-rmse"] == rounds[-1]["evaluation"]["rmse"]
     assert summary["best-rmse"] == min(r["rmse-before"] for r in rounds)
-    again, _ = start(tmp_path, "two", **config)
-    assert read_summary(again.path)["digest"] == summary["digest"]
 
 
 def strip(record: dict[str, object]) -> dict[str, object]:

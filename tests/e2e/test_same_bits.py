@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,20 +38,23 @@ def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path:
         cluster.start_supernode(client_id, CLIENTS, private_keys=str(key))
     common = {"num-server-rounds": 2, "train-samples": 60, "state-dir": str(tmp_path / "state")}
     modes = {
+        "deployment": ["--clients", str(CLIENTS), "--superlink", "test"],
         "two-actors": ["--clients", str(CLIENTS)],
         "one-actor": ["--clients", str(CLIENTS), "--cpus-per-client", "2"],
         "in-process": ["--clients", str(CLIENTS), "--in-process"],
-        "deployment": ["--clients", str(CLIENTS), "--superlink", "test"],
     }
-    found = {}
-    for mode, arguments in modes.items():
+
+    def bits(mode: str) -> tuple[object, list[object]]:
         name = f"{case}-{mode}"
         done = corolla(
-            "run", *arguments, "--output-dir", str(tmp_path), *settings({**common, **CASES[case], "run-name": name}),
+            "run", *modes[mode], "--output-dir", str(tmp_path), *settings({**common, **CASES[case], "run-name": name}),
             environment=cluster.environment, directory=PLUGINS,
         )  # fmt: skip
         assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
-        found[mode] = (summary(tmp_path / name)["digest"], accuracies(tmp_path / name))
+        return summary(tmp_path / name)["digest"], accuracies(tmp_path / name)
+
+    with ThreadPoolExecutor(2) as pool:  # a deployment waits more than it computes
+        found = dict(zip(modes, pool.map(bits, modes), strict=True))
     assert found["two-actors"][0] is not None
     for mode in modes:
         assert found[mode] == found["two-actors"], f"{case}: {mode} differs"

@@ -65,8 +65,8 @@ def cut_off(script: Path, directory: Path, task: int, folder: Path, how: signal.
 
 
 @pytest.mark.parametrize("how", [
-    pytest.param(signal.SIGTERM, marks=pytest.mark.long),  # as Slurm at the end of a job's time
-    signal.SIGKILL,
+    pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),  # as Slurm at the end of a job's time
+    pytest.param(signal.SIGKILL, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_an_array_goes_on_where_it_was_cut_off(corolla: Callable[..., str], tmp_path: Path, how: signal.Signals) -> None:
     (tmp_path / "s.toml").write_text(SWEEP)

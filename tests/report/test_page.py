@@ -73,13 +73,14 @@ def test_the_drawing_says_how_far_it_is_and_standard_output_has_the_paths_alone(
     assert told == [("drawing pictures", done, 10) for done in range(10)]
 
 
-def test_only_a_report_is_replaced_and_one_of_other_runs_is_named(fedavg: Path, local: Path, tmp_path: Path) -> None:
+def test_only_a_report_is_replaced_and_one_of_other_runs_is_named(
+    fedavg: Path, local: Path, tmp_path: Path, command: Command
+) -> None:
     def corolla(*words: str) -> tuple[int, str]:
-        command = [Path(sys.executable).parent / "corolla", "report", *words, "--output", "out", "--tables", "out"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-        return done.returncode, done.stdout + " ".join(done.stderr.split())
+        code, out, err = command("report", *words, "--output", tmp_path / "out", "--tables", tmp_path / "out")
+        return code, out + " ".join(err.split())
 
-    for runs, said in (([fedavg], False), ([fedavg], False), ([fedavg, local], True)):
+    for runs, said in (([fedavg], False), ([fedavg, local], True)):
         code, out = corolla(*map(str, runs))
         assert code == 0 and ("(in place of the report of fedavg-run)" in out) == said, out
     page, table = tmp_path / "out" / report.PAGE, tmp_path / "out" / "rounds.csv"

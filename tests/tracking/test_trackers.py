@@ -92,6 +92,7 @@ def test_mlflow_holds_metrics_config_and_models(run: Run, tmp_path: Path) -> Non
     assert not wrong  # closed to others, as everything of a run
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_in_its_mlflow_run(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     first = run(track="mlflow", num_server_rounds=3, keep_state=True, checkpoint_every=1)
@@ -259,6 +260,7 @@ def test_a_missing_package_is_said_before_the_run_starts(
 # Whom the log tells ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_command_starts_followers_where_the_log_tells_the_folder(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
