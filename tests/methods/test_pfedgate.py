@@ -11,14 +11,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from fl_app import models, weights
 from fl_app.experiments.export import export
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
 from strategies import METHODS
+from strategies.base import Drawings
 from strategies.pfedgate import Blocks, select_blocks, sub_blocks
-from tests.conftest import Run
+from tests.conftest import Run, config
 from tests.methods.federation import Federation, close
 from tests.methods.one_client import small
 from tests.methods.runs import small_clients
@@ -58,6 +60,67 @@ def test_kept_blocks_fit(tensors: list[tuple[int, bool]], parts: int, sparsity: 
     for linear in (True, False):
         assert used[linear] <= (sparsity - least) * sum(n for n, is_linear in tensors if is_linear == linear) + 1e-6
     assert blocks.kept(g, 1.0, parts).all()
+
+
+Moments = tuple[Tensor, Tensor]  # means and variances
+
+
+def gate_by_hand(x: Tensor, own: dict[str, Tensor], batch: Moments | None, linear: Moments | None) -> Tensor:
+    """g word by word, float64, of images [n, c, h, w]; batch, linear: what evaluation mode has instead of the batch's moments."""
+    a, b = own["0.of_means"].softmax(0), own["0.of_variances"].softmax(0)
+    normal = torch.empty_like(x)
+    for i, image in enumerate(x):
+        for c, channel in enumerate(image):
+            of_batch = (x[:, c].mean(), x[:, c].var(correction=0)) if batch is None else (batch[0][c], batch[1][c])
+            mean = a[0] * channel.mean() + a[1] * image.mean() + a[2] * of_batch[0]
+            variance = b[0] * channel.var(correction=0) + b[1] * image.var(correction=0) + b[2] * of_batch[1]
+            normal[i, c] = (channel - mean) / (variance + 1e-5).sqrt() * own["0.weight"][c] + own["0.bias"][c]
+    z = normal.flatten(1) @ own["2.weight"].T + own["2.bias"]
+    mean, variance = (z.mean(0), z.var(0, correction=0)) if linear is None else linear
+    numbers = (z - mean) / (variance + 1e-5).sqrt() * own["3.weight"] + own["3.bias"]
+    return (1 / (1 + torch.exp(-numbers))).mean(0)
+
+
+def test_the_gate_by_hand() -> None:
+    pair = nn.Sequential(nn.Flatten(), nn.Linear(2 * 3 * 3, 4), nn.ReLU(), nn.Linear(4, 3))
+    module: Any = METHODS["pfedgate"].around(Drawings(lambda k: pair, (2, 3, 3), 0), config(method="pfedgate"))
+    seeded(module.gate)
+    x = torch.rand(5, 2, 3, 3) * 2 - 0.3
+    own = {name: p.detach().double() for name, p in module.gate.named_parameters()}
+    got = module.train().gates(x)
+    np.testing.assert_allclose(got.detach().numpy(), gate_by_hand(x.double(), own, None, None).numpy(), atol=1e-6)
+    moved = {name: b.double() for name, b in module.gate.named_buffers()}
+    for c in range(2):  # a tenth of the way from 0 and 1
+        assert moved["0.mean"][c].item() == pytest.approx(0.1 * x[:, c].mean().item(), abs=1e-6)
+        assert moved["0.variance"][c].item() == pytest.approx(0.9 + 0.1 * x[:, c].var(correction=0).item(), abs=1e-6)
+    got = module.eval().gates(x)
+    batch, linear = (moved["0.mean"], moved["0.variance"]), (moved["3.running_mean"], moved["3.running_var"])
+    np.testing.assert_allclose(got.detach().numpy(), gate_by_hand(x.double(), own, batch, linear).numpy(), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1.0, 300.0], ids=["short", "cut"])
+def test_a_step_by_hand(tmp_path: Path, size: float) -> None:
+    # Both sides at their own rates, the gradient of each cut to norm 10 by itself; no momentum in the first step.
+    federation = Federation(
+        tmp_path, "pfedgate", sizes=(6,), batch_size=6, local_epochs=1, learning_rate=0.05, momentum=0.5, weight_decay=0.01,
+        pfedgate={"gate_learning_rate": 0.3}, network=lambda: seeded(small()),
+    )  # fmt: skip
+    federation.initial.params[:] *= size
+    federation.server.global_model = federation.layout.take(federation.initial, federation.shared)
+    module: Any = federation.module()
+    weights.write(module, federation.initial)
+    module.train()
+    x, y = federation.data[0]
+    uploads = federation.round()
+    nn.functional.cross_entropy(module(torch.tensor(x).float() / 255), torch.tensor(y)).backward()
+    norms = []
+    for side, rate, got in ((module.gate, 0.3, federation.states[0].arrays["local.params"]), (module.network, 0.05, uploads.W[0])):
+        gradient = torch.cat([p.grad.reshape(-1) for p in side.parameters()]).double()
+        before = torch.cat([p.detach().reshape(-1) for p in side.parameters()]).double()
+        norms.append(gradient.norm().item())
+        want = before - rate * (gradient * min(1, 10 / norms[-1]) + 0.01 * before)
+        np.testing.assert_allclose(got, want.numpy(), rtol=1e-5, atol=1e-5 * size)
+    assert (max(norms) > 10) == (size > 1)
 
 
 @pytest.mark.parametrize("network", [small, lambda: small(batchnorm=True)], ids=["plain", "batchnorm"])
