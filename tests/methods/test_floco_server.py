@@ -1,4 +1,4 @@
-"""FLOCO: the simplex's kernels, its network, limits, regions, late clients, FLOCO+, what leaves a run."""
+"""FLOCO: regions, late clients, both models of FLOCO+, what leaves a run."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from client_app.state import State
-from fl_app import models, weights
+from fl_app import models, rng, weights
 from fl_app.experiments.export import export
-from fl_app.layout import Layout
+from fl_app.layout import Layout, Model
 from fl_app.server import checkpoint
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from strategies import METHODS
-from strategies.base import Uploads
+from strategies.base import RoundContext, Uploads
 from strategies.floco import (
     FLOCO,
     FLOCOUpdate,
     collapsed_layout,
     endpoints_slot,
+    mixture_around,
     principal_scores,
     simplex_network,
     subregions,
@@ -36,7 +35,6 @@ from tests.methods.one_client import client, same, samples, small
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
 EARLY: dict[str, Any] = {"projection_round": 2, "endpoints": 3}
-scores = hnp.arrays(np.float64, hnp.array_shapes(min_dims=2, max_dims=2, max_side=5), elements=st.floats(-4, 4))
 
 
 # The server -------------------------------------------------------------------------------------------------------------
@@ -171,6 +169,44 @@ def test_floco_plus_keeps_a_second_model_near_the_received_one() -> None:
     update.train(update.merge(pulled.initial(), near, pulled), near, pulled)
     distance = [np.linalg.norm(s.arrays["personal.params"] - start.params) for s in (state, near)]
     assert distance[1] < distance[0]
+
+
+def textbook(ctx: RoundContext[Any], start: Model, purpose: str, alphas: str, epochs: int, pull: float, to: Model) -> np.ndarray:
+    """A training of the simplex with autograd on W = sum_m alpha_m W_m, float64, pulled towards a model."""
+    c, p, data = ctx.config, ctx.params, ctx.trainer.data  # type: ignore[attr-defined]
+    order, drawn = torch.Generator().manual_seed(rng.torch_seed(c.seed, purpose, ctx.round, 0)), ctx.rng(alphas)
+    flat, middle = (torch.tensor(model.params).double() for model in (start, to))
+    velocity = torch.zeros_like(flat)
+    for _ in range(epochs):
+        for batch in torch.randperm(ctx.num_samples, generator=order).split(c.batch_size):
+            x, y = data.chosen(batch)
+            alpha = torch.from_numpy(mixture_around(ctx.extras["centre"].astype(np.float64), drawn, p.radius))
+            flat.requires_grad_(True)
+            inner, inner_bias, ends, bias = (flat[s.start : s.stop].view(s.shape) for s in ctx.layout.params)
+            used = sum(a * end for a, end in zip(alpha, ends, strict=True))
+            logits = torch.relu(x.double().flatten(1) @ inner.T + inner_bias) @ used.T + bias
+            (gradient,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, y), flat)
+            flat = flat.detach()
+            velocity = c.momentum * velocity + gradient + pull * (flat - middle) + c.weight_decay * flat
+            flat = flat - c.learning_rate * velocity
+    return flat.numpy()
+
+
+def test_both_models_of_floco_plus_against_the_textbook_loop() -> None:
+    floco = {**EARLY, "radius": 0.4, "personal_epochs": 1, "proximal_weight": 0.8}
+    ctx = client(
+        "floco", small(), *samples(), round=3, extras={"centre": f32(0.6, 0.3, 0.1)}, momentum=0.5, weight_decay=0.01, floco=floco
+    )
+    update, state, received = FLOCOUpdate(), State(), ctx.initial()
+    own = received  # at first what is received; then its own, which goes on
+    for _ in range(2):
+        after = update.train(update.merge(received, state, ctx), state, ctx)
+        shared = textbook(ctx, received, "train", "floco-alpha", ctx.config.local_epochs, 0.0, received)
+        np.testing.assert_allclose(after.params, shared, rtol=1e-4, atol=1e-6)
+        personal = textbook(ctx, own, "train-personal", "floco-alpha-personal", 1, 0.8, received)
+        np.testing.assert_allclose(state.arrays["personal.params"], personal, rtol=1e-4, atol=1e-6)
+        own = Model(state.arrays["personal.params"], state.arrays["personal.buffers"])
+        received = Model(after.params + np.float32(0.05), after.buffers)
 
 
 def test_a_resumed_run_knows_regions_and_places_late_clients(run: Run, tmp_path: Path) -> None:
