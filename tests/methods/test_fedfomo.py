@@ -46,6 +46,22 @@ def test_the_most_liked_of_the_others(count: int, exploration: float, seed: int)
         assert chosen == sorted(others, key=lambda i: (-affinity[i], i))[:count]
 
 
+def test_exploration_falls_round_by_round_down_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    federation = Federation(tmp_path, "fedfomo", fedfomo={"exploration": 0.3, "exploration_decay": 0.1})
+    federation.round()
+    seen: list[float] = []
+
+    def note(affinity: Any, others: Any, count: int, stream: Any, exploration: float) -> list[int]:
+        seen.append(exploration)
+        return most_liked(affinity, others, count, stream, exploration)
+
+    monkeypatch.setattr("strategies.fedfomo.most_liked", note)
+    for round in range(1, 7):
+        federation.server.attempt.round = round
+        federation.server.offered(0)
+    assert seen == pytest.approx([0.3, 0.2, 0.1, 0, 0, 0], abs=1e-12) and min(seen) == 0
+
+
 def test_held_out_samples_are_the_clients_for_good() -> None:
     for n, count in ((1, 0), (2, 1), (3, 1), (10, 2), (33, 7)):
         held = [held_out(client("fedfomo", small(), *samples(n), round=round)) for round in (1, 5)]
@@ -74,17 +90,23 @@ def by_hand(federation: Federation, i: int) -> tuple[Model, np.ndarray]:
     state = federation.states[i].arrays
     names = [("fedfomo.start.params", "fedfomo.start.buffers"), ("fedfomo.own.params", "fedfomo.own.buffers")]
     base, own = (Model(state[a], state[b]) for a, b in names)
-    others = [received, *(Model(p, received.buffers) for p in ctx.extras.get("models", ()))]
+    more = ctx.extras.get("models", np.zeros((0, 0)))
+    others = [received, *map(Model, more, ctx.extras.get("model-statistics", np.zeros((len(more), 0), np.float32)))]
     held = held_out(ctx)
     losses = [ctx.trainer.sample_losses(m, held).astype(np.float64).mean() for m in (base, own, *others)]
     candidates = np.stack([m.params for m in (own, *others)]).astype(np.float64)
     gains = (losses[0] - np.array(losses[1:])) / (np.linalg.norm(candidates - base.params, axis=1) + 1e-5)
     used = np.maximum(gains, 0)
-    return (base if not used.any() else Model((used / used.sum() @ candidates).astype(np.float32), base.buffers)), gains[1:]
+    if not used.any():
+        return base, gains[1:]
+    statistics = np.stack([m.buffers for m in (own, *others)])
+    return Model(*((used / used.sum() @ stack).astype(np.float32) for stack in (candidates, statistics))), gains[1:]
 
 
-def test_rounds_by_hand(tmp_path: Path) -> None:
-    federation = learnable(tmp_path, "fedfomo", sizes=(30, 25, 40, 20), fedfomo={"models": 2, "exploration": 0.0})
+@pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}])
+def test_rounds_by_hand(tmp_path: Path, kinds: dict[str, Any]) -> None:
+    setting: dict[str, Any] = {"sizes": (30, 25, 40, 20), "network": lambda: small(**kinds)}
+    federation = learnable(tmp_path, "fedfomo", fedfomo={"models": 2, "exploration": 0.0}, **setting)
     uploads = federation.round()
     first = [federation.context(i)[1] for i in range(4)]  # ties: the lower ids
     assert [[j for j in range(4) if first[i].params.tobytes() == uploads.W[j].tobytes()] for i in range(4)] == [[1], [0], [0], [0]]
@@ -99,6 +121,7 @@ def test_rounds_by_hand(tmp_path: Path) -> None:
         for i in range(4):
             state = federation.states[i].arrays
             close(state["fedfomo.start.params"], want[i][0].params)
+            close(state["fedfomo.start.buffers"], want[i][0].buffers)
             mixed += (want[i][1] > 0).any()
             assert state["fedfomo.own.params"].tobytes() == uploads.W[i].tobytes()
             close(uploads.extras["scores"][i], want[i][1], 1e-4)
