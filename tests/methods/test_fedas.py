@@ -129,11 +129,12 @@ def test_a_client_is_evaluated_with_its_own_model(tmp_path: Path) -> None:
 
 
 def test_the_mean_is_weighted_by_information(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, "fedas")
+    federation = Federation(tmp_path, "fedas", network=lambda: small(batchnorm=True))
     federation.round()
     uploads = federation.round()
     traces = np.array([m["fisher-trace"] for m in uploads.metrics])
     close(federation.server.global_model.params, traces / traces.sum() @ uploads.W)
+    close(federation.server.global_model.buffers, traces / traces.sum() @ uploads.B)
 
 
 def test_information_that_cannot_be_is_refused(tmp_path: Path) -> None:

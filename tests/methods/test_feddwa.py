@@ -62,7 +62,9 @@ def test_it_is_feddac_without_important_parameters_bit_for_bit(
 
 
 def test_guidance_as_far_again_as_the_client_went(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, "feddwa", feddwa={"guidance": "extrapolated", "neighbours": 2})
+    federation = Federation(
+        tmp_path, "feddwa", feddwa={"guidance": "extrapolated", "neighbours": 2}, network=lambda: small(batchnorm=True)
+    )
     for _ in range(2):
         sent = [federation.server.model_for(i).params for i in range(3)]
         uploads = federation.round()
@@ -70,6 +72,7 @@ def test_guidance_as_far_again_as_the_client_went(tmp_path: Path) -> None:
         weights = neighbour_weights(2 * uploads.W - np.stack(sent), uploads.W, 2)
         for i in range(3):
             close(federation.server.model_for(i).params, weights[i] @ uploads.W)
+            close(federation.server.model_for(i).buffers, weights[i] @ uploads.B)
 
 
 def test_guidance_is_trained_on_from_the_model(tmp_path: Path) -> None:
