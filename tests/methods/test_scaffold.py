@@ -131,6 +131,7 @@ def test_alone_it_is_plain_sgd(tmp_path: Path) -> None:
         model = ctx.trainer.train(model)
         federation.round()
         close(federation.server.global_model.params, model.params)
+        close(federation.server.memory["control"], federation.states[0].arrays["scaffold.control"])  # c = c_1
 
 
 def test_a_step_of_the_servers_own(tmp_path: Path) -> None:
