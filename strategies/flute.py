@@ -12,8 +12,9 @@ weights, eta_r = 0 and `body-epochs` >= `local-epochs` it is FedPer, bit for bit
 
 Decisions and deviations: the head first, as in the authors' code (FLUTE* in print: everything first). T spans all C classes, as
 in Observation B.3 and the code (§7.2 also calls a client's number of classes m). The mean of ||z||^2 is Eq. 10's; the code sums
-over the batch, with 0.0005 for a batch of 10. R is a sum (a mean in the code). Bodies are averaged by samples (uniformly in
-print). Momentum starts anew in each phase. Running statistics belong to the body: those the head's epochs gather are dropped.
+over the batch, with 0.0005 for a batch of 10. R is the mean over the round's clients, as in the code, hence eta_r/N (in print a
+sum). Bodies are averaged by samples (uniformly in print). Momentum starts anew in each phase. Running statistics belong to the
+body: those the head's epochs gather are dropped.
 """
 
 from __future__ import annotations
