@@ -103,14 +103,14 @@ def aggregate(W: Stack, used: NDArray[np.bool_], weights: NDArray[np.float64], p
     """Mean of every parameter over the clients that share it; what nobody shares stays (FedSelect Algorithm 1).
 
     W: float32 [N, d]; used: bool [N, d], True where personal; weights: float64 [N], not negative; previous: [d], the last
-    result. Returns [d] of its dtype; where all share, that is `weighted_mean`, bit for bit.
+    result. Returns [d] as floating as that; where all share, it is `weighted_mean`, bit for bit.
     Raises ValueError on shapes that do not fit and weights that do not sum to a positive finite number.
     """
     n, d = W.shape
     if used.shape != (n, d) or previous.shape != (d,):
         raise ValueError(f"W {W.shape} needs used {(n, d)} and previous {(d,)}, got {used.shape} and {previous.shape}")
     weights = check_weights(weights, n)
-    out = np.empty(d, previous.dtype)
+    out = np.empty(d, np.result_type(previous.dtype, np.float32))
 
     def block(start: int, stop: int) -> None:
         mean = mean_block(W[:, start:stop], weights, weights.sum())

@@ -101,6 +101,7 @@ def test_means_by_hand() -> None:
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, [3.5, 16 / 3, 9], rtol=1e-7)
     np.testing.assert_allclose(aggregate(W, used, np.ones(3), f32(8, 8, 9)), [10 / 3, 4.5, 9], rtol=1e-7)
+    np.testing.assert_allclose(aggregate(W, used, np.array([1, 1, 2]), np.array([8, 8, 9])), [3.5, 16 / 3, 9], rtol=1e-7)  # type: ignore[arg-type]
     W[used] = 77  # what is called personal does not count
     np.testing.assert_allclose(aggregate(W, used, np.array([1.0, 1, 2]), f32(8, 8, 9)), [3.5, 16 / 3, 9], rtol=1e-7)
 
