@@ -172,6 +172,21 @@ def test_adapted_gaussians_are_no_worse_than_both_ends_and_proper(seed: int) -> 
         assert loss(betas) <= min(loss((0, 0)), loss((1, 1)))
 
 
+def test_classes_of_as_many_samples_as_folds_are_validated_on() -> None:
+    z, _, shared = drawn(1, n=9)
+    y = np.array([0, 0, 0, 0, 1, 1, 1, 1, 2])
+    for twos in (y, np.array([0, 0, 0, 0, 0, 0, 1, 1, 2])):  # of the class of one sample there are no folds
+        used = twos < 2
+        fold, prior = stratified_folds(twos[used], 2, np.random.default_rng(5)), class_prior(np.bincount(twos), eps=1e-4)
+        checked = Validation(z[used], twos[used], fold, shared, prior, least=2, ridge=1.0, eps=1e-4)
+        want = best_single(lambda beta: checked.loss((beta, beta)))  # noqa: B023
+        adapted, betas = adapt(z, twos, shared, PFedFDAParams(), np.random.default_rng(5))
+        assert betas == (want, want) and want > 0
+        few = np.bincount(twos) <= 2  # of these not even the mean is the client's own
+        np.testing.assert_allclose(adapted.means[few], shared.means[few], rtol=0, atol=1e-12)
+        assert (adapted.means[~few] != shared.means[~few]).all()
+
+
 def test_beta_zero_changes_nothing_and_one_is_ones_own() -> None:
     z, y, shared = drawn(0)
     own = Gaussians(*local_gaussian(z, y, shared.means, least=2, ridge=1.0))
