@@ -44,6 +44,17 @@ def test_sub_blocks_are_all_of_a_tensor(size: int, parts: int) -> None:
     assert sum(sizes) == size and len(sizes) <= parts and len(set(sizes[:-1])) <= 1 and 0 < sizes[-1] <= sizes[0]
 
 
+def test_kept_blocks_by_hand() -> None:
+    # A Linear layer's tensors of 10 and 5 elements in fifths, another of 10. s_min 0.2: of (0.6 - 0.2) * 15 = 6 elements the
+    # largest g take 2, 1 and 1, and 2, what then does not fit is dropped; of 0.4 * 10 = 4 the largest two. First blocks stay.
+    blocks = Blocks(((2,) * 5, (1,) * 5, (2,) * 5), (True, True, False))
+    g = np.array([0.0, 0.9, 0.5, 0.4, 0.3, 0.1, 0.8, 0.2, 0.7, 0.1, 0.2, 0.3, 0.9, 0.1, 0.8])
+    want = [1, 1, 1, 0, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0, 1]
+    assert blocks.kept(g, 0.6, 5).astype(int).tolist() == want
+    # With 20 parts s_min is 0.1, not 0.05: 7.5 elements, one more block of 1; 5 elements, no room for a third block of 2.
+    assert blocks.kept(g, 0.6, 20).astype(int).tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1]
+
+
 @given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=5), st.integers(1, 6), st.floats(0.05, 1),
        st.integers(0, 2**32 - 1))  # fmt: skip
 def test_kept_blocks_fit(tensors: list[tuple[int, bool]], parts: int, sparsity: float, seed: int) -> None:
@@ -98,27 +109,33 @@ def test_the_gate_by_hand() -> None:
     np.testing.assert_allclose(got.detach().numpy(), gate_by_hand(x.double(), own, batch, linear).numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("alternate", [False, True])
 @pytest.mark.parametrize("size", [1.0, 300.0], ids=["short", "cut"])
-def test_a_step_by_hand(tmp_path: Path, size: float) -> None:
-    # Both sides at their own rates, the gradient of each cut to norm 10 by itself; no momentum in the first step.
+def test_a_step_by_hand(tmp_path: Path, size: float, alternate: bool) -> None:
+    # Both sides at their own rates, the gradient of each cut to norm 10 by itself; no momentum in the first step. `alternate`: the
+    # gate on the batch, then the model on it, under the new gate.
     federation = Federation(
         tmp_path, "pfedgate", sizes=(6,), batch_size=6, local_epochs=1, learning_rate=0.05, momentum=0.5, weight_decay=0.01,
-        pfedgate={"gate_learning_rate": 0.3}, network=lambda: seeded(small()),
+        pfedgate={"gate_learning_rate": 5.0, "alternate": alternate}, network=lambda: seeded(small()),
     )  # fmt: skip
     federation.initial.params[:] *= size
     federation.server.global_model = federation.layout.take(federation.initial, federation.shared)
     module: Any = federation.module()
     weights.write(module, federation.initial)
     module.train()
-    x, y = federation.data[0]
-    uploads = federation.round()
-    nn.functional.cross_entropy(module(torch.tensor(x).float() / 255), torch.tensor(y)).backward()
-    norms = []
-    for side, rate, got in ((module.gate, 0.3, federation.states[0].arrays["local.params"]), (module.network, 0.05, uploads.W[0])):
-        gradient = torch.cat([p.grad.reshape(-1) for p in side.parameters()]).double()
-        before = torch.cat([p.detach().reshape(-1) for p in side.parameters()]).double()
-        norms.append(gradient.norm().item())
-        want = before - rate * (gradient * min(1, 10 / norms[-1]) + 0.01 * before)
+    x, y = (torch.tensor(array) for array in federation.data[0])
+    uploads, norms = federation.round(), []
+    for sides in [["gate"], ["network"]] if alternate else [["gate", "network"]]:
+        module.zero_grad()
+        nn.functional.cross_entropy(module(x.float() / 255), y).backward()
+        for side, rate in (("gate", 5.0), ("network", 0.05)):
+            parameters = list(getattr(module, side).parameters()) if side in sides else []
+            norms.append(sum(p.grad.double().square().sum().item() for p in parameters) ** 0.5)
+            with torch.no_grad():
+                for p in parameters:
+                    p -= rate * (p.grad * min(1, 10 / norms[-1]) + 0.01 * p)
+    for side, got in (("gate", federation.states[0].arrays["local.params"]), ("network", uploads.W[0])):
+        want = torch.cat([p.detach().reshape(-1) for p in getattr(module, side).parameters()])
         np.testing.assert_allclose(got, want.numpy(), rtol=1e-5, atol=1e-5 * size)
     assert (max(norms) > 10) == (size > 1)
 
