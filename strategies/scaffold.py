@@ -61,6 +61,8 @@ class SCAFFOLDParams(GlobalModelParams):
         """Say where steps are no gradients."""
         if config.optimizer != "sgd":
             yield f"optimizer: scaffold takes a client's move for a sum of gradients: it must be sgd, got {config.optimizer}"
+        if config.clip_norm:
+            yield f"clip-norm: scaffold takes a client's move for a sum of gradients: it must be 0, got {config.clip_norm:g}"
 
 
 def effective_steps(steps: int, momentum: float) -> float:

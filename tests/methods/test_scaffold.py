@@ -28,6 +28,8 @@ def test_the_server_reckons_with_the_rate_that_clients_step_with() -> None:
     assert [round_rate(setting, t) for t in (1, 16)] == pytest.approx([0.2, 0.2 * 0.9**15 / 2])
     with pytest.raises(UserError, match="optimizer: scaffold takes .* got adamw"):
         config(method="scaffold", optimizer="adamw")
+    with pytest.raises(UserError, match="clip-norm: scaffold takes .* must be 0, got 0.5"):
+        config(method="scaffold", clip_norm=0.5)
 
 
 def test_effective_steps_by_hand() -> None:
