@@ -9,7 +9,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from client_app.state import State, StateStore, state_root
 from fl_app import tasks, wire
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, open_client
-from fl_app.errors import UserError
+from fl_app.errors import UserError, diverged
 from fl_app.keys import Scalar
 from fl_app.wire import Download, Upload
 from strategies.base import Method, RoundContext
@@ -113,7 +113,7 @@ class CorollaClient(NumPyClient):
             if self.config.finetune_epochs:
                 tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
                 found = {**found, **{f"{name}-finetuned": value for name, value in trainer.measure(tuned, names)[1].items()}}
-            measured = self._told({"loss": loss, **found})
+            measured = self._told({"loss": loss, **found}, trainer.learning_rate)
             metrics: dict[str, Scalar] = {
                 **measured,
                 "sha256": hashlib.sha256(update.export(model, state, ctx).params.tobytes()).hexdigest(),
@@ -159,20 +159,21 @@ class CorollaClient(NumPyClient):
         update.keep_local(trained, state, ctx)
         used = self._timed("evaluate", lambda: update.personal(trained, state, ctx))
         loss_after, after = self._timed("evaluate", lambda: trainer.evaluate(used))
-        upload = self._timed("score", lambda: update.upload(start, trained, state, ctx))
-        if masker:
-            upload = self._timed("score", lambda: masker.masked(upload))
-        version = self._timed("state", lambda: self._save(state, download))
         headline = trainer.task.headline.name
-        measured: dict[str, Scalar] = {
+        measured = {
             f"{headline}-before": before,
             f"{headline}-after": after,
             "loss": train_loss,
             "loss-before": loss_before,
             "loss-after": loss_after,
         }
+        told = self._told(measured, trainer.learning_rate)
+        upload = self._timed("score", lambda: update.upload(start, trained, state, ctx))
+        if masker:
+            upload = self._timed("score", lambda: masker.masked(upload))
+        version = self._timed("state", lambda: self._save(state, download))
         metrics: dict[str, Scalar] = {
-            **self._told(measured),
+            **told,
             "test-samples": len(self.data.y_test),
             "state-version": version,
             **({"dp-epsilon": trainer.epsilon, "dp-noise": trainer.plan.noise} if self.config.dp_epsilon else {}),
@@ -201,9 +202,16 @@ class CorollaClient(NumPyClient):
         self._store.delete_before(read_from, download.keep)
         return version
 
-    def _told(self, measured: dict[str, Scalar]) -> dict[str, Scalar]:
-        """What the server is told of losses and metrics: nothing with `report-accuracy = false`."""
-        return measured if self.config.report_accuracy else dict.fromkeys(measured, math.nan)
+    def _told(self, measured: Mapping[str, float], learning_rate: float) -> dict[str, Scalar]:
+        """What the server is told of losses and metrics: nothing with `report-accuracy = false`.
+
+        Raises UserError if they say that training diverged.
+        """
+        if not self.config.report_accuracy:
+            return dict.fromkeys(measured, math.nan)
+        if name := beyond(measured):
+            raise diverged(name, measured[name], learning_rate)
+        return dict(measured)
 
     def _masker(self, download: Download) -> Masker | None:
         """Claim the attempt of a private round; raises UserError if it must not be answered."""
@@ -256,6 +264,16 @@ def _import_torch() -> None:
         gc.freeze()  # nor any pass later
     finally:
         gc.enable()
+
+
+def beyond(measured: Mapping[str, float]) -> str:
+    """Return which of the losses and metrics says that training diverged, "" if none: one larger than the server takes, or the
+    loss after training, if that is infinite, or no number where there was one before.
+    """
+    if large := next((name for name, value in measured.items() if wire.MAX_NUMBER < abs(value) < math.inf), ""):
+        return large
+    before, after = (measured.get(f"loss-{moment}", 0.0) for moment in ("before", "after"))
+    return "loss-after" if after == math.inf or (math.isnan(after) and not math.isnan(before)) else ""
 
 
 def describe(error: Exception) -> str:

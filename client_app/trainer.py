@@ -20,8 +20,9 @@ from client_app.loaded import LoadedModel
 from client_app.turns import alternate
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
-from fl_app.errors import UserError
+from fl_app.errors import UserError, diverged
 from fl_app.layout import Model
+from fl_app.wire import MAX_NUMBER
 from strategies.base import Correction, Objective, Optimizer
 
 
@@ -108,9 +109,9 @@ class LocalTrainer(LoadedModel):
         return batch.x, batch.y
 
     def check_loss(self) -> None:
-        """Raise UserError if the last epoch's mean training loss is not finite."""
-        if self._counted and not math.isfinite(self.last_loss):
-            raise UserError(f"training diverged: its loss is {self.last_loss} (learning-rate {self.learning_rate:g})")
+        """Raise UserError if the last epoch's mean training loss is not finite, or larger than the server takes."""
+        if self._counted and not abs(self.last_loss) <= MAX_NUMBER:
+            raise diverged("loss", self.last_loss, self.learning_rate)
 
     def differentiate(self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True) -> Tensor:
         """Leave the gradient of the objective, by default the mean loss, in `gradient`; return its value, detached.

@@ -14,6 +14,11 @@ class RunFailed(RuntimeError):
     """A run that was started did not finish; the message says what is known of why."""
 
 
+def diverged(what: str, value: float, learning_rate: float) -> UserError:
+    """Return what is said of a training that ended in numbers beyond all bounds. what: one of them."""
+    return UserError(f"training diverged: its {what} is {value:.4g} (learning-rate {learning_rate:g})")
+
+
 def listed(names: list[str], separator: str = ", ") -> str:
     """Return the first few names as an error prints them."""
     more = f"{separator}and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""

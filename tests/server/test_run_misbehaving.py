@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,20 @@ def test_all_clients_failing(run: Run, monkeypatch: pytest.MonkeyPatch, raw_conf
     text = str(info.value)
     assert text.startswith("round 1") and all(f"client {i}: RuntimeError: no disk" in text for i in range(3))
     assert not (Path(raw_config["output-dir"]) / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(("rate", "what"), [
+    (1e6, r"loss-after is \d.*"), (1e8, "loss-after is inf"), (1e12, r"rmse-after is \d.*"), (1e16, "loss-after is nan"),
+])  # fmt: skip
+def test_a_regression_that_diverges_says_so(run: Run, tmp_path: Path, rate: float, what: str) -> None:
+    x = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+    np.savez(tmp_path / "rows.npz", x_train=x[:40], y_train=x[:40].sum(1), x_test=x[40:], y_test=x[40:].sum(1))
+    rows = {"dataset": f"npz:{tmp_path / 'rows.npz'}", "partition": "iid", "train_samples": 0, "test_samples": 0}
+    with pytest.raises(UserError) as info:
+        run(**rows, task="regression", learning_rate=rate, batch_size=100)  # one step: its loss is that of before
+    for i in range(3):
+        said = rf"client {i}: training diverged: its {what} \(learning-rate {re.escape(f'{rate:g}')}\)$"
+        assert re.search(said, str(info.value), re.MULTILINE)
 
 
 @pytest.mark.parametrize("metrics", [
