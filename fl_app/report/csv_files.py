@@ -48,11 +48,13 @@ def _round(record: Record) -> Line:
 
 
 def _clients(run: Run, record: Record) -> Iterator[Line]:
-    trained, evaluated = record.get("clients", {}), (record.get("evaluation") or {}).get("clients", {})
+    trained, measured = record.get("clients", {}), record.get("evaluation") or {}
+    evaluated, unseen = measured.get("clients", {}), measured.get("unseen", {}).get("ids", [])
     for client_id in sorted({*trained, *evaluated}, key=int):
         row, facts = trained.get(client_id, {}), run.facts.get(client_id, {})
         yield {
-            "client": int(client_id), **{name: facts.get(name) for name in ("train-samples", "test-samples")},
+            "client": int(client_id), "unseen": int(client_id) in unseen,
+            **{name: facts.get(name) for name in ("train-samples", "test-samples")},
             **dict(_numbers(row)),
             **{f"evaluation-{name}": value for name, value in _numbers(evaluated.get(client_id, {}))},
             **{f"seconds-{name}": value for name, value in _numbers(row.get("seconds", {}))},

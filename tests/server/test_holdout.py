@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fl_app.report.arrays import read_run
-from fl_app.report.csv_files import round_lines
+from fl_app.report.csv_files import client_lines, round_lines
 from fl_app.server.run_folder import read_metrics, read_summary
 from tests.conftest import Run, config
 
@@ -34,3 +34,5 @@ def test_a_run_with_unseen_clients(run: Run, method: str) -> None:
     assert summary["unseen-accuracy-finetuned"] == apart["accuracy-finetuned"] and summary["digest"]
     last = round_lines(read_run(folder.path))[-1]
     assert last["evaluation-unseen-accuracy"] == apart["accuracy"] and last["evaluation-accuracy"] == evaluation["accuracy"]
+    marked = [(line["client"], line["unseen"]) for line in client_lines(read_run(folder.path)) if line["round"] == 2]
+    assert marked == [(i, i == unseen) for i in range(4)]
