@@ -81,11 +81,12 @@ def same_data(ours: Run, theirs: Run) -> bool:
 
 
 def final(run: Run) -> dict[str, float]:
-    """Return each client's headline metric in the last evaluation of all clients."""
+    """Return the headline metric of each client that trains in the last evaluation of all clients."""
     name = run.folder.headline.name
-    evaluations = [record["evaluation"]["clients"] for record in run.folder.rounds.values() if record.get("evaluation")]
-    rows = evaluations[-1] if evaluations else {}
-    return {i: float(row[name]) for i, row in rows.items() if row.get(name) is not None}
+    evaluations = [record["evaluation"] for record in run.folder.rounds.values() if record.get("evaluation")]
+    last = evaluations[-1] if evaluations else {"clients": {}}
+    apart = set(map(str, last.get("unseen", {}).get("ids", [])))
+    return {i: float(row[name]) for i, row in last["clients"].items() if i not in apart and row.get(name) is not None}
 
 
 def paired(ours: Sequence[Run], theirs: Sequence[Run]) -> Comparison | None:

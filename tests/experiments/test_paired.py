@@ -71,6 +71,17 @@ def test_pairs_are_clients_of_the_same_seed(tmp_path: Path) -> None:
     assert same is not None and same.verdict == "not told apart" and same.over_pairs == (0, 0)
 
 
+def test_clients_that_never_train_are_not_paired(tmp_path: Path) -> None:
+    for method, final in (("fedavg", [0.2, 0.6, 0.9]), ("local", [0.3, 0.7, 0.1])):
+        write_run(tmp_path, method, final, method=method, holdout_clients=0.3)
+        records = (tmp_path / method / "metrics.jsonl").read_text()
+        apart = json.dumps({"accuracy": final[2], "ids": [2]})
+        (tmp_path / method / "metrics.jsonl").write_text(records.replace('"clients":', f'"unseen": {apart}, "clients":'))
+    one, other = groups(tmp_path)
+    found = paired.paired(other, one)
+    assert found is not None and found.pairs == 2 and found.mean == pytest.approx(0.1) and found.share_better == 1.0
+
+
 def test_clients_with_other_data_are_not_paired(tmp_path: Path) -> None:
     write_run(tmp_path, "a", [0.2, 0.6], method="fedavg")
     write_run(tmp_path, "b", [0.2, 0.6], method="fedavg", dirichlet_alpha=0.5)
