@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from fl_app.files import make_directory, publish_text
 ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}  # of what joins one; without it our own apps keep Ray on loopback
 PACKAGES = ("corolla", "flwr", "torch", "ray")
 _SECONDS = 90
+_CONNECT_SECONDS = 5
 _MARK = "ray-cluster: "
 
 
@@ -37,8 +39,7 @@ def check(address: str, shared: Mapping[str, Path], cpus_per_client: float, gpus
     address: HOST:PORT of the head. shared: directories by the key they come from, made if needed. A file is written into each and
     read on every machine.
     """
-    if not re.fullmatch(r"[^\s/]+:\d{1,5}", address):
-        raise UserError(f"--ray-address: must be HOST:PORT, what `ray start --head` prints, got {address!r}")
+    _connect(address)
     tokens = {key: directory / f".shared-{secrets.token_hex(8)}" for key, directory in shared.items()}
     try:
         for key, path in tokens.items():
@@ -58,6 +59,18 @@ def check(address: str, shared: Mapping[str, Path], cpus_per_client: float, gpus
         problems.append(f"no machine has room for a client of {cpus_per_client:g} CPUs and {gpus_per_client:g} GPUs ({most})")
     if problems:
         raise UserError("\n".join(f"--ray-address {address}: {problem}" for problem in problems))
+
+
+def _connect(address: str) -> None:
+    """Raise UserError unless somebody listens at an address; Ray itself would go on trying for minutes."""
+    host, _, port = address.rpartition(":")
+    if not re.fullmatch(r"[^\s/]+:\d{1,5}", address) or int(port) >= 2**16:
+        raise UserError(f"--ray-address: must be HOST:PORT, what `ray start --head` prints, got {address!r}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"--ray-address: must be where a Ray cluster's head listens, got {address}: {why}") from None
 
 
 def _problems(node: Mapping[str, Any], tokens: Mapping[str, Path], shared: Mapping[str, Path]) -> list[str]:

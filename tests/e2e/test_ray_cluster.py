@@ -117,7 +117,7 @@ def test_a_directory_that_is_not_shared(nodes: Nodes, tmp_path: Path) -> None:
 
 
 def test_no_cluster() -> None:
-    for address, why in (("ray://localhost:10001", "must be HOST:PORT"), (f"127.0.0.1:{free_ports(1)[0]}", "Ray cluster")):
+    for address, why in (("ray://localhost:10001", "must be HOST:PORT"), ("127.0.0.1:1", "Connection refused")):
         done = corolla("run", "--ray-address", address)
         assert done.returncode == 2 and why in " ".join(done.stderr.split()) and "--ray-address" in done.stderr, done.stderr
     done = corolla("run", "--ray-address", "127.0.0.1:1", "--in-process")
