@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from fl_app.cli.tables import fitting
 from fl_app.server.run_folder import read_about
@@ -26,3 +30,45 @@ def test_a_narrow_terminal_has_fewer_columns_of_results_and_none_that_is_cut() -
     assert fitting(lines, 71)[0] == ["method", "final", "best", "upload", "download", "seconds"]
     assert fitting(lines, 60)[1] == ["fedcac", "100.00 %", "91.67 %", "11.4 MB", "24.4"]
     assert fitting(lines, 20)[0] == ["method", "final", "seconds"]
+
+
+ENDING = """
+import atexit, threading, time
+from fl_app import cli
+
+class Kept:
+    def __del__(self):
+        print("taken apart")
+
+def late():
+    time.sleep(0.2)
+    print("thread")
+
+cli.kept = Kept()
+atexit.register(print, "atexit")
+threading.Thread(target=late).start()
+cli.{}()
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [(["methods", "fedcac"], 0), (["run", "--set", "seed"], 2)])
+def test_it_ends_as_python_does_but_takes_nothing_apart(words: list[str], code: int) -> None:
+    """Which of torch takes seconds on a busy machine."""
+    done = {
+        name: subprocess.run([sys.executable, "-c", ENDING.format(name), *words], capture_output=True, text=True)
+        for name in ("main", "command")
+    }
+    assert done["main"].returncode == done["command"].returncode == code
+    assert done["main"].stderr == done["command"].stderr and ("expected KEY=VALUE" in done["main"].stderr) == (code == 2)
+    assert done["command"].stdout.splitlines()[-2:] == ["thread", "atexit"]
+    assert done["main"].stdout == done["command"].stdout + "taken apart\n"
+
+
+def test_it_ends_where_nobody_reads_its_words() -> None:
+    command = subprocess.Popen(
+        [sys.executable, "-m", "corolla", "methods", "--table"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert command.stdout and command.stderr
+    command.stdout.close()
+    said = command.stderr.read()
+    assert command.wait() != 0 and "Traceback" not in said
