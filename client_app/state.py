@@ -13,8 +13,7 @@ import hashlib
 import logging
 import os
 import re
-import shutil
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,13 +141,11 @@ class StateStore:
             raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
 
     def forget(self) -> None:
-        """Delete what this client keeps of the experiment but its budget, and the experiment's directory if it is empty then."""
-        for path in self.directory.glob("*") if self.directory.is_dir() else []:
-            if not path.name.startswith(BUDGET):
-                path.unlink(missing_ok=True)
-        for directory in (self.directory, self.directory.parent):
-            with contextlib.suppress(OSError):
-                directory.rmdir()
+        """Delete what this client keeps of the experiment, and its directories if they are empty then.
+
+        What its records have spent and which attempts it has answered stays: whoever names the experiment again must find both.
+        """
+        _clear([self.directory])
 
     def _path(self, version: str) -> Path:
         return self.directory / f"{version}{SUFFIX}"
@@ -178,8 +175,23 @@ def stored(root: Path) -> list[StoredExperiment]:
     return sorted(found, key=lambda e: e.modified)
 
 
-def remove(root: Path, experiment: str) -> None:
-    """Delete one experiment's client state. Raises UserError if there is none."""
+def remove(root: Path, experiment: str) -> bool:
+    """Delete one experiment's client state, as `StateStore.forget` does; return whether something stays.
+
+    Raises UserError if there is none.
+    """
     if experiment not in {e.experiment for e in stored(root)}:
         raise UserError(f"no client state of experiment {experiment!r} under {root}")
-    shutil.rmtree(root / experiment)
+    _clear((root / experiment).glob("client-*"))
+    return (root / experiment).exists()
+
+
+def _clear(clients: Iterable[Path]) -> None:
+    """Delete what stands in clients' directories and does not stay, and the directories, the experiment's too, if empty then."""
+    for directory in list(clients):
+        for path in directory.glob("*"):
+            if not path.name.startswith(BUDGET) and path.suffix != _CLAIM:
+                path.unlink(missing_ok=True)
+        for empty in (directory, directory.parent):
+            with contextlib.suppress(OSError):
+                empty.rmdir()

@@ -232,5 +232,6 @@ def state_remove(
     """Delete one experiment's client state from this machine."""
     from client_app.state import remove, state_root
 
-    remove(state_root(state_dir), experiment)
-    console.print(f"removed the client state of {experiment}")
+    root = state_root(state_dir)
+    stays = f"; what it has spent and answered stays under {root / experiment}" if remove(root, experiment) else ""
+    console.print(f"removed the client state of {experiment}{escape(stays)}", soft_wrap=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -155,6 +156,20 @@ def test_forgotten_state_leaves_the_other_clients(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_was_answered_and_spent_outlasts_the_state(store: StateStore, tmp_path: Path) -> None:
+    """A server could have an attempt answered twice otherwise, and take one answer from the other."""
+    for delete in (store.forget, lambda: remove(tmp_path, "abc")):
+        store.save(STATE, 1, 0)
+        with contextlib.suppress(UserError):
+            store.claim("000001-000000")
+        (store.directory / "budget.json").write_text("[]")
+        delete()
+        assert names(store) == ["000001-000000.answered", "budget.json"]
+        with pytest.raises(UserError, match="attempt 000001-000000 was answered before"):
+            store.claim("000001-000000")
+    store.claim("000002-000000")  # a run that goes on
+
+
 def test_delete_before_without_any_state(store: StateStore) -> None:
     store.delete_before("000001-00")
     assert names(store) == []
@@ -198,7 +213,7 @@ def test_stored_and_remove(tmp_path: Path) -> None:
     assert found[0].modified == 1000
     assert found[0].nbytes == sum(p.stat().st_size for p in (tmp_path / "old").rglob("*.state"))
 
-    remove(tmp_path, "old")
+    assert remove(tmp_path, "old") is False
     assert [e.experiment for e in stored(tmp_path)] == ["new"] and not (tmp_path / "old").exists()
     for unknown in ("old", "", "..", "empty"):
         with pytest.raises(UserError, match=f"no client state of experiment '{unknown}' under"):
