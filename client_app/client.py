@@ -139,7 +139,8 @@ class CorollaClient(NumPyClient):
         return Upload(model, metrics=self._fallback, num_examples=ctx.num_samples)
 
     def _forget(self, download: Download) -> Upload:
-        StateStore(state_root(self.config.state_dir), download.experiment, self.client_id).forget()
+        store = StateStore(state_root(self.config.state_dir), download.experiment, self.client_id)
+        store.forget(simulated=self.keys == wire.SEED_KEYS)
         return Upload(download.model)
 
     def _train(self, download: Download) -> Upload:

@@ -140,12 +140,13 @@ class StateStore:
         except OSError as error:
             raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
 
-    def forget(self) -> None:
+    def forget(self, *, simulated: bool = False) -> None:
         """Delete what this client keeps of the experiment, and its directories if they are empty then.
 
         What its records have spent and which attempts it has answered stays: whoever names the experiment again must find both.
+        simulated: nobody is protected by it, and it goes as well.
         """
-        _clear([self.directory])
+        _clear([self.directory], everything=simulated)
 
     def _path(self, version: str) -> Path:
         return self.directory / f"{version}{SUFFIX}"
@@ -186,11 +187,11 @@ def remove(root: Path, experiment: str) -> bool:
     return (root / experiment).exists()
 
 
-def _clear(clients: Iterable[Path]) -> None:
+def _clear(clients: Iterable[Path], *, everything: bool = False) -> None:
     """Delete what stands in clients' directories and does not stay, and the directories, the experiment's too, if empty then."""
     for directory in list(clients):
         for path in directory.glob("*"):
-            if not path.name.startswith(BUDGET) and path.suffix != _CLAIM:
+            if everything or not (path.name.startswith(BUDGET) or path.suffix == _CLAIM):
                 path.unlink(missing_ok=True)
         for empty in (directory, directory.parent):
             with contextlib.suppress(OSError):

@@ -116,7 +116,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
             stateful = any(strategy.versions.values())
             if not config.keep_state and stateful:
                 folder.note_state_removed()
-            if not config.keep_state and (stateful or config.private):
+            if not config.keep_state and (stateful or config.private or config.dp_epsilon):
                 strategy.forget_state(exchange)
             return folder
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from fl_app.wire import PRIVATE_KEYS
 from strategies import METHOD_PARAMS, METHODS
 from tests.client_app.test_train import CLASSES, SIDE, data_of, with_batchnorm, with_dropout
 from tests.conftest import Run, config, flat
+from tests.privacy.keys import make
 
 ABLE = tuple(sorted(name for name, method in METHODS.items() if method.dp_epochs))
 ROUNDS = {"num_server_rounds": 2, "dp_epsilon": 8.0}
@@ -331,13 +333,30 @@ def test_a_site_whose_budget_is_spent_says_so_and_stays_away(run: Run, raw_confi
     assert [(f["client"], "8 of 8 is spent" in f["cause"]) for f in record["failures"]] == [(1, True)]
 
 
-def test_a_finished_run_that_goes_on_has_nothing_left_to_spend(run: Run, raw_config: dict[str, Any]) -> None:
-    """Its clients have removed what they keep for it, as after every private run."""
-    whole = {"method": "fedavg", "private": True, **ROUNDS}
+@pytest.mark.parametrize("keep_state", [False, True])
+def test_a_finished_run_that_goes_on_has_nothing_left_to_spend(run: Run, keep_state: bool) -> None:
+    whole = {"method": "fedavg", "private": True, "keep_state": keep_state, **ROUNDS}
     folder = run(**whole)
-    raw = {**raw_config, **flat({**whole, "num_server_rounds": 3}), "resume": str(folder.path)}
-    with pytest.raises(UserError, match=r"client 0: dp-epsilon: 7\.99\d of 8 is spent"):
-        server_app.run(InProcessGrid(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None)
+    with pytest.raises(UserError, match="run is finished: dp-epsilon .* its clients have nothing left to spend"):
+        run(**{**whole, "num_server_rounds": 3, "resume": str(folder.path)})
+    assert read_summary(folder.path)["digest"]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedcac"])
+@pytest.mark.parametrize("private", [False, True])
+def test_a_simulation_takes_its_budgets_along_and_a_deployment_keeps_them(
+    run: Run, tmp_path: Path, method: str, private: bool
+) -> None:
+    whole = {"method": method, "private": private, **ROUNDS}
+    run(run_name="simulated", **whole)
+    assert list((tmp_path / "state").iterdir()) == []
+    run(run_name="kept", keep_state=True, **whole)
+    assert len(list((tmp_path / "state").glob("*/*/budget.json"))) == 3
+    shutil.rmtree(tmp_path / "state")
+    keys = {i: {PRIVATE_KEYS: str(key)} for i, key in enumerate(make(tmp_path / "keys", 3))}
+    run(run_name="deployed", node_configs=keys, **whole)
+    left = {path.suffix for path in (tmp_path / "state").glob("*/client-*/*")}
+    assert left == {".json", ".lock", *([".answered"] if private else [])}
 
 
 @pytest.mark.parametrize(
