@@ -73,8 +73,8 @@ class CorollaClient(NumPyClient):
             "in-channels": info.in_channels,
             "image-size": info.image_size,
             "num-classes": info.num_classes,
-            "train-samples": len(self.data.y_train),
-            "test-samples": len(self.data.y_test),
+            "train-samples": self._told_count(len(self.data.y_train)),
+            "test-samples": self._told_count(len(self.data.y_test)),
         }
         if info.shape:  # not square images
             properties["input-shape"] = ",".join(map(str, info.shape))
@@ -119,7 +119,7 @@ class CorollaClient(NumPyClient):
                 "sha256": hashlib.sha256(update.export(model, state, ctx).params.tobytes()).hexdigest(),
                 **self._fallback,
             }
-            return float(metrics.pop("loss")), len(self.data.y_test), dict(metrics)
+            return float(metrics.pop("loss")), self._told_count(len(self.data.y_test)), dict(metrics)
         except Exception as error:
             log.exception("client %d failed", self.client_id)
             return 0.0, 0, {wire.ERROR: describe(error)}
@@ -175,14 +175,14 @@ class CorollaClient(NumPyClient):
         version = self._timed("state", lambda: self._save(state, download))
         metrics: dict[str, Scalar] = {
             **told,
-            "test-samples": len(self.data.y_test),
+            "test-samples": self._told_count(len(self.data.y_test)),
             "state-version": version,
             **({"dp-epsilon": trainer.epsilon, "dp-noise": trainer.plan.noise} if self.config.dp_epsilon else {}),
             **self._fallback,
             **{f"seconds-{name}": seconds for name, seconds in self._timings.items()},
             **upload.metrics,
         }
-        return Upload(upload.model, upload.mask, upload.extras, metrics, ctx.num_samples)
+        return Upload(upload.model, upload.mask, upload.extras, metrics, self._told_count(ctx.num_samples))
 
     def _context(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
         """Build what the method's client half works with."""
@@ -213,6 +213,10 @@ class CorollaClient(NumPyClient):
         if name := beyond(measured):
             raise diverged(name, measured[name], learning_rate)
         return dict(measured)
+
+    def _told_count(self, samples: int) -> int:
+        """What the server is told of a number of samples: 1 where it need not know."""
+        return samples if self.method.tells_counts(self.config) else 1
 
     def _masker(self, download: Download) -> Masker | None:
         """Claim the attempt of a private round; raises UserError if it must not be answered."""

@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flwr.app import Context
@@ -31,6 +31,7 @@ from fl_app.server.log_lines import (
     resumed_line,
     stopped_line,
 )
+from fl_app.server.properties import SAMPLES, Properties
 from fl_app.server.record import summarize
 from fl_app.server.run_folder import FROZEN, SHAPE, TESTED, RunFolder, read_metrics
 from fl_app.wire import SIMULATION
@@ -89,7 +90,8 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures, facts)
     try:
         log.info("%s", folder_line(folder.path))
-        folder.write_clients(roster.properties)
+        counted = method.tells_counts(config)
+        folder.write_clients(_facts(roster.properties, counted))
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
         strategy.reports = method.reports
         if config.resume:
@@ -107,7 +109,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
             if tested := method.tested(config):
                 log.info("%s: %s", config.method, tested)
             strategy.start(exchange)
-            folder.write_clients(roster.properties)  # again: some may have come later
+            folder.write_clients(_facts(roster.properties, counted))  # again: some may have come later
             if strategy.round < config.num_server_rounds:
                 log.info("%s", stopped_line(strategy.round))
                 return folder
@@ -121,6 +123,11 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
             return folder
     finally:
         folder.close()
+
+
+def _facts(properties: Mapping[int, Properties], counted: bool) -> Mapping[int, Properties]:
+    """What clients said of themselves, without numbers of samples that are none."""
+    return {i: {name: said[name] for name in said if counted or name not in SAMPLES} for i, said in properties.items()}
 
 
 def save_models(strategy: PersonalizedStrategy[Any], exchange: Exchange, folder: RunFolder) -> None:

@@ -235,9 +235,10 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
 
     # Private runs: a partition instead of neighbourhoods (strategies/linkage.py)
 
-    def sum_weights(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """As the global mean's, in groups too."""
-        return sizes if self.params.weighting == "samples" else np.ones_like(sizes)
+    @classmethod
+    def alike(cls, params: FedCACParams) -> bool:
+        """As in the global mean, in groups too."""
+        return params.weighting == "uniform"
 
     def sum_groups(self, ids: list[int]) -> Mapping[int, list[int]]:
         """The partition of the last regrouping; before there is one all are alike, unless nobody collaborates."""

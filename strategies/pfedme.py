@@ -25,9 +25,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, key
 from fl_app.layout import Model, Vector
@@ -91,9 +88,10 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
         if self.config.momentum:
             log.warning("pfedme: momentum %g is not used, inner steps are plain gradient steps", self.config.momentum)
 
-    def sum_weights(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """All alike."""
-        return np.ones_like(sizes)
+    @classmethod
+    def alike(cls, params: PFedMeParams) -> bool:
+        """They do."""
+        return True
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Step towards the unweighted mean; plain mean of the statistics."""

@@ -16,6 +16,7 @@ from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
 from fl_app.experiments.trained import Trained
 from fl_app.files import publish_text
+from fl_app.server.properties import SAMPLES
 
 Card = dict[str, Any]
 
@@ -50,7 +51,7 @@ def about(trained: Trained) -> Card:
         "metrics": measured(trained),
         "data": {
             "dataset": _without_path(config.dataset),
-            **{what: sum(facts.get(what) or 0 for facts in clients.values()) for what in ("train-samples", "test-samples")},
+            **{what: sum(told) for what in SAMPLES if (told := [n for facts in clients.values() if (n := facts.get(what))])},
             **_class_counts(list(clients.values())),
         },
         "task": config.task,

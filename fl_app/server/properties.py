@@ -12,7 +12,8 @@ from fl_app.wire import ERROR, PRIVATE, WireError
 Properties = dict[str, Scalar]
 
 MOST_CLIENTS = 10**6
-_COUNTS = (("in-channels", 1), ("image-size", 1), ("num-classes", 1), ("train-samples", 0), ("test-samples", 0))
+SAMPLES = ("train-samples", "test-samples")
+_COUNTS = (("in-channels", 1), ("image-size", 1), ("num-classes", 1), *((name, 0) for name in SAMPLES))
 LIST, SEALED = f"{PRIVATE}-list", f"{PRIVATE}-sealed"  # of private runs
 _TEXTS = ("class-counts", "class-names", LIST, SEALED, ERROR)
 _SAMPLE = "input-shape"

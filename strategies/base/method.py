@@ -90,6 +90,10 @@ class Method(Generic[P]):
         if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
             raise UserError("dp-epsilon: finetune-epochs would look at records beside the budget; leave it 0")
 
+    def tells_counts(self, config: RunConfig) -> bool:
+        """Whether clients tell how many samples they have: not in a private run whose means count all alike."""
+        return not (config.private and self.strategy.alike(config.params))
+
     def dp_epochs_of(self, config: RunConfig) -> int:
         """How many epochs of noisy steps a round is for a client. Raises UserError if it cannot run with `dp-epsilon`."""
         if self.dp_epochs is None:

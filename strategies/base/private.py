@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,9 +93,10 @@ class Private(Messages):
     All of it is only called where the key `private` is set.
     """
 
-    def sum_weights(self, sizes: NDArray[np.float64]) -> NDArray[np.float64]:
-        """What each upload counts in means, float64 [N], all above 0. sizes: training samples."""
-        return sizes
+    @classmethod
+    def alike(cls, params: Any) -> bool:
+        """Whether all uploads count the same in means, with these parameters: then no client tells how many samples it has."""
+        return False
 
     def sum_groups(self, ids: list[int]) -> Mapping[int, list[int]]:
         """Who is summed up with whom: disjoint groups of at least three that cover `ids`, by a number."""
@@ -122,7 +124,7 @@ class Private(Messages):
         if not self.config.private:
             return super().room_for(ids)
         sizes = np.array([float(self.attempt.declared[i]["train-samples"]) for i in ids])
-        counted = self.sum_weights(np.maximum(sizes, 1))
+        counted = np.ones(len(ids)) if self.alike(self.config.params) else np.maximum(sizes, 1)
         if self.config.max_size_weight:
             counted = capped(counted, self.config.max_size_weight)
         weights = dict(zip(ids, (len(ids) * counted / counted.sum()).tolist(), strict=True))
@@ -188,8 +190,11 @@ class Private(Messages):
         if not config.private:
             return records if config.dp_epsilon else []
         groups = ["which clients agree on their masks, and how far (overlaps)", "groups"] if self._sketch_bits() else []
-        accuracies = ["losses and accuracies (report-accuracy = false: not)"] if self.config.report_accuracy else []
-        learns = ["sums over groups of at least three", *groups, "sample counts", *accuracies]
+        noise = ["sample counts, by the noise that dp-epsilon takes"] if config.dp_epsilon else []
+        counts = noise if self.alike(config.params) else ["sample counts"]
+        accuracies = ["losses and accuracies (report-accuracy = false: not)"] if config.report_accuracy else []
+        always = ["who is away and how long each takes", "hashes of personal models"]
+        learns = ["sums over groups of at least three", *groups, *counts, *accuracies, *always]
         lines = [f"private: the server learns {', '.join(learns)}; it is trusted to keep to the protocol (docs/privacy.md)"]
         if self.config.max_update_norm:
             lines.append("private: max-update-norm leaves nobody out: there is no single upload to measure")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,41 @@ def test_nothing_is_known_of_accuracies_and_class_counts(run: Run) -> None:
         assert all(row["accuracy-after"] is None and row["loss-before"] is None for row in record["clients"].values())
     assert read_summary(folder.path)["final-accuracy"] is None and read_summary(folder.path)["digest"]
     assert "class-counts" not in (folder.path / "clients.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"method": "fedavg"}, True),
+        ({"method": "fedcac"}, True),
+        ({"method": "fedcac", "fedcac": {"weighting": "uniform"}}, False),
+        ({"method": "pfedme"}, False),
+    ],
+)
+def test_how_many_samples_a_client_has_is_told_where_it_weighs(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, changes: dict[str, Any], told: bool
+) -> None:
+    caplog.set_level("INFO", "corolla")
+    handle = InProcessGrid._handle
+    numbers: dict[int, list[tuple[str, object]]] = {}
+
+    def heard(self: Any, message: Message) -> Message:
+        reply = handle(self, message)
+        said = [*reply.content.metric_records.items(), *reply.content.config_records.items()]
+        numbers.setdefault(message.metadata.dst_node_id, []).extend(
+            (f"{record}.{name}", value) for record, values in said for name, value in values.items()
+            if isinstance(value, int | float) and value == value and "seconds" not in name and name != "client-id"
+        )
+        return reply
+
+    monkeypatch.setattr(InProcessGrid, "_handle", heard)
+    sizes = {"partition": "dirichlet", "min_samples": 4}  # unequal clients
+    folder = run(report_accuracy=False, **sizes, **changes, **PRIVATE)
+    assert len(numbers) == 5 and all(len(said) > 10 for said in numbers.values())
+    assert (len({repr(said) for said in numbers.values()}) > 1) is told
+    assert any("sample counts" in line for line in caplog.messages if line.startswith("private:")) is told
+    facts = json.loads((folder.path / "clients.json").read_text()).values()
+    assert ({one["train-samples"] for one in facts} == {None}) is not told
 
 
 def test_what_leaks_is_said_at_the_start(run: Run, caplog: pytest.LogCaptureFixture) -> None:
