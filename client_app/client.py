@@ -52,21 +52,24 @@ class CorollaClient(NumPyClient):
         This is asked once, when a run starts; the first in a process looks whether files of the data have been overwritten.
         """
         try:
-            source = (self.config.dataset, self.config.data_dir, self.data_path)
-            self.data = open_client(self.config, self.client_id, data_path=self.data_path, look=source not in _looked_at)
-            _looked_at.add(source)
-            info = self.data.info
-            if self.config.device.startswith("cuda"):
-                from client_app.loaded import resolve_device
-
-                resolve_device(self.config.device)
-            if self.config.dp_epsilon:
-                from client_app.dp import Plan
-
-                Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config))
+            return self._properties()
         except Exception as error:
             log.debug("properties", exc_info=True)
             return {"client-id": self.client_id, wire.ERROR: describe(error)}
+
+    def _properties(self) -> Config:
+        source = (self.config.dataset, self.config.data_dir, self.data_path)
+        self.data = open_client(self.config, self.client_id, data_path=self.data_path, look=source not in _looked_at)
+        _looked_at.add(source)
+        info = self.data.info
+        if self.config.device.startswith("cuda"):
+            from client_app.loaded import resolve_device
+
+            resolve_device(self.config.device)
+        if self.config.dp_epsilon:
+            from client_app.dp import Plan
+
+            Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config))
         properties: Config = {
             "client-id": self.client_id,
             "num-clients": self.config.num_clients,

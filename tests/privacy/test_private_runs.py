@@ -395,5 +395,5 @@ def test_two_clients_are_refused_when_it_is_known_that_they_are_two(run: Run, tm
 
 
 def test_a_node_without_a_key_says_so(run: Run) -> None:
-    with pytest.raises(UserError, match="this SuperNode has no key for private runs"):
+    with pytest.raises(UserError, match="client 0: private: this SuperNode has no key for private runs"):
         run(node_configs={i: {"private-keys": ""} for i in range(5)}, **PRIVATE)
