@@ -1,6 +1,7 @@
 #!/bin/sh
 # One-shot services of compose.tls.yaml.
-#   keys      make keys (what exists is kept) and hand every container's volume its own: CA + one private key
+#   keys      make keys (what exists is kept) and hand every container's volume its own: CA + one node's private keys, and for
+#             private runs the list of all nodes' public ones
 #   register  tell the SuperLink the SuperNodes' public keys
 set -eu
 case "$1" in
@@ -16,8 +17,8 @@ keys)
   }
   give /keys/superlink ca.crt server.crt server.key supernode-0.pub supernode-1.pub supernode-2.pub supernode-3.pub
   for k in 0 1 2 3; do
-    give "/keys/$k" ca.crt "supernode-$k.key"
-    mv "/keys/$k/supernode-$k.key" "/keys/$k/supernode.key"
+    give "/keys/$k" ca.crt peers.txt "supernode-$k.key" "supernode-$k.x25519"
+    for end in key x25519; do mv "/keys/$k/supernode-$k.$end" "/keys/$k/supernode.$end"; done
   done
   ;;
 register)

@@ -81,8 +81,8 @@ def keyring(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
     """Return a client's keys. where: its private key's file, or SEED_KEYS. Raises UserError naming what is missing or wrong."""
     if not where:
         raise UserError(
-            "private: this SuperNode has no key for private runs; `corolla node start` and `corolla cluster up` name it, others "
-            "need --node-config private-keys=FILE (docs/privacy.md)"
+            "private: this SuperNode has no key for private runs; `corolla node start`, `corolla cluster up` and compose.tls.yaml "
+            "name it, others need --node-config private-keys=FILE (docs/privacy.md)"
         )
     return _from_seed(seed, client_id, num_clients) if where == SEED_KEYS else _from_file(Path(where), client_id, num_clients)
 

@@ -11,11 +11,26 @@ import yaml
 from deploy import audit
 from fl_app.processes import free_ports
 from tests.e2e.conftest import Cluster, Run, rounds
+from tests.privacy.keys import make
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 DEPLOY = Path(__file__).resolve().parent.parent.parent / "deploy"
 FILES = {name: yaml.safe_load((DEPLOY / name).read_text()) for name in ("compose.yaml", "compose.tls.yaml")}
+
+
+def start(cluster: Cluster, directory: Path, client_id: int, file: str, here: dict[str, str]) -> None:
+    """Start a SuperNode by its container's command. here: what stands for what there."""
+    runtime, health = free_ports(2)
+    *shell, line = FILES[file]["services"][f"supernode-{client_id}"]["command"]
+    here = {
+        "$$": "$", "superlink:9092": f"{cluster.fleet} --port {runtime}", "127.0.0.1:9097": f"127.0.0.1:{health}",
+        "exec python ": f"exec {sys.executable} ", **here,
+    }  # fmt: skip
+    for there, word in here.items():
+        assert there in line, line
+        line = line.replace(there, word)
+    cluster._start(f"node-{client_id}", [*shell, line], CLIENT_ID=str(client_id), COROLLA_STATE_HOME=str(directory / "audit"))
 
 
 def test_sites_of_containers_refuse_by_name(cluster: Cluster, tmp_path: Path) -> None:
@@ -26,16 +41,7 @@ def test_sites_of_containers_refuse_by_name(cluster: Cluster, tmp_path: Path) ->
         site.mkdir()
         if client_id == 1:
             (site / "site.toml").write_text('methods = ["fedobp"]\n')
-        runtime, health = free_ports(2)
-        *shell, line = FILES["compose.yaml"]["services"][f"supernode-{client_id}"]["command"]
-        here = {
-            "$$": "$", "superlink:9092": f"{cluster.fleet} --port {runtime}", "127.0.0.1:9097": f"127.0.0.1:{health}",
-            "num-partitions=4": "num-partitions=2", "/site/": f"{site}/", "exec python ": f"exec {sys.executable} ",
-        }  # fmt: skip
-        for there, word in here.items():
-            assert there in line, line
-            line = line.replace(there, word)
-        cluster._start(f"node-{client_id}", [*shell, line], CLIENT_ID=str(client_id), COROLLA_STATE_HOME=str(tmp_path / "audit"))
+        start(cluster, tmp_path, client_id, "compose.yaml", {"num-partitions=4": "num-partitions=2", "/site/": f"{site}/"})
     config = {"method": "fedcac", "num-server-rounds": 2, "train-samples": 40, "local-epochs": 1, "min-available-clients": 1}
     run = Run(cluster, tmp_path / "r", 2, config | {"state-dir": str(tmp_path / "state")})
     run.finish()
@@ -43,6 +49,24 @@ def test_sites_of_containers_refuse_by_name(cluster: Cluster, tmp_path: Path) ->
     assert [sorted(record["clients"]) for record in rounds(run.folder)] == [["0"], ["0"]]
     kinds = [[entry["kind"] for entry in audit.entries(tmp_path / "audit" / "sites" / f"supernode-{i}")] for i in range(2)]
     assert "upload" in kinds[0] and "upload" not in kinds[1] and kinds[1][0] == "start"
+
+
+def test_containers_with_keys_run_private_and_those_without_say_so(cluster: Cluster, tmp_path: Path) -> None:
+    """TLS apart, which the nodes of compose.tls.yaml have besides; node 3 is one of compose.yaml."""
+    cluster.start_superlink()
+    for client_id, key in enumerate(make(tmp_path / "keys", 4)):
+        key.rename(key.with_name("supernode.x25519"))
+        keyed = {
+            "--root-certificates /keys/ca.crt --auth-supernode-private-key /keys/supernode.key": "--insecure",
+            "'/keys/": f"'{key.parent}/",
+        }  # fmt: skip
+        file, here = ("compose.tls.yaml", keyed) if client_id < 3 else ("compose.yaml", {})
+        start(cluster, tmp_path, client_id, file, {**here, "/site/": f"{tmp_path}/none/"})
+    config = {"method": "fedavg", "private": True, "num-server-rounds": 1, "train-samples": 40, "min-available-clients": 3}
+    run = Run(cluster, tmp_path / "r", 4, config | {"state-dir": str(tmp_path / "state")})
+    run.finish()
+    assert "client 3 cannot take part: private: this SuperNode has no key for private runs" in " ".join(run.log.split())
+    assert [sorted(record["clients"]) for record in rounds(run.folder)] == [["0", "1", "2"]]
 
 
 @pytest.mark.parametrize("name", list(FILES))

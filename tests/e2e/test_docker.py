@@ -92,8 +92,14 @@ def test_tls_and_authentication(expected: str) -> None:
     compose("exec", "-T", "superlink", "corolla", "run", "--superlink", "cluster-tls", *arguments)
     assert read("\n" + compose("exec", "-T", "superlink", "cat", "/results/tls/summary.json").stdout)["digest"] == expected
 
+    # with keys of their own they run private, without more
+    private = ["--clients", "4", "--output-dir", "/results", "--set", "run-name=private", "--set", "private=true", *SETTINGS]
+    compose("exec", "-T", "superlink", "corolla", "run", "--superlink", "cluster-tls", *private)
+    assert read("\n" + compose("exec", "-T", "superlink", "cat", "/results/private/summary.json").stdout)["failures"] == 0
+
     # a container sees its own private key only, and runs as nobody special
-    assert compose("exec", "-T", "supernode-2", "ls", "/keys").stdout.split() == ["ca.crt", "supernode.key"]
+    held = compose("exec", "-T", "supernode-2", "ls", "/keys").stdout.split()
+    assert held == ["ca.crt", "peers.txt", "supernode.key", "supernode.x25519"]
     held = compose("exec", "-T", "superlink", "ls", "/keys").stdout.split()
     assert "server.key" in held and not [name for name in held if name.startswith(("ca.key", "supernode")) and ".pub" not in name]
     assert compose("exec", "-T", "supernode-2", "id", "-u").stdout.strip() == "1000"
