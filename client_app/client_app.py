@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 
 from flwr.app import Context
 from flwr.clientapp import ClientApp
@@ -14,7 +15,7 @@ from fl_app import plugins
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.keys import own
-from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, SIMULATION
+from fl_app.wire import PRIVATE_KEYS, SEED_KEYS
 from strategies import METHOD_PARAMS, METHODS
 
 # Ray listens on all of a machine's addresses, and runs what anybody sends there, unless it is told that no other machine will
@@ -35,8 +36,14 @@ def client_fn(context: Context) -> Client:
         return Refusal(client_id, str(error)).to_client()
     config = dataclasses.replace(config, num_clients=num_clients)
     data_path = str(context.node_config.get("data-path", ""))
-    keys = str(context.node_config.get(PRIVATE_KEYS, "")) or (SEED_KEYS if os.environ.get(SIMULATION) else "")
+    keys = str(context.node_config.get(PRIVATE_KEYS, "")) or (SEED_KEYS if _simulated() else "")
     return CorollaClient(config, METHODS[config.method], client_id, data_path, keys, context.run_id).to_client()
+
+
+def _simulated() -> bool:
+    """Whether this is a worker of Ray, which runs a simulation's clients; on a cluster it knows nothing of who started the run."""
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 app = ClientApp(client_fn)

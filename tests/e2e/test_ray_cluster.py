@@ -104,6 +104,17 @@ def test_the_same_bits_on_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
     assert too_much.returncode == 2 and "no machine has room for a client of 2 CPUs and 0 GPUs" in told, told
 
 
+def test_what_follows_from_the_seed_does_so_on_a_cluster(nodes: Nodes, tmp_path: Path) -> None:
+    """Keys of private runs and the noise of differential privacy: a Ray cluster's processes are not this command's children."""
+    nodes.start()
+    own = settings({"private": True, "dp-epsilon": 8.0})
+    for where in (["--ray-address", nodes.address], ["--in-process"]):
+        done = corolla("run", *where, *words(tmp_path, where[0].strip("-")), *own)
+        assert done.returncode == 0, done.stderr
+    assert summary(tmp_path / "ray-address")["digest"] == summary(tmp_path / "in-process")["digest"]
+    assert [path for path in tmp_path.glob("state-*/*") if path.name != ".runs"] == []
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="a node with a file system of its own needs root")
 def test_a_directory_that_is_not_shared(nodes: Nodes, tmp_path: Path) -> None:
     nodes.start()
