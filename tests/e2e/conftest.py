@@ -29,7 +29,7 @@ from strategies import METHOD_PARAMS
 COROLLA = script("corolla")
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 120, every: float = 0.02) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 240, every: float = 0.02) -> Any:
     """Return the condition's first true value."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
