@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Error, Message
+from flwr.app import Message
 
-import client_app.client
-from client_app.client_app import app as client_app_
-from fl_app import server_app, weights, wire
-from fl_app.config import parse
+from fl_app import weights, wire
 from fl_app.errors import UserError
 from fl_app.layout import Layout
-from fl_app.privacy.sites import Keyring, keyring
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
-from strategies import METHOD_PARAMS, METHODS
-from tests.conftest import Run, config, flat
+from fl_app.server.run_folder import RunFolder, read_summary
+from strategies import METHODS
+from tests.conftest import Run, config
+from tests.privacy.runs import PRIVATE, rounds
 
-PRIVATE = {"private": True, "num_clients": 5}
 SUMS = tuple(sorted(name for name in METHODS if METHODS[name].sums))
-
-
-def rounds(folder: RunFolder) -> list[dict[str, Any]]:
-    return list(read_metrics(folder.path))
 
 
 def global_model(folder: RunFolder) -> np.ndarray:
@@ -37,21 +27,6 @@ def global_model(folder: RunFolder) -> np.ndarray:
 
     layout = Layout.of(models.build("mlp", in_channels=1, num_classes=10, image_size=8))
     return weights.load_safetensors(folder.path / "models" / "global.safetensors", layout).params
-
-
-@pytest.fixture
-def arriving(monkeypatch: pytest.MonkeyPatch) -> list[tuple[wire.Upload, wire.Expected]]:
-    """Everything the server decodes, in order."""
-    seen: list[tuple[wire.Upload, wire.Expected]] = []
-    decode = wire.decode_upload
-
-    def spy(content: Any, expected: Any) -> Any:
-        upload = decode(content, expected)
-        seen.append((upload, expected))
-        return upload
-
-    monkeypatch.setattr(wire, "decode_upload", spy)
-    return seen
 
 
 # what comes out
@@ -191,139 +166,6 @@ def test_what_leaks_is_said_at_the_start(run: Run, caplog: pytest.LogCaptureFixt
     run(method="fedavg", run_name="b", report_accuracy=False, max_update_norm=0, **PRIVATE)
     said = [line for line in caplog.messages if line.startswith("private:")]
     assert len(said) == 1 and "overlaps" not in said[0] and "accuracies" not in said[0]
-
-
-# who drops out, and who does otherwise than was agreed
-
-
-class Absent(InProcessGrid):
-    """A grid on which clients fail in attempts of a round: (round, attempt, client id)."""
-
-    missing: frozenset[tuple[int, int, int]] = frozenset()
-
-    def _handle(self, message: Message) -> Message:
-        if message.metadata.message_type == "train":
-            said = message.content.config_records["fitins.config"]
-            if (said["round"], said["attempt"], message.metadata.dst_node_id - 1) in self.missing:
-                return Message(Error(0, "gone"), reply_to=message)
-        return super()._handle(message)
-
-
-def run_without(raw: dict[str, Any], *missing: tuple[int, int, int], **changes: Any) -> RunFolder:
-    raw = raw | flat({**PRIVATE, **changes})
-    grid = Absent(client_app_, raw, raw["num-clients"])
-    grid.missing = frozenset(missing)
-    return server_app.run(grid, parse(raw, METHOD_PARAMS), lambda what, done, total: None)
-
-
-def test_who_drops_out_costs_one_repeat_among_the_others(
-    raw_config: dict[str, Any], arriving: list[tuple[wire.Upload, wire.Expected]]
-) -> None:
-    folder = run_without(raw_config, (1, 0, 2), method="fedcac")
-    first, second = rounds(folder)
-    assert list(first["clients"]) == ["0", "1", "3", "4"] and len(second["clients"]) == 5
-    assert [(f["client"], f["attempt"]) for f in first["failures"]] == [(2, 1)]
-    sums = [upload.extras[wire.SUM] for upload, expected in arriving if wire.SUM in expected.extras]
-    assert len(sums) == 4 + 4 + 5
-    for a, b in zip(sums[:4], sums[4:8], strict=True):  # the same models under other masks
-        assert (a == b).mean() < 0.001
-    again = run_without(raw_config, (1, 0, 2), (1, 1, 2), method="fedcac", run_name="again")
-    assert read_summary(again.path)["digest"] == read_summary(folder.path)["digest"]
-
-
-def test_with_too_few_left_the_round_fails(raw_config: dict[str, Any]) -> None:
-    gone = [(1, attempt, i) for attempt in (0, 1) for i in (0, 2, 4)]
-    with pytest.raises(UserError, match=r"round 1 failed in 2 attempts(.|\n)*client 4: error 0: gone"):
-        run_without(raw_config, *gone, min_results=0.1)
-
-
-def changing(monkeypatch: pytest.MonkeyPatch, client_id: int, change: Callable[[wire.Upload, wire.Download], wire.Upload]) -> None:
-    """Let one client change what it sends, after all else."""
-    original = client_app.client.CorollaClient._train
-
-    def train(self: Any, download: wire.Download) -> wire.Upload:
-        upload = original(self, download)
-        return change(upload, download) if self.client_id == client_id else upload
-
-    monkeypatch.setattr(client_app.client.CorollaClient, "_train", train)
-
-
-def shortened(upload: wire.Upload) -> wire.Upload:
-    return dataclasses.replace(upload, extras={wire.SUM: upload.extras[wire.SUM][:-7]})
-
-
-def test_a_truncated_upload_is_dropped_and_the_others_go_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    changing(monkeypatch, 1, lambda upload, download: shortened(upload) if download.round == 1 else upload)
-    first, second = rounds(run(**PRIVATE))
-    assert list(first["clients"]) == ["0", "2", "3", "4"] and len(second["clients"]) == 5
-    assert "array masked has shape" in first["failures"][0]["cause"] and first["failures"][0]["client"] == 1
-
-
-def test_an_upload_of_another_attempt_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[wire.Upload] = []
-
-    def replaying(upload: wire.Upload, download: wire.Download) -> wire.Upload:
-        kept.append(upload)
-        return kept[0]
-
-    changing(monkeypatch, 1, replaying)
-    first, second = rounds(run(**PRIVATE))
-    assert len(first["clients"]) == 5 and list(second["clients"]) == ["0", "2", "3", "4"]
-    assert second["failures"][0]["cause"] == "its masks are those of attempt 000001-000000, asked for was 000002-000000"
-
-
-def test_a_replayed_upload_that_lies_about_its_attempt_spoils_the_round_and_no_model(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept: list[wire.Upload] = []
-
-    def replaying(upload: wire.Upload, download: wire.Download) -> wire.Upload:
-        kept.append(upload)
-        return dataclasses.replace(upload, extras=kept[0].extras)
-
-    changing(monkeypatch, 1, replaying)
-    with pytest.raises(UserError, match=r"round 2 failed in 2 attempts .*\n  the masks of clients \[0, 1, 2, 3, 4\] do not cancel"):
-        run(**PRIVATE)
-
-
-def test_a_client_answers_no_attempt_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    handle = InProcessGrid._handle
-    answers: list[Message] = []
-
-    def twice(self: Any, message: Message) -> Message:
-        reply = handle(self, message)
-        if message.metadata.message_type == "train" and message.content.config_records["fitins.config"]["task"] == "train":
-            answers.append(handle(self, message))
-        return reply
-
-    monkeypatch.setattr(InProcessGrid, "_handle", twice)
-    run(num_server_rounds=1, **PRIVATE)
-    said = [reply.content.config_records["fitres.metrics"].get(wire.ERROR, "") for reply in answers]
-    assert len(said) == 5 and all("private: attempt 000001-000000 was answered before" in str(text) for text in said)
-    assert all(not list(reply.content.array_records["fitres.parameters"]) or wire.size(reply.content) < 100 for reply in answers)
-
-
-def test_a_client_with_another_key_spoils_every_sum_it_is_in(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import client_app.private
-
-    def lying(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
-        agreed, other = (keyring(where, s, client_id, num_clients) for s in (seed, seed + 1))
-        return dataclasses.replace(other, public_of=agreed.public_of) if client_id == 3 else agreed
-
-    monkeypatch.setattr(client_app.private, "keyring", lying)
-    with pytest.raises(UserError, match="do not cancel: one of them has other keys"):
-        run(**PRIVATE)
-
-
-def test_a_client_with_another_list_is_left_out_by_name(
-    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    import client_app.private
-
-    monkeypatch.setattr(client_app.private, "keyring", lambda where, seed, i, n: keyring(where, seed + (i == 3), i, n))
-    folder = run(min_available_clients=4, **PRIVATE)
-    assert list(rounds(folder)[0]["clients"]) == ["0", "1", "2", "4"]
-    assert any("client 3" in line and "its list of all sites' keys is" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize(
