@@ -61,7 +61,6 @@ class CorollaClient(NumPyClient):
         source = (self.config.dataset, self.config.data_dir, self.data_path)
         self.data = open_client(self.config, self.client_id, data_path=self.data_path, look=source not in _looked_at)
         _looked_at.add(source)
-        info = self.data.info
         if self.config.device.startswith("cuda"):
             from client_app.loaded import resolve_device
 
@@ -73,23 +72,14 @@ class CorollaClient(NumPyClient):
         properties: Config = {
             "client-id": self.client_id,
             "num-clients": self.config.num_clients,
-            "in-channels": info.in_channels,
-            "image-size": info.image_size,
-            "num-classes": info.num_classes,
             "train-samples": self._told_count(len(self.data.y_train)),
             "test-samples": self._told_count(len(self.data.y_test)),
+            **about(self.data, self.config),
         }
-        if info.shape:  # not square images
-            properties["input-shape"] = ",".join(map(str, info.shape))
-        if self.config.report_class_counts or self.config.dataset.startswith(("npz:", "table:", "hf:")):
-            properties["class-names"] = json.dumps(info.classes)  # to read the outputs by; of labels that were strings, the mapping
         if self.config.private:
             from client_app import private
 
             properties |= private.properties(private.keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients))
-        elif self.config.report_class_counts and not self.config.dp_epsilon and tasks.of(self.config).has_classes:
-            counts = np.bincount(self.data.y_train, minlength=info.num_classes)
-            properties["class-counts"] = ",".join(str(n) for n in counts)
         return properties
 
     def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
@@ -272,6 +262,19 @@ def _import_torch() -> None:
         gc.freeze()  # nor any pass later
     finally:
         gc.enable()
+
+
+def about(data: ClientData, config: RunConfig) -> Config:
+    """What a client tells of its data: their shape, and their classes where it may."""
+    info = data.info
+    told: Config = {"in-channels": info.in_channels, "image-size": info.image_size, "num-classes": info.num_classes}
+    if info.shape:  # not square images
+        told["input-shape"] = ",".join(map(str, info.shape))
+    if config.report_class_counts or config.dataset.startswith(("npz:", "table:", "hf:")):
+        told["class-names"] = json.dumps(info.classes)  # to read the outputs by; of labels that were strings, the mapping
+    if config.report_class_counts and not config.private and not config.dp_epsilon and tasks.of(config).has_classes:
+        told["class-counts"] = ",".join(map(str, np.bincount(data.y_train, minlength=info.num_classes)))
+    return told
 
 
 def beyond(measured: Mapping[str, float]) -> str:

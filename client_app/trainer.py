@@ -6,6 +6,7 @@ What a method may do with it is strategies.base.Trainer.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
@@ -109,8 +110,9 @@ class LocalTrainer(LoadedModel):
         return batch.x, batch.y
 
     def check_loss(self) -> None:
-        """Raise UserError if the last epoch's mean training loss is not finite, or larger than the server takes."""
-        if self._counted and not abs(self.last_loss) <= MAX_NUMBER:
+        """Raise UserError if the last epoch's mean training loss is not finite, or larger than the server takes if it is told."""
+        largest = MAX_NUMBER if self.config.report_accuracy else sys.float_info.max
+        if self._counted and not abs(self.last_loss) <= largest:
             raise diverged("loss", self.last_loss, self.learning_rate)
 
     def differentiate(self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True) -> Tensor:

@@ -236,8 +236,8 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
     # Private runs: a partition instead of neighbourhoods (strategies/linkage.py)
 
     @classmethod
-    def alike(cls, params: FedCACParams) -> bool:
-        """As in the global mean, in groups too."""
+    def counts_alike(cls, params: FedCACParams) -> bool:
+        """Whether all uploads count the same, in the global mean and in groups'."""
         return params.weighting == "uniform"
 
     def sum_groups(self, ids: list[int]) -> Mapping[int, list[int]]:

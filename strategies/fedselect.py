@@ -103,7 +103,7 @@ def aggregate(W: Stack, used: NDArray[np.bool_], weights: NDArray[np.float64], p
     """Mean of every parameter over the clients that share it; what nobody shares stays (FedSelect Algorithm 1).
 
     W: float32 [N, d]; used: bool [N, d], True where personal; weights: float64 [N], not negative; previous: [d], the last
-    result. Returns [d] as floating as that; where all share, it is `weighted_mean`, bit for bit.
+    result. Returns [d], of its dtype or at least float32; where all share, it is `weighted_mean`, bit for bit.
     Raises ValueError on shapes that do not fit and weights that do not sum to a positive finite number.
     """
     n, d = W.shape

@@ -171,8 +171,8 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
             for (name, parameter), sizes in zip(self.network.named_parameters(), self.blocks.sizes, strict=True):
                 own = g[start : start + len(sizes), None].expand(-1, sizes[0]).reshape(-1)[: parameter.numel()]
                 product = parameter * own.view(parameter.shape)
-                images = parameter.ndim == 4  # kernels lie channels last; those of a single channel lose it in the product
-                used[name] = product.to(memory_format=torch.channels_last) if images else product
+                kernel = parameter.ndim == 4  # they lie channels last; those of a single channel lose it in the product
+                used[name] = product.to(memory_format=torch.channels_last) if kernel else product
                 start += len(sizes)
             logits: Tensor = functional_call(self.network, used, (x,))
             return logits

@@ -89,8 +89,8 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
             log.warning("pfedme: momentum %g is not used, inner steps are plain gradient steps", self.config.momentum)
 
     @classmethod
-    def alike(cls, params: PFedMeParams) -> bool:
-        """They do."""
+    def counts_alike(cls, params: PFedMeParams) -> bool:
+        """All uploads count the same."""
         return True
 
     def personalize(self, round: int, uploads: Uploads) -> None:

@@ -64,7 +64,7 @@ def command() -> None:
         if isinstance(end.code, int) and sys.gettrace() is None and sys.getprofile() is None:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as multiprocessing does at its processes' end
             atexit._run_exitfuncs()
-            with contextlib.suppress(OSError):  # who read the output may be gone
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # who read the output may be gone, or never was there
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(end.code)

@@ -26,8 +26,8 @@ APP_DIRECTORY = Path(fl_app.__file__).resolve().parent.parent
 
 
 @contextlib.contextmanager
-def bundle(config: Mapping[str, Scalar]) -> Iterator[Path]:
-    """Yield a directory with the app for a run with this config; it is removed in the end.
+def bundle(config: Mapping[str, Scalar], parent: str | None = None) -> Iterator[Path]:
+    """Yield a directory with the app for a run with this config; it is removed in the end. parent: where it is made, else as usual.
 
     Raises UserError if Corolla was not installed from a clone, which has the app's pyproject.toml.
     """
@@ -38,7 +38,7 @@ def bundle(config: Mapping[str, Scalar]) -> Iterator[Path]:
     for name, value in config.items():
         table, _, key = name.rpartition(".")
         (known.setdefault(table, {}) if table else known).setdefault(key, value)
-    with tempfile.TemporaryDirectory(prefix="corolla-app-") as name:
+    with tempfile.TemporaryDirectory(prefix="corolla-app-", dir=parent) as name:
         directory = Path(name)
         for package in plugins.PACKAGES:
             shutil.copytree(APP_DIRECTORY / package, directory / package, ignore=_all_but_python)

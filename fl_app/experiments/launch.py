@@ -135,7 +135,8 @@ def flwr_run(
     inside: words before every command that say where it runs. After Ctrl-C the run is stopped on its SuperLink, unless `private`
     says that this one ends with the command anyway. Raises UserError if Flower did not accept the run.
     """
-    with bundle(config) as app, tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as overrides:
+    place = environment["FLWR_HOME"] if private else None  # which goes with it, even if this process is killed
+    with bundle(config, place) as app, tempfile.NamedTemporaryFile("w", suffix=".toml", dir=place, encoding="utf-8") as overrides:
         overrides.write(to_toml(config))
         overrides.flush()
         command = [*inside, script("flwr"), "run", str(app), superlink, "--stream", "--run-config", overrides.name]

@@ -228,9 +228,9 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
 
 
 def check_state(run: Path) -> None:
-    """Raise UserError if a finished run is to be continued whose clients have removed their state, or spent their budget on it."""
+    """Raise UserError if a finished run is to be continued whose clients removed their state, or planned a budget for it."""
     if read_config(run).get("dp-epsilon") and (run / SUMMARY).exists():
-        raise UserError(f"resume: {run} is finished: dp-epsilon was planned for its rounds, its clients have nothing left to spend")
+        raise UserError(f"resume: {run} is finished: dp-epsilon was planned for its rounds")
     if read_about(run).get(STATE_REMOVED):
         raise UserError(
             f"resume: the clients of {run} removed their state when it ended, so that it cannot be continued; "

@@ -92,7 +92,7 @@ class Method(Generic[P]):
 
     def tells_counts(self, config: RunConfig) -> bool:
         """Whether clients tell how many samples they have: not in a private run whose means count all alike."""
-        return not (config.private and self.strategy.alike(config.params))
+        return not (config.private and self.strategy.counts_alike(config.params))
 
     def dp_epochs_of(self, config: RunConfig) -> int:
         """How many epochs of noisy steps a round is for a client. Raises UserError if it cannot run with `dp-epsilon`."""

@@ -94,7 +94,7 @@ class Private(Messages):
     """
 
     @classmethod
-    def alike(cls, params: Any) -> bool:
+    def counts_alike(cls, params: Any) -> bool:
         """Whether all uploads count the same in means, with these parameters: then no client tells how many samples it has."""
         return False
 
@@ -124,7 +124,7 @@ class Private(Messages):
         if not self.config.private:
             return super().room_for(ids)
         sizes = np.array([float(self.attempt.declared[i]["train-samples"]) for i in ids])
-        counted = np.ones(len(ids)) if self.alike(self.config.params) else np.maximum(sizes, 1)
+        counted = np.ones(len(ids)) if self.counts_alike(self.config.params) else np.maximum(sizes, 1)
         if self.config.max_size_weight:
             counted = capped(counted, self.config.max_size_weight)
         weights = dict(zip(ids, (len(ids) * counted / counted.sum()).tolist(), strict=True))
@@ -191,7 +191,7 @@ class Private(Messages):
             return records if config.dp_epsilon else []
         groups = ["which clients agree on their masks, and how far (overlaps)", "groups"] if self._sketch_bits() else []
         noise = ["sample counts, by the noise that dp-epsilon takes"] if config.dp_epsilon else []
-        counts = noise if self.alike(config.params) else ["sample counts"]
+        counts = noise if self.counts_alike(config.params) else ["sample counts"]
         accuracies = ["losses and accuracies (report-accuracy = false: not)"] if config.report_accuracy else []
         always = ["who is away and how long each takes", "hashes of personal models"]
         learns = ["sums over groups of at least three", *groups, *counts, *accuracies, *always]

@@ -100,7 +100,7 @@ def started(tmp_path: Path) -> subprocess.Popen[str]:
 def look(tmp_path: Path, seconds: float) -> None:
     """Nothing is left, or it ends by itself in time."""
     if seconds:
-        wait_for(lambda: not launched(tmp_path) and not list(tmp_path.glob("corolla-flwr-*")), seconds)
+        wait_for(lambda: not launched(tmp_path) and not list(tmp_path.glob("corolla-*")), seconds)
         wait_for(lambda: not keepers(tmp_path), seconds=10)
     assert launched(tmp_path) == keepers(tmp_path) == []
-    assert list(tmp_path.glob("corolla-flwr-*")) == []
+    assert list(tmp_path.glob("corolla-*")) == list(tmp_path.glob("tmp*.toml")) == []

@@ -17,10 +17,8 @@ from strategies.blocks import one_thread
 def counts():
     return {library["filepath"]: library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"}
 
-limit = one_thread(LIBRARY)
-inside = counts()
-with limit:
-    pass
+with one_thread(LIBRARY):
+    inside = counts()
 print(json.dumps([inside, counts()]))
 """
 
