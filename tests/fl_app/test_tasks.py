@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from torchmetrics.functional import regression as tmr
 from fl_app import plugins, tasks
 from fl_app.errors import UserError
 from fl_app.tasks import Classification, Metric, MultiLabel, Regression
+from strategies import METHODS
 from tests.conftest import config
 
 OWN = """
@@ -134,3 +136,11 @@ def test_tasks_import_nothing_heavy() -> None:
     code = "import sys, fl_app.tasks; print(' '.join(sys.modules))"
     loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
     assert not {"torch", "torchmetrics"} & loaded
+
+
+def test_the_page_names_the_methods_that_need_classes() -> None:
+    page = " ".join((Path(__file__).resolve().parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8").split())
+    found = re.search(r"every method runs with every task, but for (.*?), which are about classes", page)
+    assert found is not None
+    named = [name.lower() for name in re.split(", | and ", found[1])]
+    assert sorted(named) == sorted(name for name, method in METHODS.items() if method.needs_classes)
