@@ -44,7 +44,8 @@ app.command("reference", hidden=True)(listings.reference)
 def main() -> None:
     """Run the command; bad input ends with a message and exit code 2, a failed run with 1."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)  # end what we started, as Ctrl-C does
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, _interrupt)  # end what we started, as Ctrl-C does
     look_for_plugins()
     try:
         app(prog_name="corolla")

@@ -24,7 +24,7 @@ from fl_app.server.log_lines import LOG_MARK, folder_line
 from fl_app.server.run_folder import RUN, STOP, read_metrics
 from strategies import METHOD_PARAMS
 from tests.cli.test_live import display
-from tests.conftest import Run
+from tests.conftest import Command, Run
 
 
 def press() -> None:
@@ -74,6 +74,21 @@ def test_where_it_is_ignored_it_stays_so(tmp_path: Path, capfd: pytest.CaptureFi
     with answered(shown(None)):
         press()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_what_the_commands_parent_ignores_stays_so(command: Command, number: signal.Signals) -> None:
+    """Nohup ignores hang-ups, so that a run goes on without its terminal."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert command("methods", "--table")[0] == 0
+        assert signal.getsignal(number) is signal.SIG_IGN
+        signal.signal(number, signal.SIG_DFL)
+        assert command("methods", "--table")[0] == 0
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_run_ends_after_the_round_and_goes_on_with_the_same_bits(run: Run, raw_config: dict[str, Any], tmp_path: Path) -> None:
