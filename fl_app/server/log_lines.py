@@ -236,7 +236,7 @@ def read(text: str) -> Line | None:
             return Stopped(int(text.removeprefix(_STOPPED)))
         if text.startswith(_PROGRESS):
             what, done, total = json.loads(text.removeprefix(_PROGRESS))
-            return Progress(str(what), int(done), int(total))
+            return Progress(plain(str(what)), int(done), int(total))  # JSON can hold what a line cannot
     except (ValueError, TypeError):
         return None
     if (found := re.fullmatch(rf"(client -?\d+|a node){_LEFT_OUT}(.*)", text)) is not None:

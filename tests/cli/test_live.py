@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,29 @@ def test_who_is_left_out_stays_on_the_panel() -> None:
     shown.line(line)
     shown.line(log_lines.round_line(record(), 2))
     assert any(f"client 2 takes no part: {why}" in drawn_line for drawn_line in drawn(shown))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_control_characters_never_reach_the_terminal(terminal: bool) -> None:
+    """Not even those that JSON spells out; a client may have written the causes, a node's own code any other line."""
+    odd = "\x1b[2J\x9b2J\x1b]0;title\x07words"
+    _, console = display(terminal)
+    shown = live.Display("fedcac", console, 3, verbose=True)
+    with shown:
+        shown.raw(f"INFO : Flower's own, {odd}")
+        for line in (
+            f"round 1/3: client 7 dropped: {odd}", log_lines.left_out_line("client 2", odd),
+            *log_lines.error_lines(ValueError(odd)), log_lines.round_line(record(), 3), f"progress: {json.dumps([odd, 1, 3])}",
+        ):  # fmt: skip
+            shown.raw(log_lines.LOG_MARK + line)
+            shown.line(line)
+        step = "".join(drawn(shown))
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    harmless = "[2J2J]0;titlewords"
+    assert all(f"{what}{harmless}" in out for what in ("own, ", "dropped: ", "takes no part: " if terminal else "take part: "))
+    assert harmless in step and shown.errors == [harmless, harmless]
+    for text in (out, step):
+        assert not any(code in text for code in ("\x1b[2J", "\x1b]", "\x9b", "\x07"))
 
 
 def test_a_resumed_run_begins_where_it_was() -> None:
