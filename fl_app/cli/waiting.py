@@ -98,7 +98,7 @@ class Waiting:
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
             self._task = self._bar.add_task(escape(what), total=total or None, count="")
-        self._bar.update(self._task, completed=done, count=f"{done}/{total}" if total else "")
+        self._bar.update(self._task, total=total or None, completed=done, count=f"{done}/{total}" if total else "")
 
     def end(self) -> None:
         """Leave nothing of it on a terminal."""
