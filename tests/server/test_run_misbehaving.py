@@ -13,6 +13,7 @@ from flwr.app import Context, Message
 
 import client_app.client
 from client_app.client_app import app as real_app
+from client_app.trainer import LocalTrainer
 from fl_app import models, wire
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
@@ -208,6 +209,27 @@ def test_a_regression_that_diverges_says_so(run: Run, tmp_path: Path, rate: floa
     for i in range(3):
         said = rf"client {i}: training diverged: its {what} \(learning-rate {re.escape(f'{rate:g}')}\)$"
         assert re.search(said, str(info.value), re.MULTILINE)
+
+
+def test_one_client_whose_training_diverges_is_named_and_harms_nobody_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(client_app.client.CorollaClient, "_train", corrupting(1, raising))
+        absent = run(run_name="absent")
+    usual = LocalTrainer.learning_rate.fget
+    assert usual is not None
+    monkeypatch.setattr(LocalTrainer, "learning_rate", property(lambda self: 1e30 if self.client_id == 1 else usual(self)))
+    folder = run(run_name="diverged")
+    for record, same in zip(rounds(folder), rounds(absent), strict=True):
+        (failure,) = record["failures"]
+        assert failure["client"] == 1
+        assert re.fullmatch(r".*training diverged: its loss is \S+ \(learning-rate 1e\+30\)", failure["cause"])
+        assert list(record["clients"]) == ["0", "2"]
+        for i in ("0", "2"):
+            assert record["clients"][i]["accuracy-after"] == same["clients"][i]["accuracy-after"]
+        assert record["loss"] == same["loss"] and record["loss"] < 10
+    evaluation = rounds(folder)[-1]["evaluation"]
+    assert all(row["sha256"] and 0 <= row["accuracy"] <= 1 for row in evaluation["clients"].values())
+    assert evaluation["digest"] == rounds(absent)[-1]["evaluation"]["digest"] is not None
 
 
 @pytest.mark.parametrize("metrics", [
