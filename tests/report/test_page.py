@@ -22,11 +22,14 @@ from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.report import page as report
 from fl_app.report.arrays import read_run
+from fl_app.report.by_kind import of_run
+from fl_app.report.partitions import partitions
 from fl_app.report.recorded import class_names
 from fl_app.server.run_folder import read_about, read_clients, told_names
 from strategies import METHODS
 from strategies.base import OWN_MODEL
 from tests.conftest import Command
+from tests.data.test_data_folder import write_folder
 from tests.report.builders import folder, record, write
 
 
@@ -203,6 +206,20 @@ def test_classes_have_their_names(start: Callable[..., Path], tmp_path: Path) ->
     assert read_run(run).classes == tuple("0123456789")
     secret = start("unnamed", num_server_rounds=1, report_class_counts=False)
     assert not read_about(secret).get("classes") and class_names(read_run(secret), 10) == ()
+
+
+def test_pictures_have_the_names_of_a_folders_classes(start: Callable[..., Path], tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"dog": 9, "cat": 6})
+    run = start(
+        "animals", method="fedcac", dataset=f"folder:{folder}", partition="iid", train_samples=0, test_samples=0,
+        num_server_rounds=1,
+    )  # fmt: skip
+    (partition,) = partitions([read_run(run)])
+    axes = partition.draw().axes[0]
+    assert axes.get_ylabel() == "class" and [label.get_text() for label in axes.get_yticklabels()] == ["cat", "dog"]
+    overlap = next(panel for panel in of_run(read_run(run)) if panel.name == "overlap-1").draw()
+    axes = next(axes for axes in overlap.axes if axes.get_title() == "Classes")
+    assert axes.get_xlabel() == "class" and [label.get_text() for label in axes.get_xticklabels()] == ["cat", "dog"]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '["a"]', '["a", 2]', "null", '"ab"', '{"a": 1, "b": 2}'])
