@@ -7,6 +7,7 @@ speaks of client ids (a SuperNode's partition-id).
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
@@ -99,7 +100,8 @@ class Roster:
                 self.progress("clients connected", seen, self.minimum)
             if self._asked and waited > _SILENT_SECONDS and not self._started and not hinted:
                 hinted = True
-                log.info("%d SuperNodes have not said yet who they are: a site may have to approve the run", len(self._asked))
+                why = "the machine is busy" if os.environ.get(wire.SIMULATION) else "a site may have to approve the run"
+                log.info("%d SuperNodes have not said yet who they are: %s", len(self._asked), why)
             limit = max(self.config.available_timeout, self.config.round_timeout if pending else 0)
             if waited > limit or (self._refused and not pending and not self._started and never_changes(self.grid)):
                 raise UserError(self._too_few(waited))
