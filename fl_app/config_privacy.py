@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Rule, key
 
@@ -22,6 +23,10 @@ class PrivacyKeys:
     private_regroup: int = key(
         5, "Rounds for which the groups of a private run are kept.", AT_LEAST_ONE, compared=False, counts_rounds=True
     )
+    private_absent: Literal["alone", "company"] = key(
+        "alone", "Who stays away from a private run's sums when a client is away: it alone, and its model can be roughly told "
+        "from the difference, or at least two others with it ([what that hides](privacy.md#companies)).", compared=False,
+    )  # fmt: skip
     report_accuracy: bool = key(
         True, "Clients tell the server their losses and metrics. `false`: nothing of a run is known but its models.", compared=False
     )

@@ -42,8 +42,9 @@ from strategies.base import (
     all_but_local_statistics,
     local_epochs,
 )
+from strategies.base.private import COMPANIES
 from strategies.blocks import for_blocks
-from strategies.linkage import ALONE, held, partition, summed
+from strategies.linkage import ALONE, held, regroup, summed
 from strategies.robust import PLAIN, RULES, Averaging
 
 GROUPS, OVERLAP, PLACES, MEANS, STATISTICS, GROUP = "groups", "overlap", "places", "means", "statistics", "group"  # private runs
@@ -257,10 +258,9 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         assert sums.bits is not None
         found = overlaps(masks.common_ones(sums.bits), m, d, self.num_critical) if self.num_critical else np.eye(len(ids))
         if (round - 1) % self.config.private_regroup == 0 or self._apart(round + 1):
-            self.memory[OVERLAP], self.memory[GROUPS] = np.eye(n), np.full(n, ALONE)
-            self.memory[OVERLAP][np.ix_(ids, ids)] = found
-            if not self._apart(round + 1):
-                self.memory[GROUPS][ids] = partition(found, threshold(found, (round + 1) / self.params.beta))
+            cut = None if self._apart(round + 1) else threshold(found, (round + 1) / self.params.beta)
+            if regrouping := regroup(self.companies(), ids, found, cut):  # else the last groups stay
+                self.memory[COMPANIES], self.memory[GROUPS], self.memory[OVERLAP] = regrouping
         chosen = (places[ids][:, None] == places[ids]) & (places[ids] != ALONE) & ~np.eye(len(ids), dtype=bool)
         for row, client_id in zip(chosen, sums.ids, strict=True):
             self.note(client_id, "collaborators", ids[row].tolist())

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.wire import GROUP_MIN
+from strategies.base.companies import OUTSIDE, Companies, regrouped
 
 ALONE = -1
 
@@ -59,6 +60,25 @@ def summed(
         return whole | ({ALONE: pool} if pool else {})
     nearest = max(whole, key=lambda label: float(similarity[np.ix_(pool, whole[label])].mean()))
     return whole | {nearest: sorted(whole[nearest] + pool)}
+
+
+def regroup(
+    companies: Companies, ids: NDArray[np.int64], overlap: NDArray[np.float64], threshold: float | None
+) -> tuple[Companies, NDArray[np.int64], NDArray[np.float64]] | None:
+    """Group clients anew, so that no company splits into parts below three (strategies/base/companies.py).
+
+    companies: int64 [N]; ids: int64 [n], the clients present, of which overlap is, float64 [n, n]; threshold: None for no groups.
+    Returns the companies from now on, the groups' labels, int64 [N], and the overlap by client id, float64 [N, N]; None if the
+    groups that are left would be summed up with others in a way that splits a company.
+    """
+    n = len(companies)
+    similarity, labels = np.eye(n), np.full(n, ALONE)
+    similarity[np.ix_(ids, ids)] = overlap
+    if threshold is not None:
+        labels[ids] = partition(overlap, threshold)
+    everyone = np.flatnonzero(companies != OUTSIDE).tolist()
+    found = regrouped(companies, labels, lambda labels: summed(everyone, labels, similarity).values())
+    return (*found, similarity) if found else None
 
 
 def held(groups: Mapping[int, list[int]], labels: NDArray[np.int64]) -> NDArray[np.int64]:

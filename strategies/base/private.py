@@ -2,12 +2,14 @@
 
 Every pair of a group's members adds and takes away a mask that belongs to this attempt at this round, so the sum of all members'
 uploads is the sum of their models, and nothing less says anything. Who drops out therefore costs the attempt: it is repeated, with
-other masks, among those who answered. Uploads of an attempt that does not count are not kept.
+other masks, among those who answered. Uploads of an attempt that does not count are not kept. What the sums of a whole run say
+together: strategies/base/companies.py.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,17 +17,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Expected, Upload, WireError, state_version
+from strategies.base import companies
 from strategies.base.attempt import TooFewResults
+from strategies.base.companies import Companies
 from strategies.base.messages import Messages, require
 from strategies.base.uploads import Intake, Uploads
 from strategies.robust import capped
 
 log = logging.getLogger("corolla")
+
+COMPANIES = "companies"
 
 
 @dataclass(frozen=True)
@@ -114,10 +121,34 @@ class Private(Messages):
         if not self.config.private:
             return super().participants(connected, round)
         among = self.attempt.among
-        ids = super().participants(connected, round) if among is None else [i for i in connected if i in among]
+        ids = self._drawn(connected, round) if among is None else [i for i in connected if i in among]
+        if self.config.private_absent == "company":
+            absent = set(range(self.config.num_clients)) - self.config.unseen - set(ids)
+            self.memory[COMPANIES], ids = companies.without(self.companies(), absent)
         if len(ids) < GROUP_MIN:
-            raise TooFewResults(f"private: a round needs {GROUP_MIN} clients, there are {len(ids)}")
+            why = ", and who is away takes its company along (private-absent)" if self.config.private_absent == "company" else ""
+            raise TooFewResults(f"private: a round needs {GROUP_MIN} clients, there are {len(ids)}{why}")
         return ids
+
+    def companies(self) -> Companies:
+        """Who is only ever summed up together: int64 [num-clients]. Where fraction-train draws clients it draws whole companies."""
+        if COMPANIES not in self.memory:
+            n, ids = self.config.num_clients, sorted(set(range(self.config.num_clients)) - self.config.unseen)
+            some = self.config.fraction_train < 1
+            draw = rng.generator(self.config.seed, COMPANIES)
+            self.memory[COMPANIES] = companies.drawn(ids, n, draw) if some else companies.one(ids, n)
+        return self.memory[COMPANIES]
+
+    def _drawn(self, connected: list[int], round: int) -> list[int]:
+        """Choose the round's clients; where they are sampled, fraction-train of the companies, at least one."""
+        if self.config.fraction_train == 1:
+            return self.sample(connected, round)
+        there = set(connected)
+        whole = self.config.private_absent == "company"
+        able = [own for own in companies.members(self.companies()) if (there.issuperset(own) if whole else there.intersection(own))]
+        count = max(1, math.floor(self.config.fraction_train * len(able) + 0.5))
+        order = rng.generator(self.config.seed, "sampling", round).permutation(len(able))[:count]
+        return sorted(i for k in order for i in able[k] if i in there)
 
     def room_for(self, ids: list[int]) -> Intake:
         """Return room for an attempt's uploads, or for their sums."""
@@ -193,7 +224,9 @@ class Private(Messages):
         noise = ["sample counts, by the noise that dp-epsilon takes"] if config.dp_epsilon else []
         counts = noise if self.counts_alike(config.params) else ["sample counts"]
         accuracies = ["losses and accuracies (report-accuracy = false: not)"] if config.report_accuracy else []
-        always = ["who is away and how long each takes", "hashes of personal models"]
+        alone = config.private_absent == "alone"
+        away = ["of who was away for a round roughly its model (private-absent = company: not)"] if alone else []
+        always = ["who is away and how long each takes", *away, "hashes of personal models"]
         learns = ["sums over groups of at least three", *groups, *counts, *accuracies, *always]
         lines = [f"private: the server learns {', '.join(learns)}; it is trusted to keep to the protocol (docs/privacy.md)"]
         if self.config.max_update_norm:

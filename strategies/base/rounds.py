@@ -96,7 +96,8 @@ class Rounds(Private):
                 spoilt.append(self.attempt)
                 log.error("round %d, attempt %d: %s", round, retry + 1, error)
         failures = [failure for attempt in spoilt for failure in attempt.failures]
-        causes = "\n".join(f"  client {f['client']}: {f['cause']}" for f in failures[-5:]) or f"  {spoilt[-1].spoilt_by}"
+        lines = [f"  client {f['client']}: {f['cause']}" for f in failures[-5:]]
+        causes = "\n".join(lines if spoilt[-1].failures else [*lines, f"  {spoilt[-1].spoilt_by}"])
         blame = "".join(
             f"\nthe models came out of round {self.round}, where client {stray.client_id} was used though {stray}: "
             f"it is the likely cause, and max-update-norm = {USUAL:g} drops such uploads"

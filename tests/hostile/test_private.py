@@ -1,7 +1,7 @@
 """A server that records everything: what it can make of a private run, over real gRPC, of what the same clients send otherwise.
 
 All clients are light SuperNodes of this process with keys of their own in files; the SuperLink and the ServerApp are real ones. One
-client's upload of round 3 comes too late, so that attempt is repeated among the others.
+client's upload of the last round but one comes too late, so that attempt is repeated among the others.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ import pytest
 from flwr.app import Message
 from scipy.stats import rankdata
 
-from fl_app import models, wire
+from client_app.client_app import app as client_app
+from fl_app import models, server_app, wire
 from fl_app.config import parse
 from fl_app.data import open_client
 from fl_app.layout import Layout
 from fl_app.privacy import masking
+from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, masks
+from strategies.base.uploads import Intake
 from strategies.fedcac import FedCACUpdate
 from tests.e2e.conftest import Run, own_cluster, replay, rounds, summary
 from tests.hostile.supernode import Reply, SuperNode
+from tests.privacy.attack import Attack
 from tests.privacy.keys import make
 
 pytestmark = [pytest.mark.hostile, pytest.mark.timeout(1800)]
 
-CLIENTS, ROUNDS, LATE, LATE_ROUND = 14, 12, 5, 3
+CLIENTS, ROUNDS, LATE, LATE_ROUND = 14, 12, 5, 11
 CONFIG: dict[str, Any] = {
     "method": "fedcac", "private": True, "model": "mlp", "dataset": "digits", "train-samples": 40, "test-samples": 10,
     "num-server-rounds": ROUNDS, "fedcac.beta": ROUNDS, "fedcac.weighting": "uniform", "client-threads": 1, "device": "cpu",
@@ -121,16 +125,37 @@ def row_densities(bits: np.ndarray, layout: Layout) -> np.ndarray:
     return np.asarray(density - density.mean())
 
 
-def test_labels_are_read_off_masks_and_not_off_sketches(recorded: Recorded) -> None:
+@pytest.fixture
+def plain_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, np.ndarray]:
+    """What the same clients send in the last round of a run that is not private, by client."""
+    config = {**CONFIG, "private": False, "num-clients": CLIENTS, "output-dir": str(tmp_path), "state-dir": str(tmp_path / "state")}
+    found: dict[int, np.ndarray] = {}
+    decode = Intake.accept
+
+    def noted(self: Intake, client_id: int, upload: wire.Upload, metrics: Any, nbytes: int | None = None) -> None:
+        assert upload.mask is not None
+        found[client_id] = masks.unpack(upload.mask, self.expected.num_params)
+        decode(self, client_id, upload, metrics, nbytes)
+
+    monkeypatch.setattr(Intake, "accept", noted)
+    grid = InProcessGrid(client_app, config, CLIENTS)
+    server_app.run(grid, parse(config, METHOD_PARAMS), lambda what, done, total: None)
+    return found
+
+
+def test_labels_are_read_off_masks_and_not_off_sketches(recorded: Recorded, plain_masks: dict[int, np.ndarray]) -> None:
     layout, found = recorded.layout, []
     for round in range(1, ROUNDS + 1):
         z = {i: upload.mask for (r, _, i), upload in recorded.arrived.items() if r == round and upload.mask is not None}
         scores = np.array([row_densities(masks.unpack(z[i], layout.d), layout) for i in sorted(z)])
         found.append(auc(scores.ravel(), recorded.has[sorted(z)].ravel()))
-    behind = np.array([row_densities(recorded.sent[ROUNDS, i][1], layout) for i in range(CLIENTS)])
-    plain = auc(behind.ravel(), recorded.has.ravel())
-    print(f"AUC of the label attack: sketches {np.mean(found):.3f} ({min(found):.3f} to {max(found):.3f}), masks {plain:.3f}")
-    assert plain > 0.9 and abs(np.mean(found) - 0.5) < 0.05
+    behind, plain = (
+        auc(np.array([row_densities(bits[i], layout) for i in range(CLIENTS)]).ravel(), recorded.has.ravel())
+        for bits in ({i: recorded.sent[ROUNDS, i][1] for i in range(CLIENTS)}, plain_masks)
+    )
+    sketches = f"sketches {np.mean(found):.3f} ({min(found):.3f} to {max(found):.3f})"
+    print(f"AUC of the label attack: {sketches}, the masks behind them {behind:.3f}, a plain run's masks {plain:.3f}")
+    assert plain > 0.9 and behind > 0.9 and abs(np.mean(found) - 0.5) < 0.05
 
 
 def test_overlaps_are_those_of_the_masks(recorded: Recorded) -> None:
@@ -142,27 +167,30 @@ def test_overlaps_are_those_of_the_masks(recorded: Recorded) -> None:
 
 
 def test_no_single_model_is_closer_than_a_random_one(recorded: Recorded) -> None:
-    """Least squares for every client's model from all sums of all rounds; and each upload taken as if it were not masked."""
-    rows, sums, s = [], [], masking.scale(CLIENTS, masking.PARAMS_RANGE)
-    for round in range(1, ROUNDS + 1):
-        for group in recorded.groups(round):
-            rows.append(np.isin(np.arange(CLIENTS), group))
-            sums.append(np.sum([recorded.sent[round, i][0] for i in group], axis=0, dtype=np.float64))
-    A = np.array(rows, np.float64)
-    estimates = np.linalg.pinv(A) @ np.array(sums)
-    truth = np.array([recorded.sent[ROUNDS, i][0] for i in range(CLIENTS)], np.float64)
-    places = []  # of a client's own model among its group's, by their distance from the estimate: 0 the nearest, 1 the farthest
-    for group in recorded.groups(ROUNDS):
-        for i in group:
-            distances = [float(np.linalg.norm(estimates[i] - truth[j])) for j in group]
-            places.append((i, len(group), (rankdata(distances)[group.index(i)] - 1) / (len(group) - 1)))
-    rank, mean = np.linalg.matrix_rank(A), np.mean([place for _, _, place in places])
-    said = [f"{i} of {n}: {place:.2f}" for i, n, place in sorted(places)]
-    print(f"rank {rank} of {CLIENTS}; own model's place on average {mean:.2f}: {said}")
-    assert rank < CLIENTS and abs(mean - 0.5) < 0.25
+    """Least squares for every client's model from all sums of the rounds in which nobody was away; uploads taken as they are."""
+    models = {at: params for at, (params, _) in recorded.sent.items()}
+    sums = [(round, own) for round in range(1, LATE_ROUND) for own in recorded.groups(round)]
+    attack = Attack(sums, models, CLIENTS)
+    for i in range(CLIENTS):
+        alike = attack.alike(i)  # those whose estimate is the same
+        own, of_all = attack.place(i, alike), attack.place(i, attack.truth)
+        print(f"client {i}: own model's place {own:.2f} among {alike}, {of_all:.2f} of all")
+    assert len(sums) > LATE_ROUND and attack.rank > 1  # it had groups
+    assert all(len(attack.alike(i)) >= 3 for i in range(CLIENTS)) and attack.rank <= CLIENTS // 3
+    assert np.mean([attack.place(i, attack.alike(i)) for i in range(CLIENTS)]) == pytest.approx(0.5)
+    s = masking.scale(CLIENTS, masking.PARAMS_RANGE)
     for (round, _, i), upload in recorded.arrived.items():
         bare = upload.extras[wire.SUM].view(np.int32) / 2.0**s
         assert abs(np.corrcoef(bare, recorded.sent[round, i][0])[0, 1]) < 0.05  # 17,000 values: 6 standard deviations
+
+
+def test_of_who_was_away_the_difference_tells(recorded: Recorded) -> None:
+    """The exception (docs/privacy.md), and that the attack works: `private-absent = "company"` is what helps."""
+    models = {at: params for at, (params, _) in recorded.sent.items()}
+    sums = [(round, own) for round in range(1, ROUNDS + 1) for own in recorded.groups(round)]
+    attack = Attack(sums, models, CLIENTS)
+    assert attack.alike(LATE) == [LATE] and attack.place(LATE, attack.truth) == 0
+    assert all(len(attack.alike(i)) >= 2 for i in range(CLIENTS) if i != LATE)
 
 
 def test_the_late_upload_is_thrown_away_and_the_others_repeat_it_under_other_masks(recorded: Recorded) -> None:
