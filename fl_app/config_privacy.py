@@ -24,8 +24,8 @@ class PrivacyKeys:
         5, "Rounds for which the groups of a private run are kept.", AT_LEAST_ONE, compared=False, counts_rounds=True
     )
     private_absent: Literal["alone", "company"] = key(
-        "alone", "Who stays away from a private run's sums when a client is away: it alone, and its model can be roughly told "
-        "from the difference, or at least two others with it ([what that hides](privacy.md#companies)).", compared=False,
+        "alone", "Who is left out of a private run's sums when a client is away: it alone, and its model can be roughly told "
+        "from the difference, or two others with it ([what that hides](privacy.md#companies)).", compared=False,
     )  # fmt: skip
     report_accuracy: bool = key(
         True, "Clients tell the server their losses and metrics. `false`: nothing of a run is known but its models.", compared=False

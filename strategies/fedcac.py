@@ -42,12 +42,11 @@ from strategies.base import (
     all_but_local_statistics,
     local_epochs,
 )
-from strategies.base.private import COMPANIES
 from strategies.blocks import for_blocks
-from strategies.linkage import ALONE, held, regroup, summed
+from strategies.linkage import ALONE, held, partition
 from strategies.robust import PLAIN, RULES, Averaging
 
-GROUPS, OVERLAP, PLACES, MEANS, STATISTICS, GROUP = "groups", "overlap", "places", "means", "statistics", "group"  # private runs
+GROUPS, SUMMED, PLACES, MEANS, STATISTICS, GROUP = "groups", "summed", "places", "means", "statistics", "group"  # private runs
 
 
 @dataclass(frozen=True)
@@ -245,7 +244,8 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         """The partition of the last regrouping; before there is one all are alike, unless nobody collaborates."""
         if GROUPS not in self.memory:
             return {ALONE if self._apart(1) else 0: ids}
-        return summed(ids, self.memory[GROUPS], self.memory[OVERLAP])
+        labels = self.memory[SUMMED]
+        return {int(label): [i for i in ids if labels[i] == label] for label in np.unique(labels[ids])}
 
     def personalize_sums(self, round: int, sums: Sums) -> None:
         """Equations 9-10 over the groups that were summed up; every `private-regroup` rounds the next ones, from the overlaps."""
@@ -258,9 +258,10 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         assert sums.bits is not None
         found = overlaps(masks.common_ones(sums.bits), m, d, self.num_critical) if self.num_critical else np.eye(len(ids))
         if (round - 1) % self.config.private_regroup == 0 or self._apart(round + 1):
-            cut = None if self._apart(round + 1) else threshold(found, (round + 1) / self.params.beta)
-            if regrouping := regroup(self.companies(), ids, found, cut):  # else the last groups stay
-                self.memory[COMPANIES], self.memory[GROUPS], self.memory[OVERLAP] = regrouping
+            labels = np.full(n, ALONE)
+            if not self._apart(round + 1):
+                labels[ids] = partition(found, threshold(found, (round + 1) / self.params.beta))
+            self.memory[GROUPS], self.memory[SUMMED] = labels, self.keep_together(ids, labels, found)
         chosen = (places[ids][:, None] == places[ids]) & (places[ids] != ALONE) & ~np.eye(len(ids), dtype=bool)
         for row, client_id in zip(chosen, sums.ids, strict=True):
             self.note(client_id, "collaborators", ids[row].tolist())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from fl_app.errors import said
@@ -23,8 +23,8 @@ class Attempt:
     """One attempt at a round, or an evaluation: all that is true of it and of nothing after it.
 
     generation: tells the client states of attempts apart. declared: what clients said about their data when they connected.
-    sent: bytes per client. failures: causes by client. among: whom a private round's repetition asks, None for all. spoilt_by: why
-    it does not count.
+    sent: bytes per client. failures: causes by client. without: whom a private round's repetition does not ask. spoilt_by: why it
+    does not count.
     """
 
     round: int = 0
@@ -36,7 +36,7 @@ class Attempt:
     client_notes: dict[int, Record] = field(default_factory=dict)
     round_notes: Record = field(default_factory=dict)
     clients: dict[int, Record] = field(default_factory=dict)  # of an evaluation
-    among: frozenset[int] | None = None
+    without: frozenset[int] = frozenset()
     spoilt_by: str = ""
 
     def fail(self, reply: Reply, step: str, became: str, error: Exception) -> None:
@@ -64,8 +64,8 @@ class Attempt:
 
 
 class TooFewResults(Exception):
-    """An attempt that does not count. present: among whom alone it is to be repeated, None for all."""
+    """An attempt that does not count. absent: without whom it is to be repeated."""
 
-    def __init__(self, text: str, present: frozenset[int] | None = None) -> None:
+    def __init__(self, text: str, absent: Iterable[int] = ()) -> None:
         super().__init__(text)
-        self.present = present
+        self.absent = frozenset(absent)

@@ -8,6 +8,7 @@ together: strategies/base/companies.py.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -25,14 +26,11 @@ from fl_app.layout import Layout, Model
 from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Expected, Upload, WireError, state_version
 from strategies.base import companies
 from strategies.base.attempt import TooFewResults
-from strategies.base.companies import Companies
+from strategies.base.companies import Book
 from strategies.base.messages import Messages, require
 from strategies.base.uploads import Intake, Uploads
-from strategies.robust import capped
 
 log = logging.getLogger("corolla")
-
-COMPANIES = "companies"
 
 
 @dataclass(frozen=True)
@@ -116,49 +114,59 @@ class Private(Messages):
 
     # An attempt
 
+    @functools.cached_property
+    def book(self) -> Book:
+        """The companies of a private run, and what its clients count (strategies/base/companies.py)."""
+        n, some = self.config.num_clients, self.config.fraction_train < 1
+        ids = sorted(set(range(n)) - self.config.unseen)
+        # not by the run's seed: runs of the same clients have the same companies
+        return Book(self.folder.path, companies.drawn(ids, n, rng.generator(0, "companies")) if some else companies.one(ids, n))
+
+    def keep_together(
+        self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
+    ) -> NDArray[np.int64]:
+        """Return whom a new grouping sums up together so that no company splits into parts below three (companies.grouped).
+
+        labels: int64 [N], a group by client id; overlap: float64 [n, n] of the clients `ids`, int64 [n].
+        """
+        similarity = np.eye(len(labels))
+        similarity[np.ix_(ids, ids)] = overlap
+        self.book.companies, labels = companies.grouped(self.book.companies, labels, similarity)
+        self.book.save()
+        return labels
+
     def participants(self, connected: list[int], round: int) -> list[int]:
-        """Whom an attempt asks: in a private round's repetition those who answered. Raises TooFewResults if they are too few."""
+        """Whom an attempt asks: in a private round whole companies, or what is left of them, and nobody who dropped out of it.
+
+        With `private-absent = company` companies may split. Raises TooFewResults if nobody is left.
+        """
         if not self.config.private:
             return super().participants(connected, round)
-        among = self.attempt.among
-        ids = self._drawn(connected, round) if among is None else [i for i in connected if i in among]
-        if self.config.private_absent == "company":
-            absent = set(range(self.config.num_clients)) - self.config.unseen - set(ids)
-            self.memory[COMPANIES], ids = companies.without(self.companies(), absent)
-        if len(ids) < GROUP_MIN:
-            why = ", and who is away takes its company along (private-absent)" if self.config.private_absent == "company" else ""
-            raise TooFewResults(f"private: a round needs {GROUP_MIN} clients, there are {len(ids)}{why}")
-        return ids
-
-    def companies(self) -> Companies:
-        """Who is only ever summed up together: int64 [num-clients]. Where fraction-train draws clients it draws whole companies."""
-        if COMPANIES not in self.memory:
-            n, ids = self.config.num_clients, sorted(set(range(self.config.num_clients)) - self.config.unseen)
-            some = self.config.fraction_train < 1
-            draw = rng.generator(self.config.seed, COMPANIES)
-            self.memory[COMPANIES] = companies.drawn(ids, n, draw) if some else companies.one(ids, n)
-        return self.memory[COMPANIES]
-
-    def _drawn(self, connected: list[int], round: int) -> list[int]:
-        """Choose the round's clients; where they are sampled, fraction-train of the companies, at least one."""
-        if self.config.fraction_train == 1:
-            return self.sample(connected, round)
-        there = set(connected)
-        whole = self.config.private_absent == "company"
-        able = [own for own in companies.members(self.companies()) if (there.issuperset(own) if whole else there.intersection(own))]
-        count = max(1, math.floor(self.config.fraction_train * len(able) + 0.5))
-        order = rng.generator(self.config.seed, "sampling", round).permutation(len(able))[:count]
-        return sorted(i for k in order for i in able[k] if i in there)
+        here = set(connected) - self.attempt.without
+        if whole := self.config.private_absent == "company":
+            self.book.companies = companies.split(self.book.companies, here)
+            self.book.save()
+        all_of = companies.members(self.book.companies)
+        able = [own for own in all_of if here.issuperset(own)] if whole else companies.left(self.book.companies, here)
+        if self.config.fraction_train < 1:  # in an order that does not depend on who is there
+            order = rng.generator(self.config.seed, "sampling", round).permutation(self.config.num_clients)
+            able.sort(key=lambda own: int(order[self.book.companies[own[0]]]))
+            able = able[: max(1, math.floor(self.config.fraction_train * len(all_of) + 0.5))]
+        if not able:
+            why = "of a company that nobody is away from (private-absent)" if whole else "of a company"
+            raise TooFewResults(f"private: a round needs {GROUP_MIN} clients {why}, connected and not failed are {sorted(here)}")
+        return sorted(i for own in able for i in own)
 
     def room_for(self, ids: list[int]) -> Intake:
         """Return room for an attempt's uploads, or for their sums."""
         if not self.config.private:
             return super().room_for(ids)
-        sizes = np.array([float(self.attempt.declared[i]["train-samples"]) for i in ids])
-        counted = np.ones(len(ids)) if self.counts_alike(self.config.params) else np.maximum(sizes, 1)
-        if self.config.max_size_weight:
-            counted = capped(counted, self.config.max_size_weight)
-        weights = dict(zip(ids, (len(ids) * counted / counted.sum()).tolist(), strict=True))
+        alike = self.counts_alike(self.config.params)
+        sizes = {i: 1.0 if alike else max(1.0, float(self.attempt.declared[i]["train-samples"])) for i in ids}
+        if self.book.count(sizes, self.config.max_size_weight):
+            self.book.save()
+        whole = sum(self.book.counts[i] for i in ids)
+        weights = {i: len(ids) * self.book.counts[i] / whole for i in ids}
         groups = self.sum_groups(ids)
         length = self.layout.d + self.layout.b
         empty = np.empty((len(ids), 0), np.float32)
@@ -193,9 +201,8 @@ class Private(Messages):
         if not isinstance(intake, MaskedIntake):
             return super().use(round, intake)
         require(intake, self.config.min_results, GROUP_MIN)
-        present = frozenset(intake.metrics)
-        if absent := [i for i in intake.ids if i not in present]:
-            raise TooFewResults(f"clients {absent} dropped out: what the others sent is masked, they are asked again", present)
+        if absent := [i for i in intake.ids if i not in intake.metrics]:
+            raise TooFewResults(f"clients {absent} dropped out: what the others sent is masked, they are asked again", absent)
         sums = intake.sums(self.layout)
         intake.forget_stacks()
         self.round = round

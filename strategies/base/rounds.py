@@ -79,9 +79,9 @@ class Rounds(Private):
         models. Raises UserError after the last attempt.
         """
         spoilt: list[Attempt] = []
-        among: frozenset[int] | None = None
+        without: frozenset[int] = frozenset()
         for retry in range(self.config.round_retries + 1):
-            self.attempt = Attempt(round, self.folder.starts * _ATTEMPTS_PER_START + retry, among=among)
+            self.attempt = Attempt(round, self.folder.starts * _ATTEMPTS_PER_START + retry, without=without)
             exchange.refresh()
             watch.lap("prepare")
             what = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {retry + 1}" if retry else "")
@@ -92,7 +92,7 @@ class Rounds(Private):
                 left_out = exchange.roster.left_out
                 return self.attempt.record(spoilt, self.measured[0]) | ({"left-out": left_out} if left_out else {})
             except TooFewResults as error:
-                self.attempt.spoilt_by, among = str(error), error.present
+                self.attempt.spoilt_by, without = str(error), without | error.absent
                 spoilt.append(self.attempt)
                 log.error("round %d, attempt %d: %s", round, retry + 1, error)
         failures = [failure for attempt in spoilt for failure in attempt.failures]

@@ -76,7 +76,7 @@ class PersonalizedStrategy(Rounds, Generic[P]):
         return {"parameters": model.params, "BatchNorm statistics": model.buffers, **own}
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
-        """Choose the round's clients: fraction-train of those connected, at least one, sorted."""
+        """Choose the round's clients: fraction-train of those connected, at least one, sorted. A private run draws companies."""
         return self.drawn(client_ids, round)
 
     def personal_model(self, client_id: int) -> Model | None:

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import pytest
 from scipy.stats import rankdata
 
-Sum = tuple[int, tuple[int, ...]]  # round, who was summed up
+from strategies.base.private import MaskedIntake, Private
+
+Sum = tuple[int, dict[int, float]]  # round; what each client counts in it
 
 
 class Attack:
     """sums: of which clients and when; models: what each client sent, [d], by (round, client).
 
     The server knows what it sent: it looks for a client's mean deviation from the global model of the round before, from the second
-    round on. which: bool [sums, N].
+    round on. which: float64 [sums, N], what each counts.
     """
 
     def __init__(self, sums: Collection[Sum], models: Mapping[tuple[int, int], np.ndarray], clients: int) -> None:
-        own: dict[int, list[np.ndarray]] = {i: [] for i in range(clients)}
+        trained: dict[int, list[np.ndarray]] = {i: [] for i in range(clients)}
         rows, found = [], []
-        first = min(round for round, _ in sums)
-        for round, ids in (each for each in sorted(sums) if each[0] > first):
-            everyone = [i for r, own in sums if r == round - 1 for i in own]
-            before = np.mean([models[round - 1, i] for i in everyone], axis=0, dtype=np.float64)
-            deviations = {i: models[round, i] - before for i in ids}
-            rows.append(np.isin(np.arange(clients), ids))
-            found.append(sum(deviations.values()))
+        for round, counts in (each for each in sums if each[0] > 1):
+            last = {i: count for r, own in sums if r == round - 1 for i, count in own.items()}
+            before = np.average([models[round - 1, i] for i in last], axis=0, weights=list(last.values()))
+            deviations = {i: models[round, i] - before for i in counts}
+            rows.append([counts.get(i, 0.0) for i in range(clients)])
+            found.append(sum(counts[i] * deviation for i, deviation in deviations.items()))
             for i, deviation in deviations.items():
-                own[i].append(deviation)
+                trained[i].append(deviation)
         self.which = np.array(rows)
-        self.estimates = np.linalg.pinv(self.which.astype(np.float64)) @ np.array(found)
-        self.truth = {i: np.mean(rows, axis=0) for i, rows in own.items() if rows}
+        self.estimates = np.linalg.pinv(self.which) @ np.array(found)
+        self.truth = {i: np.mean(of, axis=0) for i, of in trained.items() if of}
 
     @property
     def rank(self) -> int:
@@ -39,11 +43,28 @@ class Attack:
         return int(np.linalg.matrix_rank(self.which))
 
     def alike(self, client: int) -> list[int]:
-        """Who was in the same sums as a client always: whatever is made of them, it is the same for all of these."""
-        return [int(i) for i in np.flatnonzero((self.which.T == self.which[:, client]).all(axis=1))]
+        """Who was in the same sums as a client, in proportion to what each counts: what is made of sums is the same for them."""
+        columns = self.which / np.maximum(np.linalg.norm(self.which, axis=0), 1e-12)
+        return [int(i) for i in np.flatnonzero(np.isclose(columns.T, columns[:, client]).all(axis=1))]
 
     def place(self, client: int, among: Collection[int]) -> float:
         """Place of a client's own model among others', by their distance from its estimate: 0 the nearest, 1 the farthest."""
         ids = list(among)
         distances = [float(np.linalg.norm(self.estimates[client] - self.truth[i])) for i in ids]
         return float((rankdata(distances)[ids.index(client)] - 1) / (len(ids) - 1))
+
+
+@contextmanager
+def sums_seen(patch: pytest.MonkeyPatch) -> Iterator[list[Sum]]:
+    """Every sum that a server in this process can form, of attempts that do not count, too: of groups that all of have answered."""
+    seen: list[Sum] = []
+    use = Private.use
+
+    def noted(self: Any, round: int, intake: Any) -> None:
+        if isinstance(intake, MaskedIntake):
+            whole = [own for own in intake.groups.values() if all(i in intake.metrics for i in own)]
+            seen.extend((round, {i: intake.weights[i] for i in own}) for own in whole)
+        use(self, round, intake)
+
+    patch.setattr(Private, "use", noted)
+    yield seen

@@ -1,22 +1,20 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies.base import companies
-from strategies.base.companies import OUTSIDE
-from strategies.linkage import ALONE, partition, regroup, summed
+from strategies.base.companies import OUTSIDE, Book
+from strategies.linkage import ALONE, partition
 from tests.strategies.test_linkage import alike, random_similarity
 
 
 def draws(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
-
-
-def columns(sums: list[list[int]], n: int) -> np.ndarray:
-    """Which clients are in which sum, bool [sums, n]: all that least squares over the sums has to go by."""
-    return np.array([np.isin(np.arange(n), own) for own in sums])
 
 
 @given(st.integers(3, 40), st.integers(0, 3), st.integers(0, 999))
@@ -28,62 +26,78 @@ def test_drawn_companies_are_of_three_to_five_and_cover_who_trains(n: int, unsee
     assert (found == OUTSIDE).sum() == unseen
 
 
+def test_one_or_two_of_a_company_are_not_summed_up() -> None:
+    found = np.array([0, 0, 0, 1, 1, 1, 1, OUTSIDE])
+    assert companies.left(found, range(7)) == [[0, 1, 2], [3, 4, 5, 6]]
+    assert companies.left(found, {0, 1, 2, 4, 5, 6}) == [[0, 1, 2], [4, 5, 6]]
+    assert companies.left(found, {1, 2, 3, 4, 5, 6}) == [[3, 4, 5, 6]] and companies.left(found, {1, 2, 5, 6}) == []
+
+
 def test_one_away_takes_two_along_and_only_them_from_then_on() -> None:
-    whole = companies.one(range(8), 8)
-    left, ids = companies.without(whole, {1})
-    assert companies.members(left) == [[0, 1, 2], [3, 4, 5, 6, 7]] and ids == [3, 4, 5, 6, 7]
-    assert companies.without(left, set())[1] == list(range(8))  # back: with those that it took along
-    again, ids = companies.without(left, {0, 2})
-    assert companies.members(again) == companies.members(left) and ids == [3, 4, 5, 6, 7]
-    assert companies.without(left, {4})[1] == [0, 1, 2]  # two others would be left, too few for themselves
-    assert companies.without(companies.one(range(5), 5), {4})[1] == []
+    found = companies.split(companies.one(range(8), 8), set(range(8)) - {1})
+    assert companies.members(found) == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert (companies.split(found, set(range(8)) - {0, 2}) == found).all()
+    assert (companies.split(found, set(range(8)) - {4}) == found).all()  # two others would be left, too few for themselves
+    assert (companies.split(companies.one(range(5), 5), {0, 1, 2, 3}) == 0).all()
+    assert (companies.split(found, {0, 1, 2}) == found).all()  # a whole company away splits none
 
 
-@given(st.integers(3, 20), st.integers(0, 999), st.data())
-def test_whoever_is_away_all_of_a_company_are_in_a_sum_or_none(n: int, seed: int, data: st.DataObject) -> None:
-    some = companies.drawn(range(n), n, draws(seed)) if data.draw(st.booleans()) else companies.one(range(n), n)
-    sums = []
-    for _ in range(6):
-        absent = data.draw(st.sets(st.integers(0, n - 1), max_size=3))
-        some, ids = companies.without(some, absent)
-        assert not absent & set(ids)
-        sums.append(ids)
-    A = columns(sums, n)
-    for own in companies.members(some):
-        assert len(own) >= 3 and (A[:, own] == A[:, own[:1]]).all()
-
-
-@given(st.integers(3, 20), st.integers(0, 999), st.lists(st.floats(0.2, 0.9), min_size=1, max_size=5))
-def test_over_all_regroupings_nobody_is_in_other_sums_than_two_others(n: int, seed: int, cuts: list[float]) -> None:
-    some, groups, similarity = companies.one(range(n), n), np.zeros(n, int), np.eye(n)
-    sums = [list(range(n))]
-    for k, cut in enumerate(cuts):
-        found = regroup(some, np.arange(n), random_similarity(n, seed + k), cut)
-        if found:
-            some, groups, similarity = found
-        sums += summed(range(n), groups, similarity).values()
-    A = columns(sums, n)
-    for i in range(n):
-        assert (A.T == A[:, i]).all(axis=1).sum() >= 3
-    for own in companies.members(some):
-        assert (A[:, own] == A[:, own[:1]]).all()
-
-
-def test_who_would_be_alone_of_its_company_in_a_group_goes_with_the_others() -> None:
-    some = np.array([0, 0, 0, 0, 1, 1, 1, 1])  # 3 is like 4 to 7 now
-    overlap = alike(8, *((i, j, 0.9) for own in ([0, 1, 2], [3, 4, 5, 6, 7]) for i in own for j in own if i < j))
-    assert partition(overlap, 0.5).tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
-    found = regroup(some, np.arange(8), overlap, 0.5)
-    assert found is not None and found[1].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    # of one company three and five may part
-    found = regroup(companies.one(range(8), 8), np.arange(8), overlap, 0.5)
-    assert found is not None and found[1].tolist() == [0, 0, 0, 1, 1, 1, 1, 1] and len(companies.members(found[0])) == 2
+def test_one_of_a_company_in_a_group_goes_to_the_part_it_is_most_like() -> None:
+    some, labels = companies.one(range(8), 8), np.array([0, 0, 0, 1, 1, 1, 1, ALONE])
+    similarity = alike(8, (7, 0, 0.9))  # of the group of three, though the other is larger
+    found, moved = companies.grouped(some, labels, similarity)
+    assert moved.tolist() == [0, 0, 0, 1, 1, 1, 1, 0] and companies.members(found) == [[0, 1, 2, 7], [3, 4, 5, 6]]
+    _, moved = companies.grouped(np.array([0, 0, 0, 1, 1, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1, 1, 1]), similarity)
+    assert moved.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    found, moved = companies.grouped(found, np.array([0, 1, 1, 2, 2, ALONE, ALONE, 2]), similarity)  # none has three: all with most
+    assert moved.tolist() == [1, 1, 1, ALONE, ALONE, ALONE, ALONE, 1]
     # nobody shares any more: everyone is in one sum, which splits nothing
-    found = regroup(some, np.arange(8), overlap, None)
-    assert found is not None and found[1].tolist() == [ALONE] * 8 and companies.members(found[0]) == companies.members(some)
+    again, moved = companies.grouped(found, np.full(8, ALONE), similarity)
+    assert moved.tolist() == [ALONE] * 8 and companies.members(again) == companies.members(found)
 
 
-def test_who_was_away_at_a_regrouping_stays_with_its_company() -> None:
-    overlap = alike(7, *((i, j, 0.9) for own in ([0, 1, 2], [3, 4, 5, 6]) for i in own for j in own if i < j))
-    found = regroup(companies.one(range(8), 8), np.arange(7), overlap, 0.5)  # 7 is away
-    assert found is not None and found[1][7] == 1
+@given(st.integers(3, 25), st.integers(0, 999), st.booleans(), st.data())
+def test_over_a_whole_run_everybody_is_in_the_same_sums_as_two_others(n: int, seed: int, some: bool, data: st.DataObject) -> None:
+    """Groups that change, clients that are away or drop out with their companies, sums of attempts that do not count."""
+    found = companies.drawn(range(n), n, draws(seed)) if some else companies.one(range(n), n)
+    summed, sums = np.zeros(n, int), []
+    for k in range(data.draw(st.integers(1, 8))):
+        away = data.draw(st.sets(st.integers(0, n - 1), max_size=2))
+        late = data.draw(st.sets(st.integers(0, n - 1), max_size=2))
+        for here in (set(range(n)) - away, set(range(n)) - away - late):
+            found = companies.split(found, here)
+            asked = [i for own in companies.members(found) if here.issuperset(own) for i in own]
+            groups = [[i for i in asked if summed[i] == label] for label in np.unique(summed)]
+            sums += [own for own in groups if own and not late.intersection(own)]
+            assert all(len(own) >= 3 for own in groups if own)
+        labels = partition(random_similarity(n, seed + k), data.draw(st.floats(0.2, 0.9)))
+        found, summed = companies.grouped(found, labels, random_similarity(n, seed + k))
+    A = np.array([np.isin(np.arange(n), own) for own in sums])
+    if len(A):
+        assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T)
+
+
+@given(st.integers(3, 25), st.integers(0, 999), st.data())
+def test_no_sum_is_over_fewer_than_three_whoever_is_away_alone(n: int, seed: int, data: st.DataObject) -> None:
+    """And none that an attempt and its repetition differ by, of those who were there."""
+    labels = partition(random_similarity(n, seed), data.draw(st.floats(0.2, 0.9)))
+    found, summed = companies.grouped(companies.one(range(n), n), labels, random_similarity(n, seed))
+    gone = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=4))
+    there = [i for own in companies.left(found, set(range(n)) - gone) for i in own]
+    for label in np.unique(summed):
+        before, after = np.flatnonzero(summed == label), {i for i in there if summed[i] == label}
+        assert not after or len(after) >= 3
+        assert gone.intersection(before) or after == set(before)
+
+
+def test_what_clients_count_stays(tmp_path: Path) -> None:
+    book = Book(tmp_path, companies.one(range(4), 4))
+    assert book.count({0: 10.0, 1: 20.0, 2: 100.0}, 2.0) and book.counts == {0: 10, 1: 20, 2: 40}
+    assert not book.count({0: 90.0}, 2.0)
+    assert book.count({0: 90.0, 3: 500.0}, 2.0) and book.counts[0] == 10 and book.counts[3] == 40
+    book.companies = np.array([0, 0, 0, OUTSIDE])
+    book.save()
+    again = Book(tmp_path, companies.one(range(4), 4))
+    assert again.counts == book.counts and again.most == 40 and again.companies.tolist() == [0, 0, 0, OUTSIDE]
+    unbound = Book(tmp_path / "none", companies.one(range(4), 4))
+    assert unbound.count({0: 1.0, 1: 1e6}, 0.0) and unbound.counts[1] == pytest.approx(1e6)

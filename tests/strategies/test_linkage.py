@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.linkage import ALONE, partition, summed
+from strategies.linkage import ALONE, held, partition
 
 
 def alike(n: int, *pairs: tuple[int, int, float]) -> np.ndarray:
@@ -42,21 +41,6 @@ def test_a_partition_into_groups_of_three_and_more(n: int, threshold: float, see
     assert (counts >= 3).all() and numbers.tolist() == list(range(len(numbers)))
 
 
-@given(st.integers(3, 12), st.floats(0, 1), st.integers(0, 999), st.data())
-def test_every_sum_has_three_members_whoever_is_absent(n: int, threshold: float, seed: int, data: st.DataObject) -> None:
-    similarity = random_similarity(n, seed)
-    labels = partition(similarity, threshold)
-    ids = data.draw(st.lists(st.integers(0, n - 1), min_size=3, unique=True))
-    groups = summed(ids, labels, similarity)
-    assert sorted(i for own in groups.values() for i in own) == sorted(ids)  # disjoint, and everyone in one
-    assert all(len(own) >= 3 and own == sorted(own) for own in groups.values())
-
-
-def test_a_pool_of_two_goes_to_the_nearest_group() -> None:
-    labels = np.array([0, 0, 0, 1, 1, 1, ALONE, ALONE])
-    similarity = alike(8, (6, 4, 0.9), (7, 4, 0.9), (6, 0, 0.5))
-    assert summed(range(8), labels, similarity) == {0: [0, 1, 2], 1: [3, 4, 5, 6, 7]}
-    # of the second group one is absent: its two are the pool now, with the two that were alone
-    assert summed([0, 1, 2, 3, 4, 6, 7], labels, similarity) == {0: [0, 1, 2], ALONE: [3, 4, 6, 7]}
-    with pytest.raises(ValueError, match="at least 3 clients are needed"):
-        summed([0, 1], labels, similarity)
+def test_who_was_only_added_to_a_sum_uses_none() -> None:
+    labels = np.array([0, 0, 0, 1, 1, 1, ALONE, 2])  # 2 has no sum: its others were moved
+    assert held({ALONE: [6], 1: [3, 4, 5, 7], 0: [0, 1, 2]}, labels).tolist() == [2, 2, 2, 1, 1, 1, ALONE, ALONE]
