@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import subprocess
 import sys
 import textwrap
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +67,22 @@ def test_forward_shapes(name: str, size: int, channels: int) -> None:
     with torch.no_grad():
         assert module(torch.rand(2, channels, size, size)).shape == (2, 7)
         assert module.eval()(torch.rand(1, channels, size, size)).shape == (1, 7)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_cnn_rectifies_after_it_pools_which_changes_no_bit(layout: torch.memory_format) -> None:
+    ours = models.build("cnn", in_channels=1, num_classes=10, image_size=28).to(memory_format=layout)  # type: ignore[call-overload]
+    names = ["conv1", "relu1", "pool1", "conv2", "relu2", "pool2", "flatten", "fc1", "relu3", "classifier"]
+    printed = nn.Sequential(OrderedDict((name, copy.deepcopy(getattr(ours, name))) for name in names))
+    x = torch.randint(0, 4, (16, 1, 28, 28), generator=torch.Generator().manual_seed(0)) / 4  # with equal values in a window
+    x[:4] = 0
+    found = []
+    for module in (ours, printed):
+        logits = module(x.to(memory_format=layout))
+        logits.square().sum().backward()
+        found.append([logits.detach(), *(p.grad for p in module.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert a is not None and b is not None and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 def test_cnn_pads_only_where_unpadded_convolutions_do_not_fit() -> None:
