@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from client_app.batches import Batches
 from client_app.fisher import fisher
 from client_app.flat import FlatModule
+from client_app.malloc import keep_freed_memory
 from client_app.measures import features, loss_gradient, sample_losses, tested
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
@@ -37,6 +38,7 @@ class LoadedModel:
 
     def __init__(self, module: nn.Module, config: RunConfig, data: ClientData, round: int, client_id: int) -> None:
         torch.set_num_threads(config.client_threads)
+        keep_freed_memory()
         self.config, self.round, self.client_id = config, round, client_id
         self.device = resolve_device(config.device)
         self.flat = FlatModule(module, self.device)
