@@ -138,12 +138,15 @@ def run_alone(
     directory: Path, point: Point, in_process: bool, cpus_per_client: float, gpus_per_client: float, verbose: bool
 ) -> None:
     """Do one of a sweep's runs, from its last checkpoint if it was cut off, unless it is finished. Raises as `corolla run`."""
-    finished, _ = sweeping.scan(directory, METHOD_PARAMS)
-    if (before := finished.get(sweeping.identity(point.parsed))) is not None:
+    finished, unfinished = sweeping.scan(directory, METHOD_PARAMS)
+    key = sweeping.identity(point.parsed)
+    if (before := finished.get(key)) is not None:
         console.print(f"finished before: {before.path}", soft_wrap=True)
         return
-    if (directory / point.name).exists():
-        point = continued(point, directory / point.name) or point
+    for folder in (folder for folder, whose in unfinished.items() if whose == key or folder.name == point.name):
+        if (begun := continued(point, folder)) is not None:
+            point = begun
+            break
     check_locally(point.parsed)
     if in_process:
         runs.run_in_process(point.config, point.parsed)

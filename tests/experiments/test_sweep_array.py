@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from fl_app.cli.settings import ready
+from fl_app.cli.sweeps import run_points
 from fl_app.errors import UserError
 from fl_app.experiments import sweep
 from fl_app.server import checkpoint
+from strategies import METHOD_PARAMS
 from tests import slurm
 from tests.conftest import Command
 
@@ -109,6 +112,21 @@ def test_a_run_without_a_checkpoint_is_set_aside(corolla: Callable[..., str], co
     assert (tmp_path / "runs" / "s" / "unfinished" / name).is_dir() and digests(tmp_path / "runs" / "s")
     code, _, err = command("sweep", "s.toml", "--only", "fedprox")
     assert code == 2 and "s.toml has no run 'fedprox'" in err
+
+
+def test_a_run_goes_on_under_the_name_that_another_version_gave_it(
+    corolla: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "s.toml").write_text(SWEEP.replace("60", "3").replace(', "fedavg"', ""))
+    monkeypatch.setenv(sweep.VARIABLE, "")
+    directory = tmp_path / "runs" / "s"
+    (point,) = sweep.expand(sweep.read(Path("s.toml")), METHOD_PARAMS, directory, {}, ready)
+    assert run_points([point], True, 1, 0, False, until=2) == {}
+    before = directory / "fedcac-000000"
+    (directory / point.name).rename(before)
+    said = corolla("sweep", "s.toml", "--in-process", "--only", point.name)
+    assert f"goes on with {before} after round 2" in said and said.count("round 2/3: acc") == 1 == said.count("round 3/3: acc")
+    assert set(digests(directory)) == {before.name} and "finished before" in corolla("sweep", "s.toml", "--only", point.name)
 
 
 def test_single_runs_share_a_directory_that_a_whole_sweep_has_alone(tmp_path: Path) -> None:
