@@ -89,7 +89,7 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     )
     max_update_norm: float = key(
         3.0, "Uploads that lie farther from the median of all uploads (per parameter), and from what was sent, than so many times "
-        "what is usual are dropped by name; 0: none is.", NOT_NEGATIVE, compared=False,
+        "what is usual are dropped by name; 0: none is, as in the papers.", NOT_NEGATIVE,
     )  # fmt: skip
     max_size_weight: float = key(
         0.0, "Weight of a client's training samples in means, at most so many times the median client's; 0: no limit.",

@@ -29,7 +29,7 @@ from strategies.aggregate import Stack, squared_distance
 from strategies.base.uploads import Intake
 from strategies.robust import distances_to_median
 
-USUAL = 3.0  # times what is usual: no honest client was ever seen farther away
+USUAL = 3.0  # times what is usual: an honest client is rarely farther away (docs/security.md)
 _MANY, _FEW_ROOM = 5, 3.0  # uploads, below which medians say less; how much wider the bound is then
 _LARGEST = 10.0  # median clients, that one's samples count: they are its own word
 _OF_MOST, _OF_LENGTH = 0.1, 0.01  # of the most there was, of the length of what was sent: less is not usual

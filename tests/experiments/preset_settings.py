@@ -7,20 +7,22 @@ from fl_app.keys import Scalar
 # Settings typed here, all of them: a key that is missing or too many is a failure.
 CAC = {
     "num-clients": 40, "num-server-rounds": 500, "local-epochs": 5, "batch-size": 100, "learning-rate": 0.1, "momentum": 0.9,
-    "train-samples": 500, "test-samples": 100,
+    "train-samples": 500, "test-samples": 100, "max-update-norm": 0.0,
 }  # fmt: skip
 CAC_PATHOLOGICAL = CAC | {"partition": "pathological", "classes-per-client": 2, "pathological-assignment": "random"}
 DAC = {
     "num-clients": 40, "num-server-rounds": 300, "batch-size": 100, "learning-rate": 0.01, "momentum": 0.9, "train-samples": 500,
     "test-samples": 100, "method": "feddac", "feddac.tau": 0.3, "feddac.alpha": 200, "feddac.neighbours": 5,
+    "max-update-norm": 0.0,
 }  # fmt: skip
 OBP = {
     "num-clients": 100, "num-server-rounds": 400, "fraction-train": 0.1, "local-epochs": 5, "batch-size": 32,
     "learning-rate": 0.01, "model": "cnn", "normalize": "mean-std", "partition": "dirichlet", "test-ratio": 0.25,
+    "max-update-norm": 0.0,
 }  # fmt: skip
 PAKE = {
     "num-clients": 20, "num-server-rounds": 1000, "fraction-train": 1.0, "local-epochs": 1, "batch-size": 10,
-    "learning-rate": 0.005, "drop-last": True, "normalize": "symmetric", "model": "resnet18",
+    "learning-rate": 0.005, "drop-last": True, "normalize": "symmetric", "model": "resnet18", "max-update-norm": 0.0,
 }  # fmt: skip
 PAKE_DIRICHLET = PAKE | {
     "partition": "dirichlet", "dirichlet-alpha": 0.1, "dirichlet-balance": True, "min-samples": 40, "test-ratio": 0.25
