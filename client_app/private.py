@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from dataclasses import dataclass
@@ -64,7 +63,10 @@ class Masker:
         return cls(keys, download, partners, weight, clients, config.private_sketch, sealed, sealer)
 
     def masked(self, upload: Upload) -> Upload:
-        """Return what is sent: the model in fixed point under masks, its mask's sketch. Raises UserError if there is more."""
+        """Return what is sent: the model in fixed point under masks, its mask's sketch. Raises UserError if there is more.
+
+        Numbers that the method would report stay away.
+        """
         if upload.extras:
             raise UserError(f"private: the method would send {', '.join(upload.extras)} as they are")
         params = self._fixed("parameters", upload.model.params, PARAMS_RANGE)
@@ -76,8 +78,7 @@ class Masker:
             d = upload.model.params.size
             key = derived(self.keys.open(self.sealed, self.sealer), "sketch", experiment, round, attempt)
             hidden = sketch.sketch(upload.mask, d, overlaps.length(d, self.sketch_bits), key)
-        metrics = {**upload.metrics, PRIVATE: state_version(round, attempt)}
-        return dataclasses.replace(upload, model=NOTHING, mask=hidden, extras={SUM: words}, metrics=metrics)
+        return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: state_version(round, attempt)}, upload.num_examples)
 
     def _fixed(self, what: str, values: Vector, limit: float) -> Words:
         try:

@@ -16,14 +16,14 @@ from fl_app.wire import GROUP_MIN
 ALONE = -1
 
 
-def partition(similarity: NDArray[np.float64], threshold: float, smallest: int = GROUP_MIN) -> NDArray[np.int64]:
+def partition(similarity: NDArray[np.float64], threshold: float) -> NDArray[np.int64]:
     """Cut the average-linkage tree where groups' mean similarity falls below the threshold; int64 [N], a group's number or ALONE.
 
-    similarity: float64 [N, N], symmetric. Groups below `smallest` are dissolved; the others are numbered by their first member.
+    similarity: float64 [N, N], symmetric. Groups below three are dissolved; the others are numbered by their first member.
     """
     n = len(similarity)
     labels = np.full(n, ALONE)
-    if n < max(2, smallest):
+    if n < GROUP_MIN:
         return labels
     from scipy.cluster import hierarchy
     from scipy.spatial.distance import squareform
@@ -33,7 +33,7 @@ def partition(similarity: NDArray[np.float64], threshold: float, smallest: int =
     number = 0
     for i in range(n):
         own = found == found[i]
-        if labels[i] == ALONE and own.sum() >= smallest:
+        if labels[i] == ALONE and own.sum() >= GROUP_MIN:
             labels[own] = number
             number += 1
     return labels

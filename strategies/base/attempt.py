@@ -23,8 +23,8 @@ class Attempt:
     """One attempt at a round, or an evaluation: all that is true of it and of nothing after it.
 
     generation: tells the client states of attempts apart. declared: what clients said about their data when they connected.
-    sent: bytes per client. failures: causes by client. without: whom a private round's repetition does not ask. spoilt_by: why it
-    does not count.
+    sent: bytes per client. failures: causes by client. earlier: attempts at the round that do not count; spoilt_by: why this one
+    does not. without: whom a private round's repetition does not ask.
     """
 
     round: int = 0
@@ -36,6 +36,7 @@ class Attempt:
     client_notes: dict[int, Record] = field(default_factory=dict)
     round_notes: Record = field(default_factory=dict)
     clients: dict[int, Record] = field(default_factory=dict)  # of an evaluation
+    earlier: list[Attempt] = field(default_factory=list)
     without: frozenset[int] = frozenset()
     spoilt_by: str = ""
 
@@ -47,8 +48,8 @@ class Attempt:
         self.failures.append({"client": reply.client_id, "cause": str(error)})
         log.error("%s: client %d %s: %s", step, reply.client_id, became, error)
 
-    def record(self, earlier: list[Attempt], headline: Metric) -> Record:
-        """The round's record; `earlier` attempts count with their failures and their downloads."""
+    def record(self, headline: Metric) -> Record:
+        """The round's record; earlier attempts count with their failures and their downloads."""
         assert self.intake is not None
         used = self.intake.metrics
         rows = {
@@ -58,8 +59,8 @@ class Attempt:
             for i, sent in self.sent.items()
             if i in used
         }
-        failures = [{**f, "attempt": k} for k, attempt in enumerate(earlier, 1) for f in attempt.failures]
-        sent_bytes = sum(sum(attempt.sent.values()) for attempt in (*earlier, self))
+        failures = [{**f, "attempt": k} for k, attempt in enumerate(self.earlier, 1) for f in attempt.failures]
+        sent_bytes = sum(sum(attempt.sent.values()) for attempt in (*self.earlier, self))
         return records.round_record(self.round, rows, sent_bytes, self.round_notes, failures + self.failures, headline)
 
 

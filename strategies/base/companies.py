@@ -3,8 +3,8 @@
 Two sums that differ by one client tell that client's model, and sums over many different sets of clients tell nearly everybody's by
 least squares, however many are in each (So, Ali, Guler, Jiao, Avestimehr: "Securing Secure Aggregation: Mitigating Multi-Round
 Privacy Leakage in Federated Learning", AAAI 2023). So a sum is one over companies; they only ever split into parts of at least
-three, and a client counts the same in all sums, beside the others of its company. Whatever is then made of all sums of a run,
-it is the same for all of a company, times what each counts.
+three, and a client counts the same in all sums, beside the others of its company. As long as nobody is away from its company,
+whatever is made of all sums of a run is the same for all of a company, times what each counts.
 
 Companies are int64 [N], by client id the number of its company; OUTSIDE for clients that never train.
 """
@@ -12,7 +12,7 @@ Companies are int64 [N], by client id the number of its company; OUTSIDE for cli
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +56,13 @@ def left(companies: Companies, here: Collection[int]) -> list[list[int]]:
     return [own for own in present if len(own) >= GROUP_MIN]
 
 
+def unlike(companies: Companies, own: Sequence[int], sums: Iterable[Collection[int]]) -> bool:
+    """Tell whether a company is in one of these sums, but not as these members of it, sorted: the two would tell the difference."""
+    number = companies[own[0]]
+    parts = ([i for i in sorted(ids) if companies[i] == number] for ids in sums)
+    return any(part and part != list(own) for part in parts)
+
+
 def split(companies: Companies, here: Collection[int]) -> Companies:
     """Part companies of which some are away, so that the others may be summed up.
 
@@ -92,10 +99,10 @@ def grouped(
 
 
 class Book:
-    """A run's companies, and what each client counts, in a file of its folder.
+    """A run's companies, and what each client counts, in a file of its folder, as soon as something changes.
 
     The server may have sums that no checkpoint knows of when a run goes on from an earlier one, which must not split companies in
-    another way then: whoever changes something calls `save` before anything is asked that depends on it.
+    another way then.
     """
 
     def __init__(self, directory: Path, first: Companies) -> None:
@@ -105,18 +112,21 @@ class Book:
         self.counts: dict[int, float] = {int(i): count for i, count in kept.get("counts", {}).items()}
         self.most: float | None = kept.get("most")
 
-    def count(self, sizes: Mapping[int, float], factor: float) -> bool:
-        """Let clients that do not count yet count their sizes, at most `factor` times the median of the first ones; 0: no bound.
+    def part(self, companies: Companies) -> None:
+        """Take these, made of the companies so far, from now on."""
+        if (companies != self.companies).any():
+            self.companies = companies
+            self._save()
 
-        Returns whether there were any.
-        """
-        new = {i: size for i, size in sizes.items() if i not in self.counts}
-        if new and factor and self.most is None:
+    def count(self, sizes: Mapping[int, float], factor: float) -> None:
+        """Let clients that do not count yet count their sizes, at most `factor` times the median of the first ones; 0: no bound."""
+        if not (new := {i: size for i, size in sizes.items() if i not in self.counts}):
+            return
+        if factor and self.most is None:
             self.most = factor * float(np.median(list(sizes.values())))
         self.counts |= {i: size if self.most is None else min(size, self.most) for i, size in new.items()}
-        return bool(new)
+        self._save()
 
-    def save(self) -> None:
-        """Make it durable."""
+    def _save(self) -> None:
         kept = {"companies": self.companies.tolist(), "counts": self.counts, "most": self.most}
         publish_text(self.path, json.dumps(kept) + "\n")

@@ -92,6 +92,13 @@ class MaskedIntake(Intake):
             ) from None
 
 
+def sums_of(intake: Intake | None) -> list[list[int]]:
+    """Whose sums the server has of a private attempt, whether it counts or not: of groups of which all have answered."""
+    if not isinstance(intake, MaskedIntake):
+        return []
+    return [own for own in intake.groups.values() if all(i in intake.metrics for i in own)]
+
+
 class Private(Messages):
     """What a method whose Method says `sums` may change of private rounds, and what becomes of them.
 
@@ -131,29 +138,34 @@ class Private(Messages):
         """
         similarity = np.eye(len(labels))
         similarity[np.ix_(ids, ids)] = overlap
-        self.book.companies, labels = companies.grouped(self.book.companies, labels, similarity)
-        self.book.save()
+        parted, labels = companies.grouped(self.book.companies, labels, similarity)
+        self.book.part(parted)
         return labels
 
     def participants(self, connected: list[int], round: int) -> list[int]:
         """Whom an attempt asks: in a private round whole companies, or what is left of them, and nobody who dropped out of it.
 
-        With `private-absent = company` companies may split. Raises TooFewResults if nobody is left.
+        Of a company that an earlier attempt of the round has in a sum it asks the same ones, or nobody. With `private-absent =
+        company` companies may split. Raises TooFewResults if nobody is left.
         """
         if not self.config.private:
             return super().participants(connected, round)
         here = set(connected) - self.attempt.without
         if whole := self.config.private_absent == "company":
-            self.book.companies = companies.split(self.book.companies, here)
-            self.book.save()
+            self.book.part(companies.split(self.book.companies, here))
         all_of = companies.members(self.book.companies)
         able = [own for own in all_of if here.issuperset(own)] if whole else companies.left(self.book.companies, here)
+        known = [own for earlier in self.attempt.earlier for own in sums_of(earlier.intake)]
+        able = [own for own in able if not companies.unlike(self.book.companies, own, known)]
+        if idle := sorted(here.difference(*able) - self.config.unseen):
+            log.info("round %d: clients %s are not asked: others of their companies are away", round, idle)
         if self.config.fraction_train < 1:  # in an order that does not depend on who is there
             order = rng.generator(self.config.seed, "sampling", round).permutation(self.config.num_clients)
             able.sort(key=lambda own: int(order[self.book.companies[own[0]]]))
             able = able[: max(1, math.floor(self.config.fraction_train * len(all_of) + 0.5))]
         if not able:
             why = "of a company that nobody is away from (private-absent)" if whole else "of a company"
+            why += ", all of them if they answered before" if known else ""
             raise TooFewResults(f"private: a round needs {GROUP_MIN} clients {why}, connected and not failed are {sorted(here)}")
         return sorted(i for own in able for i in own)
 
@@ -163,8 +175,7 @@ class Private(Messages):
             return super().room_for(ids)
         alike = self.counts_alike(self.config.params)
         sizes = {i: 1.0 if alike else max(1.0, float(self.attempt.declared[i]["train-samples"])) for i in ids}
-        if self.book.count(sizes, self.config.max_size_weight):
-            self.book.save()
+        self.book.count(sizes, self.config.max_size_weight)
         whole = sum(self.book.counts[i] for i in ids)
         weights = {i: len(ids) * self.book.counts[i] / whole for i in ids}
         groups = self.sum_groups(ids)

@@ -81,7 +81,7 @@ class Rounds(Private):
         spoilt: list[Attempt] = []
         without: frozenset[int] = frozenset()
         for retry in range(self.config.round_retries + 1):
-            self.attempt = Attempt(round, self.folder.starts * _ATTEMPTS_PER_START + retry, without=without)
+            self.attempt = Attempt(round, self.folder.starts * _ATTEMPTS_PER_START + retry, earlier=[*spoilt], without=without)
             exchange.refresh()
             watch.lap("prepare")
             what = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {retry + 1}" if retry else "")
@@ -90,7 +90,7 @@ class Rounds(Private):
                 replies = exchange.ask(what, messages, self.config.round_timeout, len(self.attempt.sent))
                 self.aggregate_train(round, replies, watch)  # type: ignore[arg-type]
                 left_out = exchange.roster.left_out
-                return self.attempt.record(spoilt, self.measured[0]) | ({"left-out": left_out} if left_out else {})
+                return self.attempt.record(self.measured[0]) | ({"left-out": left_out} if left_out else {})
             except TooFewResults as error:
                 self.attempt.spoilt_by, without = str(error), without | error.absent
                 spoilt.append(self.attempt)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import rankdata
 
-from strategies.base.private import MaskedIntake, Private
+from strategies.base.private import MaskedIntake, Private, sums_of
 
 Sum = tuple[int, dict[int, float]]  # round; what each client counts in it
 
@@ -62,8 +62,7 @@ def sums_seen(patch: pytest.MonkeyPatch) -> Iterator[list[Sum]]:
 
     def noted(self: Any, round: int, intake: Any) -> None:
         if isinstance(intake, MaskedIntake):
-            whole = [own for own in intake.groups.values() if all(i in intake.metrics for i in own)]
-            seen.extend((round, {i: intake.weights[i] for i in own}) for own in whole)
+            seen.extend((round, {i: intake.weights[i] for i in own}) for own in sums_of(intake))
         use(self, round, intake)
 
     patch.setattr(Private, "use", noted)

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from client_app.client import CorollaClient
 from fl_app.errors import UserError
 from fl_app.server.run_folder import RunFolder
-from strategies.base import LocalUpdate
+from strategies.base import LocalUpdate, companies
+from strategies.base.companies import Book
 from strategies.base.private import Private
 from strategies.fedcac import FedCACUpdate
 from tests.conftest import Run
@@ -24,6 +26,7 @@ SETTINGS: dict[str, Any] = {
     "method": "fedavg", "num_clients": CLIENTS, "num_server_rounds": 12, "train_samples": 20, "partition": "dirichlet",
     "dirichlet_alpha": 0.1, "min_samples": 4, "max_update_norm": 0, "keep_state": True,
 }  # fmt: skip
+GROUPED: dict[str, Any] = {"method": "fedcac", "fedcac": {"beta": 12, "tau": 0.3}, "private_regroup": 1}
 Models = dict[tuple[int, int], np.ndarray]
 
 
@@ -105,8 +108,7 @@ def test_fedcac_with_groups_that_change_and_clients_that_drop_out(
     raw_config: dict[str, Any], models: Models, sums: list[Sum], absent: str
 ) -> None:
     gone = [(3, 0, 0), (3, 0, 1), (5, 0, 7), (8, 0, 3)]
-    settings = {**SETTINGS, "method": "fedcac", "fedcac": {"beta": 12, "tau": 0.3}, "private_regroup": 1}
-    folder = run_without(raw_config, *gone, **settings, private_absent=absent, min_results=0.3)
+    folder = run_without(raw_config, *gone, **SETTINGS | GROUPED, private_absent=absent, min_results=0.3)
     assert len(rounds(folder)) == 12 and min(sizes(sums, *range(13))) >= 3
     assert len([1 for round, _ in sums if round == 3]) > 1  # it has groups
     attack = Attack(sums, models, CLIENTS)
@@ -122,22 +124,72 @@ def test_a_company_that_cannot_be_left_out_ends_the_run(raw_config: dict[str, An
         run_without(raw_config, (1, 0, 2), private_absent="company")
 
 
-def test_a_run_that_goes_on_from_before_a_drop_out_splits_companies_as_it_did(
-    raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, models: Models, sums: list[Sum]
-) -> None:
-    settings = {**SETTINGS, "private_absent": "company", "num_server_rounds": 6, "checkpoint_every": 10, "run_name": "a"}
+def crashed_after(round: int, raw: dict[str, Any], *missing: tuple[int, int, int], **settings: Any) -> Path:
+    """The folder of a run that ends once a round's sums are used, without a checkpoint of it."""
     use = Private.use
 
-    def crashing(self: Any, round: int, intake: Any) -> None:
-        use(self, round, intake)
-        if round == 4:
+    def crashing(self: Any, t: int, intake: Any) -> None:
+        use(self, t, intake)
+        if t == round:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Private, "use", crashing)
         with pytest.raises(KeyboardInterrupt):
-            run_without(raw_config, (2, 0, 5), **settings)
-    (book,) = Path(str(raw_config["output-dir"])).glob("*/companies.json")
-    run_without(raw_config, (2, 100, 6), **settings, resume=str(book.parent))
+            run_without(raw, *missing, **settings, checkpoint_every=10, run_name="a")
+    (book,) = Path(str(raw["output-dir"])).glob(f"*/{companies.FILE}")
+    return book.parent
+
+
+def parts(folder: Path) -> list[set[int]]:
+    return [set(own) for own in companies.members(Book(folder, np.empty(0)).companies)]
+
+
+def test_a_run_that_goes_on_from_before_a_drop_out_splits_companies_as_it_did(
+    raw_config: dict[str, Any], models: Models, sums: list[Sum]
+) -> None:
+    settings = {**SETTINGS, "private_absent": "company", "num_server_rounds": 6}
+    folder = crashed_after(4, raw_config, (2, 0, 5), **settings)
+    run_without(raw_config, (2, 100, 6), **settings, checkpoint_every=10, resume=str(folder))
     attack = Attack(sums, models, CLIENTS)
     assert sizes(sums, 2) == [9, 9] and all(len(attack.alike(i)) >= 3 for i in range(CLIENTS))
+
+
+def test_a_run_that_goes_on_knows_groups_and_what_clients_count_of_after_its_checkpoint(
+    raw_config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, sums: list[Sum]
+) -> None:
+    settings = {**SETTINGS, **GROUPED, "num_server_rounds": 4, "max_size_weight": 1.0}
+    folder = crashed_after(3, raw_config, **settings)
+    before, counted = parts(folder), dict(sums[0][1])
+    assert len(before) > 1 and len(set(counted.values())) > 1
+    told = CorollaClient._told_count
+    monkeypatch.setattr(CorollaClient, "_told_count", lambda self, samples: told(self, samples) * (1 + self.client_id))
+    run_without(raw_config, **settings, checkpoint_every=10, resume=str(folder))
+    assert all(any(own <= former for former in before) for own in parts(folder))
+    for _, counts in sums:  # beside the others, what it counted at first
+        assert len({round(count / counted[i], 9) for i, count in counts.items()}) == 1
+
+
+def test_drawn_companies_are_the_same_whatever_a_runs_seed(run: Run) -> None:
+    settings = {**SETTINGS, "private": True, "fraction_train": 0.3, "num_server_rounds": 1}
+    first, second = (parts(run(run_name=f"seed-{seed}", seed=seed, **settings).path) for seed in (0, 1))
+    assert first == second and len(first) == 4
+
+
+def test_of_a_group_that_has_answered_a_repetition_asks_all_or_nobody(
+    raw_config: dict[str, Any], models: Models, sums: list[Sum], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Client 4 drops out of the first attempt, 6, whose group was whole then, out of the second."""
+    settings = {**SETTINGS, **GROUPED, "num_clients": 16, "num_server_rounds": 4, "round_retries": 2, "min_results": 0.1}
+    with caplog.at_level("INFO", "corolla"):
+        folder = run_without(raw_config, (3, 0, 4), (3, 1, 6), **settings)
+    repeated = [set(own) for round, own in sums if round == 3]
+    assert sum(6 in own for own in repeated) == 1 and len(repeated) > 3  # its group's sum is known, once
+    assert all(a == b or a.isdisjoint(b) for a in repeated for b in repeated)
+    record = rounds(folder)[2]
+    assert [(f["client"], f["attempt"]) for f in record["failures"]] == [(4, 1), (6, 2)]
+    (of_six,) = [own for own in repeated if 6 in own]
+    assert of_six.isdisjoint(map(int, record["clients"]))
+    assert f"clients {sorted(of_six - {6})} are not asked: others of their companies are away" in caplog.text
+    attack = Attack(sums, models, 16)
+    assert attack.alike(4) == [4] and len(attack.alike(6)) >= 3

@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_app.keys import NoParams
+from fl_app.wire import Expected
 from strategies.base import companies
+from strategies.base.attempt import Attempt, TooFewResults
 from strategies.base.companies import OUTSIDE, Book
+from strategies.base.private import MaskedIntake, sums_of
+from strategies.fedavg import FedAvg
 from strategies.linkage import ALONE, partition
 from tests.strategies.test_linkage import alike, random_similarity
 
@@ -77,27 +86,70 @@ def test_over_a_whole_run_everybody_is_in_the_same_sums_as_two_others(n: int, se
         assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T)
 
 
-@given(st.integers(3, 25), st.integers(0, 999), st.data())
-def test_no_sum_is_over_fewer_than_three_whoever_is_away_alone(n: int, seed: int, data: st.DataObject) -> None:
-    """And none that an attempt and its repetition differ by, of those who were there."""
-    labels = partition(random_similarity(n, seed), data.draw(st.floats(0.2, 0.9)))
-    found, summed = companies.grouped(companies.one(range(n), n), labels, random_similarity(n, seed))
-    gone = data.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=4))
-    there = [i for own in companies.left(found, set(range(n)) - gone) for i in own]
-    for label in np.unique(summed):
-        before, after = np.flatnonzero(summed == label), {i for i in there if summed[i] == label}
-        assert not after or len(after) >= 3
-        assert gone.intersection(before) or after == set(before)
+class Asking(FedAvg[NoParams]):
+    """The server of a private run, as far as it chooses whom to ask; groups change, clients come, go and drop out."""
+
+    def __init__(self, folder: Path, n: int, some: bool, absent: str) -> None:
+        values = {"num_clients": n, "fraction_train": 0.5 if some else 1.0, "unseen": frozenset(), "seed": 0}
+        self.config: Any = SimpleNamespace(private=True, private_absent=absent, max_size_weight=0.0, **values)
+        self.folder: Any = SimpleNamespace(path=folder)
+        self.summed = np.zeros(n, int)
+
+    def attempts(self, round: int, connected: Sequence[set[int]], dropping: Sequence[set[int]]) -> list[list[int]]:
+        """Whose sums the server has after a round's attempts, in the last of which nobody drops out."""
+        earlier: list[Attempt] = []
+        for here, gone in zip(connected, dropping, strict=True):
+            without = frozenset().union(*(attempt.without for attempt in earlier))
+            self.attempt = Attempt(round, earlier=[*earlier], without=without)
+            try:
+                asked = self.participants(sorted(here), round)
+            except TooFewResults:
+                break
+            groups = {label: [i for i in asked if self.summed[i] == label] for label in sorted({*self.summed[asked].tolist()})}
+            metrics: dict[int, Any] = {i: {} for i in asked if i not in gone}
+            self.attempt.intake = MaskedIntake(
+                asked, Expected(0, 0), *[np.empty((0, 0), np.float32)] * 2, None, {}, np.zeros(0), metrics, version="",
+                groups=groups, weights={}, totals=np.empty((0, 0), np.uint32), group_of={},
+            )  # fmt: skip
+            self.attempt.without = without | gone.intersection(asked)
+            earlier.append(self.attempt)
+            if not gone.intersection(asked):
+                break
+        return [own for attempt in earlier for own in sums_of(attempt.intake)]
+
+
+@given(st.integers(3, 16), st.integers(0, 9999), st.booleans(), st.sampled_from(["alone", "company"]))
+def test_all_sums_of_a_round_with_its_repetitions_tell_of_nobody_alone(n: int, seed: int, some: bool, absent: str) -> None:
+    """Whoever comes, goes and drops out between attempts; with `private-absent = "company"` of all rounds together, too."""
+    random, every = draws(seed), []
+
+    def few() -> set[int]:
+        return set(random.choice(n, random.integers(0, 3), replace=False).tolist())
+
+    with tempfile.TemporaryDirectory() as folder:
+        server = Asking(Path(folder), n, some, absent)
+        for round in range(1, 7):
+            base = set(range(n)) - few()
+            sums = server.attempts(round, [base, base ^ few(), base ^ few()], [few(), few(), set()])
+            every += sums
+            for of in (sums, every if absent == "company" else []):
+                A = np.array([np.isin(np.arange(n), own) for own in of]).reshape(-1, n)
+                assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T if column.any())
+            if not some:
+                server.summed = server.keep_together(np.arange(n), random.integers(0, 3, n), random_similarity(n, seed + round))
 
 
 def test_what_clients_count_stays(tmp_path: Path) -> None:
     book = Book(tmp_path, companies.one(range(4), 4))
-    assert book.count({0: 10.0, 1: 20.0, 2: 100.0}, 2.0) and book.counts == {0: 10, 1: 20, 2: 40}
-    assert not book.count({0: 90.0}, 2.0)
-    assert book.count({0: 90.0, 3: 500.0}, 2.0) and book.counts[0] == 10 and book.counts[3] == 40
-    book.companies = np.array([0, 0, 0, OUTSIDE])
-    book.save()
+    book.count({0: 10.0, 1: 20.0, 2: 100.0}, 2.0)
+    assert book.counts == {0: 10, 1: 20, 2: 40}
+    book.count({0: 90.0}, 2.0)
+    book.count({0: 90.0, 3: 500.0}, 2.0)
+    assert book.counts[0] == 10 and book.counts[3] == 40
+    book.part(np.array([0, 0, 0, OUTSIDE]))
     again = Book(tmp_path, companies.one(range(4), 4))
     assert again.counts == book.counts and again.most == 40 and again.companies.tolist() == [0, 0, 0, OUTSIDE]
-    unbound = Book(tmp_path / "none", companies.one(range(4), 4))
-    assert unbound.count({0: 1.0, 1: 1e6}, 0.0) and unbound.counts[1] == pytest.approx(1e6)
+    again.path.unlink()
+    unbound = Book(tmp_path, companies.one(range(4), 4))
+    unbound.count({0: 1.0, 1: 1e6}, 0.0)
+    assert unbound.counts[1] == pytest.approx(1e6)
