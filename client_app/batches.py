@@ -38,7 +38,7 @@ class Batches:
     """A client's training and test samples on a device.
 
     avoid_single: a last batch of one sample joins the batch before it, for models with BatchNorm (under `drop-last` it goes with
-    every incomplete one). memory_format: of images.
+    every incomplete one, under `drop-single` alone). memory_format: of images.
     """
 
     def __init__(
@@ -114,9 +114,11 @@ class Batches:
         """First and last + 1 position of every batch of an epoch; samples beyond the last one's are not used in it."""
         n, size = self.num_used, self.config.batch_size
         bounds = [*range(0, n, size), n]
-        if self.config.drop_last and len(bounds) > 2 and n - bounds[-2] < size:
+        left = n - bounds[-2] if len(bounds) > 2 else size  # of the last batch, if it is not the only one
+        single = left == 1 < size
+        if self.config.drop_last and left < size or self.config.drop_single and single:
             del bounds[-1]
-        elif self._avoid_single and size > 1 and len(bounds) > 2 and n - bounds[-2] == 1:
+        elif self._avoid_single and single:
             del bounds[-2]
         return list(zip(bounds, bounds[1:], strict=False))
 

@@ -46,6 +46,10 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE, headline=True)
     batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE, headline=True)
     drop_last: bool = key(False, "Leave the last batch of an epoch out if it is incomplete, unless it is the only one.")
+    drop_single: bool = key(
+        False, "Leave the last batch of an epoch out if it is a single sample, unless it is the only one. A model with BatchNorm, "
+        "which cannot normalise one, has it join the batch before otherwise.",
+    )
     optimizer: Literal["sgd", "adamw"] = key(
         "sgd", "`adamw`: betas 0.9 and 0.999, as torch.optim.AdamW; its moments start at zero in every round. A method's own plain "
         "gradient steps stay that.", headline=True,

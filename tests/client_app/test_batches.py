@@ -57,6 +57,16 @@ def test_drop_last(make: Callable[[], nn.Module], n: int, batch_size: int, sizes
     assert set(torch.cat(used).tolist()) == set(range(n))  # other samples are left out in every epoch
 
 
+@pytest.mark.parametrize(("make", "n", "batch_size", "sizes"), [
+    (with_batchnorm, 41, 20, [20, 20]), (mlp, 41, 20, [20, 20]), (mlp, 42, 20, [20, 20, 2]), (mlp, 40, 20, [20, 20]),
+    (mlp, 1, 20, [1]), (mlp, 3, 1, [1, 1, 1]),
+])  # fmt: skip
+def test_drop_single(make: Callable[[], nn.Module], n: int, batch_size: int, sizes: list[int]) -> None:
+    batches = list(trainer(make, n=n, batch_size=batch_size, drop_single=True).data.epochs(40, "train"))
+    assert [len(batch.y) for batch in batches] == sizes * 40
+    assert set(torch.cat([batch.indices for batch in batches]).tolist()) == set(range(n))  # another one in every epoch
+
+
 def test_drop_last_changes_nothing_where_batches_are_full() -> None:
     assert bits(train(n=40, drop_last=True)) == bits(train(n=40))
     assert bits(train(n=41, drop_last=True)) != bits(train(n=41))
