@@ -1,4 +1,4 @@
-"""The table of docs/results.md from the folders of sweeps/fashion-mnist-methods.toml.
+"""The early stage's table of docs/results.md, from the folders of sweeps/fashion-mnist-methods.toml.
 
 python -m benchmarks.fashion_mnist_table runs/fashion-mnist-methods
 """

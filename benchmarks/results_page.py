@@ -2,8 +2,8 @@
 
 python -m benchmarks.results_page
 
-A column of a paper's table is a sweep file, sweeps/NAME.toml, and what was collected of its runs, results/NAME. What of the
-sweep is not there is named, with the command that runs it.
+A column of a paper's table is a sweep file, sweeps/NAME.toml, and what was collected of its runs, results/NAME; a table of its own
+has the early stage of training. What of a sweep is not there is named, with the command that runs it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks import fashion_mnist_table
 from fl_app.experiments import candidates, compare, sweep
 from fl_app.experiments.compare import Line
 from fl_app.experiments.sweep import Point
@@ -26,6 +27,7 @@ COLUMNS = {  # by sweep, and what a data set of image files counts as
     "fedobp-cifar10": "cifar10",
     "fedcac-cifar10-cut": "cifar10",
 }
+EARLY = "fashion-mnist-methods"
 FAR_POINTS, FAR_STD = 2.0, 2.0  # a figure is far from the published one if it is by more than both
 _BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -78,8 +80,20 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
         yield f"| {' | '.join(row)} | | | |"
 
 
+def early(results: Path) -> str:
+    """Return what stands between the marks of the early stage."""
+    there = len(list(results.glob("*/summary.json")))
+    points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{EARLY}.toml"), METHOD_PARAMS, results, {}, dict)
+    text = ["", *(fashion_mnist_table.lines([results]) if there else []), ""]
+    if left := len(points) - there:
+        text += [f"{left} of {len(points)} runs are not made yet.", ""]
+    return "\n".join(text)
+
+
 def block(name: str, results: Path) -> str:
     """Return what stands between a column's marks."""
+    if name == EARLY:
+        return early(results)
     points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
     lines = lines_of(name, results)
     command = f"`corolla sweep sweeps/{name}.toml --in-process`"
