@@ -59,13 +59,16 @@ def _last_rounds(run: Run) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def _best_tested(run: Run) -> float | None:
+    tests = (r["evaluation"].get("accuracy-pooled") for r in run.folder.rounds.values() if r.get("evaluation"))
+    return max((value for value in tests if value is not None), default=run.folder.summary["final-accuracy-pooled"])
+
+
 METRICS: dict[str, tuple[str, Callable[[Run], float | None]]] = {
     "best-accuracy": (
         "highest round of the mean over clients, before training", lambda run: run.folder.summary["best-accuracy"]
     ),
-    "final-accuracy-pooled": (
-        "all clients' test data after the last round", lambda run: run.folder.summary["final-accuracy-pooled"]
-    ),
+    "best-tested-accuracy-pooled": ("the best test of all clients (evaluate-every), over all test samples", _best_tested),
     "final-accuracy-finetuned-pooled": (
         "all clients' test data after the last round, each with the model it fine-tuned",
         lambda run: run.folder.summary.get("final-accuracy-finetuned-pooled"),

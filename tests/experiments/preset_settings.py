@@ -18,7 +18,7 @@ DAC = {
 OBP = {
     "num-clients": 100, "num-server-rounds": 400, "fraction-train": 0.1, "local-epochs": 5, "batch-size": 32,
     "learning-rate": 0.01, "model": "cnn", "normalize": "mean-std", "partition": "dirichlet", "test-ratio": 0.25,
-    "drop-single": True, "max-update-norm": 0.0,
+    "drop-single": True, "evaluate-every": 100, "max-update-norm": 0.0,
 }  # fmt: skip
 PAKE = {
     "num-clients": 20, "num-server-rounds": 1000, "fraction-train": 1.0, "local-epochs": 1, "batch-size": 10,

@@ -55,6 +55,13 @@ def test_the_table_has_seeds_together_and_the_distances_from_the_papers_figures(
     assert candidates.table(lines(run_folder(tmp_path / "bare", "d", FASHION, {}))) == []
 
 
+def test_fedobps_figure_is_the_best_test_of_all_clients_over_all_samples(tmp_path: Path) -> None:
+    (line,) = lines(run_tested(tmp_path, "a", FASHION, [0.5, 0.9, 0.7]))
+    assert line.ours == (0.91, None) and line.preset.settings["evaluate-every"] == 100
+    (untested,) = lines(run_folder(tmp_path / "b", "b", FASHION, {"final-accuracy-pooled": 0.6}))
+    assert untested.ours == (0.6, None)
+
+
 def test_a_single_test_has_no_best(tmp_path: Path) -> None:
     _, row = candidates.table(lines(run_tested(tmp_path, "a", FASHION, [0.9])))
     assert row[2] == "90.00"
