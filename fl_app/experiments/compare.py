@@ -61,7 +61,8 @@ def _last_rounds(run: Run) -> float | None:
 
 def _best_tested(run: Run) -> float | None:
     tests = (r["evaluation"].get("accuracy-pooled") for r in run.folder.rounds.values() if r.get("evaluation"))
-    return max((value for value in tests if value is not None), default=run.folder.summary["final-accuracy-pooled"])
+    known: list[float] = [value for value in tests if value is not None]
+    return max(known, default=run.folder.summary["final-accuracy-pooled"])
 
 
 METRICS: dict[str, tuple[str, Callable[[Run], float | None]]] = {
