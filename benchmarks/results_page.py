@@ -8,6 +8,7 @@ has the early stage of training. What of a sweep is not there is named, with the
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import fashion_mnist_table
+from fl_app import presets
 from fl_app.experiments import candidates, compare, sweep
 from fl_app.experiments.compare import Line
 from fl_app.experiments.sweep import Point
@@ -28,6 +30,7 @@ COLUMNS = {  # by sweep, and what a data set of image files counts as
     "fedcac-cifar10-cut": "cifar10",
 }
 EARLY = "fashion-mnist-methods"
+AS_RUN = "as-run"  # folder of a column's rows by benchmarks/as_run.py
 FAR_POINTS, FAR_STD = 2.0, 2.0  # a figure is far from the published one if it is by more than both
 _BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -80,6 +83,23 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
         yield f"| {' | '.join(row)} | | | |"
 
 
+def as_run(results: Path) -> list[str]:
+    """Return the lines of the table of benchmarks/as_run.py's rows, none if there are none."""
+    rows = []
+    for path in sorted(results.glob(f"{AS_RUN}/*.json")):
+        row = json.loads(path.read_text(encoding="utf-8"))
+        published = presets.all_presets()[row["preset"]].published
+        tests = list(row["tests"].values())
+        pairs = ([100 * test[name] for test in tests] for name in ("accuracy", "accuracy-pooled"))
+        cells = [path.stem, str(published), *(f"{last[-1]:.2f} / {max(last):.2f}" for last in pairs), ", ".join(row["tests"])]
+        rows.append(f"| {' | '.join(cells)} |")
+    if not rows:
+        return []
+    head = "| method, as its code runs it | published | before, mean | before, pooled | tests after rounds |"
+    made = "Made by `python -m benchmarks.as_run`, which says what sets them apart."
+    return ["", head, "|---|---|---|---|---|", *rows, "", made, ""]
+
+
 def early(results: Path) -> str:
     """Return what stands between the marks of the early stage."""
     there = len(list(results.glob("*/summary.json")))
@@ -110,7 +130,7 @@ def block(name: str, results: Path) -> str:
                 pairs = ", ".join(f"{key} {mine} (paper: {theirs})" for key, mine, theirs in line.differences)
                 text += [f"- {line.runs[0].config.method}, settings that differ: {pairs}"]
         notes = dict.fromkeys(note for line in lines for note in line.preset.notes)
-        text += [*(f"- {note}" for note in notes), ""]
+        text += [*(f"- {note}" for note in notes), *as_run(results), ""]
     if left and lines:
         text += [f"Not run yet: {', '.join(left)}. {command} goes on with them, {after}.", ""]
     elif left:

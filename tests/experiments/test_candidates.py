@@ -101,3 +101,12 @@ def test_a_block_has_what_was_run_what_is_far_and_what_is_left(tmp_path: Path) -
     left = text.partition("Not run yet: ")[2]
     assert left.startswith("fedavg (seeds 0, 1, 2), ") and "fedper (seed 0), " in left and "fedobp (seeds 1, 2), " in left
     assert "distance" not in results_page.block("fedobp-cifar10", tmp_path / "nothing")
+
+
+def test_rows_as_their_code_runs_them_stand_below_the_table(tmp_path: Path) -> None:
+    assert results_page.as_run(tmp_path) == []
+    (tmp_path / "as-run").mkdir()
+    tests = {"100": {"accuracy": 0.885, "accuracy-pooled": 0.89}, "200": {"accuracy": 0.88, "accuracy-pooled": 0.875}}
+    (tmp_path / "as-run" / "apfl.json").write_text(json.dumps({"preset": f"{FASHION}/apfl", "tests": tests}))
+    (row,) = [line for line in results_page.as_run(tmp_path) if line.startswith("| apfl")]
+    assert row == "| apfl | 89.37 ± 0.51 | 88.00 / 88.50 | 87.50 / 89.00 | 100, 200 |"
