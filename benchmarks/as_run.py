@@ -1,10 +1,11 @@
-"""Rows of FedOBP's tables as its code runs them, which are other methods than those of their names.
+"""Rows of FedOBP's Table 6 as its code runs them, which are other methods than those of their names.
 
-python -m benchmarks.as_run apfl|fedala|flute [--column fashion-mnist-dirichlet-0.1] [--output results/NAME/as-run]
+python -m benchmarks.as_run apfl|fedala|flute [--seed 0] [--output results/fedobp-fashion-mnist/as-run]
 
-Its code base is FL-bench (github.com/KarhouTam/FL-bench), where one worker object trains and tests all clients, one by one.
-Data, split, first model, clients of a round and batches are those of the preset of the same name, so that a row differs from
-Corolla's of that name in the method alone. Figures: the tests after every `evaluate-every` rounds, before fine-tuning.
+Its code base is FL-bench (github.com/KarhouTam/FL-bench). In its serial mode, which this is, one object trains and tests all
+clients, one by one; some of the authors' stored logs are of two such objects side by side. Data, split, first model, clients of a
+round and batches are those of the preset of the same name, so that a row differs from Corolla's of that name in the method alone; a
+round's clients train in the order they are drawn in. Figures: the tests after every `evaluate-every` rounds, before fine-tuning.
 """
 
 from __future__ import annotations
@@ -203,7 +204,9 @@ class FedALA(Worker):
 
 
 class FLUTE(Worker):
-    """Features are detached from the graph, so the body keeps its first values: all epochs train the head, which stays local."""
+    """Features are detached from the graph, so the body keeps its first values: all epochs train the head, which stays local. The
+    server has the mean of the heads too, which a client starts from that has none of its own.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
@@ -219,9 +222,12 @@ class FLUTE(Worker):
         return SimpleNamespace(arrays=self.kept[trainer.client_id]), ctx
 
     def receive(self, trainer: LocalTrainer) -> None:
-        """Load the body received, and the client's head."""
-        body = self.layout.take(self.global_model, self.shared)
-        trainer.load(FLUTEUpdate().merge(body, *self.context(trainer)))
+        """Load the body received and the client's head; the mean head if it has none yet."""
+        own, start = self.kept[trainer.client_id], self.global_model
+        if own:
+            head = Model(own["local.params"], own["local.buffers"])
+            start = self.layout.put(start, head, self.layout.names - self.shared)
+        trainer.load(start)
 
     def fit(self, trainer: LocalTrainer) -> Model:
         """Train the head, take the server's step on it; what is sent has the body of before."""
@@ -238,11 +244,10 @@ def main() -> None:
     """Run a row, print its tests, write them to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("row", choices=ROWS)
-    parser.add_argument("--column", default="fashion-mnist-dirichlet-0.1", help="of FedOBP's tables, as `corolla presets` names it")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="folder for ROW.json: none")
+    parser.add_argument("--output", type=Path, help="folder for ROW,seed=SEED.json; default: none")
     options = parser.parse_args()
-    preset = f"fedobp/{options.column}/{options.row}"
+    preset = f"fedobp/fashion-mnist-dirichlet-0.1/{options.row}"
     config = parse({**presets.read_preset(preset), "seed": options.seed}, METHOD_PARAMS)
     config = dataclasses.replace(config, client_threads=1)
     started, tests = time.perf_counter(), {}
@@ -252,7 +257,7 @@ def main() -> None:
     if options.output:
         result = {"preset": preset, "seed": options.seed, "tests": tests, "seconds": round_half_up(time.perf_counter() - started)}
         options.output.mkdir(parents=True, exist_ok=True)
-        publish_text(options.output / f"{options.row}.json", json.dumps(result, indent=2) + "\n")
+        publish_text(options.output / f"{options.row},seed={options.seed}.json", json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

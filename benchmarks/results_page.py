@@ -91,13 +91,14 @@ def as_run(results: Path) -> list[str]:
         published = presets.all_presets()[row["preset"]].published
         tests = list(row["tests"].values())
         pairs = ([100 * test[name] for test in tests] for name in ("accuracy", "accuracy-pooled"))
-        cells = [path.stem, str(published), *(f"{last[-1]:.2f} / {max(last):.2f}" for last in pairs), ", ".join(row["tests"])]
+        figures = (f"{values[-1]:.2f} / {max(values):.2f}" for values in pairs)
+        cells = [row["preset"].rpartition("/")[2], str(published), *figures, str(row["seed"]), ", ".join(row["tests"])]
         rows.append(f"| {' | '.join(cells)} |")
     if not rows:
         return []
-    head = "| method, as its code runs it | published | before, mean | before, pooled | tests after rounds |"
+    head = "| method, as its code runs it | published | before, mean | before, pooled | seed | tests after rounds |"
     made = "Made by `python -m benchmarks.as_run`, which says what sets them apart."
-    return ["", head, "|---|---|---|---|---|", *rows, "", made, ""]
+    return ["", head, "|---" * 6 + "|", *rows, "", made, ""]
 
 
 def early(results: Path) -> str:

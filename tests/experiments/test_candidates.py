@@ -107,6 +107,11 @@ def test_rows_as_their_code_runs_them_stand_below_the_table(tmp_path: Path) -> N
     assert results_page.as_run(tmp_path) == []
     (tmp_path / "as-run").mkdir()
     tests = {"100": {"accuracy": 0.885, "accuracy-pooled": 0.89}, "200": {"accuracy": 0.88, "accuracy-pooled": 0.875}}
-    (tmp_path / "as-run" / "apfl.json").write_text(json.dumps({"preset": f"{FASHION}/apfl", "tests": tests}))
-    (row,) = [line for line in results_page.as_run(tmp_path) if line.startswith("| apfl")]
-    assert row == "| apfl | 89.37 ± 0.51 | 88.00 / 88.50 | 87.50 / 89.00 | 100, 200 |"
+    for row in ("flute", "apfl"):
+        made = {"preset": f"{FASHION}/{row}", "seed": 1, "tests": tests}
+        (tmp_path / "as-run" / f"{row},seed=1.json").write_text(json.dumps(made))
+    run_tested(tmp_path, "a", FASHION, [0.95, 0.958])
+    text = results_page.block("fedobp-fashion-mnist", tmp_path).splitlines()
+    rows = [line for line in text if line.startswith(("| apfl", "| flute"))]
+    assert rows[0] == "| apfl | 89.37 ± 0.51 | 88.00 / 88.50 | 87.50 / 89.00 | 1 | 100, 200 |" and len(rows) == 2
+    assert text[text.index(rows[0]) - 2].startswith("| method, as its code runs it |") and text[text.index(rows[0]) - 3] == ""
