@@ -106,7 +106,7 @@ class NaiveALA:
         received = self.row.network()
         weights.write(received, self.row.global_model)
         theirs, own = list(received.parameters()), list(self.model.parameters())
-        if float((theirs[0] - own[0]).sum()) == 0:
+        if float((theirs[0] - own[0]).detach().sum()) == 0:
             own = theirs
         trainer = LocalTrainer(self.row.network(), self.row.config, self.row.clients[client], round, client)
         n = len(self.row.clients[client].y_train)
@@ -130,7 +130,7 @@ class NaiveALA:
                 with torch.no_grad():
                     self.A = [(A - rate * g * (b - a)).clamp(0, 1) for A, g, (a, b) in zip(self.A, slopes, pairs, strict=True)]
                 mix()
-            losses.append(float(loss))
+            losses.append(loss.item())
         self.epochs.append(len(losses))
         self.model = mixed
         return mixed
