@@ -11,10 +11,10 @@ round's clients train in the order they are drawn in. Figures: the tests after e
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +34,8 @@ from strategies import METHOD_PARAMS, METHODS
 from strategies.aggregate import weighted_mean
 from strategies.apfl import next_alpha
 from strategies.base import RoundContext
-from strategies.fedala import head, head_inputs, mix, mixed_from, step
-from strategies.flute import FLUTEUpdate, on_head
-
-SETTLED = 10  # epochs whose losses must be alike (FedALA)
+from strategies.fedala import head, head_inputs, mix, mixed_from, settled, step
+from strategies.flute import FLUTEUpdate, clients_by_plan, on_head
 
 
 class Worker:
@@ -78,8 +76,8 @@ class Worker:
     def train(self, round: int) -> None:
         """One round: the clients that Corolla draws, in the order of the draw, and their mean by samples."""
         config = self.config
-        count = max(1, round_half_up(config.fraction_train * config.num_clients))
-        chosen = rng.generator(config.seed, "sampling", round).choice(config.num_clients, count, replace=False).tolist()
+        draw = rng.generator(config.seed, "sampling", round)
+        chosen = draw.choice(config.num_clients, clients_by_plan(config), replace=False).tolist()
         sent = np.stack([self.fit(self.trainer(i, round)).params for i in chosen])
         sizes = np.array([len(self.clients[i].y_train) for i in chosen], np.float64)
         self.global_model = Model(weighted_mean(sent, sizes), self.global_model.buffers)
@@ -101,11 +99,6 @@ class Worker:
             self.train(round)
             if round % self.config.evaluate_every == 0 or round == self.config.num_server_rounds:
                 yield round, self.test(round)
-
-
-def round_half_up(value: float) -> int:
-    """The nearest integer, as clients of a round are counted."""
-    return int(np.floor(value + 0.5))
 
 
 class APFL(Worker):
@@ -134,8 +127,7 @@ class APFL(Worker):
             with torch.no_grad():
                 theirs = trainer.logits(trainer.module, x)
             trainer.weights.copy_(v)
-            mixed = lambda module, x, y, a=alpha, b=theirs: trainer.loss(a * trainer.logits(module, x) + (1 - a) * b, y)  # noqa: E731
-            trainer.differentiate(x, y, mixed, counted=False)
+            trainer.differentiate(x, y, partial(mixed_loss, trainer, alpha, theirs), counted=False)
             g_v = trainer.gradient.clone()
             step_v(trainer.gradient, eta)
             step_w(g_w.clone(), eta)
@@ -157,6 +149,11 @@ class APFL(Worker):
         return logits
 
 
+def mixed_loss(trainer: LocalTrainer, alpha: float, theirs: Tensor, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """A batch's loss of a module's logits mixed with given ones."""
+    return trainer.loss(alpha * trainer.logits(module, x) + (1 - alpha) * theirs, y)
+
+
 class FedALA(Worker):
     """The "old local model" that the received one is mixed with is whatever the worker had last, and the weights A are the
     worker's. Where the first tensor of both is the same there is no mixing: so for the very first client, whose weights must
@@ -166,7 +163,7 @@ class FedALA(Worker):
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.first = mixed_from(self.layout, config.params.layers)
-        self.held, self.weights, self.start = self.initial, np.ones(self.layout.d - self.first, np.float32), True
+        self.held, self.weights, self.start = self.initial, torch.ones(self.layout.d - self.first), True
 
     def receive(self, trainer: LocalTrainer) -> None:
         """Learn A on the client's sample, and load the mixture."""
@@ -176,7 +173,7 @@ class FedALA(Worker):
         own = trainer.weights[first:].clone()
         trainer.load(self.global_model)
         received = trainer.weights[first:].clone()
-        A = trainer.tensor(np.concatenate([self.global_model.params[:first], self.weights]))[first:].clone()
+        A = self.weights.to(received)
         n = len(self.clients[trainer.client_id].y_train)
         chosen = rng.generator(self.config.seed, "ala", trainer.round, trainer.client_id).permutation(n)[: int(p.sample_share * n)]
         found = head_inputs(trainer, chosen)
@@ -184,16 +181,12 @@ class FedALA(Worker):
         z, y = (torch.split(part, self.config.batch_size) for part in found)
         shape = trainer.classifier().weight.shape
         losses: list[float] = []
-        while not losses or self.start and not (len(losses) > SETTLED and np.std(losses[-SETTLED:]) < p.threshold):
+        while not losses or self.start and not settled(losses, p.threshold, p.max_epochs):
             for batch in zip(z, y, strict=True):
                 loss, gradient = head(shape, *batch)(mix(own, received, A))
                 A = step(own, received, A, gradient, p.weight_learning_rate)
             losses.append(float(loss))
-        self.start = False
-        trainer.weights[first:] = received
-        whole = trainer.weights.clone()
-        whole[first:] = A
-        self.weights = trainer.vector(whole)[first:]
+        self.start, self.weights = False, A
         trainer.weights[first:] = mix(own, received, A)
         self.held = trainer.read()
 
@@ -213,21 +206,17 @@ class FLUTE(Worker):
         self.kept: list[dict[str, Any]] = [{} for _ in self.clients]
 
     def context(self, trainer: LocalTrainer) -> tuple[Any, RoundContext[Any]]:
-        """What FLUTE's client half is given."""
+        """What FLUTE's client half is given; whoever has no head of its own starts from the server's."""
         n = len(self.clients[trainer.client_id].y_train)
         ctx = RoundContext(
-            self.config, self.config.params, trainer.round, trainer.client_id, self.layout, self.shared, lambda: self.initial,
+            self.config, self.config.params, trainer.round, trainer.client_id, self.layout, self.shared, lambda: self.global_model,
             trainer, n, {},
         )  # fmt: skip
         return SimpleNamespace(arrays=self.kept[trainer.client_id]), ctx
 
     def receive(self, trainer: LocalTrainer) -> None:
         """Load the body received and the client's head; the mean head if it has none yet."""
-        own, start = self.kept[trainer.client_id], self.global_model
-        if own:
-            head = Model(own["local.params"], own["local.buffers"])
-            start = self.layout.put(start, head, self.layout.names - self.shared)
-        trainer.load(start)
+        trainer.load(FLUTEUpdate().merge(self.layout.take(self.global_model, self.shared), *self.context(trainer)))
 
     def fit(self, trainer: LocalTrainer) -> Model:
         """Train the head, take the server's step on it; what is sent has the body of before."""
@@ -248,14 +237,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for ROW,seed=SEED.json; default: none")
     options = parser.parse_args()
     preset = f"fedobp/fashion-mnist-dirichlet-0.1/{options.row}"
-    config = parse({**presets.read_preset(preset), "seed": options.seed}, METHOD_PARAMS)
-    config = dataclasses.replace(config, client_threads=1)
+    config = parse({**presets.read_preset(preset), "seed": options.seed, "client-threads": 1}, METHOD_PARAMS)
     started, tests = time.perf_counter(), {}
     for round, found in ROWS[options.row](config).run():
         tests[round] = found
         print(f"{options.row}, round {round}: {', '.join(f'{name} {100 * x:.2f} %' for name, x in found.items())}", flush=True)
     if options.output:
-        result = {"preset": preset, "seed": options.seed, "tests": tests, "seconds": round_half_up(time.perf_counter() - started)}
+        result = {"preset": preset, "seed": options.seed, "tests": tests, "seconds": int(time.perf_counter() - started)}
         options.output.mkdir(parents=True, exist_ok=True)
         publish_text(options.output / f"{options.row},seed={options.seed}.json", json.dumps(result, indent=2) + "\n")
 

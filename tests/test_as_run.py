@@ -21,14 +21,14 @@ from fl_app.keys import Scalar
 from fl_app.server.run_folder import read_metrics
 from fl_app.weights import load_safetensors
 from strategies import METHOD_PARAMS
-from tests.conftest import Run
+from tests.conftest import Run, flat
 
-ROUNDS = {"num_server_rounds": 3, "evaluate_every": 1, "fraction_train": 0.5}  # two of three clients
+ROUNDS = {"num_server_rounds": 3, "evaluate_every": 1, "fraction_train": 0.5, "local_epochs": 2}  # two of three clients
 
 
 @pytest.fixture
 def raw(raw_config: dict[str, Scalar]) -> Mapping[str, Scalar]:
-    return raw_config | {"num-server-rounds": 3, "evaluate-every": 1, "fraction-train": 0.5, "local-epochs": 2}
+    return raw_config | flat(ROUNDS)
 
 
 def configure(raw: Mapping[str, Scalar], method: str, **keys: Scalar) -> RunConfig:
@@ -58,7 +58,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def test_the_worker_is_fedavg(raw: Mapping[str, Scalar], run: Run) -> None:
-    folder = run(**ROUNDS, local_epochs=2)
+    folder = run(**ROUNDS)
     worker = Worker(configure(raw, "fedavg"))
     tests = dict(worker.run())
     assert list(tests) == [1, 2, 3]
