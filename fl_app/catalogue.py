@@ -39,7 +39,8 @@ DATASETS: Mapping[str, NamedData] = {
     "medmnist-c": NamedData(1, 11, 28, file="organcmnist.npz"),  # OrganCMNIST
     "tiny-imagenet": NamedData(3, 200, 64, has_path=True),
 }
-BY_CLASS = ("dirichlet-client", "dirichlet", "pathological")  # partitions that divide by labels
+BY_CLASS = ("dirichlet-client", "dirichlet", "dirichlet-fl-bench", "pathological")  # partitions that divide by labels
+OVER_CLASSES = ("dirichlet", "dirichlet-fl-bench")  # those that divide all data, each class by itself
 PARTITIONS = (*BY_CLASS, "iid")
 BY_COLUMN = "by-column"
 FIXED_SIZES = ("dirichlet-client", "pathological", "iid")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fl_app.catalogue import DATASETS, FIXED_SIZES, MODELS, PARTITIONS, TASKS
+from fl_app.catalogue import DATASETS, FIXED_SIZES, MODELS, OVER_CLASSES, PARTITIONS, TASKS
 from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, Rule, key
 
 
@@ -33,6 +33,10 @@ class ExperimentKeys:
     seed: int = key(
         0, "Seed of everything random: partition, initial weights, sampling, batches.", NOT_NEGATIVE,
         partitions=PARTITIONS, headline=True, compared=False, checked=True,
+    )
+    partition_seed: int = key(
+        -1, "Seed of the partition alone, for runs of several seeds on one split; -1: `seed`.", Rule(low=-1), about="data",
+        partitions=PARTITIONS, compared=False, checked=True,
     )
     scale: Literal["full", "small"] = key(
         "full", "Set by `corolla run --scale small`: clients, rounds and samples were cut, figures are not the paper's.",
@@ -68,12 +72,13 @@ class ExperimentKeys:
         "NAME_train and NAME_test. It is no feature.", about="data", compared=False,
     )
     partition: str = key(
-        "dirichlet-client", "`dirichlet-client`, `dirichlet`, `pathological`, `iid`, `by-column` or `file:/path.npz`.",
+        "dirichlet-client",
+        "`dirichlet-client`, `dirichlet`, `dirichlet-fl-bench`, `pathological`, `iid`, `by-column` or `file:/path.npz`.",
         about="data", headline=True,
     )
     dirichlet_alpha: float = key(
-        0.1, "Concentration per class of both Dirichlet partitions.", POSITIVE,
-        about="data", partitions=("dirichlet-client", "dirichlet"), headline=True,
+        0.1, "Concentration per class of the Dirichlet partitions.", POSITIVE,
+        about="data", partitions=("dirichlet-client", *OVER_CLASSES), headline=True,
     )
     classes_per_client: int = key(
         2, "Classes each client holds in the `pathological` partition.", AT_LEAST_ONE,
@@ -95,8 +100,8 @@ class ExperimentKeys:
         NOT_NEGATIVE, about="data", partitions=FIXED_SIZES,
     )
     min_samples: int = key(
-        10, "Smallest number of samples a client may get in the `dirichlet` partition.", AT_LEAST_ONE,
-        about="data", partitions=("dirichlet",),
+        10, "Smallest number of samples a client may get in the `dirichlet` partitions.", AT_LEAST_ONE,
+        about="data", partitions=OVER_CLASSES,
     )
     dirichlet_balance: bool = key(
         False,
@@ -105,9 +110,9 @@ class ExperimentKeys:
         about="data", partitions=("dirichlet",),
     )
     test_ratio: float = key(
-        0.25, "Part of each client's samples used for test in the `dirichlet` partition, and of the rows of a table (or of `hf:`) "
+        0.25, "Part of each client's samples used for test in the `dirichlet` partitions, and of the rows of a table (or of `hf:`) "
         "that has no test part of its own.", BELOW_ONE,
-        about="data", partitions=("dirichlet",),
+        about="data", partitions=OVER_CLASSES,
     )
     normalize: Literal["unit", "mean-std", "symmetric"] = key(
         "unit",

@@ -10,6 +10,8 @@ x_test[i - num_train]. The partitions:
 - `dirichlet` (Li et al. 2022; flwr-datasets' DirichletPartitioner): each class of all data is divided over the clients
   by Dir(alpha); `test_ratio` of each client's samples, drawn at random, are its test set. `balance`: a client that has more
   than an equal share gets nothing of the classes that follow (flwr-datasets' self_balancing, PFLlib's and Li's code).
+- `dirichlet-fl-bench`: the same, draw for draw as FL-bench's generate_data.py: with its seed, 42 unless it is told otherwise, its
+  very split. Its test sets are rounded down.
 - `pathological` (McMahan et al. 2017): `classes_per_client` classes per client, the same for training and test; which, says
   `assignment`, see ASSIGNMENTS. Not flwr-datasets' PathologicalPartitioner, which does not fix sizes.
 - `iid`: disjoint uniform shares (flwr-datasets' IidPartitioner on shuffled data).
@@ -33,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import partition_file
+from fl_app import partition_fl_bench as fl_bench
 from fl_app.errors import UserError
 from fl_app.rng import generator, seed_sequence
 
@@ -71,6 +74,8 @@ def split(
         shares = _dirichlet_client(task, alpha, sizes)
     elif name == "dirichlet":
         shares = _dirichlet(task, alpha, min_samples, test_ratio, balance)
+    elif name == "dirichlet-fl-bench":
+        shares = _fl_bench(task, alpha, min_samples, test_ratio)
     elif name == "pathological":
         shares = _pathological(task, classes_per_client, assignment, sizes)
     elif name == "iid":
@@ -303,13 +308,7 @@ def _by_column(groups: Column | None, num_clients: int, num_train: int, dataset:
 def _dirichlet(task: _Task, alpha: float, min_samples: int, test_ratio: float, balance: bool) -> list[Share]:
     from flwr_datasets.partitioner import DirichletPartitioner
 
-    labels = np.concatenate([task.y_train, task.y_test])
-    need = task.num_clients * min_samples
-    if need > len(labels):
-        raise UserError(
-            f"min-samples: {task.num_clients} clients with {min_samples} each need {need} samples but {task.dataset} "
-            f"has {len(labels)}"
-        )
+    labels = _all_labels(task, min_samples)
     order = task.rng("order").permutation(len(labels))
     seeds = seed_sequence(task.seed, "partition-dirichlet").generate_state(DIRICHLET_RESTARTS)
     for seed in seeds:  # it gives up after eleven draws, too early for small alpha and many clients
@@ -322,16 +321,44 @@ def _dirichlet(task: _Task, alpha: float, min_samples: int, test_ratio: float, b
         except ValueError:
             continue
     else:
-        raise UserError(
-            f"min-samples: no draw of {11 * len(seeds)} gave each of {task.num_clients} clients at least {min_samples} "
-            f"of the {len(labels)} samples of {task.dataset} with dirichlet-alpha {alpha:g}; lower min-samples or "
-            "num-clients, or raise dirichlet-alpha"
-        )
+        raise _no_draw(task, 11 * len(seeds), alpha, min_samples)
     shares = []
     for part in parts:
         num_test = min(round(len(part) * test_ratio), len(part) - 1)
         shares.append((part[num_test:], part[:num_test]))
     return shares
+
+
+def _fl_bench(task: _Task, alpha: float, min_samples: int, test_ratio: float) -> list[Share]:
+    if task.seed > fl_bench.LARGEST_SEED:
+        raise UserError(f"partition-seed: must be <= {fl_bench.LARGEST_SEED} with dirichlet-fl-bench, got {task.seed}")
+    labels = _all_labels(task, min_samples)
+    shares = fl_bench.split(
+        labels, task.num_classes, num_clients=task.num_clients, seed=task.seed, alpha=alpha, min_samples=min_samples,
+        test_ratio=test_ratio,
+    )  # fmt: skip
+    if not shares:
+        raise _no_draw(task, fl_bench.DRAWS, alpha, min_samples)
+    return shares
+
+
+def _all_labels(task: _Task, min_samples: int) -> Indices:
+    labels = np.concatenate([task.y_train, task.y_test])
+    need = task.num_clients * min_samples
+    if need > len(labels):
+        raise UserError(
+            f"min-samples: {task.num_clients} clients with {min_samples} each need {need} samples but {task.dataset} "
+            f"has {len(labels)}"
+        )
+    return labels
+
+
+def _no_draw(task: _Task, draws: int, alpha: float, min_samples: int) -> UserError:
+    return UserError(
+        f"min-samples: no draw of {draws} gave each of {task.num_clients} clients at least {min_samples} of the "
+        f"{len(task.y_train) + len(task.y_test)} samples of {task.dataset} with dirichlet-alpha {alpha:g}; lower min-samples or "
+        "num-clients, or raise dirichlet-alpha"
+    )
 
 
 def _parts(partitioner: Any, indices: Indices, labels: Indices | None = None) -> list[Indices]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fl_app import tasks
-from fl_app.catalogue import BY_CLASS
+from fl_app.catalogue import BY_CLASS, PARTITIONS
 from fl_app.checksums import refuse_damage
 from fl_app.config import RunConfig
 from fl_app.data.prepared import Prepared
@@ -60,7 +60,7 @@ def open_partition(
 
     def build(directory: Path) -> None:
         shares = split(
-            config.partition, y_train, y_test, num_classes, num_clients=config.num_clients, seed=config.seed,
+            config.partition, y_train, y_test, num_classes, num_clients=config.num_clients, seed=_seed(config),
             alpha=config.dirichlet_alpha, classes_per_client=config.classes_per_client,
             train_samples=config.train_samples, test_samples=config.test_samples, min_samples=config.min_samples,
             test_ratio=config.test_ratio, assignment=config.pathological_assignment, balance=config.dirichlet_balance,
@@ -122,7 +122,8 @@ def _again(hands: Sequence[Indices], name: str, what: str) -> list[str]:
 def _key(config: RunConfig, dataset_key: str) -> str:
     """Name a partition by exactly what defines it."""
     parts: list[Any] = [dataset_key, config.partition, config.num_clients]
-    parts += [value for key, value in config.own_keys() if config.partition in key.partitions]
+    seeds = ("seed", "partition-seed")
+    parts += [value for key, value in config.own_keys() if config.partition in key.partitions and key.name not in seeds]
     name = config.partition
     if config.partition.startswith("file:"):
         name = "file"
@@ -130,4 +131,10 @@ def _key(config: RunConfig, dataset_key: str) -> str:
         if not path.is_file():
             raise UserError(f"partition: no file {path}")
         parts += [str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size]
+    elif config.partition in PARTITIONS:
+        parts.append(_seed(config))
     return cache_key(f"{name}-{config.num_clients}", parts)
+
+
+def _seed(config: RunConfig) -> int:
+    return config.seed if config.partition_seed < 0 else config.partition_seed

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fl_app import partition as part
 from fl_app.config import RunConfig
-from fl_app.data import partitions
+from fl_app.data import named, partitions
 from fl_app.errors import UserError
 from fl_app.rng import generator
 
@@ -232,6 +232,38 @@ def test_clients_hold_the_classes_assigned_to_them(assignment: str, train: int, 
         assert len(set(everything)) == len(everything) == 40 * np.count_nonzero(holds.any(0))
 
 
+FEDOBP_LOGGED = {  # accuracies of clients' own models in uglyghost/FedOBP_results f64b10a, alpha=0.1/local/fmnist, in per cent
+    0: (77.55, 81.63), 2: (98.91, 99.56), 14: (87.62, 90.24), 20: (98.12, 98.39, 98.66), 21: (81.99, 88.20, 89.44, 88.82, 90.06),
+    25: (94.23, 92.31), 31: (84.62, 86.15, 76.92, 89.23), 34: (92.31, 80.77, 96.15), 41: (87.90, 89.52), 48: (98.73,),
+    50: (98.86, 99.15), 59: (86.13, 85.40, 89.05), 67: (92.10, 93.13, 95.88), 68: (87.27, 92.73, 93.64, 94.55),
+    69: (93.21, 92.59, 95.68), 76: (60.00, 80.00, 86.67), 77: (96.37, 97.41, 97.93, 98.96), 81: (90.74, 94.44, 98.15, 96.30),
+    99: (97.89, 98.16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("seed", "fits"), [(42, True), (43, False)])
+def test_fl_benchs_split_is_the_one_of_fedobps_logs(seed: int, fits: bool) -> None:
+    folder = named.DEBIAN_FASHION_MNIST
+    if not folder.is_dir():
+        pytest.skip("needs Debian's package dataset-fashion-mnist")
+    (_, y_train, _, y_test), _ = named._debian_fashion_mnist(folder)
+    shares = split("dirichlet-fl-bench", y_train, y_test, 10, num_clients=100, seed=seed, alpha=0.1, min_samples=10)
+    assert sum(len(a) + len(b) for a, b in shares) == 70_000
+    tests = {k: len(shares[k][1]) for k in FEDOBP_LOGGED}
+    possible = [
+        min(abs(accuracy - 100 * right / tests[k]) for right in range(tests[k] + 1)) < 0.00501
+        for k, accuracies in FEDOBP_LOGGED.items() for accuracy in accuracies
+    ]  # fmt: skip
+    assert all(possible) is fits
+
+
+@given(clients=st.integers(1, 6), alpha=st.floats(0.001, 5), ratio=st.floats(0, 0.9), seed=st.integers(0, 2**32 - 1))
+def test_fl_benchs_split_divides_everything(clients: int, alpha: float, ratio: float, seed: int) -> None:
+    shares = part.fl_bench.split(Y_ALL, K, num_clients=clients, seed=seed, alpha=alpha, min_samples=0, test_ratio=ratio)
+    assert sorted(np.concatenate([side for share in shares for side in share])) == list(range(len(Y_ALL)))
+    assert all(len(test) == int((len(train) + len(test)) * ratio) for train, test in shares)
+
+
 @settings(deadline=None, max_examples=15)
 @given(clients=st.integers(2, 8), alpha=st.sampled_from([0.1, 1.0]), seed=st.integers(0, 99))
 def test_balanced_dirichlet_stops_at_an_equal_share(clients: int, alpha: float, seed: int) -> None:
@@ -280,6 +312,9 @@ def test_an_empty_test_set_is_allowed_when_no_test_samples_are_asked_for() -> No
         ("iid", {"num_clients": 201}, "num-clients: must be <= 200, the training samples of the data set, got 201"),
         ("dirichlet", {"min_samples": 76}, "min-samples: 4 clients with 76 each need 304 .* has 300"),
         ("dirichlet", {"min_samples": 75, "alpha": 0.05}, "min-samples: no draw .* at least 75 .*dirichlet-alpha 0.05"),
+        ("dirichlet-fl-bench", {"min_samples": 76}, "min-samples: 4 clients with 76 each need 304 .* has 300"),
+        ("dirichlet-fl-bench", {"min_samples": 75, "alpha": 0.05}, "min-samples: no draw of 1000 .* at least 75 .*alpha 0.05"),
+        ("dirichlet-fl-bench", {"seed": 2**32}, "partition-seed: must be <= 4294967295 with dirichlet-fl-bench, got 4294967296"),
         ("pathological", {"assignment": "blocks", "num_clients": 3, "classes_per_client": 3},
          r"pathological-assignment: blocks leaves client 2 with 2 of .*\(3\) classes; .*\(3\) .*multiple of 2,"),
         ("round-robin", {}, "partition: unknown 'round-robin'"),
@@ -304,6 +339,7 @@ def test_written_once_and_keyed_by_what_matters(tmp_path: Path, monkeypatch: pyt
     assert key(partition="dirichlet", dirichlet_balance=True) != key(partition="dirichlet")
     assert key(partition="pathological", pathological_assignment="blocks") != key(partition="pathological")
     assert key(pathological_assignment="blocks", dirichlet_balance=True) == key()
+    assert key(partition_seed=3) == key(seed=3) == key(partition_seed=3, seed=4) != key()
     config = RunConfig(num_clients=3, train_samples=20, test_samples=5)
     written = partitions.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
     monkeypatch.setattr(partitions, "split", None)  # not called again
@@ -319,11 +355,11 @@ def test_equal_in_every_process() -> None:
 import hashlib, numpy as np
 from fl_app.partition import split
 y, t = np.arange(200) % 5, np.arange(100) % 5
-for name in ("dirichlet-client", "dirichlet", "pathological", "iid"):
+for name in ("dirichlet-client", "dirichlet", "dirichlet-fl-bench", "pathological", "iid"):
     shares = split(name, y, t, 5, num_clients=4, seed=7, alpha=0.3, classes_per_client=2, train_samples=20,
                    test_samples=10, min_samples=5, test_ratio=0.25)
     print(hashlib.sha256(b"".join(i.tobytes() for share in shares for i in share)).hexdigest())
 """
     procs = [subprocess.Popen([sys.executable, "-c", code], cwd=APP, stdout=subprocess.PIPE) for _ in range(2)]
     first, second = (proc.communicate()[0] for proc in procs)
-    assert first == second and len(first.split()) == 4
+    assert first == second and len(first.split()) == 5

@@ -1,0 +1,45 @@
+"""FL-bench's Dirichlet partition, draw for draw as its generate_data.py makes it (KarhouTam/FL-bench, early 2025).
+
+With its default seed, 42, it is the split of everybody who ran it with the same data set, number of clients and concentration:
+54 accuracies of 19 clients in FedOBP's stored log of Local on Fashion-MNIST are all fractions of these clients' test sets.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+DRAWS = 1000  # FL-bench goes on for ever
+LARGEST_SEED = 2**32 - 1  # of numpy's legacy generator
+
+
+def split(
+    labels: Indices, num_classes: int, *, num_clients: int, seed: int, alpha: float, min_samples: int, test_ratio: float
+) -> list[tuple[Indices, Indices]]:
+    """Return per client (train, test), int64 indices in the order drawn; nothing if no draw gave everybody `min_samples`.
+
+    Each class is shuffled and cut at the cumulative shares of a Dirichlet(alpha) draw, rounded down, all of it again while a
+    client has too few; then each client's samples are shuffled, and the first n test_ratio of them, rounded down, are its test
+    set. labels: int64 [n], training set first.
+    """
+    rng = np.random.RandomState(seed)
+    of_class = [np.flatnonzero(labels == k) for k in range(num_classes)]
+    for _ in range(DRAWS):
+        pieces = []
+        for indices in of_class:
+            rng.shuffle(indices)
+            shares = np.nan_to_num(rng.dirichlet(np.full(num_clients, alpha)), posinf=0.0)  # for tiny alpha all underflow
+            ends = (np.cumsum(shares) * len(indices)).astype(int)
+            pieces.append(np.split(indices, ends[:-1]))
+        parts = [np.concatenate(part) for part in zip(*pieces, strict=True)]
+        if min(map(len, parts)) >= min_samples:
+            break
+    else:
+        return []
+    out = []
+    for part in parts:
+        rng.shuffle(part)
+        tested = int(len(part) * test_ratio)
+        out.append((part[tested:], part[:tested]))
+    return out
