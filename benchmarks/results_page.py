@@ -2,8 +2,9 @@
 
 python -m benchmarks.results_page
 
-A column of a paper's table is a sweep file, sweeps/NAME.toml, and what was collected of its runs, results/NAME; a table of its own
-has the early stage of training. What of a sweep is not there is named, with the command that runs it.
+A column of a paper's table is a sweep file, sweeps/NAME.toml, and what was collected of its runs, results/NAME; tables of their own
+have the early stage of training and the logs of FedOBP's authors. What of a sweep is not there is named, with the command that runs
+it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import fashion_mnist_table
@@ -26,10 +28,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "results.md"
 COLUMNS = {  # by sweep, and what a data set of image files counts as
     "fedobp-fashion-mnist": "fashion-mnist",
+    "fedobp-fashion-mnist-drawn": "fashion-mnist",
     "fedobp-cifar10": "cifar10",
     "fedcac-cifar10-cut": "cifar10",
 }
 EARLY = "fashion-mnist-methods"
+LOGS = "fedobp-fashion-mnist-logs"
+LOGGED = ROOT / "benchmarks" / "fedobp_logs.toml"
 AS_RUN = "as-run"  # folder of a column's rows by benchmarks/as_run.py
 FAR_POINTS, FAR_STD = 2.0, 2.0  # a figure is far from the published one if it is by more than both
 _BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -101,20 +106,46 @@ def as_run(results: Path) -> list[str]:
     return ["", head, "|---" * 6 + "|", *rows, "", made, ""]
 
 
-def early(results: Path) -> str:
-    """Return what stands between the marks of the early stage."""
+def beside_the_logs(paths: Sequence[Path]) -> list[str]:
+    """Return the lines of the table of what FedOBP's authors logged and what our runs in some folders have."""
+    logs = tomllib.loads(LOGGED.read_text(encoding="utf-8"))
+    rows = []
+    for run in compare.load(paths, METHOD_PARAMS)[0]:
+        for round, accuracy, loss in logs[run.config.method]:
+            ours = run.folder.rounds[round]["evaluation"]
+            pair = f"{100 * ours['accuracy-pooled']:.2f}, {ours['loss-pooled']:.4f}"
+            rows.append(f"| {run.config.method} | {round} | {accuracy:.2f}, {loss:.4f} | {pair} |")
+    return ["| method | after round | logged: accuracy, loss | ours |", "|---|---|---|---|", *rows]
+
+
+def own_table(name: str, results: Path) -> str:
+    """Return what stands between the marks of a table of its own, of the early stage or the logs."""
     there = len(list(results.glob("*/summary.json")))
-    points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{EARLY}.toml"), METHOD_PARAMS, results, {}, dict)
-    text = ["", *(fashion_mnist_table.lines([results]) if there else []), ""]
+    points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
+    text = ["", *(OWN_TABLES[name]([results]) if there else []), ""]
     if left := len(points) - there:
         text += [f"{left} of {len(points)} runs are not made yet.", ""]
     return "\n".join(text)
 
 
+OWN_TABLES: Mapping[str, Callable[[Sequence[Path]], Iterable[str]]] = {EARLY: fashion_mnist_table.lines, LOGS: beside_the_logs}
+
+
+def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield what differs from the paper's settings: what does of all methods first."""
+    common = set(lines[0].differences).intersection(*(line.differences for line in lines))
+    of_whom = [("all" if len(lines) > 1 else lines[0].runs[0].config.method, common)]
+    of_whom += [(line.runs[0].config.method, {*line.differences} - common) for line in lines]
+    for whose, found in of_whom:
+        if found:
+            pairs = (f"{key} {compare.shown(mine)} (paper: {compare.shown(theirs)})" for key, mine, theirs in sorted(found))
+            yield f"- {whose}, settings that differ: {', '.join(pairs)}"
+
+
 def block(name: str, results: Path) -> str:
     """Return what stands between a column's marks."""
-    if name == EARLY:
-        return early(results)
+    if name in OWN_TABLES:
+        return own_table(name, results)
     points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
     lines = lines_of(name, results)
     command = f"`corolla sweep sweeps/{name}.toml --in-process`"
@@ -126,10 +157,7 @@ def block(name: str, results: Path) -> str:
         if any(far(line) for line in lines):
             how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
             text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]
-        for line in lines:
-            if line.differences:
-                pairs = ", ".join(f"{key} {mine} (paper: {theirs})" for key, mine, theirs in line.differences)
-                text += [f"- {line.runs[0].config.method}, settings that differ: {pairs}"]
+        text += settings_that_differ(lines)
         notes = dict.fromkeys(note for line in lines for note in line.preset.notes)
         text += [*(f"- {note}" for note in notes), *as_run(results), ""]
     if left and lines:

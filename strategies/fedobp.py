@@ -12,7 +12,7 @@ differ; the printed inf{F >= q} gives one fewer, but the paper's Table 5 fits th
 participation a client has nothing personal. `scope = "classifier"` (the paper's CLS) takes scores and quantile of the last
 Linear layer alone; for Table 8's q = 0.983 the printed rule makes 87 of 5,130 personal, as the paper says, the linear one 88.
 Gradient scores are of the last participation (Eq. 5), Fisher scores the squared gradient of the mean local loss at w_i_prev
-(Eq. 6). `ema` (ours) smooths scores over participations.
+(Eq. 6). `ema` (the authors' code's) smooths scores over participations.
 BatchNorm statistics: the global ones; `critical` starts from the client's own last ones, `local` keeps them off the wire.
 """
 

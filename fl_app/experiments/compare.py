@@ -1,7 +1,7 @@
 """Our figures beside the published ones.
 
 A run's published counterpart is the preset with its method, data set and partition (kind, and alpha or classes per client;
-the two Dirichlet kinds count as one) from whose settings it departs in the fewest keys; ties are all shown. A run cut by
+the Dirichlet kinds count as one) from whose settings it departs in the fewest keys; ties are all shown. A run cut by
 `--scale small` is matched with presets cut likewise, but its differences are those from the paper's settings. Keys that no
 paper states (`settings`), or that do not bear on the partition or the method, are not compared. Runs that differ in the seed
 alone are one line, mean ± std (fl_app/experiments/grouping.py). Each preset says which of our figures is the paper's (`METRICS`).
@@ -180,12 +180,13 @@ def describe(line: Line) -> list[str]:
     if line.runs[0].config.scale != "full":
         text.append("ours was cut by --scale small: not comparable with the paper")
     if line.differences:
-        pairs = [f"{key} {_value(mine)} (paper: {_value(theirs)})" for key, mine, theirs in line.differences]
+        pairs = [f"{key} {shown(mine)} (paper: {shown(theirs)})" for key, mine, theirs in line.differences]
         text.append(f"settings that differ: {', '.join(pairs)}")
     return text + [f"note: {note}" for note in preset.notes]
 
 
-def _value(value: Scalar | None) -> str:
+def shown(value: Scalar | None) -> str:
+    """Return a setting as a table or a sentence has it; a dash for one that does not concern the run."""
     return "–" if value is None else written(value)
 
 
@@ -206,7 +207,7 @@ def varying(groups: Sequence[Sequence[Run]]) -> list[dict[str, Scalar | None]]:
 def told_apart(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
     """Return what `varying` does as text: the keys, then for each group its values."""
     found = varying(groups)
-    return [list(found[0]), *([_value(value) for value in one.values()] for one in found)]
+    return [list(found[0]), *([shown(value) for value in one.values()] for one in found)]
 
 
 def measured(groups: Sequence[Sequence[Run]]) -> tuple[dict[str, Metric], list[dict[str, tuple[float, float | None]]]]:

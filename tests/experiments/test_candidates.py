@@ -74,7 +74,7 @@ def test_the_page_is_what_the_runs_in_results_make_it() -> None:
     text = results_page.PAGE.read_text(encoding="utf-8")
     assert results_page.page(text, results_page.ROOT / "results") == text, "make docs"
     marks = {found[2] for found in results_page._BLOCK.finditer(text)}
-    assert marks == {*results_page.COLUMNS, results_page.EARLY}
+    assert marks == {*results_page.COLUMNS, *results_page.OWN_TABLES}
     there = {p.name for p in (results_page.ROOT / "results").glob("*") if p.is_dir()}
     assert there <= marks, "runs that no table shows"
 
@@ -115,3 +115,25 @@ def test_rows_as_their_code_runs_them_stand_below_the_table(tmp_path: Path) -> N
     rows = [line for line in text if line.startswith(("| apfl", "| flute"))]
     assert rows[0] == "| apfl | 89.37 ± 0.51 | 88.00 / 88.50 | 87.50 / 89.00 | 1 | 100, 200 |" and len(rows) == 2
     assert text[text.index(rows[0]) - 2].startswith("| method, as its code runs it |") and text[text.index(rows[0]) - 3] == ""
+
+
+def test_what_differs_of_all_methods_is_said_once(tmp_path: Path) -> None:
+    common = {"partition": "dirichlet-fl-bench", "partition_seed": 42}
+    run_tested(tmp_path, "a", FASHION, [0.95, 0.958], **common)
+    run_tested(tmp_path, "b", f"{FASHION}/local", [0.90, 0.88], local_epochs=3, **common)
+    text = results_page.block("fedobp-fashion-mnist", tmp_path).splitlines()
+    assert [line for line in text if "settings that differ" in line] == [
+        "- all, settings that differ: dirichlet-balance – (paper: false), partition dirichlet-fl-bench (paper: dirichlet)",
+        "- local, settings that differ: local-epochs 3 (paper: 5)",
+    ]
+
+
+def test_our_tests_stand_beside_the_logged_ones(tmp_path: Path) -> None:
+    path = run_folder(tmp_path, "a", f"{FASHION}/local", {})
+    tests = [{"round": t, "evaluation": {"accuracy-pooled": 0.9 + t / 10000, "loss-pooled": 0.25}} for t in (100, 200, 300, 400)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in tests))
+    assert results_page.beside_the_logs([tmp_path])[2:4] == [
+        "| local | 100 | 94.78, 0.2038 | 91.00, 0.2500 |", "| local | 200 | 94.98, 0.2579 | 92.00, 0.2500 |",
+    ]  # fmt: skip
+    text = results_page.block(results_page.LOGS, tmp_path)
+    assert "| local | 400 | 95.06, 0.3089 | 94.00, 0.2500 |" in text and "1 of 2 runs are not made yet." in text
