@@ -35,7 +35,7 @@ from strategies.aggregate import weighted_mean
 from strategies.apfl import next_alpha
 from strategies.base import RoundContext
 from strategies.fedala import head, head_inputs, mix, mixed_from, settled, step
-from strategies.flute import FLUTEUpdate, clients_by_plan, on_head
+from strategies.flute import FLUTEUpdate, on_head
 
 
 class Worker:
@@ -77,7 +77,7 @@ class Worker:
         """One round: the clients that Corolla draws, in the order of the draw, and their mean by samples."""
         config = self.config
         draw = rng.generator(config.seed, "sampling", round)
-        chosen = draw.choice(config.num_clients, clients_by_plan(config), replace=False).tolist()
+        chosen = draw.choice(config.num_clients, config.drawn(config.num_clients), replace=False).tolist()
         sent = np.stack([self.fit(self.trainer(i, round)).params for i in chosen])
         sizes = np.array([len(self.clients[i].y_train) for i in chosen], np.float64)
         self.global_model = Model(weighted_mean(sent, sizes), self.global_model.buffers)

@@ -38,6 +38,11 @@ from fl_app.keys import (
 from fl_app.plugins import is_reference
 
 
+def share_of(count: int, share: float) -> int:
+    """Return a share of so many, halves rounded up, at least 1."""
+    return max(1, math.floor(share * count + 0.5))
+
+
 @dataclass(frozen=True)
 class RunConfig(PrivacyKeys, ExperimentKeys):
     """Everything a run is defined by. See docs/config.md for every key."""
@@ -157,7 +162,7 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     @property
     def unseen(self) -> frozenset[int]:
         """The clients that never train (`holdout-clients`): at least one if any, and not all."""
-        count = min(max(1, math.floor(self.holdout_clients * self.num_clients + 0.5)), self.num_clients - 1)
+        count = min(share_of(self.num_clients, self.holdout_clients), self.num_clients - 1)
         if not self.holdout_clients or count < 1:
             return frozenset()
         drawn = rng.generator(self.seed, "holdout").choice(self.num_clients, count, replace=False)
@@ -167,6 +172,10 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     def num_training(self) -> int:
         """How many clients train."""
         return self.num_clients - len(self.unseen)
+
+    def drawn(self, able: int) -> int:
+        """Return how many of some clients, or companies of clients, train in a round (`fraction-train`)."""
+        return share_of(able, self.fraction_train)
 
     def own_keys(self) -> Iterator[tuple[KeySpec, Scalar]]:
         """Yield the keys that bear on this run, with their values: those of all runs, then the method's."""

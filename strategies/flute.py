@@ -23,7 +23,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Layout, Model, Slot
@@ -109,7 +108,8 @@ class FLUTEUpdate(LocalUpdate[FLUTEParams]):
         """Take the server's step on the head, and keep it."""
         import torch
 
-        rate = ctx.params.head_learning_rate / clients_by_plan(ctx.config)
+        by_plan = ctx.config.drawn(ctx.config.num_training)  # N if nobody is missing, which every client can tell
+        rate = ctx.params.head_learning_rate / by_plan
         if rate:
             slot = weight_of(ctx.layout)
             params = after.params.copy()
@@ -151,11 +151,6 @@ def with_features(ctx: RoundContext[FLUTEParams]) -> Objective | None:
         return trainer.loss(logits, y) + weight * z.square().sum(1).mean()
 
     return loss
-
-
-def clients_by_plan(config: RunConfig) -> int:
-    """Return N, the clients of a round if none is missing, which every client can tell."""
-    return max(1, math.floor(config.fraction_train * config.num_training + 0.5))
 
 
 def weight_of(layout: Layout) -> Slot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -55,14 +56,17 @@ class RunFolder:
         Raises UserError if it exists already or cannot be created.
         """
         own = plugins.read(config.plugins)
-        name = config.run_name or default_name(config)
-        path = folder_of(config, name)
-        try:
-            make_directory(path, exist_ok=False)
-        except FileExistsError:
-            raise _taken(path) from None
-        except OSError as error:
-            raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
+        for name in names(config):
+            path = folder_of(config, name)
+            try:
+                make_directory(path, exist_ok=False)
+                break
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
+        else:
+            raise _taken(path)
         folder = cls(path, experiment)
         with room("output-dir", path):
             folder.lock()
@@ -192,8 +196,7 @@ def folder_of(config: RunConfig, name: str) -> Path:
 
 def check_free(config: RunConfig) -> None:
     """Raise UserError if a run's folder is there already; for the server's own machine, before anything is started."""
-    path = folder_of(config, config.run_name or default_name(config))
-    if path.exists():
+    if config.run_name and (path := folder_of(config, config.run_name)).exists():
         raise _taken(path)
 
 
@@ -201,10 +204,13 @@ def _taken(path: Path) -> UserError:
     return UserError(f"run-name: {path} exists already; choose another name or remove it")
 
 
-def default_name(config: RunConfig) -> str:
-    """Time, method and data set."""
-    dataset = config.dataset.split(":")[0]
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{table_of(config.method)}-{dataset}-seed{config.seed}"
+def names(config: RunConfig) -> Iterator[str]:
+    """Yield the names a run's folder may have: `run-name`, or time, method and data set, with a number if others started then."""
+    if config.run_name:
+        yield config.run_name
+        return
+    first = f"{time.strftime('%Y%m%d-%H%M%S')}-{table_of(config.method)}-{config.dataset.split(':')[0]}-seed{config.seed}"
+    yield from itertools.chain([first], (f"{first}-{k}" for k in range(2, 1000)))
 
 
 def read_config(run: Path) -> dict[str, Scalar]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -162,7 +161,7 @@ class Private(Messages):
         if self.config.fraction_train < 1:  # in an order that does not depend on who is there
             order = rng.generator(self.config.seed, "sampling", round).permutation(self.config.num_clients)
             able.sort(key=lambda own: int(order[self.book.companies[own[0]]]))
-            able = able[: max(1, math.floor(self.config.fraction_train * len(all_of) + 0.5))]
+            able = able[: self.config.drawn(len(all_of))]
         if not able:
             why = "of a company that nobody is away from (private-absent)" if whole else "of a company"
             why += ", all of them if they answered before" if known else ""
@@ -260,7 +259,7 @@ def check(config: RunConfig, why_not: str) -> None:
         raise UserError(f"private: the server sees no single upload that {config.robust} could choose among; set robust = none")
     if config.collect_personal_models:
         raise UserError("private: collect-personal-models uploads every client's own model; leave it off")
-    drawn = int(max(1, config.fraction_train * config.num_training + 0.5))
+    drawn = config.drawn(config.num_training)
     if config.num_clients and drawn < GROUP_MIN:
         raise UserError(
             f"private: a round needs {GROUP_MIN} clients, it has {drawn} (num-clients, fraction-train): among two, each knows the "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -182,7 +181,7 @@ class Rounds(Private):
 
     def drawn(self, client_ids: list[int], round: int) -> list[int]:
         """Draw fraction-train of the clients, at least one, sorted."""
-        count = max(1, math.floor(self.config.fraction_train * len(client_ids) + 0.5))
+        count = self.config.drawn(len(client_ids))
         if count >= len(client_ids):
             return client_ids
         chosen = rng.generator(self.config.seed, "sampling", round).choice(client_ids, count, replace=False)

@@ -167,3 +167,8 @@ def test_rules() -> None:
     assert Rule(0, 1).admits(0) and Rule(0, 1).admits(1)
     assert not Rule(0, 1, low_open=True).admits(0) and not Rule(0, 1, high_open=True).admits(1)
     assert not Rule().admits(float("nan")) and not Rule().admits(float("inf"))
+
+
+@pytest.mark.parametrize(("fraction", "clients", "n"), [(1.0, 3, 3), (0.1, 100, 10), (0.5, 3, 2), (0.01, 3, 1), (0.25, 10, 3)])
+def test_a_round_draws_a_share_with_halves_up_and_at_least_one(fraction: float, clients: int, n: int) -> None:
+    assert RunConfig(num_clients=clients, fraction_train=fraction).drawn(clients) == n

@@ -19,8 +19,8 @@ from fl_app import rng, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from strategies.base import RoundContext
-from strategies.flute import METHOD, FLUTEParams, FLUTEUpdate, clients_by_plan, collapse, shared, target
-from tests.conftest import Run, config
+from strategies.flute import METHOD, FLUTEParams, FLUTEUpdate, collapse, shared, target
+from tests.conftest import Run
 from tests.methods.runs import small_clients
 from tests.methods.trials import Small, client, outcome
 
@@ -161,11 +161,6 @@ def test_the_reported_loss_has_no_penalties() -> None:
     for one in (ctx, heavy):
         FLUTEUpdate().train(one.initial(), State(), one)
     assert ctx.trainer.last_loss == pytest.approx(heavy.trainer.last_loss, rel=1e-5)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("fraction", "clients", "n"), [(1.0, 3, 3), (0.1, 100, 10), (0.5, 3, 2), (0.01, 3, 1), (0.25, 10, 3)])
-def test_the_clients_of_a_round_by_plan(fraction: float, clients: int, n: int) -> None:
-    assert clients_by_plan(config(method="flute", fraction_train=fraction, num_clients=clients)) == n
 
 
 # Limits, refusals, and clients with little ------------------------------------------------------------------------------

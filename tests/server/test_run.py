@@ -15,10 +15,11 @@ from client_app.client_app import app as real_app
 from client_app.client_app import client_fn
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights, wire
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from fl_app.server.run_folder import RunFolder, read_config, read_metrics, read_summary
 from strategies import masks
 from strategies.fedcac import personalize
 from tests.conftest import Run
@@ -326,3 +327,14 @@ def test_metrics_are_plain_json(run: Run) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     json.loads(line, parse_constant=refuse)
+
+
+def test_runs_without_a_name_that_start_in_the_same_second_have_a_folder_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fl_app.server.run_folder.time.strftime", lambda form: "20260101-120000")
+    unnamed = RunConfig(output_dir=str(tmp_path))
+    folders = [RunFolder.create(unnamed, "e") for _ in range(3)]
+    name = f"20260101-120000-{unnamed.method}-digits-seed0"
+    assert [folder.path.name for folder in folders] == [name, f"{name}-2", f"{name}-3"]
+    assert [read_config(folder.path)["run-name"] for folder in folders] == [name, f"{name}-2", f"{name}-3"]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_app.config import RunConfig
 from fl_app.keys import NoParams
 from fl_app.wire import Expected
 from strategies.base import companies
@@ -90,8 +91,9 @@ class Asking(FedAvg[NoParams]):
     """The server of a private run, as far as it chooses whom to ask; groups change, clients come, go and drop out."""
 
     def __init__(self, folder: Path, n: int, some: bool, absent: str) -> None:
-        values = {"num_clients": n, "fraction_train": 0.5 if some else 1.0, "unseen": frozenset(), "seed": 0}
-        self.config: Any = SimpleNamespace(private=True, private_absent=absent, max_size_weight=0.0, **values)
+        self.config = RunConfig(
+            private=True, private_absent=absent, max_size_weight=0.0, num_clients=n, fraction_train=0.5 if some else 1.0
+        )  # fmt: skip
         self.folder: Any = SimpleNamespace(path=folder)
         self.summed = np.zeros(n, int)
 
