@@ -4,8 +4,9 @@ python -m benchmarks.as_run apfl|fedala|flute [--seed 0] [--output results/fedob
 
 Its code base is FL-bench (github.com/KarhouTam/FL-bench). In its serial mode, which this is, one object trains and tests all
 clients, one by one; some of the authors' stored logs are of two such objects side by side. Data, split, first model, clients of a
-round and batches are those of the preset of the same name, so that a row differs from Corolla's of that name in the method alone; a
-round's clients train in the order they are drawn in. Figures: the tests after every `evaluate-every` rounds, before fine-tuning.
+round and batches are those of sweeps/fedobp-fashion-mnist.toml, so that a row differs from Corolla's of that name in the method
+alone; a round's clients train in the order they are drawn in. Figures: the tests after every `evaluate-every` rounds, before
+fine-tuning.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from fl_app import presets, rng, weights
 from fl_app.config import RunConfig, parse
 from fl_app.data import open_client
 from fl_app.errors import UserError
+from fl_app.experiments import sweep
 from fl_app.files import publish_text
 from fl_app.layout import Layout, Model
 from strategies import METHOD_PARAMS, METHODS
@@ -36,6 +38,8 @@ from strategies.apfl import next_alpha
 from strategies.base import RoundContext
 from strategies.fedala import head, head_inputs, mix, mixed_from, settled, step
 from strategies.flute import FLUTEUpdate, on_head
+
+SWEEP = Path(__file__).resolve().parent.parent / "sweeps" / "fedobp-fashion-mnist.toml"
 
 
 class Worker:
@@ -237,7 +241,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for ROW,seed=SEED.json; default: none")
     options = parser.parse_args()
     preset = f"fedobp/fashion-mnist-dirichlet-0.1/{options.row}"
-    config = parse({**presets.read_preset(preset), "seed": options.seed, "client-threads": 1}, METHOD_PARAMS)
+    settings = {**presets.read_preset(preset), **sweep.read(SWEEP).settings, "seed": options.seed, "client-threads": 1}
+    config = parse(settings, METHOD_PARAMS)
     started, tests = time.perf_counter(), {}
     for round, found in ROWS[options.row](config).run():
         tests[round] = found
