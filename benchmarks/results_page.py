@@ -132,13 +132,14 @@ OWN_TABLES: Mapping[str, Callable[[Sequence[Path]], Iterable[str]]] = {EARLY: fa
 
 
 def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield what differs from the paper's settings: what does of all methods first."""
-    common = set(lines[0].differences).intersection(*(line.differences for line in lines))
+    """Yield what differs from the paper's settings, what does of all methods first; not what has no meaning in our runs."""
+    found = [{(key, mine, theirs) for key, mine, theirs in line.differences if mine is not None} for line in lines]
+    common = found[0].intersection(*found)
     of_whom = [("all" if len(lines) > 1 else lines[0].runs[0].config.method, common)]
-    of_whom += [(line.runs[0].config.method, {*line.differences} - common) for line in lines]
-    for whose, found in of_whom:
-        if found:
-            pairs = (f"{key} {compare.shown(mine)} (paper: {compare.shown(theirs)})" for key, mine, theirs in sorted(found))
+    of_whom += [(line.runs[0].config.method, its - common) for line, its in zip(lines, found, strict=True)]
+    for whose, keys in of_whom:
+        if keys:
+            pairs = (f"{key} {compare.shown(mine)} (paper: {compare.shown(theirs)})" for key, mine, theirs in sorted(keys))
             yield f"- {whose}, settings that differ: {', '.join(pairs)}"
 
 

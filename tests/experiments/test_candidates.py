@@ -123,7 +123,7 @@ def test_what_differs_of_all_methods_is_said_once(tmp_path: Path) -> None:
     run_tested(tmp_path, "b", f"{FASHION}/local", [0.90, 0.88], local_epochs=3, **common)
     text = results_page.block("fedobp-fashion-mnist", tmp_path).splitlines()
     assert [line for line in text if "settings that differ" in line] == [
-        "- all, settings that differ: dirichlet-balance – (paper: false), partition dirichlet-fl-bench (paper: dirichlet)",
+        "- all, settings that differ: partition dirichlet-fl-bench (paper: dirichlet)",
         "- local, settings that differ: local-epochs 3 (paper: 5)",
     ]
 
