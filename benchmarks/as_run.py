@@ -1,19 +1,18 @@
-"""Rows of FedOBP's Table 6 as its code runs them: other methods than those of their names, and FedAvg with other clients.
+"""Rows of FedOBP's Table 6 as its code runs them, which are other methods than those of their names.
 
-python -m benchmarks.as_run apfl|fedala|fedavg|flute [--seed 0] [--output results/fedobp-fashion-mnist/as-run]
+python -m benchmarks.as_run apfl|fedala|flute [--seed 0] [--output results/fedobp-fashion-mnist/as-run]
 
 Its code base is FL-bench (github.com/KarhouTam/FL-bench). In its serial mode, which this is, one object trains and tests all
 clients, one by one; some of the authors' stored logs are of two such objects side by side. Data, split, first model, clients of a
-round (but FedAvg's) and batches are those of sweeps/fedobp-fashion-mnist.toml, so that a row differs from Corolla's of that name in
-the method alone; a round's clients train in the order they are drawn in. Figures: the tests after every `evaluate-every` rounds,
-before fine-tuning.
+round and batches are those of sweeps/fedobp-fashion-mnist.toml, so that a row differs from Corolla's of that name in the method
+alone; a round's clients train in the order they are drawn in. Figures: the tests after every `evaluate-every` rounds, before
+fine-tuning.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -78,14 +77,11 @@ class Worker:
         self.receive(trainer)
         return trainer
 
-    def chosen(self, round: int) -> list[int]:
-        """The clients that Corolla draws."""
-        draw = rng.generator(self.config.seed, "sampling", round)
-        return draw.choice(self.config.num_clients, self.config.drawn(self.config.num_clients), replace=False).tolist()
-
     def train(self, round: int) -> None:
-        """One round: its clients, in the order of the draw, and their mean by samples."""
-        chosen = self.chosen(round)
+        """One round: the clients that Corolla draws, in the order of the draw, and their mean by samples."""
+        config = self.config
+        draw = rng.generator(config.seed, "sampling", round)
+        chosen = draw.choice(config.num_clients, config.drawn(config.num_clients), replace=False).tolist()
         sent = np.stack([self.fit(self.trainer(i, round)).params for i in chosen])
         sizes = np.array([len(self.clients[i].y_train) for i in chosen], np.float64)
         self.global_model = Model(weighted_mean(sent, sizes), self.global_model.buffers)
@@ -107,19 +103,6 @@ class Worker:
             self.train(round)
             if round % self.config.evaluate_every == 0 or round == self.config.num_server_rounds:
                 yield round, self.test(round)
-
-
-class FedAvg(Worker):
-    """A round's clients are those of the authors' logs: the rounds' draws of Python's generator, seeded 42, whatever the seed."""
-
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config)
-        draw, everybody = random.Random(42), range(config.num_clients)
-        self.draws = [draw.sample(everybody, config.drawn(config.num_clients)) for _ in range(config.num_server_rounds)]
-
-    def chosen(self, round: int) -> list[int]:
-        """The clients that FL-bench draws."""
-        return self.draws[round - 1]
 
 
 class APFL(Worker):
@@ -247,7 +230,7 @@ class FLUTE(Worker):
         return after
 
 
-ROWS = {"apfl": APFL, "fedala": FedALA, "fedavg": FedAvg, "flute": FLUTE}
+ROWS = {"apfl": APFL, "fedala": FedALA, "flute": FLUTE}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import fashion_mnist_table
-from fl_app import presets
+from fl_app import plugins, presets
 from fl_app.experiments import candidates, compare, sweep
 from fl_app.experiments.compare import Line
 from fl_app.experiments.sweep import Point
@@ -35,6 +35,7 @@ COLUMNS = {  # by sweep, and what a data set of image files counts as
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
 LOGGED = ROOT / "benchmarks" / "fedobp_logs.toml"
+REPLAYED = {"nothing": "fedavg", "classifier": "fedper"}  # sweeps/replayed.py, by what is personal
 AS_RUN = "as-run"  # folder of a column's rows by benchmarks/as_run.py
 FAR_POINTS, FAR_STD = 2.0, 2.0  # a figure is far from the published one if it is by more than both
 _BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -111,15 +112,24 @@ def beside_the_logs(paths: Sequence[Path]) -> list[str]:
     logs = tomllib.loads(LOGGED.read_text(encoding="utf-8"))
     rows = []
     for run in compare.load(paths, METHOD_PARAMS)[0]:
-        for round, accuracy, loss in logs[run.config.method]:
-            ours = run.folder.rounds[round]["evaluation"]
+        config, rounds = run.config, run.folder.rounds
+        replayed = REPLAYED.get(getattr(config.params, "personal", ""), "")
+        name = replayed or config.method
+        who = [f"{name}, the logs' clients" if replayed else name, f"{config.momentum:g}"]
+        for round, accuracy, loss in logs["tests"][name]:
+            ours = rounds[round]["evaluation"]
             pair = f"{100 * ours['accuracy-pooled']:.2f}, {ours['loss-pooled']:.4f}"
-            rows.append(f"| {run.config.method} | {round} | {accuracy:.2f}, {loss:.4f} | {pair} |")
-    return ["| method | after round | logged: accuracy, loss | ours |", "|---|---|---|---|", *rows]
+            rows.append([*who, str(round), f"{accuracy:.2f}, {loss:.4f}", pair])
+        if replayed:
+            last = statistics.mean(100 * record["accuracy-before-pooled"] for t, record in rounds.items() if t > 300)
+            rows.append([*who, "301 to 400", f"{logs['last-100-rounds'][name]:.2f}", f"{last:.2f}"])
+    head = ["method", "our momentum", "after round", "logged: accuracy, loss", "ours"]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
 
 
 def own_table(name: str, results: Path) -> str:
     """Return what stands between the marks of a table of its own, of the early stage or the logs."""
+    plugins.look_in(ROOT / "sweeps")  # replayed.py
     there = len(list(results.glob("*/summary.json")))
     points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
     text = ["", *(OWN_TABLES[name]([results]) if there else []), ""]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks import as_run
-from benchmarks.as_run import APFL, FLUTE, FedALA, FedAvg, Worker
+from benchmarks.as_run import APFL, FLUTE, FedALA, Worker
 from client_app.trainer import LocalTrainer
 from fl_app import presets, rng, weights
 from fl_app.config import RunConfig, parse
@@ -66,14 +66,6 @@ def test_the_worker_is_fedavg(raw: Mapping[str, Scalar], run: Run) -> None:
         assert tests[record["round"]] == pytest.approx({name: record["evaluation"][name] for name in tests[1]}, abs=1e-9)
     # bit for bit: of two clients the order does not matter to a mean
     assert same(worker.global_model.params, load_safetensors(folder.path / "models" / "global.safetensors", worker.layout).params)
-
-
-def test_fedavg_has_the_clients_of_the_logs(raw: Mapping[str, Scalar]) -> None:
-    small = {"num-clients": 100, "fraction-train": 0.1, "num-server-rounds": 400, "train-samples": 10, "test-samples": 10}
-    row = FedAvg(configure({**raw, **small}, "fedavg"))
-    assert set(row.chosen(10)) == {20, 21, 31, 34, 48, 59, 68, 77, 81, 93}  # what the log says of two rounds of FedAvg's
-    assert set(row.chosen(100)) == {15, 28, 31, 53, 71, 76, 77, 79, 97, 99}
-    assert len({frozenset(row.chosen(t)) for t in range(1, 401)}) == 400
 
 
 def test_apfl_mixes_outputs_and_steps_twice_on_one_gradient(raw: Mapping[str, Scalar]) -> None:

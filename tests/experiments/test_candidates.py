@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks import results_page
+from fl_app import plugins
+from fl_app.config import parse
 from fl_app.experiments import candidates, compare
 from fl_app.experiments.candidates import CAPTION
+from fl_app.presets import read_preset
 from strategies import METHOD_PARAMS
 from tests.experiments.test_compare import lines, run_folder
 
@@ -129,11 +133,33 @@ def test_what_differs_of_all_methods_is_said_once(tmp_path: Path) -> None:
 
 
 def test_our_tests_stand_beside_the_logged_ones(tmp_path: Path) -> None:
-    path = run_folder(tmp_path, "a", f"{FASHION}/local", {})
     tests = [{"round": t, "evaluation": {"accuracy-pooled": 0.9 + t / 10000, "loss-pooled": 0.25}} for t in (100, 200, 300, 400)]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in tests))
-    assert results_page.beside_the_logs([tmp_path])[2:4] == [
-        "| local | 100 | 94.78, 0.2038 | 91.00, 0.2500 |", "| local | 200 | 94.98, 0.2579 | 92.00, 0.2500 |",
-    ]  # fmt: skip
+    before = {300: 0.5, 301: 0.9, 400: 0.8}
+    rounds = {t: {"round": t, "accuracy-before-pooled": share} for t, share in before.items()}
+    records = {record["round"]: {**rounds.get(record["round"], {}), **record} for record in [*rounds.values(), *tests]}
+    for name, changes in {"a": {"momentum": 0.7}, "b": {"method": "replayed:METHOD", "replayed.personal": "classifier"}}.items():
+        path = run_folder(tmp_path, name, f"{FASHION}/local", {}, **changes)
+        (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for _, record in sorted(records.items())))
     text = results_page.block(results_page.LOGS, tmp_path)
-    assert "| local | 400 | 95.06, 0.3089 | 94.00, 0.2500 |" in text and "1 of 2 runs are not made yet." in text
+    assert [line for line in text.splitlines() if line.startswith("| ")] == [
+        "| method | our momentum | after round | logged: accuracy, loss | ours |", "| --- | --- | --- | --- | --- |",
+        "| local | 0.7 | 100 | 94.78, 0.2038 | 91.00, 0.2500 |", "| local | 0.7 | 200 | 94.98, 0.2579 | 92.00, 0.2500 |",
+        "| local | 0.7 | 300 | 95.04, 0.2896 | 93.00, 0.2500 |", "| local | 0.7 | 400 | 95.06, 0.3089 | 94.00, 0.2500 |",
+        "| fedper, the logs' clients | 0 | 100 | 96.42, 0.1146 | 91.00, 0.2500 |",
+        "| fedper, the logs' clients | 0 | 200 | 96.44, 0.1564 | 92.00, 0.2500 |",
+        "| fedper, the logs' clients | 0 | 300 | 96.55, 0.1836 | 93.00, 0.2500 |",
+        "| fedper, the logs' clients | 0 | 400 | 96.57, 0.1989 | 94.00, 0.2500 |",
+        "| fedper, the logs' clients | 0 | 301 to 400 | 96.45 | 85.00 |",
+    ]  # fmt: skip
+    assert "4 of 6 runs are not made yet." in text
+
+
+def test_the_replayed_clients_are_those_of_the_logs() -> None:
+    """Two rounds of the log of FedAvg."""
+    plugins.look_in(results_page.ROOT / "sweeps")
+    settings = read_preset(f"{FASHION}/fedper") | {"method": "replayed:METHOD"}
+    strategy = plugins.load("method", "replayed:METHOD").strategy
+    server = SimpleNamespace(config=parse(settings, METHOD_PARAMS))
+    everybody = list(range(100))
+    assert strategy.sample(server, everybody, 10) == [20, 21, 31, 34, 48, 59, 68, 77, 81, 93]
+    assert strategy.sample(server, everybody, 100) == [15, 28, 31, 53, 71, 76, 77, 79, 97, 99]
