@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fl_app import cli
+from fl_app import cli, plugins
 from fl_app.errors import UserError
 from fl_app.experiments import sweep
 from strategies import METHOD_PARAMS
@@ -121,6 +121,7 @@ def test_wrong_files_are_refused_with_all_their_problems(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("file", sorted(p.name for p in (ROOT / "sweeps").glob("*.toml")))
 def test_sweep_files_expand(file: str) -> None:
+    plugins.look_in(ROOT / "sweeps")
     plan = sweep.read(ROOT / "sweeps" / file)
     full = sweep.expand(plan, METHOD_PARAMS, Path("/out"), {}, dict)
     assert len(full) > 1
