@@ -37,7 +37,7 @@ class Replayed(FedAvg[Params]):
 
 def shared(layout: Layout, params: Params) -> frozenset[str]:
     """Return the names of what travels."""
-    return (all_tensors if params.personal == "nothing" else all_but_classifier)(layout)
+    return (all_tensors if params.personal == "nothing" else all_but_classifier)(layout, params)
 
 
 METHOD = Method("replayed", Params, Replayed, LocalUpdate[Params], shared)

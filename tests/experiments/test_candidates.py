@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import results_page
-from fl_app import plugins
+from fl_app import models, plugins
 from fl_app.config import parse
 from fl_app.experiments import candidates, compare
 from fl_app.experiments.candidates import CAPTION
+from fl_app.layout import Layout
 from fl_app.presets import read_preset
 from strategies import METHOD_PARAMS
 from tests.experiments.test_compare import lines, run_folder
@@ -158,8 +159,11 @@ def test_the_replayed_clients_are_those_of_the_logs() -> None:
     """Two rounds of the log of FedAvg."""
     plugins.look_in(results_page.ROOT / "sweeps")
     settings = read_preset(f"{FASHION}/fedper") | {"method": "replayed:METHOD"}
-    strategy = plugins.load("method", "replayed:METHOD").strategy
-    server = SimpleNamespace(config=parse(settings, METHOD_PARAMS))
-    everybody = list(range(100))
+    method = plugins.load("method", "replayed:METHOD")
+    config = parse(settings, METHOD_PARAMS)
+    strategy, server, everybody = method.strategy, SimpleNamespace(config=config), list(range(100))
+    layout = Layout.of(models.build("cnn", in_channels=1, num_classes=10, image_size=28))
+    own = parse(settings | {"replayed.personal": "classifier"}, METHOD_PARAMS)
+    assert method.travelling(config, layout) == layout.names and method.travelling(own, layout) == layout.names - layout.classifier
     assert strategy.sample(server, everybody, 10) == [20, 21, 31, 34, 48, 59, 68, 77, 81, 93]
     assert strategy.sample(server, everybody, 100) == [15, 28, 31, 53, 71, 76, 77, 79, 97, 99]
