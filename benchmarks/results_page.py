@@ -32,6 +32,7 @@ COLUMNS = {  # by sweep, and what a data set of image files counts as
     "fedobp-cifar10": "cifar10",
     "fedcac-cifar10-cut": "cifar10",
 }
+CURVES = {"fedcac-cifar10-cut": 10}  # columns whose curves stand beside each other, and every how many rounds
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
 LOGGED = ROOT / "benchmarks" / "fedobp_logs.toml"
@@ -87,6 +88,18 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} | {statistics.median(seconds):.1f} |"
     for row in away:
         yield f"| {' | '.join(row)} | | | |"
+
+
+def curves(lines: Sequence[Line], every: int) -> Iterator[str]:
+    """Yield a table of the accuracy before / after training every so many rounds: mean over a round's clients, then over seeds."""
+    rounds = range(every, lines[0].runs[0].config.num_server_rounds + 1, every)
+    yield from (f"| method | {' | '.join(f'round {t}' for t in rounds)} |", "|---" * (len(rounds) + 1) + "|")
+    for line in lines:
+        records = [[run.folder.rounds[t] for run in line.runs] for t in rounds]
+        means = ([statistics.mean(100 * r[f"accuracy-{when}"] for r in at) for when in ("before", "after")] for at in records)
+        cells = [f"{before:.1f} / {after:.1f}" for before, after in means]
+        yield f"| {line.runs[0].config.method} | {' | '.join(cells)} |"
+    yield from ("", "Before / after training, mean over the round's clients.", "")
 
 
 def as_run(results: Path) -> list[str]:
@@ -168,6 +181,7 @@ def block(name: str, results: Path) -> str:
         if any(far(line) for line in lines):
             how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
             text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]
+        text += [*curves(lines, CURVES[name])] if name in CURVES else []
         text += settings_that_differ(lines)
         notes = dict.fromkeys(note for line in lines for note in line.preset.notes)
         text += [*(f"- {note}" for note in notes), *as_run(results), ""]

@@ -108,6 +108,20 @@ def test_a_block_has_what_was_run_what_is_far_and_what_is_left(tmp_path: Path) -
     assert "distance" not in results_page.block("fedobp-cifar10", tmp_path / "nothing")
 
 
+def test_curves_stand_beside_each_other(tmp_path: Path) -> None:
+    for seed, shift in enumerate((0.0, 0.02)):
+        path = run_tested(tmp_path, f"s{seed}", "fedcac/cifar10-dirichlet-0.1/fedper", [0.5], seed=seed, num_server_rounds=20)
+        shares = [{"accuracy-before": t / 100 + shift, "accuracy-after": t / 50} for t in range(1, 21)]
+        records = [{"round": t, "seconds": {"round": 1}, **share} for t, share in enumerate(shares, start=1)]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    text = results_page.block("fedcac-cifar10-cut", tmp_path).splitlines()
+    at = text.index("| method | round 10 | round 20 |")
+    assert text[at - 1 : at + 5] == [
+        "", "| method | round 10 | round 20 |", "|---|---|---|", "| fedper | 11.0 / 20.0 | 21.0 / 40.0 |", "",
+        "Before / after training, mean over the round's clients.",
+    ]  # fmt: skip
+
+
 def test_rows_as_their_code_runs_them_stand_below_the_table(tmp_path: Path) -> None:
     assert results_page.as_run(tmp_path) == []
     (tmp_path / "as-run").mkdir()
