@@ -36,7 +36,11 @@ CURVES = {"fedcac-cifar10-cut": 10}  # columns whose curves stand beside each ot
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
 LOGGED = ROOT / "benchmarks" / "fedobp_logs.toml"
-REPLAYED = {"nothing": "fedavg", "classifier": "fedper"}  # sweeps/replayed.py, by what is personal
+REPLAYED = {  # methods of the user's own, beside the sweep: what of the logs they have
+    "replayed:METHOD": "the logs' clients",
+    "as_logged:METHOD": "the logs' clients, weights, newcomers",
+}
+PERSONAL = {"nothing": "fedavg", "classifier": "fedper"}  # their key `personal`: which method that is
 AS_RUN = "as-run"  # folder of a column's rows by benchmarks/as_run.py
 FAR_POINTS, FAR_STD = 2.0, 2.0  # a figure is far from the published one if it is by more than both
 _BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -126,9 +130,12 @@ def beside_the_logs(paths: Sequence[Path]) -> list[str]:
     rows = []
     for run in compare.load(paths, METHOD_PARAMS)[0]:
         config, rounds = run.config, run.folder.rounds
-        replayed = REPLAYED.get(getattr(config.params, "personal", ""), "")
-        name = replayed or config.method
-        who = [f"{name}, the logs' clients" if replayed else name, f"{config.momentum:g}"]
+        replayed = REPLAYED.get(config.method)
+        name = PERSONAL[config.params.personal] if replayed else config.method
+        who = [f"{name}, {replayed}" if replayed else name, f"{config.momentum:g}"]
+        if config.method == "as_logged:METHOD":
+            first = f"{100 * rounds[1]['accuracy-before-pooled']:.2f}"
+            rows.append([*who, "1, before", f"{logs['first-round']:.2f}", first])
         for round, accuracy, loss in logs["tests"][name]:
             ours = rounds[round]["evaluation"]
             pair = f"{100 * ours['accuracy-pooled']:.2f}, {ours['loss-pooled']:.4f}"
@@ -142,7 +149,7 @@ def beside_the_logs(paths: Sequence[Path]) -> list[str]:
 
 def own_table(name: str, results: Path) -> str:
     """Return what stands between the marks of a table of its own, of the early stage or the logs."""
-    plugins.look_in(ROOT / "sweeps")  # replayed.py
+    plugins.look_in(ROOT / "sweeps")  # the methods of REPLAYED
     there = len(list(results.glob("*/summary.json")))
     points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
     text = ["", *(OWN_TABLES[name]([results]) if there else []), ""]
