@@ -173,6 +173,16 @@ def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
             yield f"- {whose}, settings that differ: {', '.join(pairs)}"
 
 
+def notes(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the presets' notes, each once, after the methods it is about if it is not about all of them."""
+    about: dict[str, list[str]] = {}
+    for line in lines:
+        for note in line.preset.notes:
+            about.setdefault(note, []).append(line.runs[0].config.method)
+    for note, methods in about.items():
+        yield f"- {note}" if len(methods) == len(lines) else f"- {', '.join(methods)}: {note}"
+
+
 def block(name: str, results: Path) -> str:
     """Return what stands between a column's marks."""
     if name in OWN_TABLES:
@@ -190,8 +200,7 @@ def block(name: str, results: Path) -> str:
             text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]
         text += [*curves(lines, CURVES[name])] if name in CURVES else []
         text += settings_that_differ(lines)
-        notes = dict.fromkeys(note for line in lines for note in line.preset.notes)
-        text += [*(f"- {note}" for note in notes), *as_run(results), ""]
+        text += [*notes(lines), *as_run(results), ""]
     if left and lines:
         text += [f"Not run yet: {', '.join(left)}. {command} goes on with them, {after}.", ""]
     elif left:

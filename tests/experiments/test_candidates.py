@@ -148,6 +148,15 @@ def test_what_differs_of_all_methods_is_said_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_note_says_which_methods_it_is_about(tmp_path: Path) -> None:
+    for method in ("local", "fedper", "fedrep"):
+        run_tested(tmp_path, method, f"{FASHION}/{method}", [0.9])
+    found = list(results_page.notes(results_page.lines_of("fedobp-fashion-mnist", tmp_path)))
+    assert found[0].startswith("- a quarter of each client's samples is its test set")
+    assert found[-1].startswith("- fedper, fedrep: its code base, FL-bench, averages what is personal too")
+    assert len(set(found)) == len(found)
+
+
 def test_our_tests_stand_beside_the_logged_ones(tmp_path: Path) -> None:
     tests = [{"round": t, "evaluation": {"accuracy-pooled": 0.9 + t / 10000, "loss-pooled": 0.25}} for t in (100, 200, 300, 400)]
     before = {1: 0.2626, 300: 0.5, 301: 0.9, 400: 0.8}
