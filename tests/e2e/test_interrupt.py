@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -18,14 +20,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 def launched(directory: Path) -> list[psutil.Process]:
     """Processes whose COROLLA_LAUNCH lies under a directory."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("COROLLA_LAUNCH", "").startswith(str(directory)):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+    found = psutil.process_iter(["environ", "name", "nice"])
+    return [process for process in found if (process.info["environ"] or {}).get("COROLLA_LAUNCH", "").startswith(str(directory))]
 
 
 def keepers(directory: Path) -> list[psutil.Process]:
@@ -46,9 +42,9 @@ def keepers(directory: Path) -> list[psutil.Process]:
 )
 def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:  # Ray's sockets need a short path
-        process = started(Path(short))
-        process.send_signal(number)
-        out, err = process.communicate(timeout=90)
+        with started(Path(short)) as process:
+            process.send_signal(number)
+            out, err = process.communicate(timeout=90)
         assert process.returncode != 0
         if number == signal.SIGINT:  # it finishes its round first
             assert "stopping after this round; press Ctrl-C again to stop at once" in err and "stopped after round" in err
@@ -59,29 +55,30 @@ def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
 @pytest.mark.nightly
 def test_a_simulation_whose_launcher_and_keeper_are_killed_leaves_nothing() -> None:
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:
-        process = started(Path(short))
-        keepers(Path(short))[0].kill()
-        process.kill()
-        process.communicate(timeout=90)
+        with started(Path(short)) as process:
+            keepers(Path(short))[0].kill()
+            process.kill()
+            process.communicate(timeout=90)
         look(Path(short), seconds=60)
 
 
 @pytest.mark.faults
 def test_a_superlink_that_dies_is_one_sentence_and_the_way_on() -> None:
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:
-        process = started(Path(short))
-        for child in psutil.Process(process.pid).children(recursive=True):
-            if any(word.endswith("flower-superlink") for word in child.cmdline()):
-                child.kill()
-        _, err = process.communicate(timeout=150)
+        with started(Path(short)) as process:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                if any(word.endswith("flower-superlink") for word in child.cmdline()):
+                    child.kill()
+            _, err = process.communicate(timeout=150)
         said = " ".join(err.split())
         assert process.returncode == 1 and "the SuperLink ended or can no longer be reached; continue with:" in said
         assert "--resume" in said and "{" not in said
         look(Path(short), seconds=60)
 
 
-def started(tmp_path: Path) -> subprocess.Popen[str]:
-    """Start a simulation and return when its second round is done."""
+@contextlib.contextmanager
+def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A simulation whose second round is done; it ends with the block, and what it said is shown if the block fails."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     words = [COROLLA, "run", "--clients", "2", "--set", "num-server-rounds=5000", "--set", f"output-dir={tmp_path / 'runs'}"]
     process = subprocess.Popen(
@@ -89,12 +86,20 @@ def started(tmp_path: Path) -> subprocess.Popen[str]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
     )  # fmt: skip
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("round 2/"):
-            break
-    assert launched(tmp_path)
-    assert len(keepers(tmp_path)) == 2
-    return process
+    try:
+        for line in process.stdout:
+            print(line, end="")
+            if line.startswith("round 2/"):
+                break
+        running = [process.info for process in launched(tmp_path)]
+        assert any(info["name"].startswith("ray::") for info in running)
+        assert {info["nice"] for info in running} == {psutil.Process().nice()}
+        assert len(keepers(tmp_path)) == 2
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            print(*process.communicate())
 
 
 def look(tmp_path: Path, seconds: float) -> None:
