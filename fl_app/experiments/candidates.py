@@ -20,8 +20,8 @@ MEANINGS = {"": "mean over clients", "-pooled": "over all test samples"}
 STAGES = {"": "before", "-finetuned": "fine-tuned"}
 CAPTION = (
     "tests: evaluations of all clients, before and after a client fine-tunes; last / best of a run's tests. mean: over clients; "
-    f"pooled: over all test samples. trained: a round's clients after training, last {LAST_ROUNDS} rounds. distance: mean of the "
-    "differences from the published figures, signs aside"
+    f"pooled: over all test samples. trained: a round's clients after training, last {LAST_ROUNDS} rounds. distance: median of "
+    "the differences from the published figures, signs aside"
 )
 
 
@@ -54,10 +54,13 @@ def over_seeds(runs: Sequence[Run]) -> dict[str, Figure]:
 
 
 def distances(lines: Sequence[Line], found: Sequence[Mapping[str, Figure]]) -> dict[str, float]:
-    """Return, in per cent points, how far each figure that all lines have is from the published ones on average."""
+    """Return, in per cent points, how far each figure that all lines have is from the published ones: the median of the lines.
+
+    So that it says which figure a paper prints, too, where single rows of the paper are of something else.
+    """
     names = [name for name in found[0] if all(name in one for one in found)]
     pairs = [(line.preset.published.mean, one) for line, one in zip(lines, found, strict=True) if line.preset.published]
-    return {name: statistics.fmean(abs(100 * one[name][0] - published) for published, one in pairs) for name in names}
+    return {name: statistics.median(abs(100 * one[name][0] - published) for published, one in pairs) for name in names}
 
 
 def table(lines: Sequence[Line]) -> list[list[str]]:
