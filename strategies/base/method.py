@@ -86,7 +86,9 @@ class Method(Generic[P]):
             what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
             raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
         if config.private:
-            private.check(config, "" if self.sums else self.not_private)
+            chooses = self.strategy.sample is not PersonalizedStrategy.sample
+            why_not = "it chooses the clients of a round itself (sample), and a private run asks whole companies" if chooses else ""
+            private.check(config, why_not if self.sums else self.not_private)
         if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
             raise UserError("dp-epsilon: finetune-epochs would look at records beside the budget; leave it 0")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,15 @@ def test_the_docs_name_the_methods_that_can() -> None:
 def test_other_methods_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(UserError, match=f"private: method {name} cannot run private: (its server|it sends|nothing travels|which)"):
         METHODS[name].check(config(method=name, num_server_rounds=30, **PRIVATE))
+
+
+def test_a_method_that_chooses_the_clients_itself_is_refused() -> None:
+    class Chooses(METHODS["fedavg"].strategy):  # type: ignore[name-defined, misc]
+        def sample(self, client_ids: list[int], round: int) -> list[int]:
+            return client_ids[:3]
+
+    with pytest.raises(UserError, match="fedavg cannot run private: it chooses the clients of a round itself"):
+        replace(METHODS["fedavg"], strategy=Chooses).check(config(method="fedavg", **PRIVATE))
 
 
 @pytest.mark.parametrize(
