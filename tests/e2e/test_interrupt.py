@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.conftest import COROLLA, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 def launched(directory: Path) -> list[psutil.Process]:
