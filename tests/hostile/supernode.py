@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,10 @@ from client_app.client_app import app as client_app
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.3
+_AGAIN = {  # as a real SuperNode, which sends again what did not arrive
+    "maxAttempts": 5, "initialBackoff": "0.1s", "maxBackoff": "2s", "backoffMultiplier": 3, "retryableStatusCodes": ["UNAVAILABLE"],
+}  # fmt: skip
+_OPTIONS = [("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _AGAIN}]}))]
 _ONE_AT_A_TIME = threading.Lock()  # the ClientApps of all nodes are in this process
 
 
@@ -123,7 +128,8 @@ def tree_of(name: str, objects: Mapping[str, bytes]) -> message_pb2.ObjectTree:
 class SuperNode:
     """A node with a key of its own, connected until `stop`. alter(reply, message) changes what it sends; None sends nothing.
 
-    once: it asks for no more messages after its first.
+    once: it asks for no more messages after its first. trouble: what went wrong here; refused: what the SuperLink said no to, each
+    a message without an answer.
     """
 
     def __init__(
@@ -134,11 +140,12 @@ class SuperNode:
         self._partition, self._alter, self._once = dict(partition), alter, once
         self._private, public = generate_key_pairs()
         self._public = public_key_to_bytes(public)
-        self._channel = grpc.intercept_channel(grpc.insecure_channel(fleet), _interceptor(self._private, public))
+        self._channel = grpc.intercept_channel(grpc.insecure_channel(fleet, _OPTIONS), _interceptor(self._private, public))
         self._stub = fleet_pb2_grpc.FleetStub(self._channel)
         self._configs: dict[int, dict[str, Any]] = {}
         self._ended = threading.Event()
         self.trouble: list[BaseException] = []
+        self.refused: list[grpc.RpcError] = []
         self._stub.RegisterNode(fleet_pb2.RegisterNodeFleetRequest(public_key=self._public))
         activated = self._stub.ActivateNode(fleet_pb2.ActivateNodeRequest(public_key=self._public, heartbeat_interval=60))
         self.node = node_pb2.Node(node_id=activated.node_id)
@@ -169,8 +176,8 @@ class SuperNode:
                     self._answer(self._receive(message_from_proto(announced), tree))
                     if self._once:
                         return
-            except grpc.RpcError:  # the run is over, or the SuperLink refuses an attack
-                continue
+            except grpc.RpcError as error:  # the run is over, or the SuperLink refuses an attack
+                self.refused.append(error)
             except Exception as error:
                 self.trouble.append(error)
 

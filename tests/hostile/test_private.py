@@ -91,7 +91,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
     def recording(client_id: int) -> Any:
         def alter(reply: Reply, message: Message) -> Reply:
             said = message.content.config_records.get("fitins.config", {})
-            if said.get("task") == "train":
+            if said.get("task") == "train" and not reply.message.has_error():
                 attempt = int(said["round"]), int(said["attempt"]), client_id
                 arrived[attempt] = wire.decode_upload(reply.content, expected)
                 members[attempt] = tuple(map(int, str(said["private-members"]).split(",")))
@@ -110,7 +110,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
                 nodes.append(SuperNode(cluster.fleet, partition, recording(client_id)))
             run = Run(cluster, directory / "private", CLIENTS, config)
             run.process.wait(timeout=1500)
-            assert run.process.returncode == 0, (run.log, [error for node in nodes for error in node.trouble])
+            trouble = {i: (node.trouble, node.refused) for i, node in enumerate(nodes) if node.trouble or node.refused}
+            assert run.process.returncode == 0, (run.log, trouble)
+            missing = {(record["round"], f["client"]) for record in rounds(run.folder) for f in record["failures"]}
+            assert missing == {(LATE_ROUND, LATE)}, (missing, trouble, run.log)  # nobody else was ever away
             has = np.array([np.bincount(y, minlength=10) > 0 for y in labels])
             yield Recorded(run, directory, layout, has, arrived, members, dict(sent))
         finally:
