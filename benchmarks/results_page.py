@@ -121,7 +121,7 @@ def as_run(results: Path) -> list[str]:
         return []
     head = "| method, as its code runs it | published | before, mean | before, pooled | seed | tests after rounds |"
     made = "Made by `python -m benchmarks.as_run`, which says what sets them apart."
-    return ["", head, "|---" * 6 + "|", *rows, "", made, ""]
+    return ["", head, "|---" * 6 + "|", *rows, "", made]
 
 
 def beside_the_logs(paths: Sequence[Path]) -> list[str]:
