@@ -34,8 +34,9 @@ class Reply:
 class Exchange:
     """A grid wrapper that knows clients by id.
 
-    progress(what, done, total) is called when the messages are sent and as replies arrive. in_flight: bytes of unanswered
-    messages beyond which no further one is sent; where clients take turns on one machine, all at once would fill its memory.
+    progress(what, done, total) is called when the messages are sent, as replies arrive, and while none does. in_flight: bytes of
+    unanswered messages beyond which no further one is sent; where clients take turns on one machine, all at once would fill its
+    memory.
     """
 
     def __init__(
@@ -93,6 +94,8 @@ class Exchange:
                         yield Reply(client_id, None, "the message could not be delivered")
                     del message  # its arrays are the SuperLink's now
                 answers: list[Answer] = self.inbox.take(POLL_SECONDS) if waiting else []
+                if not answers:
+                    self.progress(what, done, total)
                 while answers:  # each is freed when it has been taken in
                     answer = answers.pop(0)
                     client_id, _ = waiting.pop(answer.message_id)

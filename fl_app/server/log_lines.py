@@ -199,17 +199,21 @@ def _write(r: Round) -> str:
 
 
 class LineProgress:
-    """Progress as log lines, at most four a second but for the last; a display turns them into bars."""
+    """Progress as log lines, at most four a second but for the last; a display turns them into bars.
+
+    Who waits tells where it stands again: what came too soon after the line before it is written then.
+    """
 
     def __init__(self) -> None:
         self._last = 0.0
+        self._said: tuple[str, int, int] | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Log one line."""
+        """Log one line, unless it says what the last one did."""
         now = time.monotonic()
-        if done >= total or now - self._last >= PROGRESS_SECONDS:
-            self._last = now
-            log.info("%s%s", _PROGRESS, json.dumps([what, done, total]))
+        if (what, done, total) != self._said and (done >= total or now - self._last >= PROGRESS_SECONDS):
+            self._last, self._said = now, (what, done, total)
+            log.info("%s%s", _PROGRESS, json.dumps(self._said))
 
 
 class PlainFormatter(logging.Formatter):

@@ -41,7 +41,8 @@ T = TypeVar("T", bound=Hashable)
 class Roster:
     """The clients of a run: the node each one is (`node_of`) and what it said about itself (`properties`).
 
-    progress(what, done, total) is called as clients connect. link: the grid's way to each reply by itself, if it has one.
+    progress(what, done, total) is called as clients connect, and while none does. link: the grid's way to each reply by itself,
+    if it has one.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Roster:
         at once where no others can come.
         """
         started = time.monotonic()
-        seen, hinted = -1, False
+        hinted = False
         while True:
             answered = self._take_in()
             waited = time.monotonic() - started
@@ -95,9 +96,7 @@ class Roster:
                 self._warn_of_silent(waited)
                 self._started = True
                 return
-            if len(self.node_of) != seen:
-                seen = len(self.node_of)
-                self.progress("clients connected", seen, self.minimum)
+            self.progress("clients connected", len(self.node_of), self.minimum)
             if self._asked and waited > _SILENT_SECONDS and not self._started and not hinted:
                 hinted = True
                 why = "the machine is busy" if os.environ.get(wire.SIMULATION) else "a site may have to approve the run"

@@ -279,3 +279,17 @@ def test_progress_lines_are_few(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
             clock[0] += 0.001
     told = [log_lines.read(message) for message in caplog.messages]
     assert told == [log_lines.Progress("round 1/2", k, 1000) for k in (0, 250, 500, 750, 1000)]
+
+
+def test_a_wait_shows_the_last_number(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(log_lines.log, "propagate", True)
+    progress = log_lines.LineProgress()
+    with caplog.at_level(logging.INFO, logger="corolla"):
+        for done in (0, 1, 2, 3):  # three replies at once, then none for a second
+            progress("round 1/2", done, 4)
+        for _ in range(10):
+            clock[0] += 0.1
+            progress("round 1/2", 3, 4)
+    assert [log_lines.read(message) for message in caplog.messages] == [log_lines.Progress("round 1/2", k, 4) for k in (0, 3)]
