@@ -213,6 +213,23 @@ def test_pickled_objects_are_never_loaded() -> None:
     refuse(with_bytes(0, pickled), "array params has dtype object, expected float32")
 
 
+numbers = hnp.boolean_dtypes() | hnp.integer_dtypes() | hnp.unsigned_integer_dtypes() | hnp.floating_dtypes()
+
+
+@given(hnp.arrays(numbers, hnp.array_shapes(min_dims=0, max_dims=5, min_side=0, max_side=3)), st.booleans())
+def test_headers_read_as_numpy_reads_them(array: np.ndarray, fortran: bool) -> None:
+    data = npy(np.asfortranarray(array) if fortran else array)
+    stream = io.BytesIO(data)
+    assert np.lib.format.read_magic(stream) == (1, 0)
+    shape, order, dtype = np.lib.format.read_array_header_1_0(stream)
+    assert wire._header(data[:256]) == (dtype, shape, order, stream.tell())
+
+
+def test_what_a_client_sends_is_not_parsed_as_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ast.literal_eval", lambda _: pytest.fail("parsed as Python"))
+    assert wire.decode_upload(reply(upload()), EXPECTED).num_examples == 7
+
+
 def test_other_format_versions_and_fortran_order() -> None:
     stream = io.BytesIO()
     np.lib.format.write_array(stream, np.zeros(10, np.float32), version=(2, 0))
