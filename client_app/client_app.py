@@ -18,9 +18,12 @@ from fl_app.keys import own
 from fl_app.wire import PRIVATE_KEYS, SEED_KEYS
 from strategies import METHOD_PARAMS, METHODS
 
-# Ray listens on all of a machine's addresses, and runs what anybody sends there, unless it is told that no other machine will
-# join. Flower loads this module before it starts Ray, in `flwr run .` too.
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+# Flower loads this module before it starts Ray, in `flwr run .` too. Ray listens on all of a machine's addresses, and runs what
+# anybody sends there, unless it is told that no other machine will join; and its clients' priority (niceness 15) leaves them no
+# time on a busy machine.
+RAY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
+for _name, _value in RAY.items():
+    os.environ.setdefault(_name, _value)
 
 
 def client_fn(context: Context) -> Client:

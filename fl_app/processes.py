@@ -29,8 +29,8 @@ _START_SECONDS = 60
 
 
 def flower_environment(flwr_home: Path | None = None) -> dict[str, str]:
-    """Environment for Flower's processes: no telemetry, no run-time installation of dependencies, clients that are not starved."""
-    env = {"RAY_worker_niceness": "0"} | dict(os.environ)  # Ray's 15 leaves a simulation's clients no time on a busy machine
+    """Environment for Flower's processes: no telemetry, no run-time installation of dependencies."""
+    env = dict(os.environ)
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     env |= FLOWER
     if flwr_home is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -268,28 +269,39 @@ def test_the_terminal_is_left_as_it_was(error: type[BaseException]) -> None:
     assert SENTENCE not in out
 
 
-def test_progress_lines_are_few(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(log_lines.log, "propagate", True)
-    progress = log_lines.LineProgress()
-    with caplog.at_level(logging.INFO, logger="corolla"):
-        for k in range(1001):
-            progress("round 1/2", k, 1000)
-            clock[0] += 0.001
-    told = [log_lines.read(message) for message in caplog.messages]
-    assert told == [log_lines.Progress("round 1/2", k, 1000) for k in (0, 250, 500, 750, 1000)]
+@dataclass
+class Lines:
+    """Progress as log lines, at a time of its own."""
+
+    caplog: pytest.LogCaptureFixture
+    now: float = 100.0
+    progress: log_lines.LineProgress = field(default_factory=log_lines.LineProgress)
+
+    @property
+    def told(self) -> list[log_lines.Line | None]:
+        return [log_lines.read(message) for message in self.caplog.messages]
 
 
-def test_a_wait_shows_the_last_number(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    clock = [100.0]
-    monkeypatch.setattr(log_lines.time, "monotonic", lambda: clock[0])
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Lines:
+    found = Lines(caplog)
+    monkeypatch.setattr(log_lines.time, "monotonic", lambda: found.now)
     monkeypatch.setattr(log_lines.log, "propagate", True)
-    progress = log_lines.LineProgress()
-    with caplog.at_level(logging.INFO, logger="corolla"):
-        for done in (0, 1, 2, 3):  # three replies at once, then none for a second
-            progress("round 1/2", done, 4)
-        for _ in range(10):
-            clock[0] += 0.1
-            progress("round 1/2", 3, 4)
-    assert [log_lines.read(message) for message in caplog.messages] == [log_lines.Progress("round 1/2", k, 4) for k in (0, 3)]
+    caplog.set_level(logging.INFO, logger="corolla")
+    return found
+
+
+def test_progress_lines_are_few(lines: Lines) -> None:
+    for k in range(1001):
+        lines.progress("round 1/2", k, 1000)
+        lines.now += 0.001
+    assert lines.told == [log_lines.Progress("round 1/2", k, 1000) for k in (0, 250, 500, 750, 1000)]
+
+
+def test_a_wait_shows_the_last_number(lines: Lines) -> None:
+    for done in (0, 1, 2, 3):  # three replies at once, then none for a second
+        lines.progress("round 1/2", done, 4)
+    for _ in range(10):
+        lines.now += 0.1
+        lines.progress("round 1/2", 3, 4)
+    assert lines.told == [log_lines.Progress("round 1/2", k, 4) for k in (0, 3)]

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from client_app.client_app import RAY
 from tests.e2e.conftest import COROLLA, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -78,8 +79,10 @@ def test_a_superlink_that_dies_is_one_sentence_and_the_way_on() -> None:
 
 @contextlib.contextmanager
 def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A simulation whose second round is done; it ends with the block, and what it said is shown if the block fails."""
+    """A simulation whose second round is done; if the block fails it is ended, and what it said is shown."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    for name in RAY:
+        environment.pop(name, None)  # this process has imported the ClientApp, which sets them
     words = [COROLLA, "run", "--clients", "2", "--set", "num-server-rounds=5000", "--set", f"output-dir={tmp_path / 'runs'}"]
     process = subprocess.Popen(
         words, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -96,10 +99,10 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         assert {info["nice"] for info in running} == {psutil.Process().nice()}
         assert len(keepers(tmp_path)) == 2
         yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-            print(*process.communicate())
+    except BaseException:
+        process.kill()
+        print(*process.communicate())
+        raise
 
 
 def look(tmp_path: Path, seconds: float) -> None:

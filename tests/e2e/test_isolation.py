@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from client_app.client_app import RAY
 from fl_app.experiments import namespace
 from fl_app.experiments.bundle import APP_DIRECTORY
 from fl_app.experiments.keeper import NETWORK
@@ -39,7 +40,8 @@ def running(command: list[str], directory: Path, network: str = "") -> Iterator[
     """Run a simulation until it has finished a round; yields the variable its processes carry. Everything is ended."""
     mark = f"ISOLATION={directory}"
     environment = flower_environment(directory / "flwr") | {"ISOLATION": str(directory), "TMPDIR": str(directory), NETWORK: network}
-    environment.pop(RAY_CLUSTER, None)  # this process has imported the ClientApp, which sets it
+    for name in RAY:
+        environment.pop(name, None)  # this process has imported the ClientApp, which sets them
     (directory / "flwr").mkdir()
     log = directory / "run.log"
     try:
@@ -139,6 +141,8 @@ def test_without_a_network_of_its_own_no_other_machine_joins(command: Callable[[
     with running(command(short), short, network="host") as mark:
         found = listeners(mark)
         assert len(found) > 3 and all(address.is_loopback for address, _ in found)
+        clients = [process for process in found.values() if process.name().startswith("ray::")]
+        assert {client.nice() for client in clients} == {psutil.Process().nice()}  # not starved by what runs beside them
         assert all(reachable(port, NOBODY) for _, port in found)
         assert ("no network of its own" in (short / "run.log").read_text()) == (command is corolla_run)
         with neighbour() as (other, here):
