@@ -111,6 +111,11 @@ class Cluster:
     def log(self, name: str) -> str:
         return (self.home / f"{name}.log").read_text(errors="replace")
 
+    def wait_for_nodes(self) -> None:
+        """Return when every SuperNode that was started is connected."""
+        nodes = self.processes.keys() - {"superlink"}
+        wait_for(lambda: all("SuperNode ID" in self.log(name) for name in nodes), every=0.2)
+
     def kill(self, name: str) -> None:
         """Kill -9 a process and all it started."""
         process = self.processes[name]

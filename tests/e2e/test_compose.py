@@ -42,6 +42,7 @@ def test_sites_of_containers_refuse_by_name(cluster: Cluster, tmp_path: Path) ->
         if client_id == 1:
             (site / "site.toml").write_text('methods = ["fedobp"]\n')
         start(cluster, tmp_path, client_id, "compose.yaml", {"num-partitions=4": "num-partitions=2", "/site/": f"{site}/"})
+    cluster.wait_for_nodes()
     config = {"method": "fedcac", "num-server-rounds": 2, "train-samples": 40, "local-epochs": 1, "min-available-clients": 1}
     run = Run(cluster, tmp_path / "r", 2, config | {"state-dir": str(tmp_path / "state")})
     run.finish()
@@ -62,6 +63,7 @@ def test_containers_with_keys_run_private_and_those_without_say_so(cluster: Clus
         }  # fmt: skip
         file, here = ("compose.tls.yaml", keyed) if client_id < 3 else ("compose.yaml", {})
         start(cluster, tmp_path, client_id, file, {**here, "/site/": f"{tmp_path}/none/"})
+    cluster.wait_for_nodes()
     config = {"method": "fedavg", "private": True, "num-server-rounds": 1, "train-samples": 40, "min-available-clients": 3}
     run = Run(cluster, tmp_path / "r", 4, config | {"state-dir": str(tmp_path / "state")})
     run.finish()

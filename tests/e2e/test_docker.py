@@ -110,7 +110,7 @@ def test_tls_and_authentication(expected: str) -> None:
     # plaintext is refused, and so is a SuperNode without a registered key
     node = "flower-supernode --superlink superlink:9092 --port 9099"
     ca = "--root-certificates /keys/ca.crt"
-    tried = compose("exec", "-T", "supernode-2", "sh", "-c", f"timeout 15 {node} --insecure; timeout 15 {node} {ca}", check=False)
+    tried = compose("exec", "-T", "supernode-2", "sh", "-c", f"timeout 30 {node} --insecure; timeout 60 {node} {ca}", check=False)
     said = tried.stdout + tried.stderr
     assert "SuperNode ID" not in said and "[code: 2001] SuperNode authentication is enabled" in said
     log = compose("logs", "superlink").stdout

@@ -54,6 +54,7 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
     cluster.start_superlink()
     for client_id, text in enumerate(rules):
         cluster.start_site(client_id, len(rules), text)
+    cluster.wait_for_nodes()
     config = CONFIG | {"min-available-clients": 3, "state-dir": str(tmp_path / "client-state"), "available-timeout": 300.0}
     run = Run(cluster, tmp_path / "r", len(rules), config)
     asked = cluster.home.parent / "nodes" / "sites" / "site-7" / "waiting"
