@@ -177,7 +177,7 @@ def overheard(update: type[LocalUpdate[Any]], heard: Heard) -> type[LocalUpdate[
 
         def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[Any]) -> Upload:
             """Upload honestly."""
-            upload = super().upload(before, after, state, ctx)
+            upload: Upload = super().upload(before, after, state, ctx)
             heard[ctx.client_id] = ctx.layout.take(before, ctx.shared).params, upload
             return upload
 

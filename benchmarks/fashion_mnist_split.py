@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fl_app.config import parse
 from fl_app.data import data_root, prepare
@@ -37,15 +39,16 @@ def main() -> None:
     )[: options.clients]  # fmt: skip
     images = np.concatenate([data.x_train, data.x_test])[:, 0]
     labels = np.concatenate([data.y_train, data.y_test])
-    arrays, ranges = {}, {}
+    arrays: dict[str, NDArray[Any]] = {}
+    ranges: dict[str, NDArray[Any]] = {}
     for k, name in enumerate(("train", "test")):
         chosen = np.concatenate([part[k] for part in parts])
         arrays |= {f"x_{name}": images[chosen], f"y_{name}": labels[chosen]}
         bounds = np.cumsum([0, *(len(part[k]) for part in parts)])
         ranges |= {f"{name}_idx_{i}": np.arange(a, b) for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))}
     options.output.mkdir(parents=True, exist_ok=True)
-    np.savez(options.output / "data.npz", **arrays)
-    np.savez(options.output / "split.npz", **ranges)
+    np.savez(options.output / "data.npz", **arrays)  # type: ignore[arg-type]
+    np.savez(options.output / "split.npz", **ranges)  # type: ignore[arg-type]
     counts = [len(arrays[f"y_{name}"]) for name in ("train", "test")]
     print(f"{len(parts)} clients, {counts[0]} training and {counts[1]} test images in {options.output}")
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import arguments, interleaved, machine
-from benchmarks.training import client_data, configure, ours, plain, relative
+from benchmarks.training import Shape, client_data, configure, ours, plain, relative
 from client_app.loaded import resolve_device
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
@@ -50,7 +50,7 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def correctness(config: RunConfig, data: ClientData, shape: dict[str, int], start: Model) -> dict[str, float]:
+def correctness(config: RunConfig, data: ClientData, shape: Shape, start: Model) -> dict[str, float]:
     """Differences from the CPU: one step by precision, in units of the step; and the evaluation's loss, relative."""
     step = dataclasses.replace(config, local_epochs=1)
     on_cpu = dataclasses.replace(step, device="cpu")
@@ -63,13 +63,13 @@ def correctness(config: RunConfig, data: ClientData, shape: dict[str, int], star
         for precision in TOLERANCE
     }
     losses = [
-        LocalTrainer(models.build(c.model, **shape), c, first, 1, 0).evaluate(start)[0]  # type: ignore[arg-type]
+        LocalTrainer(models.build(c.model, **shape), c, first, 1, 0).evaluate(start)[0]
         for c in (step, on_cpu)
     ]
     return found | {"float32: evaluation's difference from the CPU": abs(losses[0] / losses[1] - 1)}
 
 
-def speed(config: RunConfig, data: ClientData, shape: dict[str, int], start: Model, repeats: int) -> dict[str, Any]:
+def speed(config: RunConfig, data: ClientData, shape: Shape, start: Model, repeats: int) -> dict[str, Any]:
     """Samples per second of the plain loop and of ours, by precision, and ours' peak memory on the GPU."""
     device = resolve_device(config.device)
 
@@ -131,8 +131,8 @@ def check(device: torch.device, small: bool) -> tuple[dict[str, Any], list[str]]
     for name, (side, channels) in SHAPES.items():
         config = configure(model=name, local_epochs=epochs, batch_size=BATCH, learning_rate=0.01, device=str(device))
         data = client_data(samples, side, channels)
-        shape = {"in_channels": channels, "num_classes": 10, "image_size": side}
-        start = weights.read(models.build(name, **shape))  # type: ignore[arg-type]
+        shape = Shape(in_channels=channels, num_classes=10, image_size=side)
+        start = weights.read(models.build(name, **shape))
         differences = correctness(config, data, shape, start)
         wrong += [f"{name}, {what}: {d:.2g}" for what, d in differences.items() if not d <= TOLERANCE[what.split(":")[0]]]
         results[name] = {**differences, **speed(config, data, shape, start, repeats)}

@@ -6,6 +6,7 @@ python -m benchmarks.kernels --short    # d = 3.7 million; beside plain NumPy in
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ def plain(W: Stack, bits: masks.Bits, round: int, beta: int) -> NDArray[np.float
         ones = critical.astype(np.float32)
         chosen |= fedcac.collaborators((ones @ ones.T).astype(np.float64) / ones[0].sum(), round, beta)
     groups = (chosen / chosen.sum(axis=1, keepdims=True)).astype(np.float32) @ W
-    return np.where(critical, groups, W.mean(axis=0))
+    mixed: NDArray[np.float32] = np.where(critical, groups, W.mean(axis=0))
+    return mixed
 
 
 def main() -> None:
@@ -98,7 +100,7 @@ def main() -> None:
     small = [size // 10 for size in RESNET18]
     for n in (10, 20, 40, 80) if options.short else (10, 20, 40, 80, 160, 320):
         U, own = stack(n, sum(small)), random_masks(n, small, 0.5)
-        cases = {"copy": U.copy, "fedcac": lambda U=U, own=own: fedcac.personalize(U, own, 1, beta=100)}
+        cases = {"copy": U.copy, "fedcac": partial(fedcac.personalize, U, own, 1, beta=100)}
         at = interleaved(cases, repeats, short=options.short)
         curve[n] = {"seconds": at["fedcac"], "per copy": at["fedcac"] / at["copy"]}
     results[f"fedcac by number of clients, d = {sum(small)}"] = curve

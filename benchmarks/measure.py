@@ -10,7 +10,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ SLACK = 2.0  # a short run fails only beyond this factor of the target
 
 
 def interleaved(
-    cases: dict[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.perf_counter, *, short: bool = False
+    cases: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.perf_counter, *, short: bool = False
 ) -> dict[str, float]:
     """Return the median seconds of each case, measured in turn so that a slow moment hits them all.
 

@@ -22,12 +22,13 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from benchmarks.measure import arguments, finish, interleaved
-from benchmarks.training import client_data
+from benchmarks.training import Shape, client_data
 from client_app.state import State
 from client_app.trainer import LocalTrainer
 from fl_app import weights
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData
+from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload
@@ -107,7 +108,7 @@ def local_round(method: Method[Any], context: RoundContext[Any], received: Model
 class Client:
     """One client of a method and the server it talks to, without messages."""
 
-    def __init__(self, config: RunConfig, data: ClientData, shape: dict[str, int]) -> None:
+    def __init__(self, config: RunConfig, data: ClientData, shape: Shape) -> None:
         method = METHODS[config.method]
         self.config, self.data, self.method, self.shape = config, data, method, shape
         module = method.network(config, **shape)
@@ -162,10 +163,11 @@ def solve(context: RoundContext[Any]) -> Callable[[], object]:
 
 def measure(model: str, side: int, channels: int, batch: int, steps: int, repeats: int) -> dict[str, float]:
     """Median seconds of a round, by method."""
-    data, shape = client_data(batch * steps, side, channels), {"in_channels": channels, "num_classes": 10, "image_size": side}
+    data = client_data(batch * steps, side, channels)
+    shape = Shape(in_channels=channels, num_classes=10, image_size=side)
     cases: dict[str, Callable[[], object]] = {}
     for method in METHODS:
-        raw = {"method": method, "model": model, "num-clients": 1, "local-epochs": EPOCHS, "batch-size": batch}
+        raw: dict[str, Scalar] = {"method": method, "model": model, "num-clients": 1, "local-epochs": EPOCHS, "batch-size": batch}
         client = Client(parse({**raw, "learning-rate": 0.01, "device": "cpu"}, METHOD_PARAMS), data, shape)
         if method == "fedavg":
             context, received = client.context(1)

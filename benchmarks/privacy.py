@@ -19,11 +19,12 @@ from benchmarks.kernels import RESNET18, random_masks, stack
 from benchmarks.measure import arguments, finish, interleaved
 from client_app.private import Masker, properties
 from fl_app.config import RunConfig
+from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.privacy import masking, overlaps, sites
 from fl_app.privacy.sites import PEERS, Keyring, keyring
 from fl_app.wire import PRIVATE, SUM, Download, Upload
-from strategies import fedcac, linkage, masks
+from strategies import aggregate, fedcac, linkage, masks
 
 N = 40
 
@@ -45,7 +46,7 @@ def site_keys(directory: Path) -> Path:
 def asked(keys: Keyring) -> Download:
     """What the server asks client 0 for, in one group of all."""
     sealed = str(properties(keys)[f"{PRIVATE}-sealed"]).split(",")[0]
-    said = {"members": ",".join(map(str, range(N))), "weight": 1.0, "clients": N, "sealed": sealed, "sealer": 0}
+    said: dict[str, Scalar] = {"members": ",".join(map(str, range(N))), "weight": 1.0, "clients": N, "sealed": sealed, "sealer": 0}
     return Download("train", 1, 0, "benchmark", NOTHING, method={f"{PRIVATE}-{name}": value for name, value in said.items()})
 
 
@@ -89,7 +90,7 @@ def main() -> None:
         seconds = interleaved(
             {
                 "client": client, "client: keys": lambda: keyring(str(path), 0, 0, N),
-                "client: merge": lambda: fedcac.aggregate.merge(own, uploads[1], uploads[2]),
+                "client: merge": lambda: aggregate.merge(own, uploads[1], uploads[2]),
                 "server": lambda: server(words, bits, d, k), "plain server": lambda: plain(W, uploads, bits),
             },
             repeats, time.process_time,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -33,13 +33,21 @@ def client_data(samples: int, side: int, channels: int) -> ClientData:
     return ClientData(x, y, x[:1], y[:1], info)
 
 
+class Shape(TypedDict):
+    """What a network is built for."""
+
+    in_channels: int
+    num_classes: int
+    image_size: int
+
+
 def configure(**keys: Scalar) -> RunConfig:
     """Parse keys in snake case; FedAvg, whose name alone does not need the strategies."""
     named: dict[str, Scalar] = {name.replace("_", "-"): value for name, value in keys.items()}
     return parse({"method": "fedavg", **named}, {"fedavg": NoParams})
 
 
-def plain(config: RunConfig, data: ClientData, shape: dict[str, int], start: Model, layout: torch.memory_format) -> Model:
+def plain(config: RunConfig, data: ClientData, shape: Shape, start: Model, layout: torch.memory_format) -> Model:
     """The loop everybody writes: torch.optim.SGD, float32, the same batches."""
     device = resolve_device(config.device)
     module = models.build(config.model, **shape)
@@ -50,14 +58,14 @@ def plain(config: RunConfig, data: ClientData, shape: dict[str, int], start: Mod
     optimizer = torch.optim.SGD(module.parameters(), lr=config.learning_rate)
     generator = torch.Generator().manual_seed(rng.torch_seed(config.seed, "train", 1, 0))
     for _ in range(config.local_epochs):
-        for chosen in torch.randperm(len(y), generator=generator).to(device).split(config.batch_size):
+        for chosen in torch.randperm(len(y), generator=generator).to(device).split(config.batch_size):  # type: ignore[no-untyped-call]
             optimizer.zero_grad()
-            cross_entropy(module(x[chosen]), y[chosen]).backward()
+            cross_entropy(module(x[chosen]), y[chosen]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
     return weights.read(module)
 
 
-def ours(config: RunConfig, data: ClientData, shape: dict[str, int], start: Model) -> Model:
+def ours(config: RunConfig, data: ClientData, shape: Shape, start: Model) -> Model:
     """The same by LocalTrainer."""
     return LocalTrainer(models.build(config.model, **shape), config, data, 1, 0).train(start)
 
@@ -84,7 +92,7 @@ def main() -> None:
         config = configure(model=name, local_epochs=1, batch_size=batch, learning_rate=0.01, device="cpu")
         half = dataclasses.replace(config, precision="bfloat16")
         data, one_batch = (client_data(batch * steps, side, channels) for steps in (4 if options.short else 12, 1))
-        shape = {"in_channels": channels, "num_classes": 10, "image_size": side}
+        shape = Shape(in_channels=channels, num_classes=10, image_size=side)
         start = weights.read(models.build(name, **shape))
         cases: dict[str, Callable[[], Model]] = {
             "plain": partial(plain, config, data, shape, start, torch.contiguous_format),
