@@ -21,7 +21,7 @@ STAGES = {"": "before", "-finetuned": "fine-tuned"}
 CAPTION = (
     "tests: evaluations of all clients, before and after a client fine-tunes; last / best of a run's tests. mean: over clients; "
     f"pooled: over all test samples. trained: a round's clients after training, last {LAST_ROUNDS} rounds. distance: median of "
-    "the differences from the published figures, signs aside"
+    "the differences from the published figures, signs aside, without the rows that are of another method than they say"
 )
 
 
@@ -56,17 +56,19 @@ def over_seeds(runs: Sequence[Run]) -> dict[str, Figure]:
 def distances(lines: Sequence[Line], found: Sequence[Mapping[str, Figure]]) -> dict[str, float]:
     """Return, in per cent points, how far each figure that all lines have is from the published ones: the median of the lines.
 
-    So that it says which figure a paper prints, too, where single rows of the paper are of something else.
+    So that it says which figure a paper prints, it leaves out the rows that are of another method than they say. Empty unless two
+    others are left.
     """
     names = [name for name in found[0] if all(name in one for one in found)]
-    pairs = [(line.preset.published.mean, one) for line, one in zip(lines, found, strict=True) if line.preset.published]
-    return {name: statistics.median(abs(100 * one[name][0] - published) for published, one in pairs) for name in names}
+    pairs = [(line.preset.published, one) for line, one in zip(lines, found, strict=True) if not line.preset.ran]
+    away = {name: [abs(100 * one[name][0] - published.mean) for published, one in pairs if published] for name in names}
+    return {name: statistics.median(values) for name, values in away.items() if len(values) > 1}
 
 
 def table(lines: Sequence[Line]) -> list[list[str]]:
     """Return every figure of groups of runs beside the published one, header first, in per cent; last / best in one cell.
 
-    Where there are several groups, a last line has the distances. Empty if no run has any figure.
+    A last line has the distances, if there are any. Empty if no run has any figure.
     """
     found = [over_seeds(line.runs) for line in lines]
     names = list(dict.fromkeys(name for one in found for name in one))
@@ -85,7 +87,6 @@ def table(lines: Sequence[Line]) -> list[list[str]]:
     for line, one in zip(lines, found, strict=True):
         shown = {name: show(value) for name, value in one.items()}
         out.append([line.preset.name, str(line.preset.published), *(cell(shown, column) for column in columns)])
-    if len(lines) > 1:
-        away = {name: f"{value:.2f}" for name, value in distances(lines, found).items()}
+    if away := {name: f"{value:.2f}" for name, value in distances(lines, found).items()}:
         out.append(["distance", "", *(cell(away, column) for column in columns)])
     return out

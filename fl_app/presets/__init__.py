@@ -6,7 +6,8 @@ fl_app/presets/*.toml holds two kinds of files. A plain one (demo.toml) is a run
 `datasets` entry, its `splits` entry, the table, the column, and of the row's `methods` entry, later ones winning; keys of
 other methods' tables are dropped. `rows` are the published figures in per cent, column by column: 86.82±1.18 or
 87.02(0.17), "-" for none. `notes` say where a setting departs from the paper or is not in it; `metric` is the figure of ours
-that is compared (fl_app/experiments/compare.py; "" if a run does not record it).
+that is compared (fl_app/experiments/compare.py; "" if a run does not record it); a method's `ran` says what the table's
+authors ran under its name, where that was another method.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Preset:
     """Settings (flat run config) with their source.
 
     paper and source name the cell; repeats: runs behind it; metric: which figure of ours it is; notes: where the settings
-    depart from the paper. All are empty for presets of our own.
+    depart from the paper; ran: the other method that the cell is of, "" if it is of the one it names. All are empty for presets of
+    our own.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Preset:
     metric: str = ""
     repeats: int = 0
     notes: tuple[str, ...] = ()
+    ran: str = ""
 
 
 @functools.cache
@@ -84,6 +87,8 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                 dataset, split = paper["datasets"][column["dataset"]], paper.get("splits", {}).get(column.get("split"), {})
                 layers = (paper, dataset, split, table, column, entry)
                 settings: dict[str, Scalar] = {}
+                ran = entry.get("ran", "")
+                other = [f"{paper['paper']}'s table ran another method under this name: {ran}"] if ran else []
                 for layer in layers:
                     settings |= flatten(layer.get("settings", {}))
                 method = str(settings["method"])
@@ -97,7 +102,8 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                     + ", ".join(label for label in (dataset["label"], column.get("label", "")) if label),
                     metric=entry.get("metric", paper["metric"]),
                     repeats=paper["repeats"],
-                    notes=tuple(note for layer in layers for note in layer.get("notes", ())),
+                    notes=(*(note for layer in layers[:-1] for note in layer.get("notes", ())), *other, *entry.get("notes", ())),
+                    ran=ran,
                 )
 
 
