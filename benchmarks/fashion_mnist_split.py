@@ -1,4 +1,4 @@
-"""The first clients of FedOBP's Fashion-MNIST split, as an npz data set and a partition file.
+"""The first clients of a split like FedOBP's of Fashion-MNIST, as an npz data set and a partition file.
 
 FedOBP's setting has 100 clients: all 70,000 images divided per class by Dirichlet(0.1), a quarter of each client's images for
 test. A machine of two cores bears 20 of them:

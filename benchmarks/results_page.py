@@ -16,7 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import fashion_mnist_table
+from benchmarks import differences, fashion_mnist_table
 from fl_app import plugins, presets
 from fl_app.experiments import candidates, compare, sweep
 from fl_app.experiments.compare import Line
@@ -188,7 +188,7 @@ def block(name: str, results: Path) -> str:
         return own_table(name, results)
     points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
     lines = lines_of(name, results)
-    command = f"`corolla sweep sweeps/{name}.toml --in-process`"
+    command = f"`corolla sweep sweeps/{name}.toml --in-process"
     after = f"then `corolla runs runs/{name} --collect results/{name}` and `make docs`"
     left = missing(points, lines)
     text = [""]
@@ -198,12 +198,13 @@ def block(name: str, results: Path) -> str:
             how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
             text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]
         text += [*curves(lines, CURVES[name])] if name in CURVES else []
+        text += [*differences.table(lines)] if len(lines) > 1 else []
         text += settings_that_differ(lines)
         text += [*notes(lines), *as_run(results), ""]
     if left and lines:
-        text += [f"Not run yet: {', '.join(left)}. {command} goes on with them, {after}.", ""]
+        text += [f"Not run yet: {', '.join(left)}. {command} --only RUN` makes one (`--dry-run` lists them), {after}.", ""]
     elif left:
-        text += [f"None of its {len(points)} runs has been made yet: {command}, {after}.", ""]
+        text += [f"None of its {len(points)} runs has been made yet: {command}`, {after}.", ""]
     return "\n".join(text)
 
 

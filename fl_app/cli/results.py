@@ -48,8 +48,8 @@ def compare(
             typer.echo()
             show_table(every)
             typer.echo(candidates.CAPTION)
-    for line in lines:
-        typer.echo("\n".join([f"\n{line.preset.name}", *(f"  {text}" for text in comparing.describe(line))]))
+        for title, texts in comparing.described(lines):
+            typer.echo("\n".join([f"\n{title}", *(f"  {text}" for text in texts)]))
     matched = {id(run) for line in lines for run in line.runs}
     for run in found:
         if id(run) not in matched:

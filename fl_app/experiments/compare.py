@@ -59,17 +59,18 @@ def _last_rounds(run: Run) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _best_tested(run: Run) -> float | None:
-    tests = (r["evaluation"].get("accuracy-pooled") for r in run.folder.rounds.values() if r.get("evaluation"))
+def _best_tested(run: Run, stage: str = "") -> float | None:
+    tests = (r["evaluation"].get(f"accuracy{stage}-pooled") for r in run.folder.rounds.values() if r.get("evaluation"))
     known: list[float] = [value for value in tests if value is not None]
-    return max(known, default=run.folder.summary["final-accuracy-pooled"])
+    return max(known, default=run.folder.summary.get(f"final-accuracy{stage}-pooled"))
 
 
+BEST_TESTED = "best-tested-accuracy-pooled"
 METRICS: dict[str, tuple[str, Callable[[Run], float | None]]] = {
     "best-accuracy": (
         "highest round of the mean over clients, before training", lambda run: run.folder.summary["best-accuracy"]
     ),
-    "best-tested-accuracy-pooled": ("the best test of all clients (evaluate-every), over all test samples", _best_tested),
+    BEST_TESTED: ("the best test of all clients (evaluate-every), over all test samples", _best_tested),
     "final-accuracy-finetuned-pooled": (
         "all clients' test data after the last round, each with the model it fine-tuned",
         lambda run: run.folder.summary.get("final-accuracy-finetuned-pooled"),
@@ -88,9 +89,10 @@ def measure(runs: Iterable[Run], metric: str) -> tuple[float, float | None] | No
 
 
 def finetuned(runs: Sequence[Run], metric: str) -> tuple[float, float | None] | None:
-    """Mean and std of the fine-tuned accuracy, pooled over samples where the paper's figure is; None if a run lacks it."""
+    """Mean and std of the fine-tuned accuracy, best of the tests or pooled where the paper's figure is; None if a run lacks it."""
     name = "final-accuracy-finetuned" + "-pooled" * metric.endswith("-pooled")
-    known = [value for run in runs if (value := run.folder.summary.get(name)) is not None]
+    values = (_best_tested(run, "-finetuned") if metric == BEST_TESTED else run.folder.summary.get(name) for run in runs)
+    known = [value for value in values if value is not None]
     return mean_std(known) if len(known) == len(runs) else None
 
 
@@ -175,14 +177,23 @@ def describe(line: Line) -> list[str]:
     text = [f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")]
     text.append(f"ours: {metric}, {METRICS[metric][0]}" if metric else "ours: a run does not record the paper's figure")
     if line.finetuned:
+        when = "the best test of all clients" if metric == BEST_TESTED else "all clients after the last round"
         how = "pooled over all samples" if metric.endswith("-pooled") else "mean over clients"
-        text.append(f"ours, fine-tuned: all clients after the last round, {how}")
+        text.append(f"ours, fine-tuned: {when}, {how}")
     if line.runs[0].config.scale != "full":
         text.append("ours was cut by --scale small: not comparable with the paper")
     if line.differences:
         pairs = [f"{key} {shown(mine)} (paper: {shown(theirs)})" for key, mine, theirs in line.differences]
         text.append(f"settings that differ: {', '.join(pairs)}")
     return text + [f"note: {note}" for note in preset.notes]
+
+
+def described(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
+    """Return what must be known about several lines, under `all rows` what is so of each, then under its preset what is its own."""
+    texts = [describe(line) for line in lines]
+    common = [text for text in texts[0] if all(text in other for other in texts)] if len(lines) > 1 else []
+    own = [(line.preset.name, [text for text in about if text not in common]) for line, about in zip(lines, texts, strict=True)]
+    return [("all rows", common)] * bool(common) + own
 
 
 def shown(value: Scalar | None) -> str:

@@ -71,14 +71,29 @@ def test_one_method_and_partition_in_two_papers(tmp_path: Path) -> None:
     assert line.ours == (0.6, None) and [d[0] for d in line.differences] == ["local-epochs"]
 
 
+def test_what_is_so_of_all_rows_is_said_once(tmp_path: Path) -> None:
+    for name in ("fedper", "fedrep"):
+        run_folder(tmp_path, name, f"fedobp/cifar10-dirichlet-0.1/{name}", {"final-accuracy-pooled": 0.6}, momentum=0.5)
+    run_folder(tmp_path, "b", "fedobp/cifar10-dirichlet-0.1/fedavg", {"final-accuracy-pooled": 0.6}, momentum=0.5)
+    found = compare.described(lines(tmp_path))
+    own = dict(found)
+    assert found[0][0] == "all rows" and "settings that differ: momentum 0.5 (paper: 0)" in own["all rows"]
+    assert sum("settings that differ" in text for _, texts in found for text in texts) == 1
+    fedavg, fedper = own["fedobp/cifar10-dirichlet-0.1/fedavg"], own["fedobp/cifar10-dirichlet-0.1/fedper"]
+    assert len(fedavg) == 1 and fedavg[0].startswith("published: ") and "note: its code base, FL-bench" in fedper[1]
+    (alone,) = compare.described(lines(tmp_path / "b"))
+    assert len(alone[1]) == len(fedavg) + len(own["all rows"])
+
+
 def test_the_fine_tuned_figure_is_pooled_where_the_papers_is(tmp_path: Path) -> None:
     tuned = {"final-accuracy-finetuned": 0.7, "final-accuracy-finetuned-pooled": 0.8}
     for name, value, how in (
-        ("fedobp/cifar10-dirichlet-0.1/fedavg", 0.8, "pooled over all samples"), ("fedcac/cifar10-dirichlet-0.1", 0.7, "mean"),
-    ):  # fmt: skip
+        ("fedobp/cifar10-dirichlet-0.1/fedavg", 0.8, "the best test of all clients, pooled over all samples"),
+        ("fedcac/cifar10-dirichlet-0.1", 0.7, "all clients after the last round, mean over clients"),
+    ):
         (line,) = lines(run_folder(tmp_path, name, name, tuned))
         assert line.finetuned == (value, None)
-        assert any(f"ours, fine-tuned: all clients after the last round, {how}" in text for text in compare.describe(line))
+        assert f"ours, fine-tuned: {how}" in compare.describe(line)
     (line,) = lines(run_folder(tmp_path, "older", "fedobp/cifar10-dirichlet-0.1/fedavg", {"final-accuracy-finetuned": 0.7}))
     assert line.finetuned is None
 

@@ -13,7 +13,7 @@ import tomllib
 from functools import cache
 from typing import Any
 
-from benchmarks import fashion_mnist_table, results_page
+from benchmarks import differences, fashion_mnist_table, results_page
 from fl_app import plugins, presets
 from fl_app.experiments import candidates, compare
 from fl_app.experiments.compare import Line, Run
@@ -23,8 +23,8 @@ RESULTS = results_page.ROOT / "results"
 COLUMN, DRAWN = "fedobp-fashion-mnist", "fedobp-fashion-mnist-drawn"
 LOGS = tomllib.loads(results_page.LOGGED.read_text(encoding="utf-8"))
 SETTINGS = re.compile(
-    r"Dirichlet\(?,? ?0\.1|learning rate 0\.01|μ = 0\.01|threshold 0\.4|[Mm]omentum is 0\.7|\*Momentum\.\* With 0\.7|"
-    r"the configuration beside their code has 0|30 rounds of 2 local|2 local epochs|60 rounds instead|β 12 instead"
+    r"Dirichlet\(?,? ?0\.1|learning rate 0\.01|μ = 0\.01|[Mm]omentum is 0\.7|0\.4 is a quantile|"
+    r"Differences of less than 0\.2 points"
 )
 FIGURE = re.compile(r"\d+\.\d+|\b\d+ points?\b")
 
@@ -89,6 +89,28 @@ def as_run(row: str) -> float:
     return max(100 * float(test["accuracy-pooled"]) for test in made["tests"].values())
 
 
+def early_run() -> Run:
+    return compare.load([RESULTS / results_page.EARLY / "seed=0,Local-2e2c77"], METHOD_PARAMS)[0][0]
+
+
+def early_rounds() -> list[int]:
+    """In how many rounds each of the early stage's clients takes part."""
+    took = [i for record in early_run().folder.rounds.values() for i in record["clients"]]
+    return [took.count(i) for i in set(took)]
+
+
+def early_samples() -> int:
+    return sum(row["test-samples"] for row in early_run().folder.rounds[30]["evaluation"]["clients"].values())
+
+
+def image_error(method: str) -> float:
+    """Standard error of the difference of two figures over other test images each, in points."""
+    share = best(method) / 100
+    sizes = [sum(row["test-samples"] for row in seed(0, method, of).folder.rounds[400]["evaluation"]["clients"].values())
+             for of in (COLUMN, DRAWN)]  # fmt: skip
+    return float(100 * sum(share * (1 - share) / size for size in sizes) ** 0.5)
+
+
 @cache
 def early() -> dict[str, list[float]]:
     """The early stage's figures by method, as its table has them: final, pooled, fine-tuned, before, after."""
@@ -97,83 +119,113 @@ def early() -> dict[str, list[float]]:
     return {name: [float(value) for value in values[:5]] for name, *values in cells}
 
 
+def last_clients(run: Run) -> list[list[float]]:
+    """What the clients of the round before a test have in it, and all others: by test, over their samples, in per cent."""
+    found: list[list[float]] = [[], []]
+    for t in candidates.tests(run):
+        record = run.folder.rounds[t]
+        rows = record["evaluation"]["clients"]
+        for figures, took in zip(found, (True, False), strict=True):
+            own = [row for i, row in rows.items() if (i in record["clients"]) is took]
+            right = sum(row["accuracy"] * row["test-samples"] for row in own)
+            figures.append(100 * right / sum(row["test-samples"] for row in own))
+    return found
+
+
+def apart(method: str, stage: str = "before", of: str = COLUMN) -> list[float]:
+    """How far from FedOBP before fine-tuning, without the sign, and half the interval, as the page's tables have them."""
+    found = differences.beside(column(of)[method], column(of)["fedobp"], stage)
+    assert found is not None
+    return [abs(100 * value) for value in found]
+
+
+def lost(method: str) -> list[int]:
+    """How many right answers fine-tuning costs each client, best test against best test, seed 0."""
+    before, after = (differences.best_test(seed(0, method), stage) for stage in differences.STAGES)
+    assert before is not None and after is not None
+    return [round(before[i][0] - after[i][0]) for i in before]
+
+
 def claims() -> list[tuple[str, list[Any]]]:
     """Sentences of the page, and the figures in them."""
-    near = [below(method) for method in ("fedobp", "fedper", "fedrep", "lg-fedavg", "feddpa", "local")]
-    tuned = {method: best(method, "fine-tuned") - best(method) for method in column(COLUMN)}
-    fedavg, drawn = accuracies(seed(0, "fedavg")), accuracies(seed(0, "fedavg", DRAWN))
+    near = [below(method) for method in ("fedobp", "fedper", "fedrep", "lg-fedavg", "local")]
+    tuned = {method: best(method, "fine-tuned") - best(method) for method in ("floco", "apfl")}
+    fedavg = seed(0, "fedavg")
+    last, others = last_clients(fedavg)
     replayed = beside_logs()[REPLAYED, "fedavg", 0.0]
     newcomers, same = (accuracies(beside_logs()[way, "fedper", 0.7]) for way in (AS_LOGGED, REPLAYED))
     gain = [a - b for a, b in zip(newcomers, same, strict=True)]
     local, as_logged = beside_logs()["local", "local", 0.7], {m: beside_logs()[AS_LOGGED, m, 0.7] for m in ("fedper", "fedavg")}
-    last = {method: accuracies(run)[-1] - logged(method)[-1] for method, run in {"local": local, **as_logged}.items()}
+    off = {m: [a - b for a, b in zip(accuracies(run), logged(m), strict=True)] for m, run in {"local": local, **as_logged}.items()}
     first = as_logged["fedper"].folder.rounds[1]
     samples = sum(client["test-samples"] for client in first["clients"].values())
     moved = [abs(best(method) - best(method, of=DRAWN)) for method in column(DRAWN) if method != "fedavg"]
+    fedavg_moved = best("fedavg", of=DRAWN) - best("fedavg")
     lower = [below(method, DRAWN) for method in column(DRAWN)]
-    apart = printed("fedobp") - printed("fedavg")
-    own = early()
+    own, rounds = early(), early_rounds()
+    test_set = sum(size for _, size in (differences.best_test(fedavg, "before") or {}).values())
     return [
-        ("Local end {:.1f} to {:.1f} points below print; FLOCO ends {:.1f} below", [min(near), max(near), below("floco")]),
-        ("pFedFDA ends {:.1f}, APFL {:.1f}, FLUTE {:.1f} and FedALA {:.1f} points above",
+        ("A test set is some {:,} images", [round(test_set, -2)]),
+        ("LG-FedAvg and Local are {:.1f} to {:.1f} points below print. FLOCO is {:.1f} below",
+         [min(near), max(near), below("floco")]),
+        ("pFedFDA is {:.1f}, APFL {:.1f}, FLUTE {:.1f} and FedALA {:.1f} points above the printed rows.",
          [-below(method) for method in ("pfedfda", "apfl", "flute", "fedala")]),
-        ("{:.2f} and {:.2f} before fine-tuning.", [best("fedobp"), best("pfedfda")]),
-        ("Then come FedALA {:.2f}, FLUTE {:.2f} and FedPer {:.2f}",
-         [best(method) for method in sorted(column(COLUMN), key=best, reverse=True)[2:5]]),
-        ("which has {:.2f}; FedOBP fine-tuned has {:.2f}.", [best("fedavg", "fine-tuned"), best("fedobp", "fine-tuned")]),
-        ("The printed {:.1f} points between the two", [apart]),
-        ("fine-tuned APFL {:.2f}, FedDPA {:.2f} and FedAvg {:.2f}, FedOBP {:.2f}.",
-         [max(LOGS["best"][method]) for method in ("apfl", "feddpa", "fedavg", "fedobp")]),
-        ("(FLUTE {:.2f}, printed {:.2f})", [LOGS["best"]["flute"][0], printed("flute")]),
-        ("moves by {:.1f} points from round to round; our four tests have {:.1f} to {:.1f}.",
-         [statistics.stdev(late(seed(0, "fedavg"))), min(fedavg), max(fedavg)]),
-        ("our rows move by {:.1f} to {:.1f} points, FedAvg's by {:.1f}.",
-         [min(moved), max(moved), best("fedavg", of=DRAWN) - best("fedavg")]),
-        ("It lifts FedAvg by {:.1f} points, FLOCO by {:.1f} and APFL by {:.1f}, and lowers FedRep by {:.1f}, FLUTE by {:.1f} and "
-         "FedOBP by {:.1f}.", [abs(tuned[method]) for method in ("fedavg", "floco", "apfl", "fedrep", "flute", "fedobp")]),
-        ("FedAvg end within {:.1f} points of them", [max(map(abs, last.values()))]),
+        ("pFedFDA is level with it ({:.2f} ± {:.2f} above), FedALA {:.2f} ± {:.2f} below and FLUTE {:.2f} ± {:.2f}.",
+         [*apart("pfedfda"), *apart("fedala"), *apart("flute")]),
+        ("second in print, is {:.2f} ± {:.2f} below.", apart("fedper")),
+        ("the printed gap of {:.1f} points between FedOBP and FedAvg.", [printed("fedobp") - printed("fedavg")]),
+        ("bring FedAvg to {:.2f} ± {:.2f} below FedOBP, on another split to {:.2f} ± {:.2f} below.",
+         [*apart("fedavg", "fine-tuned"), *apart("fedavg", "fine-tuned", DRAWN)]),
+        ("fine-tuned FedAvg has {:.2f}, FedOBP {:.2f}.", [LOGS["best"]["fedavg"][1], max(LOGS["best"]["fedobp"])]),
+        ("the ten clients of that round have {:.1f}, {:.1f}, {:.1f} and {:.1f}, the others {:.1f}, {:.1f}, {:.1f} and {:.1f};",
+         [*last, *others]),
+        ("On another split of the same kind five rows are {:.1f} to {:.1f} points lower and FedAvg {:.1f} higher.",
+         [min(moved), max(moved), fedavg_moved]),
+        ("FLUTE and FedDPA are printed with ± {:.2f}", [max(_published(name).std or 0 for name in ("FLUTE", "FedDPA"))]),
+        ("It adds {:.1f} points to FLOCO and {:.1f} to APFL; of the {} images that FedRep loses, {} are one client's.",
+         [tuned["floco"], tuned["apfl"], sum(lost("fedrep")), max(lost("fedrep"))]),
+        ("and Local within {:.1f} points after 400 rounds.", [max(abs(values[-1]) for values in off.values())]),
         ("it has {:.2f}, {:.1f} points below print.", [as_run("flute"), printed("flute") - as_run("flute")]),
         ("trains the body too and lies {:.0f} points above", [-below("flute")]),
-        ("its printed row lies at FedAvg's, printed {:.2f}.", [printed("fedavg")]),
+        ("a row at FedAvg's, printed {:.2f}.", [printed("fedavg")]),
         ("with the received one and lies {:.0f} points above", [-below("fedala")]),
-        ("APFL as its authors' code has it lies {:.0f} points above", [-below("apfl")]),
-        ("moves by {:.1f} points (standard deviation)", [statistics.stdev(late(seed(0, "fedavg")))]),
-        ("With our draw of clients the tests have {:.1f}, {:.1f}, {:.1f} and {:.1f}", fedavg),
+        ("APFL lies {:.0f} points above the printed row.", [-below("apfl")]),
+        ("Its authors' method lies {:.1f} points above the printed row.", [-below("pfedfda")]),
+        ("(60 % of every tensor personal, no constraint), {:.1f} points below print.", [below("feddpa")]),
+        ("With our draw of clients the tests have {:.1f}, {:.1f}, {:.1f} and {:.1f}", accuracies(fedavg)),
         ("all else equal, {:.1f}, {:.1f}, {:.1f} and {:.1f} (next table): {:.1f} points below print, not {:.1f}.",
          [*accuracies(replayed), printed("fedavg") - max(accuracies(replayed)), below("fedavg")]),
-        ("both draws have the same mean, {:.1f} and {:.1f}.",
-         [statistics.mean(late(seed(0, "fedavg"))), statistics.mean(late(replayed))]),
+        ("both draws have the same mean, {:.1f} and {:.1f}.", [statistics.mean(late(fedavg)), statistics.mean(late(replayed))]),
+        ("(FLUTE {:.2f}, printed {:.2f};", [LOGS["best"]["flute"][0], printed("flute")]),
         ("of the {:,} test images of the first round's clients they guess {:.0f} right, in the log {:.0f}.",
          [samples, samples * first["accuracy-before-pooled"], samples * LOGS["first-round"] / 100]),
-        ("Local is {:.2f} points below the log, FedPer {:.2f} below, FedAvg {:.2f} above",
-         [-last["local"], -last["fedper"], last["fedavg"]]),
-        ("FedPer is {:.1f} and FedAvg {:.1f} below, where FedAvg's single rounds scatter by {:.0f} points.",
-         [*(LOGS["last-100-rounds"][method] - statistics.mean(late(run)) for method, run in as_logged.items()),
-          statistics.stdev(late(as_logged["fedavg"]))]),
+        ("Local is {:.2f} points below the log, FedPer {:.2f} below, FedAvg {:.2f} above ({:.1f} below after round 100)",
+         [-off["local"][-1], -off["fedper"][-1], off["fedavg"][-1], -off["fedavg"][0]]),
+        ("FedPer is {:.1f} and FedAvg {:.1f} below.",
+         [LOGS["last-100-rounds"][method] - statistics.mean(late(run)) for method, run in as_logged.items()]),
         ("FedPer's four tests are {:.1f} to {:.1f} points higher", [min(gain), max(gain)]),
-        ("Local has {:.1f} and FedPer {:.1f} points more than with 0",
-         [max(accuracies(local)) - best("local"), max(accuracies(beside_logs()["fedper", "fedper", 0.7])) - best("fedper")]),
-        ("All six stand in print's order, {:.1f} to {:.1f} points (best, pooled) below it", [min(lower), max(lower)]),
-        ("the five but FedAvg are {:.1f} to {:.1f} points below print.",
-         [pick(below(method) for method in column(DRAWN) if method != "fedavg") for pick in (min, max)]),
-        ("FedAvg's tests after rounds 100, 200, 300 and 400 have {:.1f}, {:.1f}, {:.1f} and {:.1f}", drawn),
-        ("**Fine-tuned FedAvg is {:.1f} points (pooled) below FedOBP**",
-         [best("fedobp", of=DRAWN) - best("fedavg", "fine-tuned", DRAWN)]),
-        ("and above the four others, not {:.1f} below FedOBP", [apart]),
-        ("**Fine-tuned FedAvg ({}) is as good as the best personalized methods but for pFedFDA ({}).**",
-         [own["fedavg"][2], own["pfedfda"][2]]),
-        ("**FedCAC** gains {:.0f} points over Local", [own["fedcac"][0] - own["local"][0]]),
-        *[(f"{name} {{:.1f}}", [_published(name)]) for name in
-          ("FedOBP", "FedPer", "pFedFDA", "FedRep", "LG-FedAvg", "FLOCO", "FedDPA", "Local", "FedSelect", "APFL", "FLUTE", "FedAvg",
-           "FedALA")],
+        ("With 0.7 Local has {:.2f} and FedPer {:.2f}, with 0 they have {:.2f} and {:.2f}; printed are {:.2f} and {:.2f}.",
+         [max(accuracies(local)), max(accuracies(beside_logs()["fedper", "fedper", 0.7])), best("local"), best("fedper"),
+          printed("local"), printed("fedper")]),
+        ("All six stand in print's order, {:.1f} to {:.1f} points (best, pooled) below it.", [min(lower), max(lower)]),
+        ("Five are {:.1f} to {:.1f} points lower than on the authors' split", [min(moved), max(moved)]),
+        ("make a difference of {:.1f} (one standard error); FedAvg is {:.1f} higher", [image_error("fedobp"), fedavg_moved]),
+        ("its tests have {:.1f}, {:.1f}, {:.1f} and {:.1f}.", accuracies(seed(0, "fedavg", DRAWN))),
+        ("on few test images ({:,})", [early_samples()]),
+        ("**Fine-tuned, FedAvg ({}) stands beside the best of the personalized methods** (pFedFDA {}, FedOBP {})",
+         [own[method][2] for method in ("fedavg", "pfedfda", "fedobp")]),
+        ("FedAvg with a generator beside it, has {}.", [own["fedgen"][2]]),
+        ("only in its own {} to {} rounds.", [min(rounds), max(rounds)]),
+        ("by {:.0f} points in the mean over clients and {:.0f} points over all images.",
+         [own["fedcac"][k] - own["local"][k] for k in (0, 1)]),
     ]  # fmt: skip
 
 
-def _published(name: str) -> float:
+def _published(name: str) -> presets.Published:
     suffix = "" if name == "FedOBP" else f"/{name.lower()}"
     published = presets.all_presets()[f"fedobp/fashion-mnist-dirichlet-0.1{suffix}"].published
     assert published is not None
-    return published.mean
+    return published
 
 
 def test_every_figure_of_the_prose_comes_from_the_runs() -> None:

@@ -1,0 +1,76 @@
+"""How far methods lie apart over all test samples, with an interval: the second table of a column of docs/results.md.
+
+A row's figure is the best of its tests of all clients over all test samples, before fine-tuning or after it. Differences are of the
+same clients, which hold the same samples in all runs of a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from fl_app.experiments import candidates
+from fl_app.experiments.compare import Line, Run
+from fl_app.experiments.paired import interval
+
+Counts = Mapping[str, tuple[float, int]]  # by client: right answers, test samples
+STAGES = {"before": "accuracy", "fine-tuned": "accuracy-finetuned"}
+
+
+def best_test(run: Run, stage: str) -> Counts | None:
+    """Return the clients' right answers in the best test of a run, `before` or `fine-tuned`; None if none is known."""
+    tests = [run.folder.rounds[t]["evaluation"] for t in candidates.tests(run)]
+    if any(f"{STAGES[stage]}-pooled" not in test for test in tests) or not tests:
+        return None
+    best = max(tests, key=lambda test: float(test[f"{STAGES[stage]}-pooled"]))
+    return {i: (row[STAGES[stage]] * row["test-samples"], row["test-samples"]) for i, row in best["clients"].items()} or None
+
+
+def difference(pairs: Sequence[tuple[Counts, Counts]]) -> tuple[float, float]:
+    """Return the difference of the shares of right answers, over all samples of all pairs of tests, and half its interval at 95 %.
+
+    The interval is that of a ratio estimated from clients (linearized): another draw of clients would give another difference.
+    A client's samples count together, in all pairs (seeds) that it is in.
+    """
+    gains: dict[str, float] = {}
+    sizes: dict[str, int] = {}
+    for ours, theirs in pairs:
+        if {i: size for i, (_, size) in ours.items()} != {i: size for i, (_, size) in theirs.items()}:
+            raise ValueError("the tests are not of the same samples")
+        for i, (right, size) in ours.items():
+            gains[i] = gains.get(i, 0.0) + right - theirs[i][0]
+            sizes[i] = sizes.get(i, 0) + size
+    gained, held = np.array(list(gains.values())), np.array(list(sizes.values()))
+    mean = float(gained.sum() / held.sum())
+    around = interval((gained - mean * held) / held.mean())
+    return mean, around[1] if around else float("nan")
+
+
+def beside(line: Line, first: Line, stage: str) -> tuple[float, float] | None:
+    """Return how far a row is from the first row before fine-tuning, over the seeds that both have, and half its interval."""
+    theirs = {run.config.seed: best_test(run, "before") for run in first.runs}
+    both = [(best_test(run, stage), theirs[run.config.seed]) for run in line.runs if run.config.seed in theirs]
+    known = [(ours, other) for ours, other in both if ours is not None and other is not None]
+    return difference(known) if known and len(known) == len(both) else None
+
+
+def table(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the lines of the table, best first: all against the first of `lines`. Nothing if that was not tested."""
+    first = lines[0]
+    counts = best_test(first.runs[0], "before")
+    if counts is None:
+        return
+    stages = [stage for stage in STAGES if any(beside(line, first, stage) for line in lines)]
+    name = first.runs[0].config.method
+    yield from (f"| method | {' | '.join(f'{stage}: from {name} before' for stage in stages)} |", "|---" * (len(stages) + 1) + "|")
+    rows = []
+    for line in lines:
+        found = [beside(line, first, stage) for stage in stages]
+        cells = [f"{100 * one[0]:+.2f} ± {100 * one[1]:.2f}" if one else "n/a" for one in found]
+        cells[0] = "–" if line is first else cells[0]
+        rows.append((found[0][0] if found[0] else 0.0, f"| {line.runs[0].config.method} | {' | '.join(cells)} |"))
+    yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
+    samples = sum(size for _, size in counts.values())
+    yield from ("", f"Points between best tests, over all {samples:,} test samples and the seeds that both have; ±: 95 % over the "
+                f"{len(counts)} clients. What other seeds or another split would change is not in it.", "")  # fmt: skip
