@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from fl_app.report.arrays import Curve, Floats, curve
+from fl_app.report.arrays import LONG, Curve, Floats, curve
 from fl_app.report.figures import (
     TOGETHER,
     Panel,
@@ -23,7 +23,7 @@ from fl_app.report.figures import (
     small_multiples,
     styled,
 )
-from fl_app.report.groups import DATA_KEYS, Group, all_clients, differences, over_seeds, short
+from fl_app.report.groups import DATA_KEYS, Group, all_clients, differences, long_runs, over_seeds, short
 from fl_app.report.looks import LINES, Look, tone
 from fl_app.tasks import Metric
 
@@ -32,6 +32,8 @@ SOURCES = (
     ("after", "After local training"),
     ("evaluation", "All clients' own models"),
 )
+Curves = Mapping[int, Curve]  # by a group's number, as they are drawn
+Limits = tuple[float, float]
 BEFORE = "Before local training"  # where not all models are the received ones
 
 
@@ -46,11 +48,13 @@ def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:
 
 
 def _of(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
-    known = [source for source in SOURCES if any(curve(group.runs, source[0]) for group in groups)]
+    known = {name: curves for name, _ in SOURCES if (curves := drawn(groups, name))}
     if not any(len(run.evaluations) > 1 for group in groups for run in group.runs):
-        known = [source for source in known if source[0] != "evaluation"]
+        known.pop("evaluation", None)
     if known:
-        yield Panel(metric.name, f"{_title(metric)} over rounds", _caption(groups), lambda: _over_rounds(groups, known))
+        limits = late([(found.rounds, found.mean) for curves in known.values() for found in curves.values()])
+        caption = _caption(groups) + long_runs(groups, cut=bool(limits))
+        yield Panel(metric.name, f"{_title(metric)} over rounds", caption, lambda: _over_rounds(groups, known, limits))
         yield from _spread(metric, groups)
     yield from _sorted(metric, groups)
 
@@ -65,6 +69,23 @@ def _title(metric: Metric) -> str:
 def repeated(groups: Sequence[Group]) -> bool:
     """Tell whether any of the groups has several runs, so that bands are over seeds."""
     return any(len(group.runs) > 1 for group in groups)
+
+
+def drawn(groups: Sequence[Group], name: str) -> Curves:
+    """Return what one picture has of all groups: their means over seeds if any of them has several."""
+    found = {group.number: over_seeds(group, name) if repeated(groups) else curve(group.runs, name) for group in groups}
+    return {number: one.smooth() for number, one in found.items() if one}
+
+
+def late(lines: Sequence[tuple[NDArray[np.int64], Floats]]) -> Limits | None:
+    """Return limits of y without what the first tenth of many rounds alone reaches; None if that leaves half of the picture."""
+    last = max(int(rounds[-1]) for rounds, _ in lines)
+    if last < LONG:
+        return None
+    every, kept = (np.concatenate([values[rounds > start] for rounds, values in lines]) for start in (0, last / 10))
+    low, high = float(kept.min()), float(kept.max())
+    pad = 0.05 * (high - low)
+    return (low - pad, high + pad) if np.ptp(every) > 2 * (high - low) else None
 
 
 def _caption(groups: Sequence[Group]) -> str:
@@ -92,20 +113,21 @@ def _tested_before(groups: Sequence[Group]) -> str:
     return "each client's model" if any(group.first.tested for group in groups) else "the received model"
 
 
-def _over_rounds(groups: Sequence[Group], sources: Sequence[tuple[str, str]]) -> Figure:
+def _over_rounds(groups: Sequence[Group], known: Mapping[str, Curves], limits: Limits | None) -> Figure:
     style, last = styled(groups), max(group.last_round for group in groups)
     figure, first = new_figure(4.4), None
-    for k, (name, title) in enumerate(sources):
-        axes = figure.add_subplot(1, len(sources), k + 1, sharey=first)
-        first = first or axes
+    for k, (name, curves) in enumerate(known.items()):
+        axes = figure.add_subplot(1, len(known), k + 1, sharey=first)
+        first, title = first or axes, dict(SOURCES)[name]
         for group in groups:
-            found = over_seeds(group, name) if repeated(groups) else curve(group.runs, name)
             band = len(group.runs) > 1 if repeated(groups) else len(groups) <= TOGETHER
-            _line(axes, found, short(group.label), style[group.number], band)
+            _line(axes, curves.get(group.number), short(group.label), style[group.number], band)
         axes.set_title(BEFORE if name == "before" and tested(groups) else title)
         rounds_axis(axes, last)
         metric_axis(groups)(axes) if k == 0 else axes.tick_params(labelleft=False)
     assert first is not None
+    if limits:
+        first.set_ylim(limits)
     legend(figure, first)
     return figure
 
@@ -128,31 +150,33 @@ def _behind(axes: Axes, x: NDArray[Any], y: Floats) -> None:
 
 def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     """Yield what one picture cannot hold: the spread over clients, and the single runs behind a mean."""
-    name = "before"
-    curves = {group.number: curve(group.runs, name) for group in groups}
-    drawn = [group for group in groups if curves[group.number]]
-    if drawn and (len(groups) > TOGETHER or repeated(groups)):
+    curves = {group.number: one.smooth() for group in groups if (one := curve(group.runs, "before"))}
+    several = [group for group in groups if group.number in curves and len(group.runs) > 1]
+    if curves and (len(groups) > TOGETHER or several):
+        limits = late([(one.rounds, edge) for one in curves.values() for edge in (one.low, one.high)])
         yield Panel(
             f"{metric.name}-spread", f"{_title(metric)} and its spread over clients, run by run",
             f"{_title(metric)} of {_tested_before(groups)} before local training. Line: mean over the round's clients; band: the "
-            "middle half of the clients (quartiles), of all seeds together; grey: the other runs.",
-            lambda: _clients_spread(groups, curves),
+            "middle half of the clients (quartiles), of all seeds together; grey: the other runs."
+            + long_runs(groups, cut=bool(limits)),
+            lambda: _clients_spread(groups, curves, limits),
         )  # fmt: skip
-    several = [group for group in drawn if len(group.runs) > 1]
     if several:
+        single = {group.number: [one.smooth() for run in group.runs if (one := curve([run], "before"))] for group in several}
+        ends = late([(one.rounds, one.mean) for found in single.values() for one in found])
         yield Panel(
             f"{metric.name}-seeds", f"{_title(metric)} over rounds, seed by seed",
             f"{_title(metric)} of {_tested_before(several)} before local training, mean over the round's clients: one line per "
-            "run.",
-            lambda: _single_runs(several), folded=True,
+            "run." + long_runs(several, cut=bool(ends)),
+            lambda: _single_runs(several, ends), folded=True,
         )  # fmt: skip
 
 
-def _clients_spread(groups: Sequence[Group], curves: dict[int, Curve | None]) -> Figure:
+def _clients_spread(groups: Sequence[Group], curves: Curves, limits: Limits | None) -> Figure:
     style, last = styled(groups), max(group.last_round for group in groups)
 
     def draw(axes: Axes, group: Group, in_focus: bool) -> None:
-        found = curves[group.number]
+        found = curves.get(group.number)
         if in_focus:
             _line(axes, found, short(group.label), style[group.number], True)
         elif found is not None:
@@ -160,10 +184,12 @@ def _clients_spread(groups: Sequence[Group], curves: dict[int, Curve | None]) ->
 
     figure, grid = small_multiples(groups, draw)
     label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), metric_axis(groups))
+    if limits:
+        grid[0].set_ylim(limits)
     return figure
 
 
-def _single_runs(groups: Sequence[Group]) -> Figure:
+def _single_runs(groups: Sequence[Group], limits: Limits | None) -> Figure:
     style, last = styled(groups), max(group.last_round for group in groups)
 
     def draw(axes: Axes, group: Group, in_focus: bool) -> None:
@@ -174,13 +200,15 @@ def _single_runs(groups: Sequence[Group]) -> Figure:
             if found is not None:
                 look = style[group.number]
                 axes.plot(
-                    found.rounds, found.mean, color=look.drawn(), linestyle=LINES[k % len(LINES)], linewidth=1.3,
+                    found.rounds, found.smooth().mean, color=look.drawn(), linestyle=LINES[k % len(LINES)], linewidth=1.3,
                     label=f"seed {run.config.get('seed', '?')}",
                 )  # fmt: skip
         axes.legend(fontsize=8, handlelength=3.2, loc="lower right")
 
     figure, grid = small_multiples(groups, draw)
     label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), metric_axis(groups))
+    if limits:
+        grid[0].set_ylim(limits)
     return figure
 
 

@@ -17,6 +17,7 @@ from fl_app.tasks import ACCURACY, Metric
 
 Record = dict[str, Any]
 Floats = NDArray[np.float64]
+LONG = 80  # curves of as many rounds are drawn as a running mean over a fortieth of them
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Curve:
     mean: Floats
     low: Floats
     high: Floats
+
+    def smooth(self) -> Curve:
+        """Return the curve as it is drawn."""
+        return Curve(self.rounds, *(smooth(values) for values in (self.mean, self.low, self.high)))
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,20 @@ def curve(runs: Sequence[Run], name: str) -> Curve | None:
     pooled = [np.concatenate(samples[t]) for t in sorted(samples)]
     low, high = np.array([np.percentile(values, (25, 75)) for values in pooled]).T
     return Curve(np.array(sorted(samples), np.int64), np.array([values.mean() for values in pooled]), low, high)
+
+
+def window(rounds: int) -> int:
+    """Of how many rounds a point of a drawn curve is the mean; odd."""
+    return 1 if rounds < LONG else 2 * rounds // LONG | 1
+
+
+def smooth(values: Floats) -> Floats:
+    """Running mean over `window`, centred; the first values over as many as there are before them, the last over what is left."""
+    at = np.arange(len(values))
+    reach = np.minimum(at, window(len(values)) // 2)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    start, stop = at - reach, np.minimum(at + reach + 1, len(values))
+    return values if window(len(values)) == 1 else (sums[stop] - sums[start]) / (stop - start)
 
 
 def numbers(clients: dict[str, Record], name: str) -> Floats:

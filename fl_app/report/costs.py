@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from fl_app.report.arrays import Floats, Run, client_seconds, server_seconds
+from fl_app.report.arrays import Floats, Run, client_seconds, server_seconds, smooth
 from fl_app.report.figures import Panel, legend, metric_axis, new_figure, styled
-from fl_app.report.groups import Group, exchanged, phases, short
+from fl_app.report.groups import Group, exchanged, long_runs, phases, short
 from fl_app.report.looks import COLOURS, HATCHES, paper, shown
 
 Points = dict[int, tuple[Floats, Floats]]  # bytes and accuracies by a group's number
@@ -35,7 +35,7 @@ def _communication(groups: Sequence[Group]) -> Iterator[Panel]:
         yield Panel(
             "communication", f"Communication and {metric.title}",
             f"What was sent until the clients had the models whose {metric.title} is shown (mean, before local training), uploads "
-            f"and downloads of all clients together. {better} and further left is better.",
+            f"and downloads of all clients together. {better} and further left is better." + long_runs(groups),
             lambda: _bytes_and_accuracy(drawn, points),
         )  # fmt: skip
 
@@ -48,11 +48,11 @@ def _bytes_and_accuracy(groups: Sequence[Group], points: Points) -> Figure:
     for group in groups:
         x, y = points[group.number]
         if x[-1] > 0:
-            axes.plot(x / scale, y, label=short(group.label), **style[group.number].line_style(len(x)))
+            axes.plot(x / scale, smooth(y), label=short(group.label), **style[group.number].line_style(len(x)))
         else:
             look = style[group.number]
             label = f"{short(group.label)} (sends no parameters)"
-            axes.axhline(y[-1], color=look.drawn(), linestyle=look.line, label=label)
+            axes.axhline(smooth(y)[-1], color=look.drawn(), linestyle=look.line, label=label)
     if max(totals) / min(totals) > 30:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))

@@ -12,7 +12,7 @@ import numpy as np
 from fl_app.config import RunConfig
 from fl_app.experiments.grouping import by_settings, mean_std, settings, tells
 from fl_app.keys import Scalar, show, specs
-from fl_app.report.arrays import Curve, Floats, Run, curve, final_accuracies, ranked, spent
+from fl_app.report.arrays import Curve, Floats, Run, curve, final_accuracies, ranked, spent, window
 
 LABEL_LENGTH = 40
 KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
@@ -131,6 +131,13 @@ def over_seeds(group: Group, name: str) -> Curve | None:
     mean, std = values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
     low, high = (np.clip(edge, *group.first.metric.range) for edge in (mean - std, mean + std))
     return Curve(np.array(rounds, np.int64), mean, low, high)
+
+
+def long_runs(groups: Sequence[Group], *, cut: bool = False) -> str:
+    """Say what drawn curves of many rounds are, a sentence to add; cut: y leaves out what the first rounds have."""
+    rounds = window(max(group.last_round for group in groups))
+    first = " The first rounds lie outside the picture." if cut else ""
+    return f" Lines over rounds are running means of {rounds} rounds.{first}" if rounds > 1 else ""
 
 
 def all_clients(group: Group) -> tuple[Floats, str]:

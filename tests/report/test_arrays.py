@@ -96,3 +96,15 @@ def test_curves_bytes_and_seconds_by_hand(tmp_path: Path) -> None:
     assert arrays.curve([run], "evaluation") is None
     values, source = arrays.final_accuracies(run)
     assert values.tolist() == [0.5, 0.7, 0.9] and "last round" in source
+
+
+def test_short_curves_are_drawn_as_they_are_and_long_ones_as_running_means() -> None:
+    short = np.random.default_rng(0).random(79)
+    assert arrays.smooth(short) is short
+    assert [arrays.window(rounds) for rounds in (79, 80, 400, 500, 1000)] == [1, 3, 11, 13, 25]
+    values = np.arange(80) ** 2.0
+    smooth = arrays.smooth(values)
+    assert smooth[:3] == pytest.approx([0, (0 + 1 + 4) / 3, (1 + 4 + 9) / 3]) and smooth[-1] == pytest.approx((78**2 + 79**2) / 2)
+    long = np.random.default_rng(0).random(400)
+    assert arrays.smooth(long)[[0, 2, 200]] == pytest.approx([long[0], long[:5].mean(), long[195:206].mean()])
+    assert arrays.smooth(np.full(400, 0.3)) == pytest.approx(np.full(400, 0.3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from itertools import combinations
 from pathlib import Path
@@ -20,7 +21,7 @@ from fl_app.report.costs import costs
 from fl_app.report.groups import grouped
 from fl_app.report.looks import DARK, LIGHT
 from fl_app.report.partitions import partitions
-from tests.report.builders import many_runs
+from tests.report.builders import folder, many_runs, record
 
 
 @pytest.mark.parametrize("letters", range(6, 41))
@@ -57,6 +58,23 @@ def test_nothing_overlaps_with_many_runs_clients_and_layers(tmp_path: Path, num_
                 figure = panel.draw()
                 figure.draw_without_rendering()
                 assert_nothing_is_cut(panel.name, figure)
+
+
+def test_long_runs_are_drawn_as_running_means_without_their_first_rounds(tmp_path: Path) -> None:
+    def accuracies(last: int, start: float) -> list[dict[str, Any]]:
+        shares = (start + (0.9 - start) * min(1, 40 * t / last) + 0.02 * math.sin(t / 20) for t in range(last))
+        rows = ({"accuracy-before": share, "accuracy-after": share} for share in shares)
+        return [record(t, {"0": row, "1": row}) for t, row in enumerate(rows, start=1)]
+
+    runs = {"long": accuracies(400, 0.1), "flat": accuracies(400, 0.89), "short": accuracies(60, 0.1)}
+    said, limits = {}, {}
+    for name, records in runs.items():
+        found = {panel.name: panel for panel in accuracy(grouped(read_runs([folder(tmp_path / name, records)])))}
+        said[name], limits[name] = found["accuracy"].caption, found["accuracy"].draw().axes[0].get_ylim()
+    assert said["long"].endswith("running means of 11 rounds. The first rounds lie outside the picture.")
+    assert said["flat"].endswith("running means of 11 rounds.") and "running" not in said["short"]
+    assert 0.87 < limits["long"][0] < 0.88 and 0.92 < limits["long"][1] < 0.93
+    assert limits["flat"] == pytest.approx(limits["long"], abs=0.002) and limits["short"][0] < 0.1
 
 
 def assert_nothing_is_cut(name: str, figure: Figure) -> None:
