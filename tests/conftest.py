@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,12 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the main process tell the tests' files, one a line, unless somebody asked for more or for nothing."""
+    """Let the main process tell the tests' files, one a line, unless somebody asked for more or for nothing.
+
+    And let Ctrl-C be heard, here and in what is started from here, where a shell ignores it for its background jobs.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.get_verbosity() == -1 and not hasattr(config, "workerinput"):
         config.pluginmanager.register(FileLines(config), "file-lines")
 
