@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from fl_app.report.arrays import LONG, Curve, Floats, curve
+from fl_app.report.arrays import LONG, Curve, Floats, Run, curve
 from fl_app.report.figures import (
     TOGETHER,
     Panel,
@@ -162,13 +162,13 @@ def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
             lambda: _clients_spread(groups, curves, limits),
         )  # fmt: skip
     if several:
-        single = {group.number: [one.smooth() for run in group.runs if (one := curve([run], "before"))] for group in several}
-        ends = late([(one.rounds, one.mean) for found in single.values() for one in found])
+        single = {group.number: [(run, one.smooth()) for run in group.runs if (one := curve([run], "before"))] for group in several}
+        ends = late([(one.rounds, one.mean) for found in single.values() for _, one in found])
         yield Panel(
             f"{metric.name}-seeds", f"{_title(metric)} over rounds, seed by seed",
             f"{_title(metric)} of {_tested_before(several)} before local training, mean over the round's clients: one line per "
             "run." + long_runs(several, cut=bool(ends)),
-            lambda: _single_runs(several, ends), folded=True,
+            lambda: _single_runs(several, single, ends), folded=True,
         )  # fmt: skip
 
 
@@ -189,20 +189,16 @@ def _clients_spread(groups: Sequence[Group], curves: Curves, limits: Limits | No
     return figure
 
 
-def _single_runs(groups: Sequence[Group], limits: Limits | None) -> Figure:
+def _single_runs(groups: Sequence[Group], curves: Mapping[int, Sequence[tuple[Run, Curve]]], limits: Limits | None) -> Figure:
     style, last = styled(groups), max(group.last_round for group in groups)
 
     def draw(axes: Axes, group: Group, in_focus: bool) -> None:
         if not in_focus:
             return
-        for k, run in enumerate(group.runs):
-            found = curve([run], "before")
-            if found is not None:
-                look = style[group.number]
-                axes.plot(
-                    found.rounds, found.smooth().mean, color=look.drawn(), linestyle=LINES[k % len(LINES)], linewidth=1.3,
-                    label=f"seed {run.config.get('seed', '?')}",
-                )  # fmt: skip
+        colour = style[group.number].drawn()
+        for k, (run, found) in enumerate(curves[group.number]):
+            label, line = f"seed {run.config.get('seed', '?')}", LINES[k % len(LINES)]
+            axes.plot(found.rounds, found.mean, color=colour, linestyle=line, linewidth=1.3, label=label)
         axes.legend(fontsize=8, handlelength=3.2, loc="lower right")
 
     figure, grid = small_multiples(groups, draw)
