@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.measure import arguments, interleaved, machine
-from benchmarks.training import Shape, client_data, configure, ours, plain, relative
+from benchmarks.training import client_data, configure, ours, plain, relative
 from client_app.loaded import resolve_device
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
@@ -50,26 +50,26 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def correctness(config: RunConfig, data: ClientData, shape: Shape, start: Model) -> dict[str, float]:
+def correctness(config: RunConfig, data: ClientData, start: Model) -> dict[str, float]:
     """Differences from the CPU: one step by precision, in units of the step; and the evaluation's loss, relative."""
     step = dataclasses.replace(config, local_epochs=1)
     on_cpu = dataclasses.replace(step, device="cpu")
     first = ClientData(data.x_train[:BATCH], data.y_train[:BATCH], data.x_train[:BATCH], data.y_train[:BATCH], data.info)
-    want = ours(on_cpu, first, shape, start)
+    want = ours(on_cpu, first, start)
     found = {
         f"{precision}: one step's difference from the CPU": relative(
-            ours(dataclasses.replace(step, precision=precision), first, shape, start), want, start  # type: ignore[arg-type]
+            ours(dataclasses.replace(step, precision=precision), first, start), want, start  # type: ignore[arg-type]
         )
         for precision in TOLERANCE
     }
     losses = [
-        LocalTrainer(models.build(c.model, **shape), c, first, 1, 0).evaluate(start)[0]
+        LocalTrainer(models.build(c.model, **data.info.model_arguments), c, first, 1, 0).evaluate(start)[0]
         for c in (step, on_cpu)
     ]
     return found | {"float32: evaluation's difference from the CPU": abs(losses[0] / losses[1] - 1)}
 
 
-def speed(config: RunConfig, data: ClientData, shape: Shape, start: Model, repeats: int) -> dict[str, Any]:
+def speed(config: RunConfig, data: ClientData, start: Model, repeats: int) -> dict[str, Any]:
     """Samples per second of the plain loop and of ours, by precision, and ours' peak memory on the GPU."""
     device = resolve_device(config.device)
 
@@ -78,12 +78,12 @@ def speed(config: RunConfig, data: ClientData, shape: Shape, start: Model, repea
         wait(device)
 
     cases: dict[str, Callable[[], Model]] = {
-        "plain float32": partial(plain, config, data, shape, start, torch.contiguous_format),
-        "plain float32, channels last": partial(plain, config, data, shape, start, torch.channels_last),
+        "plain float32": partial(plain, config, data, start, torch.contiguous_format),
+        "plain float32, channels last": partial(plain, config, data, start, torch.channels_last),
     }
     for precision in TOLERANCE:
         changed = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]
-        cases[f"ours {precision}"] = partial(ours, changed, data, shape, start)
+        cases[f"ours {precision}"] = partial(ours, changed, data, start)
     peaks = {}
     for name, case in cases.items():  # also a warm-up: cuDNN chooses algorithms, the allocator fills
         if device.type == "cuda":
@@ -131,11 +131,10 @@ def check(device: torch.device, small: bool) -> tuple[dict[str, Any], list[str]]
     for name, (side, channels) in SHAPES.items():
         config = configure(model=name, local_epochs=epochs, batch_size=BATCH, learning_rate=0.01, device=str(device))
         data = client_data(samples, side, channels)
-        shape = Shape(in_channels=channels, num_classes=10, image_size=side)
-        start = weights.read(models.build(name, **shape))
-        differences = correctness(config, data, shape, start)
+        start = weights.read(models.build(name, **data.info.model_arguments))
+        differences = correctness(config, data, start)
         wrong += [f"{name}, {what}: {d:.2g}" for what, d in differences.items() if not d <= TOLERANCE[what.split(":")[0]]]
-        results[name] = {**differences, **speed(config, data, shape, start, repeats)}
+        results[name] = {**differences, **speed(config, data, start, repeats)}
     if importlib.util.find_spec("flwr") is None:
         results["whole run"] = "left out: Flower is not installed"
     else:

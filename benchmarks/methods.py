@@ -22,7 +22,7 @@ import torch
 from threadpoolctl import threadpool_limits
 
 from benchmarks.measure import arguments, finish, interleaved
-from benchmarks.training import Shape, client_data
+from benchmarks.training import client_data
 from client_app.state import State
 from client_app.trainer import LocalTrainer
 from fl_app import weights
@@ -108,10 +108,10 @@ def local_round(method: Method[Any], context: RoundContext[Any], received: Model
 class Client:
     """One client of a method and the server it talks to, without messages."""
 
-    def __init__(self, config: RunConfig, data: ClientData, shape: Shape) -> None:
+    def __init__(self, config: RunConfig, data: ClientData) -> None:
         method = METHODS[config.method]
-        self.config, self.data, self.method, self.shape = config, data, method, shape
-        module = method.network(config, **shape)
+        self.config, self.data, self.method = config, data, method
+        module = method.network(config, **data.info.model_arguments)
         self.layout, self.initial = Layout.of(module), weights.read(module)
         self.shared = method.shared(self.layout, config.params)
         self.server = method.strategy(config, config.params, self.layout, self.initial, self.shared, RunFolder(Path(), ""))
@@ -120,7 +120,7 @@ class Client:
     def context(self, round: int) -> tuple[RoundContext[Any], Model]:
         """What the client is given in a round, and the model it is sent."""
         download = self.server.download_for(0, round, "train")
-        trainer = LocalTrainer(self.method.network(self.config, **self.shape), self.config, self.data, round, 0)
+        trainer = LocalTrainer(self.method.network(self.config, **self.data.info.model_arguments), self.config, self.data, round, 0)
         context = RoundContext(
             self.config, self.config.params, round, 0, self.layout, self.shared, lambda: self.initial, trainer,
             len(self.data.y_train), download.extras,
@@ -164,11 +164,10 @@ def solve(context: RoundContext[Any]) -> Callable[[], object]:
 def measure(model: str, side: int, channels: int, batch: int, steps: int, repeats: int) -> dict[str, float]:
     """Median seconds of a round, by method."""
     data = client_data(batch * steps, side, channels)
-    shape = Shape(in_channels=channels, num_classes=10, image_size=side)
     cases: dict[str, Callable[[], object]] = {}
     for method in METHODS:
         raw: dict[str, Scalar] = {"method": method, "model": model, "num-clients": 1, "local-epochs": EPOCHS, "batch-size": batch}
-        client = Client(parse({**raw, "learning-rate": 0.01, "device": "cpu"}, METHOD_PARAMS), data, shape)
+        client = Client(parse({**raw, "learning-rate": 0.01, "device": "cpu"}, METHOD_PARAMS), data)
         if method == "fedavg":
             context, received = client.context(1)
             cases |= {FORWARD: partial(forward, context, received), SOLVE: solve(context)}

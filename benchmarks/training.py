@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,24 +33,16 @@ def client_data(samples: int, side: int, channels: int) -> ClientData:
     return ClientData(x, y, x[:1], y[:1], info)
 
 
-class Shape(TypedDict):
-    """What a network is built for."""
-
-    in_channels: int
-    num_classes: int
-    image_size: int
-
-
 def configure(**keys: Scalar) -> RunConfig:
     """Parse keys in snake case; FedAvg, whose name alone does not need the strategies."""
     named: dict[str, Scalar] = {name.replace("_", "-"): value for name, value in keys.items()}
     return parse({"method": "fedavg", **named}, {"fedavg": NoParams})
 
 
-def plain(config: RunConfig, data: ClientData, shape: Shape, start: Model, layout: torch.memory_format) -> Model:
+def plain(config: RunConfig, data: ClientData, start: Model, layout: torch.memory_format) -> Model:
     """The loop everybody writes: torch.optim.SGD, float32, the same batches."""
     device = resolve_device(config.device)
-    module = models.build(config.model, **shape)
+    module = models.build(config.model, **data.info.model_arguments)
     weights.write(module, start)
     module.to(device, memory_format=layout).train()  # type: ignore[call-overload]
     x = (torch.from_numpy(data.x_train).to(device).float() / 255).contiguous(memory_format=layout)
@@ -65,9 +57,9 @@ def plain(config: RunConfig, data: ClientData, shape: Shape, start: Model, layou
     return weights.read(module)
 
 
-def ours(config: RunConfig, data: ClientData, shape: Shape, start: Model) -> Model:
+def ours(config: RunConfig, data: ClientData, start: Model) -> Model:
     """The same by LocalTrainer."""
-    return LocalTrainer(models.build(config.model, **shape), config, data, 1, 0).train(start)
+    return LocalTrainer(models.build(config.model, **data.info.model_arguments), config, data, 1, 0).train(start)
 
 
 def relative(got: Model, want: Model, start: Model) -> float:
@@ -92,20 +84,19 @@ def main() -> None:
         config = configure(model=name, local_epochs=1, batch_size=batch, learning_rate=0.01, device="cpu")
         half = dataclasses.replace(config, precision="bfloat16")
         data, one_batch = (client_data(batch * steps, side, channels) for steps in (4 if options.short else 12, 1))
-        shape = Shape(in_channels=channels, num_classes=10, image_size=side)
-        start = weights.read(models.build(name, **shape))
+        start = weights.read(models.build(name, **data.info.model_arguments))
         cases: dict[str, Callable[[], Model]] = {
-            "plain": partial(plain, config, data, shape, start, torch.contiguous_format),
-            "plain, channels last": partial(plain, config, data, shape, start, torch.channels_last),
-            "float32": partial(ours, config, data, shape, start),
-            "bfloat16": partial(ours, half, data, shape, start),
+            "plain": partial(plain, config, data, start, torch.contiguous_format),
+            "plain, channels last": partial(plain, config, data, start, torch.channels_last),
+            "float32": partial(ours, config, data, start),
+            "bfloat16": partial(ours, half, data, start),
         }
         seconds = interleaved(cases, 3 if options.short else 7, short=options.short)
         results[name] = {"seconds": seconds, "speedup bfloat16": seconds["plain"] / seconds["bfloat16"]}
-        one_step = plain(config, one_batch, shape, start, torch.contiguous_format)
+        one_step = plain(config, one_batch, start, torch.contiguous_format)
         checks = {
             "ours / plain loop": (seconds["float32"] / seconds["plain"], 1.0),
-            "one step's difference from the plain loop": (relative(ours(config, one_batch, shape, start), one_step, start), 1e-4),
+            "one step's difference from the plain loop": (relative(ours(config, one_batch, start), one_step, start), 1e-4),
             "difference from the plain loop in channels last": (
                 relative(cases["float32"](), cases["plain, channels last"](), start), 1e-4
             ),

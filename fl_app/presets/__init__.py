@@ -87,10 +87,10 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                 dataset, split = paper["datasets"][column["dataset"]], paper.get("splits", {}).get(column.get("split"), {})
                 layers = (paper, dataset, split, table, column, entry)
                 settings: dict[str, Scalar] = {}
-                ran = entry.get("ran", "")
-                other = [f"{paper['paper']}'s table ran another method under this name: {ran}"] if ran else []
                 for layer in layers:
                     settings |= flatten(layer.get("settings", {}))
+                ran = entry.get("ran", "")
+                other = [f"{paper['paper']}'s table ran another method under this name: {ran}"] if ran else []
                 method = str(settings["method"])
                 name = f"{stem}/{column['name']}"
                 yield Preset(

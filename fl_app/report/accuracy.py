@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -172,8 +172,18 @@ def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
         )  # fmt: skip
 
 
+def _small_over_rounds(groups: Sequence[Group], draw: Callable[[Axes, Group, bool], None], limits: Limits | None) -> Figure:
+    """One small picture per group, over rounds; draw: as `small_multiples` takes it."""
+    last = max(group.last_round for group in groups)
+    figure, grid = small_multiples(groups, draw)
+    label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), metric_axis(groups))
+    if limits:
+        grid[0].set_ylim(limits)
+    return figure
+
+
 def _clients_spread(groups: Sequence[Group], curves: Curves, limits: Limits | None) -> Figure:
-    style, last = styled(groups), max(group.last_round for group in groups)
+    style = styled(groups)
 
     def draw(axes: Axes, group: Group, in_focus: bool) -> None:
         found = curves.get(group.number)
@@ -182,15 +192,11 @@ def _clients_spread(groups: Sequence[Group], curves: Curves, limits: Limits | No
         elif found is not None:
             _behind(axes, found.rounds, found.mean)
 
-    figure, grid = small_multiples(groups, draw)
-    label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), metric_axis(groups))
-    if limits:
-        grid[0].set_ylim(limits)
-    return figure
+    return _small_over_rounds(groups, draw, limits)
 
 
 def _single_runs(groups: Sequence[Group], curves: Mapping[int, Sequence[tuple[Run, Curve]]], limits: Limits | None) -> Figure:
-    style, last = styled(groups), max(group.last_round for group in groups)
+    style = styled(groups)
 
     def draw(axes: Axes, group: Group, in_focus: bool) -> None:
         if not in_focus:
@@ -201,11 +207,7 @@ def _single_runs(groups: Sequence[Group], curves: Mapping[int, Sequence[tuple[Ru
             axes.plot(found.rounds, found.mean, color=colour, linestyle=line, linewidth=1.3, label=label)
         axes.legend(fontsize=8, handlelength=3.2, loc="lower right")
 
-    figure, grid = small_multiples(groups, draw)
-    label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), metric_axis(groups))
-    if limits:
-        grid[0].set_ylim(limits)
-    return figure
+    return _small_over_rounds(groups, draw, limits)
 
 
 # Client by client -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """What the prose of docs/results.md says in figures, against the runs in results/ and the presets' published figures.
 
-Every sentence with a figure is one of the CLAIMS below, with `{}` where the figure stands; a figure that stands in none, and is no
-setting, is refused.
+Every sentence with a figure is one of the `claims` below, with `{}` where the figure stands; a figure that stands in none, and is
+no setting, is refused.
 """
 
 from __future__ import annotations
@@ -40,10 +40,14 @@ def best(method: str, stage: str = "before", of: str = COLUMN) -> float:
     return 100 * candidates.over_seeds(column(of)[method].runs)[f"{stage}, pooled, best"][0]
 
 
+def published(method: str, of: str = COLUMN) -> presets.Published:
+    found = column(of)[method].preset.published
+    assert found is not None
+    return found
+
+
 def printed(method: str, of: str = COLUMN) -> float:
-    published = column(of)[method].preset.published
-    assert published is not None
-    return published.mean
+    return published(method, of).mean
 
 
 def below(method: str, of: str = COLUMN) -> float:
@@ -99,15 +103,15 @@ def early_rounds() -> list[int]:
     return [took.count(i) for i in set(took)]
 
 
-def early_samples() -> int:
-    return sum(row["test-samples"] for row in early_run().folder.rounds[30]["evaluation"]["clients"].values())
+def samples_of(record: dict[str, Any]) -> int:
+    """Test samples of the clients of a round, or of an evaluation."""
+    return sum(row["test-samples"] for row in record["clients"].values())
 
 
 def image_error(method: str) -> float:
     """Standard error of the difference of two figures over other test images each, in points."""
     share = best(method) / 100
-    sizes = [sum(row["test-samples"] for row in seed(0, method, of).folder.rounds[400]["evaluation"]["clients"].values())
-             for of in (COLUMN, DRAWN)]  # fmt: skip
+    sizes = [samples_of(seed(0, method, of).folder.rounds[400]["evaluation"]) for of in (COLUMN, DRAWN)]
     return float(100 * sum(share * (1 - share) / size for size in sizes) ** 0.5)
 
 
@@ -158,14 +162,13 @@ def claims() -> list[tuple[str, list[Any]]]:
     local, as_logged = beside_logs()["local", "local", 0.7], {m: beside_logs()[AS_LOGGED, m, 0.7] for m in ("fedper", "fedavg")}
     off = {m: [a - b for a, b in zip(accuracies(run), logged(m), strict=True)] for m, run in {"local": local, **as_logged}.items()}
     first = as_logged["fedper"].folder.rounds[1]
-    samples = sum(client["test-samples"] for client in first["clients"].values())
+    samples = samples_of(first)
     moved = [abs(best(method) - best(method, of=DRAWN)) for method in column(DRAWN) if method != "fedavg"]
     fedavg_moved = best("fedavg", of=DRAWN) - best("fedavg")
     lower = [below(method, DRAWN) for method in column(DRAWN)]
     own, rounds = early(), early_rounds()
-    test_set = sum(size for _, size in (differences.best_test(fedavg, "before") or {}).values())
     return [
-        ("A test set is some {:,} images", [round(test_set, -2)]),
+        ("A test set is some {:,} images", [round(samples_of(fedavg.folder.rounds[400]["evaluation"]), -2)]),
         ("LG-FedAvg and Local are {:.1f} to {:.1f} points below print. FLOCO is {:.1f} below",
          [min(near), max(near), below("floco")]),
         ("pFedFDA is {:.1f}, APFL {:.1f}, FLUTE {:.1f} and FedALA {:.1f} points above the printed rows.",
@@ -181,7 +184,7 @@ def claims() -> list[tuple[str, list[Any]]]:
          [*last, *others]),
         ("On another split of the same kind five rows are {:.1f} to {:.1f} points lower and FedAvg {:.1f} higher.",
          [min(moved), max(moved), fedavg_moved]),
-        ("FLUTE and FedDPA are printed with ± {:.2f}", [max(_published(name).std or 0 for name in ("FLUTE", "FedDPA"))]),
+        ("FLUTE and FedDPA are printed with ± {:.2f}", [max(published(method).std or 0 for method in ("flute", "feddpa"))]),
         ("It adds {:.1f} points to FLOCO and {:.1f} to APFL; of the {} images that FedRep loses, {} are one client's.",
          [tuned["floco"], tuned["apfl"], sum(lost("fedrep").values()), max(lost("fedrep").values())]),
         ("and Local within {:.1f} points after 400 rounds.", [max(abs(values[-1]) for values in off.values())]),
@@ -216,7 +219,7 @@ def claims() -> list[tuple[str, list[Any]]]:
         ("Five are {:.1f} to {:.1f} points lower than on the authors' split", [min(moved), max(moved)]),
         ("make a difference of {:.1f} (one standard error); FedAvg is {:.1f} higher", [image_error("fedobp"), fedavg_moved]),
         ("its tests have {:.1f}, {:.1f}, {:.1f} and {:.1f}.", accuracies(seed(0, "fedavg", DRAWN))),
-        ("on few test images ({:,})", [early_samples()]),
+        ("on few test images ({:,})", [samples_of(early_run().folder.rounds[30]["evaluation"])]),
         ("**Fine-tuned, FedAvg ({}) stands beside the best of the personalized methods** (pFedFDA {}, FedOBP {})",
          [own[method][2] for method in ("fedavg", "pfedfda", "fedobp")]),
         ("FedAvg with a generator beside it, has {}.", [own["fedgen"][2]]),
@@ -224,13 +227,6 @@ def claims() -> list[tuple[str, list[Any]]]:
         ("by {:.0f} points in the mean over clients and {:.0f} points over all images.",
          [own["fedcac"][k] - own["local"][k] for k in (0, 1)]),
     ]  # fmt: skip
-
-
-def _published(name: str) -> presets.Published:
-    suffix = "" if name == "FedOBP" else f"/{name.lower()}"
-    published = presets.all_presets()[f"fedobp/fashion-mnist-dirichlet-0.1{suffix}"].published
-    assert published is not None
-    return published
 
 
 def test_every_figure_of_the_prose_comes_from_the_runs() -> None:
