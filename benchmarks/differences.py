@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from fl_app.experiments import candidates
 from fl_app.experiments.compare import Line, Run
 from fl_app.experiments.paired import interval
 
@@ -20,7 +19,7 @@ STAGES = {"before": "accuracy", "fine-tuned": "accuracy-finetuned"}
 
 def best_test(run: Run, stage: str) -> Counts | None:
     """Return the clients' right answers in the best test of a run, `before` or `fine-tuned`; None if none is known."""
-    tests = [run.folder.rounds[t]["evaluation"] for t in candidates.tests(run)]
+    tests = list(run.folder.evaluations.values())
     if any(f"{STAGES[stage]}-pooled" not in test for test in tests) or not tests:
         return None
     best = max(tests, key=lambda test: float(test[f"{STAGES[stage]}-pooled"]))

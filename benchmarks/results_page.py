@@ -136,7 +136,7 @@ def beside_the_logs(paths: Sequence[Path]) -> list[str]:
             first = f"{100 * rounds[1]['accuracy-before-pooled']:.2f}"
             rows.append([*who, "1, before", f"{logs['first-round']:.2f}", first])
         for round, accuracy, loss in logs["tests"][name]:
-            ours = rounds[round]["evaluation"]
+            ours = run.folder.evaluations[round]
             pair = f"{100 * ours['accuracy-pooled']:.2f}, {ours['loss-pooled']:.4f}"
             rows.append([*who, str(round), f"{accuracy:.2f}, {loss:.4f}", pair])
         if replayed:

@@ -25,19 +25,16 @@ CAPTION = (
 )
 
 
-def tests(run: Run) -> list[int]:
-    """Return the rounds after which all clients were tested."""
-    return [t for t, record in run.folder.rounds.items() if record.get("evaluation")]
-
-
 def figures(run: Run) -> dict[str, float]:
     """Return a run's figures by name: `before, mean, last` and the like; those it does not have are absent."""
     rounds, metric = run.folder.rounds, run.folder.headline
     found: dict[str, float] = {}
     for stage, when in STAGES.items():
         for end in MEANINGS:
-            values = [rounds[t]["evaluation"].get(f"{metric.name}{stage}{end}") for t in tests(run)]
-            if values and None not in values:
+            name = f"{metric.name}{stage}{end}"
+            tests = run.folder.evaluations.values()
+            values = [float(test[name]) for test in tests if test.get(name) is not None]
+            if values and len(values) == len(tests):
                 how = f"{when}, {end.removeprefix('-') or 'mean'}"
                 found |= {f"{how}, last": values[-1], f"{how}, best": metric.best(values)}
     for end in MEANINGS:
@@ -75,7 +72,7 @@ def table(lines: Sequence[Line]) -> list[list[str]]:
     columns = list(dict.fromkeys(name.removesuffix(", last").removesuffix(", best") for name in names))
     if not columns:
         return []
-    several = any(len(tests(run)) > 1 for line in lines for run in line.runs)
+    several = any(len(run.folder.evaluations) > 1 for line in lines for run in line.runs)
 
     def cell(values: Mapping[str, str], column: str) -> str:
         if column in values or f"{column}, last" not in values:

@@ -59,41 +59,54 @@ def _last_rounds(run: Run) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _best_tested(run: Run, stage: str = "") -> float | None:
-    tests = (r["evaluation"].get(f"accuracy{stage}-pooled") for r in run.folder.rounds.values() if r.get("evaluation"))
-    known: list[float] = [value for value in tests if value is not None]
-    return max(known, default=run.folder.summary.get(f"final-accuracy{stage}-pooled"))
+Measure = Callable[[Run], float | None]
 
 
-BEST_TESTED = "best-tested-accuracy-pooled"
-METRICS: dict[str, tuple[str, Callable[[Run], float | None]]] = {
-    "best-accuracy": (
-        "highest round of the mean over clients, before training", lambda run: run.folder.summary["best-accuracy"]
+@dataclass(frozen=True)
+class Reading:
+    """What a paper's "accuracy" may be: in words, and of a run; the fine-tuned figure that stands beside it likewise."""
+
+    words: str
+    ours: Measure
+    finetuned_words: str
+    finetuned: Measure
+
+
+def _summary(name: str) -> Measure:
+    return lambda run: run.folder.summary.get(name)
+
+
+def _best_test(name: str) -> Measure:
+    def best(run: Run) -> float | None:
+        known = [test[name] for test in run.folder.evaluations.values() if test.get(name) is not None]
+        return max(known, default=run.folder.summary.get(f"final-{name}"))
+
+    return best
+
+
+_MEAN = ("all clients after the last round, mean over clients", _summary("final-accuracy-finetuned"))
+_POOLED = ("all clients after the last round, pooled over all samples", _summary("final-accuracy-finetuned-pooled"))
+_BEST = ("the best test of all clients, pooled over all samples", _best_test("accuracy-finetuned-pooled"))
+METRICS: dict[str, Reading] = {
+    "": Reading("a run does not record the paper's figure", lambda run: None, *_MEAN),
+    "best-accuracy": Reading("highest round of the mean over clients, before training", _summary("best-accuracy"), *_MEAN),
+    "best-tested-accuracy-pooled": Reading(
+        "the best test of all clients (evaluate-every), over all test samples", _best_test("accuracy-pooled"), *_BEST
     ),
-    BEST_TESTED: ("the best test of all clients (evaluate-every), over all test samples", _best_tested),
-    "final-accuracy-finetuned-pooled": (
-        "all clients' test data after the last round, each with the model it fine-tuned",
-        lambda run: run.folder.summary.get("final-accuracy-finetuned-pooled"),
+    "final-accuracy-finetuned-pooled": Reading(
+        "all clients' test data after the last round, each with the model it fine-tuned", _POOLED[1], *_POOLED
     ),
-    "last-10-accuracy-pooled": (
-        "mean over the last 10 rounds of the accuracy on the round's clients' test data, before training", _last_rounds
+    "last-10-accuracy-pooled": Reading(
+        "mean over the last 10 rounds of the accuracy on the round's clients' test data, before training", _last_rounds, *_POOLED
     ),
 }
 
 
-def measure(runs: Iterable[Run], metric: str) -> tuple[float, float | None] | None:
-    """Mean and std over runs of one of METRICS; None if `metric` is "" or a run lacks it."""
-    values = [METRICS[metric][1](run) for run in runs] if metric else []
+def measure(runs: Iterable[Run], of: Measure) -> tuple[float, float | None] | None:
+    """Mean and std over runs of a figure; None if there are none or one lacks it."""
+    values = [of(run) for run in runs]
     known = [value for value in values if value is not None]
     return mean_std(known) if known and len(known) == len(values) else None
-
-
-def finetuned(runs: Sequence[Run], metric: str) -> tuple[float, float | None] | None:
-    """Mean and std of the fine-tuned accuracy, best of the tests or pooled where the paper's figure is; None if a run lacks it."""
-    name = "final-accuracy-finetuned" + "-pooled" * metric.endswith("-pooled")
-    values = (_best_tested(run, "-finetuned") if metric == BEST_TESTED else run.folder.summary.get(name) for run in runs)
-    known = [value for value in values if value is not None]
-    return mean_std(known) if len(known) == len(runs) else None
 
 
 # Runs -----------------------------------------------------------------------------------------------------------------
@@ -158,7 +171,7 @@ def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") 
             found.append((distance, preset, differences(ours, settings(theirs))))
     nearest = min((distance for distance, _, _ in found), default=0)
     return [
-        Line(runs, preset, measure(runs, preset.metric), finetuned(runs, preset.metric), diffs)
+        Line(runs, preset, measure(runs, METRICS[preset.metric].ours), measure(runs, METRICS[preset.metric].finetuned), diffs)
         for distance, preset, diffs in found
         if distance == nearest
     ]
@@ -175,11 +188,10 @@ def describe(line: Line) -> list[str]:
     """Return what a reader must know about a line: the figure, the source, the settings that differ, the preset's notes."""
     preset, metric = line.preset, line.preset.metric
     text = [f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")]
-    text.append(f"ours: {metric}, {METRICS[metric][0]}" if metric else "ours: a run does not record the paper's figure")
+    reading = METRICS[metric]
+    text.append("ours: " + f"{metric}, " * bool(metric) + reading.words)
     if line.finetuned:
-        when = "the best test of all clients" if metric == BEST_TESTED else "all clients after the last round"
-        how = "pooled over all samples" if metric.endswith("-pooled") else "mean over clients"
-        text.append(f"ours, fine-tuned: {when}, {how}")
+        text.append(f"ours, fine-tuned: {reading.finetuned_words}")
     if line.runs[0].config.scale != "full":
         text.append("ours was cut by --scale small: not comparable with the paper")
     if line.differences:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.experiments.compare import Run, told_apart
+from fl_app.experiments.runs import Record
 from fl_app.tasks.task import Metric
 
 LEVEL = 0.95
@@ -83,8 +84,7 @@ def same_data(ours: Run, theirs: Run) -> bool:
 def final(run: Run) -> dict[str, float]:
     """Return the headline metric of each client that trains in the last evaluation of all clients."""
     name = run.folder.headline.name
-    evaluations = [record["evaluation"] for record in run.folder.rounds.values() if record.get("evaluation")]
-    last = evaluations[-1] if evaluations else {"clients": {}}
+    last: Record = next(reversed(run.folder.evaluations.values()), {"clients": {}})
     apart = set(map(str, last.get("unseen", {}).get("ids", [])))
     return {i: float(row[name]) for i, row in last["clients"].items() if i not in apart and row.get(name) is not None}
 

@@ -79,6 +79,11 @@ class Run:
         """Its rounds' records by number, ascending, as far as they can be read."""
         return dict(sorted((record["round"], record) for record in read_metrics(self.path)))
 
+    @property
+    def evaluations(self) -> dict[int, Record]:
+        """Its evaluations of all clients by round."""
+        return evaluations(self.rounds)
+
     @cached_property
     def about(self) -> dict[str, Any]:
         """What run.json says of it: its experiment's id, its method's figures; empty if there is none that can be read."""
@@ -98,6 +103,11 @@ class Run:
     def clients(self) -> dict[str, dict[str, Any]]:
         """Facts by client id; empty if there are none."""
         return read_clients(self.path)
+
+
+def evaluations(rounds: Mapping[int, Record]) -> dict[int, Record]:
+    """Return the evaluations of all clients in rounds' records, by round."""
+    return {t: record["evaluation"] for t, record in rounds.items() if record.get("evaluation")}
 
 
 def find(paths: Iterable[Path]) -> list[Run]:

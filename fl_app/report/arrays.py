@@ -71,7 +71,7 @@ class Run:
     @property
     def evaluations(self) -> dict[int, Record]:
         """Evaluations of all clients by round."""
-        return {t: r["evaluation"] for t, r in self.rounds.items() if r.get("evaluation")}
+        return run_folders.evaluations(self.rounds)
 
     def value(self, name: str) -> str:
         """Return a setting as text, a partition with its parameter."""

@@ -39,7 +39,7 @@ def run_tested(root: Path, name: str, preset: str, values: list[float], **change
 
 def test_last_and_best_of_the_tests_mean_and_pooled_before_and_fine_tuned(tmp_path: Path) -> None:
     (run,) = compare.load([run_tested(tmp_path, "a", FASHION, [0.5, 0.9, 0.7])], METHOD_PARAMS)[0]
-    assert candidates.tests(run) == [2, 4, 6]
+    assert list(run.folder.evaluations) == [2, 4, 6]
     assert candidates.figures(run) == pytest.approx({
         "before, mean, last": 0.7, "before, mean, best": 0.9, "before, pooled, last": 0.71, "before, pooled, best": 0.91,
         "fine-tuned, mean, last": 0.72, "fine-tuned, mean, best": 0.92, "fine-tuned, pooled, last": 0.73,

@@ -55,7 +55,7 @@ def below(method: str, of: str = COLUMN) -> float:
 
 
 def accuracies(run: Run) -> list[float]:
-    return [100 * run.folder.rounds[t]["evaluation"]["accuracy-pooled"] for t in candidates.tests(run)]
+    return [100 * test["accuracy-pooled"] for test in run.folder.evaluations.values()]
 
 
 def seed(number: int, method: str, of: str = COLUMN) -> Run:
@@ -126,11 +126,10 @@ def early() -> dict[str, list[float]]:
 def last_clients(run: Run) -> list[list[float]]:
     """What the clients of the round before a test have in it, and all others: by test, over their samples, in per cent."""
     found: list[list[float]] = [[], []]
-    for t in candidates.tests(run):
-        record = run.folder.rounds[t]
-        rows = record["evaluation"]["clients"]
+    for t, test in run.folder.evaluations.items():
+        trained = run.folder.rounds[t]["clients"]
         for figures, took in zip(found, (True, False), strict=True):
-            own = [row for i, row in rows.items() if (i in record["clients"]) is took]
+            own = [row for i, row in test["clients"].items() if (i in trained) is took]
             right = sum(row["accuracy"] * row["test-samples"] for row in own)
             figures.append(100 * right / sum(row["test-samples"] for row in own))
     return found
