@@ -90,7 +90,7 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# the reference, and the tables of docs/results.md; what it writes into pyproject.toml is the run config's defaults, which need no new installation
+# the reference, and the tables and pictures of docs/results.md; what it writes into pyproject.toml is the run config's defaults, which need no new installation
 docs: install
 	$(BIN)/corolla reference
 	$(BIN)/python -m benchmarks.results_page

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/results.md, between its marks, from the runs in results/ (`make docs`).
+"""Writes the tables and pictures of docs/results.md, between its marks, from the runs in results/ (`make docs`).
 
 python -m benchmarks.results_page
 
@@ -9,6 +9,7 @@ it.
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import statistics
@@ -16,11 +17,18 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from PIL import Image
+
 from benchmarks import differences, fashion_mnist_table
 from fl_app import plugins, presets
 from fl_app.experiments import candidates, compare, sweep
 from fl_app.experiments.compare import Line
 from fl_app.experiments.sweep import Point
+from fl_app.report import accuracy as pictures
+from fl_app.report.arrays import read_runs
+from fl_app.report.figures import Panel
+from fl_app.report.groups import grouped
+from fl_app.tasks import ACCURACY
 from strategies import METHOD_PARAMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +40,7 @@ COLUMNS = {  # by sweep, and what a data set of image files counts as
     "fedcac-cifar10-cut": "cifar10",
 }
 CURVES = {"fedcac-cifar10-cut": 10}  # columns whose curves stand beside each other, and every how many rounds
+PICTURES = {name: ROOT / "docs" / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", "fedcac-cifar10-cut")}
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
 LOGGED = ROOT / "benchmarks" / "fedobp_logs.toml"
@@ -103,6 +112,20 @@ def curves(lines: Sequence[Line], every: int) -> Iterator[str]:
         cells = [f"{before:.1f} / {after:.1f}" for before, after in means]
         yield f"| {line.runs[0].config.method} | {' | '.join(cells)} |"
     yield from ("", "Before / after training, mean over the round's clients.", "")
+
+
+def over_rounds(name: str, results: Path) -> Panel | None:
+    """Return `corolla report`'s picture of a column's accuracy over rounds, if the page has one and runs are there."""
+    if name not in PICTURES or not any(results.glob("*/summary.json")):
+        return None
+    return next((panel for panel in pictures.accuracy(grouped(read_runs([results]))) if panel.name == ACCURACY.name), None)
+
+
+def small(panel: Panel) -> bytes:
+    """Return a picture as a PNG of few colours, a quarter of the bytes."""
+    out = io.BytesIO()
+    Image.open(io.BytesIO(panel.render())).convert("RGB").quantize(64).save(out, "PNG", optimize=True)
+    return out.getvalue()
 
 
 def as_run(results: Path) -> list[str]:
@@ -198,6 +221,8 @@ def block(name: str, results: Path) -> str:
             how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
             text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]
         text += [*curves(lines, CURVES[name])] if name in CURVES else []
+        if panel := over_rounds(name, results):
+            text += [f"![{panel.title}, {len(lines)} methods](images/{PICTURES[name].name})", "", panel.caption, ""]
         text += [*differences.table(lines)] if len(lines) > 1 else []
         text += settings_that_differ(lines)
         text += [*notes(lines), *as_run(results), ""]
@@ -214,11 +239,13 @@ def page(text: str, results: Path) -> str:
 
 
 def main() -> None:
-    """Rewrite docs/results.md."""
-    text = PAGE.read_text(encoding="utf-8")
-    new = page(text, ROOT / "results")
-    if new != text:
+    """Rewrite docs/results.md and its pictures."""
+    text, results = PAGE.read_text(encoding="utf-8"), ROOT / "results"
+    if (new := page(text, results)) != text:
         PAGE.write_text(new, encoding="utf-8")
+    for name, path in PICTURES.items():
+        if panel := over_rounds(name, results / name):
+            path.write_bytes(small(panel))
 
 
 if __name__ == "__main__":

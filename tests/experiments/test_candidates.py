@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from benchmarks import results_page
 from fl_app import models, plugins
@@ -88,6 +90,16 @@ def test_the_page_is_what_the_runs_in_results_make_it() -> None:
     assert marks == {*results_page.COLUMNS, *results_page.OWN_TABLES}
     there = {p.name for p in (results_page.ROOT / "results").glob("*") if p.is_dir()}
     assert there <= marks, "runs that no table shows"
+
+
+def test_the_pages_pictures_are_of_the_runs_in_results() -> None:
+    for name, path in results_page.PICTURES.items():
+        panel = results_page.over_rounds(name, results_page.ROOT / "results" / name)
+        assert path.exists() == bool(panel), "make docs"
+        if panel:  # other versions of the libraries draw a letter otherwise, not a curve
+            files = (BytesIO(results_page.small(panel)), path)
+            drawn, kept = (np.asarray(Image.open(file).convert("L"), np.float64) for file in files)
+            assert drawn.shape == kept.shape and np.abs(drawn - kept).mean() < 0.5, f"{path.name}: make docs"
 
 
 def test_every_figure_that_is_far_from_its_paper_is_explained() -> None:
