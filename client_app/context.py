@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from fl_app import parts, weights
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError
-from fl_app.layout import Layout
+from fl_app.layout import Layout, Model
 from fl_app.wire import SEED_KEYS, Download
 from strategies.base import Method, RoundContext
 
@@ -28,6 +29,14 @@ def build(
     module = method.network(config, **data.info.model_arguments, initial_weights=weights_file)
     layout, initial = Layout.of(module), weights.read(module)
     shared = method.travelling(config, layout)
+
+    @functools.cache
+    def start() -> Model:
+        """What does not travel starts from."""
+        if partial or not config.initial_weights or not method.local_update.local_from_file:
+            return initial
+        return weights.read(method.network(config, **data.info.model_arguments, initial_weights=config.initial_weights))
+
     theirs = str(download.method.get(parts.HASH, ""))
     if layout.constants != theirs:
         raise UserError(
@@ -50,5 +59,5 @@ def build(
         trainer = LocalTrainer(module, config, data, download.round, client_id)
     params, n = config.params, len(data.y_train)
     return RoundContext(
-        config, params, download.round, client_id, layout, shared, lambda: initial, trainer, n, download.extras
+        config, params, download.round, client_id, layout, shared, start, trainer, n, download.extras
     )

@@ -156,6 +156,7 @@ class ExperimentKeys:
     )
     initial_weights: str = key(
         "",
-        "File the run starts from, read by the server: safetensors or a PyTorch state dict (`.pt`, as `corolla export` writes). "
-        "Empty: from the seed.", checked=True,
+        "File the run starts from, safetensors or a PyTorch state dict (`.pt`, as `corolla export` writes). The server reads it; "
+        "so does every client, at the same path, whose method leaves part of the model with it. Empty: from the seed.",
+        checked=True,
     )

@@ -56,6 +56,8 @@ def warn_without_finetuning(config: RunConfig) -> None:
 class FedBABUUpdate(LocalUpdate[FedBABUParams]):
     """Client half: train the body under the initial classifier; tune a copy to be evaluated. It keeps nothing."""
 
+    local_from_file = False
+
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedBABUParams]) -> Model:
         """Train the body alone (Algorithm 1)."""
         return ctx.trainer.train(start, frozen=ctx.local)

@@ -81,13 +81,14 @@ class FedDyn(FedAvg[FedDynParams]):
 
 
 class FedDynUpdate(LocalUpdate[FedDynParams]):
-    """Client half. State: `feddyn.drift` float32 [d], lambda_i."""
+    """Client half. State: `feddyn.drift` float32 [d], lambda_i: 0 where nothing travels, for there the server's h has no part."""
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedDynParams]) -> Model:
         """Train with the moved proximal term, and move it."""
         drift = state.arrays.get("feddyn.drift", np.zeros_like(start.params))
         after = ctx.trainer.train(start, correction=proximal(ctx, ctx.params.alpha, start.params - drift))
-        state.arrays["feddyn.drift"] = drift + (after.params - start.params)
+        moved = drift + (after.params - start.params)
+        state.arrays["feddyn.drift"] = np.where(ctx.layout.indices(ctx.shared), moved, np.float32(0))
         return after
 
 

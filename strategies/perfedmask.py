@@ -156,6 +156,8 @@ def sent_tensors(layout: Layout, mask: NDArray[np.bool_]) -> frozenset[str]:
 class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
     """Client half: train its layers of the body under the initial classifier; tune a copy to be evaluated. It keeps nothing."""
 
+    local_from_file = False
+
     def sent(self, ctx: RoundContext[PerFedMaskParams]) -> frozenset[str]:
         """Names of the tensors it uploads."""
         body = ctx.layout.subset(ctx.shared)

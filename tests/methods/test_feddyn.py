@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load
 
 from client_app.state import State
+from fl_app import models
+from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
 from strategies.feddyn import METHOD, server_step
 from strategies.fedprox import FedProxUpdate
@@ -64,6 +67,15 @@ def test_the_servers_drift_is_the_mean_of_all_clients(tmp_path: Path) -> None:
         federation.round(ids)
         drifts = [s.arrays.get("feddyn.drift", np.zeros(federation.layout.d, np.float32)) for s in federation.states]
         close(federation.server.memory["h"], np.mean(drifts, axis=0, dtype=np.float64))
+
+
+def test_what_does_not_travel_is_not_pulled_to_where_it_began(run: Run, tmp_path: Path) -> None:
+    folder = run(method="feddyn", share="classifier.*", keep_state=True, num_server_rounds=3, feddyn={"alpha": 1.0})
+    layout = Layout.of(models.build("mlp", in_channels=1, num_classes=10, image_size=8, norm="batch", seed=0))
+    shared = layout.indices(layout.classifier)
+    drifts = [load(p.read_bytes()[32:])["feddyn.drift"] for p in sorted((tmp_path / "state").rglob("client-*/000003*.state"))]
+    assert folder.path.exists() and len(drifts) == 3
+    assert all(np.any(drift[shared]) and not np.any(drift[~shared]) for drift in drifts)
 
 
 def test_the_first_round_is_fedprox_and_an_extrapolation(tmp_path: Path) -> None:

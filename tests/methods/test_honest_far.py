@@ -72,6 +72,13 @@ def test_of_three_clients_two_have_the_same_class(run: Run, tmp_path: Path, data
     assert dropped(run(method=method, partition=name, train_samples=0, test_samples=0, **SETTINGS)) == []
 
 
+def test_the_clients_that_adapt_pfedfdas_gaussians_are_not_dropped(run: Run) -> None:
+    """Two of twelve do, the others keep them as they are."""
+    split = {"partition": "dirichlet", "dirichlet_alpha": 0.1, "train_samples": 0, "test_samples": 0}
+    folder = run(method="pfedfda", num_clients=12, **split, **{**SETTINGS, "num_server_rounds": 4})
+    assert dropped(folder) == []
+
+
 @pytest.mark.parametrize("attack", ["x 1e6", "w -> -w", "-5 x update", "noise"])
 def test_a_liar_among_them_is_dropped_and_nobody_else(
     run: Run, raw_config: dict[str, Any], tmp_path: Path, data_dir: Path, attack: str

@@ -301,6 +301,15 @@ def test_initial_weights(run: Run, tmp_path: Path) -> None:
     assert [start[i]["loss-before"] for i in "012"] == [final[i]["loss"] for i in "012"]
 
 
+@pytest.mark.parametrize("method", ["local", "lg-fedavg", "fedper", "fedbn"])
+def test_what_stays_local_starts_from_the_file_of_initial_weights_too(run: Run, method: str) -> None:
+    model: dict[str, Any] = {"model": "resnet8", "num_server_rounds": 1, "local_epochs": 1}
+    file = str(run(run_name="first", **model).path / "models" / "global.safetensors")
+    plain, own = (rounds(run(method=name, run_name=name, initial_weights=file, **model))[0] for name in ("fedavg", method))
+    before = ({i: row["loss-before"] for i, row in record["clients"].items()} for record in (plain, own))
+    assert next(before) == next(before)
+
+
 # the grid itself
 
 
