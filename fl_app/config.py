@@ -16,7 +16,7 @@ from typing import Any, Literal
 from fl_app import rng
 from fl_app.config_experiment import ExperimentKeys
 from fl_app.config_privacy import PrivacyKeys
-from fl_app.config_rules import Checked, check_together, check_words, complain
+from fl_app.config_rules import Checked, check_together, check_words, complain, refuse_files
 from fl_app.keys import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -76,7 +76,7 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
         "auto", "`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:k`.", compared=False, checked=True
     )
     client_threads: int = key(
-        1, "Threads of one client's training; the results' bits depend on it.", AT_LEAST_ONE, compared=False
+        1, "Threads of one client's training; the results' bits depend on it.", Rule(low=1, high=256), compared=False
     )
     # server
     evaluate_every: int = key(
@@ -190,6 +190,7 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     method is imported here, and its keys are known in its own runs alone.
     Raises UserError naming every problem at once (key, value, rule).
     """
+    refuse_files(raw)
     problems: list[str] = []
     known = {spec.name: spec for spec in specs(RunConfig)}
     method = str(raw.get("method", known["method"].default))

@@ -14,6 +14,8 @@ from fl_app.keys import Scalar, nearest
 if TYPE_CHECKING:
     from fl_app.config import RunConfig
 
+LONGEST_NAME = 200  # bytes of a run's name: file systems take 255, of which files named after a run need some
+
 
 def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
     """Add a line to `problems` for every value that is none of the words, references or paths its key takes."""
@@ -45,11 +47,20 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
     if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):
         problems.append(f"run-name: letters, digits and _.+=,@- only, not starting with a dot, got {values['run-name']!r}")
+    if (length := len(str(values["run-name"]).encode())) > LONGEST_NAME:
+        problems.append(f"run-name: at most {LONGEST_NAME} bytes, got {length}: {str(values['run-name'])[:40]}...")
     names = split_names(str(values["classes"]))
     if len(set(names)) != len(names):
         problems.append(f"classes: every name once, got {values['classes']!r}")
     if dataset == NODE and task == TASKS[0] and len(names) < 2:
         problems.append(f"classes: dataset node needs at least two class names, got {values['classes']!r}")
+
+
+def refuse_files(raw: Mapping[str, Scalar]) -> None:
+    """Raise UserError for a file where a module is to be named: looking for FILE.py as a module would run FILE."""
+    found = ((key, re.fullmatch(r"(.+)\.py(:.*)?", str(raw.get(key, "")))) for key in ("method", "model", "task"))
+    complain([f"{key}: must be module:NAME without .py, got {match[0]!r}; did you mean {match[1]}{match[2] or ':NAME'}?"
+              for key, match in found if match])  # fmt: skip
 
 
 def _has_path(value: str, prefixes: tuple[str, ...]) -> bool:

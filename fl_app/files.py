@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,16 @@ def make_directory(path: Path, *, exist_ok: bool = True) -> None:
     if not path.parent.exists():
         make_directory(path.parent)
     path.mkdir(DIRECTORY_MODE, exist_ok=exist_ok)
+
+
+def refuse_unwritable(key: str, directory: Path) -> None:
+    """Raise UserError if nothing can be written under a directory, which need not be there. key: of the configuration."""
+    above = next(path for path in (directory, *directory.parents) if path.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".corolla-", dir=above):
+            pass
+    except OSError as error:
+        raise UserError(f"{key}: cannot write under {directory}: {error.strerror}") from None
 
 
 def publish(path: Path, write: Callable[[Path], object], mode: int = FILE_MODE) -> None:

@@ -132,7 +132,8 @@ class KeySpec:
         elif self.choices and value not in self.choices:
             problems.append(f"{self.name}: must be one of {', '.join(self.choices)}, got {value!r}")
         elif self.rule and isinstance(value, (int, float)) and not self.rule.admits(value):
-            problems.append(f"{self.name}: must be {self.rule}, got {value!r}")
+            finite = " and finite" * math.isinf(value)
+            problems.append(f"{self.name}: must be {self.rule}{finite}, got {value!r}")
         else:
             return value
         default: Scalar = self.default
@@ -209,6 +210,8 @@ def meant(name: str, known: Iterable[str], tables: Iterable[str], table: str) ->
     by_table: dict[str, list[str]] = {of: [] for of in tables}
     for key in known:
         by_table.setdefault(key.rpartition(".")[0], []).append(key.rpartition(".")[2])
+    if not dot and word and (keys := by_table.get(word)):
+        return f"; it is the table of {listed([f'{word}.{key}' for key in keys])}"
     if not dot and word in by_table.get(table, ()):
         return f"; did you mean {table}.{word}?"
     if of not in by_table:

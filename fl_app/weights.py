@@ -109,9 +109,11 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except FileNotFoundError as error:
-        raise UserError(f"{source}: no such file; expected a safetensors file") from error
+        expected = f"a safetensors file or a PyTorch state dict ({', '.join(_PYTORCH)})"
+        raise UserError(f"{source}: no such file; expected {expected}") from error
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{source}: not a readable safetensors file ({said(error)})") from error
+        other = "" if Path(path).suffix == ".safetensors" else f"; a PyTorch state dict is one that ends in {' or '.join(_PYTORCH)}"
+        raise UserError(f"{source}: not a readable safetensors file ({said(error)}){other}") from error
 
 
 def load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fl_app.api.results import Run, load
+from fl_app.api.results import Run, folder, load
 
 if TYPE_CHECKING:
     import pandas
@@ -54,5 +53,5 @@ def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run) -> pandas.DataFrame:
     """
     from fl_app.api import comparing
 
-    several = [runs] if isinstance(runs, (str, os.PathLike, Run)) else list(runs)
-    return comparing.frame([one.path if isinstance(one, Run) else Path(one) for one in several])
+    several = [runs] if isinstance(runs, (str, os.PathLike, Run)) or not isinstance(runs, Iterable) else list(runs)
+    return comparing.frame([one.path if isinstance(one, Run) else folder(one) for one in several])

@@ -116,18 +116,25 @@ def load(path: str | os.PathLike[str]) -> Run:
 
     Raises UserError if it is none, holds several runs, or is damaged: a file that cannot be read, or rounds without a record.
     """
-    folder = Path(path).expanduser().resolve()
-    found = runs.find([folder])
-    if [run.path for run in found] != [folder]:
+    where = folder(path).expanduser().resolve()
+    found = runs.find([where])
+    if [run.path for run in found] != [where]:
         inside = listed([run.path.name for run in found])
-        raise UserError(f"{folder} is no run folder, but holds some: {inside}; load one of them, or compare them all")
+        raise UserError(f"{where} is no run folder, but holds some: {inside}; load one of them, or compare them all")
     run = found[0]
-    if (folder / CLIENTS).exists() and not run.clients:
-        raise UserError(f"{folder / CLIENTS} cannot be read")
-    planned = run.summary["rounds"] if (folder / SUMMARY).exists() else max(run.rounds, default=0)
+    if (where / CLIENTS).exists() and not run.clients:
+        raise UserError(f"{where / CLIENTS} cannot be read")
+    planned = run.summary["rounds"] if (where / SUMMARY).exists() else max(run.rounds, default=0)
     if missing := sorted(set(range(1, planned + 1)) - set(run.rounds)):
-        raise UserError(f"{folder / METRICS}: no readable record of round {listed([str(n) for n in missing])}")
-    return Run(folder)
+        raise UserError(f"{where / METRICS}: no readable record of round {listed([str(n) for n in missing])}")
+    return Run(where)
+
+
+def folder(path: object) -> Path:
+    """Return the path of a run folder. Raises UserError for what is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UserError(f"a run must be a Run or the path of its folder, got {path!r}")
+    return Path(path)
 
 
 def _columns(*first: str, lines: list[dict[str, object]]) -> list[str]:

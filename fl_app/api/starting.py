@@ -22,7 +22,8 @@ from strategies import METHODS
 
 def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any], progress: bool) -> Path:
     """Run an experiment; its folder's path. options: of `How`, by name; keys: as `corolla.run` takes them."""
-    checked(options)
+    options = {name: plain(value) for name, value in options.items()}
+    checked({**options, "progress": progress})
     given = flat(keys)
     how = How(**{
         **options, "scale": Scale(options["scale"]), "resume": Path(options["resume"]) if options["resume"] else None,
@@ -39,6 +40,9 @@ def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any
 
 def checked(options: Mapping[str, Any]) -> None:
     """Raise UserError, in the command's words but for the option's name, for one that `corolla run` would not take."""
+    for name in ("in_process", "verbose", "progress"):
+        if type(options[name]) is not bool:
+            raise UserError(f"{name}: must be True or False, got {options[name]!r}")
     app = typer.Typer()
     app.command()(runs.run)
     for parameter in typer.main.get_command(app).params:

@@ -61,10 +61,11 @@ def show_comparison(groups: Sequence[Sequence[Run]], to: float | None) -> None:
     from fl_app.experiments import compare as comparing
     from fl_app.experiments import paired, reach
 
+    reached = reach.table(groups, to) if to is not None else []  # first of all, for what is wrong with `to`
     show_table(comparing.side_by_side(groups))
-    if to is not None:
+    if reached:
         typer.echo()
-        show_table(reach.table(groups, to))
+        show_table(reached)
         typer.echo(reach.CAPTION)
     if differences := paired.table(groups):
         typer.echo()

@@ -102,6 +102,12 @@ class How:
     ray_address: str | None = None
 
 
+SET_BY_US = {
+    "plugins": "set by `corolla run` from the files that method, model and task name",
+    "scale": "set by `corolla run --scale`, which cuts what is run",
+}
+
+
 def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[dict[str, Scalar], RunConfig]:
     """Return a run's config, flat and parsed, from a preset or .toml file, the given keys and the options.
 
@@ -113,6 +119,9 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
     if how.resume and (preset or how.output_dir is not None or how.scale is Scale.small):
         raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")
     given = with_clients(given, how.clients)
+    for key, by in SET_BY_US.items():
+        if key in given:
+            raise UserError(f"{key}: {by}; it cannot be given, got {given[key]!r}")
     base = saved_config(how.resume) if how.resume else scaled(read_preset(preset) if preset else {}, how.scale)
     options: dict[str, Scalar] = {} if how.output_dir is None else {"output-dir": how.output_dir}
     config = ready(without_others({"output-dir": "runs", **base, **given, **options}, [str(base.get("method"))]))

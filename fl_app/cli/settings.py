@@ -19,6 +19,7 @@ from fl_app.cli.waiting import waiting
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.experiments.bundle import APP_DIRECTORY
+from fl_app.files import refuse_unwritable
 from fl_app.keys import Scalar, bears_on
 from strategies import METHOD_PARAMS, METHODS
 
@@ -37,6 +38,7 @@ class Scale(StrEnum):
 
 
 DEFAULT_CLIENTS = 10
+MANY = 3  # clients a round from which the keys `robust` can outvote one
 PresetArgument = Annotated[
     str | None,
     typer.Argument(
@@ -162,6 +164,8 @@ def check_locally(config: RunConfig) -> None:
         from client_app.loaded import resolve_device  # here, for torch takes seconds
 
         resolve_device(config.device)
+        if config.state_dir:
+            refuse_unwritable("state-dir", Path(config.state_dir))
         info = data.check(config)
         repeated = data.repeated(config)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
@@ -196,6 +200,10 @@ def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Col
         if not any(bears_on(key, method) for method in methods):
             owner = key.rpartition(".")[0]
             warn(f"--set {key} has no effect: it is a key of method {owner}, not of {', '.join(sorted(methods))}")
+    for config in {config.run_name: config for config, _ in runs}.values():
+        asked = config.drawn(config.num_training) if config.num_clients else MANY
+        if config.robust != "none" and asked < MANY:
+            warn(f"robust = {config.robust} outvotes nobody among {asked} clients a round; from {MANY} on it can")
     late = {
         f"{key.name} = {value} is above num-server-rounds = {config.num_server_rounds}: what begins after round {value} is "
         "never reached"

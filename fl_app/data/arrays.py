@@ -41,7 +41,9 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
     with np.errstate(over="ignore"):
         out = x.astype(np.float32)
     if not np.isfinite(out).all():
-        refuse(path, name, "hold finite float32 numbers", f"{np.count_nonzero(~np.isfinite(out))} others")
+        wrong = np.argwhere(~np.isfinite(out))
+        more = f", and {len(wrong) - 1} more such" * (len(wrong) > 1)
+        refuse(path, name, "hold finite float32 numbers", f"{x[tuple(wrong[0])]} in sample {wrong[0][0]}{more}")
     return out
 
 

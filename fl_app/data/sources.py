@@ -42,6 +42,8 @@ def _prepare(dataset: str, root: Path, reading: Reading, force: bool, look: bool
     kind, _, path = dataset.partition(":")
     _refuse_another_kind(kind, Path(path).expanduser())
     if kind == "npz":
+        if reading.target:
+            raise UserError(f"target: {dataset} has its targets in y_train and y_test; leave it unset, got {reading.target!r}")
         return npz.prepare(Path(path), root, reading, force, site=False)
     if kind in ("table", "hf"):
         return table.prepare(Path(path), root, reading, force, site=False, saved=kind == "hf")
@@ -49,6 +51,8 @@ def _prepare(dataset: str, root: Path, reading: Reading, force: bool, look: bool
         raise UserError(f"task: {dataset} has labels of classes, got {reading.task}")
     if reading.client:
         raise UserError(f"client: {dataset} has no columns, got {reading.client!r}")
+    if reading.target:
+        raise UserError(f"target: {dataset} has no columns, got {reading.target!r}")
     classes, image_size = reading.classes, reading.image_size
     if kind == "folder":
         return folder.prepare(Path(path), root, classes, image_size, force, site=False, look=look)

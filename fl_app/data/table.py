@@ -53,6 +53,11 @@ def _table(path: Path) -> Columns:
         frame = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
     except (OSError, ValueError, pandas.errors.ParserError) as error:
         raise UserError(f"dataset: {path} is not a readable table ({error})") from error
+    names = [str(name) for name in frame.columns]
+    if path.suffix == ".csv":  # pandas numbers what is there twice
+        names = [str(name) for name in pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0]]
+    if twice := next((name for name in names if name and names.count(name) > 1), ''):
+        raise UserError(f"dataset: {path} must have every column once, got {names.count(twice)} named {twice!r}")
     return {str(name): np.asarray(frame[name]) for name in frame.columns}
 
 
@@ -120,8 +125,9 @@ def _side(path: Path, part: Columns, reading: Reading) -> tuple[NDArray[Any], ND
         raise UserError(f"dataset: {path} has no columns but {', '.join(part)}: nothing to learn from")
     for name, values in features.items():
         if values.dtype.kind not in "biuf":
-            example = repr(str(values[0]))[:40] if len(values) else values.dtype
-            raise UserError(f"dataset: {path}: column {name} must hold numbers, got {example}; encode it, or leave it out")
+            raise UserError(
+                f"dataset: {path}: column {name} must hold numbers, got {_no_number(values)}; encode it, or leave it out"
+            )
         if values.dtype.kind == "f" and not np.isfinite(values).all():
             bad = int(np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1))[0])
             raise UserError(f"dataset: {path}: column {name} must have a finite number in every row, row {bad} has not")
@@ -136,6 +142,17 @@ def _side(path: Path, part: Columns, reading: Reading) -> tuple[NDArray[Any], ND
     y = [part[name] for name in reading.targets]
     whose = part[reading.client] if reading.client else np.zeros(len(x))
     return x, y[0] if len(y) == 1 else np.stack(y, axis=1), whose
+
+
+def _no_number(values: NDArray[Any]) -> str:
+    """Return the first value that is no number, and its row."""
+    import pandas
+
+    if values.ndim > 1 or not len(values):
+        return str(values.dtype)
+    known = pandas.to_numeric(pandas.Series(values.astype(str)), errors="coerce").notna().to_numpy()
+    row = int(np.argmin(known))
+    return f"{str(values[row])!r}"[:40] + f" in row {row}"
 
 
 def _refuse_missing(path: Path, name: str, values: NDArray[Any]) -> None:

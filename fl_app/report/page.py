@@ -51,6 +51,8 @@ def write_report(
             if path.exists() and not _beginning(path).startswith((_CSV, "\n")) and path.stat().st_size:
                 raise UserError(f"--tables: {path} is there and no report's; choose another directory")
     groups = grouped(read_runs(paths, declared))
+    with _writing("--output", output):  # before the pictures, which take long
+        (output / PICTURES).mkdir(parents=True, exist_ok=True)
     runs = [run for group in groups for run in group.runs]
     shared = [*accuracy(groups), *costs(groups), *partitions(runs)]
     own = {run.number: list(of_run(run)) for run in runs}
@@ -58,7 +60,6 @@ def write_report(
     drawn = _draw(every, ("png", _DARK, "svg", "pdf") if figures else ("png", _DARK))
     pictures = output / PICTURES
     with _writing("--output", output):
-        pictures.mkdir(parents=True, exist_ok=True)
         for old in pictures.glob("*.png"):
             old.unlink()
         _write_files(pictures, _of_kinds(drawn, "png"))

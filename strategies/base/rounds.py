@@ -94,8 +94,7 @@ class Rounds(Private):
                 self.attempt.spoilt_by, without = str(error), without | error.absent
                 spoilt.append(self.attempt)
                 log.error("round %d, attempt %d: %s", round, retry + 1, error)
-        failures = [failure for attempt in spoilt for failure in attempt.failures]
-        lines = [f"  client {f['client']}: {f['cause']}" for f in failures[-5:]]
+        lines = [f"  {line}" for attempt in spoilt for line in attempt.told()][-5:]
         causes = "\n".join(lines if spoilt[-1].failures else [*lines, f"  {spoilt[-1].spoilt_by}"])
         blame = "".join(
             f"\nthe models came out of round {self.round}, where client {stray.client_id} was used though {stray}: "

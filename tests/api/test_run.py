@@ -101,6 +101,20 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
+def test_what_only_python_can_get_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for keywords, message in (
+        ({"in_process": "yes"}, "in_process: must be True or False, got 'yes'"),
+        ({"clients": np.int64(0)}, "'clients': 0 is not in the range"),
+    ):
+        with pytest.raises(UserError, match=message):
+            corolla.run(**keywords)  # type: ignore[arg-type]
+    for call in (lambda: corolla.load(None), lambda: corolla.compare([5]), lambda: corolla.compare(5)):  # type: ignore
+        with pytest.raises(UserError, match="a run must be a Run or the path of its folder, got (None|5)"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_errors_are_the_commands(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -84,6 +84,20 @@ BAD = {
     "a classifier where there is none": (
         ["model=badmodel:convolution", "method=fedobp", "fedobp.scope=classifier"], "fedobp.scope: classifier needs a model with a",
     ),
+    "more threads than there is room for": (["client-threads=1000000"], "client-threads: must be in [1, 256], got 1000000"),
+    "a long name": (["run-name=" + 300 * "x"], "run-name: at most 200 bytes, got 300: xxx"),
+    "a key that is a table": (["fedcac=5"], "fedcac: unknown key; it is the table of fedcac.tau"),
+    "a target where there are no columns": (["target=y"], "target: digits has no columns, got 'y'"),
+    "a target of an npz": (["dataset=npz:numbers.npz", "target=y"], "has its targets in y_train and y_test; leave it unset"),
+    "two columns of a name": (["dataset=table:twice.csv", "target=b"], "must have every column once, got 2 named 'a'"),
+    "a word among numbers": (["dataset=table:word.csv", "target=b"], "column a must hold numbers, got 'x' in row 3"),
+    "a module as a file": (["model=badmodel.py:wrong"], "did you mean badmodel:wrong?"),
+    "no initial weights": (["initial-weights=none.pt"], "no such file; expected a safetensors file or a PyTorch state dict"),
+    "weights that are neither": (["initial-weights=badmodel.py"], "a PyTorch state dict is one that ends in .pt or .pth"),
+    "no place for state": (["state-dir=/proc/x"], "state-dir: cannot write under /proc/x: "),
+    "infinity": (["learning-rate=inf"], "learning-rate: must be > 0 and finite, got inf"),
+    "plugins": (["plugins=x"], "plugins: set by `corolla run` from the files that method, model and task name; it cannot be"),
+    "scale as a key": (["scale=small"], "scale: set by `corolla run --scale`"),
     "unknown device": (["device=tpu"], "device: must be auto, cpu, cuda or cuda:k, got 'tpu'"),
 }  # fmt: skip
 if not torch.cuda.is_available():
@@ -99,6 +113,8 @@ def test_bad_input_is_refused_before_anything_is_written(  # type: ignore[no-unt
     write_images(tmp_path / "images")
     write_npz(tmp_path / "numbers.npz", y_train=np.linspace(0, 1, 40))
     (tmp_path / "table.csv").write_text("a,b\n" + "".join(f"{k},{k / 2}\n" for k in range(40)))
+    (tmp_path / "twice.csv").write_text("a,a,b\n" + "".join(f"{k},{k / 2},{k % 2}\n" for k in range(40)))
+    (tmp_path / "word.csv").write_text("a,b\n" + "".join(f"{'x' if k == 3 else k},{k % 2}\n" for k in range(40)))
     (tmp_path / "images" / "train" / "dog" / "0.png").unlink()
     (tmp_path / "badmodel.py").write_text(
         "from torch import nn\ndef raises(**_): return 1 / 0\n"

@@ -44,7 +44,7 @@ def test_npz(tmp_path: Path) -> None:
         ({"y_test": None}, r"has no y_test; it has x_train, y_train, x_test"),
         ({"x_train": np.zeros((12, 6, 6, 3), "S4")}, r"x_train must hold numbers, got \|S4"),
         ({"x_train": np.zeros((12, 0))}, r"x_train must have shape \[n, \.\.\.\].*got \[12, 0\]"),
-        ({"x_train": np.full((12, 6, 6, 3), np.nan)}, r"x_train must hold finite float32 numbers, got 1296 others"),
+        ({"x_train": np.full((12, 6, 6, 3), np.nan)}, r"must hold finite float32 numbers, got nan in sample 0, and 1295 more"),
         ({"y_train": np.zeros(12)}, r"y_train must hold integers or names of classes, got float64"),
         ({"y_train": np.zeros((12, 1), int)}, r"y_train must have shape \[n\], got \[12, 1\]"),
         ({"y_test": np.zeros(5, int)}, r"y_test must have one label for each of the 6 images, got 5"),

@@ -84,7 +84,7 @@ def test_the_chosen_methods_parameters(method: str) -> None:
     ("num_server_rounds", 0, "num-server-rounds: must be >= 1, got 0"),
     ("learning_rate", 0, "learning-rate: must be > 0, got 0.0"),
     ("learning_rate", float("nan"), "learning-rate: must be > 0, got nan"),
-    ("learning_rate", float("inf"), "learning-rate: must be > 0, got inf"),
+    ("learning_rate", float("inf"), "learning-rate: must be > 0 and finite, got inf"),
     ("fraction_train", 0.0, "fraction-train: must be in (0, 1], got 0.0"),
     ("fraction_train", 1.01, "fraction-train: must be in (0, 1], got 1.01"),
     ("momentum", 1.0, "momentum: must be in [0, 1), got 1.0"),
