@@ -1,6 +1,6 @@
 """Writes the tables and pictures of docs/results.md, between its marks, from the runs in results/ (`make docs`).
 
-python -m benchmarks.results_page
+python -m benchmarks.results_page [NAME]    # with a NAME, of a folder in results/: print its tables, write nothing
 
 A column of a paper's table is a sweep file, sweeps/NAME.toml, and what was collected of its runs, results/NAME; tables of their own
 have the early stage of training and the logs of FedOBP's authors. What of a sweep is not there is named, with the command that runs
@@ -9,6 +9,7 @@ it.
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import re
@@ -239,8 +240,13 @@ def page(text: str, results: Path) -> str:
 
 
 def main() -> None:
-    """Rewrite docs/results.md and its pictures."""
+    """Rewrite docs/results.md and its pictures, or print one column's tables."""
     text, results = PAGE.read_text(encoding="utf-8"), ROOT / "results"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", nargs="?", choices=(*COLUMNS, *OWN_TABLES))
+    if name := parser.parse_args().name:
+        print(block(name, results / name))
+        return
     if (new := page(text, results)) != text:
         PAGE.write_text(new, encoding="utf-8")
     for name, path in PICTURES.items():

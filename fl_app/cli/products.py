@@ -29,9 +29,12 @@ def export(
     with waiting(errors) as shown:
         shown.step("writing the model", brief=True)
         from fl_app.experiments.export import export as write  # here, for torch takes seconds
+        from fl_app.experiments.export import own_files
 
         path, card = write(run, METHODS, client, output, onnx=onnx, data_path=data_path)
     console.print(escape(f"{path}\nsha256 {card['sha256']}, in its card {path}.json"), soft_wrap=True)
+    if (own := own_files(path)).is_dir():
+        console.print(escape(f"your own files that the run used, for predict: {own}"), soft_wrap=True)
 
 
 def verify(file: Exported) -> None:
@@ -54,10 +57,12 @@ def predict(
     inputs: Annotated[list[Path], typer.Argument(metavar="IMAGES...|DATA.npz", help="Image files, or an .npz with x (and y).")],
 ) -> None:
     """Print what an exported model says of images or of an .npz: class and probability, or the numbers it was trained to find."""
-    look_for_plugins(file.parent)
     with waiting(errors) as waited:
         waited.step("asking the model", brief=True)
         from fl_app.experiments import card, predict, product
+        from fl_app.experiments.export import own_files
+
+        look_for_plugins(own_files(file), file.parent)
 
         known = card.read(file)
         names, samples, targets = predict.read(inputs, known)

@@ -120,6 +120,9 @@ def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Run],
     if not paths:
         raise UserError("no runs to compare: name run folders, or folders of run folders")
     found = run_folders.find(paths)
+    for run in found:
+        if (run.path / SUMMARY).is_file():
+            run.summary  # noqa: B018 - read now, for its errors
     if not any(run.finished for run in found):
         raise UserError(f"no finished run (with {SUMMARY}) among {', '.join(map(str, paths))}")
     finished = [Run(run, run.config(methods)) for run in found if run.finished]
@@ -224,6 +227,8 @@ def varying(groups: Sequence[Sequence[Run]]) -> list[dict[str, Scalar | None]]:
     every = [grouping.settings(runs[0].config.resolved) for runs in groups]
     known = dict.fromkeys(key for one in every for key in one if key != "seed")
     keys = [key for key in known if key == "method" or len({one[key] for one in every if key in one}) > 1]
+    if "plugins" in keys and len({tuple(one.get(key) for key in keys if key != "plugins") for one in every}) == len(every):
+        keys.remove("plugins")  # whose method is whose says as much
     return [{key: one.get(key) for key in keys} for one in every]
 
 

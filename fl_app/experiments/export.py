@@ -6,16 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fl_app import plugins
 from fl_app.errors import UserError
 from fl_app.experiments import card, trained
 from fl_app.files import publish
+from fl_app.server.run_folder import PLUGINS
 
 
 def export(
     run: Path, methods: Mapping[str, Any], client: int | None = None, output: Path | None = None, *, onnx: bool = False,
     data_path: str = "",
 ) -> tuple[Path, card.Card]:  # fmt: skip
-    """Write the global model, or a client's, and its card; return both.
+    """Write the global model, or a client's, its card, and the run's copies of the user's own files; return the first two.
 
     A client's is what `trained.load` says, the global one where that is what it uses. As PyTorch state dict, which
     `load_state_dict` accepts strictly, or as ONNX. Tensors that a client does not share are only in a state dict if the run
@@ -42,9 +44,16 @@ def export(
             product.write_onnx(model, facts, output)
         else:
             _write_state_dict(model, output)
+        copies = run / PLUGINS
+        plugins.write({str(file.relative_to(copies)): file.read_bytes() for file in copies.rglob("*.py")}, own_files(output))
         return output, card.write(output, facts)
     except OSError as error:
         raise UserError(f"--output: cannot write {output}: {error.strerror}") from None
+
+
+def own_files(output: Path) -> Path:
+    """Return where the user's own files that an exported model's run used lie, if there were any: `predict` needs its task."""
+    return output.with_name(f"{output.name}.plugins")
 
 
 def _write_state_dict(model: trained.Trained, output: Path) -> None:

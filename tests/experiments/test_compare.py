@@ -141,6 +141,9 @@ def test_paths_that_are_no_runs_are_refused(tmp_path: Path) -> None:
     (folder / "summary.json").unlink()
     with pytest.raises(UserError, match="no finished run"):
         compare.load([tmp_path], METHOD_PARAMS)
+    (folder / "summary.json").write_text('{"rounds": 3, ')
+    with pytest.raises(UserError, match="a/summary.json cannot be read"):
+        compare.load([tmp_path], METHOD_PARAMS)
 
 
 def test_every_table_puts_the_same_runs_together(tmp_path: Path) -> None:

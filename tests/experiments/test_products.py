@@ -237,6 +237,41 @@ def test_numbers_get_their_value(corolla, run: Run, tmp_path: Path) -> None:  # 
         np.testing.assert_allclose([[float(v) for v in row[1:]] for row in rows], want[:2].numpy(), rtol=1e-3)
 
 
+OWN_TASK = """from fl_app.tasks import Metric, Task
+
+class Far(Task):
+    metrics = (Metric("mae", higher_is_better=False, low=0),)
+
+    def loss(self, outputs, y):
+        return (outputs - y).abs().mean()
+
+    def measure(self, outputs, y, names):
+        return {"mae": float((outputs - y).abs().mean())}
+"""
+
+
+def test_a_task_of_ones_own_goes_along(  # type: ignore[no-untyped-def]
+    corolla, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("onnxruntime")
+    (tmp_path / "far.py").write_text(OWN_TASK)
+    x = np.random.default_rng(0).normal(0, 1, (60, 4)).astype(np.float32)
+    np.savez("rows.npz", x_train=x, y_train=x.sum(1), x_test=x[:20], y_test=x[:20].sum(1))
+    more = ("dataset=npz:rows.npz", "task=far:Far", "partition=iid", "method=fedavg", "run-name=a", "num-server-rounds=1")
+    settings = [word for key in (*more, "train-samples=12", "test-samples=8") for word in ("--set", key)]
+    assert corolla("run", "--in-process", "--clients", "2", *settings)[0] == 0
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for end in ("pt", "onnx"):
+        code, out, _ = corolla("export", "runs/a", "--output", f"elsewhere/m.{end}", *(["--onnx"] if end == "onnx" else []))
+        assert code == 0 and f"elsewhere/m.{end}.plugins" in out
+    (tmp_path / "far.py").unlink()
+    monkeypatch.chdir(elsewhere)
+    for end in ("pt", "onnx"):
+        code, out, err = corolla("predict", f"m.{end}", "../rows.npz")
+        assert code == 0 and "mae " in out and "on 20 samples" in out, err
+
+
 def test_what_does_not_fit_is_named(corolla, exported: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     def complaint(*inputs: str) -> str:
         code, _, err = corolla("predict", exported, *inputs)
