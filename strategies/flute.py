@@ -154,8 +154,11 @@ def with_features(ctx: RoundContext[FLUTEParams]) -> Objective | None:
 
 
 def weight_of(layout: Layout) -> Slot:
-    """Return where the classifier's weight [C, k] lies."""
-    return next(slot for slot in layout.params if slot.name in layout.classifier and len(slot.shape) == 2)
+    """Return where the classifier's weight [C, k] lies. Raises UserError if it does not train."""
+    found = next((slot for slot in layout.params if slot.name in layout.classifier and len(slot.shape) == 2), None)
+    if found is None:
+        raise UserError("train: flute trains the last Linear layer's weight, which must be among what trains")
+    return found
 
 
 def shared(layout: Layout, params: Any) -> frozenset[str]:

@@ -154,7 +154,7 @@ class IFCAUpdate(LocalUpdate[IFCAParams]):
         for k in range(ctx.params.clusters if ctx.params.clusters > 1 else 0):
             part.chosen = k
             losses.append(trainer.sample_losses(received).mean(dtype=np.float64))
-        part.chosen = int(np.argmin(losses)) if losses else 0
+        part.chosen = int(np.argmin(np.nan_to_num(losses, nan=np.inf))) if losses else 0  # nobody follows what has diverged
         return received
 
     def others(self, ctx: RoundContext[IFCAParams]) -> frozenset[str]:
