@@ -169,6 +169,13 @@ def test_a_setting_without_an_equals_sign_is_explained(corolla, verb: str, words
     assert code == 2 and err == "error: --set seed: expected KEY=VALUE in one word, as in --set seed=1"
 
 
+def test_a_robust_mean_of_too_few_to_outvote_anybody_is_warned_of(corolla) -> None:  # type: ignore[no-untyped-def]
+    few = ("run", "--dry-run", "--clients", "10", "--set", "method=fedavg", "--set", "robust=krum", "--set")
+    said = corolla(*few, "fraction-train=0.2")[2]
+    assert said == "warning: robust = krum outvotes nobody among 2 clients a round; from 3 on it can"
+    assert corolla(*few, "fraction-train=0.3")[2] == ""
+
+
 @pytest.mark.parametrize(
     ("dataset", "meant"),
     [("difits", "digits"), ("cifar-10", "cifar10"), ("tiny-imagnet:/x", "tiny-imagenet:"), ("folders:/y", "folder:")],

@@ -174,6 +174,28 @@ def test_every_table_puts_the_same_runs_together(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_nothing_is_printed_before_a_target_that_cannot_be_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_folder(tmp_path, "a", "demo", {"best-accuracy": 0.4})
+    for target in ("5", "nan"):
+        monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", target])
+        with pytest.raises(SystemExit):
+            cli.main()
+        out, err = capsys.readouterr()
+        assert not out and f"--to: accuracy is in [0, 1], got {target}" in err
+
+
+def test_a_file_of_ones_own_is_told_only_where_it_tells_rows_apart(tmp_path: Path) -> None:
+    for name, changes in {"a": {"plugins": "m.py:1"}, "b": {"method": "fedavg"}}.items():
+        run_folder(tmp_path, name, "demo", {}, **changes)
+    found = compare.varying(compare.group(compare.load([tmp_path], METHOD_PARAMS)[0]))
+    assert [list(row) for row in found] == [["method"], ["method"]]
+    run_folder(tmp_path, "c", "demo", {}, plugins="m.py:2")
+    found = compare.varying(compare.group(compare.load([tmp_path], METHOD_PARAMS)[0]))
+    assert [row["plugins"] for row in found] == ["m.py:1", "", "m.py:2"]
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run_folder(tmp_path, "a", "fedcac/cifar10-pathological-2", {"best-accuracy": 0.9, "final-accuracy-finetuned": 0.91})
     run_folder(tmp_path, "b", "fedcac/cifar10-pathological-2/fedavg", {"best-accuracy": 0.5}, momentum=0.5)
