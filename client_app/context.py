@@ -24,8 +24,7 @@ def build(
 
     Raises UserError if what was received is not of the model that is here, or if the state was trained without a budget.
     """
-    partial = config.train or config.share  # what does not travel comes from the file here too
-    weights_file = config.initial_weights if partial else ""
+    weights_file = config.initial_weights if config.train or config.share else ""  # what does not travel comes from it too
     module = method.network(config, **data.info.model_arguments, initial_weights=weights_file)
     layout, initial = Layout.of(module), weights.read(module)
     shared = method.travelling(config, layout)
@@ -33,7 +32,7 @@ def build(
     @functools.cache
     def start() -> Model:
         """What does not travel starts from."""
-        if partial or not config.initial_weights or not method.local_update.local_from_file:
+        if weights_file or not config.initial_weights or not method.local_update.local_from_file:
             return initial
         return weights.read(method.network(config, **data.info.model_arguments, initial_weights=config.initial_weights))
 

@@ -28,6 +28,8 @@ from strategies.blocks import blocks, for_blocks, in_order
 Rule = Literal["none", "median", "trimmed-mean", "krum", "geometric-median"]
 RULES: frozenset[str] = frozenset({"median", "trimmed-mean", "krum", "geometric-median"})
 
+ABLE = 3  # vectors from which on one of them can be outvoted
+
 _CHUNK = 160_000  # float32 values: fit the cache
 _STEPS = 200  # of Weiszfeld's iteration
 _SETTLED = 1e-12  # largest change of a weight in its last step
@@ -96,7 +98,7 @@ class Averaging:
         return min(max(1, math.floor(self.liars * n + 1e-9)), (n - 1) // 2)
 
     def _weights(self, distances: NDArray[np.float64]) -> NDArray[np.float64]:
-        if len(distances) < 3:
+        if len(distances) < ABLE:
             return np.ones(len(distances))
         if self.rule == "geometric-median":
             return geometric_weights(distances)

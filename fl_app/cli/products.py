@@ -63,7 +63,6 @@ def predict(
         from fl_app.experiments.export import own_files
 
         look_for_plugins(own_files(file), file.parent)
-
         known = card.read(file)
         names, samples, targets = predict.read(inputs, known)
         outputs, predictions = predict.ask(product.open_file(file, known, METHODS), samples, known)

@@ -22,6 +22,7 @@ from fl_app.experiments.bundle import APP_DIRECTORY
 from fl_app.files import refuse_unwritable
 from fl_app.keys import Scalar, bears_on
 from strategies import METHOD_PARAMS, METHODS
+from strategies.robust import ABLE
 
 if TYPE_CHECKING:
     from fl_app.data import DatasetInfo
@@ -38,7 +39,6 @@ class Scale(StrEnum):
 
 
 DEFAULT_CLIENTS = 10
-MANY = 3  # clients a round from which the keys `robust` can outvote one
 PresetArgument = Annotated[
     str | None,
     typer.Argument(
@@ -200,10 +200,11 @@ def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Col
         if not any(bears_on(key, method) for method in methods):
             owner = key.rpartition(".")[0]
             warn(f"--set {key} has no effect: it is a key of method {owner}, not of {', '.join(sorted(methods))}")
-    for config in {config.run_name: config for config, _ in runs}.values():
-        asked = config.drawn(config.num_training) if config.num_clients else MANY
-        if config.robust != "none" and asked < MANY:
-            warn(f"robust = {config.robust} outvotes nobody among {asked} clients a round; from {MANY} on it can")
+    few = {
+        f"robust = {config.robust} outvotes nobody among {asked} clients a round; from {ABLE} on it can"
+        for config, _ in runs
+        if config.robust != "none" and config.num_clients and (asked := config.drawn(config.num_training)) < ABLE
+    }
     late = {
         f"{key.name} = {value} is above num-server-rounds = {config.num_server_rounds}: what begins after round {value} is "
         "never reached"
@@ -211,7 +212,7 @@ def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Col
         for key, value in config.own_keys()
         if key.counts_rounds and key.name in chosen and isinstance(value, int) and value > config.num_server_rounds
     }
-    for text in sorted(late):
+    for text in sorted(few | late):
         warn(text)
 
 

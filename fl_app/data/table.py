@@ -56,7 +56,7 @@ def _table(path: Path) -> Columns:
     names = [str(name) for name in frame.columns]
     if path.suffix == ".csv":  # pandas numbers what is there twice
         names = [str(name) for name in pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0]]
-    if twice := next((name for name in names if name and names.count(name) > 1), ''):
+    if twice := next((name for name in names if name and names.count(name) > 1), ""):
         raise UserError(f"dataset: {path} must have every column once, got {names.count(twice)} named {twice!r}")
     return {str(name): np.asarray(frame[name]) for name in frame.columns}
 

@@ -10,7 +10,6 @@ from fl_app import plugins
 from fl_app.errors import UserError
 from fl_app.experiments import card, trained
 from fl_app.files import publish
-from fl_app.server.run_folder import PLUGINS
 
 
 def export(
@@ -44,8 +43,7 @@ def export(
             product.write_onnx(model, facts, output)
         else:
             _write_state_dict(model, output)
-        copies = run / PLUGINS
-        plugins.write({str(file.relative_to(copies)): file.read_bytes() for file in copies.rglob("*.py")}, own_files(output))
+        plugins.write(plugins.read(model.config.plugins), own_files(output))
         return output, card.write(output, facts)
     except OSError as error:
         raise UserError(f"--output: cannot write {output}: {error.strerror}") from None

@@ -25,6 +25,7 @@ from fl_app.tasks import named
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command, Run
+from tests.fl_app.test_tasks import OWN
 
 TINY = {"num_server_rounds": 1, "num_clients": 2, "train_samples": 12, "test_samples": 12}
 
@@ -237,27 +238,14 @@ def test_numbers_get_their_value(corolla, run: Run, tmp_path: Path) -> None:  # 
         np.testing.assert_allclose([[float(v) for v in row[1:]] for row in rows], want[:2].numpy(), rtol=1e-3)
 
 
-OWN_TASK = """from fl_app.tasks import Metric, Task
-
-class Far(Task):
-    metrics = (Metric("mae", higher_is_better=False, low=0),)
-
-    def loss(self, outputs, y):
-        return (outputs - y).abs().mean()
-
-    def measure(self, outputs, y, names):
-        return {"mae": float((outputs - y).abs().mean())}
-"""
-
-
 def test_a_task_of_ones_own_goes_along(  # type: ignore[no-untyped-def]
     corolla, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("onnxruntime")
-    (tmp_path / "far.py").write_text(OWN_TASK)
+    (tmp_path / "far.py").write_text(OWN)
     x = np.random.default_rng(0).normal(0, 1, (60, 4)).astype(np.float32)
     np.savez("rows.npz", x_train=x, y_train=x.sum(1), x_test=x[:20], y_test=x[:20].sum(1))
-    more = ("dataset=npz:rows.npz", "task=far:Far", "partition=iid", "method=fedavg", "run-name=a", "num-server-rounds=1")
+    more = ("dataset=npz:rows.npz", "task=far:Median", "partition=iid", "method=fedavg", "run-name=a", "num-server-rounds=1")
     settings = [word for key in (*more, "train-samples=12", "test-samples=8") for word in ("--set", key)]
     assert corolla("run", "--in-process", "--clients", "2", *settings)[0] == 0
     elsewhere = tmp_path / "elsewhere"
