@@ -18,11 +18,6 @@ from strategies.base.uploads import Intake
 log = logging.getLogger("corolla")
 
 
-def own_words(client: object, cause: str) -> str:
-    """Return what a client said without its name, which its own errors may begin with."""
-    return cause.removeprefix(f"client {client}: ")
-
-
 @dataclass
 class Attempt:
     """One attempt at a round, or an evaluation: all that is true of it and of nothing after it.
@@ -50,12 +45,13 @@ class Attempt:
         if not isinstance(error, WireError):  # something that no check knew of
             log.debug("client %d", reply.client_id, exc_info=error)
             error = WireError(f"malformed reply: {said(error)}")
-        self.failures.append({"client": reply.client_id, "cause": str(error)})
-        log.error("%s: client %d %s: %s", step, reply.client_id, became, own_words(reply.client_id, str(error)))
+        cause = str(error).removeprefix(f"client {reply.client_id}: ")  # a client's own errors may begin with its name
+        self.failures.append({"client": reply.client_id, "cause": cause})
+        log.error("%s: client %d %s: %s", step, reply.client_id, became, cause)
 
     def told(self) -> list[str]:
         """Return the failures, a line each."""
-        return [f"client {f['client']}: {own_words(f['client'], f['cause'])}" for f in self.failures]
+        return [f"client {f['client']}: {f['cause']}" for f in self.failures]
 
     def record(self, headline: Metric) -> Record:
         """The round's record; earlier attempts count with their failures and their downloads."""
