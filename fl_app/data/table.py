@@ -21,6 +21,7 @@ from fl_app.data.reading import Reading
 from fl_app.errors import UserError
 
 SUFFIXES = (".csv", ".parquet")
+VERSION = 2  # of how columns are read: conversions of other versions are not used
 Columns = Mapping[str, NDArray[Any]]
 
 
@@ -42,7 +43,7 @@ def prepare(path: Path, root: Path, reading: Reading, force: bool, *, site: bool
         parts, known = _saved(path, reading) if saved else ([_table(path)], ())
         return _convert(path, parts, reading, known, directory, site)
 
-    about = [reading.classes, reading.target, reading.client, reading.test_ratio, reading.task, site]
+    about = [reading.classes, reading.target, reading.client, reading.test_ratio, reading.task, site, VERSION]
     return open_or_convert(root, f"{'hf' if saved else 'table'}-{path.stem}", [str(path), stamps, *about], convert, force)
 
 
@@ -50,7 +51,8 @@ def _table(path: Path) -> Columns:
     import pandas
 
     try:
-        frame = pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
+        # low_memory reads in parts and guesses a column's type in each: 1 here would be "01" there
+        frame = pandas.read_csv(path, low_memory=False) if path.suffix == ".csv" else pandas.read_parquet(path)
     except (OSError, ValueError, pandas.errors.ParserError) as error:
         raise UserError(f"dataset: {path} is not a readable table ({error})") from error
     names = [str(name) for name in frame.columns]

@@ -62,6 +62,17 @@ def test_labels_that_are_words(tmp_path: Path) -> None:
         data.check(config(**raw, classes="ill,dead"))
 
 
+def test_a_long_table_has_one_type_per_column(tmp_path: Path) -> None:
+    """pandas guesses types in parts of a million cells unless it is told not to: 01 was a class beside 1."""
+    columns, rows = 260, 6_000
+    labels = [f"{k % 3 + 1:02d}" for k in range(rows - 3)] + ["unknown"] * 3
+    path = tmp_path / "long.csv"
+    header = ",".join(f"a{k}" for k in range(columns))
+    path.write_text(f"{header},label\n" + "".join(f"{k % 7},{'0,' * (columns - 1)}{label}\n" for k, label in enumerate(labels)))
+    raw = {"dataset": f"table:{path}", "target": "label", "data_dir": str(tmp_path / "root"), "partition": "iid"}
+    assert data.check(config(**raw)).classes == ("01", "02", "03", "unknown")
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
