@@ -112,7 +112,7 @@ class ExperimentKeys:
     test_ratio: float = key(
         0.25, "Part of each client's samples used for test in the `dirichlet` partitions, and of the rows of a table (or of `hf:`) "
         "that has no test part of its own.", BELOW_ONE,
-        about="data", partitions=OVER_CLASSES,
+        about="data", partitions=(*OVER_CLASSES, "table", "hf", "node"),
     )
     normalize: Literal["unit", "mean-std", "symmetric"] = key(
         "unit",

@@ -73,9 +73,9 @@ def key(
     """Declare one key: its default, its sentence in the documentation, its range, and the answers to questions about it.
 
     about: see About. counts_rounds: a round's number, which shrinks with the run under `--scale small`. partitions: the kinds
-    of partition it is a parameter of. extends: a resumed run may change it, though its result does too. headline: a report
-    names it first. compared: stated by papers, so that a difference from theirs matters. checked: what can be wrong with it is
-    only found by opening or building something.
+    of partition it is a parameter of, and of data sets that are divided by it as they are read. extends: a resumed run may change
+    it, though its result does too. headline: a report names it first. compared: stated by papers, so that a difference from theirs
+    matters. checked: what can be wrong with it is only found by opening or building something.
     """
     declared = dict(
         default=default, doc=doc, rule=rule, about=about, counts_rounds=counts_rounds, partitions=partitions, extends=extends,
@@ -116,6 +116,11 @@ class KeySpec:
     def tells_runs_apart(self) -> bool:
         """Whether two runs with different values are two experiments."""
         return self.about in ("data", "training")
+
+    def divides(self, partition: str, dataset: str) -> bool:
+        """Whether it bears on runs with such a partition of such a data set, as far as it is about who holds what."""
+        kinds = {partition.partition(":")[0], dataset.partition(":")[0]}
+        return not self.partitions or not kinds.isdisjoint(self.partitions)
 
     @property
     def may_change_on_resume(self) -> bool:

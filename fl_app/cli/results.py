@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from fl_app.cli.settings import console, errors, say_unfinished
+from fl_app.cli.settings import console, errors, say_unfinished, warn
 from fl_app.cli.tables import show_table
 from fl_app.cli.waiting import waiting
 from strategies import METHOD_PARAMS, METHODS
@@ -37,6 +37,8 @@ def compare(
     found, unfinished = comparing.load(runs, METHOD_PARAMS)
     say_unfinished(unfinished)
     groups = comparing.group(found)
+    for run, before in comparing.repeated(found):
+        warn(f"{run.folder.path} repeats the settings and the seed of {before.folder.path}: it has a row of its own")
     if not paper:
         show_comparison(groups, to)
         return

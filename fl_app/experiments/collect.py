@@ -28,11 +28,13 @@ _PATHS = ("dataset", "partition")  # keys that may hold one, `kind:/path`
 def collect(runs: Iterable[Run], directory: Path) -> list[Path]:
     """Write what is kept of finished runs into folders of their names; the folders, of which those of the same runs are replaced.
 
-    Raises UserError before anything is written if a name is taken by another run.
+    Raises UserError before anything is written if a name is taken by another run, or by the run itself.
     """
     targets: dict[Path, Run] = {}
     for run in runs:
         target = directory / run.path.resolve().name
+        if target.resolve() == run.path.resolve():
+            raise UserError(f"--collect: {target} is the run itself, of which the rest would be lost; choose another directory")
         taken = targets[target].about if target in targets else read_about(target)
         if (taken or target.exists()) and taken.get("experiment") != run.about.get("experiment"):
             raise UserError(f"{target} is there already and holds another run than {run.path}; move or remove one of them")

@@ -130,8 +130,16 @@ def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Run],
 
 
 def group(runs: Iterable[Run]) -> list[list[Run]]:
-    """Put runs together that differ in the seed alone (and in keys that cannot change a result)."""
+    """Put runs together that differ in the seed alone (and in keys that cannot change a result), each seed once."""
     return by_settings(runs, lambda run: grouping.settings(run.config.resolved))
+
+
+def repeated(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
+    """Return the runs that have all settings and the seed of one before them, each with that one."""
+    found: dict[tuple[tuple[str, str], ...], Run] = {}
+    known = [(run, grouping.settings(run.config.resolved)) for run in runs]
+    first = [(run, found.setdefault(tuple(sorted((k, repr(v)) for k, v in given.items())), run)) for run, given in known]
+    return [(run, before) for run, before in first if run is not before]
 
 
 def settings(config: RunConfig) -> dict[str, Scalar]:
@@ -139,7 +147,7 @@ def settings(config: RunConfig) -> dict[str, Scalar]:
     out = {
         key.name: value
         for key, value in config.own_keys()
-        if key.tells_runs_apart and key.compared and (not key.partitions or config.partition in key.partitions)
+        if key.tells_runs_apart and key.compared and key.divides(config.partition, config.dataset)
     }
     return out | {"dataset": grouping.kind(config.dataset)}
 

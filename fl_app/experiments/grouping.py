@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
@@ -21,17 +22,16 @@ def settings(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
     one, wherever it lies.
     """
     given = {name: key.default for name, key in _KEYS.items()} | dict(config)
-    method, partition = str(given["method"]), str(given["partition"])
-    found = {name: value for name, value in given.items() if tells(name, method, partition)}
+    found = {name: value for name, value in given.items() if tells(name, given)}
     return found | {"dataset": kind(str(given["dataset"]))}
 
 
-def tells(name: str, method: str, partition: str) -> bool:
-    """Tell whether runs of a method with such a partition are two experiments if they differ in this key."""
+def tells(name: str, config: Mapping[str, Scalar]) -> bool:
+    """Tell whether a run with such a flat config is another experiment if it differs in this key alone."""
     key: KeySpec | None = _KEYS.get(name)
     if key is None:
-        return bears_on(name, method)
-    return key.tells_runs_apart and (not key.partitions or name == "seed" or partition in key.partitions)
+        return bears_on(name, str(config.get("method")))
+    return key.tells_runs_apart and (name == "seed" or key.divides(str(config.get("partition")), str(config.get("dataset"))))
 
 
 def kind(dataset: str) -> str:
@@ -43,12 +43,17 @@ def kind(dataset: str) -> str:
 def by_settings(runs: Iterable[T], settings: Callable[[T], Mapping[str, Scalar]]) -> list[list[T]]:
     """Put runs together that differ in the seed alone; groups, and runs in them, in the order given.
 
-    settings: a run's keys by which runs are told apart; the seed among them is ignored.
+    settings: a run's keys by which runs are told apart. A seed counts once: a run that repeats one is of a group of its own, with
+    others that repeat theirs as often.
     """
-    groups: dict[tuple[tuple[str, Scalar, bool], ...], list[T]] = {}
+    groups: dict[tuple[object, ...], list[T]] = {}
+    times: collections.Counter[tuple[object, ...]] = collections.Counter()
     for run in runs:
-        named = sorted((name, value) for name, value in settings(run).items() if name != "seed")
-        groups.setdefault(tuple((name, value, isinstance(value, bool)) for name, value in named), []).append(run)
+        given = dict(settings(run))
+        seed = given.pop("seed", None)
+        same = tuple((name, value, isinstance(value, bool)) for name, value in sorted(given.items(), key=lambda pair: pair[0]))
+        groups.setdefault((*same, times[(*same, seed)]), []).append(run)
+        times[(*same, seed)] += 1
     return list(groups.values())
 
 

@@ -71,12 +71,8 @@ def same_data(ours: Run, theirs: Run) -> bool:
     """Tell whether clients of the same id hold the same samples, given the same seed."""
 
     def data(run: Run) -> dict[str, object]:
-        kind = run.config.partition
-        return {
-            key.name: value
-            for key, value in run.config.own_keys()
-            if key.about == "data" and (not key.partitions or kind in key.partitions)
-        }
+        kinds = run.config.partition, run.config.dataset
+        return {key.name: value for key, value in run.config.own_keys() if key.about == "data" and key.divides(*kinds)}
 
     return data(ours) == data(theirs)
 

@@ -4,7 +4,8 @@ A sweep file has `preset` (a preset's name), `scale` ("small"), `[settings]` (ke
 values; every combination is a run; `method`, `seed` and `preset` are keys like any other; several grids are each a `[[grid]]`) and
 `[[variants]]` (tables of keys, with an optional `name`; each combination runs once per variant). Later ones win in this order,
 then `scale`, then --set.
-A method's own keys do not tell other methods' runs apart: a grid over methods and `fedcac.tau` runs FedAvg once.
+A method's own keys do not tell other methods' runs apart, nor a partition's those with another: a grid over methods and
+`fedcac.tau` runs FedAvg once, one over partitions and `dirichlet-alpha` an even partition once.
 
 A run is the same as another if their keys about data and training are; finished ones (with summary.json) under the sweep's
 directory are not repeated, unfinished ones go on from their last checkpoint; without a sound one they are moved to its folder
@@ -31,9 +32,10 @@ from pathlib import Path
 from fl_app import plugins
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
+from fl_app.experiments.grouping import tells
 from fl_app.experiments.runs import Run, inside
 from fl_app.files import lock, make_directory
-from fl_app.keys import Scalar, bears_on, without_others
+from fl_app.keys import Scalar, without_others
 from fl_app.presets import read_preset, small
 from fl_app.server.checkpoint import load_latest
 from fl_app.server.run_folder import check_state
@@ -131,7 +133,7 @@ def expand(
             continue
         key = identity(parsed)
         if key not in points:
-            shown = {k: parsed.resolved.get(k, v) for k, v in varying.items() if bears_on(k, parsed.method)}
+            shown = {k: parsed.resolved.get(k, v) for k, v in varying.items() if tells(k, parsed.resolved)}
             name = f"{_words(shown)[:MAX_NAME] or parsed.method}-{hashlib.sha256(key.encode()).hexdigest()[:6]}"
             own = {"run-name": name, "output-dir": str(directory)}
             resolved = {**parsed.resolved, **own}
@@ -226,8 +228,9 @@ def check(points: Sequence[Point], check_locally: Callable[[RunConfig], None]) -
 
 
 def identity(config: RunConfig) -> str:
-    """What makes two runs the same, as text: the keys that bear on them and tell runs apart."""
-    return json.dumps({key.name: value for key, value in config.own_keys() if key.tells_runs_apart}, sort_keys=True)
+    """What makes two runs the same, as text: the keys that tell runs apart; what has no effect on this one as its default."""
+    own = [(key, value) for key, value in config.own_keys() if key.tells_runs_apart]
+    return json.dumps({key.name: value if tells(key.name, config.resolved) else key.default for key, value in own}, sort_keys=True)
 
 
 @contextlib.contextmanager

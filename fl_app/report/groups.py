@@ -104,7 +104,7 @@ def short(label: str, length: int = LABEL_LENGTH) -> str:
 
 def relevant(key: str, run: Run) -> bool:
     """Tell whether a key is among a run's settings, beside the method."""
-    return key != "method" and tells(key, run.method, str(run.config.get("partition")))
+    return key != "method" and tells(key, run.config)
 
 
 def differences(runs: Sequence[Run]) -> list[str]:

@@ -54,6 +54,21 @@ def test_a_run_of_a_preset_is_put_beside_it_without_differences(tmp_path: Path) 
     assert any("Table 2: FedCAC, CIFAR-10, alpha = 0.1" in text for text in compare.describe(line))
 
 
+def test_a_run_given_twice_is_no_second_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, seed in (("a", 0), ("b", 1), ("c", 1)):
+        run_folder(tmp_path, name, "fedcac/cifar10-dirichlet-0.1", {"best-accuracy": 0.8 + seed / 10}, seed=seed)
+    assert [(len(line.runs), line.ours) for line in lines(tmp_path)] == [
+        (2, pytest.approx((0.85, 0.1 / 2**0.5))), (1, (0.9, None))
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        cli.main()
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{tmp_path / 'c'} repeats the settings and the seed of {tmp_path / 'b'}" in said and said.count("repeats") == 1
+
+
 def test_differing_settings_are_listed_and_the_nearest_preset_is_chosen(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"momentum": 0.5, "num_server_rounds": 60, "fedcac.non-critical": "as-critical"}
     path = run_folder(tmp_path, "a", "fedcac/cifar10-dirichlet-0.1", {}, **changes, test_ratio=0.5)

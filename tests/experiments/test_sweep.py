@@ -69,6 +69,26 @@ def test_combinations_without_duplicates(tmp_path: Path) -> None:
     assert [p.name for p in again] == [p.name for p in found]
 
 
+def test_a_key_without_effect_makes_no_run(tmp_path: Path) -> None:
+    """Who holds what does not depend on another partition's keys, nor on the ratio of a test part that the data set has itself."""
+    text = """
+[settings]
+num-clients = 4
+dataset = "{dataset}"
+target = "y"
+[grid]
+partition = ["iid", "dirichlet"]
+{key} = [0.2, 0.5]
+seed = [0, 1]
+"""
+    path = tmp_path / "s.toml"
+    for dataset, key, even in (("digits", "dirichlet-alpha", 2), ("digits", "test-ratio", 2), ("table:/t.csv", "test-ratio", 4)):
+        found = points(write(path, text.format(dataset=dataset, key=key)))
+        kinds = [p.parsed.partition for p in found]
+        assert (kinds.count("iid"), kinds.count("dirichlet")) == (even, 4), (dataset, key)
+        assert all((key in p.varying) == (p.parsed.partition == "dirichlet" or even == 4) for p in found)
+
+
 def test_variants_presets_and_scale(tmp_path: Path) -> None:
     text = """
 preset = "demo"

@@ -35,6 +35,11 @@ def test_runs_that_differ_in_the_seed_alone_are_together() -> None:
     assert [[runs.index(run) for run in group] for group in by_settings(runs, lambda run: run)] == [[0, 2], [1], [3, 4], [5]]
 
 
+def test_a_seed_counts_once() -> None:
+    runs: list[dict[str, Any]] = [{"method": "a", "seed": seed} for seed in (0, 1, 0, 0, 1, 2)]
+    assert [[run["seed"] for run in group] for group in by_settings(runs, lambda run: run)] == [[0, 1, 2], [0, 1], [0]]
+
+
 def test_the_deviation_is_the_sample_one() -> None:
     assert mean_std([1.0, 3.0]) == (2.0, pytest.approx(2**0.5))
     assert mean_std([4.0]) == (4.0, None)
