@@ -64,12 +64,16 @@ Measure = Callable[[Run], float | None]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a paper's "accuracy" may be: in words, and of a run; the fine-tuned figure that stands beside it likewise."""
+    """What a paper's "accuracy" may be: in words, and of a run; the fine-tuned figure that stands beside it likewise.
+
+    best_test: it is the best of a run's tests, and so depends on how many they are.
+    """
 
     words: str
     ours: Measure
     finetuned_words: str
     finetuned: Measure
+    best_test: bool = False
 
 
 def _summary(name: str) -> Measure:
@@ -91,7 +95,8 @@ METRICS: dict[str, Reading] = {
     "": Reading("a run does not record the paper's figure", lambda run: None, *_MEAN),
     "best-accuracy": Reading("highest round of the mean over clients, before training", _summary("best-accuracy"), *_MEAN),
     "best-tested-accuracy-pooled": Reading(
-        "the best test of all clients (evaluate-every), over all test samples", _best_test("accuracy-pooled"), *_BEST
+        "the best test of all clients (evaluate-every), over all test samples", _best_test("accuracy-pooled"), *_BEST,
+        best_test=True,
     ),
     "final-accuracy-finetuned-pooled": Reading(
         "all clients' test data after the last round, each with the model it fine-tuned", _POOLED[1], *_POOLED
@@ -142,12 +147,16 @@ def repeated(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
     return [(run, before) for run, before in first if run is not before]
 
 
-def settings(config: RunConfig) -> dict[str, Scalar]:
-    """The keys that define a run's result and that papers state, without the seed; of the data set its kind alone."""
+def settings(config: RunConfig, metric: str) -> dict[str, Scalar]:
+    """The keys that define a run's result and that papers state, without the seed; of the data set its kind alone.
+
+    metric: of METRICS; how often a run is tested counts where its best test does.
+    """
+    counted = {"evaluate-every"} if METRICS[metric].best_test else set()
     out = {
         key.name: value
         for key, value in config.own_keys()
-        if key.tells_runs_apart and key.compared and key.divides(config.partition, config.dataset)
+        if key.tells_runs_apart and (key.compared or key.name in counted) and key.divides(config.partition, config.dataset)
     }
     return out | {"dataset": grouping.kind(config.dataset)}
 
@@ -169,7 +178,6 @@ def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") 
     dataset: what the runs' own data set (`folder:`, `npz:`) is to count as, e.g. cifar10.
     """
     config = runs[0].config
-    ours = settings(config)
     found = []
     for preset in all_presets().values():
         if preset.published is None or preset.settings["method"] != config.method:
@@ -178,8 +186,9 @@ def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") 
         same_data = grouping.kind(theirs.dataset) == (dataset or grouping.kind(config.dataset)) and _split(theirs) == _split(config)
         if same_data and theirs.task == config.task:
             cut = small(theirs) if config.scale == "small" else {}
-            distance = len(differences(ours, settings(parse({**preset.settings, **cut}, methods))))
-            found.append((distance, preset, differences(ours, settings(theirs))))
+            ours = settings(config, preset.metric)
+            distance = len(differences(ours, settings(parse({**preset.settings, **cut}, methods), preset.metric)))
+            found.append((distance, preset, differences(ours, settings(theirs, preset.metric))))
     nearest = min((distance for distance, _, _ in found), default=0)
     return [
         Line(runs, preset, measure(runs, METRICS[preset.metric].ours), measure(runs, METRICS[preset.metric].finetuned), diffs)
@@ -200,7 +209,8 @@ def describe(line: Line) -> list[str]:
     preset, metric = line.preset, line.preset.metric
     text = [f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")]
     reading = METRICS[metric]
-    text.append("ours: " + f"{metric}, " * bool(metric) + reading.words)
+    tests = sorted({str(len(run.folder.evaluations)) for run in line.runs}) if reading.best_test else []
+    text.append("ours: " + f"{metric}, " * bool(metric) + reading.words + f"; tests: {', '.join(tests)}" * bool(tests))
     if line.finetuned:
         text.append(f"ours, fine-tuned: {reading.finetuned_words}")
     if line.runs[0].config.scale != "full":

@@ -37,7 +37,7 @@ def write_report(
     paths: Sequence[Path], output: Path, declared: Mapping[str, Sequence[Figure]] | None = None, figures: Path | None = None,
     tables: Path | None = None,
 ) -> tuple[Path, Path]:  # fmt: skip
-    """Write report.html and the folder of pictures into `output`; both replace those of an earlier report.
+    """Write report.html and the folder of pictures into `output`; both replace those of an earlier report, and nothing else.
 
     paths: run folders, or folders of run folders; declared: figures by method, for runs that did not keep them; figures,
     tables: directories for every picture as PNG, SVG and PDF, and for the numbers as CSV. Returns the page's and the pictures'
@@ -60,8 +60,8 @@ def write_report(
     drawn = _draw(every, ("png", _DARK, "svg", "pdf") if figures else ("png", _DARK))
     pictures = output / PICTURES
     with _writing("--output", output):
-        for old in pictures.glob("*.png"):
-            old.unlink()
+        for name in _pictured(output):  # what somebody else put beside them stays
+            (pictures / f"{name}.png").unlink(missing_ok=True)
         _write_files(pictures, _of_kinds(drawn, "png"))
         _write_files(output, {PAGE: page(groups, shared, own, drawn).encode()})
     if figures:
@@ -101,6 +101,13 @@ def reported(output: Path) -> str:
     if not _EARLIER.match(begin):
         raise UserError(f"--output: {path} is there and no report of runs; choose another directory")
     return ""
+
+
+def _pictured(output: Path) -> list[str]:
+    """Return the names of the pictures of a directory's report."""
+    path = output / PAGE
+    page = path.read_text("utf-8", "replace") if path.exists() else ""
+    return [name for name in map(unescape, re.findall('<figure id="([^"]+)">', page)) if Path(name).name == name]
 
 
 def _beginning(path: Path) -> str:

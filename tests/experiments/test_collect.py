@@ -72,6 +72,15 @@ def test_a_collected_run_is_replaced_by_itself_alone(runs: Path, tmp_path: Path)
         collect(find([runs / "a"]), tmp_path / "kept")
 
 
+def test_a_run_is_not_collected_into_itself(runs: Path, tmp_path: Path, command: Command) -> None:
+    before = {p: p.read_bytes() for p in (runs / "a").rglob("*") if p.is_file()}
+    (tmp_path / "same").symlink_to(runs)
+    for where in (runs, tmp_path / "same"):
+        code, out, err = command("runs", runs, "--collect", where)
+        assert code == 2 and f"--collect: {where}/a is the run itself, of which the rest would be lost" in err, out
+    assert {p: p.read_bytes() for p in (runs / "a").rglob("*") if p.is_file()} == before
+
+
 def test_a_packed_file_is_read_as_far_as_it_goes(runs: Path, tmp_path: Path) -> None:
     (kept,) = collect(find([runs / "a"]), tmp_path / "kept")
     packed = (kept / "metrics.jsonl.gz").read_bytes()

@@ -69,6 +69,17 @@ def test_a_run_given_twice_is_no_second_seed(
     assert f"{tmp_path / 'c'} repeats the settings and the seed of {tmp_path / 'b'}" in said and said.count("repeats") == 1
 
 
+def test_how_often_a_run_is_tested_counts_where_its_best_test_does(tmp_path: Path) -> None:
+    tests = [{"round": t, "evaluation": {"accuracy-pooled": t / 10, "clients": {}}} for t in range(1, 9)]
+    for name, preset, every in (("a", "fedobp/cifar10-dirichlet-0.1", 50), ("b", "fedcac/cifar10-dirichlet-0.1", 50)):
+        path = run_folder(tmp_path, name, preset, {}, evaluate_every=every)
+        (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, tests)))
+    best, last = lines(tmp_path)
+    assert best.ours == (0.8, None) and best.differences == [("evaluate-every", 50, 100)]
+    assert "; tests: 8" in " ".join(compare.describe(best))
+    assert last.differences == [] and "; tests:" not in " ".join(compare.describe(last))
+
+
 def test_differing_settings_are_listed_and_the_nearest_preset_is_chosen(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"momentum": 0.5, "num_server_rounds": 60, "fedcac.non-critical": "as-critical"}
     path = run_folder(tmp_path, "a", "fedcac/cifar10-dirichlet-0.1", {}, **changes, test_ratio=0.5)

@@ -51,9 +51,9 @@ def keys() -> Iterator[Any]:
         yield from (pytest.param(method, spec, id=spec.name) for spec in specs(params, method))
 
 
-def configs(method: str, spec: KeySpec) -> tuple[RunConfig, RunConfig]:
+def configs(method: str, spec: KeySpec, **more: Scalar) -> tuple[RunConfig, RunConfig]:
     """Return a run's config, and the same with another value of one key."""
-    base: dict[str, Scalar] = {"method": method, "num-clients": 4}
+    base: dict[str, Scalar] = {"method": method, "num-clients": 4, **more}
     return parse(base, METHOD_PARAMS), parse(base | {spec.name: other(spec)}, METHOD_PARAMS)
 
 
@@ -68,13 +68,21 @@ def test_the_classes_of_keys() -> None:
     assert {spec.name for spec in every if spec.about == "running"} == RUNNING
     assert {spec.name for spec in every if spec.about == "place"} == PLACES
     assert {spec.about for spec in every} == {"data", "training", "running", "place"}
-    assert all(set(spec.partitions) <= set(PARTITIONS) for spec in every)
+    assert all(set(spec.partitions) <= {*PARTITIONS, "table", "hf", "node"} for spec in every)
 
 
 @pytest.mark.parametrize(("method", "spec"), EVERY_KEY)
 def test_a_sweep_repeats_a_run_for_another_value_exactly_if_that_may_change_what_comes_out(method: str, spec: KeySpec) -> None:
-    before, after = configs(method, spec)
+    where = {"partition": spec.partitions[0]} if spec.partitions else {}
+    before, after = configs(method, spec, **where)
     assert (sweep.identity(before) == sweep.identity(after)) == (spec.name in RUNNING | PLACES)
+
+
+@pytest.mark.parametrize("spec", [s for s in specs(RunConfig) if s.partitions and s.name != "seed"], ids=lambda s: s.name)
+def test_a_partitions_key_changes_nothing_where_there_is_another_partition(spec: KeySpec) -> None:
+    before, after = configs("fedcac", spec, partition="file:/p.npz", dataset="digits")
+    assert sweep.identity(before) == sweep.identity(after)
+    assert compare.settings(before, "") == compare.settings(after, "")
 
 
 @pytest.mark.parametrize(("method", "spec"), EVERY_KEY)
@@ -96,7 +104,7 @@ def test_other_methods_keys_change_nothing(method: str, spec: KeySpec) -> None:
         return
     before, after = (parse({"method": "fedper", spec.name: v}, METHOD_PARAMS) for v in (spec.default, other(spec)))
     assert sweep.identity(before) == sweep.identity(after)
-    assert compare.settings(before) == compare.settings(after)
+    assert compare.settings(before, "") == compare.settings(after, "")
     assert spec.name not in dict((k.name, v) for k, v in after.own_keys())
 
 

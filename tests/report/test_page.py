@@ -53,11 +53,11 @@ def test_the_page_is_self_contained_and_every_picture_decodes(fedcac: Path, feda
     assert "mean overlap is" in page and 'class="warn"' in page
 
 
-def test_a_report_replaces_the_pictures_of_an_earlier_one(fedavg: Path, tmp_path: Path) -> None:
-    (tmp_path / report.PICTURES).mkdir()
-    (tmp_path / report.PICTURES / "overlap-1.png").write_bytes(b"of an earlier report")
+def test_a_report_replaces_the_pictures_of_an_earlier_one_and_nothing_else(fedcac: Path, fedavg: Path, tmp_path: Path) -> None:
+    assert "overlap-1" in write(tmp_path, fedcac)[1]
+    (tmp_path / report.PICTURES / "logo.png").write_bytes(b"somebody's")
     page, names = write(tmp_path, fedavg)
-    assert names == {"accuracy", "clients", "communication", "seconds", "partition"}
+    assert names == {"accuracy", "clients", "communication", "seconds", "partition", "logo"}
     assert 'class="warn"' not in page and "collaborators" not in page
 
 
