@@ -163,7 +163,9 @@ def continued(point: Point, folder: Path, begun_now: bool = False) -> Point | No
     if (round := sweeping.resumable(folder)) is None:
         set_aside(folder)
         return None
-    config = ready(Run(folder).settings | {"resume": str(folder)})
+    # how it runs, and where its data lie, is what this command says; its state lies where it was left
+    now = {spec.name: value for spec, value in point.parsed.own_keys() if spec.about == "running" or spec.name == "data-dir"}
+    config = ready(Run(folder).settings | now | {"resume": str(folder)})
     parsed = resolve(config)
     check_unchanged(folder, parsed)
     if not begun_now:
@@ -194,8 +196,8 @@ def going_on(
     names = {point.name for point in todo.values()}
     begun: dict[str, Point] = {}
     for folder, key in unfinished.items():
-        if key and key not in todo and folder.name not in names:
-            continue  # of no run that is wanted now
+        if key not in todo and folder.name not in names:
+            continue  # of no run that is wanted now, or no run at all
         if key not in todo or key in begun:
             set_aside(folder)
         elif (point := continued(todo[key], folder, begun_now)) is not None:

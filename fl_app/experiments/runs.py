@@ -21,6 +21,7 @@ from fl_app.server.run_folder import (
     CONFIG,
     LOCK,
     METRICS,
+    PLUGINS,
     RUN,
     SUMMARY,
     TESTED,
@@ -173,6 +174,10 @@ def listing(found: Iterable[Run]) -> list[list[str]]:
 
 
 def inside(directory: Path) -> list[Run]:
-    """Return the runs directly in a directory, with those whose process ended before anything was written."""
+    """Return the runs directly in a directory, with what may be one whose process ended before its config was written."""
+
+    def begun(folder: Path) -> bool:
+        return all(inner.name.startswith(".") or inner.name == PLUGINS for inner in folder.iterdir())
+
     folders = sorted(p for p in directory.iterdir() if p.is_dir())
-    return [Run(p) for p in folders if (p / CONFIG).is_file() or all(inner.name.startswith(".") for inner in p.iterdir())]
+    return [Run(p) for p in folders if (p / CONFIG).is_file() or begun(p)]

@@ -57,7 +57,9 @@ def test_runs_that_left_nothing_are_seen_too(tmp_path: Path) -> None:
     (tmp_path / "locked" / ".lock").touch()
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "a.log").touch()
-    assert [run.path for run in inside(tmp_path)] == [a, tmp_path / "empty", tmp_path / "locked"]
+    (tmp_path / "plugged" / "plugins").mkdir(parents=True)
+    (tmp_path / "plugged" / ".lock").touch()
+    assert [run.path for run in inside(tmp_path)] == [a, tmp_path / "empty", tmp_path / "locked", tmp_path / "plugged"]
 
 
 def test_experiments_are_found_in_sweeps_too(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ import pytest
 from fl_app import cli, plugins
 from fl_app.errors import UserError
 from fl_app.experiments import sweep
+from fl_app.experiments.runs import Run
 from strategies import METHOD_PARAMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -268,9 +269,10 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
     before = recorded()
     assert len(before) == jobs and all(2 < len(lines) < rounds for lines in before.values()) and not stamps(directory)
 
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([*words, "--set", "round-timeout=77"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     after = recorded()
+    assert all(Run(directory / name).settings["round-timeout"] == 77 for name in after), "what this command says was lost"
     assert len(after) == 2 and all(len(lines) == rounds for lines in after.values()) and not (directory / "unfinished").exists()
     for name, lines in before.items():
         assert f"goes on with {directory / name} after round " in done.stdout
@@ -314,11 +316,13 @@ def test_folders_of_runs_are_recognised_by_their_config(
     fedavg, local = (next(directory.glob(f"{method}-*")) for method in ("fedavg", "local"))
     fedavg.rename(directory / "renamed")
     (local / "summary.json").unlink()
-    (directory / "empty").mkdir()
+    for name in ("logs", "mine"):  # of a job array that has not begun; nobody's
+        (directory / name).mkdir()
     shutil.copytree(local, directory / "unfinished" / local.name)
     code, out, _ = sweep_it()
     assert code == 0 and "2 runs, 1 finished before, 1 to do" in out
-    assert {p.name for p in (directory / "unfinished").iterdir()} == {local.name, f"{local.name}-2", "empty"}
+    assert {p.name for p in (directory / "unfinished").iterdir()} == {local.name, f"{local.name}-2"}
+    assert (directory / "logs").is_dir() and (directory / "mine").is_dir()
     (local / "summary.json").rename(tmp_path / "summary")
     write(tmp_path / "s.toml", text.replace("local-epochs = 1", "local-epochs = 2"))
     code, out, _ = sweep_it()
