@@ -69,12 +69,24 @@ def test_forward_shapes(name: str, size: int, channels: int) -> None:
         assert module.eval()(torch.rand(1, channels, size, size)).shape == (1, 7)
 
 
+def rectified_first(name: str, module: nn.Module) -> nn.Module:
+    """The same network with the order as printed: rectified, then pooled."""
+    module = copy.deepcopy(module)
+    if name == "cnn":
+        names = ["conv1", "relu1", "pool1", "conv2", "relu2", "pool2", "flatten", "fc1", "relu3", "classifier"]
+        return nn.Sequential(OrderedDict((layer, getattr(module, layer)) for layer in names))
+    module.maxpool = nn.Sequential(nn.ReLU(), module.get_submodule("maxpool"))  # rectifying again changes nothing
+    return module
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_cnn_rectifies_after_it_pools_which_changes_no_bit(layout: torch.memory_format) -> None:
-    ours = models.build("cnn", in_channels=1, num_classes=10, image_size=28).to(memory_format=layout)  # type: ignore[call-overload]
-    names = ["conv1", "relu1", "pool1", "conv2", "relu2", "pool2", "flatten", "fc1", "relu3", "classifier"]
-    printed = nn.Sequential(OrderedDict((name, copy.deepcopy(getattr(ours, name))) for name in names))
-    x = torch.randint(0, 4, (16, 1, 28, 28), generator=torch.Generator().manual_seed(0)) / 4  # with equal values in a window
+@pytest.mark.parametrize(("name", "channels", "size"), [("cnn", 1, 28), ("resnet8", 3, 32), ("resnet18", 3, 64)])
+def test_rectifying_after_a_pool_changes_no_bit(name: str, channels: int, size: int, layout: torch.memory_format) -> None:
+    ours = models.build(name, in_channels=channels, num_classes=10, image_size=size)
+    ours.to(memory_format=layout)  # type: ignore[call-overload]
+    printed = rectified_first(name, ours)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 4, (16, channels, size, size), generator=draw) / 4  # with equal values in a window
     x[:4] = 0
     found = []
     for module in (ours, printed):
