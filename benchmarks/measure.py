@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import resource
 import statistics
 import sys
@@ -13,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from fl_app.machine import cpu, versions
 
 SLACK = 2.0  # a short run fails only beyond this factor of the target
 
@@ -57,8 +58,7 @@ def peak_bytes(case: Callable[[], object]) -> int:
 
 def machine() -> dict[str, Any]:
     """Describe where this ran."""
-    model = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "")
-    return {"cpu": model or platform.processor(), "python": platform.python_version(), "peak-rss": resource_peak()}
+    return {"cpu": cpu(), **versions(), "peak-rss": resource_peak()}
 
 
 def resource_peak() -> int:

@@ -65,7 +65,7 @@ def about(
 
 def presets(
     pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern with * and ?.")] = "",
-    all_: Annotated[bool, typer.Option("--all", help="Those that Corolla cannot run too; it can run every one.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="No effect any more: Corolla can run every one.")] = False,
 ) -> None:
     """List presets, with the published figures; one name a line when piped."""
     from fl_app.presets import find

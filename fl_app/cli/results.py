@@ -53,9 +53,11 @@ def compare(
         for title, texts in comparing.described(lines):
             typer.echo("\n".join([f"\n{title}", *(f"  {text}" for text in texts)]))
     matched = {id(run) for line in lines for run in line.runs}
-    for run in found:
-        if id(run) not in matched:
-            typer.echo(f"no published counterpart: {run.folder.path} ({comparing.kind(run.config)})")
+    left = [run for run in found if id(run) not in matched]
+    for run in left:
+        typer.echo(f"no published counterpart: {run.folder.path} ({comparing.kind(run.config)})")
+    if not dataset and any(":" in run.config.dataset for run in left):
+        typer.echo("--dataset NAME, e.g. cifar10, says what the runs' own data are")
 
 
 def show_comparison(groups: Sequence[Sequence[Run]], to: float | None) -> None:

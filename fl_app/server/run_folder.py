@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fl_app import plugins, tasks
+from fl_app import machine, plugins, tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, plain
 from fl_app.files import FILE_MODE, lock, make_directory, opener, publish_text, room
@@ -34,7 +34,7 @@ CLIENTS = "clients.json"
 STOP = "stop"  # a file: the run is asked to end after its round
 PLUGINS = "plugins"  # copies of the user's own files that the run uses
 MODELS = "models"
-STATE_REMOVED, SHAPE, FROZEN, TESTED = "state-removed", "shape", "frozen-sha256", "tested"  # in run.json
+STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"  # in run.json
 LONGEST_NAME = 200  # characters of a class's name
 
 
@@ -72,7 +72,7 @@ class RunFolder:
             folder.lock()
             plugins.write(own, path / PLUGINS)
         folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
-        about = {"experiment": experiment, "starts": 0, "figures": to_json(figures), **(facts or {})}
+        about = {"experiment": experiment, "starts": 0, MADE_WITH: [made_with()], "figures": to_json(figures), **(facts or {})}
         folder.write(RUN, json.dumps({**about, "metrics": [asdict(metric) for metric in tasks.measured(config)]}) + "\n")
         return folder
 
@@ -115,9 +115,11 @@ class RunFolder:
         return True
 
     def continue_with(self, config: RunConfig) -> None:
-        """Record a resumed start and the keys that changed."""
+        """Record a resumed start, the keys that changed, and with what it goes on if that is something else."""
         self.asked_to_stop()
-        self.note(experiment=self.experiment, starts=self.starts)
+        before = read_about(self.path).get(MADE_WITH, [])
+        now = [] if before and before[-1] == made_with() else [made_with()]
+        self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: [*before, *now]})
         kept = {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""}
         self.write(CONFIG, to_toml({**config.resolved, **kept}))
 
@@ -176,6 +178,11 @@ class RunFolder:
         with room("output-dir", self.path):
             make_directory(directory)
             save_safetensors(directory / f"{name}.safetensors", layout, model)
+
+
+def made_with() -> dict[str, str]:
+    """Return the versions and the CPU of the server's machine, a simulation's clients' too: what bits may depend on."""
+    return {**machine.versions(), "cpu": machine.cpu()}
 
 
 def ask_to_stop(run: Path) -> bool:

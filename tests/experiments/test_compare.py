@@ -241,7 +241,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "90.00" in out and "89.77 ± 1.14" in out and "+0.23" in out and "91.00" in out
     assert "settings that differ: momentum 0.5 (paper: 0.9)" in out
     assert f"no published counterpart: {tmp_path / 'c'} (fedcac, digits, dirichlet 0.1)" in out
-    assert f"skipped, not finished: {unfinished}" in err
+    assert f"skipped, not finished: {unfinished}" in err and "--dataset NAME" not in out
+    own = run_folder(tmp_path / "own", "e", "fedcac/cifar10-pathological-2", {}, dataset="folder:mine")
+    out, _ = invoke(str(own), "--paper")
+    assert f"no published counterpart: {own} " in out and "--dataset NAME, e.g. cifar10, says what the runs' own data are" in out
+    out, _ = invoke(str(own), "--paper", "--dataset", "cifar10")
+    assert "no published counterpart" not in out and "--dataset NAME" not in out
     out, _ = invoke(str(tmp_path))
     header, *rows = out.splitlines()
     assert header.split()[:3] == ["method", "num-server-rounds", "num-clients"] and len(rows) == 3

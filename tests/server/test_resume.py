@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from fl_app.server import checkpoint
+from fl_app.server.run_folder import made_with
 from tests.conftest import Command
 
 COROLLA = str(Path(sys.executable).parent / "corolla")
@@ -73,6 +74,7 @@ def test_a_killed_run_resumes_to_the_same_bits(command: Command, tmp_path: Path,
     assert got["final-accuracy"] == expected["final-accuracy"]
     first, second = (json.loads((tmp_path / name / "run.json").read_text()) for name in ("whole", "killed"))
     assert (first["starts"], second["starts"]) == (0, 1) and first["figures"] == second["figures"]
+    assert first["made-with"] == second["made-with"] == [made_with()]
 
 
 @pytest.mark.long

@@ -1,0 +1,47 @@
+"""run.json says with what a run was made, and with what it went on."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from fl_app import machine
+from fl_app.config import parse
+from fl_app.server.run_folder import MADE_WITH, RunFolder, made_with, read_about
+from strategies import METHOD_PARAMS
+
+
+def test_versions_and_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    packages = {name: metadata.version(name) for name in machine.PACKAGES}
+    assert made_with() == {"python": platform.python_version(), **packages, "cpu": machine.cpu()}
+    cpus = tmp_path / "cpuinfo"
+    cpus.write_text("processor\t: 0\nmodel name\t: A: CPU\nmodel name\t: another\n")
+    monkeypatch.setattr(machine, "_CPUS", cpus)
+    assert machine.cpu() == "A: CPU"
+    monkeypatch.setattr(machine, "_CPUS", tmp_path / "none")
+    assert machine.cpu() == platform.processor()
+    monkeypatch.setattr(machine, "PACKAGES", ("numpy", "no-such-package"))
+    assert set(machine.versions()) == {"python", "numpy"}
+
+
+def test_what_a_run_goes_on_with_is_noted_where_it_is_something_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = parse({"method": "fedavg", "output-dir": str(tmp_path), "run-name": "a"}, METHOD_PARAMS)
+    folder = RunFolder.create(config, "0123456789ab")
+    first = made_with()
+    assert read_about(folder.path)[MADE_WITH] == [first]
+    folder.close()
+
+    def go_on() -> object:
+        again = RunFolder.resume(replace(config, resume=str(folder.path)))
+        again.continue_with(config)
+        again.close()
+        return read_about(folder.path)[MADE_WITH]
+
+    assert go_on() == [first]
+    monkeypatch.setattr(machine, "versions", lambda: {"torch": "another"})
+    second = {"torch": "another", "cpu": machine.cpu()}
+    assert go_on() == [first, second] and go_on() == [first, second]
