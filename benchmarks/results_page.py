@@ -97,7 +97,8 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
     for line, row in zip(lines, rows, strict=False):
         seconds = [r["seconds"]["round"] for run in line.runs for r in run.folder.rounds.values()]
         config = line.runs[0].config
-        cells = [config.method + "\\*" * far(line), *row[1:], str(len(line.runs)), str(config.num_server_rounds)]
+        name = config.method + "†" * bool(line.preset.ran) + "\\*" * far(line)
+        cells = [name, *row[1:], str(len(line.runs)), str(config.num_server_rounds)]
         yield f"| {' | '.join(cells)} | {statistics.median(seconds):.1f} |"
     for row in away:
         yield f"| {' | '.join(row)} | | | |"
@@ -218,6 +219,8 @@ def block(name: str, results: Path) -> str:
     text = [""]
     if lines:
         text += [*table(lines), "", f"{candidates.CAPTION[0].upper()}{candidates.CAPTION[1:]}. Seconds: the median round's.", ""]
+        if any(line.preset.ran for line in lines):
+            text += ["†: the paper's row is of another method than it says (below the tables).", ""]
         if any(far(line) for line in lines):
             how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
             text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]

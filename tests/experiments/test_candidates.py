@@ -123,7 +123,10 @@ def test_a_block_has_what_was_run_what_is_far_and_what_is_left(tmp_path: Path) -
     assert "- local, settings that differ: local-epochs 3 (paper: 5)" in text and CAPTION[1:] in text
     left = text.partition("Not run yet: ")[2]
     assert left.startswith("fedavg (seeds 0, 1, 2), ") and "fedper (seed 0), " in left and "fedobp (seeds 1, 2), " in left
-    assert "distance" not in results_page.block("fedobp-cifar10", tmp_path / "nothing")
+    assert "distance" not in results_page.block("fedobp-cifar10", tmp_path / "nothing") and "†" not in text
+    run_tested(tmp_path, "c", f"{FASHION}/flute", [0.95, 0.95], **tuned)
+    text = results_page.block("fedobp-fashion-mnist", tmp_path)
+    assert "\n| flute†\\* | 88.56 ± 0.00 | 95.00 / 95.00 |" in text and "\n†: the paper's row is of another method" in text
 
 
 def test_curves_stand_beside_each_other(tmp_path: Path) -> None:
