@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fl_app.machine import cpu, versions
+from fl_app.machine import made_with
 
 SLACK = 2.0  # a short run fails only beyond this factor of the target
 
@@ -58,7 +58,7 @@ def peak_bytes(case: Callable[[], object]) -> int:
 
 def machine() -> dict[str, Any]:
     """Describe where this ran."""
-    return {"cpu": cpu(), **versions(), "peak-rss": resource_peak()}
+    return {**made_with(), "peak-rss": resource_peak()}
 
 
 def resource_peak() -> int:

@@ -71,7 +71,7 @@ def lines_of(name: str, results: Path) -> list[Line]:
     groups = compare.group(compare.load([results], METHOD_PARAMS)[0])
     lines = []
     for runs in groups:
-        found = compare.beside(runs, METHOD_PARAMS, COLUMNS[name] if ":" in runs[0].config.dataset else "")
+        found = compare.beside(runs, METHOD_PARAMS, COLUMNS[name])
         if not found:
             raise SystemExit(f"{runs[0].folder.path}: no published counterpart")
         lines += found[:1]
@@ -220,7 +220,7 @@ def block(name: str, results: Path) -> str:
     if lines:
         text += [*table(lines), "", f"{candidates.CAPTION[0].upper()}{candidates.CAPTION[1:]}. Seconds: the median round's.", ""]
         if any(line.preset.ran for line in lines):
-            text += ["†: the paper's row is of another method than it says (below the tables).", ""]
+            text += ["†: the paper's row is of another method than it says ([why](#rows-of-other-methods)).", ""]
         if any(far(line) for line in lines):
             how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
             text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]

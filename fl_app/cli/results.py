@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from fl_app.catalogue import DATASETS
 from fl_app.cli.settings import console, errors, say_unfinished, warn
 from fl_app.cli.tables import show_table
 from fl_app.cli.waiting import waiting
+from fl_app.errors import UserError
 from strategies import METHOD_PARAMS, METHODS
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them (a sweep's).")],
     paper: Annotated[bool, typer.Option("--paper", help="Beside the papers' figures.")] = False,
-    dataset: Annotated[str, typer.Option(help="What the runs' own data set is to count as, e.g. cifar10.")] = "",
+    dataset: Annotated[str, typer.Option(help="What your own data are to count as, e.g. cifar10.")] = "",
     to: Annotated[
         float | None,
         typer.Option(metavar="VALUE", help="Rounds, bytes and seconds to an accuracy, e.g. 0.8, or to an RMSE as low as that."),
@@ -31,9 +33,11 @@ def compare(
 
     Runs that differ in the seed alone are one row. The first row's runs are what the others are compared with.
     """
-    from fl_app.experiments import candidates
+    from fl_app.experiments import candidates, grouping
     from fl_app.experiments import compare as comparing
 
+    if dataset and not (grouping.named(dataset) and paper):
+        raise UserError(f"--dataset {dataset}: with --paper, what your own data are to count as: {', '.join(DATASETS)}")
     found, unfinished = comparing.load(runs, METHOD_PARAMS)
     say_unfinished(unfinished)
     groups = comparing.group(found)
@@ -56,8 +60,8 @@ def compare(
     left = [run for run in found if id(run) not in matched]
     for run in left:
         typer.echo(f"no published counterpart: {run.folder.path} ({comparing.kind(run.config)})")
-    if not dataset and any(":" in run.config.dataset for run in left):
-        typer.echo("--dataset NAME, e.g. cifar10, says what the runs' own data are")
+    if not dataset and not all(grouping.named(run.config.dataset) for run in left):
+        typer.echo("--dataset NAME, e.g. cifar10, says what your own data are")
 
 
 def show_comparison(groups: Sequence[Sequence[Run]], to: float | None) -> None:

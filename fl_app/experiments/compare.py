@@ -175,15 +175,16 @@ def differences(
 def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") -> list[Line]:
     """The published counterparts of a group of runs that differ in the seed alone; empty if there are none.
 
-    dataset: what the runs' own data set (`folder:`, `npz:`) is to count as, e.g. cifar10.
+    dataset: what the user's own data set (`folder:`, `npz:`) is to count as, e.g. cifar10; one with a name stays what it is.
     """
     config = runs[0].config
+    counts_as = grouping.kind(config.dataset) if grouping.named(config.dataset) or not dataset else dataset
     found = []
     for preset in all_presets().values():
         if preset.published is None or preset.settings["method"] != config.method:
             continue
         theirs = parse(preset.settings, methods)
-        same_data = grouping.kind(theirs.dataset) == (dataset or grouping.kind(config.dataset)) and _split(theirs) == _split(config)
+        same_data = grouping.kind(theirs.dataset) == counts_as and _split(theirs) == _split(config)
         if same_data and theirs.task == config.task:
             cut = small(theirs) if config.scale == "small" else {}
             ours = settings(config, preset.metric)

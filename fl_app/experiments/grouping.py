@@ -36,8 +36,12 @@ def tells(name: str, config: Mapping[str, Scalar]) -> bool:
 
 def kind(dataset: str) -> str:
     """Return a data set's name without the path to it, if it has a name; else the path is all there is."""
-    name = dataset.partition(":")[0]
-    return name if name in DATASETS else dataset
+    return dataset.partition(":")[0] if named(dataset) else dataset
+
+
+def named(dataset: str) -> bool:
+    """Tell whether a data set has a name, and is not the user's own."""
+    return dataset.partition(":")[0] in DATASETS
 
 
 def by_settings(runs: Iterable[T], settings: Callable[[T], Mapping[str, Scalar]]) -> list[list[T]]:

@@ -13,12 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fl_app import machine, plugins, tasks
+from fl_app import plugins, tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, plain
 from fl_app.files import FILE_MODE, lock, make_directory, opener, publish_text, room
 from fl_app.keys import Scalar, table_of
 from fl_app.layout import Layout, Model
+from fl_app.machine import made_with
 from fl_app.report.kinds import Figure, to_json
 from fl_app.toml import flatten, read_toml, to_toml
 
@@ -117,9 +118,8 @@ class RunFolder:
     def continue_with(self, config: RunConfig) -> None:
         """Record a resumed start, the keys that changed, and with what it goes on if that is something else."""
         self.asked_to_stop()
-        before = read_about(self.path).get(MADE_WITH, [])
-        now = [] if before and before[-1] == made_with() else [made_with()]
-        self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: [*before, *now]})
+        before, now = read_about(self.path).get(MADE_WITH, [{}]), made_with()  # older runs: {}, nobody knows
+        self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: [*before, *[now] * (now != before[-1])]})
         kept = {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""}
         self.write(CONFIG, to_toml({**config.resolved, **kept}))
 
@@ -178,11 +178,6 @@ class RunFolder:
         with room("output-dir", self.path):
             make_directory(directory)
             save_safetensors(directory / f"{name}.safetensors", layout, model)
-
-
-def made_with() -> dict[str, str]:
-    """Return the versions and the CPU of the server's machine, a simulation's clients' too: what bits may depend on."""
-    return {**machine.versions(), "cpu": machine.cpu()}
 
 
 def ask_to_stop(run: Path) -> bool:
@@ -335,8 +330,9 @@ def read_clients(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_about(run: Path) -> dict[str, Any]:
-    """Read run.json: the experiment's id, how often it was resumed, its method's figures, its metrics, the classes' names, what its
-    model was built with (`shape`), the hash of what of it does not train, and which models were tested if that needs saying.
+    """Read run.json: the experiment's id, how often it was resumed, what it was made with, its method's figures, its
+    metrics, the classes' names, what its model was built with (`shape`), the hash of what of it does not train, and which models
+    were tested if that needs saying.
 
     Empty if it cannot be read.
     """

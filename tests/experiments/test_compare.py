@@ -229,11 +229,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     unfinished = run_folder(tmp_path, "d", "demo", {})
     (unfinished / "summary.json").unlink()
 
-    def invoke(*words: str) -> tuple[str, str]:
+    def invoke(*words: str, code: int = 0) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["corolla", "compare", *words])
         with pytest.raises(SystemExit) as exit_:
             cli.main()
-        assert not exit_.value.code
+        assert (exit_.value.code or 0) == code
         out, err = capsys.readouterr()
         return out, err
 
@@ -244,9 +244,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert f"skipped, not finished: {unfinished}" in err and "--dataset NAME" not in out
     own = run_folder(tmp_path / "own", "e", "fedcac/cifar10-pathological-2", {}, dataset="folder:mine")
     out, _ = invoke(str(own), "--paper")
-    assert f"no published counterpart: {own} " in out and "--dataset NAME, e.g. cifar10, says what the runs' own data are" in out
+    assert f"no published counterpart: {own} " in out and "--dataset NAME, e.g. cifar10, says what your own data are" in out
     out, _ = invoke(str(own), "--paper", "--dataset", "cifar10")
     assert "no published counterpart" not in out and "--dataset NAME" not in out
+    shapes = run_folder(tmp_path / "own", "f", "fedcac/cifar10-pathological-2", {}, dataset="fashion-mnist")
+    out, _ = invoke(str(own), str(shapes), "--paper", "--dataset", "cifar10")
+    assert f"no published counterpart: {shapes} (fedcac, fashion-mnist, " in out and f"counterpart: {own}" not in out
+    for words in (("--paper", "--dataset", "cifar-10"), ("--dataset", "cifar10")):
+        _, err = invoke(str(own), *words, code=2)
+        assert f"--dataset {words[-1]}: with --paper, what your own data are to count as: digits, mnist," in " ".join(err.split())
     out, _ = invoke(str(tmp_path))
     header, *rows = out.splitlines()
     assert header.split()[:3] == ["method", "num-server-rounds", "num-clients"] and len(rows) == 3

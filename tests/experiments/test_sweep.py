@@ -269,10 +269,14 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
     before = recorded()
     assert len(before) == jobs and all(2 < len(lines) < rounds for lines in before.values()) and not stamps(directory)
 
-    done = subprocess.run([*words, "--set", "round-timeout=77"], cwd=tmp_path, capture_output=True, text=True)
+    now = ("--set", "round-timeout=77", "--set", "data-dir=data", "--set", "state-dir=new")
+    done = subprocess.run([*words, *now], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     after = recorded()
-    assert all(Run(directory / name).settings["round-timeout"] == 77 for name in after), "what this command says was lost"
+    settings = {name: Run(directory / name).settings for name in after}
+    said = {(its["round-timeout"], its["data-dir"]) for its in settings.values()}
+    assert said == {(77, str(tmp_path / "data"))}, "what this command says was lost"
+    assert all(its["state-dir"] == str(tmp_path / ("state" if name in before else "new")) for name, its in settings.items())
     assert len(after) == 2 and all(len(lines) == rounds for lines in after.values()) and not (directory / "unfinished").exists()
     for name, lines in before.items():
         assert f"goes on with {directory / name} after round " in done.stdout

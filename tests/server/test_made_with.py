@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from dataclasses import replace
 from importlib import metadata
@@ -11,7 +12,8 @@ import pytest
 
 from fl_app import machine
 from fl_app.config import parse
-from fl_app.server.run_folder import MADE_WITH, RunFolder, made_with, read_about
+from fl_app.machine import made_with
+from fl_app.server.run_folder import MADE_WITH, RUN, RunFolder, read_about
 from strategies import METHOD_PARAMS
 
 
@@ -23,7 +25,7 @@ def test_versions_and_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(machine, "_CPUS", cpus)
     assert machine.cpu() == "A: CPU"
     monkeypatch.setattr(machine, "_CPUS", tmp_path / "none")
-    assert machine.cpu() == platform.processor()
+    assert machine.cpu() == (platform.processor() or platform.machine()) != ""
     monkeypatch.setattr(machine, "PACKAGES", ("numpy", "no-such-package"))
     assert set(machine.versions()) == {"python", "numpy"}
 
@@ -45,3 +47,6 @@ def test_what_a_run_goes_on_with_is_noted_where_it_is_something_else(monkeypatch
     monkeypatch.setattr(machine, "versions", lambda: {"torch": "another"})
     second = {"torch": "another", "cpu": machine.cpu()}
     assert go_on() == [first, second] and go_on() == [first, second]
+    about = folder.path / RUN
+    about.write_text(json.dumps({name: value for name, value in read_about(folder.path).items() if name != MADE_WITH}))
+    assert go_on() == [{}, second]  # begun when run.json did not say it

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from fl_app.machine import made_with
 from fl_app.server import checkpoint
-from fl_app.server.run_folder import made_with
 from tests.conftest import Command
 
 COROLLA = str(Path(sys.executable).parent / "corolla")
