@@ -20,7 +20,7 @@ STAGES = {"before": "accuracy", "fine-tuned": "accuracy-finetuned"}
 def best_test(run: Run, stage: str) -> Counts | None:
     """Return the clients' right answers in the best test of a run, `before` or `fine-tuned`; None if none is known."""
     tests = list(run.folder.evaluations.values())
-    if any(f"{STAGES[stage]}-pooled" not in test for test in tests) or not tests:
+    if any(test.get(f"{STAGES[stage]}-pooled") is None for test in tests) or not tests:
         return None
     best = max(tests, key=lambda test: float(test[f"{STAGES[stage]}-pooled"]))
     return {i: (row[STAGES[stage]] * row["test-samples"], row["test-samples"]) for i, row in best["clients"].items()} or None

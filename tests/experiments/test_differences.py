@@ -43,7 +43,7 @@ def one_test(root: Path, name: str, preset: str, right: list[tuple[int, int]], t
     records = []
     for t, pair in enumerate(right, start=1):
         rows = {str(i): {"accuracy": r / n, "test-samples": n} for i, (r, n) in enumerate(zip(pair, (10, 30), strict=True))}
-        evaluation = {"accuracy-pooled": sum(pair) / 40, "clients": rows}
+        evaluation = {"accuracy-pooled": sum(pair) / 40, "accuracy-finetuned-pooled": None, "clients": rows}
         if tuned:
             evaluation["accuracy-finetuned-pooled"] = (sum(pair) + 4) / 40
             for row in rows.values():

@@ -21,7 +21,7 @@ from fl_app.experiments.compare import Line, Run
 from strategies import METHOD_PARAMS
 
 RESULTS = results_page.ROOT / "results"
-COLUMN, DRAWN, CIFAR = "fedobp-fashion-mnist", "fedobp-fashion-mnist-drawn", "fedobp-cifar10"
+COLUMN, DRAWN, CIFAR, CUT = "fedobp-fashion-mnist", "fedobp-fashion-mnist-drawn", "fedobp-cifar10", "fedcac-cifar10-cut"
 LOGS = tomllib.loads(results_page.LOGGED.read_text(encoding="utf-8"))
 SETTINGS = re.compile(
     r"Dirichlet\(?,? ?0\.1|learning rate 0\.01|μ = 0\.01|[Mm]omentum is 0\.7|0\.4 is a quantile|"
@@ -215,6 +215,10 @@ def claims() -> list[tuple[str, list[Any]]]:
     moved = [best(method) - best(method, of=DRAWN) for method in column(DRAWN) if method != "fedavg"]
     printed_std = [published(method).std or 0 for method in column(DRAWN) if method != "fedavg"]
     lower = [below(method, DRAWN) for method in column(DRAWN)]
+    fedcac, fedper = ([100 * r["accuracy-before"] for r in seed(0, m, CUT).folder.rounds.values()] for m in ("fedcac", "fedper"))
+    ahead_of_fedper = differences.beside(column(CUT)["fedper"], column(CUT)["fedcac"], "before")
+    assert ahead_of_fedper is not None
+    ahead_of_fedper = (-100 * ahead_of_fedper[0], 100 * ahead_of_fedper[1])
     own, rounds = early(), early_rounds()
     sizes = [row["test-samples"] for row in seed(0, "fedavg", CIFAR).folder.rounds[400]["evaluation"]["clients"].values()]
     return [
@@ -269,6 +273,15 @@ def claims() -> list[tuple[str, list[Any]]]:
         ("FedAvg's tests alone have {:.1f}, {:.1f}, {:.1f} and {:.1f}.", accuracies(seed(0, "fedavg", CIFAR))),
         ("speaks for 0.7 ({:.2f} above print, with 0 {:.2f} below);",
          [max(accuracies(local)) - printed("local"), below("local")]),
+        ("FedCAC's best test is {:.2f} ± {:.2f} points above FedPer's (in print {:.1f} after 500 rounds), its best round "
+         "{:.1f} above.",
+         [*ahead_of_fedper, printed("fedcac", CUT) - printed("fedper", CUT), max(fedcac) - max(fedper)]),
+        ("**fedcac** has {:.1f} in its best round, {:.1f} points below print:",
+         [max(fedcac), printed("fedcac", CUT) - max(fedcac)]),
+        ("Its best is {:.1f} in the first 20 rounds, {:.1f} in the next 20 and {:.1f} in the last 20,",
+         [max(fedcac[:20]), max(fedcac[20:40]), max(fedcac[40:])]),
+        ("FedPer stays between {:.1f} and {:.1f} from round 17 on, {:.1f} below print.",
+         [min(fedper[16:]), max(fedper[16:]), printed("fedper", CUT) - max(fedper)]),
         ("and Local within {:.1f} points after 400 rounds.", [max(abs(values[-1]) for values in off.values())]),
         ("it has {:.2f}, {:.1f} points below print.", [as_run("flute"), printed("flute") - as_run("flute")]),
         ("trains the body too and lies {:.0f} points above", [-below("flute")]),
