@@ -33,7 +33,7 @@ def test_a_narrow_terminal_has_fewer_columns_of_results_and_none_that_is_cut() -
 
 
 ENDING = """
-import atexit, threading, time
+import atexit, threading
 from fl_app import cli
 
 class Kept:
@@ -41,7 +41,7 @@ class Kept:
         print("taken apart")
 
 def late():
-    time.sleep(0.2)
+    threading.main_thread().join()
     print("thread")
 
 cli.kept = Kept()
