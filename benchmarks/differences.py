@@ -7,6 +7,7 @@ same clients, which hold the same samples in all runs of a column.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,12 @@ def best_test(run: Run, stage: str) -> Counts | None:
     tests = list(run.folder.evaluations.values())
     if any(test.get(f"{STAGES[stage]}-pooled") is None for test in tests) or not tests:
         return None
-    best = max(tests, key=lambda test: float(test[f"{STAGES[stage]}-pooled"]))
-    return {i: (row[STAGES[stage]] * row["test-samples"], row["test-samples"]) for i, row in best["clients"].items()} or None
+    return counts(max(tests, key=lambda test: float(test[f"{STAGES[stage]}-pooled"])), stage) or None
+
+
+def counts(test: Mapping[str, Any], stage: str) -> Counts:
+    """Return the clients' right answers in a test, `before` or `fine-tuned`."""
+    return {i: (row[STAGES[stage]] * row["test-samples"], row["test-samples"]) for i, row in test["clients"].items()}
 
 
 def difference(pairs: Sequence[tuple[Counts, Counts]]) -> tuple[float, float]:

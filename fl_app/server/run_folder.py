@@ -118,8 +118,9 @@ class RunFolder:
     def continue_with(self, config: RunConfig) -> None:
         """Record a resumed start, the keys that changed, and with what it goes on if that is something else."""
         self.asked_to_stop()
-        before, now = read_about(self.path).get(MADE_WITH, [{}]), made_with()  # older runs: {}, nobody knows
-        self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: [*before, *[now] * (now != before[-1])]})
+        made, now = read_about(self.path).get(MADE_WITH, [{}]), made_with()  # older runs: {}, nobody knows
+        made = made if made[-1] == now else [*made, now]
+        self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made})
         kept = {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""}
         self.write(CONFIG, to_toml({**config.resolved, **kept}))
 
