@@ -212,7 +212,9 @@ def claims() -> list[tuple[str, list[Any]]]:
     moved = [best(method) - best(method, of=DRAWN) for method in column(DRAWN) if method != "fedavg"]
     printed_std = [published(method).std or 0 for method in column(DRAWN) if method != "fedavg"]
     lower = [below(method, DRAWN) for method in column(DRAWN)]
-    fedcac, fedper = ([100 * r["accuracy-before"] for r in seed(0, m, CUT).folder.rounds.values()] for m in ("fedcac", "fedper"))
+    fedcac, fedper, alone = (
+        [100 * r["accuracy-before"] for r in seed(0, m, CUT).folder.rounds.values()] for m in ("fedcac", "fedper", "local")
+    )
     own, rounds = early(), early_rounds()
     sizes = [row["test-samples"] for row in seed(0, "fedavg", CIFAR).folder.rounds[400]["evaluation"]["clients"].values()]
     return [
@@ -276,6 +278,11 @@ def claims() -> list[tuple[str, list[Any]]]:
          [max(fedcac[:20]), max(fedcac[20:40]), max(fedcac[40:])]),
         ("FedPer stays between {:.1f} and {:.1f} from round 17 on, {:.1f} below print.",
          [min(fedper[16:]), max(fedper[16:]), printed("fedper", CUT) - max(fedper)]),
+        ("Local, which has no β, is between {:.1f} and {:.1f} from round 7 on, {:.1f} below print:",
+         [min(alone[6:]), max(alone[6:]), printed("local", CUT) - max(alone)]),
+        ("Both are above Local, FedCAC by {:.2f} ± {:.2f}, FedPer by {:.2f} ± {:.2f} (in print {:.1f} and {:.1f}).",
+         [*(part for method in ("fedcac", "fedper") for part in above(method, of=CUT, other="local")),
+          *(printed(method, CUT) - printed("local", CUT) for method in ("fedcac", "fedper"))]),
         ("and Local within {:.1f} points after 400 rounds.", [max(abs(values[-1]) for values in off.values())]),
         ("it has {:.2f}, {:.1f} points below print.", [as_run("flute"), printed("flute") - as_run("flute")]),
         ("trains the body too and lies {:.0f} points above", [-below("flute")]),
