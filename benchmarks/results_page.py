@@ -22,8 +22,8 @@ from PIL import Image
 
 from benchmarks import differences, fashion_mnist_table
 from fl_app import plugins, presets
-from fl_app.experiments import candidates, compare, sweep
-from fl_app.experiments.compare import Line
+from fl_app.experiments import candidates, compare, grouping, sweep
+from fl_app.experiments.compare import Line, Run
 from fl_app.experiments.sweep import Point
 from fl_app.report import accuracy as pictures
 from fl_app.report.arrays import read_runs
@@ -44,6 +44,7 @@ CURVES = {"fedcac-cifar10-cut": 10}  # columns whose curves stand beside each ot
 PICTURES = {name: ROOT / "docs" / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", "fedcac-cifar10-cut")}
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
+TRIED = "fedcac-cifar10-cut-tried"  # the run of the column's own method, with one thing changed
 LOGGED = ROOT / "benchmarks" / "fedobp_logs.toml"
 REPLAYED = {  # methods of the user's own, beside the sweep: what of the logs they have
     "replayed:METHOD": "the logs' clients",
@@ -104,16 +105,37 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
         yield f"| {' | '.join(row)} | | | |"
 
 
-def curves(lines: Sequence[Line], every: int) -> Iterator[str]:
-    """Yield a table of the accuracy before / after training every so many rounds: mean over a round's clients, then over seeds."""
-    rounds = range(every, lines[0].runs[0].config.num_server_rounds + 1, every)
-    yield from (f"| method | {' | '.join(f'round {t}' for t in rounds)} |", "|---" * (len(rounds) + 1) + "|")
-    for line in lines:
-        records = [[run.folder.rounds[t] for run in line.runs] for t in rounds]
-        means = ([statistics.mean(100 * r[f"accuracy-{when}"] for r in at) for when in ("before", "after")] for at in records)
-        cells = [f"{before:.1f} / {after:.1f}" for before, after in means]
-        yield f"| {line.runs[0].config.method} | {' | '.join(cells)} |"
+def curves(what: str, rows: Sequence[tuple[str, Sequence[Run]]], every: int, last: int) -> Iterator[str]:
+    """Yield a table of accuracies before / after training, mean over a round's clients, then over seeds.
+
+    what: heads the rows' names; rows: names and runs; every how many rounds, up to round `last`. best: of the rounds up to
+    there, before and after each its own.
+    """
+    rounds = range(every, last + 1, every)
+    yield from (f"| {what} | {' | '.join(f'round {t}' for t in rounds)} | best |", "|---" * (len(rounds) + 2) + "|")
+    for name, runs in rows:
+        means = [
+            [statistics.mean(100 * run.folder.rounds[t][f"accuracy-{when}"] for run in runs) for t in range(1, last + 1)]
+            for when in ("before", "after")
+        ]
+        shown = [*([of[t - 1] for of in means] for t in rounds), [max(of) for of in means]]
+        yield f"| {name} | {' | '.join(f'{before:.1f} / {after:.1f}' for before, after in shown)} |"
     yield from ("", "Before / after training, mean over the round's clients.", "")
+
+
+def tried(paths: Sequence[Path]) -> Iterator[str]:
+    """Yield the table of runs in some folders beside the run that each of them has one thing different from."""
+    every = CURVES[TRIED.removesuffix("-tried")]
+    runs = compare.load(paths, METHOD_PARAMS)[0]
+    last = min(run.config.num_server_rounds for run in runs)
+    column = [path.parent / TRIED.removesuffix("-tried") for path in paths]
+    base = next(run for run in compare.load(column, METHOD_PARAMS)[0] if run.config.method == runs[0].config.method)
+    rows = [("as above", [base])]
+    for run in runs:
+        pair = (grouping.settings(one.config.resolved) for one in (run, base))
+        changed = [d for d in compare.differences(*pair) if d[0] != "num-server-rounds"]
+        rows.append((", ".join(f"{key} {compare.shown(mine)}" for key, mine, _ in changed), [run]))
+    yield from curves("run", rows, every, last)
 
 
 def over_rounds(name: str, results: Path) -> Panel | None:
@@ -182,7 +204,11 @@ def own_table(name: str, results: Path) -> str:
     return "\n".join(text)
 
 
-OWN_TABLES: Mapping[str, Callable[[Sequence[Path]], Iterable[str]]] = {EARLY: fashion_mnist_table.lines, LOGS: beside_the_logs}
+OWN_TABLES: Mapping[str, Callable[[Sequence[Path]], Iterable[str]]] = {
+    EARLY: fashion_mnist_table.lines,
+    LOGS: beside_the_logs,
+    TRIED: tried,
+}
 
 
 def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
@@ -224,7 +250,9 @@ def block(name: str, results: Path) -> str:
         if any(far(line) for line in lines):
             how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
             text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]
-        text += [*curves(lines, CURVES[name])] if name in CURVES else []
+        if name in CURVES:
+            rows = [(line.runs[0].config.method, line.runs) for line in lines]
+            text += curves("method", rows, CURVES[name], lines[0].runs[0].config.num_server_rounds)
         if panel := over_rounds(name, results):
             text += [f"![{panel.title}, {len(lines)} methods](images/{PICTURES[name].name})", "", panel.caption, ""]
         text += [*differences.table(lines)] if len(lines) > 1 else []

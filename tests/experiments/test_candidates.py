@@ -129,17 +129,41 @@ def test_a_block_has_what_was_run_what_is_far_and_what_is_left(tmp_path: Path) -
     assert "\n| flute†\\* | 88.56 ± 0.00 | 95.00 / 95.00 |" in text and "\n†: the paper's row is of another method" in text
 
 
+def run_with_curve(directory: Path, name: str, preset: str, shift: float = 0.0, rounds: int = 20, **changes: Any) -> None:
+    """A finished run whose accuracy rises by a point a round before training, by two after it, and falls in round 19."""
+    path = run_tested(directory, name, preset, [0.5], num_server_rounds=rounds, **changes)
+    shares = {t: t - 10 if t == 19 else t for t in range(1, rounds + 1)}
+    records = [
+        {"round": t, "seconds": {"round": 1}, "accuracy-before": share / 100 + shift, "accuracy-after": share / 50}
+        for t, share in shares.items()
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
 def test_curves_stand_beside_each_other(tmp_path: Path) -> None:
     for seed, shift in enumerate((0.0, 0.02)):
-        path = run_tested(tmp_path, f"s{seed}", "fedcac/cifar10-dirichlet-0.1/fedper", [0.5], seed=seed, num_server_rounds=20)
-        shares = [{"accuracy-before": t / 100 + shift, "accuracy-after": t / 50} for t in range(1, 21)]
-        records = [{"round": t, "seconds": {"round": 1}, **share} for t, share in enumerate(shares, start=1)]
-        (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        run_with_curve(tmp_path, f"s{seed}", "fedcac/cifar10-dirichlet-0.1/fedper", shift, seed=seed)
     text = results_page.block("fedcac-cifar10-cut", tmp_path).splitlines()
-    at = text.index("| method | round 10 | round 20 |")
+    at = text.index("| method | round 10 | round 20 | best |")
     assert text[at - 1 : at + 5] == [
-        "", "| method | round 10 | round 20 |", "|---|---|---|", "| fedper | 11.0 / 20.0 | 21.0 / 40.0 |", "",
+        "", "| method | round 10 | round 20 | best |", "|---|---|---|---|",
+        "| fedper | 11.0 / 20.0 | 21.0 / 40.0 | 21.0 / 40.0 |", "",
         "Before / after training, mean over the round's clients.",
+    ]  # fmt: skip
+
+
+def test_what_was_tried_stands_beside_the_run_it_was_changed_in(tmp_path: Path) -> None:
+    column, tried = tmp_path / "fedcac-cifar10-cut", tmp_path / "fedcac-cifar10-cut-tried"
+    own = "fedcac/cifar10-dirichlet-0.1"
+    run_with_curve(column, "fedper", f"{own}/fedper")
+    run_with_curve(column, "fedcac", own, rounds=30, **{"fedcac.beta": 12})
+    assert results_page.block(tried.name, tried) == "\n\n3 of 3 runs are not made yet.\n"
+    run_with_curve(tried, "beta", own, 0.1, rounds=19)
+    run_with_curve(tried, "momentum", own, 0.2, rounds=19, momentum=0.0, **{"fedcac.beta": 12})
+    assert results_page.block(tried.name, tried).splitlines() == [
+        "", "| run | round 10 | best |", "|---|---|---|", "| as above | 10.0 / 20.0 | 18.0 / 36.0 |",
+        "| fedcac.beta 100 | 20.0 / 20.0 | 28.0 / 36.0 |", "| momentum 0 | 30.0 / 20.0 | 38.0 / 36.0 |", "",
+        "Before / after training, mean over the round's clients.", "", "", "1 of 3 runs are not made yet.",
     ]  # fmt: skip
 
 
