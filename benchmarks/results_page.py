@@ -40,7 +40,7 @@ COLUMNS = {  # by sweep, and what a data set of image files counts as
     "fedobp-cifar10": "cifar10",
     "fedcac-cifar10-cut": "cifar10",
 }
-CURVES = {"fedcac-cifar10-cut": 10}  # columns whose curves stand beside each other, and every how many rounds
+CURVES = {"fedcac-cifar10-cut": 10, "fedcac-cifar10-cut-tried": 20}  # curves beside each other, and every how many rounds
 PICTURES = {name: ROOT / "docs" / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", "fedcac-cifar10-cut")}
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
@@ -105,29 +105,29 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
         yield f"| {' | '.join(row)} | | | |"
 
 
-def curves(what: str, rows: Sequence[tuple[str, Sequence[Run]]], every: int, last: int) -> Iterator[str]:
+def curves(what: str, rows: Sequence[tuple[str, Sequence[Run]]], every: int) -> Iterator[str]:
     """Yield a table of accuracies before / after training, mean over a round's clients, then over seeds.
 
-    what: heads the rows' names; rows: names and runs; every how many rounds, up to round `last`. best: of the rounds up to
-    there, before and after each its own.
+    what: heads the rows' names; rows: names and runs; every how many rounds, up to a run's last. best: of all its rounds, before
+    and after each its own.
     """
-    rounds = range(every, last + 1, every)
+    ends = [runs[0].config.num_server_rounds for _, runs in rows]
+    rounds = range(every, max(ends) + 1, every)
     yield from (f"| {what} | {' | '.join(f'round {t}' for t in rounds)} | best |", "|---" * (len(rounds) + 2) + "|")
-    for name, runs in rows:
+    for (name, runs), end in zip(rows, ends, strict=True):
         means = [
-            [statistics.mean(100 * run.folder.rounds[t][f"accuracy-{when}"] for run in runs) for t in range(1, last + 1)]
+            [statistics.mean(100 * run.folder.rounds[t][f"accuracy-{when}"] for run in runs) for t in range(1, end + 1)]
             for when in ("before", "after")
         ]
-        shown = [*([of[t - 1] for of in means] for t in rounds), [max(of) for of in means]]
-        yield f"| {name} | {' | '.join(f'{before:.1f} / {after:.1f}' for before, after in shown)} |"
+        shown = [*([of[t - 1] for of in means] for t in rounds if t <= end), [max(of) for of in means]]
+        *cells, best = (f"{before:.1f} / {after:.1f}" for before, after in shown)
+        yield f"| {' | '.join([name, *cells, *[''] * (len(rounds) - len(cells)), best])} |"
     yield from ("", "Before / after training, mean over the round's clients.", "")
 
 
 def tried(paths: Sequence[Path]) -> Iterator[str]:
     """Yield the table of runs in some folders beside the run that each of them has one thing different from."""
-    every = CURVES[TRIED.removesuffix("-tried")]
     runs = compare.load(paths, METHOD_PARAMS)[0]
-    last = min(run.config.num_server_rounds for run in runs)
     column = [path.parent / TRIED.removesuffix("-tried") for path in paths]
     base = next(run for run in compare.load(column, METHOD_PARAMS)[0] if run.config.method == runs[0].config.method)
     rows = [("as above", [base])]
@@ -135,7 +135,7 @@ def tried(paths: Sequence[Path]) -> Iterator[str]:
         pair = (grouping.settings(one.config.resolved) for one in (run, base))
         changed = [d for d in compare.differences(*pair) if d[0] != "num-server-rounds"]
         rows.append((", ".join(f"{key} {compare.shown(mine)}" for key, mine, _ in changed), [run]))
-    yield from curves("run", rows, every, last)
+    yield from curves("run", rows, CURVES[TRIED])
 
 
 def over_rounds(name: str, results: Path) -> Panel | None:
@@ -251,8 +251,7 @@ def block(name: str, results: Path) -> str:
             how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
             text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]
         if name in CURVES:
-            rows = [(line.runs[0].config.method, line.runs) for line in lines]
-            text += curves("method", rows, CURVES[name], lines[0].runs[0].config.num_server_rounds)
+            text += curves("method", [(line.runs[0].config.method, line.runs) for line in lines], CURVES[name])
         if panel := over_rounds(name, results):
             text += [f"![{panel.title}, {len(lines)} methods](images/{PICTURES[name].name})", "", panel.caption, ""]
         text += [*differences.table(lines)] if len(lines) > 1 else []

@@ -158,11 +158,11 @@ def test_what_was_tried_stands_beside_the_run_it_was_changed_in(tmp_path: Path) 
     run_with_curve(column, "fedper", f"{own}/fedper")
     run_with_curve(column, "fedcac", own, rounds=30, **{"fedcac.beta": 12})
     assert results_page.block(tried.name, tried) == "\n\n3 of 3 runs are not made yet.\n"
-    run_with_curve(tried, "beta", own, 0.1, rounds=19)
+    run_with_curve(tried, "beta", own, 0.1, rounds=40)
     run_with_curve(tried, "momentum", own, 0.2, rounds=19, momentum=0.0, **{"fedcac.beta": 12})
     assert results_page.block(tried.name, tried).splitlines() == [
-        "", "| run | round 10 | best |", "|---|---|---|", "| as above | 10.0 / 20.0 | 18.0 / 36.0 |",
-        "| fedcac.beta 100 | 20.0 / 20.0 | 28.0 / 36.0 |", "| momentum 0 | 30.0 / 20.0 | 38.0 / 36.0 |", "",
+        "", "| run | round 20 | round 40 | best |", "|---|---|---|---|", "| as above | 20.0 / 40.0 |  | 30.0 / 60.0 |",
+        "| fedcac.beta 100 | 30.0 / 40.0 | 50.0 / 80.0 | 50.0 / 80.0 |", "| momentum 0 |  |  | 38.0 / 36.0 |", "",
         "Before / after training, mean over the round's clients.", "", "", "1 of 3 runs are not made yet.",
     ]  # fmt: skip
 
