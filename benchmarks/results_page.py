@@ -40,11 +40,12 @@ COLUMNS = {  # by sweep, and what a data set of image files counts as
     "fedobp-cifar10": "cifar10",
     "fedcac-cifar10-cut": "cifar10",
 }
-CURVES = {"fedcac-cifar10-cut": 10, "fedcac-cifar10-cut-tried": 20}  # curves beside each other, and every how many rounds
+CUT = "fedcac-cifar10-cut"
+TRIED = f"{CUT}-tried"  # the run of the column's own method, with one thing changed
+CURVES = {CUT: 10, TRIED: 20}  # curves beside each other, and every how many rounds
 PICTURES = {name: ROOT / "docs" / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", "fedcac-cifar10-cut")}
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
-TRIED = "fedcac-cifar10-cut-tried"  # the run of the column's own method, with one thing changed
 LOGGED = ROOT / "benchmarks" / "fedobp_logs.toml"
 REPLAYED = {  # methods of the user's own, beside the sweep: what of the logs they have
     "replayed:METHOD": "the logs' clients",
@@ -128,7 +129,7 @@ def curves(what: str, rows: Sequence[tuple[str, Sequence[Run]]], every: int) -> 
 def tried(paths: Sequence[Path]) -> Iterator[str]:
     """Yield the table of runs in some folders beside the run that each of them has one thing different from."""
     runs = compare.load(paths, METHOD_PARAMS)[0]
-    column = [path.parent / TRIED.removesuffix("-tried") for path in paths]
+    column = [path.parent / CUT for path in paths]
     base = next(run for run in compare.load(column, METHOD_PARAMS)[0] if run.config.method == runs[0].config.method)
     rows = [("as above", [base])]
     for run in runs:
