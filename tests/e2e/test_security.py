@@ -105,27 +105,33 @@ def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: L
 
 
 def test_a_registered_key_speaks_for_its_own_client_alone(lab: Lab) -> None:
-    """Clients 0 and 2 go while a run goes on, and a SuperNode with client 2's registered key comes as client 0."""
+    """Clients 0 and 2 go while a run goes on, a SuperNode with client 2's registered key comes as client 0, then client 2."""
     fleet, _ = lab.write(tls=True, hosts=[{"host": "local", "supernodes": 3, "gpus": []}])
     assert lab.cluster("keys").returncode == 0
     up = lab.cluster("up", "--timeout", "300")
     assert up.returncode == 0, up.stdout + up.stderr
     config = {"method": "fedcac", "num-server-rounds": 4, "train-samples": 40, "local-epochs": 1}
     config |= {"min-results": 0.1, "state-dir": str(lab.directory / "client-state")}
-    config |= {"min-available-clients": 2, "available-timeout": 300}  # once two are gone the run waits for the third's key
+    config |= {"min-available-clients": 2, "available-timeout": 300}  # once two are gone the run waits for one of them
     run = Run(lab, lab.directory / "r", 3, config, superlink="lab")
     run.wait_for_round(1)
     end_processes([psutil.Process(lab.process(f"supernode-{i}")["pid"]) for i in (0, 2)])
     keys = lab.directory / "lab-keys"
     own = ("--root-certificates", str(keys / "ca.crt"), "--auth-supernode-private-key", str(keys / "supernode-2.key"))
+    gone = ("client 0 is gone", "client 2 is gone")
+    wait_for(lambda: all(line in run.log for line in gone) or run.process.poll() is not None)
     intruders = Intruders(lab, fleet)
-    intruders.start("as-another", *own, client=0)
     try:
-        run.finish()
+        intruders.start("as-another", *own, client=0)
+        refused = "client 0 cannot take part: its key is that of client 2"
+        wait_for(lambda: refused in run.log or run.process.poll() is not None)
     finally:
         intruders.end()
+    assert refused in run.log, run.log
+    assert lab.cluster("restart", "supernode-2", "--timeout", "120").returncode == 0
+    run.finish()
     assert "SuperNode ID" in intruders.log("as-another"), intruders.log("as-another")  # the SuperLink lets it in
     first, *later = rounds(run.folder)
     assert sorted(first["clients"]) == ["0", "1", "2"] and summary(run.folder)["absent"] == [0]
-    assert all("0" not in record["clients"] for record in later), run.log  # to the server the key is client 2, whatever it says
+    assert all("0" not in record["clients"] for record in later) and "2" in later[-1]["clients"], run.log
     assert lab.cluster("down").returncode == 0
