@@ -1,0 +1,1 @@
+"""Models that leave a run: exported, described, loaded, and used for predictions."""

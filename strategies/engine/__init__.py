@@ -1,0 +1,1 @@
+"""What runs a method: its rounds, plain or private."""
