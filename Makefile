@@ -86,6 +86,7 @@ check: lint types test
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 types: install
 	$(BIN)/mypy

@@ -25,11 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from client_app.trainer import LocalTrainer
-from fl_app import presets, rng, weights
+from corolla import presets
+from corolla.experiments import sweep
+from fl_app import rng, weights
 from fl_app.config import RunConfig, parse
 from fl_app.data import open_client
 from fl_app.errors import UserError
-from fl_app.experiments import sweep
 from fl_app.files import publish_text
 from fl_app.layout import Layout, Model
 from strategies import METHOD_PARAMS, METHODS
@@ -51,7 +52,9 @@ class Worker:
         module = self.network()
         self.layout, self.initial = Layout.of(module), weights.read(module)
         if self.layout.b:
-            raise UserError(f"model: rows as run are of models without running statistics, {config.model} has {self.layout.b}")
+            raise UserError(
+                f"model: rows as run are of models without running statistics, {config.model} has {self.layout.b}"
+            )
         self.shared = METHODS[config.method].travelling(config, self.layout)
         self.global_model = self.initial
 
@@ -179,7 +182,9 @@ class FedALA(Worker):
         received = trainer.weights[first:].clone()
         A = self.weights.to(received)
         n = len(self.clients[trainer.client_id].y_train)
-        chosen = rng.generator(self.config.seed, "ala", trainer.round, trainer.client_id).permutation(n)[: int(p.sample_share * n)]
+        chosen = rng.generator(self.config.seed, "ala", trainer.round, trainer.client_id).permutation(n)[
+            : int(p.sample_share * n)
+        ]
         found = head_inputs(trainer, chosen)
         assert found is not None, "the model's last layer is its classifier"
         z, y = (torch.split(part, self.config.batch_size) for part in found)
@@ -213,9 +218,17 @@ class FLUTE(Worker):
         """What FLUTE's client half is given; whoever has no head of its own starts from the server's."""
         n = len(self.clients[trainer.client_id].y_train)
         ctx = RoundContext(
-            self.config, self.config.params, trainer.round, trainer.client_id, self.layout, self.shared, lambda: self.global_model,
-            trainer, n, {},
-        )  # fmt: skip
+            self.config,
+            self.config.params,
+            trainer.round,
+            trainer.client_id,
+            self.layout,
+            self.shared,
+            lambda: self.global_model,
+            trainer,
+            n,
+            {},
+        )
         return SimpleNamespace(arrays=self.kept[trainer.client_id]), ctx
 
     def receive(self, trainer: LocalTrainer) -> None:
@@ -246,7 +259,10 @@ def main() -> None:
     started, tests = time.perf_counter(), {}
     for round, found in ROWS[options.row](config).run():
         tests[round] = found
-        print(f"{options.row}, round {round}: {', '.join(f'{name} {100 * x:.2f} %' for name, x in found.items())}", flush=True)
+        print(
+            f"{options.row}, round {round}: {', '.join(f'{name} {100 * x:.2f} %' for name, x in found.items())}",
+            flush=True,
+        )
     if options.output:
         result = {"preset": preset, "seed": options.seed, "tests": tests, "seconds": int(time.perf_counter() - started)}
         options.output.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,8 @@ from fl_app.layout import NOTHING, Model, Vector
 from fl_app.wire import Expected, Upload
 from strategies import METHODS, masks
 from strategies.base import ClientState, LocalUpdate, RoundContext
-from strategies.base.screening import USUAL, Screening
 from strategies.base.uploads import Intake
+from strategies.engine.screening import USUAL, Screening
 
 HUGE = 1e6
 BACKWARDS = 5
@@ -70,7 +70,11 @@ def negated(scene: Scene) -> Upload:
 
 def backwards(scene: Scene) -> Upload:
     """Upload five times the update, backwards."""
-    return _with(scene, scene.sent.params - BACKWARDS * (scene.honest.model.params - scene.sent.params), scene.honest.model.buffers)
+    return _with(
+        scene,
+        scene.sent.params - BACKWARDS * (scene.honest.model.params - scene.sent.params),
+        scene.honest.model.buffers,
+    )
 
 
 def noise(scene: Scene) -> Upload:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fl_app.experiments.compare import Line, Run
-from fl_app.experiments.paired import interval
+from corolla.experiments.compare import Line, Run
+from corolla.experiments.significance import interval
 
 Counts = Mapping[str, tuple[float, int]]  # by client: right answers, test samples
 STAGES = {"before": "accuracy", "fine-tuned": "accuracy-finetuned"}
@@ -67,7 +67,10 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
         return
     stages = [stage for stage in STAGES if any(beside(line, first, stage) for line in lines)]
     name = first.runs[0].config.method
-    yield from (f"| method | {' | '.join(f'{stage}: from {name} before' for stage in stages)} |", "|---" * (len(stages) + 1) + "|")
+    yield from (
+        f"| method | {' | '.join(f'{stage}: from {name} before' for stage in stages)} |",
+        "|---" * (len(stages) + 1) + "|",
+    )
     rows = []
     for line in lines:
         found = [beside(line, first, stage) for stage in stages]
@@ -76,5 +79,9 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
         rows.append((found[0][0] if found[0] else 0.0, f"| {line.runs[0].config.method} | {' | '.join(cells)} |"))
     yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
     samples = sum(size for _, size in counts.values())
-    yield from ("", f"Points between best tests, over all {samples:,} test samples and the seeds that both have; ±: 95 % over the "
-                f"{len(counts)} clients. What other seeds or another split would change is not in it.", "")  # fmt: skip
+    yield from (
+        "",
+        f"Points between best tests, over all {samples:,} test samples and the seeds that both have; ±: 95 % over the "
+        f"{len(counts)} clients. What other seeds or another split would change is not in it.",
+        "",
+    )

@@ -27,11 +27,23 @@ FRACTIONS = (1.0, 0.5)
 def digest(directory: Path, method: str, model: str, fraction: float) -> str:
     """Digest of three rounds with `CLIENTS` clients, a `fraction` of them in every round."""
     raw: dict[str, Scalar] = {
-        "method": method, "model": model, "fraction-train": fraction, "num-server-rounds": 3, "num-clients": CLIENTS,
-        "train-samples": 24, "test-samples": 12, "local-epochs": 2, "batch-size": 8, "learning-rate": 0.05, "momentum": 0.5,
-        "device": "cpu", "run-name": f"{method}-{model}-{fraction}", "output-dir": str(directory),
-        "state-dir": str(directory / "state"), "fedconcat.encoder-rounds": 1,
-    }  # fmt: skip
+        "method": method,
+        "model": model,
+        "fraction-train": fraction,
+        "num-server-rounds": 3,
+        "num-clients": CLIENTS,
+        "train-samples": 24,
+        "test-samples": 12,
+        "local-epochs": 2,
+        "batch-size": 8,
+        "learning-rate": 0.05,
+        "momentum": 0.5,
+        "device": "cpu",
+        "run-name": f"{method}-{model}-{fraction}",
+        "output-dir": str(directory),
+        "state-dir": str(directory / "state"),
+        "fedconcat.encoder-rounds": 1,
+    }
     folder = run(InProcessGrid(app, raw, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
     return str(read_summary(folder.path)["digest"])
 
@@ -43,7 +55,10 @@ def main(methods: list[str]) -> None:
         for method in methods or list(METHODS):
             for model in MODELS:
                 for fraction in FRACTIONS:
-                    print(f"{method:10} {model:8} {fraction:4}  {digest(Path(directory), method, model, fraction)}", flush=True)
+                    print(
+                        f"{method:10} {model:8} {fraction:4}  {digest(Path(directory), method, model, fraction)}",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from corolla.experiments import compare
+from corolla.experiments.grouping import mean_std
 from fl_app.config import RunConfig
 from fl_app.data import open_client
-from fl_app.experiments import compare
-from fl_app.experiments.grouping import mean_std
 from strategies import METHOD_PARAMS
 
 EPSILONS = (0.0, 8.0, 2.0)
@@ -43,7 +43,10 @@ def lines(paths: Sequence[Path]) -> list[str]:
         found.setdefault(row, {}).setdefault(config.dp_epsilon, []).append(finals)
         alone[row] = [majority(run.config) for run in runs]
     names = ("no noise" if not epsilon else f"epsilon {epsilon:g}" for epsilon in EPSILONS)
-    table = [f"| data | records of a site | batch | majority | method | {' | '.join(names)} |", "|---" * (5 + len(EPSILONS)) + "|"]
+    table = [
+        f"| data | records of a site | batch | majority | method | {' | '.join(names)} |",
+        "|---" * (5 + len(EPSILONS)) + "|",
+    ]
     for row, by_epsilon in sorted(found.items(), key=lambda item: item[0][1:]):
         best = [cell(max(by_epsilon[epsilon], key=lambda finals: mean_std(finals)[0])) for epsilon in EPSILONS]
         dataset, records, batch, method = row

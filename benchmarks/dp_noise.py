@@ -26,7 +26,9 @@ def cell(records: int, batch: int, epsilon: float) -> str:
 
 def main() -> None:
     """Print the table."""
-    print(f"{ROUNDS} rounds of one epoch, dp-delta 1e-5: noise multiplier (norm of the noise in largest gradients, d = {D:,})\n")
+    print(
+        f"{ROUNDS} rounds of one epoch, dp-delta 1e-5: noise multiplier (norm of the noise in largest gradients, d = {D:,})\n"
+    )
     print("| records of a site | batch | " + " | ".join(f"epsilon {e:g}" for e in EPSILONS) + " |")
     print("|---|---|" + "---|" * len(EPSILONS))
     for records in RECORDS:

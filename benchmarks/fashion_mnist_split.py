@@ -33,10 +33,19 @@ def main() -> None:
     options = arguments.parse_args()
     data = prepare("fashion-mnist", data_root(parse({}, METHOD_PARAMS)))
     parts = split(
-        "dirichlet", np.asarray(data.y_train), np.asarray(data.y_test), data.info.num_classes, num_clients=options.of,
-        seed=options.seed, alpha=options.alpha, classes_per_client=1, train_samples=0, test_samples=0, min_samples=10,
+        "dirichlet",
+        np.asarray(data.y_train),
+        np.asarray(data.y_test),
+        data.info.num_classes,
+        num_clients=options.of,
+        seed=options.seed,
+        alpha=options.alpha,
+        classes_per_client=1,
+        train_samples=0,
+        test_samples=0,
+        min_samples=10,
         test_ratio=0.25,
-    )[: options.clients]  # fmt: skip
+    )[: options.clients]
     images = np.concatenate([data.x_train, data.x_test])[:, 0]
     labels = np.concatenate([data.y_train, data.y_test])
     arrays: dict[str, NDArray[Any]] = {}

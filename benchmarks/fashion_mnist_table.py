@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fl_app.experiments import compare
-from fl_app.experiments.compare import Run
-from fl_app.experiments.grouping import mean_std, settings
+from corolla.experiments import compare
+from corolla.experiments.compare import Run
+from corolla.experiments.grouping import mean_std, settings
 from fl_app.keys import show
 from strategies import METHOD_PARAMS
 
@@ -33,7 +33,10 @@ def names(groups: Sequence[Sequence[Run]]) -> list[str]:
 def figures(run: Run) -> list[float]:
     """Final, final pooled, fine-tuned, and before and after over the last rounds' clients, in percent."""
     summary, rounds = run.folder.summary, list(run.folder.rounds.values())[-LAST:]
-    last = [[100 * r[f"accuracy-{when}"] for r in rounds if r[f"accuracy-{when}"] is not None] for when in ("before", "after")]
+    last = [
+        [100 * r[f"accuracy-{when}"] for r in rounds if r[f"accuracy-{when}"] is not None]
+        for when in ("before", "after")
+    ]
     final = [summary[f"final-accuracy{kind}"] for kind in ("", "-pooled", "-finetuned")]
     return [*(100 * value for value in final), *(statistics.mean(values) for values in last)]
 
@@ -46,7 +49,9 @@ def lines(paths: Sequence[Path]) -> list[str]:
         pairs = [mean_std(column) for column in zip(*map(figures, runs), strict=True)]
         cells = [f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}") for mean, std in pairs]
         rows.append((pairs[0][0], f"| {name} | {' | '.join(cells)} | {len(runs)} |"))
-    head = "| method | final, all clients | pooled | fine-tuned | before, last 10 rounds | after, last 10 rounds | seeds |"
+    head = (
+        "| method | final, all clients | pooled | fine-tuned | before, last 10 rounds | after, last 10 rounds | seeds |"
+    )
     return [head, "|---|---|---|---|---|---|---|", *(line for _, line in sorted(rows, key=lambda row: -row[0]))]
 
 

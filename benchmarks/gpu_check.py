@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.measure import arguments, interleaved, machine
 from benchmarks.training import client_data, configure, ours, plain, relative
-from client_app.loaded import resolve_device
+from client_app.device_model import resolve_device
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
 from fl_app.config import RunConfig
@@ -54,11 +54,15 @@ def correctness(config: RunConfig, data: ClientData, start: Model) -> dict[str, 
     """Differences from the CPU: one step by precision, in units of the step; and the evaluation's loss, relative."""
     step = dataclasses.replace(config, local_epochs=1)
     on_cpu = dataclasses.replace(step, device="cpu")
-    first = ClientData(data.x_train[:BATCH], data.y_train[:BATCH], data.x_train[:BATCH], data.y_train[:BATCH], data.info)
+    first = ClientData(
+        data.x_train[:BATCH], data.y_train[:BATCH], data.x_train[:BATCH], data.y_train[:BATCH], data.info
+    )
     want = ours(on_cpu, first, start)
     found = {
         f"{precision}: one step's difference from the CPU": relative(
-            ours(dataclasses.replace(step, precision=precision), first, start), want, start  # type: ignore[arg-type]
+            ours(dataclasses.replace(step, precision=precision), first, start),  # type: ignore[arg-type]
+            want,
+            start,
         )
         for precision in TOLERANCE
     }
@@ -109,9 +113,15 @@ def whole_run(device: str) -> dict[str, float]:
     for name in (device, "cpu"):
         with tempfile.TemporaryDirectory() as directory:
             raw: dict[str, Scalar] = {
-                "method": "fedcac", "num-clients": 3, "num-server-rounds": 3, "device": name, "run-name": "run",
-                "output-dir": directory, "state-dir": directory, "data-dir": directory,
-            }  # fmt: skip
+                "method": "fedcac",
+                "num-clients": 3,
+                "num-server-rounds": 3,
+                "device": name,
+                "run-name": "run",
+                "output-dir": directory,
+                "state-dir": directory,
+                "data-dir": directory,
+            }
             config = parse(raw, METHOD_PARAMS)
             folder = server_app.run(InProcessGrid(app, raw, 3), config, lambda *_: None).path
             where = "on the CPU" if name == "cpu" else "on the GPU"
@@ -133,7 +143,9 @@ def check(device: torch.device, small: bool) -> tuple[dict[str, Any], list[str]]
         data = client_data(samples, side, channels)
         start = weights.read(models.build(name, **data.info.model_arguments))
         differences = correctness(config, data, start)
-        wrong += [f"{name}, {what}: {d:.2g}" for what, d in differences.items() if not d <= TOLERANCE[what.split(":")[0]]]
+        wrong += [
+            f"{name}, {what}: {d:.2g}" for what, d in differences.items() if not d <= TOLERANCE[what.split(":")[0]]
+        ]
         results[name] = {**differences, **speed(config, data, start, repeats)}
     if importlib.util.find_spec("flwr") is None:
         results["whole run"] = "left out: Flower is not installed"
@@ -157,7 +169,11 @@ def main() -> None:
     exact()
     started = time.perf_counter()
     results, wrong = check(device, options.short)
-    print(json.dumps({**results, "seconds": time.perf_counter() - started, "machine": machine(), "wrong": wrong}, indent=2))
+    print(
+        json.dumps(
+            {**results, "seconds": time.perf_counter() - started, "machine": machine(), "wrong": wrong}, indent=2
+        )
+    )
     if wrong:
         sys.exit("wrong results:\n" + "\n".join(wrong))
 

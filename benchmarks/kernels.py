@@ -19,8 +19,13 @@ from strategies.aggregate import Stack
 # elements per layer of a ResNet-18 for 3x32x32 and 10 classes, which the sizes below are scaled from
 RESNET18 = (1728, 36864, 73728, 147456, 294912, 589824, 1179648, 2359296, 2359296, 2359296, 1797594)
 PAKE: dict[str, Any] = {
-    "threshold": 0.2, "num_micro": 4, "num_macro": 4, "delta": 0.2, "delta_meaning": "similarity", "divisor": "found",
-}  # fmt: skip
+    "threshold": 0.2,
+    "num_micro": 4,
+    "num_macro": 4,
+    "delta": 0.2,
+    "delta_meaning": "similarity",
+    "divisor": "found",
+}
 
 
 def stack(n: int, d: int, seed: int = 0) -> Stack:
@@ -108,9 +113,12 @@ def main() -> None:
     # how many times faster than it computes a machine copies differs threefold between machines: a short run, on any, leaves it out
     of_fedcac = {"fedcac / plain NumPy": 0.5} if options.short else {"fedcac / copy of W": 2.5}
     targets = of_fedcac | {
-        "fedcac peak memory / W": 1.2, "feddac / fedcac": 2.0, "fedpake / read of W": 12.0,
-        "scoring seconds at d = 11.2 million": 0.35, "fedobp mask seconds at d = 11.2 million": 0.5,
-    }  # fmt: skip
+        "fedcac peak memory / W": 1.2,
+        "feddac / fedcac": 2.0,
+        "fedpake / read of W": 12.0,
+        "scoring seconds at d = 11.2 million": 0.35,
+        "fedobp mask seconds at d = 11.2 million": 0.5,
+    }
     finish(results, targets, options)
 
 

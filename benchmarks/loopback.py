@@ -61,17 +61,29 @@ class Loopback:
 
     def _start(self, name: str, command: str, *arguments: str) -> None:
         with (self.directory / f"{name}.log").open("wb") as log:
-            self._processes.append(psutil.Popen(
-                [str(BIN / command), *arguments], env=self.environment, cwd=self.directory, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, start_new_session=True,
-            ))  # fmt: skip
+            self._processes.append(
+                psutil.Popen(
+                    [str(BIN / command), *arguments],
+                    env=self.environment,
+                    cwd=self.directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            )
 
     def run(self, *command: str) -> str:
         """Run one of the installed commands and return its output. Exits with the output if it fails."""
         done = subprocess.run(
-            [str(BIN / command[0]), *command[1:]], env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors="replace",
-        )  # fmt: skip
+            [str(BIN / command[0]), *command[1:]],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
         if done.returncode:
             sys.exit(f"{' '.join(command[:2])} failed:\n{done.stdout[-3000:]}")
         return done.stdout
@@ -79,26 +91,36 @@ class Loopback:
     def corolla(self, name: str, config: Mapping[str, Scalar]) -> list[dict[str, Any]]:
         """Run our app on the SuperNodes and return the lines of metrics.jsonl."""
         values = {
-            **config, "run-name": name, "data-dir": str(self.directory / "data"), "state-dir": str(self.directory / "state"),
-        }  # fmt: skip
+            **config,
+            "run-name": name,
+            "data-dir": str(self.directory / "data"),
+            "state-dir": str(self.directory / "state"),
+        }
         words = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
         output = ["--output-dir", str(self.directory)]
         self.run("corolla", "run", "--superlink", NAME, "--clients", str(self.num_nodes), *output, *words)
         return [json.loads(line) for line in (self.directory / name / "metrics.jsonl").read_text().splitlines()]
 
 
-TINY_MODEL = '''\
+TINY_MODEL = """\
 from torch import nn
 
 def build(in_channels, num_classes, image_size):
     return nn.Sequential(nn.AdaptiveAvgPool2d((4, 6)), nn.Flatten(), nn.Linear(24 * in_channels, num_classes))
-'''  # 250 parameters, 1 kB, for scikit-learn's digits
+"""  # 250 parameters, 1 kB, for scikit-learn's digits
 
 
 def tiny(directory: Path) -> dict[str, Scalar]:
     """Write the 1 kB model and return settings under which training takes next to nothing."""
     (directory / "tinymodel.py").write_text(TINY_MODEL)
     return {
-        "method": "fedcac", "dataset": "digits", "model": "tinymodel:build", "train-samples": 20, "test-samples": 10,
-        "batch-size": 20, "local-epochs": 1, "partition": "iid", "device": "cpu",
-    }  # fmt: skip
+        "method": "fedcac",
+        "dataset": "digits",
+        "model": "tinymodel:build",
+        "train-samples": 20,
+        "test-samples": 10,
+        "batch-size": 20,
+        "local-epochs": 1,
+        "partition": "iid",
+        "device": "cpu",
+    }

@@ -19,7 +19,11 @@ SLACK = 2.0  # a short run fails only beyond this factor of the target
 
 
 def interleaved(
-    cases: Mapping[str, Callable[[], object]], repeats: int, clock: Callable[[], float] = time.perf_counter, *, short: bool = False
+    cases: Mapping[str, Callable[[], object]],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    short: bool = False,
 ) -> dict[str, float]:
     """Return the median seconds of each case, measured in turn so that a slow moment hits them all.
 

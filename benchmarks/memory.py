@@ -27,10 +27,20 @@ VECTOR = 4 * 11_173_962  # bytes of ResNet-18's parameters for 10 classes
 def peak(directory: Path, model: str, clients: int, rounds: int) -> dict[str, float]:
     """Run a simulation; return the largest PSS in bytes of all its processes, and of the ServerApp."""
     settings = {
-        "method": "fedcac", "model": model, "dataset": f"npz:{directory / 'images.npz'}", "partition": "iid",
-        "train-samples": 20, "test-samples": 4, "batch-size": 20, "local-epochs": 1, "num-server-rounds": rounds,
-        "device": "cpu", "data-dir": directory / "data", "state-dir": directory / f"state-{model}", "output-dir": directory,
-    }  # fmt: skip
+        "method": "fedcac",
+        "model": model,
+        "dataset": f"npz:{directory / 'images.npz'}",
+        "partition": "iid",
+        "train-samples": 20,
+        "test-samples": 4,
+        "batch-size": 20,
+        "local-epochs": 1,
+        "num-server-rounds": rounds,
+        "device": "cpu",
+        "data-dir": directory / "data",
+        "state-dir": directory / f"state-{model}",
+        "output-dir": directory,
+    }
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     command = [str(Path(sys.executable).parent / "corolla"), "run", "--clients", str(clients), *words]
     with (directory / "log").open("w") as log:

@@ -68,7 +68,9 @@ def _sum(per_epoch: float, more: float) -> str:
 
 
 COUNTED = {
-    "fedrep": Passes(1, 0, 0, 1),  # E - 1 epochs on the head, without a backward pass through the body, then one on the body
+    "fedrep": Passes(
+        1, 0, 0, 1
+    ),  # E - 1 epochs on the head, without a backward pass through the body, then one on the body
     "flute": Passes(1, 0, 0, 1),  # likewise
     "ditto": Passes(2, 2),
     "pfedme": Passes(5, 5),  # inner steps
@@ -114,17 +116,29 @@ class Client:
         module = method.network(config, **data.info.model_arguments)
         self.layout, self.initial = Layout.of(module), weights.read(module)
         self.shared = method.shared(self.layout, config.params)
-        self.server = method.strategy(config, config.params, self.layout, self.initial, self.shared, RunFolder(Path(), ""))
+        self.server = method.strategy(
+            config, config.params, self.layout, self.initial, self.shared, RunFolder(Path(), "")
+        )
         self.state = State()
 
     def context(self, round: int) -> tuple[RoundContext[Any], Model]:
         """What the client is given in a round, and the model it is sent."""
         download = self.server.download_for(0, round, "train")
-        trainer = LocalTrainer(self.method.network(self.config, **self.data.info.model_arguments), self.config, self.data, round, 0)
+        trainer = LocalTrainer(
+            self.method.network(self.config, **self.data.info.model_arguments), self.config, self.data, round, 0
+        )
         context = RoundContext(
-            self.config, self.config.params, round, 0, self.layout, self.shared, lambda: self.initial, trainer,
-            len(self.data.y_train), download.extras,
-        )  # fmt: skip
+            self.config,
+            self.config.params,
+            round,
+            0,
+            self.layout,
+            self.shared,
+            lambda: self.initial,
+            trainer,
+            len(self.data.y_train),
+            download.extras,
+        )
         return context, download.model
 
     def take_part(self, round: int) -> None:
@@ -166,7 +180,13 @@ def measure(model: str, side: int, channels: int, batch: int, steps: int, repeat
     data = client_data(batch * steps, side, channels)
     cases: dict[str, Callable[[], object]] = {}
     for method in METHODS:
-        raw: dict[str, Scalar] = {"method": method, "model": model, "num-clients": 1, "local-epochs": EPOCHS, "batch-size": batch}
+        raw: dict[str, Scalar] = {
+            "method": method,
+            "model": model,
+            "num-clients": 1,
+            "local-epochs": EPOCHS,
+            "batch-size": batch,
+        }
         client = Client(parse({**raw, "learning-rate": 0.01, "device": "cpu"}, METHOD_PARAMS), data)
         if method == "fedavg":
             context, received = client.context(1)

@@ -80,9 +80,15 @@ def outcome(trial: Trial, clients: int = CLIENTS, rounds: int = ROUNDS) -> Outco
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as directory:
         raw: dict[str, Scalar] = {
-            "method": trial.method, "num-server-rounds": rounds, "num-clients": clients, "device": "cpu", "run-name": "run",
-            "output-dir": directory, "state-dir": f"{directory}/state", **defences(trial.method)[trial.defence],
-        }  # fmt: skip
+            "method": trial.method,
+            "num-server-rounds": rounds,
+            "num-clients": clients,
+            "device": "cpu",
+            "run-name": "run",
+            "output-dir": directory,
+            "state-dir": f"{directory}/state",
+            **defences(trial.method)[trial.defence],
+        }
         config = parse(raw, METHOD_PARAMS)
         app = attacks.client_app(ATTACKS.get(trial.attack, attacks.honest), trial.liars, config)
         try:

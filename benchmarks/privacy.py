@@ -21,8 +21,8 @@ from client_app.private import Masker, properties
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
-from fl_app.privacy import masking, overlaps, sites
-from fl_app.privacy.sites import PEERS, Keyring, keyring
+from fl_app.privacy import keyring, masking, overlaps
+from fl_app.privacy.keyring import PEERS, Keyring, open_keyring
 from fl_app.wire import PRIVATE, SUM, Download, Upload
 from strategies import aggregate, fedcac, linkage, masks
 
@@ -34,11 +34,13 @@ def site_keys(directory: Path) -> Path:
     lines = []
     for i in range(N):
         path = directory / f"{i}.x25519"
-        path.write_bytes(sites.make())
+        path.write_bytes(keyring.make())
         path.chmod(0o600)
         node = ec.generate_private_key(ec.SECP384R1())
-        public = node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
-        lines.append(f"{i} {public} {sites.WORD} {sites.statement(sites.read(path), node)}\n")
+        public = (
+            node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+        )
+        lines.append(f"{i} {public} {keyring.WORD} {keyring.statement(keyring.read(path), node)}\n")
     (directory / PEERS).write_text("".join(lines))
     return directory / "0.x25519"
 
@@ -46,8 +48,16 @@ def site_keys(directory: Path) -> Path:
 def asked(keys: Keyring) -> Download:
     """What the server asks client 0 for, in one group of all."""
     sealed = str(properties(keys)[f"{PRIVATE}-sealed"]).split(",")[0]
-    said: dict[str, Scalar] = {"members": ",".join(map(str, range(N))), "weight": 1.0, "clients": N, "sealed": sealed, "sealer": 0}
-    return Download("train", 1, 0, "benchmark", NOTHING, method={f"{PRIVATE}-{name}": value for name, value in said.items()})
+    said: dict[str, Scalar] = {
+        "members": ",".join(map(str, range(N))),
+        "weight": 1.0,
+        "clients": N,
+        "sealed": sealed,
+        "sealer": 0,
+    }
+    return Download(
+        "train", 1, 0, "benchmark", NOTHING, method={f"{PRIVATE}-{name}": value for name, value in said.items()}
+    )
 
 
 def server(words: np.ndarray, bits: masks.Bits, d: int, k: int) -> None:
@@ -80,21 +90,24 @@ def main() -> None:
     upload = Upload(Model(uploads[0], np.zeros(0, np.float32)), bits[0], num_examples=1)
     with tempfile.TemporaryDirectory() as directory:
         path = site_keys(Path(directory))
-        download = asked(keyring(str(path), 0, 0, N))
+        download = asked(open_keyring(str(path), 0, 0, N))
 
         def client() -> Upload:
-            return Masker.of(download, config, keyring(str(path), 0, 0, N)).masked(upload)
+            return Masker.of(download, config, open_keyring(str(path), 0, 0, N)).masked(upload)
 
         sent, words = client(), np.zeros(d, np.uint32)
         W, own, k = np.empty_like(uploads), bits[0], masks.popcount(bits[0])
         seconds = interleaved(
             {
-                "client": client, "client: keys": lambda: keyring(str(path), 0, 0, N),
+                "client": client,
+                "client: keys": lambda: open_keyring(str(path), 0, 0, N),
                 "client: merge": lambda: aggregate.merge(own, uploads[1], uploads[2]),
-                "server": lambda: server(words, bits, d, k), "plain server": lambda: plain(W, uploads, bits),
+                "server": lambda: server(words, bits, d, k),
+                "plain server": lambda: plain(W, uploads, bits),
             },
-            repeats, time.process_time,
-        )  # fmt: skip
+            repeats,
+            time.process_time,
+        )
     assert sent.mask is not None
     results["seconds"] = dict(seconds)
     by_length = seconds["client"] - seconds["client: keys"] + seconds["client: merge"]
@@ -102,7 +115,11 @@ def main() -> None:
     results["server / plain server"] = seconds["server"] / seconds["plain server"]
     results["bytes more in an upload"] = sent.nbytes - upload.nbytes
     results["upload"] = {SUM: sent.extras[SUM].nbytes, "mask": sent.mask.nbytes}
-    finish(results, {"client seconds at d = 1.2 million": 0.3, "server / plain server": 1.5, "bytes more in an upload": 0}, options)
+    finish(
+        results,
+        {"client seconds at d = 1.2 million": 0.3, "server / plain server": 1.5, "bytes more in an upload": 0},
+        options,
+    )
 
 
 if __name__ == "__main__":

@@ -21,14 +21,15 @@ from pathlib import Path
 from PIL import Image
 
 from benchmarks import differences, fashion_mnist_table
-from fl_app import plugins, presets
-from fl_app.experiments import candidates, compare, grouping, sweep
-from fl_app.experiments.compare import Line, Run
-from fl_app.experiments.sweep import Point
-from fl_app.report import accuracy as pictures
-from fl_app.report.arrays import read_runs
-from fl_app.report.figures import Panel
-from fl_app.report.groups import grouped
+from corolla import presets
+from corolla.experiments import compare, grouping, paper_metrics, sweep
+from corolla.experiments.compare import Line, Run
+from corolla.experiments.sweep import Point
+from corolla.report import accuracy as pictures
+from corolla.report.arrays import read_runs
+from corolla.report.figures import Panel
+from corolla.report.groups import grouped
+from fl_app import plugins
 from fl_app.tasks import ACCURACY
 from strategies import METHOD_PARAMS
 
@@ -43,7 +44,9 @@ COLUMNS = {  # by sweep, and what a data set of image files counts as
 CUT = "fedcac-cifar10-cut"
 TRIED = f"{CUT}-tried"  # the run of the column's own method, with one thing changed
 CURVES = {CUT: 10, TRIED: 20}  # curves beside each other, and every how many rounds
-PICTURES = {name: ROOT / "docs" / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", "fedcac-cifar10-cut")}
+PICTURES = {
+    name: ROOT / "docs" / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", "fedcac-cifar10-cut")
+}
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
 LOGGED = ROOT / "benchmarks" / "fedobp_logs.toml"
@@ -87,12 +90,14 @@ def missing(points: Sequence[Point], lines: Sequence[Line]) -> list[str]:
     for config in (point.parsed for point in points):
         if (config.method, config.seed) not in there:
             seeds.setdefault(config.method, []).append(config.seed)
-    return [f"{method} ({'seed' if len(of) == 1 else 'seeds'} {', '.join(map(str, of))})" for method, of in seeds.items()]
+    return [
+        f"{method} ({'seed' if len(of) == 1 else 'seeds'} {', '.join(map(str, of))})" for method, of in seeds.items()
+    ]
 
 
 def table(lines: Sequence[Line]) -> Iterator[str]:
     """Yield the lines of a column's table: the candidates, then what they cost."""
-    header, *rows = candidates.table(lines)
+    header, *rows = paper_metrics.table(lines)
     away = rows[len(lines) :]
     yield f"| method | {' | '.join(header[1:])} | seeds | rounds | s a round |"
     yield "|" + "---|" * (len(header) + 3)
@@ -143,7 +148,9 @@ def over_rounds(name: str, results: Path) -> Panel | None:
     """Return `corolla report`'s picture of a column's accuracy over rounds, if the page has one and runs are there."""
     if name not in PICTURES or not any(results.glob("*/summary.json")):
         return None
-    return next((panel for panel in pictures.accuracy(grouped(read_runs([results]))) if panel.name == ACCURACY.name), None)
+    return next(
+        (panel for panel in pictures.accuracy(grouped(read_runs([results]))) if panel.name == ACCURACY.name), None
+    )
 
 
 def small(panel: Panel) -> bytes:
@@ -220,7 +227,9 @@ def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
     of_whom += [(line.runs[0].config.method, its - common) for line, its in zip(lines, found, strict=True)]
     for whose, keys in of_whom:
         if keys:
-            pairs = (f"{key} {compare.shown(mine)} (paper: {compare.shown(theirs)})" for key, mine, theirs in sorted(keys))
+            pairs = (
+                f"{key} {compare.shown(mine)} (paper: {compare.shown(theirs)})" for key, mine, theirs in sorted(keys)
+            )
             yield f"- {whose}, settings that differ: {', '.join(pairs)}"
 
 
@@ -245,7 +254,12 @@ def block(name: str, results: Path) -> str:
     left = missing(points, lines)
     text = [""]
     if lines:
-        text += [*table(lines), "", f"{candidates.CAPTION[0].upper()}{candidates.CAPTION[1:]}. Seconds: the median round's.", ""]
+        text += [
+            *table(lines),
+            "",
+            f"{paper_metrics.CAPTION[0].upper()}{paper_metrics.CAPTION[1:]}. Seconds: the median round's.",
+            "",
+        ]
         if any(line.preset.ran for line in lines):
             text += ["†: the paper's row is of another method than it says ([why](#rows-of-other-methods)).", ""]
         if any(far(line) for line in lines):
@@ -259,7 +273,10 @@ def block(name: str, results: Path) -> str:
         text += settings_that_differ(lines)
         text += [*notes(lines), *as_run(results), ""]
     if left and lines:
-        text += [f"Not run yet: {', '.join(left)}. {command} --only RUN` makes one (`--dry-run` lists them), {after}.", ""]
+        text += [
+            f"Not run yet: {', '.join(left)}. {command} --only RUN` makes one (`--dry-run` lists them), {after}.",
+            "",
+        ]
     elif left:
         text += [f"None of its {len(points)} runs has been made yet: {command}`, {after}.", ""]
     return "\n".join(text)

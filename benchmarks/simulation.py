@@ -60,10 +60,19 @@ def write_images(path: Path, train: int, test: int) -> None:
 def run_config(size: Size, directory: Path) -> Config:
     """Return FedCAC's setting of Table 1, for this many clients."""
     return {
-        "method": "fedcac", "model": "resnet8", "dataset": f"npz:{directory / 'images.npz'}", "partition": "iid",
-        "train-samples": 500, "test-samples": 100, "batch-size": 100, "local-epochs": size.epochs, "device": "cpu",
-        "num-server-rounds": size.rounds, "data-dir": str(directory / "data"), "state-dir": str(directory / "state"),
-    }  # fmt: skip
+        "method": "fedcac",
+        "model": "resnet8",
+        "dataset": f"npz:{directory / 'images.npz'}",
+        "partition": "iid",
+        "train-samples": 500,
+        "test-samples": 100,
+        "batch-size": 100,
+        "local-epochs": size.epochs,
+        "device": "cpu",
+        "num-server-rounds": size.rounds,
+        "data-dir": str(directory / "data"),
+        "state-dir": str(directory / "state"),
+    }
 
 
 # The bare training
@@ -75,7 +84,9 @@ def bare_seconds(config: Mapping[str, Scalar], clients: int, processes: int) -> 
     ids, seconds, ready = context.Queue(), context.Queue(), context.Barrier(processes)
     for client_id in [*range(clients), *[None] * processes]:
         ids.put(client_id)
-    workers = [context.Process(target=_train, args=(dict(config), clients, ids, seconds, ready)) for _ in range(processes)]
+    workers = [
+        context.Process(target=_train, args=(dict(config), clients, ids, seconds, ready)) for _ in range(processes)
+    ]
     for worker in workers:
         worker.start()
     total = sum(seconds.get(timeout=3600) for _ in range(clients))
@@ -169,11 +180,15 @@ def measure(size: Size, directory: Path) -> dict[str, Any]:
         "wall seconds of the rounds": [r.wall for r in rounds],
         "client seconds by phase / actors": medians(clients),
         "server seconds by phase": medians([r.record["seconds"] for r in rounds]),
-        "part of a round outside the clients' phases": statistics.median(1 - sum(p.values()) / wall for wall, p in within),
+        "part of a round outside the clients' phases": statistics.median(
+            1 - sum(p.values()) / wall for wall, p in within
+        ),
         "round / its own training phase": statistics.median(wall / p["train"] for wall, p in within),
         "round / bare training": statistics.median(ratios),
         # over all rounds together: a checkpoint counts as a phase of the round after it, whose line is not yet written
-        "wall of the rounds missing from their phases": abs(1 - sum(r.phases for r in rounds) / sum(r.wall for r in rounds)),
+        "wall of the rounds missing from their phases": abs(
+            1 - sum(r.phases for r in rounds) / sum(r.wall for r in rounds)
+        ),
     }
 
 

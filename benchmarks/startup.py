@@ -47,7 +47,7 @@ if "flwr-clientapp" in " ".join(sys.orig_argv):
     mark("interpreter")
     sys.meta_path.insert(0, Finder)
 '''
-MODEL = '''\
+MODEL = """\
 import sitecustomize
 import torch
 from torch import nn
@@ -65,7 +65,7 @@ class Watched(nn.Sequential):
 
 def build(in_channels, num_classes, image_size):
     return Watched(nn.AdaptiveAvgPool2d((4, 6)), nn.Flatten(), nn.Linear(24 * in_channels, num_classes))
-'''
+"""
 Times = Sequence[float]  # seconds, processor seconds
 FLOWER = "Flower: its imports, message, app files"
 # what a process has done when it has reached the mark of this name

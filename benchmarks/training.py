@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import arguments, finish, interleaved
-from client_app.loaded import resolve_device
+from client_app.device_model import resolve_device
 from client_app.trainer import LocalTrainer
 from fl_app import models, rng, weights
 from fl_app.config import RunConfig, parse
@@ -96,11 +96,15 @@ def main() -> None:
         one_step = plain(config, one_batch, start, torch.contiguous_format)
         checks = {
             "ours / plain loop": (seconds["float32"] / seconds["plain"], 1.0),
-            "one step's difference from the plain loop": (relative(ours(config, one_batch, start), one_step, start), 1e-4),
-            "difference from the plain loop in channels last": (
-                relative(cases["float32"](), cases["plain, channels last"](), start), 1e-4
+            "one step's difference from the plain loop": (
+                relative(ours(config, one_batch, start), one_step, start),
+                1e-4,
             ),
-        }  # fmt: skip
+            "difference from the plain loop in channels last": (
+                relative(cases["float32"](), cases["plain, channels last"](), start),
+                1e-4,
+            ),
+        }
         for check, (value, target) in checks.items():
             results[f"{name}: {check}"], targets[f"{name}: {check}"] = value, target
     finish(results, targets, options)

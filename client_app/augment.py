@@ -69,7 +69,9 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     x: float32 [n, C, S, S]; angles: float32 [n], radians. Returns the same shape.
     """
     side = x.shape[-1]
-    from_centre = (2 * torch.arange(side, device=x.device) + 1 - side) / side  # pixel centres, the image's edges at -1 and 1
+    from_centre = (
+        2 * torch.arange(side, device=x.device) + 1 - side
+    ) / side  # pixel centres, the image's edges at -1 and 1
     across, down = from_centre[None, None, :], from_centre[None, :, None]
     sin, cos = angles.sin()[:, None, None], angles.cos()[:, None, None]
     # rows run downwards: a pixel of the turned image comes from where it was, turned clockwise

@@ -42,15 +42,24 @@ class Batches:
     """
 
     def __init__(
-        self, config: RunConfig, data: ClientData, device: torch.device, *, round: int, client_id: int,
-        avoid_single: bool = False, memory_format: torch.memory_format = torch.contiguous_format,
-    ) -> None:  # fmt: skip
+        self,
+        config: RunConfig,
+        data: ClientData,
+        device: torch.device,
+        *,
+        round: int,
+        client_id: int,
+        avoid_single: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
         self.config, self.device, self.round, self.client_id = config, device, round, client_id
         self.task = tasks.of(config)
         self._avoid_single, self._format = avoid_single, memory_format
         self._x_train, self.train_labels = self._resident(data.x_train), self._resident(data.y_train)
         self._x_test, self.test_labels = self._resident(data.x_test), self._resident(data.y_test)
-        self._prepared = Inputs(self.task, config.normalize, self._x_train.ndim - 1, device, data.info.mean, data.info.std)
+        self._prepared = Inputs(
+            self.task, config.normalize, self._x_train.ndim - 1, device, data.info.mean, data.info.std
+        )
         if self._x_train.ndim != 4:
             self._format = torch.contiguous_format
 

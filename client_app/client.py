@@ -62,7 +62,7 @@ class CorollaClient(NumPyClient):
         self.data = open_client(self.config, self.client_id, data_path=self.data_path, look=source not in _looked_at)
         _looked_at.add(source)
         if self.config.device.startswith("cuda"):
-            from client_app.loaded import resolve_device
+            from client_app.device_model import resolve_device
 
             resolve_device(self.config.device)
         if self.config.dp_epsilon:
@@ -78,8 +78,10 @@ class CorollaClient(NumPyClient):
         }
         if self.config.private:
             from client_app import private
+            from fl_app.privacy.keyring import open_keyring
 
-            properties |= private.properties(private.keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients))
+            keys = open_keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
+            properties |= private.properties(keys)
         return properties
 
     def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
@@ -105,7 +107,10 @@ class CorollaClient(NumPyClient):
             loss, found = trainer.measure(model, names)
             if self.config.finetune_epochs:
                 tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
-                found = {**found, **{f"{name}-finetuned": value for name, value in trainer.measure(tuned, names)[1].items()}}
+                found = {
+                    **found,
+                    **{f"{name}-finetuned": value for name, value in trainer.measure(tuned, names)[1].items()},
+                }
             measured = self._told({"loss": loss, **found}, trainer.learning_rate)
             metrics: dict[str, Scalar] = {
                 **measured,
@@ -216,8 +221,9 @@ class CorollaClient(NumPyClient):
         if not self.config.private:
             return None
         from client_app import private
+        from fl_app.privacy.keyring import open_keyring
 
-        keyring = private.keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
+        keyring = open_keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
         masker = private.Masker.of(download, self.config, keyring)
         self._store.claim(wire.state_version(download.round, download.attempt))
         return masker
@@ -271,7 +277,9 @@ def about(data: ClientData, config: RunConfig) -> Config:
     if info.shape:  # not square images
         told["input-shape"] = ",".join(map(str, info.shape))
     if config.report_class_counts or config.dataset.startswith(("npz:", "table:", "hf:")):
-        told["class-names"] = json.dumps(info.classes)  # to read the outputs by; of labels that were strings, the mapping
+        told["class-names"] = json.dumps(
+            info.classes
+        )  # to read the outputs by; of labels that were strings, the mapping
     if config.report_class_counts and not config.private and not config.dp_epsilon and tasks.of(config).has_classes:
         told["class-counts"] = ",".join(map(str, np.bincount(data.y_train, minlength=info.num_classes)))
     return told

@@ -30,7 +30,9 @@ def client_fn(context: Context) -> Client:
     """Build the client for one message; its id is the SuperNode's partition-id."""
     client_id, num_clients = (context.node_config.get(name) for name in ("partition-id", "num-partitions"))
     if type(client_id) is not int or type(num_clients) is not int:
-        raise UserError(f"the SuperNode needs --node-config 'partition-id=K num-partitions=N', got {context.node_config}")
+        raise UserError(
+            f"the SuperNode needs --node-config 'partition-id=K num-partitions=N', got {context.node_config}"
+        )
     try:
         plugins.read(str(context.run_config.get("plugins", "")))
         method = str(context.run_config.get("method", RunConfig.method))

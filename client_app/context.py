@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from client_app.trainer import LocalTrainer
-from fl_app import parts, weights
+from fl_app import trainable_tensors, weights
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError
@@ -17,14 +17,22 @@ from strategies.base import Method, RoundContext
 
 
 def build(
-    config: RunConfig, method: Method[Any], data: ClientData, download: Download, client_id: int, directory: Path, keys: str,
+    config: RunConfig,
+    method: Method[Any],
+    data: ClientData,
+    download: Download,
+    client_id: int,
+    directory: Path,
+    keys: str,
     run: int,
-) -> RoundContext[Any]:  # fmt: skip
+) -> RoundContext[Any]:
     """Build it. directory: of the client's state. keys: where those of a private run are. run: Flower's id of it.
 
     Raises UserError if what was received is not of the model that is here, or if the state was trained without a budget.
     """
-    weights_file = config.initial_weights if config.train or config.share else ""  # what does not travel comes from it too
+    weights_file = (
+        config.initial_weights if config.train or config.share else ""
+    )  # what does not travel comes from it too
     module = method.network(config, **data.info.model_arguments, initial_weights=weights_file)
     layout, initial = Layout.of(module), weights.read(module)
     shared = method.travelling(config, layout)
@@ -36,7 +44,7 @@ def build(
             return initial
         return weights.read(method.network(config, **data.info.model_arguments, initial_weights=config.initial_weights))
 
-    theirs = str(download.method.get(parts.HASH, ""))
+    theirs = str(download.method.get(trainable_tensors.HASH, ""))
     if layout.constants != theirs:
         raise UserError(
             f"train: the tensors of model {config.model} that do not train are not the server's (sha256 "
@@ -53,10 +61,10 @@ def build(
 
         budget, epochs = Budget(directory, config, repeatable=keys == SEED_KEYS, run=run), method.dp_epochs_of(config)
         budget.check()
-        trainer: LocalTrainer = NoisyTrainer(module, config, data, download.round, client_id, budget=budget, epochs=epochs)
+        trainer: LocalTrainer = NoisyTrainer(
+            module, config, data, download.round, client_id, budget=budget, epochs=epochs
+        )
     else:
         trainer = LocalTrainer(module, config, data, download.round, client_id)
     params, n = config.params, len(data.y_train)
-    return RoundContext(
-        config, params, download.round, client_id, layout, shared, start, trainer, n, download.extras
-    )
+    return RoundContext(config, params, download.round, client_id, layout, shared, start, trainer, n, download.extras)

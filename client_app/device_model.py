@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from client_app.batches import Batches
+from client_app.evaluation import features, loss_gradient, sample_losses, tested
 from client_app.fisher import fisher
 from client_app.flat import FlatModule
 from client_app.malloc import keep_freed_memory
-from client_app.measures import features, loss_gradient, sample_losses, tested
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError
@@ -44,15 +44,25 @@ class LoadedModel:
         self.flat = FlatModule(module, self.device)
         self.module, self.layout = self.flat.module, self.flat.layout
         self.weights, self.gradient, self.statistics = self.flat.weights, self.flat.gradient, self.flat.statistics
-        self.load, self.read, self.tensor, self.vector = self.flat.load, self.flat.read, self.flat.tensor, self.flat.vector
+        self.load, self.read, self.tensor, self.vector = (
+            self.flat.load,
+            self.flat.read,
+            self.flat.tensor,
+            self.flat.vector,
+        )
         norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
         frozen: frozenset[str] = getattr(module, "frozen_names", frozenset())
         self._fixed = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
         self._batchnorms = [m for m in norms.values() if m not in self._fixed]
         self.data = Batches(
-            config, data, self.device, round=round, client_id=client_id, avoid_single=bool(self._batchnorms),
+            config,
+            data,
+            self.device,
+            round=round,
+            client_id=client_id,
+            avoid_single=bool(self._batchnorms),
             memory_format=self.flat.memory_format,
-        )  # fmt: skip
+        )
         self.leave_out, self.sample_losses = self.data.leave_out, partial(sample_losses, self)
         self.task, self.num_classes = self.data.task, data.info.num_classes
 

@@ -84,7 +84,12 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int) -> float:
     with quiet():
         tolerance = epsilon / 1000
         found = get_noise_multiplier(
-            target_epsilon=epsilon, target_delta=delta, sample_rate=rate, steps=steps, accountant="rdp", epsilon_tolerance=tolerance
+            target_epsilon=epsilon,
+            target_delta=delta,
+            sample_rate=rate,
+            steps=steps,
+            accountant="rdp",
+            epsilon_tolerance=tolerance,
         )
     return float(found)
 
@@ -165,7 +170,9 @@ class Budget:
                 with lock(runs / f"{self.run}-{client}", wait=True) as file:
                     file.seek(0)
                     if (bound := file.read().decode() or experiment) != experiment:
-                        raise UserError(f"dp-epsilon: this run spends in experiment {bound}, and not in {experiment} as well")
+                        raise UserError(
+                            f"dp-epsilon: this run spends in experiment {bound}, and not in {experiment} as well"
+                        )
                     file.truncate(0)
                     file.write(experiment.encode())
             yield
@@ -175,14 +182,31 @@ class NoisyTrainer(LocalTrainer):
     """A trainer that looks at training records only by noisy steps, each within the budget."""
 
     def __init__(
-        self, module: nn.Module, config: RunConfig, data: ClientData, round: int, client_id: int, *, budget: Budget, epochs: int
+        self,
+        module: nn.Module,
+        config: RunConfig,
+        data: ClientData,
+        round: int,
+        client_id: int,
+        *,
+        budget: Budget,
+        epochs: int,
     ) -> None:
         super().__init__(module, config, data, round, client_id)
         self.budget, self._epochs, self._trainings = budget, epochs, 0
         self.epsilon = math.nan  # spent when the last training ended
         self._views = [(p, p.grad) for p in self.module.parameters()]
         self._noisy: DPOptimizer | None = None
-        for name in ("samples", "sample_losses", "leave_out", "features", "fisher", "loss_gradient", "alternate", "step"):
+        for name in (
+            "samples",
+            "sample_losses",
+            "leave_out",
+            "features",
+            "fisher",
+            "loss_gradient",
+            "alternate",
+            "step",
+        ):
             setattr(self, name, self._looks)
 
     @functools.cached_property
@@ -225,14 +249,18 @@ class NoisyTrainer(LocalTrainer):
         self.epsilon = self.budget.spend(f"{self.round}-{self._trainings}-{purpose}", self.plan, steps)
         log.debug("client %d: epsilon %.4g of %g spent", self.client_id, self.epsilon, self.config.dp_epsilon)
         self.data.poisson = self.plan.rate, self.plan.steps, stream
-        self.flat.hold(frozen)  # of what is frozen no gradients are taken, record by record, that would count in their norms
+        self.flat.hold(
+            frozen
+        )  # of what is frozen no gradients are taken, record by record, that would count in their norms
         try:
             with quiet(), self._by_record():
                 self._noisy = DPOptimizer(
-                    torch.optim.SGD(self.module.parameters(), lr=0.0), noise_multiplier=self.plan.noise,
-                    max_grad_norm=self.config.dp_clip, expected_batch_size=max(1, round(self.plan.rate * self.data.num_used)),
+                    torch.optim.SGD(self.module.parameters(), lr=0.0),
+                    noise_multiplier=self.plan.noise,
+                    max_grad_norm=self.config.dp_clip,
+                    expected_batch_size=max(1, round(self.plan.rate * self.data.num_used)),
                     generator=self._generator(f"{purpose}-noise", self.device),
-                )  # fmt: skip
+                )
                 return super().train(start, epochs=epochs, purpose=purpose, correction=correction, frozen=frozen)
         finally:
             self._noisy, self.data.poisson = None, None
@@ -250,7 +278,9 @@ class NoisyTrainer(LocalTrainer):
         for p in noisy.params:
             if p.grad_sample is None:  # nobody is in the batch, or the parameter had no part in it
                 p.grad_sample = p.new_zeros((len(y), *p.shape))
-            p.grad_sample = p.grad_sample.nan_to_num(0.0, 0.0, 0.0)  # a NaN of one record's would be in the sum, whatever its norm
+            p.grad_sample = p.grad_sample.nan_to_num(
+                0.0, 0.0, 0.0
+            )  # a NaN of one record's would be in the sum, whatever its norm
         noisy.pre_step()
         for p, view in self._views:  # Opacus puts a new tensor in the gradient's place
             if p.grad is not None and view is not None and p.grad is not view:

@@ -17,7 +17,7 @@ from fl_app.layout import Model, Vector
 from fl_app.tasks import Task
 
 if TYPE_CHECKING:
-    from client_app.loaded import LoadedModel
+    from client_app.device_model import LoadedModel
 
 
 @torch.no_grad()

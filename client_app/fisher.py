@@ -21,7 +21,7 @@ from fl_app.layout import Vector
 from fl_app.tasks import Classification, Task
 
 if TYPE_CHECKING:
-    from client_app.loaded import LoadedModel
+    from client_app.device_model import LoadedModel
 
 _GRADIENT_BYTES = 2**28  # of the per-sample gradients that are held at a time
 _CHUNK = 64  # samples at a time, at most
@@ -147,9 +147,12 @@ def _group_norm(layer: nn.GroupNorm, z: Tensor, slope: Tensor) -> list[Tensor]:
 
 
 _KINDS: dict[type[nn.Module], Squares] = {
-    nn.Linear: _linear, nn.Conv2d: _convolution, nn.BatchNorm1d: _batch_norm, nn.BatchNorm2d: _batch_norm,
+    nn.Linear: _linear,
+    nn.Conv2d: _convolution,
+    nn.BatchNorm1d: _batch_norm,
+    nn.BatchNorm2d: _batch_norm,
     nn.GroupNorm: _group_norm,
-}  # fmt: skip
+}
 
 
 def known_kinds(module: nn.Module) -> dict[nn.Module, Squares]:

@@ -95,7 +95,9 @@ class FlatModule:
         """
         names = frozen if isinstance(frozen, frozenset) else frozenset()
         still = self.layout.indices(names) if isinstance(frozen, frozenset) else np.array(frozen, bool)
-        for slot, parameter, trainable in zip(self.layout.params, self.module.parameters(), self._trainable, strict=True):
+        for slot, parameter, trainable in zip(
+            self.layout.params, self.module.parameters(), self._trainable, strict=True
+        ):
             held = slot.name in names or bool(still[slot.start : slot.stop].all())
             parameter.requires_grad_(trainable and not held)
             still[slot.start : slot.stop] |= not trainable  # no weight decay either
@@ -146,7 +148,9 @@ class SGD:
 class AdamW:
     """torch.optim.AdamW's step on a flat vector, with its default betas and epsilon. still: bool [d], what must not move."""
 
-    def __init__(self, vector: Tensor, *, weight_decay: float, still: Tensor | None = None, clip_norm: float = 0) -> None:
+    def __init__(
+        self, vector: Tensor, *, weight_decay: float, still: Tensor | None = None, clip_norm: float = 0
+    ) -> None:
         self._vector, self._weight_decay, self._still, self._clip_norm = vector, weight_decay, still, clip_norm
         self._first, self._second = torch.zeros_like(vector), torch.zeros_like(vector)
         self._steps = 0

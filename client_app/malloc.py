@@ -7,7 +7,10 @@ import functools
 import os
 import sys
 
-MMAP_THRESHOLD, TRIM_THRESHOLD = 64 << 20, 256 << 20  # bytes: of what is mapped by itself; of what is free at the end of the heap
+MMAP_THRESHOLD, TRIM_THRESHOLD = (
+    64 << 20,
+    256 << 20,
+)  # bytes: of what is mapped by itself; of what is free at the end of the heap
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 

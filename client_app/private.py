@@ -13,11 +13,11 @@ from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Vector
 from fl_app.privacy import masking, overlaps, sketch
+from fl_app.privacy.keyring import Keyring
 from fl_app.privacy.masking import BUFFERS_RANGE, PARAMS_RANGE, Words, derived
-from fl_app.privacy.sites import Keyring, keyring
 from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Download, Upload, state_version
 
-__all__ = ["Masker", "keyring", "properties"]
+__all__ = ["Masker", "properties"]
 
 log = logging.getLogger("corolla")
 
@@ -56,7 +56,9 @@ class Masker:
         if len(set(members)) != len(members) or me not in members or not set(members) <= set(range(keys.num_clients)):
             raise UserError(f"private: the server names a group that is none of client {me}: {members}")
         if len(members) < GROUP_MIN:
-            raise UserError(f"private: the server asks for a sum of {len(members)} clients, at least {GROUP_MIN} hide each other")
+            raise UserError(
+                f"private: the server asks for a sum of {len(members)} clients, at least {GROUP_MIN} hide each other"
+            )
         if not (len(members) <= clients <= keys.num_clients and 0 < weight <= clients and math.isfinite(weight)):
             raise UserError(f"private: the server gives client {me} a weight of {weight:g} among {clients} clients")
         partners = tuple(i for i in members if i != me)
@@ -87,5 +89,12 @@ class Masker:
             raise UserError(f"private: the {what} cannot be sent: {error}") from None
         if clipped := int(np.count_nonzero(np.abs(values) > limit)):
             me = self.keys.client_id
-            log.warning("client %d: private: %d of %d %s are beyond +-%g and were cut to it", me, clipped, values.size, what, limit)
+            log.warning(
+                "client %d: private: %d of %d %s are beyond +-%g and were cut to it",
+                me,
+                clipped,
+                values.size,
+                what,
+                limit,
+            )
         return words

@@ -74,7 +74,9 @@ class StateStore:
             return self._read(version)
         except _Damaged as error:
             damaged = error
-        for earlier in sorted((p.stem for p in self.directory.glob(f"*{SUFFIX}") if p.stem[:6] < version[:6]), reverse=True):
+        for earlier in sorted(
+            (p.stem for p in self.directory.glob(f"*{SUFFIX}") if p.stem[:6] < version[:6]), reverse=True
+        ):
             with contextlib.suppress(_Damaged):
                 state = self._read(earlier)
                 log.warning("%s; used instead: %s", damaged, earlier)
@@ -86,7 +88,9 @@ class StateStore:
         try:
             data = path.read_bytes()
         except OSError as error:
-            raise UserError(f"client {self.client_id}: state of {version} is missing: {path} ({error.strerror})") from None
+            raise UserError(
+                f"client {self.client_id}: state of {version} is missing: {path} ({error.strerror})"
+            ) from None
         if hashlib.sha256(data[32:]).digest() != data[:32]:
             raise _Damaged(f"client {self.client_id}: state of {version} is damaged (checksum): {path}")
         from safetensors.numpy import load
@@ -136,7 +140,9 @@ class StateStore:
             os.close(opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
             sync(self.directory)
         except FileExistsError:
-            raise UserError(f"client {self.client_id}: private: attempt {version} was answered before, and is not again") from None
+            raise UserError(
+                f"client {self.client_id}: private: attempt {version} was answered before, and is not again"
+            ) from None
         except OSError as error:
             raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from client_app.batches import Batch
+from client_app.device_model import LoadedModel
 from client_app.flat import SGD, AdamW
-from client_app.loaded import LoadedModel
 from client_app.turns import alternate
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
@@ -115,7 +115,9 @@ class LocalTrainer(LoadedModel):
         if self._counted and not abs(self.last_loss) <= largest:
             raise diverged("loss", self.last_loss, self.learning_rate)
 
-    def differentiate(self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True) -> Tensor:
+    def differentiate(
+        self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True
+    ) -> Tensor:
         """Leave the gradient of the objective, by default the mean loss, in `gradient`; return its value, detached.
 
         counted: the batch counts in `last_loss`, with the task's loss where the objective computes it (`loss`). BatchNorm cannot

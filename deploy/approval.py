@@ -31,7 +31,9 @@ class Request:
     @property
     def digest(self) -> str:
         """What an answer is about."""
-        return hashlib.sha256(json.dumps([self.run, self.application, dict(self.config)], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.run, self.application, dict(self.config)], sort_keys=True).encode()
+        ).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ def answer(directory: Path, request: Request) -> Answer | None:
 
 def waiting(directory: Path) -> list[Request]:
     """List the runs that wait for an answer."""
-    found = [Request(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted((directory / WAITING).glob("*.json"))]
+    found = [
+        Request(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted((directory / WAITING).glob("*.json"))
+    ]
     return [request for request in found if answer(directory, request) is None]
 
 

@@ -54,11 +54,17 @@ def verify(directory: Path) -> Chain:
     # a process that was killed between a line and its note in the head leaves the head one line behind
     noted = chain.hashes[count - 1] if 0 < count <= len(chain.hashes) else _FIRST
     if count > len(chain.hashes):
-        raise UserError(f"{path}: its end is cut off: {len(chain.hashes)} lines are left of {count} ({directory / HEAD})")
+        raise UserError(
+            f"{path}: its end is cut off: {len(chain.hashes)} lines are left of {count} ({directory / HEAD})"
+        )
     if not count and len(chain.hashes) > 1:
-        raise UserError(f"{path} has {len(chain.hashes)} lines, and {directory / HEAD}, which counts them, is not there")
+        raise UserError(
+            f"{path} has {len(chain.hashes)} lines, and {directory / HEAD}, which counts them, is not there"
+        )
     if noted != head or count < len(chain.hashes) - 1:
-        raise UserError(f"{path}: line {count}, the last when {directory / HEAD} was written, had another hash: rewritten")
+        raise UserError(
+            f"{path}: line {count}, the last when {directory / HEAD} was written, had another hash: rewritten"
+        )
     return chain
 
 
@@ -106,7 +112,9 @@ class Audit:
         try:
             chain = verify(directory)
         except UserError as error:
-            raise UserError(f"{error}; keep it as evidence: move {directory / FILE} and {HEAD} away to begin anew") from None
+            raise UserError(
+                f"{error}; keep it as evidence: move {directory / FILE} and {HEAD} away to begin anew"
+            ) from None
         self._count, self._last = len(chain.hashes), chain.last
         self._size = path.stat().st_size if (path := directory / FILE).exists() else 0
         self._lock = threading.Lock()
@@ -132,7 +140,9 @@ class Audit:
         descriptor = os.open(self.directory / FILE, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             if (size := os.fstat(descriptor).st_size) != self._size:
-                raise UserError(f"audit: {self.directory / FILE} has {size} bytes instead of {self._size}: it was changed")
+                raise UserError(
+                    f"audit: {self.directory / FILE} has {size} bytes instead of {self._size}: it was changed"
+                )
             done = 0
             try:
                 while done < len(line):

@@ -48,7 +48,9 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
     written: list[Path] = []
     new_ca = force or not (directory / CA).exists()
     if new_ca and not force and any((directory / name).exists() for name in (CA_KEY, SERVER, SERVER_KEY)):
-        raise UserError(f"{directory}: {CA} is missing beside files made with it; put it back, or make all anew with --force")
+        raise UserError(
+            f"{directory}: {CA} is missing beside files made with it; put it back, or make all anew with --force"
+        )
     if new_ca:
         ca_key, ca = _authority(inventory.name)
         _write(directory / CA_KEY, _pem(ca_key), 0o600, written)
@@ -102,15 +104,19 @@ def check(inventory: Inventory, nodes: Sequence[SuperNode] | None = None) -> Non
     """
     directory = Path(inventory.keys)
     names = [CA, SERVER, SERVER_KEY]
-    names += [f"{node.name}.{end}" for node in (inventory.supernodes if nodes is None else nodes) for end in ("key", "pub")]
+    names += [
+        f"{node.name}.{end}" for node in (inventory.supernodes if nodes is None else nodes) for end in ("key", "pub")
+    ]
     if missing := [name for name in names if not (directory / name).is_file()]:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise UserError(
             f"keys: {directory} has no {some}; `corolla cluster keys CLUSTER.yaml` makes them "
             "(TLS and authentication are off with --insecure)"
         )
-    _refuse_open([path for name in (CA_KEY, SERVER_KEY, *names) if (path := directory / name).suffix == ".key"]
-                 + sorted(directory.glob(f"*{peers.END}")))
+    _refuse_open(
+        [path for name in (CA_KEY, SERVER_KEY, *names) if (path := directory / name).suffix == ".key"]
+        + sorted(directory.glob(f"*{peers.END}"))
+    )
     again = "`corolla cluster keys --renew CLUSTER.yaml` makes another one"
     ca, certificate = (lifetimes.read(directory / name) for name in (CA, SERVER))
     for name, each in ((CA, ca), (SERVER, certificate)):
@@ -130,7 +136,9 @@ def warnings(inventory: Inventory) -> list[str]:
     """Return, in words, which of the certificates that are there have expired or are about to."""
     again = "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
     paths = [path for name in (CA, SERVER) if (path := Path(inventory.keys) / name).is_file()]
-    return [f"warning: keys: {path} {words}; {again}" for path in paths if (words := lifetimes.words(lifetimes.read(path)))]
+    return [
+        f"warning: keys: {path} {words}; {again}" for path in paths if (words := lifetimes.words(lifetimes.read(path)))
+    ]
 
 
 def subject_names(certificate: x509.Certificate) -> set[str]:
@@ -143,7 +151,9 @@ def _private_directory(directory: Path) -> None:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = stat.S_IMODE(directory.stat().st_mode)
     if mode & 0o077:
-        raise UserError(f"keys: {directory} must be closed to others (mode 700), it is {mode:o}; `chmod 700 {directory}`")
+        raise UserError(
+            f"keys: {directory} must be closed to others (mode 700), it is {mode:o}; `chmod 700 {directory}`"
+        )
     if not (directory / IGNORE).exists():  # `git add .` must not take a key
         publish(directory / IGNORE, lambda temporary: temporary.write_text("*\n"))
 
@@ -189,22 +199,33 @@ def _server(
     return key, builder.sign(ca_key, hashes.SHA384())
 
 
-def _builder(subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int) -> x509.CertificateBuilder:
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
-        x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key)
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))  # nodes' clocks may be behind
         .not_valid_after(now + datetime.timedelta(days=days))
-    )  # fmt: skip
+    )
 
 
 def _usage(sign_certificates: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
-        digital_signature=not sign_certificates, key_cert_sign=sign_certificates, crl_sign=sign_certificates,
-        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
-        encipher_only=False, decipher_only=False,
-    )  # fmt: skip
+        digital_signature=not sign_certificates,
+        key_cert_sign=sign_certificates,
+        crl_sign=sign_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _general_name(name: str) -> x509.GeneralName:
@@ -218,7 +239,9 @@ def _load_authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.C
     try:
         key = serialization.load_pem_private_key((directory / CA_KEY).read_bytes(), password=None)
     except OSError as error:
-        raise UserError(f"keys: {directory / CA_KEY}: {error.strerror}; it is needed to make a server certificate") from None
+        raise UserError(
+            f"keys: {directory / CA_KEY}: {error.strerror}; it is needed to make a server certificate"
+        ) from None
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     return key, lifetimes.read(directory / CA)
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="SuperLink and SuperNodes on real machines, from one inventory.")
 
 InventoryFile = Annotated[Path, typer.Argument(metavar="CLUSTER.yaml", help="The inventory.")]
-Running = Annotated[str, typer.Argument(metavar="CLUSTER.yaml", help="The inventory of a running cluster, or its name.")]
+Running = Annotated[
+    str, typer.Argument(metavar="CLUSTER.yaml", help="The inventory of a running cluster, or its name.")
+]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS, no authentication: for a trusted network only.")]
 
 
@@ -35,22 +37,28 @@ def up(
     running = cluster.up(found, _say, timeout)
     nodes, clients = len(running.inventory.supernodes), running.inventory.num_clients
     if joined := running.inventory.joined:
-        _say(f"clients {', '.join(map(str, joined))} join by themselves: corolla cluster admit {inventory} CLIENT FILE.pub")
-    _say(f"{nodes} SuperNodes connected. Now: corolla run --superlink {found.name} --clients {clients} --set method=fedcac")
+        _say(
+            f"clients {', '.join(map(str, joined))} join by themselves: corolla cluster admit {inventory} CLIENT FILE.pub"
+        )
+    _say(
+        f"{nodes} SuperNodes connected. Now: corolla run --superlink {found.name} --clients {clients} --set method=fedcac"
+    )
 
 
 @app.command("commands")
 def written_commands(
     inventory: InventoryFile,
     insecure: Insecure = False,
-    slurm: Annotated[bool, typer.Option("--slurm", help="As a job script for sbatch: SuperLink, SuperNodes and a run.")] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="As a job script for sbatch: SuperLink, SuperNodes and a run.")
+    ] = False,
 ) -> None:
     """Print what `up` would start, host by host, for systemd, Ansible or a person; nothing is started."""
     from deploy import inventory as inventories
-    from deploy import written
+    from deploy import render
 
     found = inventories.read(inventory, insecure)
-    typer.echo(written.slurm(found) if slurm else written.by_host(found), nl=False)
+    typer.echo(render.slurm(found) if slurm else render.by_host(found), nl=False)
 
 
 @app.command()
@@ -59,11 +67,11 @@ def status(inventory: Running) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from deploy import certificates, cluster, registered
+    from deploy import certificates, cluster, superlink_nodes
 
     running = _running(inventory)
     found, failures = running.status()
-    online = registered.seen_by_superlink(running)
+    online = superlink_nodes.seen_by_superlink(running)
     nodes = {node.name: node for node in running.inventory.supernodes}
     table = Table("node", "client", "host", "GPU", "pid", "state", "health", "SuperLink says")
     good = not failures
@@ -77,12 +85,17 @@ def status(inventory: Running) -> None:
             said = online.get(state["node-id"], "unknown") if node else ""
             good = good and cluster.is_ready(name, state) and (not node or said == "online")
             lives, healthy = ("alive" if state["alive"] else "ended"), ("serving" if state["healthy"] else "no answer")
-            table.add_row(name, client, host, gpu, str(state["pid"] or ""), lives, healthy if state["alive"] else "", said)
-    for client_id, said in registered.joined(running).items():
+            table.add_row(
+                name, client, host, gpu, str(state["pid"] or ""), lives, healthy if state["alive"] else "", said
+            )
+    for client_id, said in superlink_nodes.joined(running).items():
         admitted = "admitted" if said else "not admitted yet"
         table.add_row(f"supernode-{client_id}", str(client_id), "joins", "", "", admitted, "", said)
     Console(width=None if Console().is_terminal else 140).print(table)
-    for words in [*map(str, failures.values()), *(certificates.warnings(running.inventory) if running.inventory.secure else [])]:
+    for words in [
+        *map(str, failures.values()),
+        *(certificates.warnings(running.inventory) if running.inventory.secure else []),
+    ]:
         typer.echo(words, err=True)
     if not good:
         raise typer.Exit(1)
@@ -141,7 +154,10 @@ def down(
     problems = cluster.down(running, forget=forget)
     if problems:
         typer.echo("\n".join(problems), err=True)
-        typer.echo("not everything could be ended; the cluster stays recorded: try again, or give up hosts with --forget", err=True)
+        typer.echo(
+            "not everything could be ended; the cluster stays recorded: try again, or give up hosts with --forget",
+            err=True,
+        )
         raise typer.Exit(1)
     _say(f"cluster {running.inventory.name} is down")
 
@@ -149,8 +165,12 @@ def down(
 @app.command()
 def keys(
     inventory: InventoryFile,
-    force: Annotated[bool, typer.Option("--force", help="Make everything anew; nodes with old keys are locked out.")] = False,
-    renew: Annotated[bool, typer.Option("--renew", help="Make another server certificate; the nodes' keys stay.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Make everything anew; nodes with old keys are locked out.")
+    ] = False,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Make another server certificate; the nodes' keys stay.")
+    ] = False,
 ) -> None:
     """Make the CA, the server certificate and a key pair for every SuperNode; what exists is kept."""
     from deploy import certificates
@@ -158,7 +178,9 @@ def keys(
 
     found = inventories.read(inventory)
     if force and renew:
-        raise UserError("--force and --renew exclude each other: --force makes everything anew, --renew the certificates")
+        raise UserError(
+            "--force and --renew exclude each other: --force makes everything anew, --renew the certificates"
+        )
     written = certificates.renew(found) if renew else certificates.make(found, force)
     _say(f"{found.keys}: {len(written)} files written" + (": " + ", ".join(p.name for p in written) if written else ""))
     _say(f"the server certificate is for {', '.join(certificates.server_names(found))}")
@@ -173,23 +195,29 @@ def keys(
 @app.command()
 def admit(
     inventory: InventoryFile,
-    client: Annotated[int, typer.Argument(metavar="CLIENT", help="Which client the site will be: an entry {host: joins}.")],
-    public: Annotated[Path, typer.Argument(metavar="FILE.pub", help="The site's public key, from `corolla node join`.")],
+    client: Annotated[
+        int, typer.Argument(metavar="CLIENT", help="Which client the site will be: an entry {host: joins}.")
+    ],
+    public: Annotated[
+        Path, typer.Argument(metavar="FILE.pub", help="The site's public key, from `corolla node join`.")
+    ],
 ) -> None:
     """Register the public key of a site that joins by itself, and write the invitation to send back."""
-    from deploy import cluster, joining, registered
+    from deploy import cluster, joining, superlink_nodes
     from deploy import inventory as inventories
     from deploy.peers import fingerprint
-    from fl_app.privacy.sites import PEERS
+    from fl_app.privacy.keyring import PEERS
 
     found = inventories.read(inventory)
     invitation = joining.admit(found, client, public)
     if cluster.record_path(found.name).exists():
-        registered.register_key(cluster.load(found.name), f"supernode-{client}")
+        superlink_nodes.register_key(cluster.load(found.name), f"supernode-{client}")
         _say(f"client {client} is registered with the running cluster {found.name}")
     _say(f"send {invitation} to the site: corolla node start NAME --invitation {invitation.name}")
     if (listed := Path(found.keys) / PEERS).is_file():
-        _say(f"for private runs send {listed} to all sites: corolla node start NAME --peers {PEERS} (sha256 {fingerprint(listed)})")
+        _say(
+            f"for private runs send {listed} to all sites: corolla node start NAME --peers {PEERS} (sha256 {fingerprint(listed)})"
+        )
 
 
 def _running(inventory: str) -> Cluster:

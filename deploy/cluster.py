@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deploy import certificates, clocks, commands, connection, hosts, peers, registered, versions
+from deploy import certificates, clocks, commands, connection, hosts, peers, superlink_nodes, versions
 from deploy.commands import SUPERLINK, TUNNEL, Place, Process
 from deploy.inventory import LOCAL, Inventory, SuperLink, SuperNode
 from deploy.node import Json
 from deploy.processes import cluster_directory
 from fl_app.errors import UserError
-from fl_app.privacy.sites import PEERS
+from fl_app.privacy.keyring import PEERS
 
 Say = Callable[[str], None]
 _LOG_LINES = 15
@@ -131,7 +131,9 @@ def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
         certificates.check(inventory)
         for warning in certificates.warnings(inventory):
             say(warning)
-    cluster = Cluster(inventory, secrets.token_hex(16), str(connection.config_path()), time.strftime("%Y-%m-%d %H:%M:%S"))
+    cluster = Cluster(
+        inventory, secrets.token_hex(16), str(connection.config_path()), time.strftime("%Y-%m-%d %H:%M:%S")
+    )
     if not record_path(inventory.name).exists():
         connection.check(Path(cluster.config), inventory.name, cluster.connection)
     _save_new(cluster)
@@ -142,7 +144,7 @@ def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
         connection.add(Path(cluster.config), inventory.name, cluster.connection)
         say(f"SuperLink on {inventory.superlink.host}: serving, connection {inventory.name} is in {cluster.config}")
         if inventory.secure:
-            say(f"{len(registered.register(cluster))} SuperNode keys registered")
+            say(f"{len(superlink_nodes.register(cluster))} SuperNode keys registered")
         _start_supernodes(cluster, places, seconds)
     except BaseException as error:
         problems = down(cluster, set(places))  # nothing was started on hosts that were not prepared
@@ -203,7 +205,9 @@ def _compare_clocks(cluster: Cluster, others: Iterable[str], say: Say) -> None:
 
     def ahead(host: str) -> float:
         reading: float = cluster.ask(host, "clock")["clock"]
-        return reading - time.time()  # asked over ssh, the command starts late: its reading is nearest to the answer's arrival
+        return (
+            reading - time.time()
+        )  # asked over ssh, the command starts late: its reading is nearest to the answer's arrival
 
     link = cluster.inventory.superlink.host
     there = dict.fromkeys([link, *others])
@@ -274,9 +278,11 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
         raise UserError(f"{node.host}: {name} could not be ended")
     # a SuperNode that was killed counts as connected until its heartbeats are missed, and its key is refused until then
     deadline = time.monotonic() + seconds
-    while registered.seen_by_superlink(cluster).get(before) == "online":
+    while superlink_nodes.seen_by_superlink(cluster).get(before) == "online":
         if time.monotonic() > deadline:
-            raise UserError(f"{name}: the SuperLink still takes its last connection for alive after {seconds:g} s; try again")
+            raise UserError(
+                f"{name}: the SuperLink still takes its last connection for alive after {seconds:g} s; try again"
+            )
         time.sleep(2)
     place = _place(_prepare_host(cluster, node.host, []))
     index = [n.name for n in nodes.values() if n.host == node.host].index(name)

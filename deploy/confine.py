@@ -21,8 +21,15 @@ from fl_app.errors import UserError
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # the system calls, by the same numbers on all architectures
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
-_ON_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL  # the rights that a file can have; the others are directories'
-_ALL = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}  # by the kernel's version of Landlock; later:
+_ON_FILES = (
+    _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
+)  # the rights that a file can have; the others are directories'
+_ALL = {
+    1: (1 << 13) - 1,
+    2: (1 << 14) - 1,
+    3: (1 << 15) - 1,
+    4: (1 << 15) - 1,
+}  # by the kernel's version of Landlock; later:
 _LATEST = (1 << 16) - 1
 _BIND, _CONNECT = 1, 2
 _PATH, _PORT = 1, 2

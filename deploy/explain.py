@@ -13,8 +13,14 @@ _MEANINGS = {
         ("WRONG_VERSION_NUMBER", "a connection was refused: it spoke plaintext to the TLS port"),
     ),
     "supernode": (
-        (r"\[code: 2004\]", "refused: its key is not registered with the SuperLink (or still counts as connected, for a minute)"),
-        (r"\[code: 2001\]", "refused: the SuperLink wants authentication, and this SuperNode was started without a key"),
+        (
+            r"\[code: 2004\]",
+            "refused: its key is not registered with the SuperLink (or still counts as connected, for a minute)",
+        ),
+        (
+            r"\[code: 2001\]",
+            "refused: the SuperLink wants authentication, and this SuperNode was started without a key",
+        ),
         ("CERTIFICATE_VERIFY_FAILED", "not connected: its ca.crt did not sign the SuperLink's certificate (wrong CA)"),
         (
             "Connection attempt failed",

@@ -112,9 +112,15 @@ class Gate:
         """Return the connection that Flower's loop gets."""
         self._inner = inner
         return Connection(
-            inner.node_id, self.receive, self.send, lambda run: self._judge(run).run, lambda _, run: self._judge(run).fab,
-            self.pull_object, inner.push_object, self.confirm_message_received,
-        )  # fmt: skip
+            inner.node_id,
+            self.receive,
+            self.send,
+            lambda run: self._judge(run).run,
+            lambda _, run: self._judge(run).fab,
+            self.pull_object,
+            inner.push_object,
+            self.confirm_message_received,
+        )
 
     # In
 
@@ -229,7 +235,9 @@ class Gate:
             raise
         except Exception as error:  # whatever a server may have sent
             log.warning("run %d", run_id, exc_info=True)
-            judged.refusal = str(error) if isinstance(error, UserError) else f"application: cannot be read ({said(error)})"
+            judged.refusal = (
+                str(error) if isinstance(error, UserError) else f"application: cannot be read ({said(error)})"
+            )
         config = dict(judged.config)
         outcome = judged.refusal or ("waits for approval" if judged.waits else "")
         self.audit.append("run", run=str(run_id), application=application, config=config, refusal=outcome)
@@ -257,7 +265,9 @@ class Gate:
         if (answer := approval.answer(self.directory, judged.request)) is None:
             return True
         verdict = "approved" if answer.approved else "declined"
-        self.audit.append("approval", run=judged.request.run, application=judged.application, answer=verdict, by=answer.by)
+        self.audit.append(
+            "approval", run=judged.request.run, application=judged.application, answer=verdict, by=answer.by
+        )
         judged.waits = False
         judged.refusal = "" if answer.approved else f"approval: {answer.by} has declined it"
         approval.forget(self.directory, judged.request.run)
@@ -289,8 +299,12 @@ def train_samples(config: Mapping[str, Scalar], node: Node) -> int:
     """Count the training samples that a run's config gives this client. Raises UserError if they cannot be opened."""
     if is_reference(task := str(config.get("task", ""))):
         raise UserError(f"min-samples: the samples of task {task} cannot be counted without running its code")
-    wanted = {spec.name for spec in specs(RunConfig) if spec.about == "data" or spec.name in ("task", "seed", "data-dir")}
+    wanted = {
+        spec.name for spec in specs(RunConfig) if spec.about == "data" or spec.name in ("task", "seed", "data-dir")
+    }
     raw = {name: value for name, value in config.items() if name in wanted}
     parsed = parse({**raw, "method": "any"}, {"any": NoParams})  # a method's own code does not run here
-    data = open_client(dataclasses.replace(parsed, num_clients=node.num_clients), node.client_id, data_path=node.data_path)
+    data = open_client(
+        dataclasses.replace(parsed, num_clients=node.num_clients), node.client_id, data_path=node.data_path
+    )
     return len(data.y_train)

@@ -34,7 +34,7 @@ def main() -> None:
     print("2/3 fetching and installing packages (PyTorch among them: up to 5 GB, minutes)", flush=True)
     run([python, "-m", "pip", "install", "--progress-bar", "off", "--editable", ".[dev]"], "looking up packages", told)
     print("3/3 trying it out", flush=True)
-    run([python, "-c", "import fl_app.cli"], "importing Corolla for the first time")
+    run([python, "-c", "import corolla.cli"], "importing Corolla for the first time")
     print(f"installed: {venv / 'bin' / 'corolla'} --help", flush=True)
 
 

@@ -68,12 +68,19 @@ def _are_gpus(value: Any) -> bool:
         named = isinstance(one, str) and re.fullmatch(r"(GPU|MIG)-[\w/-]+", one) is not None
         return named or (type(one) is int and one >= 0)
 
-    return value is None or (isinstance(value, list) and all(map(is_gpu, value)) and len(set(map(str, value))) == len(value))
+    return value is None or (
+        isinstance(value, list) and all(map(is_gpu, value)) and len(set(map(str, value))) == len(value)
+    )
 
 
 def _are_variables(value: Any) -> bool:
     def is_pair(name: Any, text: Any) -> bool:  # as the kernel takes it
-        return isinstance(name, str) and isinstance(text, str) and bool(re.fullmatch(r"[^=\0]+", name)) and "\0" not in text
+        return (
+            isinstance(name, str)
+            and isinstance(text, str)
+            and bool(re.fullmatch(r"[^=\0]+", name))
+            and "\0" not in text
+        )
 
     return isinstance(value, dict) and all(is_pair(*pair) for pair in value.items())
 
@@ -82,7 +89,9 @@ _NAME = _text("letters, digits, - and _", r"[A-Za-z0-9][\w-]*")
 _TEXT = _text("a string without control characters", r"[^\x00-\x1f]+")
 _HOST = _text("local, HOST or USER@HOST as ssh takes it", _HOST_WORD)
 _PATH = _text("an absolute path without quotes, backslashes or control characters", r"""(/[^"'\\\x00-\x1f]*)?""")
-_ADDRESS = Form("an IP address or a DNS name without a port", lambda v: isinstance(v, str) and _is_address(v.strip("[]")))
+_ADDRESS = Form(
+    "an IP address or a DNS name without a port", lambda v: isinstance(v, str) and _is_address(v.strip("[]"))
+)
 _ADDRESSES = Form("a list of IP addresses or DNS names", lambda v: isinstance(v, list) and all(map(_is_address, v)))
 _FLAG = Form("true or false", lambda v: v is None or isinstance(v, bool))
 _VARIABLES = Form("a mapping of names to strings, without `=` in a name or NUL anywhere", _are_variables)
@@ -229,7 +238,9 @@ def _read(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
     prefix, values = f"{label}." if label else "", {}
     for name in raw:
         if name not in known:
-            problems.append(f"{prefix}{name}: unknown key{nearest(str(name), known) or '; there are ' + ', '.join(known)}")
+            problems.append(
+                f"{prefix}{name}: unknown key{nearest(str(name), known) or '; there are ' + ', '.join(known)}"
+            )
     for name, spec in ((name, spec) for name, spec in known.items() if name in raw):
         if spec.rule and not spec.rule.admits(raw[name]):
             problems.append(f"{prefix}{name}: must be {spec.rule}, got {_shown(raw[name])}")
@@ -285,7 +296,9 @@ def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperN
             gpu = None if gpus is None else gpus[k % len(gpus)] if gpus else ""
             client_id = len(nodes) + len(joined)
             nodes.append(
-                SuperNode(client_id, entry.host, python, gpu, entry.data_path, entry.threads, entry.environment, entry.site)
+                SuperNode(
+                    client_id, entry.host, python, gpu, entry.data_path, entry.threads, entry.environment, entry.site
+                )
             )
     return tuple(nodes), tuple(joined)
 

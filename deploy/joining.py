@@ -23,7 +23,7 @@ from deploy import certificates, commands, peers
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
-from fl_app.privacy.sites import PEERS
+from fl_app.privacy.keyring import PEERS
 from fl_app.processes import free_ports
 from fl_app.toml import read_toml
 
@@ -73,7 +73,9 @@ def accept(directory: Path, given: Path | None) -> Invitation:
     """Keep the invitation that is given, and return it, or the one kept before. Raises UserError if there is none."""
     path = given or directory / INVITATION
     if given is None and not path.exists():
-        raise UserError(f"{directory.name}: has no invitation yet; `--invitation FILE` with what `corolla cluster admit` wrote")
+        raise UserError(
+            f"{directory.name}: has no invitation yet; `--invitation FILE` with what `corolla cluster admit` wrote"
+        )
     raw = read_toml(path)
     forms = {"superlink": str, "client": int, "clients": int, "ca": str}
     if set(raw) != set(forms) or any(type(raw[name]) is not kind for name, kind in forms.items()):
@@ -89,7 +91,9 @@ def options(directory: Path, invitation: Invitation, data_path: str) -> list[str
     if not private.exists():
         raise UserError(f"{directory.name}: has no key; `corolla node join {directory.name}` makes it")
     if (mode := stat.S_IMODE(private.stat().st_mode)) & 0o077:
-        raise UserError(f"{private} must be its owner's alone (mode 600), it is {mode:o}; others may have read it: make another")
+        raise UserError(
+            f"{private} must be its owner's alone (mode 600), it is {mode:o}; others may have read it: make another"
+        )
     runtime, health = free_ports(2)
     words = ["--root-certificates", str(directory / CA), "--auth-supernode-private-key", str(private)]
     words += ["--superlink", invitation.superlink, "--host", "127.0.0.1", "--port", str(runtime)]

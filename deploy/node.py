@@ -133,7 +133,12 @@ def _describe(directory: Path, record: processes.Record) -> Json:
         checks.append(health.serving(record.health))
     if lives and record.http:
         checks.append(health.answers(record.http, record.ca))
-    return {"pid": record.pid, "alive": lives, "healthy": lives and all(checks), "node-id": _node_id(directory, record.name)}
+    return {
+        "pid": record.pid,
+        "alive": lives,
+        "healthy": lives and all(checks),
+        "node-id": _node_id(directory, record.name),
+    }
 
 
 def _node_id(directory: Path, name: str) -> str:

@@ -10,7 +10,9 @@ import typer
 
 from fl_app.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, help="A site's own side: join a cluster, decide which runs may run here, audit.")
+app = typer.Typer(
+    no_args_is_help=True, help="A site's own side: join a cluster, decide which runs may run here, audit."
+)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="What this site is called here.")]
 Only = Annotated[str | None, typer.Option("--name", help="Of one site only, where several are on this machine.")]
@@ -31,8 +33,12 @@ def join(name: Name) -> None:
 @app.command()
 def start(
     name: Name,
-    invitation: Annotated[Path | None, typer.Option(help="What the server's operator sent back; kept for later.")] = None,
-    peers: Annotated[Path | None, typer.Option(help="The list of all sites' keys, for private runs; kept for later.")] = None,
+    invitation: Annotated[
+        Path | None, typer.Option(help="What the server's operator sent back; kept for later.")
+    ] = None,
+    peers: Annotated[
+        Path | None, typer.Option(help="The list of all sites' keys, for private runs; kept for later.")
+    ] = None,
     data_path: Annotated[str, typer.Option(help="This site's own data, for `dataset=node`.")] = "",
     site: Annotated[str, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")] = "",
 ) -> None:
@@ -42,7 +48,9 @@ def start(
 
     directory = _directory(name)
     if peers:
-        typer.echo(f"{peers}: sha256 {joining.hold(directory, peers)}; ask the other sites for theirs, it must be the same")
+        typer.echo(
+            f"{peers}: sha256 {joining.hold(directory, peers)}; ask the other sites for theirs, it must be the same"
+        )
     options = joining.options(directory, joining.accept(directory, invitation), data_path)
     os.environ.update(flower_environment(directory / "flwr"))
     (directory / "flwr").mkdir(mode=0o700, exist_ok=True)
@@ -51,7 +59,9 @@ def start(
 
 @app.command()
 def approve(
-    run: Annotated[str | None, typer.Argument(metavar="RUN", help="The run's id; without it the list of those that wait.")] = None,
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="The run's id; without it the list of those that wait.")
+    ] = None,
     decline: Annotated[bool, typer.Option("--decline", help="Refuse it instead.")] = False,
     name: Only = None,
 ) -> None:
@@ -78,7 +88,9 @@ def approve(
 
 @app.command()
 def audit(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One site; without it all on this machine.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One site; without it all on this machine.")
+    ] = None,
     expect: Annotated[str, typer.Option(help="A last hash noted earlier: the audit must still contain it.")] = "",
 ) -> None:
     """Check that the audit is as it was written; exit code 1 if a byte was changed or a line removed."""
@@ -96,7 +108,9 @@ def audit(
             typer.echo(f"{site}: {directory / audits.FILE} does not contain {expect}", err=True)
             broken = True
             continue
-        typer.echo(f"{site}: {len(chain.hashes)} lines, intact; the last hash is {chain.last} ({directory / audits.FILE})")
+        typer.echo(
+            f"{site}: {len(chain.hashes)} lines, intact; the last hash is {chain.last} ({directory / audits.FILE})"
+        )
     if broken:
         raise typer.Exit(1)
 
@@ -104,7 +118,7 @@ def audit(
 @app.command()
 def application() -> None:
     """Print the sha256 of the application that `corolla run` of this installation submits, for `applications` in site.toml."""
-    from fl_app.experiments.bundle import application_hash
+    from fl_app.app_bundle import application_hash
 
     typer.echo(application_hash({}))
 

@@ -1,7 +1,7 @@
 """Keys for private runs: made with a node's key, its public half a comment in the node's public key, all of them in one list.
 
 A line of `.pub` is then `ecdsa-sha2-nistp384 KEY x25519 PUBLIC SIGNATURE`, the signature the node key's. `peers.txt` has such a
-line for every client, after its number. Every site holds that list itself; fl_app/privacy/sites.py reads it.
+line for every client, after its number. Every site holds that list itself; fl_app/privacy/keyring.py reads it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from deploy.inventory import Inventory
 from fl_app.files import publish, publish_text
-from fl_app.privacy import sites
-from fl_app.privacy.sites import PEERS
+from fl_app.privacy import keyring
+from fl_app.privacy.keyring import PEERS
 
 END = ".x25519"
 _WORDS = 5
@@ -30,8 +30,8 @@ def make(node_key: Path, public: Path) -> list[Path]:
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
     made = [public] if private.exists() else [private, public]
     if not private.exists():
-        publish(private, lambda path: path.write_bytes(sites.make()))
-    words = [*public.read_text().split()[:2], sites.WORD, sites.statement(sites.read(private), signer)]
+        publish(private, lambda path: path.write_bytes(keyring.make()))
+    words = [*public.read_text().split()[:2], keyring.WORD, keyring.statement(keyring.read(private), signer)]
     publish_text(public, " ".join(words) + "\n", 0o644)
     return made
 
@@ -39,9 +39,9 @@ def make(node_key: Path, public: Path) -> list[Path]:
 def comment(public: Path) -> str:
     """Return what a public key says of private runs, checked; "" if nothing. Raises UserError if its node key has not signed it."""
     words = public.read_text().split()
-    if words[2:3] != [sites.WORD]:
+    if words[2:3] != [keyring.WORD]:
         return ""
-    sites.check(public, " ".join(words))
+    keyring.check(public, " ".join(words))
     return " ".join(words[2:_WORDS])
 
 

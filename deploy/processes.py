@@ -52,9 +52,15 @@ def alive(record: Record) -> bool:
 
 
 def start(
-    directory: Path, token: str, name: str, command: list[str], environment: Mapping[str, str],
-    health: str = "", http: str = "", ca: str = "",
-) -> Record:  # fmt: skip
+    directory: Path,
+    token: str,
+    name: str,
+    command: list[str],
+    environment: Mapping[str, str],
+    health: str = "",
+    http: str = "",
+    ca: str = "",
+) -> Record:
     """Start a process in its own session with its log in the directory. Raises UserError if one of that name is running."""
     if (old := read_record(directory, name)) and alive(old):
         raise UserError(f"{name} is already running here (pid {old.pid})")
@@ -62,7 +68,13 @@ def start(
     with (directory / f"{name}.log").open("wb") as log:
         try:
             process = subprocess.Popen(
-                command, env=env, cwd=directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                command,
+                env=env,
+                cwd=directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         except OSError as error:
             raise UserError(f"{name}: cannot start {command[0]}: {error.strerror}") from None
@@ -84,7 +96,9 @@ def read_record(directory: Path, name: str) -> Record | None:
 
 def records(directory: Path) -> list[Record]:
     """All records in a cluster's directory."""
-    found = (read_record(directory, path.stem) for path in sorted(directory.glob("*.json")) if path.name != "cluster.json")
+    found = (
+        read_record(directory, path.stem) for path in sorted(directory.glob("*.json")) if path.name != "cluster.json"
+    )
     return [record for record in found if record]
 
 

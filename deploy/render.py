@@ -13,7 +13,7 @@ from deploy.peers import END
 from deploy.processes import cluster_directory
 from fl_app import shell
 from fl_app.errors import UserError
-from fl_app.privacy.sites import PEERS
+from fl_app.privacy.keyring import PEERS
 from fl_app.processes import FLOWER, LAUNCH, script
 
 _THERE = ".local/state/corolla/clusters"  # under the home of another host's user
@@ -27,7 +27,9 @@ def by_host(inventory: Inventory) -> str:
     blocks = [_host(inventory, link.host, link.python, superlink=True)]
     if link.host != LOCAL:
         ca = f"{inventory.keys}/{certificates.CA}" if inventory.secure else ""
-        blocks.append(["# here: the SuperLink's control port", f"{shell.line(commands.tunnel(inventory, ca).command)} &"])
+        blocks.append(
+            ["# here: the SuperLink's control port", f"{shell.line(commands.tunnel(inventory, ca).command)} &"]
+        )
     blocks.append(_connection(inventory))
     pythons = {node.host: node.python for node in inventory.supernodes}
     blocks += [_host(inventory, host, python, superlink=False) for host, python in pythons.items()]
@@ -62,7 +64,9 @@ def _place(inventory: Inventory, host: str, python: str) -> Place:
     link, count = inventory.superlink, commands.num_ports(inventory, host)
     free = [port for port in range(link.control_port + 1, link.control_port + 2 + count) if port != link.fleet_port]
     here = host == LOCAL
-    directory = str(cluster_directory(inventory.name)) if here else f"{shell.variable('HOME')}/{_THERE}/{inventory.name}"
+    directory = (
+        str(cluster_directory(inventory.name)) if here else f"{shell.variable('HOME')}/{_THERE}/{inventory.name}"
+    )
     return Place(directory, str(Path(python).parent), tuple(free[:count]), inventory.keys if here else "")
 
 
@@ -83,8 +87,19 @@ def _run(inventory: Inventory) -> list[str]:
     """Return how a run starts."""
     lines = ["# here: a run"]
     if inventory.joined:
-        lines[0] += f"; clients {', '.join(map(str, inventory.joined))} are started by their sites, after `corolla cluster admit`"
-    run = [sys.executable, "-m", "corolla", "run", "--superlink", inventory.name, "--clients", str(inventory.num_clients)]
+        lines[0] += (
+            f"; clients {', '.join(map(str, inventory.joined))} are started by their sites, after `corolla cluster admit`"
+        )
+    run = [
+        sys.executable,
+        "-m",
+        "corolla",
+        "run",
+        "--superlink",
+        inventory.name,
+        "--clients",
+        str(inventory.num_clients),
+    ]
     return [*lines, shell.line(run)]
 
 
@@ -180,18 +195,28 @@ def slurm(inventory: Inventory) -> str:
     trust = 'root-certificates = "%s/keys/ca.crt"' if inventory.secure else "insecure = true"
     table = f'[superlink]\\ndefault = "{inventory.name}"\\n[superlink.{inventory.name}]\\n'
     table += f'address = "127.0.0.1:{link.control_port}"\\n{trust}\\n'
-    more = ["#SBATCH --nodes=1"] * alone + ["#SBATCH --gpus-per-task=1"] * any(node.gpu for node in inventory.supernodes)
+    more = ["#SBATCH --nodes=1"] * alone + ["#SBATCH --gpus-per-task=1"] * any(
+        node.gpu for node in inventory.supernodes
+    )
     return _JOB.format(
-        job=f"corolla-{inventory.name}", name=inventory.name, count=count, more="".join(f"{line}\n" for line in more),
-        threads=max(node.threads for node in inventory.supernodes), python=shell.word(python), scripts=shell.word(place.scripts),
+        job=f"corolla-{inventory.name}",
+        name=inventory.name,
+        count=count,
+        more="".join(f"{line}\n" for line in more),
+        threads=max(node.threads for node in inventory.supernodes),
+        python=shell.word(python),
+        scripts=shell.word(place.scripts),
         flower=" ".join(f"{name}={value}" for name, value in FLOWER.items()),
         address=shell.word(address) if alone else "$(hostname -f)",
         keys=_KEYS.format(name=inventory.name, count=count) if inventory.secure else "",
-        superlink=shell.line(process.command, process.environment), answers=shell.line([python, "-c", check, process.http, *ca]),
+        superlink=shell.line(process.command, process.environment),
+        answers=shell.line([python, "-c", check, process.http, *ca]),
         connection=shell.word(table) + (' "$work"' if inventory.secure else ""),
         register=_REGISTER.format(name=inventory.name) if inventory.secure else "",
-        end=shell.word(end), launch=LAUNCH, nodes="\n".join(_case(moved, node, place, python) for node in inventory.supernodes),
-    )  # fmt: skip
+        end=shell.word(end),
+        launch=LAUNCH,
+        nodes="\n".join(_case(moved, node, place, python) for node in inventory.supernodes),
+    )
 
 
 def _case(inventory: Inventory, node: SuperNode, place: Place, python: str) -> str:

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.inventory import Form
-from fl_app.catalogue import PATH_DATASETS
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, bears_on, key, nearest, specs
+from fl_app.known_names import PATH_DATASETS
 from fl_app.toml import read_toml
 
 ASK = "ask"
@@ -40,7 +40,9 @@ PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir")  # what of a run's
 
 
 def _texts(words: str, pattern: str) -> Form:
-    return Form(words, lambda v: isinstance(v, list) and all(isinstance(x, str) and re.fullmatch(pattern, x) for x in v))
+    return Form(
+        words, lambda v: isinstance(v, list) and all(isinstance(x, str) and re.fullmatch(pattern, x) for x in v)
+    )
 
 
 def _is_number(value: Any) -> bool:
@@ -66,9 +68,10 @@ class Site:
     """The rules of one site. None: everything is allowed."""
 
     applications: tuple[str, ...] | None = key(
-        None, "Applications that may run here, by the sha256 of their code (`corolla node application` prints it)",
+        None,
+        "Applications that may run here, by the sha256 of their code (`corolla node application` prints it)",
         _texts("a list of sha256 values, 64 hexadecimal digits each", "[0-9a-f]{64}"),
-    )  # fmt: skip
+    )
     methods: tuple[str, ...] | None = key(None, "Methods that may run here", _texts("a list of methods", ".+"))
     min_samples: int | None = key(None, "Training samples this site must have in a run, or it stays out", _COUNT)
     max_upload: int | None = key(None, "Bytes that one reply may have; a larger one is not sent", _COUNT)
@@ -84,7 +87,9 @@ class Site:
         Form("true or false", lambda v: isinstance(v, bool)),
     )
     approval: str | None = key(
-        None, "`ask`: each run waits for `corolla node approve RUN`; `none`", Form("ask or none", lambda v: v in (ASK, "none"))
+        None,
+        "`ask`: each run waits for `corolla node approve RUN`; `none`",
+        Form("ask or none", lambda v: v in (ASK, "none")),
     )
     bounds: Mapping[str, Mapping[str, Any]] = key(
         {}, "Smallest and largest values, or the only ones, of run-config keys: `local-epochs = {max = 10}`", _BOUNDS
@@ -158,7 +163,9 @@ def _beyond(name: str, bound: Mapping[str, Any], config: Mapping[str, Scalar], d
     if name not in config and name not in declared:
         return f"bounds: {name} is not in the run's config"
     value = config[name] if name in config else declared[name].default
-    if "one-of" in bound and not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in bound["one-of"]):
+    if "one-of" in bound and not any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in bound["one-of"]
+    ):
         return f"bounds: {name} must be one of {', '.join(map(str, bound['one-of']))}, got {value}"
     numbers = {word: bound[word] for word in ("min", "max") if word in bound}
     if numbers and not _is_number(value):
@@ -178,7 +185,9 @@ def _unreadable(site: Site, config: Mapping[str, Scalar]) -> str:
         path = Path(text).expanduser()
         if not path.is_absolute():
             return f"readable-paths: {name} must be an absolute path, got {text}"
-        if not any(path.resolve().is_relative_to(place) for place in allowed):  # symbolic links and .. are followed first
+        if not any(
+            path.resolve().is_relative_to(place) for place in allowed
+        ):  # symbolic links and .. are followed first
             return f"readable-paths: {name} names {text}, which is not under {', '.join(map(str, allowed)) or 'any'}"
     return ""
 

@@ -70,12 +70,16 @@ def nodes(cluster: Cluster) -> list[NodeInfo]:
         finally:
             client.close()
     except Exception as error:  # whatever stands between: TLS, HTTP, the SuperLink itself
-        raise UserError(f"cluster {cluster.inventory.name}: its SuperLink does not say which nodes it has: {error}") from None
+        raise UserError(
+            f"cluster {cluster.inventory.name}: its SuperLink does not say which nodes it has: {error}"
+        ) from None
 
 
 def joined(cluster: Cluster) -> dict[int, str]:
     """Return what the SuperLink says of the clients whose sites start them, found by their keys; "" for one without a key."""
-    paths = {client_id: Path(cluster.inventory.keys) / f"supernode-{client_id}.pub" for client_id in cluster.inventory.joined}
+    paths = {
+        client_id: Path(cluster.inventory.keys) / f"supernode-{client_id}.pub" for client_id in cluster.inventory.joined
+    }
     held = {client_id: public_bytes(path) for client_id, path in paths.items() if path.exists()}
     known: dict[bytes, str] = {}
     with contextlib.suppress(UserError):

@@ -28,7 +28,7 @@ from fl_app.config import RunConfig
 from fl_app.data.prepared import data_root
 from fl_app.errors import UserError
 from fl_app.files import make_directory
-from fl_app.privacy.sites import PEERS
+from fl_app.privacy.keyring import PEERS
 from fl_app.wire import PRIVATE_KEYS
 
 
@@ -99,13 +99,17 @@ def install(rules: Site, audit: Audit, directory: Path) -> Any:
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 
         def start_confined(words: Sequence[str]) -> subprocess.Popen[bytes]:
-            confinement = confined(rules, node, written.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, "")))
+            confinement = confined(
+                rules, node, written.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
+            )
             environment = os.environ | {name: str(place) for name, place in written.items()}
             return subprocess.Popen(confine.wrapped(confinement, words), env=environment)
 
         loop._init_connection = connect_behind_gate
         if rules.confine:
-            loop.subprocess = types.SimpleNamespace(Popen=start_confined)  # Flower starts what starts applications with it
+            loop.subprocess = types.SimpleNamespace(
+                Popen=start_confined
+            )  # Flower starts what starts applications with it
         start(**given)
 
     command.start_client_internal = start_behind_gate
@@ -120,20 +124,28 @@ def own_places(directory: Path, rules: str) -> dict[str, Path]:
     from flwr.supercore.utils import get_flwr_home
 
     places = {
-        "TMPDIR": directory / "tmp", "COROLLA_STATE_DIR": Path(os.environ.get("COROLLA_STATE_DIR") or directory / "state"),
-        "COROLLA_DATA_DIR": data_root(RunConfig()), "FLWR_HOME": get_flwr_home(),
-    }  # fmt: skip
+        "TMPDIR": directory / "tmp",
+        "COROLLA_STATE_DIR": Path(os.environ.get("COROLLA_STATE_DIR") or directory / "state"),
+        "COROLLA_DATA_DIR": data_root(RunConfig()),
+        "FLWR_HOME": get_flwr_home(),
+    }
     for name, place in places.items():
         make_directory(place)
         for kept in (directory, Path(rules)):
             if kept.resolve().is_relative_to(place.resolve()):
-                raise UserError(f"confine: {name}: applications would write {place}, in which {kept} lies; choose another")
+                raise UserError(
+                    f"confine: {name}: applications would write {place}, in which {kept} lies; choose another"
+                )
     return places
 
 
 def confined(rules: Site, node: Node, written: Iterable[Path], runtime: str, private_key: str = "") -> Confinement:
     """Return what applications may reach. runtime: the SuperNode's address for them. private_key: the node's for private runs."""
-    keys = [path for path in (Path(private_key), Path(private_key).with_name(PEERS)) if path.is_file()] if private_key else []
+    keys = (
+        [path for path in (Path(private_key), Path(private_key).with_name(PEERS)) if path.is_file()]
+        if private_key
+        else []
+    )
     read = [*confine.installation(), *(rules.readable_paths or ()), *filter(None, [node.data_path]), *map(str, keys)]
     return Confinement(tuple(read), tuple(map(str, written)), (int(runtime.rpartition(":")[2]),))
 

@@ -36,7 +36,7 @@ def build(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
     model: nn.Module = timm.create_model(
         "vit_tiny_patch16_224", in_chans=in_channels, num_classes=num_classes, img_size=image_size, patch_size=2, embed_dim=32,
         depth=2, num_heads=2,
-    )  # fmt: skip
+    )
     for block in model.blocks:  # type: ignore[union-attr]
         block.attn.qkv = LoRA(block.attn.qkv)
     return model

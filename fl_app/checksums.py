@@ -30,7 +30,9 @@ def compare(directory: Path, *, whole: bool) -> list[str]:
     """
     try:
         facts = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
-        known = {str(name): (int(fact["bytes"]), str(fact["head"]), str(fact["sha256"])) for name, fact in facts.items()}
+        known = {
+            str(name): (int(fact["bytes"]), str(fact["head"]), str(fact["sha256"])) for name, fact in facts.items()
+        }
     except FileNotFoundError:
         return [f"{CHECKSUMS} is missing"] if whole else []
     except (OSError, ValueError, AttributeError, KeyError, TypeError):

@@ -111,7 +111,13 @@ def _read(item: object) -> Figure | None:
         values["beside"] = _read(values["beside"])
     flags = {f.name for f in dataclasses.fields(kind) if f.type == "bool"}
     for name, value in values.items():
-        fits = isinstance(value, bool) if name in flags else isinstance(value, kind) if name == "beside" else isinstance(value, str)
+        fits = (
+            isinstance(value, bool)
+            if name in flags
+            else isinstance(value, kind)
+            if name == "beside"
+            else isinstance(value, str)
+        )
         if not fits:
             return None
     return kind(**values) if values.get("record") and "title" in values else None

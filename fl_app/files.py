@@ -110,7 +110,9 @@ def room(key: str, directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if is_full(error):
-            raise UserError(f"{key}: cannot write under {directory}: {os.strerror(error.errno or errno.ENOSPC)}") from None
+            raise UserError(
+                f"{key}: cannot write under {directory}: {os.strerror(error.errno or errno.ENOSPC)}"
+            ) from None
         raise
 
 
@@ -121,7 +123,12 @@ def cache_key(prefix: str, parts: Sequence[Any]) -> str:
 
 
 def build_once(
-    target: Path, build: Callable[[Path], None], *, key: str, force: bool = False, stale: Callable[[Path], bool] | None = None
+    target: Path,
+    build: Callable[[Path], None],
+    *,
+    key: str,
+    force: bool = False,
+    stale: Callable[[Path], bool] | None = None,
 ) -> None:
     """Let `build` fill a fresh directory with files and rename it to `target`, once over all processes of this file system.
 

@@ -20,9 +20,14 @@ class Inputs:
     """
 
     def __init__(
-        self, task: Task, normalize: str, dimensions: int, device: torch.device, mean: Sequence[float] = NOTHING,
+        self,
+        task: Task,
+        normalize: str,
+        dimensions: int,
+        device: torch.device,
+        mean: Sequence[float] = NOTHING,
         std: Sequence[float] = NOTHING,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.task = task
         shift = {"mean-std": (mean, std), "symmetric": ((0.5,), (0.5,))}.get(normalize)
         axes = (1, -1, 1, 1) if dimensions == 3 else (*[1] * dimensions, -1)
@@ -32,5 +37,7 @@ class Inputs:
         """Return what the model is given, float32 [m, ...] unless the task says otherwise."""
         x = self.task.inputs(samples)
         if self._shift is not None:
-            x = x.sub(self._shift[0]).div_(self._shift[1])  # first a copy: the task may have returned the samples themselves
+            x = x.sub(self._shift[0]).div_(
+                self._shift[1]
+            )  # first a copy: the task may have returned the samples themselves
         return x

@@ -67,9 +67,18 @@ BELOW_ONE = Rule(low=0, high=1, high_open=True)
 
 
 def key(
-    default: Any, doc: str, rule: Allowed | None = None, about: About = "training", counts_rounds: bool = False, *,
-    partitions: tuple[str, ...] = (), extends: bool = False, headline: bool = False, compared: bool = True, checked: bool = False,
-) -> Any:  # fmt: skip
+    default: Any,
+    doc: str,
+    rule: Allowed | None = None,
+    about: About = "training",
+    counts_rounds: bool = False,
+    *,
+    partitions: tuple[str, ...] = (),
+    extends: bool = False,
+    headline: bool = False,
+    compared: bool = True,
+    checked: bool = False,
+) -> Any:
     """Declare one key: its default, its sentence in the documentation, its range, and the answers to questions about it.
 
     about: see About. counts_rounds: a round's number, which shrinks with the run under `--scale small`. partitions: the kinds
@@ -78,9 +87,17 @@ def key(
     matters. checked: what can be wrong with it is only found by opening or building something.
     """
     declared = dict(
-        default=default, doc=doc, rule=rule, about=about, counts_rounds=counts_rounds, partitions=partitions, extends=extends,
-        headline=headline, compared=compared, checked=checked,
-    )  # fmt: skip
+        default=default,
+        doc=doc,
+        rule=rule,
+        about=about,
+        counts_rounds=counts_rounds,
+        partitions=partitions,
+        extends=extends,
+        headline=headline,
+        compared=compared,
+        checked=checked,
+    )
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={"key": declared})
     return dataclasses.field(default=default, metadata={"key": declared})
@@ -150,7 +167,9 @@ def specs(cls: type, table: str = "") -> list[KeySpec]:
     return list(_specs(cls, table))
 
 
-@functools.lru_cache(maxsize=256)  # every message to a client parses a config: reading the declarations took most of that
+@functools.lru_cache(
+    maxsize=256
+)  # every message to a client parses a config: reading the declarations took most of that
 def _specs(cls: type, table: str) -> tuple[KeySpec, ...]:
     hints, out = get_type_hints(cls), []
     for f in dataclasses.fields(cls):

@@ -68,7 +68,7 @@ class Layout:
     """Names, shapes and slices of a model's parameters and buffers.
 
     classifier: names of the last Linear layer's tensors. batchnorm: names of BatchNorm's parameters and statistics. constants:
-    sha256 of the tensors that are no part of it (fl_app/parts.py), "" if there are none.
+    sha256 of the tensors that are no part of it (fl_app/trainable_tensors.py), "" if there are none.
     """
 
     params: tuple[Slot, ...]
@@ -95,7 +95,9 @@ class Layout:
                 batchnorm |= own
         return cls(
             packed((n, tuple(p.shape)) for n, p in module.named_parameters()),
-            packed((n, tuple(b.shape)) for n, b in module.named_buffers() if b.is_floating_point() and n not in constant),
+            packed(
+                (n, tuple(b.shape)) for n, b in module.named_buffers() if b.is_floating_point() and n not in constant
+            ),
             classifier,
             frozenset(batchnorm),
             getattr(module, "frozen_sha256", ""),

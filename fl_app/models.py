@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_app import plugins
-from fl_app.catalogue import MODELS
 from fl_app.errors import UserError, listed, said
+from fl_app.known_names import MODELS
 from fl_app.rng import torch_seed
 
 NORMS = ("batch", "group")
@@ -42,9 +42,16 @@ SMALLEST_CNN_SIZE = 4
 
 
 def build(
-    name: str, *, in_channels: int, num_classes: int, image_size: int, norm: str = "batch", seed: int = 0,
-    input_shape: tuple[int, ...] = (), input_dtype: str = "float32",
-) -> nn.Module:  # fmt: skip
+    name: str,
+    *,
+    in_channels: int,
+    num_classes: int,
+    image_size: int,
+    norm: str = "batch",
+    seed: int = 0,
+    input_shape: tuple[int, ...] = (),
+    input_dtype: str = "float32",
+) -> nn.Module:
     """Build a model on the CPU, in train mode, its weights a function of (seed, name) alone.
 
     input_shape: of a sample, () for images [in_channels, image_size, image_size]; input_dtype: of what the model is given.
@@ -68,7 +75,9 @@ def build(
         if name == "mlp":
             return _mlp(math.prod(shape), num_classes)
         if len(shape) != 3:
-            raise UserError(f"model {name}: needs images, a sample of the data has shape {list(shape)}; take mlp or your own")
+            raise UserError(
+                f"model {name}: needs images, a sample of the data has shape {list(shape)}; take mlp or your own"
+            )
         if network.blocks:
             return ResNet(network.blocks, in_channels, num_classes, norm, network.extra)
         return _cnn(shape, num_classes)
@@ -168,7 +177,9 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [n, num_classes] for images [n, in_channels, h, w]."""
-        x = F.relu(self.maxpool(self.bn1(self.conv1(x))))  # He et al. rectify first: the same bits, with four times the values
+        x = F.relu(
+            self.maxpool(self.bn1(self.conv1(x)))
+        )  # He et al. rectify first: the same bits, with four times the values
         for k in range(self.num_stages):
             x = self.get_submodule(f"layer{k + 1}")(x)
         logits: Tensor = self.fc(x.mean(dim=(2, 3)))

@@ -130,9 +130,15 @@ def _with_imports(path: Path, directory: Path) -> list[Path]:
         if file in seen:
             continue
         seen[file] = None
-        above = (parent / "__init__.py" for parent in file.parents if parent.is_relative_to(directory) and parent != directory)
+        above = (
+            parent / "__init__.py"
+            for parent in file.parents
+            if parent.is_relative_to(directory) and parent != directory
+        )
         todo += [init for init in above if init.is_file()]
-        modules = [m for m in _imports(file, directory) if m.partition(".")[0] not in (*PACKAGES, *sys.stdlib_module_names)]
+        modules = [
+            m for m in _imports(file, directory) if m.partition(".")[0] not in (*PACKAGES, *sys.stdlib_module_names)
+        ]
         todo += [found for module in modules if (found := _file(directory, module)) is not None]
     return list(seen)
 

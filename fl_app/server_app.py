@@ -16,13 +16,13 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import received, tasks, tracking, weights
+from fl_app import flower_patches, tasks, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
-from fl_app.server import checkpoint
+from fl_app.server import checkpoint, trackers
 from fl_app.server.exchange import Exchange
-from fl_app.server.log_lines import (
+from fl_app.server.progress_protocol import (
     LOG_MARK,
     LineProgress,
     PlainFormatter,
@@ -68,9 +68,9 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     """
     method = METHODS[config.method]
     method.check(config)
-    tracking.require(config.resolved)
+    trackers.require(config.resolved)
     tasks.measured(config)
-    received.install()
+    flower_patches.install()
     exchange = Exchange(grid, config, progress, in_flight)
     roster = exchange.roster
     progress("clients connected", 0, roster.minimum)
@@ -100,12 +100,14 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
             if strategy.round > config.num_server_rounds or (
                 strategy.round == config.num_server_rounds and "evaluation" not in saved.meta["record"]
             ):
-                raise UserError(f"num-server-rounds: the run has {strategy.round} rounds already, got {config.num_server_rounds}")
+                raise UserError(
+                    f"num-server-rounds: the run has {strategy.round} rounds already, got {config.num_server_rounds}"
+                )
             folder.continue_with(config)
             folder.rewind(strategy.round, saved.meta["record"])
             log.info("%s", resumed_line(strategy.round))
-        here = () if os.environ.get(SIMULATION) else tracking.wanted(config.resolved)
-        with tracking.following(here, folder.path, strategy.round, log.warning):
+        here = () if os.environ.get(SIMULATION) else trackers.wanted(config.resolved)
+        with trackers.following(here, folder.path, strategy.round, log.warning):
             if tested := method.tested(config):
                 log.info("%s: %s", config.method, tested)
             strategy.start(exchange)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from fl_app.config import RunConfig
-from fl_app.config_rules import split_names
+from fl_app.config.rules import split_names
 from fl_app.errors import UserError, listed
 from fl_app.layout import Layout
 
@@ -42,7 +42,9 @@ def freeze(module: nn.Module, patterns: str) -> None:
         raise UserError(f"train: no parameter of the model matches {patterns!r}")
     digest = hashlib.sha256()
     tensors = dict(module.state_dict(keep_vars=True))
-    still |= {name for name, tensor in tensors.items() if any(tensor is tensors[other] for other in still)}  # tied to one
+    still |= {
+        name for name, tensor in tensors.items() if any(tensor is tensors[other] for other in still)
+    }  # tied to one
     for name in sorted(still):
         digest.update(name.encode() + tensors[name].detach().cpu().contiguous().numpy().tobytes())
         path, _, own = name.rpartition(".")

@@ -112,7 +112,11 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
         expected = f"a safetensors file or a PyTorch state dict ({', '.join(_PYTORCH)})"
         raise UserError(f"{source}: no such file; expected {expected}") from error
     except (OSError, SafetensorError) as error:
-        other = "" if Path(path).suffix == ".safetensors" else f"; a PyTorch state dict is one that ends in {' or '.join(_PYTORCH)}"
+        other = (
+            ""
+            if Path(path).suffix == ".safetensors"
+            else f"; a PyTorch state dict is one that ends in {' or '.join(_PYTORCH)}"
+        )
         raise UserError(f"{source}: not a readable safetensors file ({said(error)}){other}") from error
 
 
@@ -121,7 +125,9 @@ def load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a bad file
-        raise UserError(f"{source}: not a readable PyTorch file of tensors alone ({said(error).splitlines()[0]})") from error
+        raise UserError(
+            f"{source}: not a readable PyTorch file of tensors alone ({said(error).splitlines()[0]})"
+        ) from error
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise UserError(f"{source}: must hold a state dict, tensors by name, got {type(state).__name__}")
     return state

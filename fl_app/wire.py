@@ -23,9 +23,9 @@ from flwr.compat.common.typing import Config, EvaluateIns, FitIns, GetProperties
 from numpy.typing import NDArray
 
 from fl_app.errors import plain
+from fl_app.flower_patches import ReceivedArray
 from fl_app.keys import Scalar
 from fl_app.layout import Model
-from fl_app.received import ReceivedArray
 
 Array = NDArray[np.generic]
 ARRAYS, ERROR = "arrays", "error"
@@ -226,7 +226,11 @@ def number(metrics: Mapping[str, Scalar], name: str, low: float = -MAX_NUMBER, h
     """Read a number a client reported: in [low, high], NaN (no test data), or without `high` infinity, a loss's; else WireError."""
     value = metrics.get(name, math.nan)
     upper = math.inf if value == math.inf and high == MAX_NUMBER else high
-    if not isinstance(value, int | float) or isinstance(value, bool) or not (math.isnan(value) or low <= value <= upper):
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not (math.isnan(value) or low <= value <= upper)
+    ):
         raise WireError(f"metric {name} must be a number in [{low:g}, {high:g}], got {reprlib.repr(value)}")
     return float(value)
 

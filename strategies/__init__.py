@@ -4,11 +4,45 @@ from __future__ import annotations
 
 from strategies.registry import Methods, Params
 
-METHODS = Methods((
-    "fedavg", "local", "fedcac", "feddac", "fedpake", "fedobp", "fedprox", "fedper", "fedrep", "fedbn", "lg-fedavg", "fedamp",
-    "ditto", "pfedme", "fedntd", "moon", "fedbabu", "fedselect", "apfl", "pfedfda", "fedgen", "fedala", "flute", "floco",
-    "feddpa", "feddyn", "scaffold", "feddwa", "fedas", "fedfomo", "cfl", "ifca", "fedem", "perfedmask", "pfedgate",
-    "fedconcat",
-))  # fmt: skip
+METHODS = Methods(
+    (
+        "fedavg",
+        "local",
+        "fedcac",
+        "feddac",
+        "fedpake",
+        "fedobp",
+        "fedprox",
+        "fedper",
+        "fedrep",
+        "fedbn",
+        "lg-fedavg",
+        "fedamp",
+        "ditto",
+        "pfedme",
+        "fedntd",
+        "moon",
+        "fedbabu",
+        "fedselect",
+        "apfl",
+        "pfedfda",
+        "fedgen",
+        "fedala",
+        "flute",
+        "floco",
+        "feddpa",
+        "feddyn",
+        "scaffold",
+        "feddwa",
+        "fedas",
+        "fedfomo",
+        "cfl",
+        "ifca",
+        "fedem",
+        "perfedmask",
+        "pfedgate",
+        "fedconcat",
+    )
+)
 
 METHOD_PARAMS = Params(METHODS)

@@ -67,7 +67,9 @@ def mean_block(block: Stack, weights: NDArray[np.float64], total: float) -> NDAr
 
 
 # byte -> eight masks of 32 bits, little bit order
-_EXPAND = (-np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.int32)).view(np.uint32)
+_EXPAND = (-np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.int32)).view(
+    np.uint32
+)
 
 
 def select(bits: NDArray[np.uint8], inside: Stack, outside: Stack, out: Stack) -> None:

@@ -52,7 +52,9 @@ class APFLParams:
         "When alpha is learned: on a round's first batch (paper), every batch of its first epoch (FL-bench), every batch (PFLlib), "
         "or never.",
     )
-    alpha_decay: float = key(0.02, "Pull of alpha towards 0 (rho; authors' code); 0 is the paper's Eq. 10.", NOT_NEGATIVE)
+    alpha_decay: float = key(
+        0.02, "Pull of alpha towards 0 (rho; authors' code); 0 is the paper's Eq. 10.", NOT_NEGATIVE
+    )
 
 
 def mixture(v: Values, w: Values, alpha: float) -> Values:
@@ -103,7 +105,9 @@ class APFLUpdate(LocalUpdate[APFLParams]):
         devices = [w.device] if w.is_cuda else []
         first, eta = True, trainer.learning_rate
         for x, y in trainer.batches():
-            with torch.random.fork_rng(devices):  # w's forward pass draws what FedAvg's does, and the mixture's the same
+            with torch.random.fork_rng(
+                devices
+            ):  # w's forward pass draws what FedAvg's does, and the mixture's the same
                 trainer.weights.copy_(mixture(v, w, alpha))
                 trainer.statistics.copy_(mixed_statistics)
                 trainer.differentiate(x, y)
@@ -131,7 +135,10 @@ class APFLUpdate(LocalUpdate[APFLParams]):
         """Return v [d] on the device, alpha, and the mixture's statistics [b]; v starts from what is received first."""
         own, alpha = start, ctx.params.alpha
         if "apfl.params" in state.arrays:
-            own, alpha = Model(state.arrays["apfl.params"], state.arrays["apfl.buffers"]), float(state.arrays["apfl.alpha"][0])
+            own, alpha = (
+                Model(state.arrays["apfl.params"], state.arrays["apfl.buffers"]),
+                float(state.arrays["apfl.alpha"][0]),
+            )
         ctx.trainer.load(own)
         return ctx.trainer.weights.clone(), alpha, ctx.trainer.statistics.clone()
 

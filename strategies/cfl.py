@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.figures import Groups
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
-from fl_app.report.kinds import Groups
 from strategies import aggregate
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors, local_epochs
 from strategies.blocks import blocks, in_order
@@ -93,7 +93,10 @@ class CFL(PersonalizedStrategy[CFLParams]):
         """The clusters' models; at first one."""
         if "models" not in self.memory:
             return [self.global_model]
-        return [Model(params, buffers) for params, buffers in zip(self.memory["models"], self.memory["statistics"], strict=True)]
+        return [
+            Model(params, buffers)
+            for params, buffers in zip(self.memory["models"], self.memory["statistics"], strict=True)
+        ]
 
     def cluster_of(self, client_id: int) -> int:
         """A client's cluster, the first for those that never took part."""
@@ -116,11 +119,16 @@ class CFL(PersonalizedStrategy[CFLParams]):
             if len(rows):
                 W, B = (stack if len(rows) == len(stack) else stack[rows] for stack in (uploads.W, uploads.B))
                 models[k] = Model(aggregate.weighted_mean(W), aggregate.weighted_mean(B))
-        self.memory |= {"models": np.stack([m.params for m in models]), "statistics": np.stack([m.buffers for m in models])}
+        self.memory |= {
+            "models": np.stack([m.params for m in models]),
+            "statistics": np.stack([m.buffers for m in models]),
+        }
         self.global_model = models[0]
         for i, k in zip(uploads.ids, clusters.tolist(), strict=True):
             self.note(i, "cluster", k)
-        self.note_round("cluster-sizes", np.bincount([self.cluster_of(i) for i in self.personal], minlength=len(models)).tolist())
+        self.note_round(
+            "cluster-sizes", np.bincount([self.cluster_of(i) for i in self.personal], minlength=len(models)).tolist()
+        )
 
     def join(self, uploads: Uploads, models: list[Model]) -> None:
         """Put clients that never took part into the cluster that moves as they do; their update then counts from its model."""
@@ -152,7 +160,9 @@ class CFL(PersonalizedStrategy[CFLParams]):
             members = sorted(i for i in self.personal if self.cluster_of(i) == k)
             if not members or any(i not in row_of for i in members):
                 continue
-            parts = split(uploads.W[[row_of[i] for i in members]] - models[k].params, self.params.eps1, self.params.eps2)
+            parts = split(
+                uploads.W[[row_of[i] for i in members]] - models[k].params, self.params.eps1, self.params.eps2
+            )
             if parts is not None:
                 for position in parts[1]:
                     self.keep_for(members[position], cluster=np.array([len(models)]))
@@ -165,6 +175,12 @@ class CFL(PersonalizedStrategy[CFLParams]):
 
 FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Which cluster a client's model is of."),)
 METHOD = Method(
-    "cfl", CFLParams, CFL, LocalUpdate[CFLParams], all_tensors, figures=FIGURES,
-    dp_epochs=local_epochs, not_private="its server compares single clients' updates",
-)  # fmt: skip
+    "cfl",
+    CFLParams,
+    CFL,
+    LocalUpdate[CFLParams],
+    all_tensors,
+    figures=FIGURES,
+    dp_epochs=local_epochs,
+    not_private="its server compares single clients' updates",
+)

@@ -30,7 +30,9 @@ class DittoParams:
     proximal_weight: float = key(
         0.1, "Pull of the personal model towards the received one (the paper's lambda); 0: purely local.", NOT_NEGATIVE
     )
-    personal_epochs: int = key(0, "Epochs of the personal model per round (the paper's s); 0: `local-epochs`.", NOT_NEGATIVE)
+    personal_epochs: int = key(
+        0, "Epochs of the personal model per round (the paper's s); 0: `local-epochs`.", NOT_NEGATIVE
+    )
 
 
 class DittoUpdate(LocalUpdate[DittoParams]):
@@ -56,6 +58,11 @@ class DittoUpdate(LocalUpdate[DittoParams]):
 
 
 METHOD = Method(
-    "ditto", DittoParams, FedAvg[DittoParams], DittoUpdate, all_tensors, sums=True,
+    "ditto",
+    DittoParams,
+    FedAvg[DittoParams],
+    DittoUpdate,
+    all_tensors,
+    sums=True,
     dp_epochs=lambda config: config.local_epochs + (config.params.personal_epochs or config.local_epochs),
-)  # fmt: skip
+)

@@ -48,9 +48,10 @@ class FedALAParams:
     sample_share: float = key(0.8, "Share of the training samples that A is learned on (s).", POSITIVE_RATIO)
     weight_learning_rate: float = key(1.0, "Step size of A (eta); never decays. 0 is FedAvg.", NOT_NEGATIVE)
     threshold: float = key(
-        0.1, "A is first learned until the last ten epochs' losses deviate by less (authors' code; 0.01 in the paper, they say).",
+        0.1,
+        "A is first learned until the last ten epochs' losses deviate by less (authors' code; 0.01 in the paper, they say).",
         POSITIVE,
-    )  # fmt: skip
+    )
     max_epochs: int = key(100, "Most epochs of learning A for the first time (ours).", AT_LEAST_ONE)
 
 
@@ -102,7 +103,9 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
         known = state.arrays.get("fedala.weights")
         weights = on_device(np.ones(ctx.layout.d - first, np.float32) if known is None else known)
         with held_below(trainer.module, first):
-            weights = self.learn(own, theirs, weights, self.gradients(received, first, ctx), ctx, once=known is not None)
+            weights = self.learn(
+                own, theirs, weights, self.gradients(received, first, ctx), ctx, once=known is not None
+            )
         state.arrays["fedala.weights"] = off_device(weights)
         return Model(np.concatenate([received.params[:first], off_device(mix(own, theirs, weights))]), received.buffers)
 
@@ -113,9 +116,15 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
         return after
 
     def learn(
-        self, own: Tensor, received: Tensor, weights: Tensor, gradients: Sequence[tuple[int, Gradient]],
-        ctx: RoundContext[FedALAParams], *, once: bool,
-    ) -> Tensor:  # fmt: skip
+        self,
+        own: Tensor,
+        received: Tensor,
+        weights: Tensor,
+        gradients: Sequence[tuple[int, Gradient]],
+        ctx: RoundContext[FedALAParams],
+        *,
+        once: bool,
+    ) -> Tensor:
         """Return A after an epoch, or after as many as it takes to settle. gradients: per batch, with its samples."""
         p = ctx.params
         losses: list[float] = []

@@ -22,9 +22,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.figures import Matrix
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
 from fl_app.layout import Model
-from fl_app.report.kinds import Matrix
 from strategies import aggregate
 from strategies.base import (
     OWN_MODEL,
@@ -48,14 +48,21 @@ class FedAMPParams:
 
     alpha: float = key(1.0, "Step size of the attention (alpha_K): how much weight others get at all.", POSITIVE)
     sigma: float = key(1.0, "Squared distance at which a client's weight has fallen to 1/e.", POSITIVE)
-    lam: float = key(1.0, "Strength of the pull to the cloud model (lambda): training adds lambda/(2 alpha) ||w - u||^2.",
-                     NOT_NEGATIVE)
+    lam: float = key(
+        1.0,
+        "Strength of the pull to the cloud model (lambda): training adds lambda/(2 alpha) ||w - u||^2.",
+        NOT_NEGATIVE,
+    )
     alpha_decay: float = key(0.1, "Factor on alpha every `alpha-decay-every` rounds.", POSITIVE_RATIO)
     alpha_decay_every: int = key(
-        0, "Rounds between two decays of alpha; 0: it stays as it is. FedCAC's tables: 30.", NOT_NEGATIVE, counts_rounds=True
+        0,
+        "Rounds between two decays of alpha; 0: it stays as it is. FedCAC's tables: 30.",
+        NOT_NEGATIVE,
+        counts_rounds=True,
     )
     scaling: Literal["none", "convex"] = key(
-        "none", "A client's own weight xi_ii: 1 - the others' sum as printed, negative or not; `convex` scales that sum to 1."
+        "none",
+        "A client's own weight xi_ii: 1 - the others' sum as printed, negative or not; `convex` scales that sum to 1.",
     )
 
     def alpha_in(self, round: int) -> float:
@@ -133,8 +140,9 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
             log.warning(
                 "round %d: fedamp: the weights of the other clients sum to more than 1 for clients %s, whose own weight is "
                 "negative; fedamp.alpha <= fedamp.sigma / (N - 1) avoids it, fedamp.scaling = convex scales them",
-                round, negative,
-            )  # fmt: skip
+                round,
+                negative,
+            )
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's cloud model, the initial model if it never took part."""
@@ -169,13 +177,22 @@ class FedAMPUpdate(LocalUpdate[FedAMPParams]):
 
 FIGURES = (
     Matrix(
-        "attention", "Attention between clients", "weight of the column's client",
+        "attention",
+        "Attention between clients",
+        "weight of the column's client",
         "How much of each client's model, the columns, is in the cloud model of another, a row.",
-        heading="Attention", value="weight",
+        heading="Attention",
+        value="weight",
     ),
-)  # fmt: skip
+)
 
 METHOD = Method(
-    "fedamp", FedAMPParams, FedAMP, FedAMPUpdate, all_tensors, figures=FIGURES,
-    dp_epochs=local_epochs, not_private="its server compares single clients' models",
-)  # fmt: skip
+    "fedamp",
+    FedAMPParams,
+    FedAMP,
+    FedAMPUpdate,
+    all_tensors,
+    figures=FIGURES,
+    dp_epochs=local_epochs,
+    not_private="its server compares single clients' models",
+)

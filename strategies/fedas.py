@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fl_app.figures import Scalars
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
-from fl_app.report.kinds import Scalars
 from fl_app.wire import Upload, WireError
 from strategies.base import OWN_MODEL, ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
 from strategies.fedavg import FedAvg
@@ -42,7 +42,9 @@ INFORMATION = "fisher-trace"  # up, a number: F
 class FedASParams:
     """Parameters of FedAS, table `fedas`."""
 
-    alignment_epochs: int = key(1, "Epochs of aligning the received body with the client's own features; 0: none.", NOT_NEGATIVE)
+    alignment_epochs: int = key(
+        1, "Epochs of aligning the received body with the client's own features; 0: none.", NOT_NEGATIVE
+    )
     alignment_learning_rate: float = key(0.01, "Learning rate of the alignment; never decays.", POSITIVE)
 
 
@@ -154,9 +156,17 @@ def information(model: Model, ctx: RoundContext[Any]) -> float:
 
 
 FIGURES = (
-    Scalars(INFORMATION, "Information of the clients' gradients", "trace", "Sum over batches of squared gradient norms."),
+    Scalars(
+        INFORMATION, "Information of the clients' gradients", "trace", "Sum over batches of squared gradient norms."
+    ),
 )
 METHOD = Method(
-    "fedas", FedASParams, FedAS, FedASUpdate, all_but_classifier, figures=FIGURES, needs_classes=True,
+    "fedas",
+    FedASParams,
+    FedAS,
+    FedASUpdate,
+    all_but_classifier,
+    figures=FIGURES,
+    needs_classes=True,
     not_private="its server weights models by what each client reports of itself",
-)  # fmt: skip
+)

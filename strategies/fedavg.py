@@ -38,6 +38,11 @@ class FedAvg(PersonalizedStrategy[P]):
 
 
 METHOD = Method(
-    "fedavg", GlobalModelParams, FedAvg[GlobalModelParams], LocalUpdate[GlobalModelParams], all_but_local_statistics,
-    dp_epochs=local_epochs, sums=True,
-)  # fmt: skip
+    "fedavg",
+    GlobalModelParams,
+    FedAvg[GlobalModelParams],
+    LocalUpdate[GlobalModelParams],
+    all_but_local_statistics,
+    dp_epochs=local_epochs,
+    sums=True,
+)

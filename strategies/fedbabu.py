@@ -32,7 +32,8 @@ class FedBABUParams:
     """Parameters of FedBABU, table `fedbabu`."""
 
     finetune: Literal["full", "head", "body"] = key(
-        "full", "What `finetune-epochs` tune at evaluation: all tensors (authors' figures), the classifier, or the body."
+        "full",
+        "What `finetune-epochs` tune at evaluation: all tensors (authors' figures), the classifier, or the body.",
     )
 
 
@@ -49,7 +50,8 @@ def warn_without_finetuning(config: RunConfig) -> None:
     """Warn of a run whose method personalizes by fine-tuning alone, and which does none."""
     if not config.finetune_epochs:
         log.warning(
-            "%s: finetune-epochs is 0, but fine-tuning at evaluation is all its personalization (authors: 5)", config.method
+            "%s: finetune-epochs is 0, but fine-tuning at evaluation is all its personalization (authors: 5)",
+            config.method,
         )
 
 
@@ -72,5 +74,12 @@ class FedBABUUpdate(LocalUpdate[FedBABUParams]):
 
 
 METHOD = Method(
-    "fedbabu", FedBABUParams, FedBABU, FedBABUUpdate, all_but_classifier, needs_whole=True, dp_epochs=local_epochs, sums=True
+    "fedbabu",
+    FedBABUParams,
+    FedBABU,
+    FedBABUUpdate,
+    all_but_classifier,
+    needs_whole=True,
+    dp_epochs=local_epochs,
+    sums=True,
 )

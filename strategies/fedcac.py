@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
+from fl_app.figures import Links, Matrix
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
 from fl_app.privacy.overlaps import overlaps
-from fl_app.report.kinds import Links, Matrix
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
 from strategies.base import (
@@ -46,7 +46,14 @@ from strategies.blocks import for_blocks
 from strategies.linkage import ALONE, held, partition
 from strategies.robust import PLAIN, RULES, Averaging
 
-GROUPS, SUMMED, PLACES, MEANS, STATISTICS, GROUP = "groups", "summed", "places", "means", "statistics", "group"  # private runs
+GROUPS, SUMMED, PLACES, MEANS, STATISTICS, GROUP = (
+    "groups",
+    "summed",
+    "places",
+    "means",
+    "statistics",
+    "group",
+)  # private runs
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,11 @@ class FedCACParams:
 
     tau: float = key(0.5, "Share of every layer's parameters that is critical (tau, Eq. 6).", RATIO)
     beta: int = key(
-        10, "Round after which critical parameters are trained alone (beta, Eq. 7); the paper's is 0.2 to 0.34 of T.",
-        AT_LEAST_ONE, counts_rounds=True,
-    )  # fmt: skip
+        10,
+        "Round after which critical parameters are trained alone (beta, Eq. 7); the paper's is 0.2 to 0.34 of T.",
+        AT_LEAST_ONE,
+        counts_rounds=True,
+    )
     weighting: Literal["samples", "uniform"] = key(
         "samples", "Weights of the global mean: training samples (authors' code) or equal (Eq. 9)."
     )
@@ -65,14 +74,16 @@ class FedCACParams:
         "sensitivity", "How critical parameters are chosen (ablation, Fig. 3)."
     )
     collaboration: Literal["time-varying", "none", "top"] = key(
-        "time-varying", "Who shares critical parameters: by threshold, nobody, or the `num-collaborators` most alike (Fig. 4)."
+        "time-varying",
+        "Who shares critical parameters: by threshold, nobody, or the `num-collaborators` most alike (Fig. 4).",
     )
     num_collaborators: int = key(1, "Collaborators per client when `collaboration = top`.", AT_LEAST_ONE)
     non_critical: Literal["all", "as-critical"] = key(
         "all", "Non-critical parameters from all clients, or from the collaborators like critical ones (Table 3)."
     )
     batchnorm_statistics: Literal["critical", "local"] = key(
-        "critical", "BatchNorm running statistics averaged over the collaborators, or kept on the client (authors' code)."
+        "critical",
+        "BatchNorm running statistics averaged over the collaborators, or kept on the client (authors' code).",
     )
 
     def problems(self, config: RunConfig) -> Iterator[str]:
@@ -150,8 +161,12 @@ def personalize(
 
 
 def collaborate(
-    W: aggregate.Stack, bits: masks.Bits, members: NDArray[np.bool_], weights: NDArray[np.float64],
-    out: aggregate.Stack | None = None, averaging: Averaging = PLAIN,
+    W: aggregate.Stack,
+    bits: masks.Bits,
+    members: NDArray[np.bool_],
+    weights: NDArray[np.float64],
+    out: aggregate.Stack | None = None,
+    averaging: Averaging = PLAIN,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Global mean, and per client the mean of its group on its critical parameters (FedCAC Eq. 9-11).
 
@@ -222,13 +237,22 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         overlap = mask_overlap(uploads.W, uploads.bits)
         chosen = self.choose(overlap, round)
         mean, personalized = personalize(
-            uploads.W, uploads.bits, round, beta=p.beta, weights=weights, chosen=chosen, non_critical=p.non_critical,
-            out=uploads.W, averaging=self.averaging,
-        )  # fmt: skip
+            uploads.W,
+            uploads.bits,
+            round,
+            beta=p.beta,
+            weights=weights,
+            chosen=chosen,
+            non_critical=p.non_critical,
+            out=uploads.W,
+            averaging=self.averaging,
+        )
         statistics = self.averaging.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
         self.global_model = Model(mean, self.averaging.mean(uploads.B, weights))
         for i, client_id in enumerate(uploads.ids):
-            self.keep_for(client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round))
+            self.keep_for(
+                client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round)
+            )
             self.note(client_id, "collaborators", [uploads.ids[j] for j in np.flatnonzero(chosen[i])])
         self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
         self.note_round("overlap", np.round(overlap, 6).tolist())
@@ -256,7 +280,9 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         self.memory[PLACES], self.memory[MEANS] = places, np.array([mean.params for mean in means])
         self.memory[STATISTICS] = np.array([mean.buffers for mean in means])
         assert sums.bits is not None
-        found = overlaps(masks.common_ones(sums.bits), m, d, self.num_critical) if self.num_critical else np.eye(len(ids))
+        found = (
+            overlaps(masks.common_ones(sums.bits), m, d, self.num_critical) if self.num_critical else np.eye(len(ids))
+        )
         if (round - 1) % self.config.private_regroup == 0 or self._apart(round + 1):
             labels = np.full(n, ALONE)
             if not self._apart(round + 1):
@@ -312,7 +338,9 @@ class FedCACUpdate(LocalUpdate[FedCACParams]):
         start = super().merge(received, state, ctx)
         if "fedcac.mask" not in state.arrays:
             return start
-        statistics = start.buffers if GROUP in ctx.extras or not received.buffers.size else state.arrays["fedcac.buffers"]
+        statistics = (
+            start.buffers if GROUP in ctx.extras or not received.buffers.size else state.arrays["fedcac.buffers"]
+        )
         critical = ctx.extras.get(GROUP, state.arrays["fedcac.params"])
         return Model(aggregate.merge(state.arrays["fedcac.mask"], critical, start.params), statistics)
 
@@ -334,18 +362,30 @@ class FedCACUpdate(LocalUpdate[FedCACParams]):
 
 FIGURES = (
     Matrix(
-        "overlap", "Overlap of critical parameters", "share of critical parameters in common",
+        "overlap",
+        "Overlap of critical parameters",
+        "share of critical parameters in common",
         "The share of its critical parameters that a client has in common with another (Fig. 7 of its paper).",
-        heading="Overlap of critical masks", value="overlap",
+        heading="Overlap of critical masks",
+        value="overlap",
     ),
     Links(
-        "collaborators", "Collaborators over rounds", "collaborators",
+        "collaborators",
+        "Collaborators over rounds",
+        "collaborators",
         "With how many others a client shares its critical parameters in a round. While the threshold rises, until round beta, "
         "clients start with many collaborators and keep the most similar ones; then they are alone.",
     ),
-)  # fmt: skip
+)
 
 METHOD = Method(
-    "fedcac", FedCACParams, FedCAC, FedCACUpdate, all_but_local_statistics, figures=FIGURES, needs_whole=True,
-    dp_epochs=local_epochs, sums=True,
-)  # fmt: skip
+    "fedcac",
+    FedCACParams,
+    FedCAC,
+    FedCACUpdate,
+    all_but_local_statistics,
+    figures=FIGURES,
+    needs_whole=True,
+    dp_epochs=local_epochs,
+    sums=True,
+)

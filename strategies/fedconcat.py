@@ -25,9 +25,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
 from fl_app.config import RunConfig
+from fl_app.figures import Groups
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import NOTHING, Layout, Model, Vector
-from fl_app.report.kinds import Groups
 from fl_app.server.run_folder import client_facts
 from fl_app.wire import Expected, Upload
 from strategies import components
@@ -55,7 +55,10 @@ log = logging.getLogger("corolla")
 Shares = NDArray[np.float64]
 MODEL, JOINT = "model.", "joint."  # tensors' names begin so: the run's model's, the classifier's on all encoders
 CLASSIFIER = components.CLASSIFIER  # both ways, float32 [KfC + C]
-ENCODERS, STATISTICS = components.ENCODERS, "encoder-statistics"  # down once, then on the client's disk: float32 [K, d - h], [K, b]
+ENCODERS, STATISTICS = (
+    components.ENCODERS,
+    "encoder-statistics",
+)  # down once, then on the client's disk: float32 [K, d - h], [K, b]
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,14 @@ class FedConcatParams:
 
     clusters: int = key(5, "Clusters of clients, and encoders in the end (K).", AT_LEAST_ONE)
     encoder_rounds: int = key(
-        20, "Rounds that train encoders, below num-server-rounds (R); authors: 50, and 1,000 more.", AT_LEAST_ONE,
+        20,
+        "Rounds that train encoders, below num-server-rounds (R); authors: 50, and 1,000 more.",
+        AT_LEAST_ONE,
         counts_rounds=True,
-    )  # fmt: skip
-    classifier_batches: int = key(3, "Batches a client trains the classifier for in each later round; 0: E epochs.", NOT_NEGATIVE)
+    )
+    classifier_batches: int = key(
+        3, "Batches a client trains the classifier for in each later round; 0: E epochs.", NOT_NEGATIVE
+    )
     start: Literal["fresh", "concatenated"] = key(
         "fresh", "What the classifier starts from: the run's seed, or the clusters' own ones side by side."
     )
@@ -171,7 +178,10 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         """The clusters' models; before there are clusters, as many as there may be."""
         if "models" not in self.memory:
             return [self.global_model] * min(self.params.clusters, self.config.num_clients or self.params.clusters)
-        return [Model(params, buffers) for params, buffers in zip(self.memory["models"], self.memory["statistics"], strict=True)]
+        return [
+            Model(params, buffers)
+            for params, buffers in zip(self.memory["models"], self.memory["statistics"], strict=True)
+        ]
 
     def classifier(self) -> Vector:
         """The classifier on all encoders; before it has been trained, what it starts from."""
@@ -179,7 +189,9 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
             return self.memory[CLASSIFIER]
         if self.params.start == "concatenated":
             return components.sum_of_classifiers(self.layout, self.models())
-        return components.fresh_classifier(self.layout, len(self.models()), rng.torch_seed(self.config.seed, "model:fedconcat"))
+        return components.fresh_classifier(
+            self.layout, len(self.models()), rng.torch_seed(self.config.seed, "model:fedconcat")
+        )
 
     def encoders(self) -> tuple[Stack, Stack]:
         """All bodies: float32 [K, d - h], and their statistics [K, b]."""
@@ -210,7 +222,11 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
             log.info("fedconcat: clients per cluster %s", np.bincount(chosen).tolist())
             centres, first = centres_of(shares, chosen), self.global_model
             many = (len(centres), 1)
-            self.memory |= {"centres": centres, "models": np.tile(first.params, many), "statistics": np.tile(first.buffers, many)}
+            self.memory |= {
+                "centres": centres,
+                "models": np.tile(first.params, many),
+                "statistics": np.tile(first.buffers, many),
+            }
         else:
             chosen = np.array([self.cluster_of(i) for i in new])
         for client_id, k in zip(new, chosen, strict=True):
@@ -233,7 +249,9 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
 
     def expected(self) -> Expected:
         """A model, then a classifier."""
-        return Expected(0, 0, extras={CLASSIFIER: ("<f4", self.classifier().shape)}) if self.grown else super().expected()
+        return (
+            Expected(0, 0, extras={CLASSIFIER: ("<f4", self.classifier().shape)}) if self.grown else super().expected()
+        )
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """Classifiers; models of different clusters differ."""
@@ -317,7 +335,9 @@ class FedConcatUpdate(LocalUpdate[FedConcatParams]):
         """The cluster's model, or the concatenated one."""
         if CLASSIFIER not in ctx.extras:
             return ctx.layout.take(model, ctx.shared)
-        bodies, statistics = (state.arrays.get(name, np.zeros(0, np.float32)).reshape(-1) for name in (ENCODERS, STATISTICS))
+        bodies, statistics = (
+            state.arrays.get(name, np.zeros(0, np.float32)).reshape(-1) for name in (ENCODERS, STATISTICS)
+        )
         return Model(np.concatenate([bodies, self.classifier(model, ctx)]), statistics)
 
     def classifier(self, model: Model, ctx: RoundContext[FedConcatParams]) -> Vector:
@@ -332,9 +352,18 @@ class FedConcatUpdate(LocalUpdate[FedConcatParams]):
         return Upload(NOTHING, extras={CLASSIFIER: self.classifier(after, ctx)}, num_examples=ctx.num_samples)
 
 
-FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Whose labels are alike: they train an encoder together."),)
+FIGURES = (
+    Groups("cluster", "Clusters of clients", "cluster", "Whose labels are alike: they train an encoder together."),
+)
 METHOD = Method(
-    "fedconcat", FedConcatParams, FedConcat, FedConcatUpdate, shared, compose=network, exported=exported, figures=FIGURES,
+    "fedconcat",
+    FedConcatParams,
+    FedConcat,
+    FedConcatUpdate,
+    shared,
+    compose=network,
+    exported=exported,
+    figures=FIGURES,
     needs_classes=True,
     not_private="it sends label counts, and its server groups clients by them",
-)  # fmt: skip
+)

@@ -28,9 +28,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.figures import Links, Matrix
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
-from fl_app.report.kinds import Links, Matrix
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
 from strategies.base import (
@@ -55,13 +55,20 @@ class FedDACParams:
 
     tau: float = key(0.3, "Share of every layer's parameters that is important.", RATIO)
     alpha: int = key(
-        200, "Round after which nobody collaborates on important parameters; the paper's T is 300.", AT_LEAST_ONE,
+        200,
+        "Round after which nobody collaborates on important parameters; the paper's T is 300.",
+        AT_LEAST_ONE,
         counts_rounds=True,
-    )  # fmt: skip
-    self_weight: float = key(0.6, "Weight of the client's own important parameters (gamma, the authors' code's).", RATIO)
-    neighbours: int = key(5, "Clients whose less important parameters are mixed, the client itself included (k).", AT_LEAST_ONE)
+    )
+    self_weight: float = key(
+        0.6, "Weight of the client's own important parameters (gamma, the authors' code's).", RATIO
+    )
+    neighbours: int = key(
+        5, "Clients whose less important parameters are mixed, the client itself included (k).", AT_LEAST_ONE
+    )
     guidance: Literal["trained", "one-step"] = key(
-        "trained", "What distances are measured from: the trained model, or one more local epoch, uploaded as a second vector."
+        "trained",
+        "What distances are measured from: the trained model, or one more local epoch, uploaded as a second vector.",
     )
     collaboration: Literal["dynamic", "static", "none"] = key(
         "dynamic", "Threshold rising until round alpha, fixed at the mean overlap in all rounds, or nobody (Fig. 2)."
@@ -131,9 +138,12 @@ class Mixing:
 
 
 def mixing(
-    W: aggregate.Stack, overlap: NDArray[np.float64], chosen: NDArray[np.bool_], params: FedDACParams,
+    W: aggregate.Stack,
+    overlap: NDArray[np.float64],
+    chosen: NDArray[np.bool_],
+    params: FedDACParams,
     guidance: aggregate.Stack | None = None,
-) -> Mixing:  # fmt: skip
+) -> Mixing:
     """Weights that follow from the masks' overlap and the vectors' distances; see `personalize`."""
     outside = None
     if params.weighting == "similarity":
@@ -172,7 +182,10 @@ def personalize(
 
 
 def mix_by_mask(
-    W: aggregate.Stack, bits: masks.Bits, inside: NDArray[np.float64], outside: NDArray[np.float64] | None,
+    W: aggregate.Stack,
+    bits: masks.Bits,
+    inside: NDArray[np.float64],
+    outside: NDArray[np.float64] | None,
     out: aggregate.Stack | None = None,
 ) -> NDArray[np.float32]:
     """Per client one weighted sum of all rows where its mask is set and another elsewhere, float32 [N, d].
@@ -274,23 +287,37 @@ class FedDACUpdate(LocalUpdate[FedDACParams]):
 
 FIGURES = (
     Matrix(
-        "overlap", "Overlap of important parameters", "share of important parameters in common",
+        "overlap",
+        "Overlap of important parameters",
+        "share of important parameters in common",
         "The share of its important parameters that a client has in common with another.",
-        heading="Overlap of important masks", value="overlap",
+        heading="Overlap of important masks",
+        value="overlap",
     ),
     Links(
-        "collaborators", "Collaborators over rounds", "collaborators",
+        "collaborators",
+        "Collaborators over rounds",
+        "collaborators",
         "With how many others a client shares its important parameters in a round. While the threshold rises, until round "
         "alpha, clients start with many collaborators and keep the most similar ones; then they are alone.",
     ),
     Matrix(
-        "neighbours", "Weights in the less important parameters", "weight of the column's client",
+        "neighbours",
+        "Weights in the less important parameters",
+        "weight of the column's client",
         "How much each client, a row, takes from the others, the columns, for its less important parameters.",
-        heading="Weights of neighbours", value="weight",
+        heading="Weights of neighbours",
+        value="weight",
     ),
-)  # fmt: skip
+)
 
 METHOD = Method(
-    "feddac", FedDACParams, FedDAC, FedDACUpdate, all_but_local_statistics, figures=FIGURES, needs_whole=True,
+    "feddac",
+    FedDACParams,
+    FedDAC,
+    FedDACUpdate,
+    all_but_local_statistics,
+    figures=FIGURES,
+    needs_whole=True,
     not_private="its server compares single clients' models",
-)  # fmt: skip
+)

@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import wire
+from fl_app.figures import Scalars
 from fl_app.keys import NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
-from fl_app.report.kinds import Scalars
 from fl_app.wire import Upload
 from strategies import fedobp, masks
 from strategies.base import ClientState, Correction, LocalUpdate, Method, RoundContext, Uploads, all_tensors
@@ -49,16 +49,21 @@ class FedDPAParams:
 
     threshold: float = key(0.4, "Fisher information above which a parameter is personal (tau); 1: none is.", RATIO)
     threshold_meaning: Literal["value", "quantile"] = key(
-        "value", "tau is a value after min-max scaling per tensor (the paper), or a quantile of every tensor (FedOBP's table)."
+        "value",
+        "tau is a value after min-max scaling per tensor (the paper), or a quantile of every tensor (FedOBP's table).",
     )
     constraint: Literal["adaptive", "none"] = key(
-        "adaptive", "Personal and shared parameters in two phases with penalties, or everything together without (FedOBP's table)."
+        "adaptive",
+        "Personal and shared parameters in two phases with penalties, or everything together without (FedOBP's table).",
     )
-    personal_weight: float = key(0.05, "Weight of the personal update's norm (lambda1, its Tables 5 and 6).", NOT_NEGATIVE)
+    personal_weight: float = key(
+        0.05, "Weight of the personal update's norm (lambda1, its Tables 5 and 6).", NOT_NEGATIVE
+    )
     shared_weight: float = key(
-        0.1, "Weight of the distance of the shared update's norm from `bound` (lambda2; the code has the two swapped).",
+        0.1,
+        "Weight of the distance of the shared update's norm from `bound` (lambda2; the code has the two swapped).",
         NOT_NEGATIVE,
-    )  # fmt: skip
+    )
     bound: float = key(0.5, "Norm that the shared update is drawn to (C_b).", NOT_NEGATIVE)
     fisher_samples: int = key(0, "Training samples that the Fisher information is taken of; 0: all.", NOT_NEGATIVE)
 
@@ -172,9 +177,12 @@ def constraint(ctx: RoundContext[Any], start: Model, weight: float, bound: float
 
 FIGURES = (
     Scalars(
-        SHARE, "How much is personal", "share of the parameters (%)",
-        "Share of a client's parameters whose Fisher information is above the threshold after its training.", percent=True,
+        SHARE,
+        "How much is personal",
+        "share of the parameters (%)",
+        "Share of a client's parameters whose Fisher information is above the threshold after its training.",
+        percent=True,
     ),
-)  # fmt: skip
+)
 
 METHOD = Method("feddpa", FedDPAParams, FedDPA, FedDPAUpdate, all_tensors, figures=FIGURES, needs_whole=True, sums=True)

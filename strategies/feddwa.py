@@ -24,9 +24,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.figures import Matrix
 from fl_app.keys import AT_LEAST_ONE, key
 from fl_app.layout import Model
-from fl_app.report.kinds import Matrix
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, feddac
 from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
@@ -41,7 +41,8 @@ class FedDWAParams:
 
     neighbours: int = key(5, "Clients that are mixed for each, the client itself included (k).", AT_LEAST_ONE)
     guidance: Literal["trained", "extrapolated"] = key(
-        "trained", "Where a client would go next: another training, uploaded as a second vector; or as far again as it went."
+        "trained",
+        "Where a client would go next: another training, uploaded as a second vector; or as far again as it went.",
     )
 
 
@@ -101,13 +102,21 @@ class FedDWAUpdate(LocalUpdate[FedDWAParams]):
 
 FIGURES = (
     Matrix(
-        "neighbours", "Weights of the clients in each other's models", "weight of the column's client",
+        "neighbours",
+        "Weights of the clients in each other's models",
+        "weight of the column's client",
         "How much of each client's model, the columns, is in what another, a row, is sent next.",
-        heading="Weights of neighbours", value="weight",
+        heading="Weights of neighbours",
+        value="weight",
     ),
-)  # fmt: skip
+)
 
 METHOD = Method(
-    "feddwa", FedDWAParams, FedDWA, FedDWAUpdate, all_tensors, figures=FIGURES,
+    "feddwa",
+    FedDWAParams,
+    FedDWA,
+    FedDWAUpdate,
+    all_tensors,
+    figures=FIGURES,
     not_private="its server compares single clients' models",
-)  # fmt: skip
+)

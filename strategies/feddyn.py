@@ -74,7 +74,9 @@ class FedDyn(FedAvg[FedDynParams]):
 
         def block(start: int, stop: int) -> None:
             at = slice(start, stop)
-            w[at], drift[at] = server_step(uploads.W[:, at], sent[at].astype(np.float64), h[at], self.config.num_training)
+            w[at], drift[at] = server_step(
+                uploads.W[:, at], sent[at].astype(np.float64), h[at], self.config.num_training
+            )
 
         for_blocks(block, sent.size)
         self.global_model, self.memory["h"] = Model(w, weighted_mean(uploads.B)), drift

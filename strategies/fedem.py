@@ -127,7 +127,9 @@ class FedEMUpdate(LocalUpdate[FedEMParams]):
         after = start
         for m, part in enumerate(parts):
             still = ctx.layout.names - (components.tensors_of(ctx.layout, m) - {WEIGHTS})
-            after = trainer.train(after, purpose=stream(m), frozen=still, objective=self.weighted(ctx, part, shares[:, m]))
+            after = trainer.train(
+                after, purpose=stream(m), frozen=still, objective=self.weighted(ctx, part, shares[:, m])
+            )
         return ctx.layout.model({**ctx.layout.tensors(after), WEIGHTS: pi.astype(np.float32)})
 
     def weighted(self, ctx: RoundContext[FedEMParams], part: nn.Module, shares: Tensor) -> Objective:

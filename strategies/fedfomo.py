@@ -28,16 +28,20 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_app import rng
+from fl_app.figures import Matrix
 from fl_app.keys import BELOW_ONE, NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
-from fl_app.report.kinds import Matrix
 from fl_app.wire import Expected, Upload
 from strategies import aggregate
 from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
 
 log = logging.getLogger("corolla")
 
-MODELS, STATISTICS, SCORES = "models", "model-statistics", "scores"  # down: float32 [M - 1, d], [M - 1, b]; up: float32 [M]
+MODELS, STATISTICS, SCORES = (
+    "models",
+    "model-statistics",
+    "scores",
+)  # down: float32 [M - 1, d], [M - 1, b]; up: float32 [M]
 
 _APART = 1e-5  # added to distances
 
@@ -68,7 +72,11 @@ def model_weights(baseline_loss: float, losses: ArrayLike, distances: ArrayLike)
 
 
 def most_liked(
-    affinity: NDArray[np.floating[Any]], others: Sequence[int], count: int, stream: np.random.Generator, exploration: float
+    affinity: NDArray[np.floating[Any]],
+    others: Sequence[int],
+    count: int,
+    stream: np.random.Generator,
+    exploration: float,
 ) -> list[int]:
     """Choose `count` of others (cut to their number): the highest affinity first, in a tie the lower id.
 
@@ -133,7 +141,9 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
             for other, score in zip(offered[row], scored[row], strict=False):
                 affinity[other] += score
             self.keep_for(client_id, params=uploads.W[row], buffers=uploads.B[row], affinity=affinity)
-            self.note(client_id, "affinity", {str(i): float(np.round(affinity[i], 6)) for i in np.flatnonzero(affinity)})
+            self.note(
+                client_id, "affinity", {str(i): float(np.round(affinity[i], 6)) for i in np.flatnonzero(affinity)}
+            )
 
     def personal_model(self, client_id: int) -> None:
         """The client is evaluated with its mixture, which only the client can make."""
@@ -153,11 +163,14 @@ class FedFomoUpdate(LocalUpdate[FedFomoParams]):
         if "fedfomo.own.params" not in state.arrays:
             return super().merge(received, state, ctx)
         baseline, own = (
-            Model(state.arrays[f"fedfomo.{which}.params"], state.arrays[f"fedfomo.{which}.buffers"]) for which in ("start", "own")
+            Model(state.arrays[f"fedfomo.{which}.params"], state.arrays[f"fedfomo.{which}.buffers"])
+            for which in ("start", "own")
         )
         others = [ctx.layout.put(own, other, ctx.shared) for other in others_sent(received, ctx)]
         judged = held if len(held) else np.arange(ctx.num_samples)
-        loss, *losses = (float(ctx.trainer.sample_losses(m, judged).mean(dtype=np.float64)) for m in (baseline, own, *others))
+        loss, *losses = (
+            float(ctx.trainer.sample_losses(m, judged).mean(dtype=np.float64)) for m in (baseline, own, *others)
+        )
         candidates = [own, *others]
         distances = [math.sqrt(aggregate.squared_distance(m.params, baseline.params)) for m in candidates]
         state.arrays["fedfomo.scores"] = scores(loss, losses, distances)[1:].astype(np.float32)
@@ -173,7 +186,10 @@ class FedFomoUpdate(LocalUpdate[FedFomoParams]):
         """Train on what is not held out; keep where it began and what came out."""
         after = ctx.trainer.train(start)
         for which, model in (("start", start), ("own", after)):
-            state.arrays[f"fedfomo.{which}.params"], state.arrays[f"fedfomo.{which}.buffers"] = model.params, model.buffers
+            state.arrays[f"fedfomo.{which}.params"], state.arrays[f"fedfomo.{which}.buffers"] = (
+                model.params,
+                model.buffers,
+            )
         return after
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedFomoParams]) -> Upload:
@@ -203,12 +219,20 @@ def held_out(ctx: RoundContext[FedFomoParams]) -> NDArray[np.int64]:
 
 FIGURES = (
     Matrix(
-        "affinity", "Affinity of clients", "affinity to the column's client",
+        "affinity",
+        "Affinity of clients",
+        "affinity to the column's client",
         "How much the models of other clients, the columns, have gained a client, a row, on data it held out, summed over rounds.",
-        heading="Affinity", value="affinity",
+        heading="Affinity",
+        value="affinity",
     ),
-)  # fmt: skip
+)
 METHOD = Method(
-    "fedfomo", FedFomoParams, FedFomo, FedFomoUpdate, all_tensors, figures=FIGURES,
+    "fedfomo",
+    FedFomoParams,
+    FedFomo,
+    FedFomoUpdate,
+    all_tensors,
+    figures=FIGURES,
     not_private="it sends clients each other's models",
-)  # fmt: skip
+)

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from fl_app import rng
 from fl_app.errors import UserError
+from fl_app.figures import Scalars
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, Rule, key
 from fl_app.layout import Layout, Model, Slot
-from fl_app.report.kinds import Scalars
 from fl_app.wire import Expected, Upload, WireError
 from strategies.base import ClientState, LocalUpdate, Method, Objective, RoundContext, Uploads, all_where_features_are
 from strategies.fedavg import FedAvg, GlobalModelParams
@@ -53,14 +53,19 @@ class FedGenParams(GlobalModelParams):
     beta: float = key(10.0, "Weight of the distillation of generated predictions (beta).", NOT_NEGATIVE)
     diversity: float = key(1.0, "Weight of the generator's diversity loss.", NOT_NEGATIVE)
     decay: float = key(0.98, "Factor on alpha and beta after every round; they stay at least 1e-4.", POSITIVE_RATIO)
-    generator_learning_rate: float = key(3e-4, "Adam's learning rate for the generator, times 0.98 every round.", POSITIVE)
+    generator_learning_rate: float = key(
+        3e-4, "Adam's learning rate for the generator, times 0.98 every round.", POSITIVE
+    )
     generator_steps: int = key(50, "Steps of the generator per round.", NOT_NEGATIVE)
     batch: int = key(32, "Generated samples per step, on the server and on clients (B_G).", Rule(low=2))
     noise_dim: int = key(32, "Elements of the generator's noise.", AT_LEAST_ONE)
     hidden: int = key(256, "Width of the generator's hidden layer.", AT_LEAST_ONE)
-    noise: Literal["uniform", "gaussian"] = key("uniform", "Noise from [0, 1) (authors' code), or standard normal (paper).")
+    noise: Literal["uniform", "gaussian"] = key(
+        "uniform", "Noise from [0, 1) (authors' code), or standard normal (paper)."
+    )
     teacher: Literal["loss", "ensemble"] = key(
-        "loss", "The generator learns from a loss per client, by label share (authors' code), or from the mean of logits (paper)."
+        "loss",
+        "The generator learns from a loss per client, by label share (authors' code), or from the mean of logits (paper).",
     )
 
     @property
@@ -88,7 +93,9 @@ def head_slots(layout: Layout) -> tuple[Slot, Slot | None]:
     """Weight [C, f] and bias [C], if any, of a layout's classifier. Raises UserError if its weight is not a parameter."""
     found = {len(slot.shape): slot for slot in layout.params if slot.name in layout.classifier}
     if 2 not in found:
-        raise UserError("model: FedGen needs the weight of the last Linear layer, which is no parameter of its own here")
+        raise UserError(
+            "model: FedGen needs the weight of the last Linear layer, which is no parameter of its own here"
+        )
     return found[2], found.get(1)
 
 
@@ -108,7 +115,9 @@ def initial_generator(num_classes: int, width: int, params: FedGenParams, seed: 
         return weights.read(nn.Sequential(inner, nn.BatchNorm1d(params.hidden), outer))
 
 
-def generate(flat: Tensor, statistics: Tensor, noise: Tensor, labels: Tensor, num_classes: int, *, training: bool) -> Tensor:
+def generate(
+    flat: Tensor, statistics: Tensor, noise: Tensor, labels: Tensor, num_classes: int, *, training: bool
+) -> Tensor:
     """Features float32 [n, f] that a generator gives noise float32 [n, noise] and labels int64 [n].
 
     flat: float32 [d_G]; statistics: float32 [2H], running mean and variance. training: normalise by the batch, and move them.
@@ -188,7 +197,9 @@ class FedGen(FedAvg[FedGenParams]):
         if self.params.generates:
             counts = np.asarray(upload.extras[COUNTS], np.int64)
             if counts.min() < 0 or counts.sum() != upload.num_examples:
-                raise WireError(f"{COUNTS} must be >= 0 and sum to num_examples {upload.num_examples}, got {counts.tolist()}")
+                raise WireError(
+                    f"{COUNTS} must be >= 0 and sum to num_examples {upload.num_examples}, got {counts.tolist()}"
+                )
 
     @property
     def num_classes(self) -> int:
@@ -245,7 +256,9 @@ class FedGen(FedAvg[FedGenParams]):
             adam.step()
             self.note_round("generator-loss", loss.item())
         if not flat.isfinite().all():
-            raise UserError(f"fedgen: the generator diverged in round {round} (fedgen.generator-learning-rate {rate:g} by then)")
+            raise UserError(
+                f"fedgen: the generator diverged in round {round} (fedgen.generator-learning-rate {rate:g} by then)"
+            )
         known = np.isin(np.arange(self.num_classes), qualified).astype(np.uint8)
         kept = {"params": flat.detach(), "buffers": statistics, "steps": steps, "first": first, "second": second}
         self.memory |= {name: tensor.numpy() for name, tensor in kept.items()} | {"qualified": known}
@@ -300,7 +313,9 @@ class FedGenUpdate(LocalUpdate[FedGenParams]):
             if beta:
                 with torch.no_grad():
                     target = log_softmax(head(z[len(drawn) :]), dim=1)
-                value = value + beta * kl_div(log_softmax(logits, dim=1), target, reduction="batchmean", log_target=True)
+                value = value + beta * kl_div(
+                    log_softmax(logits, dim=1), target, reduction="batchmean", log_target=True
+                )
             return value
 
         return loss
@@ -322,6 +337,12 @@ def shared(layout: Layout, params: FedGenParams) -> frozenset[str]:
 
 FIGURES = (Scalars("generator-loss", "Loss of the generator", "loss", "Of the last step on the server, per round."),)
 METHOD = Method(
-    "fedgen", FedGenParams, FedGen, FedGenUpdate, shared, figures=FIGURES, needs_classes=True,
+    "fedgen",
+    FedGenParams,
+    FedGen,
+    FedGenUpdate,
+    shared,
+    figures=FIGURES,
+    needs_classes=True,
     not_private="it sends label counts with every upload",
-)  # fmt: skip
+)

@@ -76,7 +76,9 @@ class FedNTDUpdate(LocalUpdate[FedNTDParams]):
 def shared(layout: Layout, params: FedNTDParams) -> frozenset[str]:
     """All tensors travel, but for local statistics. Raises UserError for a classifier of one class: nothing else is not true."""
     if any(slot.name in layout.classifier and slot.shape[0] < 2 for slot in layout.params):
-        raise UserError("model: FedNTD distills the classes that are not the true one, but its classifier has one class only")
+        raise UserError(
+            "model: FedNTD distills the classes that are not the true one, but its classifier has one class only"
+        )
     return all_but_local_statistics(layout, params)
 
 

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.figures import Layers
 from fl_app.keys import BELOW_ONE, RATIO, key
 from fl_app.layout import Layout, Model, Vector
-from fl_app.report.kinds import Layers
 from fl_app.wire import Expected, Upload, WireError
 from strategies import masks
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_local_statistics
@@ -52,19 +52,26 @@ class FedOBPParams:
         RATIO,
     )
     score: Literal["obp", "gradient", "fisher"] = key(
-        "obp", "Importance: distance to the global model (Eq. 19), last local update (Eq. 5), or squared gradient (Eq. 6)."
+        "obp",
+        "Importance: distance to the global model (Eq. 19), last local update (Eq. 5), or squared gradient (Eq. 6).",
     )
     normalization: Literal["none", "global", "layer"] = key(
         "none", "Min-max normalisation of the scores before the quantile; `global` cannot change the mask (Table 8)."
     )
     scope: Literal["all", "classifier"] = key(
-        "all", "Where the quantile is taken and parameters are personal: everywhere, or in the last Linear layer (Table 8's CLS).",
+        "all",
+        "Where the quantile is taken and parameters are personal: everywhere, or in the last Linear layer (Table 8's CLS).",
         checked=True,
     )
-    ema: float = key(0.0, "Weight of earlier participations' scores in an exponential moving average; 0: none.", BELOW_ONE)
-    upload_mask: bool = key(False, "Upload the packed personal mask too; the counts per layer always travel, but in private runs.")
+    ema: float = key(
+        0.0, "Weight of earlier participations' scores in an exponential moving average; 0: none.", BELOW_ONE
+    )
+    upload_mask: bool = key(
+        False, "Upload the packed personal mask too; the counts per layer always travel, but in private runs."
+    )
     batchnorm_statistics: Literal["global", "critical", "local"] = key(
-        "global", "BatchNorm running statistics: averaged, averaged but each client starts from its own, or kept on the client."
+        "global",
+        "BatchNorm running statistics: averaged, averaged but each client starts from its own, or kept on the client.",
     )
 
     def problems(self, config: RunConfig) -> Iterator[str]:
@@ -123,7 +130,9 @@ def _check(scores: NDArray[np.floating[Any]], sizes: Sequence[int], quantile: fl
     if normalization not in ("none", "global", "layer"):
         raise ValueError(f"normalization must be one of none, global, layer, got {normalization!r}")
     if not scores.size or sum(sizes) != scores.size:
-        raise ValueError(f"sizes sum to {sum(sizes)}, scores have {scores.size} elements; both must be equal and at least 1")
+        raise ValueError(
+            f"sizes sum to {sum(sizes)}, scores have {scores.size} elements; both must be equal and at least 1"
+        )
     if not math.isfinite(scores.max()):  # NaN wins every maximum
         raise ValueError(f"scores must be finite, got {np.count_nonzero(~np.isfinite(scores))} that are not")
 
@@ -272,10 +281,13 @@ def shared(layout: Layout, params: FedOBPParams) -> frozenset[str]:
 
 FIGURES = (
     Layers(
-        COUNTS, "In which layers the personal parameters are", "share of personal parameters (%)",
+        COUNTS,
+        "In which layers the personal parameters are",
+        "share of personal parameters (%)",
         "Of all parameters that clients keep personal in a round, the share that lies in each layer (Fig. 5 of its paper).",
-        name="personal", shares=True,
+        name="personal",
+        shares=True,
     ),
-)  # fmt: skip
+)
 
 METHOD = Method("fedobp", FedOBPParams, FedOBP, FedOBPUpdate, shared, figures=FIGURES, needs_whole=True, sums=True)

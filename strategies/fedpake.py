@@ -29,9 +29,9 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.figures import Layers
 from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key
 from fl_app.layout import Model
-from fl_app.report.kinds import Layers
 from strategies.aggregate import Stack, weighted_mean
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics, local_epochs
 from strategies.blocks import blocks, in_order
@@ -50,20 +50,26 @@ T = TypeVar("T")
 class FedPakeParams(GlobalModelParams):
     """Parameters of FedPake, table `fedpake`."""
 
-    threshold: float = key(0.2, "Normalised coefficient of variation above which dispersion is high (lambda, Eq. 4).", RATIO)
+    threshold: float = key(
+        0.2, "Normalised coefficient of variation above which dispersion is high (lambda, Eq. 4).", RATIO
+    )
     num_micro: int = key(
-        4, "Micro-Classes C (Eq. 6); the paper's: 4 (CIFAR-10), 5 (CIFAR-100), 8 (Tiny-ImageNet).", Rule(low=1, high=255)
+        4,
+        "Micro-Classes C (Eq. 6); the paper's: 4 (CIFAR-10), 5 (CIFAR-100), 8 (Tiny-ImageNet).",
+        Rule(low=1, high=255),
     )
     num_macro: int = key(4, "Largest number of Macro-Classes S; the paper's equal C.", AT_LEAST_ONE)
     delta: float = key(0.2, "Where the clustering into Macro-Classes stops (delta, Appendix C.1).", RATIO)
     delta_meaning: Literal["similarity", "distance"] = key(
-        "similarity", "Clusters merge while their mean similarity is at least `delta`, or their distance at most `delta`."
+        "similarity",
+        "Clusters merge while their mean similarity is at least `delta`, or their distance at most `delta`.",
     )
     divisor: Literal["found", "limit"] = key(
         "found", "What divides the weights: the number of Macro-Classes found, or S as printed (Eq. 11)."
     )
     cv: Literal["signed", "absolute"] = key(
-        "signed", "Denominator of the coefficient of variation: the mean as printed (Eq. 2), or its absolute value (ours)."
+        "signed",
+        "Denominator of the coefficient of variation: the mean as printed (Eq. 2), or its absolute value (ours).",
     )
     normalize: bool = key(False, "Rescale the Macro-Classes' weights of every parameter to the sum 1 (ours).")
 
@@ -97,12 +103,21 @@ def aggregate(
     Raises ValueError naming the argument that is out of range.
     """
     params = FedPakeParams(
-        threshold, num_micro, num_macro, delta, delta_meaning, divisor, cv, normalize  # type: ignore[arg-type]
+        threshold,
+        num_micro,
+        num_macro,
+        delta,
+        delta_meaning,  # type: ignore[arg-type]
+        divisor,  # type: ignore[arg-type]
+        cv,  # type: ignore[arg-type]
+        normalize,
     )
     return aggregate_layers(W, sizes, params)[0]
 
 
-def aggregate_layers(W: Stack, sizes: Sequence[int], params: FedPakeParams) -> tuple[NDArray[np.float32], list[LayerSplit]]:
+def aggregate_layers(
+    W: Stack, sizes: Sequence[int], params: FedPakeParams
+) -> tuple[NDArray[np.float32], list[LayerSplit]]:
     """`aggregate`, and what was found per layer."""
     _check(W, sizes, params)
     work = _Aggregation(W, sizes, params)
@@ -175,7 +190,10 @@ class _Aggregation:
         """Return the new parameters."""
         for block, _ in self.through(self.measure, self.blocks):
             layer = block.layer
-            layer.lowest_cv, layer.highest_cv = min(layer.lowest_cv, block.lowest_cv), max(layer.highest_cv, block.highest_cv)
+            layer.lowest_cv, layer.highest_cv = (
+                min(layer.lowest_cv, block.lowest_cv),
+                max(layer.highest_cv, block.highest_cv),
+            )
             layer.highest = max(layer.highest, block.highest)
         for block, (num_high, differing) in self.through(self.compare, self.blocks):
             block.layer.num_high += num_high
@@ -331,20 +349,32 @@ class FedPake(PersonalizedStrategy[FedPakeParams]):
         merged, splits = aggregate_layers(uploads.W, self.layout.sizes, self.params)
         self.global_model = Model(merged, weighted_mean(uploads.B))
         named = list(zip(self.layout.params, splits, strict=True))
-        self.note_round("high-dispersion", {slot.name: float(np.round(split.num_high / slot.size, 6)) for slot, split in named})
+        self.note_round(
+            "high-dispersion", {slot.name: float(np.round(split.num_high / slot.size, 6)) for slot, split in named}
+        )
         self.note_round("macro-classes", {slot.name: split.num_macro for slot, split in named})
 
 
 FIGURES = (
     Layers(
-        "high-dispersion", "Where the clients disagree, layer by layer", "share of the layer (%)",
+        "high-dispersion",
+        "Where the clients disagree, layer by layer",
+        "share of the layer (%)",
         "Left: share of a layer's parameters whose dispersion over the clients is high. Right: into how many clusters "
         "(Macro-Classes) the clients fall by those parameters; 0 where none is high, 1 where the clients' values agree.",
-        name="dispersion", heading="Parameters of high dispersion", percent=True,
+        name="dispersion",
+        heading="Parameters of high dispersion",
+        percent=True,
         beside=Layers("macro-classes", "Clusters of clients", "clusters", heading="Clusters of clients", whole=True),
     ),
-)  # fmt: skip
+)
 
 METHOD = Method(
-    "fedpake", FedPakeParams, FedPake, LocalUpdate[FedPakeParams], all_but_local_statistics, figures=FIGURES, dp_epochs=local_epochs
+    "fedpake",
+    FedPakeParams,
+    FedPake,
+    LocalUpdate[FedPakeParams],
+    all_but_local_statistics,
+    figures=FIGURES,
+    dp_epochs=local_epochs,
 )

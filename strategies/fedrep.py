@@ -28,7 +28,9 @@ from strategies.fedavg import FedAvg
 class FedRepParams:
     """Parameters of FedRep, table `fedrep`."""
 
-    head_epochs: int = key(0, "Epochs on the head, body frozen (tau); 0: `local-epochs` - 1, at least one.", NOT_NEGATIVE)
+    head_epochs: int = key(
+        0, "Epochs on the head, body frozen (tau); 0: `local-epochs` - 1, at least one.", NOT_NEGATIVE
+    )
     body_epochs: int = key(1, "Epochs on the body, head frozen, after those on the head.", AT_LEAST_ONE)
 
 
@@ -49,6 +51,11 @@ class FedRepUpdate(LocalUpdate[FedRepParams]):
 
 
 METHOD = Method(
-    "fedrep", FedRepParams, FedAvg[FedRepParams], FedRepUpdate, all_but_classifier, sums=True,
+    "fedrep",
+    FedRepParams,
+    FedAvg[FedRepParams],
+    FedRepUpdate,
+    all_but_classifier,
+    sums=True,
     dp_epochs=lambda config: head_epochs(config) + config.params.body_epochs,
-)  # fmt: skip
+)

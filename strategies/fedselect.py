@@ -30,9 +30,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.figures import Layers
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Layout, Model, Vector
-from fl_app.report.kinds import Layers
 from fl_app.wire import Expected, Upload, WireError
 from strategies import masks
 from strategies.aggregate import Stack, check_weights, mean_block, weighted_mean
@@ -46,7 +46,9 @@ from strategies.fedobp import COUNTS, count_by_layer
 class FedSelectParams:
     """Parameters of FedSelect, table `fedselect`."""
 
-    rate: float = key(0.25, "Share of what is still shared that becomes personal at a time (p; the authors' code's).", RATIO)
+    rate: float = key(
+        0.25, "Share of what is still shared that becomes personal at a time (p; the authors' code's).", RATIO
+    )
     limit: float = key(
         0.3, "Largest personal share (alpha); the paper recommends 0.3 to 0.5, its code has 0.8. 0 is FedAvg.", RATIO
     )
@@ -63,9 +65,14 @@ class FedSelectParams:
 
 
 def grow(
-    mask: NDArray[np.bool_], change: NDArray[np.floating[Any]], sizes: Sequence[int], *, rate: float, limit: float,
+    mask: NDArray[np.bool_],
+    change: NDArray[np.floating[Any]],
+    sizes: Sequence[int],
+    *,
+    rate: float,
+    limit: float,
     eligible: NDArray[np.bool_],
-) -> NDArray[np.bool_]:  # fmt: skip
+) -> NDArray[np.bool_]:
     """Add to the mask, layer by layer, what changed most (FedSelect Algorithm 3).
 
     mask: bool [d]; change: float [d], of which the size counts; sizes: elements per layer, summing to d; rate (p) and limit
@@ -78,7 +85,9 @@ def grow(
     if eligible.shape == (len(sizes),):
         eligible = np.repeat(eligible, sizes)
     if not mask.shape == change.shape == eligible.shape == (sum(sizes),):
-        raise ValueError(f"mask {mask.shape}, change {change.shape}, eligible {eligible.shape}: sizes say [{sum(sizes)}]")
+        raise ValueError(
+            f"mask {mask.shape}, change {change.shape}, eligible {eligible.shape}: sizes say [{sum(sizes)}]"
+        )
     if not 0 <= rate <= 1 or not 0 <= limit <= 1:
         raise ValueError(f"rate and limit must be in [0, 1], got {rate} and {limit}")
     size_of_change = np.abs(change)
@@ -177,7 +186,9 @@ class FedSelectUpdate(LocalUpdate[FedSelectParams]):
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedSelectParams]) -> Model:
         """Train personal and shared parameters in turn (LocalAlt), then grow the mask."""
         d = ctx.layout.d
-        mask = masks.unpack(state.arrays["fedselect.mask"], d) if "fedselect.mask" in state.arrays else np.zeros(d, bool)
+        mask = (
+            masks.unpack(state.arrays["fedselect.mask"], d) if "fedselect.mask" in state.arrays else np.zeros(d, bool)
+        )
         sides = {"train-personal": ~mask, "train": mask}
         after = ctx.trainer.alternate(start, sides) if mask.any() else ctx.trainer.train(start)
         grown = self.grow(mask, after.params - start.params, state, ctx)
@@ -213,13 +224,22 @@ def eligible(layout: Layout, biases: bool) -> NDArray[np.bool_]:
 
 FIGURES = (
     Layers(
-        COUNTS, "In which layers the personal parameters are", "share of personal parameters (%)",
+        COUNTS,
+        "In which layers the personal parameters are",
+        "share of personal parameters (%)",
         "Of all parameters that clients train as personal in a round, the share that lies in each layer.",
-        name="personal", shares=True,
+        name="personal",
+        shares=True,
     ),
-)  # fmt: skip
+)
 
 METHOD = Method(
-    "fedselect", FedSelectParams, FedSelect, FedSelectUpdate, all_tensors, figures=FIGURES, needs_whole=True,
+    "fedselect",
+    FedSelectParams,
+    FedSelect,
+    FedSelectUpdate,
+    all_tensors,
+    figures=FIGURES,
+    needs_whole=True,
     not_private="its server averages each parameter over those clients that share it",
-)  # fmt: skip
+)

@@ -64,10 +64,15 @@ class FLOCOParams:
 
     endpoints: int = key(10, "Endpoints of the simplex of classifiers (M).", AT_LEAST_ONE)
     projection_round: int = key(
-        10, "Round from which clients have regions of their own (tau; paper: 250 of 500).", Rule(low=2), counts_rounds=True
+        10,
+        "Round from which clients have regions of their own (tau; paper: 250 of 500).",
+        Rule(low=2),
+        counts_rounds=True,
     )
     radius: float = key(0.1, "Radius of a client's region (rho).", NOT_NEGATIVE)
-    personal_epochs: int = key(0, "FLOCO+: epochs of a second, personal simplex model per round; 0: none.", NOT_NEGATIVE)
+    personal_epochs: int = key(
+        0, "FLOCO+: epochs of a second, personal simplex model per round; 0: none.", NOT_NEGATIVE
+    )
     proximal_weight: float = key(1.0, "FLOCO+: pull of that model towards the received one (lambda).", NOT_NEGATIVE)
     sampling: Literal["authors", "simplex"] = key(
         "authors", "Mixtures around a centre as all code draws them, or projected back to the simplex."
@@ -153,7 +158,9 @@ def endpoints_slot(layout: Layout) -> Slot:
 def collapsed_layout(layout: Layout) -> Layout:
     """Layout of the user's own model, given that of the simplex model."""
     wide = endpoints_slot(layout)
-    return dataclasses.replace(layout, params=packed((s.name, s.shape[1:] if s is wide else s.shape) for s in layout.params))
+    return dataclasses.replace(
+        layout, params=packed((s.name, s.shape[1:] if s is wide else s.shape) for s in layout.params)
+    )
 
 
 def collapse(model: Model, layout: Layout, centre: Matrix) -> Model:
@@ -358,6 +365,12 @@ def mixtures(ctx: RoundContext[FLOCOParams], purpose: str) -> Iterator[Tensor]:
 
 
 METHOD = Method(
-    "floco", FLOCOParams, FLOCO, FLOCOUpdate, simplex_tensors, wrap=simplex_network, needs_whole=True,
+    "floco",
+    FLOCOParams,
+    FLOCO,
+    FLOCOUpdate,
+    simplex_tensors,
+    wrap=simplex_network,
+    needs_whole=True,
     not_private="its server compares single clients' updates",
-)  # fmt: skip
+)

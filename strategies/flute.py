@@ -46,11 +46,17 @@ class FLUTEParams:
     """Parameters of FLUTE, table `flute`; the authors' code's values, the paper prints none."""
 
     body_epochs: int = key(
-        1, "Epochs on everything, after those on the head; `local-epochs` or more: no epochs on the head alone.", AT_LEAST_ONE
+        1,
+        "Epochs on everything, after those on the head; `local-epochs` or more: no epochs on the head alone.",
+        AT_LEAST_ONE,
     )
-    collapse_weight: float = key(0.25, "Weight of NC(H), the head's distance from neural collapse (lambda_nc).", NOT_NEGATIVE)
+    collapse_weight: float = key(
+        0.25, "Weight of NC(H), the head's distance from neural collapse (lambda_nc).", NOT_NEGATIVE
+    )
     head_weight: float = key(0.0025, "Weight of ||H||_F^2 (lambda_h).", NOT_NEGATIVE)
-    feature_weight: float = key(0.005, "Weight of the batch's mean of ||z||^2, z the features (lambda_f).", NOT_NEGATIVE)
+    feature_weight: float = key(
+        0.005, "Weight of the batch's mean of ||z||^2, z the features (lambda_f).", NOT_NEGATIVE
+    )
     head_learning_rate: float = key(0.5, "Step size of the server's step on the heads (eta_r).", NOT_NEGATIVE)
 
 

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fl_app.figures import Groups
 from fl_app.keys import AT_LEAST_ONE, key
 from fl_app.layout import Layout, Model
-from fl_app.report.kinds import Groups
 from fl_app.wire import Expected, Upload, WireError
 from strategies import components
 from strategies.aggregate import weighted_mean
@@ -62,9 +62,12 @@ def cluster_means(
 
 
 def means_by(
-    mean: Callable[..., NDArray[np.floating[Any]]], W: NDArray[np.floating[Any]], sizes: ArrayLike, chosen: ArrayLike,
+    mean: Callable[..., NDArray[np.floating[Any]]],
+    W: NDArray[np.floating[Any]],
+    sizes: ArrayLike,
+    chosen: ArrayLike,
     models: NDArray[np.floating[Any]],
-) -> NDArray[np.floating[Any]]:  # fmt: skip
+) -> NDArray[np.floating[Any]]:
     """`cluster_means` by another mean of (rows, weights)."""
     means = np.array(models, dtype=np.result_type(np.asarray(models).dtype, np.float32))
     stack, weights, which = np.asarray(W), np.asarray(sizes, np.float64), np.asarray(chosen)
@@ -120,7 +123,9 @@ class IFCA(FedAvg[IFCAParams]):
             one = layout.subset(names[0])
             body = frozenset(name for name in one.names if components.component_of(name) is None)
             everybody = Model(mean(uploads.W, uploads.sizes), mean(uploads.B, uploads.sizes))
-            mixed = [one.put(Model(p, b), one.take(everybody, body), body) for p, b in zip(params, buffers, strict=True)]
+            mixed = [
+                one.put(Model(p, b), one.take(everybody, body), body) for p, b in zip(params, buffers, strict=True)
+            ]
         else:
             mixed = [Model(p, b) for p, b in zip(params, buffers, strict=True)]
         for own, model in zip(names, mixed, strict=True):
@@ -154,7 +159,9 @@ class IFCAUpdate(LocalUpdate[IFCAParams]):
         for k in range(ctx.params.clusters if ctx.params.clusters > 1 else 0):
             part.chosen = k
             losses.append(trainer.sample_losses(received).mean(dtype=np.float64))
-        part.chosen = int(np.argmin(np.nan_to_num(losses, nan=np.inf))) if losses else 0  # nobody follows what has diverged
+        part.chosen = (
+            int(np.argmin(np.nan_to_num(losses, nan=np.inf))) if losses else 0
+        )  # nobody follows what has diverged
         return received
 
     def others(self, ctx: RoundContext[IFCAParams]) -> frozenset[str]:
@@ -182,6 +189,12 @@ class IFCAUpdate(LocalUpdate[IFCAParams]):
 
 FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Which of the models a client chose."),)
 METHOD = Method(
-    "ifca", IFCAParams, IFCA, IFCAUpdate, shared, compose=network, figures=FIGURES,
+    "ifca",
+    IFCAParams,
+    IFCA,
+    IFCAUpdate,
+    shared,
+    compose=network,
+    figures=FIGURES,
     not_private="which model a client trains stands beside its upload",
-)  # fmt: skip
+)

@@ -28,7 +28,8 @@ class LGFedAvgParams:
     """Parameters of LG-FedAvg, table `lg-fedavg`."""
 
     shared: Literal["classifier", "first"] = key(
-        "classifier", "The part that travels: the last Linear layer, or the first layer, which FL-bench shares under this name."
+        "classifier",
+        "The part that travels: the last Linear layer, or the first layer, which FL-bench shares under this name.",
     )
 
 

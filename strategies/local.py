@@ -14,6 +14,11 @@ class Local(PersonalizedStrategy[NoParams]):
 
 
 METHOD = Method(
-    "local", NoParams, Local, LocalUpdate[NoParams], no_tensors,
-    dp_epochs=local_epochs, not_private="nothing travels, so there is nothing to hide",
-)  # fmt: skip
+    "local",
+    NoParams,
+    Local,
+    LocalUpdate[NoParams],
+    no_tensors,
+    dp_epochs=local_epochs,
+    not_private="nothing travels, so there is nothing to hide",
+)

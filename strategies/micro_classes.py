@@ -26,9 +26,7 @@ def num_differing(classes: NDArray[np.uint8], highest: int) -> NDArray[np.int64]
     return counts
 
 
-def most_frequent(
-    classes: NDArray[np.uint8], members: Sequence[NDArray[np.intp]], highest: int
-) -> NDArray[np.uint8]:
+def most_frequent(classes: NDArray[np.uint8], members: Sequence[NDArray[np.intp]], highest: int) -> NDArray[np.uint8]:
     """Most frequent of the classes 1..highest per column and group of rows, the smaller one in a tie (Eq. 9).
 
     classes: uint8 [N, M]. Returns uint8 [groups, M], 0 where all of a group's classes are 0.

@@ -32,9 +32,11 @@ class MOONParams(GlobalModelParams):
     """Parameters of MOON, table `moon`."""
 
     mu: float = key(
-        1.0, "Weight of the contrastive loss beside the cross-entropy (mu); 0 is FedAvg. The authors' best: 5 (CIFAR-10), 1 "
-        "(CIFAR-100, Tiny-ImageNet).", NOT_NEGATIVE,
-    )  # fmt: skip
+        1.0,
+        "Weight of the contrastive loss beside the cross-entropy (mu); 0 is FedAvg. The authors' best: 5 (CIFAR-10), 1 "
+        "(CIFAR-100, Tiny-ImageNet).",
+        NOT_NEGATIVE,
+    )
     temperature: float = key(0.5, "What similarities are divided by (tau).", POSITIVE)
 
 

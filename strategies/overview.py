@@ -39,7 +39,15 @@ GROUPS: dict[str, tuple[Row, ...]] = {
     "A global model, and one of one's own": (
         Row("ditto", _MODEL, "own model", _NONE, "4(d+b)", "2 E", "both models are wanted"),
         Row("pfedme", _MODEL, "own model", _NONE, "4(d+b)", "5 E", "as ditto, with work to spare"),
-        Row("apfl", _MODEL, "own model, its share", _NONE, "4(d+b) + 8", "2 E", "clients that differ in how much they differ"),
+        Row(
+            "apfl",
+            _MODEL,
+            "own model, its share",
+            _NONE,
+            "4(d+b) + 8",
+            "2 E",
+            "clients that differ in how much they differ",
+        ),
         Row("fedala", _MODEL, "start's mixture", _NONE, "8h", "E, + 1 forward", "personal at no more traffic"),
     ),
     "A part of the model": (
@@ -49,33 +57,92 @@ GROUPS: dict[str, tuple[Row, ...]] = {
         Row("fedas", _BODY, "own model", _NONE, "4(d+b)", "E + 1, + F", "as fedper, clients that seldom take part"),
         Row("fedbabu", _BODY, _NONE, _NONE, _NONE, "E", "clients that fine-tune; new ones too"),
         Row("perfedmask", "trained layers up, body down", _NONE, _NONE, _NONE, "up to E", "as fedbabu, weak clients"),
-        Row("pfedfda", "body and Gaussians", "class prior", _NONE, _NONE, "E, + 2 forward", "little data, shifted inputs"),
+        Row(
+            "pfedfda",
+            "body and Gaussians",
+            "class prior",
+            _NONE,
+            _NONE,
+            "E, + 2 forward",
+            "little data, shifted inputs",
+        ),
         Row("fedbn", "all but BatchNorm", "BatchNorm", _NONE, "4(a+b)", "E", "inputs that look different"),
         Row("lg-fedavg", "classifier", "body", _NONE, "4(d−h+b)", "E", "little traffic"),
         Row("fedobp", _MODEL, "few parameters", _NONE, "4(d+b) + ⌈d/8⌉", "E", "a global model, hardly touched"),
-        Row("feddpa", _MODEL, "informative parameters", _NONE, "4d + ⌈d/8⌉", "2 E + 1", "as fedobp, by Fisher information"),
-        Row("fedselect", "model; up + ⌈d/8⌉", "a growing part", _NONE, "4d + 2⌈d/8⌉", "2 E", "it is unknown which part"),
+        Row(
+            "feddpa",
+            _MODEL,
+            "informative parameters",
+            _NONE,
+            "4d + ⌈d/8⌉",
+            "2 E + 1",
+            "as fedobp, by Fisher information",
+        ),
+        Row(
+            "fedselect", "model; up + ⌈d/8⌉", "a growing part", _NONE, "4d + 2⌈d/8⌉", "2 E", "it is unknown which part"
+        ),
         Row("pfedgate", _MODEL, "gate", _NONE, "the gate", "E", "one model, adapted by little; sparse models"),
     ),
     "Parameters among similar clients": (
-        Row("fedcac", "model; up + ⌈d/8⌉", _NONE, "4(d+b) + ⌈d/8⌉ a client", _NONE, "E", "groups of alike clients, unknown"),
+        Row(
+            "fedcac",
+            "model; up + ⌈d/8⌉",
+            _NONE,
+            "4(d+b) + ⌈d/8⌉ a client",
+            _NONE,
+            "E",
+            "groups of alike clients, unknown",
+        ),
         Row("feddac", "model; up + ⌈d/8⌉", _NONE, "4(d+b) a client", _NONE, "E", "as fedcac, no global model"),
         Row("fedamp", _MODEL, "own model", "8(d+b) a client", "4(d+b)", "E", "few clients, clear groups"),
         Row("feddwa", "model; up + 4d", _NONE, "4(d+b) a client", _NONE, "2 E", "neighbours by where models go"),
-        Row("fedfomo", "model up, M others' down", "held-out data, θ⁰", "4(d+b) + 4N a client", "8(d+b)", "0.8 E",
-            "clients that may see each other's models"),
+        Row(
+            "fedfomo",
+            "model up, M others' down",
+            "held-out data, θ⁰",
+            "4(d+b) + 4N a client",
+            "8(d+b)",
+            "0.8 E",
+            "clients that may see each other's models",
+        ),
     ),
     "Several global models": (
-        Row("ifca", "one up, K down", _NONE, "4K(d+b)", _NONE, "E, + K forward", "few clear groups, seldom seen clients"),
+        Row(
+            "ifca", "one up, K down", _NONE, "4K(d+b)", _NONE, "E, + K forward", "few clear groups, seldom seen clients"
+        ),
         Row("cfl", _MODEL, _NONE, "4(d+b) a cluster", _NONE, "E", "groups of unknown number, all take part"),
-        Row("fedem", "M models both ways", "weights π", "4M(d+b)", "4M", "M E, + M forward", "clients that mix kinds of data"),
-        Row("fedconcat", "model; later classifier, and encoders down once", _NONE, "4K(d+b)", "4K(d−h+b)", "E; later 3 batches",
-            "clear groups of labels, one model for all in the end"),
+        Row(
+            "fedem",
+            "M models both ways",
+            "weights π",
+            "4M(d+b)",
+            "4M",
+            "M E, + M forward",
+            "clients that mix kinds of data",
+        ),
+        Row(
+            "fedconcat",
+            "model; later classifier, and encoders down once",
+            _NONE,
+            "4K(d+b)",
+            "4K(d−h+b)",
+            "E; later 3 batches",
+            "clear groups of labels, one model for all in the end",
+        ),
         Row("floco", "model, M classifiers", _NONE, "4M a client", _NONE, "E", "degrees of likeness, one body"),
     ),
-}  # fmt: skip
+}
 
-_HEADS = ("shared", "method", "travels", "stays on the client", "server keeps", "client's disk", "epochs", "when to use it")
+_HEADS = (
+    "shared",
+    "method",
+    "travels",
+    "stays on the client",
+    "server keeps",
+    "client's disk",
+    "epochs",
+    "when to use it",
+)
 
 
 def table() -> str:

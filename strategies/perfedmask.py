@@ -43,7 +43,9 @@ _DRAWS = 1000
 class PerFedMaskParams:
     """Parameters of PerFedMask, table `perfedmask`."""
 
-    capacity: float = key(1.0, "Share of the body's parameters that a client can train (nu); 1 is FedBABU.", POSITIVE_RATIO)
+    capacity: float = key(
+        1.0, "Share of the body's parameters that a client can train (nu); 1 is FedBABU.", POSITIVE_RATIO
+    )
     masks: Literal["optimised", "random"] = key("optimised", "The best of 1,000 random masks, or one.")
 
 
@@ -162,7 +164,11 @@ class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
         """Names of the tensors it uploads."""
         body = ctx.layout.subset(ctx.shared)
         layers = len(layers_of(body))
-        mask = np.ones(layers, bool) if LAYERS not in ctx.extras else np.unpackbits(ctx.extras[LAYERS])[:layers].astype(bool)
+        mask = (
+            np.ones(layers, bool)
+            if LAYERS not in ctx.extras
+            else np.unpackbits(ctx.extras[LAYERS])[:layers].astype(bool)
+        )
         return sent_tensors(body, mask)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> Model:
@@ -179,6 +185,11 @@ class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
 
 
 METHOD = Method(
-    "perfedmask", PerFedMaskParams, PerFedMask, PerFedMaskUpdate, all_but_classifier, needs_whole=True,
+    "perfedmask",
+    PerFedMaskParams,
+    PerFedMask,
+    PerFedMaskUpdate,
+    all_but_classifier,
+    needs_whole=True,
     not_private="its server averages each layer over those clients that train it",
-)  # fmt: skip
+)

@@ -52,11 +52,14 @@ class PFedFDAParams:
         "single",
         "One weight of a client's own statistics (paper), one for means and one for the covariance (the code's default), or 1.",
     )
-    folds: int = key(2, "Folds of the cross-validation; a class with no more samples keeps its global mean.", Rule(low=2))
+    folds: int = key(
+        2, "Folds of the cross-validation; a class with no more samples keeps its global mean.", Rule(low=2)
+    )
     eps: float = key(
-        1e-4, "Least class probability and shrinkage of the covariance (epsilon).",
+        1e-4,
+        "Least class probability and shrinkage of the covariance (epsilon).",
         Rule(low=0, high=1, low_open=True, high_open=True),
-    )  # fmt: skip
+    )
     ridge: float = key(1.0, "Added to the diagonal of a local covariance (rho).", POSITIVE)
 
 
@@ -147,7 +150,16 @@ class Validation:
     """
 
     def __init__(
-        self, z: Matrix, y: Labels, fold: Labels, shared: Gaussians, prior: Matrix, *, least: int, ridge: float, eps: float
+        self,
+        z: Matrix,
+        y: Labels,
+        fold: Labels,
+        shared: Gaussians,
+        prior: Matrix,
+        *,
+        least: int,
+        ridge: float,
+        eps: float,
     ) -> None:
         self.z, self.y, self.fold, self.shared, self.prior, self.eps = z, y, fold, shared, prior, eps
         self._others = {
@@ -216,12 +228,20 @@ def body(layout: Layout, params: object) -> frozenset[str]:
 class PFedFDA(FedAvg[PFedFDAParams]):
     """Server half. Memory: `means` float32 [C, k], `covariance` float32 [k(k+1)/2]."""
 
-    spread = 16.0  # most clients keep the Gaussians as they are, who adapts them to its own moves them: 35 times was seen
+    spread = (
+        16.0  # most clients keep the Gaussians as they are, who adapts them to its own moves them: 35 times was seen
+    )
     compared_extras = MappingProxyType({"class means": "means", "covariances": "covariance"})
     robust = frozenset({"krum", "geometric-median"})  # a median per entry of covariances need not be one
 
     def __init__(
-        self, config: RunConfig, params: PFedFDAParams, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder
+        self,
+        config: RunConfig,
+        params: PFedFDAParams,
+        layout: Layout,
+        initial: Model,
+        shared: frozenset[str],
+        folder: RunFolder,
     ) -> None:
         super().__init__(config, params, layout, initial, shared, folder)
         classes, k = head_shape(layout)
@@ -315,7 +335,11 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
             z, y = ctx.trainer.features(model)
             classes, k = head_shape(ctx.layout)
             if z.shape[1] != k or not np.isfinite(z).all():
-                what = "not finite: training diverged" if z.shape[1] == k else f"{z.shape[1]} numbers, its last layer takes {k}"
+                what = (
+                    "not finite: training diverged"
+                    if z.shape[1] == k
+                    else f"{z.shape[1]} numbers, its last layer takes {k}"
+                )
                 raise UserError(f"pfedfda: the model's features are {what}")
             with one_thread("scipy.linalg"):
                 self._last = model, *adapt(z.astype(np.float64), y, self.shared(ctx), ctx.params, ctx.rng("folds"))
@@ -353,6 +377,12 @@ def cross_validated(
 
 
 METHOD = Method(
-    "pfedfda", PFedFDAParams, PFedFDA, PFedFDAUpdate, body, needs_classes=True, needs_whole=True,
+    "pfedfda",
+    PFedFDAParams,
+    PFedFDA,
+    PFedFDAUpdate,
+    body,
+    needs_classes=True,
+    needs_whole=True,
     not_private="it sends the mean and covariance of each client's features",
-)  # fmt: skip
+)

@@ -108,7 +108,9 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
     from torch.func import functional_call
 
     if len(drawings.inputs) != 3:
-        raise UserError(f"method pfedgate: its gate looks at images, the data's samples have shape {list(drawings.inputs)}")
+        raise UserError(
+            f"method pfedgate: its gate looks at images, the data's samples have shape {list(drawings.inputs)}"
+        )
     channels, height, width = drawings.inputs
 
     class SwitchNorm(nn.Module):
@@ -165,7 +167,9 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
             with torch.autocast(x.device.type, enabled=False):
                 g = self.gates(x) if self.training else self.g
             if params.sparsity < 1:
-                kept = torch.from_numpy(self.blocks.kept(g.detach().cpu().numpy(), params.sparsity, params.blocks)).to(g.device)
+                kept = torch.from_numpy(self.blocks.kept(g.detach().cpu().numpy(), params.sparsity, params.blocks)).to(
+                    g.device
+                )
                 g = g + (g * kept - g).detach()
             used, start = {}, 0
             for (name, parameter), sizes in zip(self.network.named_parameters(), self.blocks.sizes, strict=True):

@@ -52,7 +52,9 @@ class PFedMeParams:
     inner_steps: int = key(5, "Gradient steps on theta per batch (K).", AT_LEAST_ONE)
     inner_learning_rate: float = key(0.05, "Step size of theta.", POSITIVE)
     outer_learning_rate: float = key(
-        0.005, "Step size of w (eta), times `learning-rate-decay` and `schedule`; times `proximal-weight` below 1.", POSITIVE
+        0.005,
+        "Step size of w (eta), times `learning-rate-decay` and `schedule`; times `proximal-weight` below 1.",
+        POSITIVE,
     )
     beta: float = key(1.0, "Server step towards the clients' mean (beta); above 1 extrapolates.", POSITIVE)
 
@@ -83,7 +85,9 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
         if p.inner_learning_rate * p.proximal_weight >= 2:
             log.warning(
                 "pfedme: inner-learning-rate * proximal-weight = %g * %g = %g lets inner steps diverge; it must be below 2",
-                p.inner_learning_rate, p.proximal_weight, p.inner_learning_rate * p.proximal_weight,
+                p.inner_learning_rate,
+                p.proximal_weight,
+                p.inner_learning_rate * p.proximal_weight,
             )
         if self.config.momentum:
             log.warning("pfedme: momentum %g is not used, inner steps are plain gradient steps", self.config.momentum)

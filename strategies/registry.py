@@ -56,7 +56,9 @@ class Methods(Mapping[str, Method[Any]]):
                 raise UserError(f"must be a strategies.base.Method, got {type(method).__name__}")
             if table in self or table in {key.name for key in specs(RunConfig)}:
                 what = "method" if table in self else "key"
-                raise UserError(f"{table}, its file's name, exists already: Corolla has a {what} of that name; choose another")
+                raise UserError(
+                    f"{table}, its file's name, exists already: Corolla has a {what} of that name; choose another"
+                )
             _check(method, table)
         except UserError as error:
             raise UserError(f"method {name}: {error}") from None
@@ -119,4 +121,3 @@ class Params(Mapping[str, type]):
     def __len__(self) -> int:
         """Count the built-in methods."""
         return len(self._methods)
-

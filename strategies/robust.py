@@ -33,7 +33,9 @@ ABLE = 3  # vectors from which on one of them can be outvoted
 _CHUNK = 160_000  # float32 values: fit the cache
 _STEPS = 200  # of Weiszfeld's iteration
 _SETTLED = 1e-12  # largest change of a weight in its last step
-_HOPELESS = 1e12  # squared distance, in medians, beyond which a vector has no weight: float64 could not tell the others apart
+_HOPELESS = (
+    1e12  # squared distance, in medians, beyond which a vector has no weight: float64 could not tell the others apart
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ class Averaging:
         distances = aggregate.squared_distances(W)
         weights = [self._weights(distances[np.ix_(own, own)]) for own in rows]
         return lambda block: np.array(
-            [aggregate.mean_block(block[own], each, each.sum()) for own, each in zip(rows, weights, strict=True)], np.float32
+            [aggregate.mean_block(block[own], each, each.sum()) for own, each in zip(rows, weights, strict=True)],
+            np.float32,
         ).reshape(len(rows), block.shape[1])
 
     def assumed(self, n: int) -> int:

@@ -108,14 +108,20 @@ class SCAFFOLD(FedAvg[SCAFFOLDParams]):
         """Log what runs; warn of momentum."""
         super().summary()
         if self.config.momentum:
-            log.warning("scaffold: momentum is %g, the paper has none; steps are counted through it", self.config.momentum)
+            log.warning(
+                "scaffold: momentum is %g, the paper has none; steps are counted through it", self.config.momentum
+            )
 
     def check(self, upload: Upload) -> None:
         """Steps must be as many as the client's samples make, give or take each epoch's last batch."""
         steps, epochs, size = upload.metrics.get(STEPS), self.config.local_epochs, self.config.batch_size
-        fewest, most = (epochs * max(1, batches) for batches in (upload.num_examples // size, -(-upload.num_examples // size)))
+        fewest, most = (
+            epochs * max(1, batches) for batches in (upload.num_examples // size, -(-upload.num_examples // size))
+        )
         if type(steps) is not int or not fewest <= steps <= most:
-            raise WireError(f"{STEPS} must be an integer in {fewest}..{most} for {upload.num_examples} samples, got {steps!r}")
+            raise WireError(
+                f"{STEPS} must be an integer in {fewest}..{most} for {upload.num_examples} samples, got {steps!r}"
+            )
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """The control variate c."""
@@ -149,7 +155,9 @@ class SCAFFOLDUpdate(LocalUpdate[SCAFFOLDParams]):
         trainer, c = ctx.trainer, ctx.extras[CONTROL]
         sent = ctx.layout.take(start, ctx.shared)
         own = state.arrays.get("scaffold.control", np.zeros_like(sent.params))
-        still = Model(np.zeros_like(start.params), np.zeros_like(start.buffers))  # what does not travel is not corrected
+        still = Model(
+            np.zeros_like(start.params), np.zeros_like(start.buffers)
+        )  # what does not travel is not corrected
         shift = ctx.layout.put(still, Model(c - own, sent.buffers), ctx.shared).params
         after = trainer.train(start, correction=shifted(ctx, shift))
         scale = trainer.learning_rate * effective_steps(trainer.steps, ctx.config.momentum)
@@ -176,6 +184,10 @@ def shifted(ctx: RoundContext[Any], shift: NDArray[np.float32]) -> Correction | 
 
 
 METHOD = Method(
-    "scaffold", SCAFFOLDParams, SCAFFOLD, SCAFFOLDUpdate, all_but_local_statistics,
+    "scaffold",
+    SCAFFOLDParams,
+    SCAFFOLD,
+    SCAFFOLDUpdate,
+    all_but_local_statistics,
     not_private="its server needs each client's number of steps",
-)  # fmt: skip
+)

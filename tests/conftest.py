@@ -15,7 +15,8 @@ from flwr.clientapp import ClientApp
 from hypothesis import settings
 
 from client_app.client_app import app as client_app
-from fl_app import cli, plugins, server_app
+from corolla import cli
+from fl_app import plugins, server_app
 from fl_app.config import RunConfig, parse
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Slot
@@ -28,10 +29,19 @@ settings.register_profile("corolla", deadline=None, max_examples=50, derandomize
 settings.load_profile("corolla")
 
 SMALL: dict[str, Scalar] = {
-    "method": "fedavg", "num-server-rounds": 2, "num-clients": 3, "dataset": "digits", "partition": "dirichlet-client",
-    "train-samples": 24, "test-samples": 10, "model": "mlp", "local-epochs": 1, "batch-size": 8, "device": "cpu",
+    "method": "fedavg",
+    "num-server-rounds": 2,
+    "num-clients": 3,
+    "dataset": "digits",
+    "partition": "dirichlet-client",
+    "train-samples": 24,
+    "test-samples": 10,
+    "model": "mlp",
+    "local-epochs": 1,
+    "batch-size": 8,
+    "device": "cpu",
     "run-name": "run",
-}  # fmt: skip
+}
 
 IN_TWO_ROUNDS: dict[str, dict[str, Scalar]] = {"fedconcat": {"fedconcat.encoder-rounds": 1}}
 """What methods of several phases need set, to reach their last in a run of two rounds."""

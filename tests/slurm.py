@@ -51,9 +51,13 @@ def tasks(script: Path) -> list[int]:
 
 
 def sbatch(
-    script: Path, *arguments: str, directory: Path, environment: Mapping[str, str] | None = None, task: int | None = None,
+    script: Path,
+    *arguments: str,
+    directory: Path,
+    environment: Mapping[str, str] | None = None,
+    task: int | None = None,
     job: int = 1,
-) -> subprocess.Popen[str]:  # fmt: skip
+) -> subprocess.Popen[str]:
     """Start a job, or one task of an array, as Slurm would on a node: the script is a copy, its output one stream."""
     bin_ = directory / "slurm-bin"
     bin_.mkdir(exist_ok=True)
@@ -66,6 +70,11 @@ def sbatch(
     spooled = bin_ / "slurm_script"
     spooled.write_text(script.read_text())
     return subprocess.Popen(
-        ["bash", str(spooled), *arguments], cwd=directory, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        ["bash", str(spooled), *arguments],
+        cwd=directory,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )

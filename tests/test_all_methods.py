@@ -23,7 +23,7 @@ from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
-from fl_app.server import checkpoint, log_lines
+from fl_app.server import checkpoint, progress_protocol
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
@@ -36,11 +36,22 @@ MODELS = {"plain": "mlp", "batchnorm": "resnet8", "convolutional": "cnn"}
 
 def start(directory: Path, name: str, **config: Scalar) -> tuple[RunFolder, RunConfig]:
     raw: dict[str, Scalar] = {
-        "num-server-rounds": 2, "num-clients": CLIENTS, "train-samples": 24, "test-samples": 12, "local-epochs": 1,
-        "batch-size": 12, "learning-rate": 0.05, "device": "cpu", "checkpoint-every": 1, "keep-state": True, "run-name": name,
-        "output-dir": str(directory), "state-dir": str(directory / "state"), **{k.replace("_", "-"): v for k, v in config.items()},
+        "num-server-rounds": 2,
+        "num-clients": CLIENTS,
+        "train-samples": 24,
+        "test-samples": 12,
+        "local-epochs": 1,
+        "batch-size": 12,
+        "learning-rate": 0.05,
+        "device": "cpu",
+        "checkpoint-every": 1,
+        "keep-state": True,
+        "run-name": name,
+        "output-dir": str(directory),
+        "state-dir": str(directory / "state"),
+        **{k.replace("_", "-"): v for k, v in config.items()},
         **IN_TWO_ROUNDS.get(str(config["method"]), {}),
-    }  # fmt: skip
+    }
     parsed = parse(raw, METHOD_PARAMS)
     return run(InProcessGrid(app, raw, CLIENTS), parsed, lambda *_: None), parsed
 
@@ -55,17 +66,34 @@ def documented_bytes(method: str, layout: Layout, round: int, participants: int)
     classes, width = next(s.shape for s in layout.params if s.name in layout.classifier and len(s.shape) == 2)
     gaussians = 4 * (classes * width + width * (width + 1) // 2)
     travels = {
-        "local": 0, "fedper": whole - head, "fedrep": whole - head, "fedbabu": whole - head, "lg-fedavg": head,
-        "fedbn": whole - norms, "flute": whole - head, "pfedfda": whole - head + gaussians,
-        "fedas": whole - head, "fedem": 3 * whole, "perfedmask": whole - head,
+        "local": 0,
+        "fedper": whole - head,
+        "fedrep": whole - head,
+        "fedbabu": whole - head,
+        "lg-fedavg": head,
+        "fedbn": whole - norms,
+        "flute": whole - head,
+        "pfedfda": whole - head + gaussians,
+        "fedas": whole - head,
+        "fedem": 3 * whole,
+        "perfedmask": whole - head,
         "floco": whole + 9 * 4 * classes * width,
-    }.get(method, whole)  # fmt: skip
+    }.get(method, whole)
     extra = {
-        "fedcac": mask, "feddac": mask, "fedselect": mask, "fedobp": 8 * len(layout.params), "fedgen": 4 * classes,
-        "feddwa": 4 * layout.d, "fedfomo": 4 * 5, "ifca": 4,
-    }  # fmt: skip
+        "fedcac": mask,
+        "feddac": mask,
+        "fedselect": mask,
+        "fedobp": 8 * len(layout.params),
+        "fedgen": 4 * classes,
+        "feddwa": 4 * layout.d,
+        "fedfomo": 4 * 5,
+        "ifca": 4,
+    }
     generator = (32 + classes + 3) * 256 + (256 + 1) * width + 2 * 256  # noise 32, hidden 256; and its statistics
-    later = {"fedgen": 4 * generator + classes, "fedfomo": (participants - 2) * whole}  # as many others as have been seen
+    later = {
+        "fedgen": 4 * generator + classes,
+        "fedfomo": (participants - 2) * whole,
+    }  # as many others as have been seen
     if method == "fedconcat" and round > 1:  # a classifier on as many encoders as there are clients, all different
         classifier = 4 * (CLIENTS * width * classes + classes)
         return classifier, classifier + CLIENTS * (whole - head)
@@ -82,14 +110,17 @@ def documented_extras(method: str, layout: Layout) -> tuple[int, int]:
 
 
 @pytest.mark.usefixtures("own_methods")
-@pytest.mark.parametrize(("model", "fraction"), [
-    pytest.param("plain", 1.0, id="plain-full"),
-    pytest.param("plain", 0.5, id="plain-partial"),
-    pytest.param("batchnorm", 1.0, id="batchnorm-full", marks=pytest.mark.nightly),
-    pytest.param("batchnorm", 0.5, id="batchnorm-partial", marks=pytest.mark.long),
-    pytest.param("convolutional", 1.0, id="convolutional-full", marks=pytest.mark.nightly),
-    pytest.param("convolutional", 0.5, id="convolutional-partial", marks=pytest.mark.nightly),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "fraction"),
+    [
+        pytest.param("plain", 1.0, id="plain-full"),
+        pytest.param("plain", 0.5, id="plain-partial"),
+        pytest.param("batchnorm", 1.0, id="batchnorm-full", marks=pytest.mark.nightly),
+        pytest.param("batchnorm", 0.5, id="batchnorm-partial", marks=pytest.mark.long),
+        pytest.param("convolutional", 1.0, id="convolutional-full", marks=pytest.mark.nightly),
+        pytest.param("convolutional", 0.5, id="convolutional-partial", marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("method", [*METHODS, *OWN_METHODS])
 def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, model: str, fraction: float) -> None:
     config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "fraction_train": fraction}
@@ -110,7 +141,7 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
         documented = [plain[0] + more[0], plain[1] + more[1]]
         for client in record["clients"].values():
             assert [client["upload-bytes"], client["download-bytes"]] == documented
-        told = log_lines.read_round(log_lines.round_line(record, 2))  # what the panel is fed with
+        told = progress_protocol.read_round(progress_protocol.round_line(record, 2))  # what the panel is fed with
         assert told is not None and (told.number, told.total, told.failed) == (record["round"], 2, 0)
         assert told.before_deviation is not None and told.after_deviation is not None
         assert told.loss is not None and told.loss > 0 and told.upload_bytes >= 0 and told.seconds["round"] > 0
@@ -125,7 +156,9 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
         file.unlink()
     shutil.rmtree(folder.path / "models", ignore_errors=True)
     raw = {**parsed.resolved, "resume": str(folder.path)}
-    resumed = run(InProcessGrid(app, raw, CLIENTS), dataclasses.replace(parsed, resume=str(folder.path)), lambda *_: None)
+    resumed = run(
+        InProcessGrid(app, raw, CLIENTS), dataclasses.replace(parsed, resume=str(folder.path)), lambda *_: None
+    )
     assert read_summary(resumed.path)["digest"] == summary["digest"]
     for before, after in zip(rounds, read_metrics(resumed.path), strict=True):
         assert json.dumps(strip(before)) == json.dumps(strip(after))
@@ -154,9 +187,15 @@ def test_regression(tmp_path: Path, method: str) -> None:
     y = x @ draw.normal(size=6)
     np.savez(tmp_path / "rows.npz", x_train=x[:60], y_train=y[:60], x_test=x[60:], y_test=y[60:])
     config: dict[str, Scalar] = {
-        "method": method, "dataset": f"npz:{tmp_path / 'rows.npz'}", "task": "regression", "partition": "iid", "train_samples": 0,
-        "test_samples": 0, "learning_rate": 0.02, "data_dir": str(tmp_path / "data"),
-    }  # fmt: skip
+        "method": method,
+        "dataset": f"npz:{tmp_path / 'rows.npz'}",
+        "task": "regression",
+        "partition": "iid",
+        "train_samples": 0,
+        "test_samples": 0,
+        "learning_rate": 0.02,
+        "data_dir": str(tmp_path / "data"),
+    }
     why = {"pfedgate": "its gate looks at images"}.get(method, "it is about classes, and task regression has none")
     if METHODS[method].needs_classes or method == "pfedgate":
         with pytest.raises(UserError, match=f"method {method}: {why}"):

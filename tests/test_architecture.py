@@ -1,53 +1,89 @@
-"""Imports point one way: fl_app foundations <- strategies <- client_app; the composition roots join them."""
+"""Imports point one way, floor by floor, and no two files import each other, however indirectly."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPOSITION_ROOTS = ("fl_app/server_app.py", "fl_app/cli/", "fl_app/api/")
+PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
+COMPOSITION_ROOT = "fl_app.server_app"  # of a run; it alone, of the ground floor, names strategies
+
+# What the files of a floor may import beside their own floor. The longest prefix of a module's name says which floor it is on.
+FLOORS: dict[str, tuple[str, ...]] = {
+    "fl_app": (),
+    COMPOSITION_ROOT: ("fl_app", "strategies"),
+    "strategies": ("fl_app",),
+    "client_app": ("fl_app", "strategies"),
+    "deploy": ("fl_app",),
+    "corolla.presets": ("fl_app",),
+    "corolla.experiments": ("fl_app", "corolla.presets"),
+    "corolla.tracking": ("fl_app", "corolla.experiments"),
+    "corolla.report": ("fl_app", "corolla.experiments"),
+    "corolla": PACKAGES,
+}
 
 
-def imports(path: Path) -> set[str]:
-    """Top-level packages and modules a file imports anywhere."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+def modules() -> dict[str, Path]:
+    """Every module of Corolla by its dotted name."""
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
 
-def files(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+def imported(path: Path) -> Iterator[str]:
+    """Yield what a file imports anywhere: inside functions and for type checkers too. Names may be attributes of modules."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_foundations_import_neither_strategies_nor_the_client() -> None:
-    for path in files("fl_app"):
-        if not str(path.relative_to(ROOT)).startswith(COMPOSITION_ROOTS):
-            wrong = {m for m in imports(path) if m.split(".")[0] in ("strategies", "client_app")}
-            assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+def graph() -> dict[str, set[str]]:
+    """The modules of Corolla that each module of Corolla imports."""
+    known = modules()
+    edges: dict[str, set[str]] = {}
+    for module, path in known.items():
+        targets = (name if name in known else name.rpartition(".")[0] for name in imported(path))
+        edges[module] = {target for target in targets if target in known} - {module}
+    return edges
 
 
-def test_strategies_do_not_import_the_client() -> None:
-    for path in files("strategies"):
-        wrong = {m for m in imports(path) if m.split(".")[0] in ("client_app", "deploy")}
-        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+def floor(module: str) -> str:
+    return max((name for name in FLOORS if f"{module}.".startswith(f"{name}.")), key=len)
+
+
+def test_imports_point_down() -> None:
+    wrong = []
+    for module, targets in graph().items():
+        own = floor(module)
+        allowed = (own, *FLOORS[own])
+        wrong += [
+            f"{module} imports {target}"
+            for target in sorted(targets)
+            if not any(f"{target}.".startswith(f"{name}.") for name in allowed)
+        ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_kernels_do_not_import_flower_or_torch() -> None:
     for name in ("masks", "scores", "aggregate", "robust"):
-        wrong = {m for m in imports(ROOT / "strategies" / f"{name}.py") if m.split(".")[0] in ("flwr", "torch", "fl_app")}
-        assert not wrong, f"strategies/{name}.py imports {wrong}"
+        tops = {module.split(".")[0] for module in imported(ROOT / "strategies" / f"{name}.py")}
+        assert not tops & {"flwr", "torch", "fl_app"}, f"strategies/{name}.py imports {sorted(tops)}"
 
 
 def test_the_client_process_does_not_import_what_it_does_not_use() -> None:
     code = "import sys, client_app.client_app; print(' '.join(sys.modules))"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
     unwanted = {"torchvision", "sklearn", "scipy", "ray", "datasets", "flwr_datasets", "matplotlib", "torch", "psutil"}
     unwanted |= {"pandas", "IPython", "ipykernel", "nbclient", "mlflow", "wandb", "tensorboard"}
     assert not unwanted & loaded, f"a client process imports {sorted(unwanted & loaded)}"

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 from benchmarks import as_run
 from benchmarks.as_run import APFL, FLUTE, FedALA, Worker
 from client_app.trainer import LocalTrainer
-from fl_app import presets, rng, weights
+from corolla import presets
+from fl_app import rng, weights
 from fl_app.config import RunConfig, parse
 from fl_app.keys import Scalar
 from fl_app.server.run_folder import read_metrics
@@ -32,7 +33,9 @@ def raw(raw_config: dict[str, Scalar]) -> Mapping[str, Scalar]:
 
 
 def configure(raw: Mapping[str, Scalar], method: str, **keys: Scalar) -> RunConfig:
-    return parse({**raw, "method": method, **{f"{method}.{name.replace('_', '-')}": keys[name] for name in keys}}, METHOD_PARAMS)
+    return parse(
+        {**raw, "method": method, **{f"{method}.{name.replace('_', '-')}": keys[name] for name in keys}}, METHOD_PARAMS
+    )
 
 
 def vector(module: nn.Module) -> np.ndarray:
@@ -63,9 +66,14 @@ def test_the_worker_is_fedavg(raw: Mapping[str, Scalar], run: Run) -> None:
     tests = dict(worker.run())
     assert list(tests) == [1, 2, 3]
     for record in read_metrics(folder.path):
-        assert tests[record["round"]] == pytest.approx({name: record["evaluation"][name] for name in tests[1]}, abs=1e-9)
+        assert tests[record["round"]] == pytest.approx(
+            {name: record["evaluation"][name] for name in tests[1]}, abs=1e-9
+        )
     # bit for bit: of two clients the order does not matter to a mean
-    assert same(worker.global_model.params, load_safetensors(folder.path / "models" / "global.safetensors", worker.layout).params)
+    assert same(
+        worker.global_model.params,
+        load_safetensors(folder.path / "models" / "global.safetensors", worker.layout).params,
+    )
 
 
 def test_apfl_mixes_outputs_and_steps_twice_on_one_gradient(raw: Mapping[str, Scalar]) -> None:
@@ -128,7 +136,9 @@ class NaiveALA:
                 slopes = slopes_of(loss, mixed)[-2:]
                 rate = self.row.config.params.weight_learning_rate
                 with torch.no_grad():
-                    self.A = [(A - rate * g * (b - a)).clamp(0, 1) for A, g, (a, b) in zip(self.A, slopes, pairs, strict=True)]
+                    self.A = [
+                        (A - rate * g * (b - a)).clamp(0, 1) for A, g, (a, b) in zip(self.A, slopes, pairs, strict=True)
+                    ]
                 mix()
             losses.append(loss.item())
         self.epochs.append(len(losses))

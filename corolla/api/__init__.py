@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from fl_app.api.results import Run, folder, load
+from corolla.api.results import Run, folder, load
 
 if TYPE_CHECKING:
     import pandas
@@ -20,10 +20,20 @@ AnyPath = str | os.PathLike[str]
 
 
 def run(
-    preset: AnyPath | None = None, *, clients: int | None = None, superlink: str | None = None, output_dir: AnyPath | None = None,
-    cpus_per_client: float = 1, gpus_per_client: float = 0, in_process: bool = False, resume: AnyPath | Run | None = None,
-    scale: str = "full", verbose: bool = False, progress: bool = True, **keys: Any,
-) -> Run:  # fmt: skip
+    preset: AnyPath | None = None,
+    *,
+    clients: int | None = None,
+    superlink: str | None = None,
+    output_dir: AnyPath | None = None,
+    cpus_per_client: float = 1,
+    gpus_per_client: float = 0,
+    in_process: bool = False,
+    resume: AnyPath | Run | None = None,
+    scale: str = "full",
+    verbose: bool = False,
+    progress: bool = True,
+    **keys: Any,
+) -> Run:
     """Run one experiment as `corolla run` does, and return it.
 
     preset: a preset's name or a .toml file. keys: run-config keys (docs/config.md) with _ for -, a method's own in a table,
@@ -33,13 +43,19 @@ def run(
     Raises UserError with the command's words for bad input, before anything is written, and RunFailed for a run that did not
     finish. An interrupt ends the run after its round, a second one at once; both raise KeyboardInterrupt.
     """
-    from fl_app.api import starting
+    from corolla.api import starting
 
     options = dict(
-        clients=clients, superlink=superlink, output_dir=output_dir, cpus_per_client=cpus_per_client,
-        gpus_per_client=gpus_per_client, in_process=in_process, resume=resume.path if isinstance(resume, Run) else resume,
-        scale=scale, verbose=verbose,
-    )  # fmt: skip
+        clients=clients,
+        superlink=superlink,
+        output_dir=output_dir,
+        cpus_per_client=cpus_per_client,
+        gpus_per_client=gpus_per_client,
+        in_process=in_process,
+        resume=resume.path if isinstance(resume, Run) else resume,
+        scale=scale,
+        verbose=verbose,
+    )
     return Run(starting.start(None if preset is None else os.fspath(preset), options, keys, progress))
 
 
@@ -51,7 +67,7 @@ def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run) -> pandas.DataFrame:
     row's runs: `pairs`, `seeds`, `difference`, the ends of its 95 % intervals, the share of `clients-better`, the `verdict`.
     Unfinished runs are named on standard error. Raises UserError for a path that holds no run, and if none is finished.
     """
-    from fl_app.api import comparing
+    from corolla.api import comparing
 
     several = [runs] if isinstance(runs, (str, os.PathLike, Run)) or not isinstance(runs, Iterable) else list(runs)
     return comparing.frame([one.path if isinstance(one, Run) else folder(one) for one in several])

@@ -8,8 +8,8 @@ from typing import Any
 
 import pandas
 
-from fl_app.cli.settings import say_unfinished
-from fl_app.experiments import compare, paired
+from corolla.cli.settings import say_unfinished
+from corolla.experiments import compare, significance
 from strategies import METHOD_PARAMS
 
 
@@ -25,20 +25,27 @@ def frame(paths: Sequence[Path]) -> pandas.DataFrame:
         for name in metrics:
             row[name], row[f"{name}-std"] = known.get(name, (None, None))
         rows.append(row)
-    others = [paired.paired(runs, groups[0]) for runs in groups[1:]]
+    others = [significance.paired(runs, groups[0]) for runs in groups[1:]]
     if any(others):
         rows = [row | differences(one) for row, one in zip(rows, [None, *others], strict=True)]
-        rows[0]["verdict"] = paired.FIRST
+        rows[0]["verdict"] = significance.FIRST
     return pandas.DataFrame(rows)
 
 
-def differences(one: paired.Comparison | None) -> dict[str, Any]:
+def differences(one: significance.Comparison | None) -> dict[str, Any]:
     """Return a row's columns about the paired difference to the first row's runs; empty cells where there is none."""
     if one is None:
-        return {"pairs": 0, "seeds": 0, "verdict": paired.NOTHING_SHARED}
+        return {"pairs": 0, "seeds": 0, "verdict": significance.NOTHING_SHARED}
     low, high = one.over_pairs or (None, None)
     low_seeds, high_seeds = one.over_seeds or (None, None)
     return {
-        "pairs": one.pairs, "seeds": one.seeds, "difference": one.mean, "low": low, "high": high, "low-over-seeds": low_seeds,
-        "high-over-seeds": high_seeds, "clients-better": one.share_better, "verdict": one.verdict,
-    }  # fmt: skip
+        "pairs": one.pairs,
+        "seeds": one.seeds,
+        "difference": one.mean,
+        "low": low,
+        "high": high,
+        "low-over-seeds": low_seeds,
+        "high-over-seeds": high_seeds,
+        "clients-better": one.share_better,
+        "verdict": one.verdict,
+    }

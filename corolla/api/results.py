@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from corolla.experiments import runs
 from fl_app.errors import UserError, listed
-from fl_app.experiments import runs
 from fl_app.server.run_folder import CLIENTS, METRICS, PLUGINS, SUMMARY
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Run:
         """One row per round (the index): every number of metrics.jsonl, those of `evaluation` and `seconds` with this prefix."""
         import pandas
 
-        from fl_app.report import arrays, csv_files
+        from corolla.report import arrays, csv_files
 
         lines = csv_files.round_lines(arrays.read_run(self._folder.path))
         return pandas.DataFrame(lines, columns=_columns("round", lines=lines)).set_index("round")
@@ -61,7 +61,7 @@ class Run:
         """One row per round and client that took part or was evaluated (the index): their numbers, as in `metrics`."""
         import pandas
 
-        from fl_app.report import arrays, csv_files
+        from corolla.report import arrays, csv_files
 
         lines = csv_files.client_lines(arrays.read_run(self._folder.path))
         return pandas.DataFrame(lines, columns=_columns("round", "client", lines=lines)).set_index(["round", "client"])
@@ -72,18 +72,18 @@ class Run:
         The same that `corolla export` writes, compared with the hash that the client told when it was evaluated last. Raises
         UserError if the run is not finished, there is no such client, or the server has not got the model.
         """
-        from fl_app.cli.settings import look_for_plugins
-        from fl_app.experiments import trained
+        from corolla.cli.settings import look_for_plugins
+        from corolla.experiments.exported import run_models
         from strategies import METHODS
 
         look_for_plugins(self._folder.path / PLUGINS)
-        model = trained.load(self._folder.path, client, METHODS)
-        trained.refuse_parts(model)
+        model = run_models.load(self._folder.path, client, METHODS)
+        run_models.refuse_parts(model)
         return model.module
 
     def report(self, output: str | os.PathLike[str] | None = None) -> Path:
         """Write report.html and its pictures, as `corolla report` does, into `output` or the run folder; the page's path."""
-        from fl_app.report.page import write_report
+        from corolla.report.page import write_report
 
         return write_report([self._folder.path], self._folder.path if output is None else Path(output))[0]
 
@@ -99,7 +99,7 @@ class Run:
             return f"<p><code>{escape(str(self.path))}</code>: {escape(str(error))}</p>"
 
     def _table(self) -> str:
-        from fl_app.cli.tables import results
+        from corolla.cli.tables import results
 
         folder = self._folder
         if folder.finished:
@@ -107,7 +107,9 @@ class Run:
         else:
             header, row = runs.listing([folder])
             header, row = header[1:], row[1:]
-        cells = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line) for tag, line in (("th", header), ("td", row))]
+        cells = [
+            "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line) for tag, line in (("th", header), ("td", row))
+        ]
         return f"<table><tr>{cells[0]}</tr><tr>{cells[1]}</tr></table><p><code>{escape(str(self.path))}</code></p>"
 
 

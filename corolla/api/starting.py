@@ -12,9 +12,9 @@ import click
 import typer
 import typer.main
 
-from fl_app.cli import runs, settings
-from fl_app.cli.runs import How
-from fl_app.cli.settings import Scale
+from corolla.cli import runs, settings
+from corolla.cli.runs import How
+from corolla.cli.settings import Scale
 from fl_app.errors import RunFailed, UserError
 from fl_app.keys import Scalar, table_of
 from strategies import METHODS
@@ -25,10 +25,14 @@ def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any
     options = {name: plain(value) for name, value in options.items()}
     checked({**options, "progress": progress})
     given = flat(keys)
-    how = How(**{
-        **options, "scale": Scale(options["scale"]), "resume": Path(options["resume"]) if options["resume"] else None,
-        "output_dir": None if options["output_dir"] is None else os.fspath(options["output_dir"]),
-    })  # fmt: skip
+    how = How(
+        **{
+            **options,
+            "scale": Scale(options["scale"]),
+            "resume": Path(options["resume"]) if options["resume"] else None,
+            "output_dir": None if options["output_dir"] is None else os.fspath(options["output_dir"]),
+        }
+    )
     settings.look_for_plugins()
     with quiet(not progress), own_threads() if how.in_process else contextlib.nullcontext():
         config, parsed = runs.configure(preset, given, how)
@@ -49,7 +53,9 @@ def checked(options: Mapping[str, Any]) -> None:
         value = options.get(str(parameter.name))
         if value is not None:
             try:
-                parameter.type.convert(os.fspath(value) if isinstance(value, os.PathLike) else str(value), parameter, None)
+                parameter.type.convert(
+                    os.fspath(value) if isinstance(value, os.PathLike) else str(value), parameter, None
+                )
             except click.BadParameter as error:
                 raise UserError(error.format_message().replace(parameter.opts[0], str(parameter.name))) from None
 

@@ -14,8 +14,8 @@ from rich.markup import escape
 
 import deploy.cli
 import deploy.node_cli
-from fl_app.cli import listings, products, results, runs, sweeps, verify
-from fl_app.cli.settings import errors, look_for_plugins
+from corolla.cli import listings, products, results, runs, sweeps, verify
+from corolla.cli.settings import errors, look_for_plugins
 from fl_app.errors import RunFailed, UserError
 
 app = typer.Typer(
@@ -65,7 +65,9 @@ def command() -> None:
         if isinstance(end.code, int) and sys.gettrace() is None and sys.getprofile() is None:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as multiprocessing does at its processes' end
             atexit._run_exitfuncs()
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # who read the output may be gone, or never was there
+            with contextlib.suppress(
+                OSError, ValueError, AttributeError
+            ):  # who read the output may be gone, or never was there
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(end.code)

@@ -1,5 +1,5 @@
-"""`python -m fl_app.cli`, for where the installed command is not on the PATH."""
+"""`python -m corolla.cli`, for where the installed command is not on the PATH."""
 
-from fl_app.cli import command
+from corolla.cli import command
 
 command()

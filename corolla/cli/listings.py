@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
-from fl_app import plugins
-from fl_app.catalogue import BY_COLUMN
-from fl_app.cli.settings import (
+from corolla.cli.settings import (
     DEFAULT_CLIENTS,
     PresetArgument,
     Scale,
@@ -31,12 +29,14 @@ from fl_app.cli.settings import (
     warn_of_data,
     with_clients,
 )
-from fl_app.cli.tables import size
-from fl_app.cli.waiting import waiting
+from corolla.cli.tables import size
+from corolla.cli.waiting import waiting
+from corolla.experiments.runs import by_experiment
+from fl_app import plugins
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
-from fl_app.experiments.runs import by_experiment
 from fl_app.keys import nearest, specs, without_others
+from fl_app.known_names import BY_COLUMN
 from strategies import METHOD_PARAMS, METHODS, overview
 
 if TYPE_CHECKING:
@@ -58,7 +58,9 @@ def show_version(asked: bool) -> None:
 
 
 def about(
-    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Personalized federated learning: runs, their results, and what there is to run."""
 
@@ -68,7 +70,7 @@ def presets(
     all_: Annotated[bool, typer.Option("--all", help="No effect any more: Corolla can run every one.")] = False,
 ) -> None:
     """List presets, with the published figures; one name a line when piped."""
-    from fl_app.presets import find
+    from corolla.presets import find
 
     found = find(pattern)
     width = max(len(preset.name) for preset in found)
@@ -76,7 +78,9 @@ def presets(
         if not console.is_terminal:
             typer.echo(preset.name)
             continue
-        console.print(f"[bold]{preset.name:{width}}[/]  {preset.published or '':12}  {escape(preset.source)}", soft_wrap=True)
+        console.print(
+            f"[bold]{preset.name:{width}}[/]  {preset.published or '':12}  {escape(preset.source)}", soft_wrap=True
+        )
 
 
 def methods(
@@ -87,14 +91,18 @@ def methods(
             autocompletion=lambda incomplete: [name for name in METHODS if name.startswith(incomplete)],
         ),
     ] = "",
-    table: Annotated[bool, typer.Option("--table", help="What each shares, keeps and costs, and when to use it.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="What each shares, keeps and costs, and when to use it.")
+    ] = False,
 ) -> None:
     """List the methods and their parameters."""
     if table:
         typer.echo(overview.table())
         return
     if name and not plugins.is_reference(name) and name not in METHODS:
-        raise UserError(f"method: must be one of {', '.join(METHODS)} or module:METHOD, got {name!r}{nearest(name, METHODS)}")
+        raise UserError(
+            f"method: must be one of {', '.join(METHODS)} or module:METHOD, got {name!r}{nearest(name, METHODS)}"
+        )
     for each in [name] if name else METHODS:
         method = METHODS[each]
         console.print(f"[bold]{each}[/]  {escape(METHODS.summary(each))}", soft_wrap=True)
@@ -106,7 +114,7 @@ def methods(
 
 def reference(root: Annotated[Path, typer.Argument(help="A clone's root.")] = Path(".")) -> None:
     """Rewrite docs/config.md and the defaults in pyproject.toml from the declared keys (`make docs`)."""
-    from fl_app.cli.reference import write
+    from corolla.cli.reference import write
 
     write(root, METHOD_PARAMS)
 
@@ -128,7 +136,10 @@ def data_prepare(
 
 @data_app.command("show")
 def data_show(
-    preset: PresetArgument = None, set_: SetOption = None, clients: ClientsOption = None, scale: ScaleOption = Scale.full
+    preset: PresetArgument = None,
+    set_: SetOption = None,
+    clients: ClientsOption = None,
+    scale: ScaleOption = Scale.full,
 ) -> None:
     """Show the data set of a preset, a .toml file or --set, and who gets how much of which class."""
     from fl_app import data, tasks
@@ -186,7 +197,9 @@ def prepared(config: RunConfig, force: bool) -> DatasetInfo:
         soft_wrap=True,
     )
     if not of_classes:
-        console.print(f"{TARGETS}: {escape(target_spread(info.classes, data.prepare_for(config).y_train))}", soft_wrap=True)
+        console.print(
+            f"{TARGETS}: {escape(target_spread(info.classes, data.prepare_for(config).y_train))}", soft_wrap=True
+        )
     if info.samples == "images":
         spreads = [0.0 if std == 1 else std for std in info.std]  # 1 stands for a channel that never varies
         values = "; ".join(f"{mean:.3f} ± {std:.3f}" for mean, std in zip(info.mean, spreads, strict=True))
@@ -208,7 +221,9 @@ def state(context: typer.Context) -> None:
 @state_app.command("list")
 def state_list(
     state_dir: StateDirOption = "",
-    runs: Annotated[Path, typer.Option(help="Directory of run folders, where the runs' names are looked up.")] = Path("runs"),
+    runs: Annotated[Path, typer.Option(help="Directory of run folders, where the runs' names are looked up.")] = Path(
+        "runs"
+    ),
 ) -> None:
     """List the experiments with client state on this machine, with their runs if these are here too."""
     from client_app.state import state_root, stored

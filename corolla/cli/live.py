@@ -1,7 +1,7 @@
 """What is shown while a run goes on: a live panel on a terminal and in a notebook, one plain line per round elsewhere.
 
-Both are fed by the run's own log lines (fl_app/server/log_lines.py), whether they come from this process, from a simulation's or
-from a SuperLink on another machine.
+Both are fed by the run's own log lines (fl_app/server/progress_protocol.py). The lines come from this process, from a
+simulation's, or from a SuperLink on another machine.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fl_app.cli import notebook
-from fl_app.cli.waiting import Plain, is_terminal
+from corolla.cli import notebook
+from corolla.cli.waiting import Plain, is_terminal
 from fl_app.errors import plain
-from fl_app.server import log_lines
-from fl_app.server.log_lines import LOG_MARK, Failure, Folder, LeftOut, Progress, Resumed, Round, Stopped
+from fl_app.server import progress_protocol
+from fl_app.server.progress_protocol import LOG_MARK, Failure, Folder, LeftOut, Progress, Resumed, Round, Stopped
 from fl_app.server.run_folder import ask_to_stop
 
 ROWS = 8  # of the last rounds
@@ -96,9 +96,13 @@ class RunPanel:
             parts += [Text(), table(rows, width - FRAME)]
         parts += notes
         yield Panel(
-            Group(*parts), title=escape(self._title), title_align="left", subtitle=self._times(), subtitle_align="right",
+            Group(*parts),
+            title=escape(self._title),
+            title_align="left",
+            subtitle=self._times(),
+            subtitle_align="right",
             width=width,
-        )  # fmt: skip
+        )
 
     def _bars(self) -> Table:
         grid = Table.grid(padding=(0, 2), expand=True)
@@ -118,9 +122,13 @@ class RunPanel:
         if self.rounds:
             last = self.rounds[-1]
             unit = "%, " if last.ratio else ""
-            lines[f"{last.metric} ({unit}mean ± std) before, after training; {byte_unit(self.rounds)[1]} up, down"] = "dim"
-            if phases := log_lines.phases_of(last):
-                lines[f"seconds of round {last.number}: " + ", ".join(f"{k} {v:.1f}" for k, v in phases.items())] = "dim"
+            lines[f"{last.metric} ({unit}mean ± std) before, after training; {byte_unit(self.rounds)[1]} up, down"] = (
+                "dim"
+            )
+            if phases := progress_protocol.phases_of(last):
+                lines[f"seconds of round {last.number}: " + ", ".join(f"{k} {v:.1f}" for k, v in phases.items())] = (
+                    "dim"
+                )
         for who, why in self._left_out.items():
             lines[f"{who} takes no part: {why}"] = "bold red"
         if self._failed:
@@ -147,7 +155,7 @@ def table(rounds: Sequence[Round], width: int) -> Table:
     cells["after"] = [write(r.after, r.after_deviation) for r in rounds]
     if any(r.evaluated for r in rounds):
         cells["all"] = [write(r.everyone) if r.evaluated else "" for r in rounds]
-    cells["loss"] = [log_lines.number(r.loss) for r in rounds]
+    cells["loss"] = [progress_protocol.number(r.loss) for r in rounds]
     unit, _ = byte_unit(rounds)
     cells["up"] = [f"{r.upload_bytes / unit:.1f}" for r in rounds]
     cells["down"] = [f"{r.download_bytes / unit:.1f}" for r in rounds]
@@ -173,7 +181,7 @@ def table(rounds: Sequence[Round], width: int) -> Table:
 
 def byte_unit(rounds: Iterable[Round]) -> tuple[float, str]:
     """Return the unit in which the bytes of rounds are told, and its name."""
-    return log_lines.byte_unit(max(max(r.upload_bytes, r.download_bytes) for r in rounds))
+    return progress_protocol.byte_unit(max(max(r.upload_bytes, r.download_bytes) for r in rounds))
 
 
 def failed_style(name: str, cell: str) -> str:
@@ -260,7 +268,7 @@ class Display:
     def line(self, text: str) -> None:
         """Take one of our log lines."""
         text = plain(text.replace("\t", " "))
-        match log_lines.read(text):
+        match progress_protocol.read(text):
             case Folder(path):
                 self.folder = path
                 self._panel.begin(0)
@@ -284,7 +292,7 @@ class Display:
                 if finished.number == finished.total:
                     self._plain.doing("ending the run")
                 if not self._live:
-                    self._print(log_lines.sentence(finished))
+                    self._print(progress_protocol.sentence(finished))
             case None:
                 self._print(text)
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from fl_app.catalogue import DATASETS
-from fl_app.cli.settings import console, errors, say_unfinished, warn
-from fl_app.cli.tables import show_table
-from fl_app.cli.waiting import waiting
+from corolla.cli.settings import console, errors, say_unfinished, warn
+from corolla.cli.tables import show_table
+from corolla.cli.waiting import waiting
 from fl_app.errors import UserError
+from fl_app.known_names import DATASETS
 from strategies import METHOD_PARAMS, METHODS
 
 if TYPE_CHECKING:
-    from fl_app.experiments.compare import Run
+    from corolla.experiments.compare import Run
 
 
 def compare(
@@ -26,15 +26,17 @@ def compare(
     dataset: Annotated[str, typer.Option(help="What your own data are to count as, e.g. cifar10.")] = "",
     to: Annotated[
         float | None,
-        typer.Option(metavar="VALUE", help="Rounds, bytes and seconds to an accuracy, e.g. 0.8, or to an RMSE as low as that."),
+        typer.Option(
+            metavar="VALUE", help="Rounds, bytes and seconds to an accuracy, e.g. 0.8, or to an RMSE as low as that."
+        ),
     ] = None,
 ) -> None:
     """Put runs beside each other, and say which is better; with --paper, beside the published figures.
 
     Runs that differ in the seed alone are one row. The first row's runs are what the others are compared with.
     """
-    from fl_app.experiments import candidates, grouping
-    from fl_app.experiments import compare as comparing
+    from corolla.experiments import compare as comparing
+    from corolla.experiments import grouping, paper_metrics
 
     if dataset and not (grouping.named(dataset) and paper):
         raise UserError(f"--dataset {dataset}: with --paper, what your own data are to count as: {', '.join(DATASETS)}")
@@ -50,10 +52,10 @@ def compare(
     if lines:
         show_table(comparing.table(lines))
         typer.echo("accuracies in per cent; ours: mean ± standard deviation over n seeds")
-        if every := candidates.table(lines):
+        if every := paper_metrics.table(lines):
             typer.echo()
             show_table(every)
-            typer.echo(candidates.CAPTION)
+            typer.echo(paper_metrics.CAPTION)
         for title, texts in comparing.described(lines):
             typer.echo("\n".join([f"\n{title}", *(f"  {text}" for text in texts)]))
     matched = {id(run) for line in lines for run in line.runs}
@@ -66,30 +68,34 @@ def compare(
 
 def show_comparison(groups: Sequence[Sequence[Run]], to: float | None) -> None:
     """Print groups of runs side by side, what each took to reach an accuracy, and their paired differences."""
-    from fl_app.experiments import compare as comparing
-    from fl_app.experiments import paired, reach
+    from corolla.experiments import compare as comparing
+    from corolla.experiments import cost_to_target, significance
 
-    reached = reach.table(groups, to) if to is not None else []  # first of all, for what is wrong with `to`
+    reached = cost_to_target.table(groups, to) if to is not None else []  # first of all, for what is wrong with `to`
     show_table(comparing.side_by_side(groups))
     if reached:
         typer.echo()
         show_table(reached)
-        typer.echo(reach.CAPTION)
-    if differences := paired.table(groups):
+        typer.echo(cost_to_target.CAPTION)
+    if differences := significance.table(groups):
         typer.echo()
         show_table(differences)
-        typer.echo(paired.caption(groups))
+        typer.echo(significance.caption(groups))
 
 
 def runs(
-    directories: Annotated[list[Path] | None, typer.Argument(help="Directories of run folders (default: runs).")] = None,
+    directories: Annotated[
+        list[Path] | None, typer.Argument(help="Directories of run folders (default: runs).")
+    ] = None,
     collect: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Also write there what a repository keeps of finished runs, for compare and report."),
+        typer.Option(
+            metavar="DIR", help="Also write there what a repository keeps of finished runs, for compare and report."
+        ),
     ] = None,
 ) -> None:
     """List run folders: what is finished, what is running, what can be resumed; a sweep's runs too."""
-    from fl_app.experiments.runs import below, listing
+    from corolla.experiments.runs import below, listing
 
     places = directories or [Path("runs")]
     found = [run for place in places for run in below(place)]
@@ -98,7 +104,7 @@ def runs(
         return
     show_table(listing(found))
     if collect is not None:
-        from fl_app.experiments import collect as collecting
+        from corolla.experiments import collect as collecting
 
         for path in collecting.collect([run for run in found if run.state == "finished"], collect):
             console.print(f"{path}", soft_wrap=True)
@@ -114,7 +120,7 @@ def report(
     declared = {name: method.figures for name, method in METHODS.items()}
     with waiting(errors) as shown:  # standard output has the paths alone
         shown.step("reading the runs", brief=True)
-        from fl_app.report.page import reported, write_report  # here, for matplotlib takes seconds
+        from corolla.report.page import reported, write_report  # here, for matplotlib takes seconds
 
         before = reported(output)
         written = write_report(runs, output, declared, figures, tables)

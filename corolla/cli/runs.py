@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from fl_app.cli.interrupts import answered
-from fl_app.cli.live import Display, log_to
-from fl_app.cli.settings import (
+from corolla.cli.interrupts import answered
+from corolla.cli.live import Display, log_to
+from corolla.cli.settings import (
     DEFAULT_CLIENTS,
     CpusOption,
     GpusOption,
@@ -38,17 +38,17 @@ from fl_app.cli.settings import (
     warn_of_settings,
     with_clients,
 )
-from fl_app.cli.tables import command, show_next, show_results, size
-from fl_app.cli.waiting import Submit, simulated, waiting
+from corolla.cli.tables import command, show_next, show_results, size
+from corolla.cli.waiting import Submit, simulated, waiting
+from corolla.experiments.runs import Run
 from fl_app.config import RunConfig
 from fl_app.errors import RunFailed, UserError
-from fl_app.experiments.runs import Run
 from fl_app.keys import Scalar, without_others
 from fl_app.server.run_folder import PLUGINS, check_free, check_state, check_unchanged
 from strategies import METHODS
 
 if TYPE_CHECKING:
-    from fl_app.experiments.launch import RayCluster
+    from corolla.experiments.launch import RayCluster
 
 
 def run(
@@ -56,7 +56,9 @@ def run(
     set_: SetOption = None,
     clients: Annotated[
         int | None,
-        typer.Option(help="Simulation: virtual SuperNodes (default 10). Deployment: connected clients to wait for.", min=1),
+        typer.Option(
+            help="Simulation: virtual SuperNodes (default 10). Deployment: connected clients to wait for.", min=1
+        ),
     ] = None,
     superlink: Annotated[
         str | None, typer.Option(metavar="NAME", help="Deploy: a SuperLink connection of Flower's config file.")
@@ -66,10 +68,12 @@ def run(
     gpus_per_client: GpusOption = 0,
     in_process: Annotated[bool, typer.Option("--in-process", help="Debug: one process, no Ray, no SuperLink.")] = False,
     ray_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Simulation: on an existing Ray cluster, from one of its machines.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Simulation: on an existing Ray cluster, from one of its machines."),
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Continue an interrupted run in its folder, from its last checkpoint.")
+        Path | None,
+        typer.Option(metavar="RUN", help="Continue an interrupted run in its folder, from its last checkpoint."),
     ] = None,
     scale: ScaleOption = Scale.full,
     dry_run: Annotated[
@@ -78,7 +82,18 @@ def run(
     verbose: VerboseOption = False,
 ) -> None:
     """Run one experiment, a preset, a .toml file or what --set says, in simulation unless --superlink is given."""
-    how = How(clients, superlink, output_dir, cpus_per_client, gpus_per_client, in_process, resume, scale, verbose, ray_address)
+    how = How(
+        clients,
+        superlink,
+        output_dir,
+        cpus_per_client,
+        gpus_per_client,
+        in_process,
+        resume,
+        scale,
+        verbose,
+        ray_address,
+    )
     config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:
         show_dry_run(parsed, preset or "")
@@ -183,8 +198,9 @@ def is_finished(run: Path, config: RunConfig) -> bool:
 
 def show_dry_run(config: RunConfig, preset: str) -> None:
     """Print a config as TOML, with the bytes of a round in a comment; the data is not needed unless it is the user's own."""
-    from fl_app import data, presets
-    from fl_app.experiments import dry_run
+    from corolla import presets
+    from corolla.experiments import dry_run
+    from fl_app import data
 
     source = presets.all_presets().get(preset)
     if source is not None and source.paper:
@@ -212,8 +228,8 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
 
 def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:
     """Run on a SuperLink that Flower's config file names."""
+    from corolla.experiments.launch import flwr_run
     from deploy.connection import bad_certificate
-    from fl_app.experiments.launch import flwr_run
     from fl_app.processes import flower_environment
 
     environment = flower_environment()
@@ -234,11 +250,15 @@ def on_cluster(
 ) -> tuple[dict[str, Scalar], RayCluster]:
     """Return a config whose places are the same on all machines of a Ray cluster, and the cluster. Raises UserError."""
     from client_app.state import state_root
+    from corolla.experiments import ray_cluster
+    from corolla.experiments.launch import RayCluster
     from fl_app.data import data_root
-    from fl_app.experiments import ray_cluster
-    from fl_app.experiments.launch import RayCluster
 
-    places = {"output-dir": Path(parsed.output_dir), "state-dir": state_root(parsed.state_dir), "data-dir": data_root(parsed)}
+    places = {
+        "output-dir": Path(parsed.output_dir),
+        "state-dir": state_root(parsed.state_dir),
+        "data-dir": data_root(parsed),
+    }
     places = {key: path.expanduser().resolve() for key, path in places.items()}
     shared = {key: places[key] for key in ("output-dir", "state-dir")}
     with waiting(console) as shown:
@@ -248,13 +268,15 @@ def on_cluster(
     return {**config, **{key: str(path) for key, path in places.items()}}, RayCluster(address, inner)
 
 
-def run_one(config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: str = "", until: int = 0) -> Path | None:
+def run_one(
+    config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: str = "", until: int = 0
+) -> Path | None:
     """Submit one run and show it; the folder's path if it lies on this machine. Raises RunFailed if the run failed.
 
     where: the option that says where it runs, with a space, for the command that continues it. until: the round after which it is
     asked to end, one later if that comes too late; 0: the last.
     """
-    from fl_app.experiments.launch import COMPLETED, LOST
+    from corolla.experiments.launch import COMPLETED, LOST
 
     parsed = resolve(config)
     display = Display(parsed.method, console, parsed.num_server_rounds, verbose, until)

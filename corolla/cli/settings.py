@@ -13,14 +13,15 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fl_app import plugins, presets
-from fl_app.catalogue import PATH_DATASETS
-from fl_app.cli.waiting import waiting
+from corolla import presets
+from corolla.cli.waiting import waiting
+from fl_app import plugins
+from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.experiments.bundle import APP_DIRECTORY
 from fl_app.files import refuse_unwritable
 from fl_app.keys import Scalar, bears_on
+from fl_app.known_names import PATH_DATASETS
 from strategies import METHOD_PARAMS, METHODS
 from strategies.robust import ABLE
 
@@ -150,18 +151,21 @@ def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
 
 def check_locally(config: RunConfig) -> None:
     """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
-    from fl_app import data, tasks, tracking
+    from fl_app import data, tasks
     from fl_app.layout import Layout
+    from fl_app.server import trackers
 
-    tracking.require(config.resolved)
+    trackers.require(config.resolved)
     if config.dataset == "node":
-        raise UserError("dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation")
+        raise UserError(
+            "dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation"
+        )
     method = METHODS[config.method]
     method.check(config)
     tasks.measured(config)
     with waiting(console) as shown:
         shown.step("checking the data and the model", brief=True)
-        from client_app.loaded import resolve_device  # here, for torch takes seconds
+        from client_app.device_model import resolve_device  # here, for torch takes seconds
 
         resolve_device(config.device)
         if config.state_dir:
@@ -169,7 +173,9 @@ def check_locally(config: RunConfig) -> None:
         info = data.check(config)
         repeated = data.repeated(config)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
-            raise UserError(f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}")
+            raise UserError(
+                f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}"
+            )
         module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights)
         method.travelling(config, Layout.of(module))
     warn_of_data(info)
@@ -186,7 +192,9 @@ def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
         import torch
 
         if gpus_per_client > torch.cuda.device_count():
-            raise UserError(f"--gpus-per-client: this machine has {torch.cuda.device_count()} GPUs, got {gpus_per_client:g}")
+            raise UserError(
+                f"--gpus-per-client: this machine has {torch.cuda.device_count()} GPUs, got {gpus_per_client:g}"
+            )
 
 
 def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Collection[str]]]) -> None:

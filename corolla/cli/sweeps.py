@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from fl_app.cli import runs
-from fl_app.cli.settings import (
+from corolla.cli import runs
+from corolla.cli.settings import (
     CpusOption,
     GpusOption,
     Scale,
@@ -31,15 +31,15 @@ from fl_app.cli.settings import (
     resolve,
     warn_of_settings,
 )
-from fl_app.cli.tables import show_next, show_table
-from fl_app.cli.waiting import simulated
+from corolla.cli.tables import show_next, show_table
+from corolla.cli.waiting import simulated
+from corolla.experiments import forecast as forecasting
+from corolla.experiments import sweep as sweeping
+from corolla.experiments import table as sweep_table
+from corolla.experiments.forecast import Forecast
+from corolla.experiments.runs import Run
+from corolla.experiments.sweep import Point
 from fl_app.errors import RunFailed, UserError
-from fl_app.experiments import forecast as forecasting
-from fl_app.experiments import sweep as sweeping
-from fl_app.experiments import table as sweep_table
-from fl_app.experiments.forecast import Forecast
-from fl_app.experiments.runs import Run
-from fl_app.experiments.sweep import Point
 from fl_app.server.run_folder import check_unchanged
 from strategies import METHOD_PARAMS
 
@@ -48,8 +48,12 @@ def sweep(
     file: Annotated[Path, typer.Argument(help="A sweep file; docs/experiments.md says what it holds.")],
     set_: SetOption = None,
     jobs: Annotated[int, typer.Option(help="Runs at the same time, each in its own processes.", min=1)] = 1,
-    in_process: Annotated[bool, typer.Option("--in-process", help="No Ray, no SuperLink: fast for small models.")] = False,
-    output_dir: Annotated[Path | None, typer.Option(help="The sweep's directory (default: runs/<file's name>).")] = None,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="No Ray, no SuperLink: fast for small models.")
+    ] = False,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="The sweep's directory (default: runs/<file's name>).")
+    ] = None,
     scale: ScaleOption = Scale.full,
     cpus_per_client: CpusOption = 1,
     gpus_per_client: GpusOption = 0,
@@ -81,7 +85,9 @@ def sweep(
         words = [str(file.resolve()), f"--output-dir={directory}", f"--scale={scale.value}", *sets]
         words += ["--in-process"] if in_process else options
         cpus = 1 if in_process else max(2, math.ceil(cpus_per_client))
-        write_array(points, directory, file, words, at_once=jobs if jobs > 1 else 0, cpus=cpus, gpus=math.ceil(gpus_per_client))
+        write_array(
+            points, directory, file, words, at_once=jobs if jobs > 1 else 0, cpus=cpus, gpus=math.ceil(gpus_per_client)
+        )
         return
     if not in_process:
         check_resources(cpus_per_client, gpus_per_client)
@@ -96,9 +102,15 @@ def sweep(
     with sweeping.locked(directory):
         todo = unfinished_points(directory, points)
         try:
-            todo = say_how_long(directory, points, todo, jobs, lambda first: run_points(
-                first, in_process, cpus_per_client, gpus_per_client, verbose, forecasting.FIRST
-            ))  # fmt: skip
+            todo = say_how_long(
+                directory,
+                points,
+                todo,
+                jobs,
+                lambda first: run_points(
+                    first, in_process, cpus_per_client, gpus_per_client, verbose, forecasting.FIRST
+                ),
+            )
             if jobs > 1:
                 how = ["--in-process"] if in_process else options
                 failed = sweeping.run_parallel(todo, directory, jobs, how, announce, interrupted)
@@ -118,19 +130,23 @@ def write_array(
     points: Sequence[Point], directory: Path, file: Path, words: Sequence[str], *, at_once: int, cpus: int, gpus: int
 ) -> None:
     """Write a sweep's Slurm script, once all that can be wrong with its runs here is known not to be; GPUs are elsewhere."""
-    from fl_app.experiments import slurm
+    from corolla.experiments import slurm
 
     anywhere = [dataclasses.replace(p, parsed=dataclasses.replace(p.parsed, device="cpu")) for p in points]
     sweeping.check(anywhere, check_locally)
     path = slurm.write_array(points, directory, file.name, words, at_once=at_once, cpus=cpus, gpus=gpus)
-    console.print(f"{len(points)} runs, a task each; now, and again to go on: sbatch {escape(str(path))}", soft_wrap=True)
+    console.print(
+        f"{len(points)} runs, a task each; now, and again to go on: sbatch {escape(str(path))}", soft_wrap=True
+    )
 
 
 def chosen(points: Sequence[Point], name: str, file: Path) -> Point:
     """Return the run of a name. Raises UserError if the sweep has none."""
     found = [point for point in points if point.name == name]
     if not found:
-        raise UserError(f"--only: {file} has no run {name!r}; --dry-run lists them, --slurm writes a script of what it has now")
+        raise UserError(
+            f"--only: {file} has no run {name!r}; --dry-run lists them, --slurm writes a script of what it has now"
+        )
     return found[0]
 
 
@@ -164,7 +180,11 @@ def continued(point: Point, folder: Path, begun_now: bool = False) -> Point | No
         set_aside(folder)
         return None
     # how it runs, and where its data lie, is what this command says; its state lies where it was left
-    now = {spec.name: value for spec, value in point.parsed.own_keys() if spec.about == "running" or spec.name == "data-dir"}
+    now = {
+        spec.name: value
+        for spec, value in point.parsed.own_keys()
+        if spec.about == "running" or spec.name == "data-dir"
+    }
     config = ready(Run(folder).settings | now | {"resume": str(folder)})
     parsed = resolve(config)
     check_unchanged(folder, parsed)
@@ -206,7 +226,11 @@ def going_on(
 
 
 def say_how_long(
-    directory: Path, points: Sequence[Point], todo: list[Point], jobs: int, run_first: Callable[[Sequence[Point]], object]
+    directory: Path,
+    points: Sequence[Point],
+    todo: list[Point],
+    jobs: int,
+    run_first: Callable[[Sequence[Point]], object],
 ) -> list[Point]:
     """Say how long a sweep takes, and return the runs that are left to do.
 
@@ -221,14 +245,18 @@ def say_how_long(
 
     unmeasured = {sweeping.identity(point.parsed) for point in known()[2].unmeasured()}
     if first := [point for point in todo if sweeping.identity(point.parsed) in unmeasured]:
-        console.print(f"to say how long it takes, first {forecasting.FIRST} rounds of {len(first)} runs, which go on later:")
+        console.print(
+            f"to say how long it takes, first {forecasting.FIRST} rounds of {len(first)} runs, which go on later:"
+        )
         run_first(first)
     finished, unfinished, forecast = known()
     if first:
         todo = going_on(points, finished, unfinished, begun_now=True)
     if todo and (seconds := forecast.seconds(jobs)) is not None:
         at_once = f", {jobs} at a time if they do not slow each other down" if jobs > 1 else ""
-        console.print(f"about {forecasting.duration(seconds)} for {len(todo)} runs{at_once}, at the pace of the rounds so far")
+        console.print(
+            f"about {forecasting.duration(seconds)} for {len(todo)} runs{at_once}, at the pace of the rounds so far"
+        )
     return todo
 
 
@@ -243,7 +271,12 @@ def interrupted(running: int) -> None:
 
 
 def run_points(
-    points: Sequence[Point], in_process: bool, cpus_per_client: float, gpus_per_client: float, verbose: bool, until: int = 0
+    points: Sequence[Point],
+    in_process: bool,
+    cpus_per_client: float,
+    gpus_per_client: float,
+    verbose: bool,
+    until: int = 0,
 ) -> dict[str, str]:
     """Run one after the other, those with equally many clients on one SuperLink; messages of failed ones by name.
 
@@ -254,7 +287,11 @@ def run_points(
     for num_clients in dict.fromkeys(point.parsed.num_clients for point in points):
         same = [point for point in points if point.parsed.num_clients == num_clients]
         with contextlib.ExitStack() as stack:
-            submit = None if in_process else stack.enter_context(simulated(console, num_clients, cpus_per_client, gpus_per_client))
+            submit = (
+                None
+                if in_process
+                else stack.enter_context(simulated(console, num_clients, cpus_per_client, gpus_per_client))
+            )
             for point in same:
                 started += 1
                 announce(started, len(points), point.name)

@@ -12,8 +12,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from fl_app.cli.settings import console
-from fl_app.experiments.runs import Run
+from corolla.cli.settings import console
+from corolla.experiments.runs import Run
 from fl_app.tasks import Metric
 
 CAPTION = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.markup import escape
 
-from fl_app.cli.settings import SetOption, absolute_paths, console, parse_set, resolve
-from fl_app.cli.tables import size
+from corolla.cli.settings import SetOption, absolute_paths, console, parse_set, resolve
+from corolla.cli.tables import size
 from fl_app.errors import UserError
 
 

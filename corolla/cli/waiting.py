@@ -16,11 +16,13 @@ from fl_app import progress
 from fl_app.keys import Scalar
 
 if TYPE_CHECKING:
-    from fl_app.experiments.launch import RayCluster
+    from corolla.experiments.launch import RayCluster
 
 Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
 
-SILENCE = 5.0  # seconds after which plain output says again what is going on: never ten without a word, on a busy machine too
+SILENCE = (
+    5.0  # seconds after which plain output says again what is going on: never ten without a word, on a busy machine too
+)
 _TICK = 0.5
 
 
@@ -91,7 +93,12 @@ class Waiting:
 
     def _draw(self, what: str, done: int, total: int) -> None:
         if self._bar is None:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"))
+            columns = (
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[count]}"),
+            )
             self._bar = Progress(*columns, TimeElapsedColumn(), console=self._console, transient=True)
             self._bar.start()
         if what != self._what or self._task is None:
@@ -136,7 +143,7 @@ def simulated(
     console: Console, num_clients: int, cpus_per_client: float, gpus_per_client: float, ray: RayCluster | None = None
 ) -> Iterator[Submit]:
     """Yield what submits runs to a SuperLink of their own, with words for its start and its end. ray: a cluster to use."""
-    from fl_app.experiments.launch import simulation
+    from corolla.experiments.launch import simulation
 
     said = waiting(console, interrupted="")  # the simulation says itself that it ends
     with said as shown, simulation(num_clients, cpus_per_client, gpus_per_client, shown.step, ray) as submit:

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from corolla.experiments.runs import Record, Run
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
-from fl_app.experiments.runs import Record, Run
 from fl_app.files import make_directory, publish, publish_text, room
 from fl_app.keys import Scalar, specs
 from fl_app.server.run_folder import CONFIG, METRICS_PACKED, RUN, SUMMARY, read_about
@@ -34,10 +34,14 @@ def collect(runs: Iterable[Run], directory: Path) -> list[Path]:
     for run in runs:
         target = directory / run.path.resolve().name
         if target.resolve() == run.path.resolve():
-            raise UserError(f"--collect: {target} is the run itself, of which the rest would be lost; choose another directory")
+            raise UserError(
+                f"--collect: {target} is the run itself, of which the rest would be lost; choose another directory"
+            )
         taken = targets[target].about if target in targets else read_about(target)
         if (taken or target.exists()) and taken.get("experiment") != run.about.get("experiment"):
-            raise UserError(f"{target} is there already and holds another run than {run.path}; move or remove one of them")
+            raise UserError(
+                f"{target} is there already and holds another run than {run.path}; move or remove one of them"
+            )
         targets[target] = run
     for target, run in targets.items():
         text = "".join(json.dumps(rounded(record, run.headline.name)) + "\n" for record in run.rounds.values())

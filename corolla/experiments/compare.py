@@ -4,7 +4,7 @@ A run's published counterpart is the preset with its method, data set and partit
 the Dirichlet kinds count as one) from whose settings it departs in the fewest keys; ties are all shown. A run cut by
 `--scale small` is matched with presets cut likewise, but its differences are those from the paper's settings. Keys that no
 paper states (`settings`), or that do not bear on the partition or the method, are not compared. Runs that differ in the seed
-alone are one line, mean ± std (fl_app/experiments/grouping.py). Each preset says which of our figures is the paper's (`METRICS`).
+alone are one line, mean ± std (corolla/experiments/grouping.py). Each preset says which of our figures is the paper's (`METRICS`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from corolla.experiments import grouping
+from corolla.experiments import runs as run_folders
+from corolla.experiments.grouping import by_settings, mean_std
+from corolla.experiments.table import figures, show
+from corolla.presets import Preset, all_presets, small
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.experiments import grouping
-from fl_app.experiments import runs as run_folders
-from fl_app.experiments.grouping import by_settings, mean_std
-from fl_app.experiments.table import figures, show
 from fl_app.keys import Scalar
 from fl_app.keys import show as written
-from fl_app.presets import Preset, all_presets, small
 from fl_app.server.run_folder import SUMMARY
 from fl_app.tasks import Metric
 
@@ -93,16 +93,22 @@ _POOLED = ("all clients after the last round, pooled over all samples", _summary
 _BEST = ("the best test of all clients, pooled over all samples", _best_test("accuracy-finetuned-pooled"))
 METRICS: dict[str, Reading] = {
     "": Reading("a run does not record the paper's figure", lambda run: None, *_MEAN),
-    "best-accuracy": Reading("highest round of the mean over clients, before training", _summary("best-accuracy"), *_MEAN),
+    "best-accuracy": Reading(
+        "highest round of the mean over clients, before training", _summary("best-accuracy"), *_MEAN
+    ),
     "best-tested-accuracy-pooled": Reading(
-        "the best test of all clients (evaluate-every), over all test samples", _best_test("accuracy-pooled"), *_BEST,
+        "the best test of all clients (evaluate-every), over all test samples",
+        _best_test("accuracy-pooled"),
+        *_BEST,
         best_test=True,
     ),
     "final-accuracy-finetuned-pooled": Reading(
         "all clients' test data after the last round, each with the model it fine-tuned", _POOLED[1], *_POOLED
     ),
     "last-10-accuracy-pooled": Reading(
-        "mean over the last 10 rounds of the accuracy on the round's clients' test data, before training", _last_rounds, *_POOLED
+        "mean over the last 10 rounds of the accuracy on the round's clients' test data, before training",
+        _last_rounds,
+        *_POOLED,
     ),
 }
 
@@ -143,7 +149,9 @@ def repeated(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
     """Return the runs that have all settings and the seed of one before them, each with that one."""
     found: dict[tuple[tuple[str, str], ...], Run] = {}
     known = [(run, grouping.settings(run.config.resolved)) for run in runs]
-    first = [(run, found.setdefault(tuple(sorted((k, repr(v)) for k, v in given.items())), run)) for run, given in known]
+    first = [
+        (run, found.setdefault(tuple(sorted((k, repr(v)) for k, v in given.items())), run)) for run, given in known
+    ]
     return [(run, before) for run, before in first if run is not before]
 
 
@@ -156,7 +164,9 @@ def settings(config: RunConfig, metric: str) -> dict[str, Scalar]:
     out = {
         key.name: value
         for key, value in config.own_keys()
-        if key.tells_runs_apart and (key.compared or key.name in counted) and key.divides(config.partition, config.dataset)
+        if key.tells_runs_apart
+        and (key.compared or key.name in counted)
+        and key.divides(config.partition, config.dataset)
     }
     return out | {"dataset": grouping.kind(config.dataset)}
 
@@ -192,7 +202,13 @@ def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") 
             found.append((distance, preset, differences(ours, settings(theirs, preset.metric))))
     nearest = min((distance for distance, _, _ in found), default=0)
     return [
-        Line(runs, preset, measure(runs, METRICS[preset.metric].ours), measure(runs, METRICS[preset.metric].finetuned), diffs)
+        Line(
+            runs,
+            preset,
+            measure(runs, METRICS[preset.metric].ours),
+            measure(runs, METRICS[preset.metric].finetuned),
+            diffs,
+        )
         for distance, preset, diffs in found
         if distance == nearest
     ]
@@ -208,7 +224,9 @@ def _split(config: RunConfig) -> tuple[str, float]:
 def describe(line: Line) -> list[str]:
     """Return what a reader must know about a line: the figure, the source, the settings that differ, the preset's notes."""
     preset, metric = line.preset, line.preset.metric
-    text = [f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")]
+    text = [
+        f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")
+    ]
     reading = METRICS[metric]
     tests = sorted({str(len(run.folder.evaluations)) for run in line.runs}) if reading.best_test else []
     text.append("ours: " + f"{metric}, " * bool(metric) + reading.words + f"; tests: {', '.join(tests)}" * bool(tests))
@@ -226,7 +244,10 @@ def described(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
     """Return what must be known about several lines, under `all rows` what is so of each, then under its preset what is its own."""
     texts = [describe(line) for line in lines]
     common = [text for text in texts[0] if all(text in other for other in texts)] if len(lines) > 1 else []
-    own = [(line.preset.name, [text for text in about if text not in common]) for line, about in zip(lines, texts, strict=True)]
+    own = [
+        (line.preset.name, [text for text in about if text not in common])
+        for line, about in zip(lines, texts, strict=True)
+    ]
     return [("all rows", common)] * bool(common) + own
 
 
@@ -246,7 +267,9 @@ def varying(groups: Sequence[Sequence[Run]]) -> list[dict[str, Scalar | None]]:
     every = [grouping.settings(runs[0].config.resolved) for runs in groups]
     known = dict.fromkeys(key for one in every for key in one if key != "seed")
     keys = [key for key in known if key == "method" or len({one[key] for one in every if key in one}) > 1]
-    if "plugins" in keys and len({tuple(one.get(key) for key in keys if key != "plugins") for one in every}) == len(every):
+    if "plugins" in keys and len({tuple(one.get(key) for key in keys if key != "plugins") for one in every}) == len(
+        every
+    ):
         keys.remove("plugins")  # whose method is whose says as much
     return [{key: one.get(key) for key in keys} for one in every]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from corolla.experiments.compare import Run, told_apart
+from corolla.experiments.grouping import mean_std
+from corolla.experiments.runs import Run as Folder
 from fl_app.errors import UserError
-from fl_app.experiments.compare import Run, told_apart
-from fl_app.experiments.grouping import mean_std
-from fl_app.experiments.runs import Run as Folder
 
 CAPTION = (
     "rounds: the first whose clients reach it on average before they train, or after which all clients do; MB (up and down) and "
@@ -63,7 +63,11 @@ def table(groups: Sequence[Sequence[Run]], target: float) -> list[list[str]]:
     lines = [[*names, f"reached {', '.join(bounds)}", "rounds", "MB", "seconds"]]
     for row, runs in zip(rows, groups, strict=True):
         found = [at for run in runs if (at := reached(run.folder, target)) is not None]
-        cells = [_show([at.round for at in found]), _show([at.nbytes / 1e6 for at in found]), _show([at.seconds for at in found])]
+        cells = [
+            _show([at.round for at in found]),
+            _show([at.nbytes / 1e6 for at in found]),
+            _show([at.seconds for at in found]),
+        ]
         lines.append([*row, f"{len(found)} of {len(runs)}", *cells])
     return lines
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from fl_app.catalogue import DATASETS
 from fl_app.config import RunConfig
+from fl_app.known_names import DATASETS
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.toml import to_toml
@@ -48,7 +48,10 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     zeros = Model(np.zeros(layout.d, np.float32), np.zeros(layout.b, np.float32))
     shared = method.travelling(config, layout)
     strategy = method.strategy(config, config.params, layout, zeros, shared, RunFolder(Path(), ""))
-    strategy.round, strategy.attempt.round = config.num_server_rounds - 1, config.num_server_rounds  # those behind it, and it
+    strategy.round, strategy.attempt.round = (
+        config.num_server_rounds - 1,
+        config.num_server_rounds,
+    )  # those behind it, and it
     arrays = strategy.expected().shapes().values()
     return RoundBytes(
         participants=len(strategy.sample(list(range(config.num_clients)), 1)),

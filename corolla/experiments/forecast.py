@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from corolla.experiments.grouping import by_settings, settings
+from corolla.experiments.runs import Record, Run
+from corolla.experiments.sweep import Point, identity
 from fl_app.config import RunConfig
-from fl_app.experiments.grouping import by_settings, settings
-from fl_app.experiments.runs import Record, Run
-from fl_app.experiments.sweep import Point, identity
 
 FIRST = 2  # rounds that are done to be measured
 WORTH = 20  # times as many must be to do with a setting
@@ -89,7 +89,9 @@ class Forecast:
         measured = [found for found in self._paces if found is not None]
         if not measured:
             return None
-        usual = Pace(*(statistics.fmean(each) for each in ([p.round for p in measured], [p.evaluation for p in measured])))
+        usual = Pace(
+            *(statistics.fmean(each) for each in ([p.round for p in measured], [p.evaluation for p in measured]))
+        )
         runs = [
             rounds * (known or usual).round + tests * (known or usual).evaluation
             for group, known in zip(self._groups, self._paces, strict=True)

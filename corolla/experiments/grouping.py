@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from fl_app.catalogue import DATASETS
 from fl_app.config import RunConfig
 from fl_app.keys import KeySpec, Scalar, bears_on, specs
+from fl_app.known_names import DATASETS
 
 T = TypeVar("T")
 _KEYS = {key.name: key for key in specs(RunConfig)}
@@ -31,7 +31,9 @@ def tells(name: str, config: Mapping[str, Scalar]) -> bool:
     key: KeySpec | None = _KEYS.get(name)
     if key is None:
         return bears_on(name, str(config.get("method")))
-    return key.tells_runs_apart and (name == "seed" or key.divides(str(config.get("partition")), str(config.get("dataset"))))
+    return key.tells_runs_apart and (
+        name == "seed" or key.divides(str(config.get("partition")), str(config.get("dataset")))
+    )
 
 
 def kind(dataset: str) -> str:
@@ -55,7 +57,9 @@ def by_settings(runs: Iterable[T], settings: Callable[[T], Mapping[str, Scalar]]
     for run in runs:
         given = dict(settings(run))
         seed = given.pop("seed", None)
-        same = tuple((name, value, isinstance(value, bool)) for name, value in sorted(given.items(), key=lambda pair: pair[0]))
+        same = tuple(
+            (name, value, isinstance(value, bool)) for name, value in sorted(given.items(), key=lambda pair: pair[0])
+        )
         groups.setdefault((*same, times[(*same, seed)]), []).append(run)
         times[(*same, seed)] += 1
     return list(groups.values())

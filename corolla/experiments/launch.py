@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from fl_app import tracking
+from corolla.experiments import namespace, ray_cluster, superlink_supervisor
+from fl_app.app_bundle import bundle
 from fl_app.errors import UserError
-from fl_app.experiments import keeper, namespace, ray_cluster
-from fl_app.experiments.bundle import bundle
 from fl_app.files import make_directory
 from fl_app.keys import Scalar
 from fl_app.processes import (
@@ -34,12 +33,15 @@ from fl_app.processes import (
     processes_with,
     script,
 )
+from fl_app.server import trackers
 from fl_app.toml import to_toml
 
 log = logging.getLogger("corolla")
 
 _END_SECONDS = 60
-_LONGEST_TEMPORARY = 107 - len("/corolla-flwr-12345678/ray/session_2000-01-01_00-00-00_123456_1234567/sockets/plasma_store")
+_LONGEST_TEMPORARY = 107 - len(
+    "/corolla-flwr-12345678/ray/session_2000-01-01_00-00-00_123456_1234567/sockets/plasma_store"
+)
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,12 @@ class RayCluster:
 class SimulationSuperLink:
     """A SuperLink of our own for simulations, with a private home, ended with everything it started.
 
-    A keeper holds it (fl_app/experiments/keeper.py): in a network of its own where the kernel allows it, which `inside`, words
-    before every command that talks to it, enters; and if this process is killed, the keeper ends what is left. say: told what is
-    waited for, "" when that is over. ray: a Ray cluster to use instead of an own one.
+    A supervisor (corolla/experiments/superlink_supervisor.py) holds it in a network of its own where the kernel allows it. `inside`
+    are the words before every command that talks to it: they enter that network. If this process is killed, the supervisor ends
+    what is left. say: receives what is waited for, "" when that is over. ray: a Ray cluster to use instead of an own one.
     """
 
-    name = keeper.NAME
+    name = superlink_supervisor.NAME
 
     def __init__(self, say: Callable[[str], None] = lambda text: None, ray: RayCluster | None = None) -> None:
         self._say, self._ray = say, ray
@@ -71,7 +73,7 @@ class SimulationSuperLink:
         self.environment[LAUNCHER] = identity(os.getpid())
         self.environment["COROLLA_SIMULATION"] = "1"
         if ray:
-            self.environment |= ray_cluster.environment(ray.address) | {keeper.NETWORK: "host"}
+            self.environment |= ray_cluster.environment(ray.address) | {superlink_supervisor.NETWORK: "host"}
         else:
             self.environment["RAY_TMPDIR"] = str(self.home)  # Ray lets everybody write where its sockets are
         self.inside: list[str] = []
@@ -83,9 +85,13 @@ class SimulationSuperLink:
             end_processes(left)
         self._say("starting a SuperLink for the simulation")
         self._keeper = subprocess.Popen(
-            [sys.executable, "-m", keeper.__name__, str(self.home)], env=self.environment, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", superlink_supervisor.__name__, str(self.home)],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self._keeper.stdout is not None
         try:
             said = json.loads(self._keeper.stdout.readline() or '{"error": "the SuperLink\'s keeper ended"}')
@@ -97,7 +103,9 @@ class SimulationSuperLink:
         if not said["shared"]:
             self.inside = [sys.executable, "-m", namespace.__name__, str(self._keeper.pid)]
         elif not self._ray:  # which is reached by the network
-            log.warning("no network of its own for the simulation (%s): docs/security.md says who can reach it", said["shared"])
+            log.warning(
+                "no network of its own for the simulation (%s): docs/security.md says who can reach it", said["shared"]
+            )
         self._say("")
         return self
 
@@ -136,16 +144,25 @@ def flwr_run(
     says that this one ends with the command anyway. Raises UserError if Flower did not accept the run.
     """
     place = environment["FLWR_HOME"] if private else None  # which goes with it, even if this process is killed
-    with bundle(config, place) as app, tempfile.NamedTemporaryFile("w", suffix=".toml", dir=place, encoding="utf-8") as overrides:
+    with (
+        bundle(config, place) as app,
+        tempfile.NamedTemporaryFile("w", suffix=".toml", dir=place, encoding="utf-8") as overrides,
+    ):
         overrides.write(to_toml(config))
         overrides.flush()
         command = [*inside, script("flwr"), "run", str(app), superlink, "--stream", "--run-config", overrides.name]
         if federation_config:
             command += ["--federation-config", federation_config]
         process = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
         run_id, lines = "", []
         try:
             assert process.stdout is not None
@@ -177,7 +194,9 @@ def status(run_id: str, superlink: str, environment: Mapping[str, str], inside: 
     """Return a run's status as `flwr ls` names it, LOST if nobody answers; its --stream exits 0 even when the run failed."""
     deadline = time.monotonic() + 30
     while True:
-        output = _output([*inside, script("flwr"), "ls", superlink, "--run-id", run_id, "--format", "json"], environment)
+        output = _output(
+            [*inside, script("flwr"), "ls", superlink, "--run-id", run_id, "--format", "json"], environment
+        )
         try:
             found = str(json.loads(output)["runs"][0]["status"])
         except (ValueError, KeyError, IndexError, TypeError):
@@ -188,12 +207,17 @@ def status(run_id: str, superlink: str, environment: Mapping[str, str], inside: 
 
 
 def _output(command: list[str], environment: Mapping[str, str]) -> str:
-    return subprocess.run(command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True
+    ).stdout
 
 
 @contextlib.contextmanager
 def simulation(
-    num_clients: int, cpus_per_client: float, gpus_per_client: float, say: Callable[[str], None] = lambda text: None,
+    num_clients: int,
+    cpus_per_client: float,
+    gpus_per_client: float,
+    say: Callable[[str], None] = lambda text: None,
     ray: RayCluster | None = None,
 ) -> Iterator[Callable[[Mapping[str, Scalar], Callable[[str], None]], str]]:
     """Yield run(config, on_line) -> final status, for simulated runs on one private SuperLink. say, ray: as SimulationSuperLink."""
@@ -204,7 +228,7 @@ def simulation(
     with SimulationSuperLink(say, ray) as superlink:
 
         def submit(config: Mapping[str, Scalar], on_line: Callable[[str], None]) -> str:
-            with tracking.following_log(config, on_line) as take:
+            with trackers.following_log(config, on_line) as take:
                 environment, inside = superlink.environment, superlink.inside
                 return flwr_run(superlink.name, config, environment, take, federation, inside, private=True)
 

@@ -1,7 +1,7 @@
 """A network of its own for what a simulation starts (Linux): only a loopback, which nobody outside reaches.
 
 For root a network namespace is enough. Everybody else needs a user namespace around it, in which one keeps one's own id: files
-belong to whom they belonged. `python -m fl_app.experiments.namespace PID COMMAND...` runs a command where process PID is.
+belong to whom they belonged. `python -m corolla.experiments.namespace PID COMMAND...` runs a command where process PID is.
 """
 
 from __future__ import annotations

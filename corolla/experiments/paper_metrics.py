@@ -10,9 +10,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from fl_app.experiments.compare import LAST_ROUNDS, Line, Run
-from fl_app.experiments.grouping import mean_std
-from fl_app.experiments.table import show
+from corolla.experiments.compare import LAST_ROUNDS, Line, Run
+from corolla.experiments.grouping import mean_std
+from corolla.experiments.table import show
 
 Figure = tuple[float, float | None]  # mean and standard deviation over seeds, ratios
 

@@ -1,6 +1,6 @@
 """An existing Ray cluster that a simulation is to use: does it answer, are its machines alike, do they share what they must?
 
-`python -m fl_app.experiments.ray_cluster ADDRESS PATH...` joins it as a driver, reads the files PATH on every one of its machines,
+`python -m corolla.experiments.ray_cluster ADDRESS PATH...` joins it as a driver, reads the files PATH on every one of its machines,
 and prints what was found as JSON. A process of its own: Ray can be joined once, and leaves threads and signal handlers behind.
 """
 
@@ -21,7 +21,9 @@ from typing import Any
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish_text
 
-ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}  # of what joins one; without it our own apps keep Ray on loopback
+ENVIRONMENT = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"
+}  # of what joins one; without it our own apps keep Ray on loopback
 PACKAGES = ("corolla", "flwr", "torch", "ray")
 _SECONDS = 90
 _CONNECT_SECONDS = 5
@@ -56,7 +58,9 @@ def check(address: str, shared: Mapping[str, Path], cpus_per_client: float, gpus
     room = [node for node in found if node["cpus"] >= cpus_per_client and node["gpus"] >= gpus_per_client]
     if not room:
         most = ", ".join(f"{node['name']}: {node['cpus']:g} CPUs, {node['gpus']:g} GPUs" for node in found)
-        problems.append(f"no machine has room for a client of {cpus_per_client:g} CPUs and {gpus_per_client:g} GPUs ({most})")
+        problems.append(
+            f"no machine has room for a client of {cpus_per_client:g} CPUs and {gpus_per_client:g} GPUs ({most})"
+        )
     if problems:
         raise UserError("\n".join(f"--ray-address {address}: {problem}" for problem in problems))
 
@@ -76,7 +80,9 @@ def _connect(address: str) -> None:
 def _problems(node: Mapping[str, Any], tokens: Mapping[str, Path], shared: Mapping[str, Path]) -> list[str]:
     """Say what is wrong with one machine of the cluster."""
     here, there = _versions(), node["versions"]
-    differing = [f"{name} {there[name]} where this one has {here[name]}" for name in PACKAGES if there[name] != here[name]]
+    differing = [
+        f"{name} {there[name]} where this one has {here[name]}" for name in PACKAGES if there[name] != here[name]
+    ]
     problems = [f"{node['name']} has {', '.join(differing)}"] if differing else []
     for key, path in tokens.items():
         if (read := node["read"][str(path)]) != path.name:
@@ -91,7 +97,12 @@ def _ask(address: str, paths: Any) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", __name__, address, *map(str, paths)]
     try:
         done = subprocess.run(
-            command, env=os.environ | ENVIRONMENT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS
+            command,
+            env=os.environ | ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"--ray-address: no Ray cluster answers at {address} within {_SECONDS} s") from None
@@ -137,11 +148,13 @@ def main() -> None:
     asked = [ray.remote(look).options(num_cpus=0, scheduling_strategy=place).remote() for place in places]
     answers = [
         {
-            "name": f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})", "cpus": node["Resources"].get("CPU", 0),
-            "gpus": node["Resources"].get("GPU", 0), **answer,
+            "name": f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})",
+            "cpus": node["Resources"].get("CPU", 0),
+            "gpus": node["Resources"].get("GPU", 0),
+            **answer,
         }
         for node, answer in zip(nodes, ray.get(asked, timeout=_SECONDS), strict=True)
-    ]  # fmt: skip
+    ]
     print(_MARK + json.dumps(answers), flush=True)
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.experiments.compare import Run, told_apart
-from fl_app.experiments.runs import Record
+from corolla.experiments.compare import Run, told_apart
+from corolla.experiments.runs import Record
 from fl_app.tasks.task import Metric
 
 LEVEL = 0.95
@@ -110,7 +110,16 @@ def table(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
     found = [paired(runs, groups[0]) for runs in groups[1:]]
     if not any(found):
         return []
-    header = [*names, "pairs", "seeds", "difference", "over clients and seeds", "over seeds", "clients better", "verdict"]
+    header = [
+        *names,
+        "pairs",
+        "seeds",
+        "difference",
+        "over clients and seeds",
+        "over seeds",
+        "clients better",
+        "verdict",
+    ]
     lines = [header, [*first, *["–"] * 6, FIRST]]
     for row, one in zip(rows, found, strict=True):
         if one is None:
@@ -125,7 +134,9 @@ def table(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
 def caption(groups: Sequence[Sequence[Run]]) -> str:
     """Say what the comparison's figures are: of which metrics, and which values of them are good."""
     metrics = dict.fromkeys(run.folder.headline for runs in groups for run in runs)
-    notes = {m: (["in per cent"] if m.ratio else []) + ([] if m.higher_is_better else ["lower is better"]) for m in metrics}
+    notes = {
+        m: (["in per cent"] if m.ratio else []) + ([] if m.higher_is_better else ["lower is better"]) for m in metrics
+    }
     return CAPTION.format(" or ".join(f"{m.name} ({', '.join(said)})" if said else m.name for m, said in notes.items()))
 
 

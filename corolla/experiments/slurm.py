@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from corolla.experiments.sweep import Point
 from fl_app import shell
-from fl_app.experiments.sweep import Point
 from fl_app.files import make_directory, publish_text
 
 SCRIPT = "array.sbatch"  # in the sweep's directory
@@ -41,10 +41,16 @@ def write_array(
     make_directory(logs)
     path = directory / SCRIPT
     text = _TEXT.format(
-        name=shell.word(f"corolla-{directory.name}"), last=len(points) - 1, limit=f"%{at_once}" if at_once else "", cpus=cpus,
-        gpus=f"#SBATCH --gpus-per-task={gpus}\n" if gpus else "", log=shell.word(f"{logs}/%a.log"), title=title,
-        runs="\n".join(f"  {shell.word(point.name)}" for point in points), here=shell.word(str(Path.cwd())),
+        name=shell.word(f"corolla-{directory.name}"),
+        last=len(points) - 1,
+        limit=f"%{at_once}" if at_once else "",
+        cpus=cpus,
+        gpus=f"#SBATCH --gpus-per-task={gpus}\n" if gpus else "",
+        log=shell.word(f"{logs}/%a.log"),
+        title=title,
+        runs="\n".join(f"  {shell.word(point.name)}" for point in points),
+        here=shell.word(str(Path.cwd())),
         command=shell.line([sys.executable, "-m", "corolla", "sweep", *words, "--only"]),
-    )  # fmt: skip
+    )
     publish_text(path, text)
     return path

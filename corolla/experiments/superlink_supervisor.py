@@ -1,11 +1,11 @@
 """Keeps a simulation's SuperLink: in a network of its own where the kernel allows it, and no longer than its launcher lives.
 
-`python -m fl_app.experiments.keeper HOME` starts the SuperLink and writes one line of JSON to standard output: `error`, or
-`shared`, which is "" in a network of its own and else why there is none. When standard input ends, as it does when the launcher
-is killed, it ends everything that carries HOME in its environment, and removes HOME.
+`python -m corolla.experiments.superlink_supervisor HOME` starts the SuperLink. It writes one line of JSON to standard output:
+`error`, or `shared`, which is "" in a network of its own and else the reason why there is none. Standard input ends when the
+launcher is killed. The supervisor then ends everything that carries HOME in its environment, and removes HOME.
 
-A second process stands behind it, `python -m fl_app.experiments.keeper HOME LAUNCHER`, for when the keeper itself is killed: it
-waits for the end of its own standard input, then for that of the launcher, and does the same.
+A second process, started with HOME LAUNCHER, covers the case that the supervisor itself is killed. It waits for the end of its
+own standard input, then for the end of the launcher, and does the same.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from corolla.experiments import namespace
 from fl_app.errors import UserError
-from fl_app.experiments import namespace
 from fl_app.processes import (
     LAUNCH,
     LAUNCHER,
@@ -83,9 +83,13 @@ def _second(home: Path) -> subprocess.Popen[bytes]:
     """Start who stands behind this process, without the marks of what is to be ended."""
     environment = {name: value for name, value in os.environ.items() if name not in (LAUNCH, LAUNCHER)}
     return subprocess.Popen(
-        [sys.executable, "-m", "fl_app.experiments.keeper", str(home), os.environ[LAUNCHER]], env=environment,
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "corolla.experiments.superlink_supervisor", str(home), os.environ[LAUNCHER]],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def start(home: Path) -> None:

@@ -29,14 +29,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from corolla.experiments.grouping import tells
+from corolla.experiments.runs import Run, inside
+from corolla.presets import read_preset, small
 from fl_app import plugins
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.experiments.grouping import tells
-from fl_app.experiments.runs import Run, inside
 from fl_app.files import lock, make_directory
 from fl_app.keys import Scalar, without_others
-from fl_app.presets import read_preset, small
 from fl_app.server.checkpoint import load_latest
 from fl_app.server.run_folder import check_state
 from fl_app.toml import flatten, read_toml, to_toml
@@ -84,11 +84,16 @@ def read(path: Path) -> Sweep:
         content["grid"] = [content["grid"]]
     for key, kind in (("preset", str), ("scale", str), ("settings", dict), ("grid", list), ("variants", list)):
         if not isinstance(content.get(key, kind()), kind):
-            problems.append(f"{key}: expected a {'table' if kind is dict else 'string' if kind is str else '[[table]]'}")
+            problems.append(
+                f"{key}: expected a {'table' if kind is dict else 'string' if kind is str else '[[table]]'}"
+            )
             content.pop(key)
     for key in ("grid", "variants"):
         problems += [f"{key}: must be tables, got {one!r}" for one in content.get(key, []) if not isinstance(one, dict)]
-    scale, variants = content.get("scale", "full"), [flatten(v) for v in content.get("variants", []) if isinstance(v, dict)]
+    scale, variants = (
+        content.get("scale", "full"),
+        [flatten(v) for v in content.get("variants", []) if isinstance(v, dict)],
+    )
     if scale not in ("full", "small"):
         problems.append(f"scale: must be full or small, got {scale!r}")
     grids = [flatten(grid) for grid in content.get("grid", [{}]) if isinstance(grid, dict)]
@@ -113,9 +118,12 @@ def _scalar(value: object) -> bool:
 
 
 def expand(
-    sweep: Sweep, methods: Mapping[str, type], directory: Path, overrides: Mapping[str, Scalar],
+    sweep: Sweep,
+    methods: Mapping[str, type],
+    directory: Path,
+    overrides: Mapping[str, Scalar],
     finish: Callable[[Raw], Raw],
-) -> list[Point]:  # fmt: skip
+) -> list[Point]:
     """All runs of a sweep in the file's order, without duplicates.
 
     methods: parameter dataclasses; directory: of the run folders; overrides: keys that win over all others; finish: last
@@ -145,7 +153,9 @@ def expand(
 
 def _combinations(sweep: Sweep) -> Iterator[tuple[Raw, Raw]]:
     """Yield (varying, changes): what to call a combination, and its keys."""
-    for chosen in (dict(zip(grid, values, strict=True)) for grid in sweep.grids for values in itertools.product(*grid.values())):
+    for chosen in (
+        dict(zip(grid, values, strict=True)) for grid in sweep.grids for values in itertools.product(*grid.values())
+    ):
         for variant in sweep.variants or [{}]:
             changes = {key: value for key, value in variant.items() if key != "name"}
             yield {**chosen, **({"variant": variant_label(variant)} if variant else {})}, {**chosen, **changes}
@@ -230,7 +240,9 @@ def check(points: Sequence[Point], check_locally: Callable[[RunConfig], None]) -
 def identity(config: RunConfig) -> str:
     """What makes two runs the same, as text: the keys that tell runs apart; what has no effect on this one as its default."""
     own = [(key, value) for key, value in config.own_keys() if key.tells_runs_apart]
-    return json.dumps({key.name: value if tells(key.name, config.resolved) else key.default for key, value in own}, sort_keys=True)
+    return json.dumps(
+        {key.name: value if tells(key.name, config.resolved) else key.default for key, value in own}, sort_keys=True
+    )
 
 
 @contextlib.contextmanager
@@ -307,9 +319,13 @@ def set_aside(folder: Path) -> Path:
 
 
 def run_parallel(
-    points: Sequence[Point], directory: Path, jobs: int, options: Sequence[str], announce: Callable[[int, int, str], None],
+    points: Sequence[Point],
+    directory: Path,
+    jobs: int,
+    options: Sequence[str],
+    announce: Callable[[int, int, str], None],
     interrupted: Callable[[int], None] = lambda running: None,
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Run `jobs` points at a time, each as its own `corolla run`; the ends of the logs of failed ones by name.
 
     Logs are under the directory's `logs`. An interrupt ends the runs in progress too; `interrupted` is told how many first.
@@ -325,7 +341,7 @@ def run_parallel(
         config.write_text(to_toml(point.config), encoding="utf-8")
         plugins.write(plugins.files(point.config), logs)
         with log.open("wb") as file:
-            command = [sys.executable, "-m", "fl_app.cli", "run", str(config), *options]
+            command = [sys.executable, "-m", "corolla.cli", "run", str(config), *options]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
             active.append(process)
             process.wait()

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from corolla.experiments.grouping import by_settings, mean_std, settings
+from corolla.experiments.runs import Run
+from corolla.experiments.sweep import Point, identity
 from fl_app import tasks
-from fl_app.experiments.grouping import by_settings, mean_std, settings
-from fl_app.experiments.runs import Run
-from fl_app.experiments.sweep import Point, identity
 from fl_app.keys import Scalar
 from fl_app.keys import show as written
 from fl_app.tasks import ACCURACY, Metric
@@ -55,7 +55,9 @@ def figures(headline: Metric, unseen: bool = False) -> dict[str, Metric]:
     """Names of what a summary tells of a headline metric. unseen: some clients never trained."""
     name = headline.name
     apart = (f"unseen-{name}", f"unseen-{name}-finetuned") if unseen else ()
-    return dict.fromkeys((f"final-{name}", f"final-{name}-pooled", f"final-{name}-finetuned", f"best-{name}", *apart), headline)
+    return dict.fromkeys(
+        (f"final-{name}", f"final-{name}-pooled", f"final-{name}-finetuned", f"best-{name}", *apart), headline
+    )
 
 
 def show(pair: tuple[float, float | None] | None, metric: Metric = ACCURACY) -> str:
@@ -80,7 +82,11 @@ def table(rows: Sequence[Row]) -> list[list[str]]:
     metrics = {name: metric for name, metric in known.items() if any(name in row.means for row in rows)}
     header = [*keys, "n", *metrics]
     body = [
-        [*(written(r.varying.get(k, "–")) for k in keys), str(r.runs), *(show(r.means.get(m), of) for m, of in metrics.items())]
+        [
+            *(written(r.varying.get(k, "–")) for k in keys),
+            str(r.runs),
+            *(show(r.means.get(m), of) for m, of in metrics.items()),
+        ]
         for r in rows
     ]
     return [header, *body]

@@ -1,12 +1,12 @@
 """Presets: named settings, one per published figure of the papers' tables, and a few of our own.
 
-fl_app/presets/*.toml holds two kinds of files. A plain one (demo.toml) is a run config by the file's name. One with
+corolla/presets/*.toml holds two kinds of files. A plain one (demo.toml) is a run config by the file's name. One with
 `tables` is a paper: a preset per cell of its tables, `<file>/<column>` for the paper's own method (`own`) and
 `<file>/<column>/<method>` for the others. A cell's settings are inherited: `settings` of the file, then of the column's
 `datasets` entry, its `splits` entry, the table, the column, and of the row's `methods` entry, later ones winning; keys of
 other methods' tables are dropped. `rows` are the published figures in per cent, column by column: 86.82±1.18 or
 87.02(0.17), "-" for none. `notes` say where a setting departs from the paper or is not in it; `metric` is the figure of ours
-that is compared (fl_app/experiments/compare.py; "" if a run does not record it); a method's `ran` says what the table's
+that is compared (corolla/experiments/compare.py; "" if a run does not record it); a method's `ran` says what the table's
 authors ran under its name, where that was another method.
 """
 
@@ -84,7 +84,10 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
         for row, line in table["rows"].items():
             entry = paper["methods"][row]
             for column, cell in zip(table["columns"], line.split(), strict=True):
-                dataset, split = paper["datasets"][column["dataset"]], paper.get("splits", {}).get(column.get("split"), {})
+                dataset, split = (
+                    paper["datasets"][column["dataset"]],
+                    paper.get("splits", {}).get(column.get("split"), {}),
+                )
                 layers = (paper, dataset, split, table, column, entry)
                 settings: dict[str, Scalar] = {}
                 for layer in layers:
@@ -102,7 +105,11 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                     + ", ".join(label for label in (dataset["label"], column.get("label", "")) if label),
                     metric=entry.get("metric", paper["metric"]),
                     repeats=paper["repeats"],
-                    notes=(*(note for layer in layers[:-1] for note in layer.get("notes", ())), *other, *entry.get("notes", ())),
+                    notes=(
+                        *(note for layer in layers[:-1] for note in layer.get("notes", ())),
+                        *other,
+                        *entry.get("notes", ()),
+                    ),
                     ran=ran,
                 )
 
@@ -144,7 +151,9 @@ def read_preset(name: str) -> dict[str, Scalar]:
     preset = all_presets().get(name)
     if preset is None:
         if path.is_file():
-            raise UserError(f"preset: {name} is a file whose name does not end in .toml; rename it if it holds config keys")
+            raise UserError(
+                f"preset: {name} is a file whose name does not end in .toml; rename it if it holds config keys"
+            )
         raise UserError(f"preset: no preset or .toml file {name!r}{_file_beside(path) or _nearest(name)}")
     return dict(preset.settings)
 

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from fl_app.report.arrays import LONG, Curve, Floats, Run, curve
-from fl_app.report.figures import (
+from corolla.report.arrays import LONG, Curve, Floats, Run, curve
+from corolla.report.figures import (
     TOGETHER,
     Panel,
     label_outer,
@@ -23,8 +23,8 @@ from fl_app.report.figures import (
     small_multiples,
     styled,
 )
-from fl_app.report.groups import DATA_KEYS, Group, all_clients, differences, long_runs, over_seeds, short
-from fl_app.report.looks import LINES, Look, tone
+from corolla.report.groups import DATA_KEYS, Group, all_clients, differences, long_runs, over_seeds, short
+from corolla.report.style import LINES, Look, tone
 from fl_app.tasks import Metric
 
 SOURCES = (
@@ -155,24 +155,32 @@ def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     if curves and (len(groups) > TOGETHER or several):
         limits = late([(one.rounds, edge) for one in curves.values() for edge in (one.low, one.high)])
         yield Panel(
-            f"{metric.name}-spread", f"{_title(metric)} and its spread over clients, run by run",
+            f"{metric.name}-spread",
+            f"{_title(metric)} and its spread over clients, run by run",
             f"{_title(metric)} of {_tested_before(groups)} before local training. Line: mean over the round's clients; band: the "
             "middle half of the clients (quartiles), of all seeds together; grey: the other runs."
             + long_runs(groups, cut=bool(limits)),
             lambda: _clients_spread(groups, curves, limits),
-        )  # fmt: skip
+        )
     if several:
-        single = {group.number: [(run, one.smooth()) for run in group.runs if (one := curve([run], "before"))] for group in several}
+        single = {
+            group.number: [(run, one.smooth()) for run in group.runs if (one := curve([run], "before"))]
+            for group in several
+        }
         ends = late([(one.rounds, one.mean) for found in single.values() for _, one in found])
         yield Panel(
-            f"{metric.name}-seeds", f"{_title(metric)} over rounds, seed by seed",
+            f"{metric.name}-seeds",
+            f"{_title(metric)} over rounds, seed by seed",
             f"{_title(metric)} of {_tested_before(several)} before local training, mean over the round's clients: one line per "
             "run." + long_runs(several, cut=bool(ends)),
-            lambda: _single_runs(several, single, ends), folded=True,
-        )  # fmt: skip
+            lambda: _single_runs(several, single, ends),
+            folded=True,
+        )
 
 
-def _small_over_rounds(groups: Sequence[Group], draw: Callable[[Axes, Group, bool], None], limits: Limits | None) -> Figure:
+def _small_over_rounds(
+    groups: Sequence[Group], draw: Callable[[Axes, Group, bool], None], limits: Limits | None
+) -> Figure:
     """One small picture per group, over rounds; draw: as `small_multiples` takes it."""
     last = max(group.last_round for group in groups)
     figure, grid = small_multiples(groups, draw)
@@ -195,7 +203,9 @@ def _clients_spread(groups: Sequence[Group], curves: Curves, limits: Limits | No
     return _small_over_rounds(groups, draw, limits)
 
 
-def _single_runs(groups: Sequence[Group], curves: Mapping[int, Sequence[tuple[Run, Curve]]], limits: Limits | None) -> Figure:
+def _single_runs(
+    groups: Sequence[Group], curves: Mapping[int, Sequence[tuple[Run, Curve]]], limits: Limits | None
+) -> Figure:
     style = styled(groups)
 
     def draw(axes: Axes, group: Group, in_focus: bool) -> None:
@@ -223,10 +233,12 @@ def _sorted(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     where = "; ".join(f"{text} ({listed(numbers)})" if len(sources) > 1 else text for text, numbers in sources.items())
     seeds = " Clients of all seeds count together." if repeated(drawn) else ""
     yield Panel(
-        "clients" if metric.name == "accuracy" else f"clients-{metric.name}", f"Final {metric.title} of each client",
+        "clients" if metric.name == "accuracy" else f"clients-{metric.name}",
+        f"Final {metric.title} of each client",
         f"Clients sorted by {metric.title} on their own test data: where the line starts is the worst-off client, and where it "
-        f"crosses 50 % the median one. A flat line treats all alike.{seeds} Measured: {where}.", lambda: _clients(drawn),
-    )  # fmt: skip
+        f"crosses 50 % the median one. A flat line treats all alike.{seeds} Measured: {where}.",
+        lambda: _clients(drawn),
+    )
 
 
 def _clients(groups: Sequence[Group]) -> Figure:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.experiments import runs as run_folders
+from corolla.experiments import runs as run_folders
+from fl_app.figures import Figure, from_json
 from fl_app.keys import Scalar, show
-from fl_app.report.kinds import Figure, from_json
 from fl_app.tasks import ACCURACY, Metric
 
 Record = dict[str, Any]
@@ -76,7 +76,9 @@ class Run:
     def value(self, name: str) -> str:
         """Return a setting as text, a partition with its parameter."""
         text = show(self.config.get(name, ""))
-        parameter = {"pathological": "classes-per-client"}.get(text, "dirichlet-alpha" if text.startswith("dirichlet") else "")
+        parameter = {"pathological": "classes-per-client"}.get(
+            text, "dirichlet-alpha" if text.startswith("dirichlet") else ""
+        )
         if name == "partition" and parameter:
             return f"{text}, {parameter} {show(self.config.get(parameter, '?'))}"
         return text
@@ -124,7 +126,9 @@ def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None)
     figures = from_json(about["figures"]) if "figures" in about else known
     classes = about["classes"] if isinstance(about.get("classes"), list) else str(config.get("classes", "")).split(",")
     names = tuple(str(name).strip() for name in classes)
-    return Run(run.path, config, run.rounds, run.clients, run.finished, figures, names, metric=run.headline, tested=run.tested)
+    return Run(
+        run.path, config, run.rounds, run.clients, run.finished, figures, names, metric=run.headline, tested=run.tested
+    )
 
 
 # Arrays ---------------------------------------------------------------------------------------------------------------

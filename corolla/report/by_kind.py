@@ -1,4 +1,4 @@
-"""The report's pictures of what single runs recorded, one drawing per kind of figure (fl_app/report/kinds.py)."""
+"""The report's pictures of what single runs recorded, one drawing per kind of figure (fl_app/figures.py)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fl_app.report import kinds
-from fl_app.report.arrays import Floats, Run
-from fl_app.report.figures import Drawn, Panel, new_figure, percent_axis, rounds_axis, thinned
-from fl_app.report.looks import COLOURS, COLOURS_OF_VALUES, LINES, MARKERS, Look, looks, never
-from fl_app.report.matrices import draw_matrix
-from fl_app.report.recorded import groups, layers, links, scalars
+from corolla.report.arrays import Floats, Run
+from corolla.report.figures import Drawn, Panel, new_figure, percent_axis, rounds_axis, thinned
+from corolla.report.matrices import draw_matrix
+from corolla.report.recorded import groups, layers, links, scalars
+from corolla.report.style import COLOURS, COLOURS_OF_VALUES, LINES, MARKERS, Look, looks, never
+from fl_app import figures
 
 MOST_LINES = 7
 MOST_COLOURS = 12  # so many whole numbers get a colour each
@@ -41,7 +41,7 @@ def of_run(run: Run) -> Iterator[Panel]:
 # Clients over rounds --------------------------------------------------------------------------------------------------
 
 
-def _links(run: Run, figure: kinds.Links) -> Drawn | None:
+def _links(run: Run, figure: figures.Links) -> Drawn | None:
     found = links(run, figure.record)
     if found is None:
         return None
@@ -58,7 +58,7 @@ def _links(run: Run, figure: kinds.Links) -> Drawn | None:
     return figure.title, f"{figure.caption} Above: the mean over the clients. Hatched: not in the round.", draw
 
 
-def _scalars(run: Run, figure: kinds.Scalars) -> Drawn | None:
+def _scalars(run: Run, figure: figures.Scalars) -> Drawn | None:
     found = scalars(run, figure.record)
     if found is None:
         return None
@@ -81,10 +81,14 @@ def _scalars(run: Run, figure: kinds.Scalars) -> Drawn | None:
 
     if not ids:
         return figure.title, figure.caption, of_rounds
-    return figure.title, f"{figure.caption} Above: the mean over the clients. Hatched: nothing was recorded.", of_clients
+    return (
+        figure.title,
+        f"{figure.caption} Above: the mean over the clients. Hatched: nothing was recorded.",
+        of_clients,
+    )
 
 
-def _groups(run: Run, figure: kinds.Groups) -> Drawn | None:
+def _groups(run: Run, figure: figures.Groups) -> Drawn | None:
     found = groups(run, figure.record)
     if found is None:
         return None
@@ -147,11 +151,11 @@ def _heat(axes: Axes, grid: Floats, levels: int = 0, top: float | None = None, l
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
-Part = tuple[kinds.Layers, tuple[list[str], Floats]]  # what is drawn; layers' names and [layers, rounds]
+Part = tuple[figures.Layers, tuple[list[str], Floats]]  # what is drawn; layers' names and [layers, rounds]
 
 
-def _layers(run: Run, figure: kinds.Layers) -> Drawn | None:
-    chain: list[kinds.Layers] = [figure]
+def _layers(run: Run, figure: figures.Layers) -> Drawn | None:
+    chain: list[figures.Layers] = [figure]
     while chain[-1].beside:
         chain.append(chain[-1].beside)
     found: list[Part] = [(part, values) for part in chain if (values := layers(run, part)) is not None]
@@ -160,7 +164,9 @@ def _layers(run: Run, figure: kinds.Layers) -> Drawn | None:
     names, grid = found[0][1]
     if len(found) > 1 or not found[0][0].shares:
         return figure.title, figure.caption, lambda: _side_by_side(found)
-    text = f"{figure.caption} Weights and biases count together; the layers sum to 100 %. Rounds without any are left out."
+    text = (
+        f"{figure.caption} Weights and biases count together; the layers sum to 100 %. Rounds without any are left out."
+    )
     draw = _few_shares if len(names) <= MOST_LINES else _many_shares
     return figure.title, text, lambda: draw(figure, names, grid)
 
@@ -175,20 +181,24 @@ def _side_by_side(found: list[Part]) -> Figure:
         axes = picture.add_subplot(1, len(found), k + 1)
         ratio = part.percent or part.shares
         levels = int(np.nanmax(grid)) if part.whole else 0
-        image = _heat(axes, 100 * grid if ratio else grid, levels, 100.0 if ratio else None, 0 if ratio or part.whole else None)
+        image = _heat(
+            axes, 100 * grid if ratio else grid, levels, 100.0 if ratio else None, 0 if ratio or part.whole else None
+        )
         if part.heading:
             axes.set_title(part.heading)
         axes.set_yticks(range(len(names)), names if names != previous else [""] * len(names), fontsize=8.5)
         bar = picture.colorbar(image, ax=axes, label=part.unit, fraction=0.05, pad=0.02, aspect=6 * height)
         if levels:
-            whole = range(levels + 1) if levels < MOST_COLOURS else MaxNLocator("auto", integer=True).tick_values(0, levels)
+            whole = (
+                range(levels + 1) if levels < MOST_COLOURS else MaxNLocator("auto", integer=True).tick_values(0, levels)
+            )
             bar.set_ticks(list(whole))
         rounds_axis(axes)
         previous = names
     return picture
 
 
-def _few_shares(figure: kinds.Layers, names: list[str], grid: Floats) -> Figure:
+def _few_shares(figure: figures.Layers, names: list[str], grid: Floats) -> Figure:
     """A line per layer."""
     picture = new_figure(4.2)
     axes = picture.add_subplot()
@@ -204,7 +214,7 @@ def _few_shares(figure: kinds.Layers, names: list[str], grid: Floats) -> Figure:
     return picture
 
 
-def _many_shares(figure: kinds.Layers, names: list[str], grid: Floats) -> Figure:
+def _many_shares(figure: figures.Layers, names: list[str], grid: Floats) -> Figure:
     """A row per layer."""
     height = min(9.0, 1.2 + 0.2 * len(names))
     picture = new_figure(height)
@@ -216,6 +226,10 @@ def _many_shares(figure: kinds.Layers, names: list[str], grid: Floats) -> Figure
     return picture
 
 
-DRAW: dict[type[kinds.Figure], Callable[[Run, Any], Drawn | None]] = {
-    kinds.Matrix: draw_matrix, kinds.Links: _links, kinds.Layers: _layers, kinds.Scalars: _scalars, kinds.Groups: _groups,
-}  # fmt: skip
+DRAW: dict[type[figures.Figure], Callable[[Run, Any], Drawn | None]] = {
+    figures.Matrix: draw_matrix,
+    figures.Links: _links,
+    figures.Layers: _layers,
+    figures.Scalars: _scalars,
+    figures.Groups: _groups,
+}

@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from fl_app.report.arrays import Floats, Run, client_seconds, server_seconds, smooth
-from fl_app.report.figures import Panel, legend, metric_axis, new_figure, styled
-from fl_app.report.groups import Group, exchanged, long_runs, phases, short
-from fl_app.report.looks import COLOURS, HATCHES, paper, shown
+from corolla.report.arrays import Floats, Run, client_seconds, server_seconds, smooth
+from corolla.report.figures import Panel, legend, metric_axis, new_figure, styled
+from corolla.report.groups import Group, exchanged, long_runs, phases, short
+from corolla.report.style import COLOURS, HATCHES, paper, shown
 
 Points = dict[int, tuple[Floats, Floats]]  # bytes and accuracies by a group's number
 Side = tuple[str, Callable[[Run], dict[str, float]]]
@@ -33,11 +33,12 @@ def _communication(groups: Sequence[Group]) -> Iterator[Panel]:
         metric = groups[0].first.metric
         better = "Higher" if metric.higher_is_better else "Lower"
         yield Panel(
-            "communication", f"Communication and {metric.title}",
+            "communication",
+            f"Communication and {metric.title}",
             f"What was sent until the clients had the models whose {metric.title} is shown (mean, before local training), uploads "
             f"and downloads of all clients together. {better} and further left is better." + long_runs(groups),
             lambda: _bytes_and_accuracy(drawn, points),
-        )  # fmt: skip
+        )
 
 
 def _bytes_and_accuracy(groups: Sequence[Group], points: Points) -> Figure:
@@ -70,12 +71,14 @@ def _seconds(groups: Sequence[Group]) -> Iterator[Panel]:
     sides = [(title, of) for title, of in both if any(sum(phases(group, of).values()) > 0 for group in groups)]
     if sides:
         yield Panel(
-            "seconds", "Seconds per round by phase",
+            "seconds",
+            "Seconds per round by phase",
             "Mean over the rounds. Left: the server's wall time; wait is mostly the clients' training, take-in is decoding and "
             "checking uploads, personalize is the method's aggregation, record writes the round before. Right: what one client "
             "does meanwhile, mean over clients; clients that share a machine wait for each other, so the left bar is not their "
-            "sum.", lambda: _phases(groups, sides),
-        )  # fmt: skip
+            "sum.",
+            lambda: _phases(groups, sides),
+        )
 
 
 def _phases(groups: Sequence[Group], sides: Sequence[Side]) -> Figure:
@@ -100,9 +103,17 @@ def _stacked(axes: Axes, rows: list[dict[str, float]]) -> None:
     for k, phase in enumerate(dict.fromkeys(name for row in rows for name in row)):
         width = np.array([row.get(phase, 0.0) for row in rows])
         axes.barh(
-            range(len(rows)), width, left=left, height=0.66, label=phase, color=shown(COLOURS[(k + 1) % len(COLOURS)]),
-            alpha=0.75, hatch=HATCHES[k % len(HATCHES)], edgecolor=paper(), linewidth=0.4,
-        )  # fmt: skip
+            range(len(rows)),
+            width,
+            left=left,
+            height=0.66,
+            label=phase,
+            color=shown(COLOURS[(k + 1) % len(COLOURS)]),
+            alpha=0.75,
+            hatch=HATCHES[k % len(HATCHES)],
+            edgecolor=paper(),
+            linewidth=0.4,
+        )
         left += width
     for y, total in enumerate(left):
         axes.text(total, y, f" {total:.3g} s", va="center", fontsize=9)

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 
-from fl_app.report.arrays import Record, Run
+from corolla.report.arrays import Record, Run
 
 ROUNDS, CLIENTS = "rounds.csv", "clients.csv"
 _PARTS = ("round", "clients", "evaluation", "failures", "seconds")  # of a round's record, written in their own way
@@ -53,12 +53,13 @@ def _clients(run: Run, record: Record) -> Iterator[Line]:
     for client_id in sorted({*trained, *evaluated}, key=int):
         row, facts = trained.get(client_id, {}), run.facts.get(client_id, {})
         yield {
-            "client": int(client_id), "unseen": int(client_id) in unseen,
+            "client": int(client_id),
+            "unseen": int(client_id) in unseen,
             **{name: facts.get(name) for name in ("train-samples", "test-samples")},
             **dict(_numbers(row)),
             **{f"evaluation-{name}": value for name, value in _numbers(evaluated.get(client_id, {}))},
             **{f"seconds-{name}": value for name, value in _numbers(row.get("seconds", {}))},
-        }  # fmt: skip
+        }
 
 
 def _numbers(values: Mapping[str, object]) -> Iterator[tuple[str, float]]:

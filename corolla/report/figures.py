@@ -14,8 +14,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fl_app.report.groups import Group, short
-from fl_app.report.looks import DARK, LIGHT, Look, looks
+from corolla.report.groups import Group, short
+from corolla.report.style import DARK, LIGHT, Look, looks
 
 WIDTH = 11.0  # inches, shown as 1100 pixels
 DPI = 160

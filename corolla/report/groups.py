@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from corolla.experiments.grouping import by_settings, mean_std, settings, tells
+from corolla.report.arrays import Curve, Floats, Run, curve, final_accuracies, ranked, spent, window
 from fl_app.config import RunConfig
-from fl_app.experiments.grouping import by_settings, mean_std, settings, tells
 from fl_app.keys import Scalar, show, specs
-from fl_app.report.arrays import Curve, Floats, Run, curve, final_accuracies, ranked, spent, window
 
 LABEL_LENGTH = 40
 KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
@@ -91,7 +91,9 @@ def _numbered(runs: Sequence[Run], number: int, label: str) -> tuple[Run, ...]:
         return (replace(runs[0], number=str(number), label=label),)
     names = [given_name(run) or f"{run.method}, seed {show(run.config.get('seed', '?'))}" for run in runs]
     tags = [f"{number}.{k}" for k in range(1, len(runs) + 1)]
-    return tuple(replace(run, number=tag, label=f"{tag} {name}") for run, tag, name in zip(runs, tags, names, strict=True))
+    return tuple(
+        replace(run, number=tag, label=f"{tag} {name}") for run, tag, name in zip(runs, tags, names, strict=True)
+    )
 
 
 def short(label: str, length: int = LABEL_LENGTH) -> str:
@@ -112,7 +114,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
     keys = dict.fromkeys(key for run in runs for key in run.config if relevant(key, run))
     differ = [k for k in keys if len({show(r.config[k]) for r in runs if k in r.config and relevant(k, r)}) > 1]
     order = dict(zip(KEY_SETTINGS, range(len(KEY_SETTINGS)), strict=True))
-    return sorted(differ, key=lambda k: (-1 if "." in k else order.get(k, len(order))))
+    return sorted(differ, key=lambda k: -1 if "." in k else order.get(k, len(order)))
 
 
 # Arrays ---------------------------------------------------------------------------------------------------------------
@@ -151,7 +153,9 @@ def exchanged(group: Group) -> tuple[Floats, Floats]:
     """Mean over the runs of the bytes exchanged and the accuracy then, over the rounds that all runs have; both [rounds]."""
     found = [spent(run) for run in group.runs]
     rounds = sorted(set.intersection(*(set(of) for of in found)))
-    table = np.array([[of[t] for t in rounds] for of in found], np.float64).reshape(len(found), len(rounds), 2).mean(axis=0)
+    table = (
+        np.array([[of[t] for t in rounds] for of in found], np.float64).reshape(len(found), len(rounds), 2).mean(axis=0)
+    )
     return table[:, 0], table[:, 1]
 
 

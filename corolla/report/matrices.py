@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from fl_app.report.arrays import Floats, Run
-from fl_app.report.figures import WIDTH, Drawn, clipped, new_figure, thinned
-from fl_app.report.kinds import Matrix
-from fl_app.report.looks import COLOURS_OF_VALUES, VERMILLION, never, shares, shown
-from fl_app.report.recorded import by_likeness, class_counts, class_names, cosine, matrix
+from corolla.report.arrays import Floats, Run
+from corolla.report.figures import WIDTH, Drawn, clipped, new_figure, thinned
+from corolla.report.recorded import by_likeness, class_counts, class_names, cosine, matrix
+from corolla.report.style import COLOURS_OF_VALUES, VERMILLION, never, shares, shown
+from fl_app.figures import Matrix
 
 ALIKE = 0.99  # cosine similarity from which two clients' class distributions are called the same
 MARGINS = 2.05  # inches beside the matrices
@@ -104,12 +104,20 @@ def _place(figure: Figure, left: float, height: float, width: float = 0.0) -> Ax
 
 
 def _square(
-    axes: Axes, values: Floats, ids: list[int], order: list[int], title: str, unit: str, limits: tuple[Any, Any] = (None, None)
+    axes: Axes,
+    values: Floats,
+    ids: list[int],
+    order: list[int],
+    title: str,
+    unit: str,
+    limits: tuple[Any, Any] = (None, None),
 ) -> None:
     n, labels = len(ids), [str(ids[k]) for k in order]
     cells = np.where(np.eye(n, dtype=bool), np.nan, values)[np.ix_(order, order)]
     axes.patch.set(**never())
-    image = axes.imshow(cells, cmap=COLOURS_OF_VALUES, vmin=limits[0], vmax=limits[1], interpolation="nearest", aspect="equal")
+    image = axes.imshow(
+        cells, cmap=COLOURS_OF_VALUES, vmin=limits[0], vmax=limits[1], interpolation="nearest", aspect="equal"
+    )
     axes.grid(visible=False)
     axes.set_title(title)
     figure = axes.get_figure()

@@ -9,19 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape, unescape
 from pathlib import Path
 
+from corolla.report.accuracy import accuracy
+from corolla.report.arrays import Run, read_runs
+from corolla.report.assets import SCRIPT, STYLE
+from corolla.report.by_kind import of_run
+from corolla.report.costs import costs
+from corolla.report.csv_files import CLIENTS, ROUNDS, clients_csv, rounds_csv
+from corolla.report.figures import DPI, Panel
+from corolla.report.groups import Group, grouped, short
+from corolla.report.partitions import partitions
+from corolla.report.tables import failure_list, results_table, settings_sentence, settings_table, swatch, warnings
 from fl_app import progress
 from fl_app.errors import UserError
-from fl_app.report.accuracy import accuracy
-from fl_app.report.arrays import Run, read_runs
-from fl_app.report.assets import SCRIPT, STYLE
-from fl_app.report.by_kind import of_run
-from fl_app.report.costs import costs
-from fl_app.report.csv_files import CLIENTS, ROUNDS, clients_csv, rounds_csv
-from fl_app.report.figures import DPI, Panel
-from fl_app.report.groups import Group, grouped, short
-from fl_app.report.kinds import Figure
-from fl_app.report.partitions import partitions
-from fl_app.report.tables import failure_list, results_table, settings_sentence, settings_table, swatch, warnings
+from fl_app.figures import Figure
 
 PAGE = "report.html"
 PICTURES = "report-figures"
@@ -34,9 +34,12 @@ Drawn = Mapping[str, Mapping[str, bytes]]  # pictures by name and kind: png, dar
 
 
 def write_report(
-    paths: Sequence[Path], output: Path, declared: Mapping[str, Sequence[Figure]] | None = None, figures: Path | None = None,
+    paths: Sequence[Path],
+    output: Path,
+    declared: Mapping[str, Sequence[Figure]] | None = None,
+    figures: Path | None = None,
     tables: Path | None = None,
-) -> tuple[Path, Path]:  # fmt: skip
+) -> tuple[Path, Path]:
     """Write report.html and the folder of pictures into `output`; both replace those of an earlier report, and nothing else.
 
     paths: run folders, or folders of run folders; declared: figures by method, for runs that did not keep them; figures,
@@ -139,15 +142,24 @@ def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, lis
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         RUNS.format(escape(", ".join(run.path.name for run in runs))),
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style></head>\n<body><main>",
-        f"<h1>{escape(title)}</h1>", settings_sentence(runs), warnings(runs), contents(groups, shared, own),
-        results_table(groups), settings_table(groups),
-    ]  # fmt: skip
+        f"<h1>{escape(title)}</h1>",
+        settings_sentence(runs),
+        warnings(runs),
+        contents(groups, shared, own),
+        results_table(groups),
+        settings_table(groups),
+    ]
     if shared:
-        parts += ['<h2 id="pictures"><a href="#pictures">Pictures</a></h2>', *(figure(panel, drawn) for panel in shared)]
+        parts += [
+            '<h2 id="pictures"><a href="#pictures">Pictures</a></h2>',
+            *(figure(panel, drawn) for panel in shared),
+        ]
     for group in groups:
         if any(own[run.number] or run.failures() for run in group.runs):
             anchor = f"run-{group.number}"
-            parts.append(f'<h2 id="{anchor}"><a href="#{anchor}">{swatch(groups, group)}{escape(short(group.label, 60))}</a></h2>')
+            parts.append(
+                f'<h2 id="{anchor}"><a href="#{anchor}">{swatch(groups, group)}{escape(short(group.label, 60))}</a></h2>'
+            )
             parts += [single(run, own[run.number], drawn, k > 0) for k, run in enumerate(group.runs)]
     parts.append(f"</main><script>{SCRIPT}</script></body></html>\n")
     return "\n".join(part for part in parts if part)
@@ -180,7 +192,9 @@ def single(run: Run, panels: Sequence[Panel], drawn: Drawn, folded: bool) -> str
 def figure(panel: Panel, drawn: Drawn) -> str:
     """Return a picture with its caption, embedded for light and dark screens."""
     bright, dark = drawn[panel.name]["png"], drawn[panel.name][_DARK]
-    width, height = (int.from_bytes(bright[at : at + 4], "big") * 100 // DPI for at in (16, 20))  # PNG header, 100 px/inch
+    width, height = (
+        int.from_bytes(bright[at : at + 4], "big") * 100 // DPI for at in (16, 20)
+    )  # PNG header, 100 px/inch
     sources = [f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}" for data in (bright, dark)]
     name, title = escape(panel.name), escape(panel.title)
     text = (

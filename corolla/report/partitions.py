@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from fl_app.report.arrays import Run
-from fl_app.report.figures import WIDTH, Panel, clipped, listed, new_figure, thinned
-from fl_app.report.looks import BLUE, shown, tone
-from fl_app.report.recorded import class_counts, class_names
+from corolla.report.arrays import Run
+from corolla.report.figures import WIDTH, Panel, clipped, listed, new_figure, thinned
+from corolla.report.recorded import class_counts, class_names
+from corolla.report.style import BLUE, shown, tone
 
 
 def partitions(runs: Sequence[Run]) -> Iterator[Panel]:
@@ -27,11 +27,13 @@ def partitions(runs: Sequence[Run]) -> Iterator[Panel]:
         kind = ", ".join(dict.fromkeys(f"{run.value('dataset')}, {run.value('partition')}" for run in same))
         which = "" if len(splits) == 1 else f", {listed([run.number for run in same])}"
         yield Panel(
-            f"partition-{k}" if len(splits) > 1 else "partition", f"Who has which data{which}",
+            f"partition-{k}" if len(splits) > 1 else "partition",
+            f"Who has which data{which}",
             f"Training samples per client and class ({kind}); the area of a dot is their number. Columns with the same "
             "dots are clients with the same data distribution, whom personalization should bring together.",
-            partial(_partition, same[0]), folded=kind in seen,
-        )  # fmt: skip
+            partial(_partition, same[0]),
+            folded=kind in seen,
+        )
         seen.add(kind)
 
 
@@ -56,9 +58,13 @@ def _partition(run: Run) -> Figure:
     sizes = sorted({_round_number(counts.max() * part) for part in (1.0, 0.5, 0.1)} - {0}, reverse=True)
     handles = [axes.scatter([], [], s=max(largest * n / counts.max(), 1), **dots) for n in sizes]
     figure.legend(
-        handles, [str(n) for n in sizes], title="training\nsamples", loc="outside right upper", labelspacing=1.2,
+        handles,
+        [str(n) for n in sizes],
+        title="training\nsamples",
+        loc="outside right upper",
+        labelspacing=1.2,
         borderpad=0.8,
-    )  # fmt: skip
+    )
     return figure
 
 

@@ -1,4 +1,4 @@
-"""What methods recorded, as arrays, by kind of figure (fl_app/report/kinds.py). What does not fit is left out."""
+"""What methods recorded, as arrays, by kind of figure (fl_app/figures.py). What does not fit is left out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.report.arrays import Floats, Record, Run
-from fl_app.report.kinds import Layers
+from corolla.report.arrays import Floats, Record, Run
+from fl_app.figures import Layers
 
 Rows = dict[int, dict[str, float]]  # by round and name
 
@@ -43,8 +43,12 @@ def matrix(run: Run, record: str) -> tuple[list[int], Floats] | None:
 
 def links(run: Run, record: str) -> tuple[list[int], Floats] | None:
     """Number of linked clients, [clients, rounds 1 .. last], NaN where a client took no part; and the ids."""
-    return _by_client({t: {i: float(len(value)) for i, value in _noted(entry, record) if isinstance(value, list)}
-                       for t, entry in run.rounds.items()})  # fmt: skip
+    return _by_client(
+        {
+            t: {i: float(len(value)) for i, value in _noted(entry, record) if isinstance(value, list)}
+            for t, entry in run.rounds.items()
+        }
+    )
 
 
 def scalars(run: Run, record: str) -> tuple[list[int], Floats] | None:
@@ -64,7 +68,9 @@ def groups(run: Run, record: str) -> tuple[list[int], Floats, list[str]] | None:
         whole = entry.get(record)
         pairs = whole.items() if isinstance(whole, dict) else _noted(entry, record)
         noted[t] = {i: str(group) for i, group in pairs if isinstance(group, (int, str)) and i.isdecimal()}
-    names = sorted({name for row in noted.values() for name in row.values()}, key=lambda n: (not n.isdecimal(), len(n), n))
+    names = sorted(
+        {name for row in noted.values() for name in row.values()}, key=lambda n: (not n.isdecimal(), len(n), n)
+    )
     found = _by_client({t: {i: float(names.index(group)) for i, group in row.items()} for t, row in noted.items()})
     return (*found, names) if found else None
 
@@ -78,7 +84,9 @@ def layers(run: Run, figure: Layers) -> tuple[list[str], Floats] | None:
     rows: Rows = {}
     for t, entry in run.rounds.items():
         whole = entry.get(figure.record)
-        tables = [whole] if isinstance(whole, dict) else [v for _, v in _noted(entry, figure.record) if isinstance(v, dict)]
+        tables = (
+            [whole] if isinstance(whole, dict) else [v for _, v in _noted(entry, figure.record) if isinstance(v, dict)]
+        )
         values = [{str(name): number(value) for name, value in table.items()} for table in tables]
         row = _shares(values) if figure.shares else _means(values)
         if row:

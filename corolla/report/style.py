@@ -18,13 +18,28 @@ from matplotlib import rcParams
 from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 
 BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK, WINE, INDIGO = (
-    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255", "#332288",
-)  # fmt: skip
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+    "#882255",
+    "#332288",
+)
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, BLACK, SKY, WINE, INDIGO)
 ON_DARK = {
-    BLUE: "#2D8FD5", VERMILLION: "#E8701A", GREEN: "#00AD7E", PURPLE: "#DB8FB9", ORANGE: "#E9A820", SKY: "#7CC8F2",
-    BLACK: "#F0F0F0", WINE: "#A93F7B", INDIGO: "#6A36FE",
-}  # fmt: skip
+    BLUE: "#2D8FD5",
+    VERMILLION: "#E8701A",
+    GREEN: "#00AD7E",
+    PURPLE: "#DB8FB9",
+    ORANGE: "#E9A820",
+    SKY: "#7CC8F2",
+    BLACK: "#F0F0F0",
+    WINE: "#A93F7B",
+    INDIGO: "#6A36FE",
+}
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.3, 1.4)), (0, (7, 2, 1.3, 2)), (0, (12, 3)))
 MARKERS = "os^DvXP<>dp*"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo", "++")
@@ -33,18 +48,44 @@ SALT = 3207014  # of the rule below, chosen so that methods people compare have 
 SHADES = (0.0, 0.4, -0.35)  # of a method's first, second, ... run: towards paper, towards ink
 
 _COMMON: Any = {
-    "font.size": 10, "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left",
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "0.9", "axes.axisbelow": True,
-    "legend.frameon": False, "lines.linewidth": 1.7, "lines.markersize": 6.2, "hatch.linewidth": 0.6,
-    "text.parse_math": False, "figure.facecolor": "white", "savefig.facecolor": "white",
-    "svg.hashsalt": "corolla", "pdf.fonttype": 42,
-}  # fmt: skip
+    "font.size": 10,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "0.9",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "lines.linewidth": 1.7,
+    "lines.markersize": 6.2,
+    "hatch.linewidth": 0.6,
+    "text.parse_math": False,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "svg.hashsalt": "corolla",
+    "pdf.fonttype": 42,
+}
 LIGHT: Any = _COMMON
 DARK_PAPER, DARK_INK = "#17181a", "#e4e4e4"
-DARK: Any = _COMMON | dict.fromkeys(
-    ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color", "legend.labelcolor"),
-    DARK_INK,
-) | dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), DARK_PAPER) | {"grid.color": "0.22"}  # fmt: skip
+DARK: Any = (
+    _COMMON
+    | dict.fromkeys(
+        (
+            "text.color",
+            "axes.labelcolor",
+            "axes.edgecolor",
+            "axes.titlecolor",
+            "xtick.color",
+            "ytick.color",
+            "legend.labelcolor",
+        ),
+        DARK_INK,
+    )
+    | dict.fromkeys(("figure.facecolor", "savefig.facecolor", "axes.facecolor"), DARK_PAPER)
+    | {"grid.color": "0.22"}
+)
 
 
 # Light and dark: matplotlib's settings in force say which it is ----------------------------------------------------------
@@ -111,9 +152,13 @@ class Look:
         """Arguments for a line with this many points; at most about a dozen carry a marker."""
         step = max(1, math.ceil(points / 12), min(2, points // 4))
         return {
-            "color": self.drawn(), "linestyle": self.line, "marker": self.marker, "markevery": (self.turn % step, step),
-            "markeredgecolor": paper(), "markeredgewidth": 0.6,
-        }  # fmt: skip
+            "color": self.drawn(),
+            "linestyle": self.line,
+            "marker": self.marker,
+            "markevery": (self.turn % step, step),
+            "markeredgecolor": paper(),
+            "markeredgewidth": 0.6,
+        }
 
 
 def of_method(name: str) -> tuple[int, int, int]:

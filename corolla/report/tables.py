@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from corolla.report.arrays import Run
+from corolla.report.figures import styled
+from corolla.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differences, given_name, short
 from fl_app.errors import plain
 from fl_app.keys import show
-from fl_app.report.arrays import Run
-from fl_app.report.figures import styled
-from fl_app.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differences, given_name, short
 from fl_app.tasks import Metric
 
 BRIEF = 2  # so many settings that differ have a place in the table of results
@@ -49,7 +50,9 @@ def warnings(runs: Sequence[Run]) -> str:
         last = max(run.rounds, default=0)
         if not run.finished:
             state = f"the last recorded round is {last} of {run.planned}" if last else "no round is recorded"
-            lines.append(f"{name} is not finished: {state}. It was interrupted or is still running; shown is what there is.")
+            lines.append(
+                f"{name} is not finished: {state}. It was interrupted or is still running; shown is what there is."
+            )
         if run.missing:
             rounds = ", ".join(map(str, run.missing))
             lines.append(
@@ -73,7 +76,9 @@ def failure_list(run: Run) -> str:
         f"<li>round {t}: client {escape(plain(str(f.get('client'))))}: {escape(plain(str(f.get('cause'))))}</li>"
         for t, f in failures[:SHOWN_FAILURES]
     ]
-    more = f"<p>… and {len(failures) - SHOWN_FAILURES} more in metrics.jsonl</p>" if len(failures) > SHOWN_FAILURES else ""
+    more = (
+        f"<p>… and {len(failures) - SHOWN_FAILURES} more in metrics.jsonl</p>" if len(failures) > SHOWN_FAILURES else ""
+    )
     return f'<h3 id="failures-{run.number}">Failures</h3><ul>{"".join(items)}</ul>{more}'
 
 
@@ -89,13 +94,27 @@ def results_table(groups: Sequence[Group]) -> str:
     finetuned = any(final.get(f"{metric.name}-finetuned") is not None for final in finals for metric in metrics)
     accuracies = {head: end for head, end in FIGURES.items() if finetuned or end != "-finetuned"}
     if any("unseen" in final for final in finals):
-        accuracies |= {f"unseen{', fine-tuned' * bool(end)}": f"{end} unseen" for end in ("", *["-finetuned"] * finetuned)}
+        accuracies |= {
+            f"unseen{', fine-tuned' * bool(end)}": f"{end} unseen" for end in ("", *["-finetuned"] * finetuned)
+        }
     unit = " (%)" if metrics[0].ratio and len(metrics) == 1 else ""
     brief = 0 < len({key for group in groups for key in group.settings}) <= BRIEF
     seeds = any(len(group.runs) > 1 for group in groups)
-    head = ["run", "method", *["settings that differ"] * brief, *["n seeds"] * seeds, *(f"n {name}{unit}" for name in accuracies),
-            f"n best{unit}", f"n best, pooled{unit}", "n upload", "n download", "n seconds", "n rounds", "n failures",
-            "digest"]  # fmt: skip
+    head = [
+        "run",
+        "method",
+        *["settings that differ"] * brief,
+        *["n seeds"] * seeds,
+        *(f"n {name}{unit}" for name in accuracies),
+        f"n best{unit}",
+        f"n best, pooled{unit}",
+        "n upload",
+        "n download",
+        "n seconds",
+        "n rounds",
+        "n failures",
+        "digest",
+    ]
     rows = [_group_rows(groups, group, accuracies, brief, seeds) for group in groups]
     text = (
         f"{_headings(metrics)} on test data. final: mean over all clients, each on its own test data, after the last round; "
@@ -119,13 +138,19 @@ def _group_rows(groups: Sequence[Group], group: Group, accuracies: dict[str, str
     opener = f' <button type="button" class="open" aria-expanded="false">{len(group.runs)} runs</button>'
     own = [
         Cell(f"{swatch(groups, group)}{number}{escape(name)}{opener if len(group.runs) > 1 else ''}", group.number),
-        Cell(escape(group.method), group.method), *[Cell(escape(settings) or "–", settings)] * brief,
+        Cell(escape(group.method), group.method),
+        *[Cell(escape(settings) or "–", settings)] * brief,
         *[Cell(str(len(group.runs)), len(group.runs))] * seeds,
-    ]  # fmt: skip
+    ]
     rows = [[*own, *_figures(group, accuracies)]]
     for run in group.runs if len(group.runs) > 1 else ():
         seed = f"seed {show(run.config.get('seed', '?'))}"
-        start = [Cell(f"{run.number} {escape(run.path.name)}"), Cell(escape(seed)), *[Cell("")] * brief, *[Cell("")] * seeds]
+        start = [
+            Cell(f"{run.number} {escape(run.path.name)}"),
+            Cell(escape(seed)),
+            *[Cell("")] * brief,
+            *[Cell("")] * seeds,
+        ]
         rows.append([*start, *_figures(Group((run,)), accuracies)])
     return rows
 
@@ -137,9 +162,14 @@ def _figures(group: Group, accuracies: dict[str, str]) -> list[Cell]:
     digest = str((last[1].get("digest") if last and run.finished and not several else None) or "")
     rounds = Cell(str(len(run.rounds)), len(run.rounds))
     if not run.finished:
-        rounds = Cell(f'<span class="mark" title="not finished">{len(run.rounds)} of {run.planned}</span>', len(run.rounds))
+        rounds = Cell(
+            f'<span class="mark" title="not finished">{len(run.rounds)} of {run.planned}</span>', len(run.rounds)
+        )
     metric, before = run.metric, run.key("before")
-    cells = [_mean(group, lambda r, end=end: _final(r, metric.name + end), metric.text, note) for end in accuracies.values()]  # type: ignore[misc]
+    cells = [
+        _mean(group, functools.partial(_final, name=metric.name + end), metric.text, note)
+        for end in accuracies.values()
+    ]
     cells += [
         _mean(group, lambda r: r.best(before), metric.text),
         _mean(group, lambda r: r.best(f"{before}-pooled"), metric.text),

@@ -1,4 +1,4 @@
-"""`python -m fl_app.tracking.follow RUN TRACKER AFTER SECONDS`: feeds one tracker from a run folder.
+"""`python -m corolla.tracking.follow RUN TRACKER AFTER SECONDS`: feeds one tracker from a run folder.
 
 It reads rounds after round AFTER as they are written. When standard input ends the run has ended: it hands over what is left and
 ends, or is ended by its own alarm if one thing takes longer than SECONDS. On standard output it says, in lines of JSON, that it is
@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from corolla.experiments.runs import Record, Run
 from fl_app.errors import said
-from fl_app.experiments.runs import Record, Run
 from fl_app.keys import Scalar, own
 from fl_app.server.run_folder import CLIENTS, CONFIG, METRICS, MODELS, RUN, SUMMARY
 from fl_app.tasks import Metric
@@ -55,7 +55,7 @@ def main() -> None:
 
     try:
         run, last = Run(path), after
-        store: Store = importlib.import_module(f"fl_app.tracking.to_{name}").Store(run, after)
+        store: Store = importlib.import_module(f"fl_app.server.trackers.to_{name}").Store(run, after)
         position = 0
         while not ended:
             ended = bool(select.select([sys.stdin], [], [], _POLL)[0])  # nothing is ever written there
@@ -107,12 +107,21 @@ def scalars(record: Mapping[str, Any], metric: Metric) -> dict[str, float]:
     """
     name, evaluation = metric.name, record.get("evaluation", {})
     known = {
-        f"{name}-before": f"{name}/before-training", f"{name}-before-pooled": f"{name}/before-training-pooled",
-        f"{name}-after": f"{name}/after-training", f"{name}-after-pooled": f"{name}/after-training-pooled",
-        "loss": "loss/training", "loss-before": "loss/before-training", "loss-after": "loss/after-training",
-        "upload-bytes": "bytes/upload", "download-bytes": "bytes/download",
-    }  # fmt: skip
-    found = {known.get(key, f"method/{key}"): value for key, value in numbers(record).items() if key not in ("round", "position")}
+        f"{name}-before": f"{name}/before-training",
+        f"{name}-before-pooled": f"{name}/before-training-pooled",
+        f"{name}-after": f"{name}/after-training",
+        f"{name}-after-pooled": f"{name}/after-training-pooled",
+        "loss": "loss/training",
+        "loss-before": "loss/before-training",
+        "loss-after": "loss/after-training",
+        "upload-bytes": "bytes/upload",
+        "download-bytes": "bytes/download",
+    }
+    found = {
+        known.get(key, f"method/{key}"): value
+        for key, value in numbers(record).items()
+        if key not in ("round", "position")
+    }
     found |= {f"seconds/{phase}": value for phase, value in numbers(record.get("seconds", {})).items()}
     found["failures"] = len(record.get("failures", []))
     for key, value in numbers(evaluation).items():

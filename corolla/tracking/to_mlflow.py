@@ -11,11 +11,11 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from fl_app.experiments.runs import Run
+from corolla.experiments.runs import Run
+from corolla.tracking.follow import numbers, settings
 from fl_app.files import lock, make_directory
 from fl_app.keys import Scalar, show
 from fl_app.server.run_folder import MODELS
-from fl_app.tracking.follow import numbers, settings
 
 DIRECTORY = "mlflow"
 EXPERIMENT = "corolla.experiment"  # a tag: by it a resumed run finds what it has tracked before
@@ -37,7 +37,9 @@ class Store:
                 self._client = MlflowClient(f"sqlite:///{local}/mlflow.db")
                 experiment = self._experiment((local / "artifacts").as_uri())
         identity = str(run.about["experiment"])
-        known = self._client.search_runs([experiment], f"tags.`{EXPERIMENT}` = '{identity}'") if run.about["starts"] else []
+        known = (
+            self._client.search_runs([experiment], f"tags.`{EXPERIMENT}` = '{identity}'") if run.about["starts"] else []
+        )
         self._had: set[int] = set()
         if known:
             self._id = str(known[0].info.run_id)
@@ -68,7 +70,9 @@ class Store:
 
     def _log(self, number: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        self._client.log_batch(self._id, metrics=[Metric(name, float(value), now, number) for name, value in values.items()])
+        self._client.log_batch(
+            self._id, metrics=[Metric(name, float(value), now, number) for name, value in values.items()]
+        )
 
     def file(self, path: Path) -> None:
         """Log an artifact, a model under `models`."""

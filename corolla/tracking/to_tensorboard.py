@@ -14,10 +14,10 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from fl_app.experiments.runs import Run
+from corolla.experiments.runs import Run
+from corolla.tracking.follow import settings
 from fl_app.files import make_directory
 from fl_app.keys import Scalar
-from fl_app.tracking.follow import settings
 
 DIRECTORY = "tensorboard"
 
@@ -29,8 +29,12 @@ class Store:
         make_directory(run.path / DIRECTORY)
         self._writer: Any = EventFileWriter(str(run.path / DIRECTORY))
         start = SessionLog(status=SessionLog.START)
-        self._write(Event(step=after + 1, session_log=start))  # rounds from here on, left by an interrupted run, are hidden
-        table = "\n".join(["| key | value |", "|---|---|", *(f"| {key} | {json.dumps(v)} |" for key, v in settings(run).items())])
+        self._write(
+            Event(step=after + 1, session_log=start)
+        )  # rounds from here on, left by an interrupted run, are hidden
+        table = "\n".join(
+            ["| key | value |", "|---|---|", *(f"| {key} | {json.dumps(v)} |" for key, v in settings(run).items())]
+        )
         text = TensorProto(dtype="DT_STRING", string_val=[table.encode()], tensor_shape={"dim": [{"size": 1}]})
         self._summary(after, Summary.Value(tag="config", metadata=create_summary_metadata("config", ""), tensor=text))
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import wandb
 
-from fl_app.experiments.runs import Run
+from corolla.experiments.runs import Run
+from corolla.tracking.follow import settings
 from fl_app.keys import Scalar
 from fl_app.server.run_folder import MODELS
-from fl_app.tracking.follow import settings
 
 
 class Store:
@@ -20,14 +20,25 @@ class Store:
 
     def __init__(self, run: Run, after: int) -> None:
         private = wandb.Settings(  # of the machine it learns nothing
-            console="off", save_code=False, disable_git=True, silent=True, x_disable_stats=True, x_disable_meta=True,
-            x_disable_machine_info=True, x_save_requirements=False,
-        )  # fmt: skip
+            console="off",
+            save_code=False,
+            disable_git=True,
+            silent=True,
+            x_disable_stats=True,
+            x_disable_meta=True,
+            x_disable_machine_info=True,
+            x_save_requirements=False,
+        )
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "corolla"), name=run.path.name, id=str(run.about["experiment"]), resume="allow",
-            dir=os.environ.get("WANDB_DIR") or str(run.path), config=settings(run), job_type=str(run.settings["method"]),
+            project=os.environ.get("WANDB_PROJECT", "corolla"),
+            name=run.path.name,
+            id=str(run.about["experiment"]),
+            resume="allow",
+            dir=os.environ.get("WANDB_DIR") or str(run.path),
+            config=settings(run),
+            job_type=str(run.settings["method"]),
             settings=private,
-        )  # fmt: skip
+        )
         name = re.sub(r"[^\w.-]", "-", run.path.name, flags=re.ASCII)  # a sweep's runs have commas and = in theirs
         self._files = wandb.Artifact(f"{name[:100]}-{self._run.id}", "model")
 
@@ -43,6 +54,8 @@ class Store:
     def end(self, summary: Mapping[str, Scalar] | None) -> None:
         """Log the artifact and the summary, and finish."""
         if summary is not None:
-            self._run.summary.update({key: value for key, value in summary.items() if isinstance(value, (int, float, str))})
+            self._run.summary.update(
+                {key: value for key, value in summary.items() if isinstance(value, (int, float, str))}
+            )
         self._run.log_artifact(self._files)
         self._run.finish(exit_code=1 if summary is None else 0)

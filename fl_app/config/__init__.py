@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from fl_app import rng
-from fl_app.config_experiment import ExperimentKeys
-from fl_app.config_privacy import PrivacyKeys
-from fl_app.config_rules import Checked, check_together, check_words, complain, refuse_files
+from fl_app.config.experiment import ExperimentKeys
+from fl_app.config.privacy import PrivacyKeys
+from fl_app.config.rules import check_together, check_words, complain, refuse_files
 from fl_app.keys import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -38,6 +38,15 @@ from fl_app.keys import (
 from fl_app.plugins import is_reference
 
 
+@runtime_checkable
+class Checked(Protocol):
+    """Parameters of a method with rules that one key's range cannot say."""
+
+    def problems(self, config: RunConfig) -> Iterable[str]:
+        """Say what is wrong with the values together, one line each: key, rule, value."""
+        ...
+
+
 def share_of(count: int, share: float) -> int:
     """Return a share of so many, halves rounded up, at least 1."""
     return max(1, math.floor(share * count + 0.5))
@@ -52,12 +61,15 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE, headline=True)
     drop_last: bool = key(False, "Leave the last batch of an epoch out if it is incomplete, unless it is the only one.")
     drop_single: bool = key(
-        False, "Leave the last batch of an epoch out if it is a single sample, unless it is the only one. A model with BatchNorm, "
+        False,
+        "Leave the last batch of an epoch out if it is a single sample, unless it is the only one. A model with BatchNorm, "
         "which cannot normalise one, has it join the batch before otherwise.",
     )
     optimizer: Literal["sgd", "adamw"] = key(
-        "sgd", "`adamw`: betas 0.9 and 0.999, as torch.optim.AdamW; its moments start at zero in every round. A method's own plain "
-        "gradient steps stay that.", headline=True,
+        "sgd",
+        "`adamw`: betas 0.9 and 0.999, as torch.optim.AdamW; its moments start at zero in every round. A method's own plain "
+        "gradient steps stay that.",
+        headline=True,
     )
     learning_rate: float = key(0.1, "Learning rate.", POSITIVE, headline=True)
     learning_rate_decay: float = key(1.0, "Factor on the learning rate after every round.", POSITIVE_RATIO)
@@ -67,7 +79,9 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     momentum: float = key(0.0, "SGD momentum; it starts at zero in every round.", BELOW_ONE)
     weight_decay: float = key(0.0, "Weight decay; decoupled from the gradient with `adamw`.", NOT_NEGATIVE)
     clip_norm: float = key(
-        0.0, "Largest Euclidean norm of the gradient a step is taken with; larger ones are scaled down to it. 0: any.", NOT_NEGATIVE
+        0.0,
+        "Largest Euclidean norm of the gradient a step is taken with; larger ones are scaled down to it. 0: any.",
+        NOT_NEGATIVE,
     )
     precision: Literal["float32", "bfloat16"] = key(
         "float32", "`bfloat16`: forward and backward passes in mixed precision (autocast); weights stay float32."
@@ -93,41 +107,57 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
         0.5, "Part of a round's clients whose uploads it needs to count (at least one).", RATIO, compared=False
     )
     round_retries: int = key(
-        1, "How often a round with fewer usable uploads than `min-results` is repeated before the run fails.",
-        Rule(low=0, high=99), about="running",
+        1,
+        "How often a round with fewer usable uploads than `min-results` is repeated before the run fails.",
+        Rule(low=0, high=99),
+        about="running",
     )
     max_update_norm: float = key(
-        3.0, "Uploads that lie farther from the median of all uploads (per parameter), and from what was sent, than so many times "
-        "what is usual are dropped by name; 0: none is, as in the papers.", NOT_NEGATIVE,
-    )  # fmt: skip
+        3.0,
+        "Uploads that lie farther from the median of all uploads (per parameter), and from what was sent, than so many times "
+        "what is usual are dropped by name; 0: none is, as in the papers.",
+        NOT_NEGATIVE,
+    )
     max_size_weight: float = key(
-        0.0, "Weight of a client's training samples in means, at most so many times the median client's; 0: no limit.",
-        NOT_NEGATIVE, compared=False,
-    )  # fmt: skip
+        0.0,
+        "Weight of a client's training samples in means, at most so many times the median client's; 0: no limit.",
+        NOT_NEGATIVE,
+        compared=False,
+    )
     robust: Literal["none", "median", "trimmed-mean", "krum", "geometric-median"] = key(
-        "none", "What replaces means over clients on the server, so that a few that lie cannot carry them away; every client then "
-        "counts once.", compared=False,
-    )  # fmt: skip
+        "none",
+        "What replaces means over clients on the server, so that a few that lie cannot carry them away; every client then "
+        "counts once.",
+        compared=False,
+    )
     robust_liars: float = key(
-        0.3, "Part of the clients that may lie, for `robust = trimmed-mean` and `krum`; at least one of three.",
-        Rule(low=0, high=0.5, high_open=True), compared=False,
-    )  # fmt: skip
+        0.3,
+        "Part of the clients that may lie, for `robust = trimmed-mean` and `krum`; at least one of three.",
+        Rule(low=0, high=0.5, high_open=True),
+        compared=False,
+    )
     server_memory_limit: float = key(
-        2.0, "Gigabytes of per-client arrays the server keeps in memory between rounds; what is beyond lies in memory-mapped "
-        "files in the run folder. 0: no limit.", NOT_NEGATIVE, about="running",
+        2.0,
+        "Gigabytes of per-client arrays the server keeps in memory between rounds; what is beyond lies in memory-mapped "
+        "files in the run folder. 0: no limit.",
+        NOT_NEGATIVE,
+        about="running",
     )
     checkpoint_every: int = key(
         5, "Rounds between checkpoints; there is always one after the last.", AT_LEAST_ONE, about="running"
     )
     finetune_epochs: int = key(
-        0, "Evaluations also measure every client after so many local epochs from its personal model; not kept.",
-        NOT_NEGATIVE, compared=False,
+        0,
+        "Evaluations also measure every client after so many local epochs from its personal model; not kept.",
+        NOT_NEGATIVE,
+        compared=False,
     )
     # files
     run_name: str = key("", "Name of the run's folder. Empty: time, method and data set.", about="place")
     output_dir: str = key("runs", "Directory of run folders; made absolute by `corolla run`.", about="place")
     state_dir: str = key(
-        "", "Directory of client state on each client. Empty: `$COROLLA_STATE_DIR`, or the user's state directory.",
+        "",
+        "Directory of client state on each client. Empty: `$COROLLA_STATE_DIR`, or the user's state directory.",
         about="place",
     )
     keep_state: bool = key(
@@ -138,11 +168,15 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     )
     resume: str = key("", "Run folder to continue; set by `corolla run --resume`.", about="place")
     collect_personal_models: bool = key(
-        False, "Upload every client's personal model at the end; off, parts that never travel stay on the clients.",
+        False,
+        "Upload every client's personal model at the end; off, parts that never travel stay on the clients.",
         about="running",
     )
     track: str = key(
-        "", "Any of `mlflow`, `wandb`, `tensorboard`, with commas; [how](experiments.md#trackers).", about="running", checked=True,
+        "",
+        "Any of `mlflow`, `wandb`, `tensorboard`, with commas; [how](experiments.md#trackers).",
+        about="running",
+        checked=True,
     )
     tensorboard: bool = key(False, "The same as `tensorboard` in `track`.", about="running", checked=True)
     # the chosen method's parameters, and all keys as resolved and as defaulted
@@ -198,7 +232,9 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     for name in [*methods, *outside]:
         known |= {spec.name: spec for spec in specs(methods[name], table_of(name))}
     tables = [table_of(name) for name in (*methods, *outside)]
-    problems += [f"{name}: unknown key{meant(name, known, tables, table_of(method))}" for name in raw if name not in known]
+    problems += [
+        f"{name}: unknown key{meant(name, known, tables, table_of(method))}" for name in raw if name not in known
+    ]
     values = {name: spec.read(raw[name], problems) if name in raw else spec.default for name, spec in known.items()}
     check_words(values, methods, problems)
     if not problems:

@@ -14,31 +14,46 @@ class PrivacyKeys:
 
     # privacy
     private: bool = key(
-        False, "The server is sent sums of at least three clients' models and, of masks, who agrees with whom: no client's own "
-        "([what that hides](privacy.md)). Not for every method; `report-class-counts` is off.", compared=False, checked=True,
+        False,
+        "The server is sent sums of at least three clients' models and, of masks, who agrees with whom: no client's own "
+        "([what that hides](privacy.md)). Not for every method; `report-class-counts` is off.",
+        compared=False,
+        checked=True,
     )
     private_sketch: int = key(
-        0, "Bits of a mask's sketch in a private run; 0: one per parameter, and overlaps are exact.", NOT_NEGATIVE, compared=False
+        0,
+        "Bits of a mask's sketch in a private run; 0: one per parameter, and overlaps are exact.",
+        NOT_NEGATIVE,
+        compared=False,
     )
     private_regroup: int = key(
         5, "Rounds for which the groups of a private run are kept.", AT_LEAST_ONE, compared=False, counts_rounds=True
     )
     private_absent: Literal["alone", "company"] = key(
-        "alone", "Who is left out of a private run's sums when a client is away: it alone, and its model can be roughly told "
-        "from the difference, or two others with it ([what that hides](privacy.md#companies)).", compared=False,
-    )  # fmt: skip
+        "alone",
+        "Who is left out of a private run's sums when a client is away: it alone, and its model can be roughly told "
+        "from the difference, or two others with it ([what that hides](privacy.md#companies)).",
+        compared=False,
+    )
     report_accuracy: bool = key(
-        True, "Clients tell the server their losses and metrics. `false`: nothing of a run is known but its models.", compared=False
+        True,
+        "Clients tell the server their losses and metrics. `false`: nothing of a run is known but its models.",
+        compared=False,
     )
     dp_epsilon: float = key(
-        0.0, "Differential privacy of each site's training records, over all rounds together: they are looked at by noisy steps "
-        "alone ([what that means](privacy.md#records)); `report-class-counts` is off. 0: none.", NOT_NEGATIVE, compared=False,
-        checked=True,
-    )  # fmt: skip
-    dp_delta: float = key(
-        1e-5, "Chance with which `dp-epsilon` may not hold; below one over a site's training samples.", Rule(0, 1, True, True),
+        0.0,
+        "Differential privacy of each site's training records, over all rounds together: they are looked at by noisy steps "
+        "alone ([what that means](privacy.md#records)); `report-class-counts` is off. 0: none.",
+        NOT_NEGATIVE,
         compared=False,
-    )  # fmt: skip
+        checked=True,
+    )
+    dp_delta: float = key(
+        1e-5,
+        "Chance with which `dp-epsilon` may not hold; below one over a site's training samples.",
+        Rule(0, 1, True, True),
+        compared=False,
+    )
     dp_clip: float = key(
         1.0,
         "Norm to which each training record's gradient is cut; noise is in proportion to it.",
@@ -48,5 +63,6 @@ class PrivacyKeys:
     report_class_counts: bool = key(
         True,
         "Clients tell the server how many training samples of each class they have, for `clients.json` and the report; it "
-        "reveals their label distributions.", compared=False,
+        "reveals their label distributions.",
+        compared=False,
     )

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any
 
-from fl_app.catalogue import BY_COLUMN, DATASETS, MODELS, NODE, PARTITIONS, PATH_DATASETS, TASKS, TRACKERS
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, nearest
-
-if TYPE_CHECKING:
-    from fl_app.config import RunConfig
+from fl_app.known_names import BY_COLUMN, DATASETS, MODELS, NODE, PARTITIONS, PATH_DATASETS, TASKS, TRACKERS
 
 LONGEST_NAME = 200  # bytes of a run's name: file systems take 255, of which files named after a run need some
 
@@ -42,11 +39,15 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         refuse("task", TASKS, " or module:Class")
     for name in split_names(str(values["track"])):
         if name not in TRACKERS:
-            problems.append(f"track: must be some of {', '.join(TRACKERS)}, with commas, got {name!r}{nearest(name, TRACKERS)}")
+            problems.append(
+                f"track: must be some of {', '.join(TRACKERS)}, with commas, got {name!r}{nearest(name, TRACKERS)}"
+            )
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(values["device"])):
         problems.append(f"device: must be auto, cpu, cuda or cuda:k, got {values['device']!r}")
     if not re.fullmatch(r"[\w.+=,@-]*", str(values["run-name"])) or str(values["run-name"]).startswith("."):
-        problems.append(f"run-name: letters, digits and _.+=,@- only, not starting with a dot, got {values['run-name']!r}")
+        problems.append(
+            f"run-name: letters, digits and _.+=,@- only, not starting with a dot, got {values['run-name']!r}"
+        )
     if (length := len(str(values["run-name"]).encode())) > LONGEST_NAME:
         problems.append(f"run-name: at most {LONGEST_NAME} bytes, got {length}: {str(values['run-name'])[:40]}...")
     names = split_names(str(values["classes"]))
@@ -59,8 +60,13 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
 def refuse_files(raw: Mapping[str, Scalar]) -> None:
     """Raise UserError for a file where a module is to be named: looking for FILE.py as a module would run FILE."""
     found = ((key, re.fullmatch(r"(.+)\.py(:.*)?", str(raw.get(key, "")))) for key in ("method", "model", "task"))
-    complain([f"{key}: must be module:NAME without .py, got {match[0]!r}; did you mean {match[1]}{match[2] or ':NAME'}?"
-              for key, match in found if match])  # fmt: skip
+    complain(
+        [
+            f"{key}: must be module:NAME without .py, got {match[0]!r}; did you mean {match[1]}{match[2] or ':NAME'}?"
+            for key, match in found
+            if match
+        ]
+    )
 
 
 def _has_path(value: str, prefixes: tuple[str, ...]) -> bool:
@@ -88,15 +94,6 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
 def split_names(value: str) -> tuple[str, ...]:
     """Split a value that holds several, with commas: class names, columns, patterns, metrics."""
     return tuple(name.strip() for name in value.split(",") if name.strip())
-
-
-@runtime_checkable
-class Checked(Protocol):
-    """Parameters of a method with rules that one key's range cannot say."""
-
-    def problems(self, config: RunConfig) -> Iterable[str]:
-        """Say what is wrong with the values together, one line each: key, rule, value."""
-        ...
 
 
 def complain(problems: Sequence[str]) -> None:

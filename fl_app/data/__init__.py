@@ -9,6 +9,14 @@ from fl_app.data.prepared import DatasetInfo, Prepared, data_root
 from fl_app.data.sources import prepare, prepare_for
 
 __all__ = [
-    "ClientData", "DatasetInfo", "Prepared", "check", "data_root", "open_client", "partition_remarks", "prepare", "prepare_for",
+    "ClientData",
+    "DatasetInfo",
+    "Prepared",
+    "check",
+    "data_root",
+    "open_client",
+    "partition_remarks",
+    "prepare",
+    "prepare_for",
     "repeated",
-]  # fmt: skip
+]

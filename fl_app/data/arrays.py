@@ -85,7 +85,12 @@ def _labels(
 ) -> tuple[Labels, Labels, Sequence[str]]:
     for name, y in (train, test):
         if y.dtype.kind not in "iubUSO" and len(y):
-            refuse(path, name, "hold integers or names of classes", f"{y.dtype}; numbers are learned with task = regression")
+            refuse(
+                path,
+                name,
+                "hold integers or names of classes",
+                f"{y.dtype}; numbers are learned with task = regression",
+            )
         if y.ndim != 1:
             refuse(path, name, "have shape [n]", list(y.shape))
     if train[1].dtype.kind in "USO":
@@ -95,7 +100,9 @@ def _labels(
         if y.min(initial=0) < 0:
             refuse(path, name, "hold labels >= 0", y.min())
     top = int(max(y_train.max(initial=0), y_test.max(initial=0)))
-    hint = f"; labels start at 0: subtract 1 from {train[0]} and {test[0]}" if len(y_train) and y_train.min() == 1 else ""
+    hint = (
+        f"; labels start at 0: subtract 1 from {train[0]} and {test[0]}" if len(y_train) and y_train.min() == 1 else ""
+    )
     if classes:
         if top >= len(classes):
             raise UserError(

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
-from fl_app.data import partitions
-from fl_app.data.partitions import partition_of, remarks
+from fl_app.data import index_files
+from fl_app.data.index_files import partition_of, remarks
 from fl_app.data.prepared import DatasetInfo, Prepared, Samples, Targets
 from fl_app.data.sources import prepare_for
 from fl_app.errors import UserError
@@ -68,7 +68,7 @@ def partition_remarks(config: RunConfig) -> list[str]:
 def repeated(config: RunConfig) -> list[str]:
     """Say which clients hold a sample more than once. Raises UserError as `check`."""
     data = prepare_for(config)
-    return partitions.repeated(partition_of(config, data), data.info.samples)
+    return index_files.repeated(partition_of(config, data), data.info.samples)
 
 
 def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]:

@@ -68,7 +68,9 @@ def _decode_into(out: Images, files: list[Path], like: Path | None) -> None:
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
         starts = range(0, len(files), DECODE_BATCH)
-        for start, _ in zip(starts, pool.map(batch, starts), strict=True):  # in order: the first bad file is the one reported
+        for start, _ in zip(
+            starts, pool.map(batch, starts), strict=True
+        ):  # in order: the first bad file is the one reported
             progress.tell("decoding images", min(start + DECODE_BATCH, len(files)), len(files))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -99,7 +101,9 @@ def read_image(file: Path, shape: tuple[int, ...], *, resize: bool) -> Images:
     """
     channels, height, width = shape
     if channels not in (1, 3):
-        raise UserError(f"{file}: the model takes samples of {channels} channels, image files have 1 or 3; give an .npz file")
+        raise UserError(
+            f"{file}: the model takes samples of {channels} channels, image files have 1 or 3; give an .npz file"
+        )
     with _reading(file, "") as image:
         gray, eight_bit = _rule(image)
         if channels == 1 and not gray:
@@ -147,7 +151,9 @@ def _scaled(image: Image.Image) -> Image.Image:
     """Scale floats in [0, 1] to 255."""
     pixels = np.asarray(image)
     if not (np.isfinite(pixels).all() and pixels.min() >= 0 and pixels.max() <= 1):
-        raise ValueError(f"floats must be in [0, 1], got {pixels.min():g} .. {pixels.max():g}; save it with 8 or 16 bits")
+        raise ValueError(
+            f"floats must be in [0, 1], got {pixels.min():g} .. {pixels.max():g}; save it with 8 or 16 bits"
+        )
     return Image.fromarray(np.rint(pixels * np.float32(255)).astype(np.uint8))
 
 

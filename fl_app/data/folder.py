@@ -95,7 +95,9 @@ def _files_hash(directories: Iterable[Path]) -> str:
         with os.scandir(directory) as entries:
             for entry in sorted(entries, key=lambda e: e.name):
                 stat = entry.stat()
-                found.update(f"{directory}/{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
+                found.update(
+                    f"{directory}/{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape")
+                )
     return found.hexdigest()
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from fl_app import tasks
-from fl_app.catalogue import BY_CLASS, PARTITIONS
 from fl_app.checksums import refuse_damage
 from fl_app.config import RunConfig
 from fl_app.data.prepared import Prepared
 from fl_app.errors import UserError, listed, said
 from fl_app.files import build_once, cache_key
+from fl_app.known_names import BY_CLASS, PARTITIONS
 from fl_app.partition import Column, Indices, Share, split
 
 
@@ -48,9 +48,15 @@ def partition_of(config: RunConfig, data: Prepared, force: bool = False) -> Part
 
 
 def open_partition(
-    config: RunConfig, y_train: Indices, y_test: Indices, num_classes: int, dataset_key: str, root: Path,
-    force: bool = False, groups: Column | None = None,
-) -> Partition:  # fmt: skip
+    config: RunConfig,
+    y_train: Indices,
+    y_test: Indices,
+    num_classes: int,
+    dataset_key: str,
+    root: Path,
+    force: bool = False,
+    groups: Column | None = None,
+) -> Partition:
     """Open the partition `config` describes, computing and writing it first if no process has yet, or if `force`.
 
     y_train, y_test: int64 [n], [m], read only when it must be computed. dataset_key: `Prepared.key`. root: data
@@ -60,12 +66,23 @@ def open_partition(
 
     def build(directory: Path) -> None:
         shares = split(
-            config.partition, y_train, y_test, num_classes, num_clients=config.num_clients, seed=_seed(config),
-            alpha=config.dirichlet_alpha, classes_per_client=config.classes_per_client,
-            train_samples=config.train_samples, test_samples=config.test_samples, min_samples=config.min_samples,
-            test_ratio=config.test_ratio, assignment=config.pathological_assignment, balance=config.dirichlet_balance,
-            dataset=config.dataset, groups=groups,
-        )  # fmt: skip
+            config.partition,
+            y_train,
+            y_test,
+            num_classes,
+            num_clients=config.num_clients,
+            seed=_seed(config),
+            alpha=config.dirichlet_alpha,
+            classes_per_client=config.classes_per_client,
+            train_samples=config.train_samples,
+            test_samples=config.test_samples,
+            min_samples=config.min_samples,
+            test_ratio=config.test_ratio,
+            assignment=config.pathological_assignment,
+            balance=config.dirichlet_balance,
+            dataset=config.dataset,
+            groups=groups,
+        )
         parts = [part for share in shares for part in share]
         np.save(directory / "offsets.npy", np.cumsum([0, *map(len, parts)], dtype=np.int64))
         np.save(directory / "flat.npy", np.concatenate(parts))
@@ -96,7 +113,9 @@ def remarks(partition: Partition, num_train: int, num_test: int, what: str = "im
         used |= holders > 0
         if several := np.count_nonzero(holders > 1):
             dealt = np.count_nonzero(holders)
-            lines.append(f"{name}: {several} of {dealt} {what} are held by several clients, each by {holders.max()} at most")
+            lines.append(
+                f"{name}: {several} of {dealt} {what} are held by several clients, each by {holders.max()} at most"
+            )
         lines += _again(hands, name, what)
     unused = ~used
     if unused.any():

@@ -11,17 +11,26 @@ from pathlib import Path
 
 import numpy as np
 
-from fl_app.catalogue import DATASETS
 from fl_app.data.arrays import refuse, samples, targets
 from fl_app.data.npz import members
 from fl_app.data.prepared import Arrays, Prepared, Samples, Targets, open_or_convert, save
 from fl_app.errors import UserError
+from fl_app.known_names import DATASETS
 from fl_app.tasks import Classification
 
 CLASSES = (
-    "bladder", "femur-left", "femur-right", "heart", "kidney-left", "kidney-right", "liver", "lung-left", "lung-right",
-    "pancreas", "spleen",
-)  # fmt: skip
+    "bladder",
+    "femur-left",
+    "femur-right",
+    "heart",
+    "kidney-left",
+    "kidney-right",
+    "liver",
+    "lung-left",
+    "lung-right",
+    "pancreas",
+    "spleen",
+)
 SPLITS = ("train", "val", "test")
 
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.catalogue import DATASETS
 from fl_app.data.folder import Listing, images_in, stamp
 from fl_app.data.prepared import Arrays, Images, Labels, Prepared, open_or_convert, save
 from fl_app.errors import UserError
+from fl_app.known_names import DATASETS
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
 DOWNLOAD_TIMEOUT_SECONDS = 30
@@ -60,7 +60,9 @@ def _torchvision(dataset: str, downloads: Path) -> tuple[Arrays, Sequence[str]]:
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_SECONDS)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            train, test = (factory(root=str(downloads), download=True, **side) for side in (described.train, described.test))
+            train, test = (
+                factory(root=str(downloads), download=True, **side) for side in (described.train, described.test)
+            )
     except (OSError, RuntimeError, EOFError) as error:
         reason = str(error).strip().splitlines()
         raise UserError(

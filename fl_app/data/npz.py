@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fl_app.data import arrays
 from fl_app.data.prepared import ARRAYS, Arrays, Groups, Prepared, open_or_convert, save
-from fl_app.data.reading import Reading
+from fl_app.data.source_options import Reading
 from fl_app.errors import UserError
 
 
@@ -33,7 +33,15 @@ def prepare(path: Path, root: Path, reading: Reading, force: bool, *, site: bool
         save(directory, found, groups)
         return names
 
-    parts = [str(path), stat.st_mtime_ns, stat.st_size, reading.classes, reading.image_size, site, *reading.beyond_labels]
+    parts = [
+        str(path),
+        stat.st_mtime_ns,
+        stat.st_size,
+        reading.classes,
+        reading.image_size,
+        site,
+        *reading.beyond_labels,
+    ]
     return open_or_convert(root, f"npz-{path.stem}", parts, convert, force)
 
 
@@ -58,12 +66,16 @@ def _read(path: Path, reading: Reading, site: bool) -> tuple[Arrays, Sequence[st
     found = members(path, (*ARRAYS, *column), (*ARRAYS[2:], *column[1:]) if site else ())
     x_train, y_train = found["x_train"], found["y_train"]
     x_test, y_test = found.get("x_test", x_train[:0]), found.get("y_test", y_train[:0])
-    what = "images" if x_train.ndim == 4 or (x_train.ndim == 3 and x_train.dtype == np.uint8) else "samples"  # in errors
+    what = (
+        "images" if x_train.ndim == 4 or (x_train.ndim == 3 and x_train.dtype == np.uint8) else "samples"
+    )  # in errors
     if not len(np.atleast_1d(x_train)):
         raise UserError(f"dataset: {path}: x_train has no {what}")
     if not len(np.atleast_1d(x_test)) and not len(np.atleast_1d(y_test)):
         x_test, y_test = x_train[:0], y_train[:0]
-    stored_train, stored_test = (arrays.samples(path, name, x) for name, x in (("x_train", x_train), ("x_test", x_test)))
+    stored_train, stored_test = (
+        arrays.samples(path, name, x) for name, x in (("x_train", x_train), ("x_test", x_test))
+    )
     if stored_test.shape[1:] != stored_train.shape[1:]:
         raise UserError(
             f"dataset: {path}: x_test must have {what} like x_train's {x_train.shape[1:]}, got {x_test.shape[1:]}"

@@ -85,15 +85,19 @@ class DatasetInfo:
     def model_arguments(self) -> dict[str, Any]:
         """What a model is built with (fl_app/models.py)."""
         return {
-            "in_channels": self.in_channels, "num_classes": self.num_classes, "image_size": self.image_size,
+            "in_channels": self.in_channels,
+            "num_classes": self.num_classes,
+            "image_size": self.image_size,
             "input_shape": self.input_shape,
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, text: str) -> DatasetInfo:
         """Read what `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
-        fields |= {name: tuple(fields[name]) for name in ("classes", "mean", "std", "shape", "groups") if name in fields}
+        fields |= {
+            name: tuple(fields[name]) for name in ("classes", "mean", "std", "shape", "groups") if name in fields
+        }
         return cls(**fields)
 
     def to_json(self) -> str:
@@ -132,9 +136,14 @@ def data_root(config: RunConfig) -> Path:
 
 
 def open_or_convert(
-    root: Path, name: str, parts: Sequence[Any], convert: Callable[[Path], Sequence[str]], force: bool,
-    files: Callable[[], str] | None = None, look: bool = False,
-) -> Prepared:  # fmt: skip
+    root: Path,
+    name: str,
+    parts: Sequence[Any],
+    convert: Callable[[Path], Sequence[str]],
+    force: bool,
+    files: Callable[[], str] | None = None,
+    look: bool = False,
+) -> Prepared:
     """Open <root>/datasets/<key>, the key made of a readable name and `parts`, which JSON must hold.
 
     convert: writes the four arrays into a directory (see `save`) and returns the class names; called if no process has yet.

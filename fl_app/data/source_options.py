@@ -7,7 +7,7 @@ from typing import Any
 
 from fl_app import tasks
 from fl_app.config import RunConfig
-from fl_app.config_rules import split_names
+from fl_app.config.rules import split_names
 from fl_app.tasks import Task
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fl_app.catalogue import DATASETS
 from fl_app.config import RunConfig
 from fl_app.data import folder, medmnist, named, npz, table
 from fl_app.data.prepared import Prepared, data_root
-from fl_app.data.reading import Reading
+from fl_app.data.source_options import Reading
 from fl_app.errors import UserError
+from fl_app.known_names import DATASETS
 
 
 def prepare_for(config: RunConfig, data_path: str = "", *, force: bool = False, look: bool = False) -> Prepared:
@@ -26,9 +26,15 @@ def prepare_for(config: RunConfig, data_path: str = "", *, force: bool = False, 
 
 
 def prepare(
-    dataset: str, root: Path, *, classes: tuple[str, ...] = (), image_size: int = 0, force: bool = False, look: bool = False,
+    dataset: str,
+    root: Path,
+    *,
+    classes: tuple[str, ...] = (),
+    image_size: int = 0,
+    force: bool = False,
+    look: bool = False,
     **more: Any,
-) -> Prepared:  # fmt: skip
+) -> Prepared:
     """Open a data set, converting it first if no process has yet, or if `force`.
 
     dataset: as in the run config, but `node`. classes: label order of the user's own; empty: sorted directory names, sorted
@@ -43,7 +49,9 @@ def _prepare(dataset: str, root: Path, reading: Reading, force: bool, look: bool
     _refuse_another_kind(kind, Path(path).expanduser())
     if kind == "npz":
         if reading.target:
-            raise UserError(f"target: {dataset} has its targets in y_train and y_test; leave it unset, got {reading.target!r}")
+            raise UserError(
+                f"target: {dataset} has its targets in y_train and y_test; leave it unset, got {reading.target!r}"
+            )
         return npz.prepare(Path(path), root, reading, force, site=False)
     if kind in ("table", "hf"):
         return table.prepare(Path(path), root, reading, force, site=False, saved=kind == "hf")
@@ -74,8 +82,14 @@ def _refuse_another_kind(kind: str, path: Path) -> None:
     fits = named.get(path.suffix.lower()) if path.is_file() else "folder" if path.is_dir() else None
     if fits in (None, kind) or kind not in ("npz", "table", "hf", "folder") or (fits, kind) == ("folder", "hf"):
         return
-    more = " with target=COLUMN, the one to learn" if fits == "table" else ", or hf: for what datasets saved" * (fits == "folder")
-    raise UserError(f"dataset: {kind}: takes no {path.suffix or 'folder'}, got {path}; did you mean {fits}:{path}{more}?")
+    more = (
+        " with target=COLUMN, the one to learn"
+        if fits == "table"
+        else ", or hf: for what datasets saved" * (fits == "folder")
+    )
+    raise UserError(
+        f"dataset: {kind}: takes no {path.suffix or 'folder'}, got {path}; did you mean {fits}:{path}{more}?"
+    )
 
 
 def _site(path: Path, root: Path, reading: Reading, force: bool, look: bool) -> Prepared:

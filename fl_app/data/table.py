@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fl_app import rng
 from fl_app.data import arrays
 from fl_app.data.prepared import Prepared, open_or_convert, save
-from fl_app.data.reading import Reading
+from fl_app.data.source_options import Reading
 from fl_app.errors import UserError
 
 SUFFIXES = (".csv", ".parquet")
@@ -44,7 +44,9 @@ def prepare(path: Path, root: Path, reading: Reading, force: bool, *, site: bool
         return _convert(path, parts, reading, known, directory, site)
 
     about = [reading.classes, reading.target, reading.client, reading.test_ratio, reading.task, site, VERSION]
-    return open_or_convert(root, f"{'hf' if saved else 'table'}-{path.stem}", [str(path), stamps, *about], convert, force)
+    return open_or_convert(
+        root, f"{'hf' if saved else 'table'}-{path.stem}", [str(path), stamps, *about], convert, force
+    )
 
 
 def _table(path: Path) -> Columns:
@@ -57,7 +59,9 @@ def _table(path: Path) -> Columns:
         raise UserError(f"dataset: {path} is not a readable table ({error})") from error
     names = [str(name) for name in frame.columns]
     if path.suffix == ".csv":  # pandas numbers what is there twice
-        names = [str(name) for name in pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0]]
+        names = [
+            str(name) for name in pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0]
+        ]
     if twice := next((name for name in names if name and names.count(name) > 1), ""):
         raise UserError(f"dataset: {path} must have every column once, got {names.count(twice)} named {twice!r}")
     return {str(name): np.asarray(frame[name]) for name in frame.columns}
@@ -106,13 +110,21 @@ def _convert(
         sides = [(x[of], y[of], whose[of]) for of in (train, test)]
     (x_train, y_train, whose_train), (x_test, y_test, whose_test) = sides
     if x_train.shape[1:] != x_test.shape[1:]:
-        raise UserError(f"dataset: {path}: test must have the columns of train, {x_train.shape[1:]}, got {x_test.shape[1:]}")
+        raise UserError(
+            f"dataset: {path}: test must have the columns of train, {x_train.shape[1:]}, got {x_test.shape[1:]}"
+        )
     task = reading.of_task
     classes = reading.classes or tuple(known)
     if task.has_classes and not classes and y_train.dtype.kind in "iub" and not site:
         classes, y_train, y_test = _codes(y_train, y_test)
     y_train, y_test, names = arrays.targets(
-        path, task, (f"column {reading.target}", y_train), (f"column {reading.target}", y_test), classes, site=site, what="rows"
+        path,
+        task,
+        (f"column {reading.target}", y_train),
+        (f"column {reading.target}", y_test),
+        classes,
+        site=site,
+        what="rows",
     )
     names = reading.targets if not task.has_classes and not reading.classes else names
     groups = arrays.groups(whose_train, whose_test) if reading.client else None

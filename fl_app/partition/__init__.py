@@ -34,9 +34,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app import partition_file
-from fl_app import partition_fl_bench as fl_bench
 from fl_app.errors import UserError
+from fl_app.partition import fl_bench, own_file
 from fl_app.rng import generator, seed_sequence
 
 Indices = NDArray[np.int64]
@@ -47,10 +46,24 @@ _EQUAL_SHARE = "train-samples and test-samples can be 0, an equal share of all"
 
 
 def split(
-    name: str, y_train: Indices, y_test: Indices, num_classes: int, *, num_clients: int, seed: int, alpha: float,
-    classes_per_client: int, train_samples: int, test_samples: int, min_samples: int, test_ratio: float,
-    assignment: str = "balanced", balance: bool = False, dataset: str = "the data set", groups: Column | None = None,
-) -> list[Share]:  # fmt: skip
+    name: str,
+    y_train: Indices,
+    y_test: Indices,
+    num_classes: int,
+    *,
+    num_clients: int,
+    seed: int,
+    alpha: float,
+    classes_per_client: int,
+    train_samples: int,
+    test_samples: int,
+    min_samples: int,
+    test_ratio: float,
+    assignment: str = "balanced",
+    balance: bool = False,
+    dataset: str = "the data set",
+    groups: Column | None = None,
+) -> list[Share]:
     """Divide a data set over clients; a pure function of its arguments (and of the file named by `file:`).
 
     name: one of config.PARTITIONS or `file:/path.npz`. y_train, y_test: int64 [n], [m] in [0, num_classes); `iid`
@@ -64,7 +77,7 @@ def split(
     if num_clients < 1:
         raise UserError(f"num-clients: must be >= 1, got {num_clients}")
     if name.startswith("file:"):
-        return partition_file.read(Path(name.removeprefix("file:")).expanduser(), task.sides, num_clients, dataset)
+        return own_file.read(Path(name.removeprefix("file:")).expanduser(), task.sides, num_clients, dataset)
     if name == "by-column":
         return _by_column(groups, num_clients, len(y_train), dataset)
     if len(y_train) < num_clients:
@@ -193,7 +206,9 @@ def _pathological(task: _Task, classes_per_client: int, assignment: str, sizes: 
         )
     if 0 < sizes[0] < classes_per_client:
         raise UserError(f"train-samples: must be at least classes-per-client ({classes_per_client}), got {sizes[0]}")
-    holds = assign_classes(present, task.num_classes, task.num_clients, classes_per_client, task.rng("classes"), assignment)
+    holds = assign_classes(
+        present, task.num_classes, task.num_clients, classes_per_client, task.rng("classes"), assignment
+    )
     for i, num_held in enumerate(holds.sum(1)):
         if num_held < classes_per_client:
             raise UserError(
@@ -223,9 +238,13 @@ def _pathological(task: _Task, classes_per_client: int, assignment: str, sizes: 
 
 
 def assign_classes(
-    present: NDArray[np.int64], num_classes: int, num_clients: int, per_client: int, rng: np.random.Generator,
+    present: NDArray[np.int64],
+    num_classes: int,
+    num_clients: int,
+    per_client: int,
+    rng: np.random.Generator,
     assignment: str = "balanced",
-) -> NDArray[np.bool_]:  # fmt: skip
+) -> NDArray[np.bool_]:
     """Give each client `per_client` distinct classes (with `blocks` fewer, where the numbers do not divide).
 
     present: int64, the classes that have samples. assignment: one of ASSIGNMENTS. Returns bool [N, K].
@@ -294,10 +313,14 @@ def _iid(task: _Task, sizes: tuple[int, int]) -> list[Share]:
 
 def _by_column(groups: Column | None, num_clients: int, num_train: int, dataset: str) -> list[Share]:
     if groups is None:
-        raise UserError(f"client: partition by-column needs the name of the column of {dataset} that says whose a sample is")
+        raise UserError(
+            f"client: partition by-column needs the name of the column of {dataset} that says whose a sample is"
+        )
     train, test, names = groups
     if len(names) != num_clients:
-        raise UserError(f"num-clients: must be {len(names)}, the values of the column client of {dataset}, got {num_clients}")
+        raise UserError(
+            f"num-clients: must be {len(names)}, the values of the column client of {dataset}, got {num_clients}"
+        )
     shares = [(np.flatnonzero(train == k), num_train + np.flatnonzero(test == k)) for k in range(num_clients)]
     for k, (mine, _) in enumerate(shares):
         if not len(mine):
@@ -334,9 +357,14 @@ def _fl_bench(task: _Task, alpha: float, min_samples: int, test_ratio: float) ->
         raise UserError(f"partition-seed: must be <= {fl_bench.LARGEST_SEED} with dirichlet-fl-bench, got {task.seed}")
     labels = _all_labels(task, min_samples)
     shares = fl_bench.split(
-        labels, task.num_classes, num_clients=task.num_clients, seed=task.seed, alpha=alpha, min_samples=min_samples,
+        labels,
+        task.num_classes,
+        num_clients=task.num_clients,
+        seed=task.seed,
+        alpha=alpha,
+        min_samples=min_samples,
         test_ratio=test_ratio,
-    )  # fmt: skip
+    )
     if not shares:
         raise _no_draw(task, fl_bench.DRAWS, alpha, min_samples)
     return shares

@@ -29,7 +29,9 @@ def split(
         pieces = []
         for indices in of_class:
             rng.shuffle(indices)
-            shares = np.nan_to_num(rng.dirichlet(np.full(num_clients, alpha)), posinf=0.0)  # for tiny alpha all underflow
+            shares = np.nan_to_num(
+                rng.dirichlet(np.full(num_clients, alpha)), posinf=0.0
+            )  # for tiny alpha all underflow
             ends = (np.cumsum(shares) * len(indices)).astype(int)
             pieces.append(np.split(indices, ends[:-1]))
         parts = [np.concatenate(part) for part in zip(*pieces, strict=True)]

@@ -69,7 +69,9 @@ class Keyring:
             cipher = ChaCha20Poly1305(derived(self._shared(sender), "seal"))
             return cipher.decrypt(raw[:_NONCE], raw[_NONCE:], f"{sender}-{self.client_id}".encode())
         except (InvalidTag, ValueError):
-            raise UserError(f"private: the sketches' key was not sealed by client {sender} for client {self.client_id}") from None
+            raise UserError(
+                f"private: the sketches' key was not sealed by client {sender} for client {self.client_id}"
+            ) from None
 
     def _shared(self, other: int) -> bytes:
         if not 0 <= other < self.num_clients:
@@ -77,14 +79,18 @@ class Keyring:
         return self.private.exchange(X25519PublicKey.from_public_bytes(self.public_of(other)))
 
 
-def keyring(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
+def open_keyring(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
     """Return a client's keys. where: its private key's file, or SEED_KEYS. Raises UserError naming what is missing or wrong."""
     if not where:
         raise UserError(
             "private: this SuperNode has no key for private runs; `corolla node start`, `corolla cluster up` and compose.tls.yaml "
             "name it, others need --node-config private-keys=FILE (docs/privacy.md)"
         )
-    return _from_seed(seed, client_id, num_clients) if where == SEED_KEYS else _from_file(Path(where), client_id, num_clients)
+    return (
+        _from_seed(seed, client_id, num_clients)
+        if where == SEED_KEYS
+        else _from_file(Path(where), client_id, num_clients)
+    )
 
 
 def _from_seed(seed: int, client_id: int, num_clients: int) -> Keyring:
@@ -103,7 +109,9 @@ def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
     except OSError as error:
         raise UserError(f"private: the list of all sites' keys cannot be read: {peers}: {error.strerror}") from None
     except ValueError:
-        raise UserError(f"private: {peers} must have a line per client: its number, node key, {WORD}, key, signature") from None
+        raise UserError(
+            f"private: {peers} must have a line per client: its number, node key, {WORD}, key, signature"
+        ) from None
     if sorted(entries) != list(range(num_clients)):
         raise UserError(f"private: {peers} must have the clients 0 to {num_clients - 1}, it has {len(entries)}")
     keys = {i: _signed(peers, f"client {i}'s", *said) for i, said in entries.items()}
@@ -121,7 +129,9 @@ def read(path: Path) -> X25519PrivateKey:
     except OSError as error:
         raise UserError(f"private: {path}: {error.strerror}") from None
     if mode & 0o077:
-        raise UserError(f"private: {path} must be its owner's alone (mode 600), it is {mode:o}; others may have read it")
+        raise UserError(
+            f"private: {path} must be its owner's alone (mode 600), it is {mode:o}; others may have read it"
+        )
     try:
         key = serialization.load_pem_private_key(content, password=None)
     except Exception:  # ValueError, TypeError, UnsupportedAlgorithm: all say the same to a user
@@ -160,7 +170,11 @@ def _entry(line: str) -> tuple[int, tuple[str, bytes, bytes]]:
     client_id, kind, node, word, public, signature = line.split()
     if not re.fullmatch(r"\d{1,9}", client_id, re.ASCII) or word != WORD:
         raise ValueError(line)
-    return int(client_id), (f"{kind} {node}", base64.b64decode(public, validate=True), base64.b64decode(signature, validate=True))
+    return int(client_id), (
+        f"{kind} {node}",
+        base64.b64decode(public, validate=True),
+        base64.b64decode(signature, validate=True),
+    )
 
 
 def _signed(path: Path, whose: str, node: str, public: bytes, signature: bytes) -> bytes:

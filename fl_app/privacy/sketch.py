@@ -21,7 +21,9 @@ def sketch(bits: Bits, d: int, m: int, key: bytes) -> Bits:
     bits: uint8 [ceil(d/8)], the packed mask; 1 <= m <= d; key: 32 bytes, equal for all clients of the attempt.
     """
     if not 1 <= m <= d or bits.shape != (-(-d // 8),):
-        raise ValueError(f"a sketch of m = {m} bits needs a packed mask of at least as many, got {bits.shape} for d = {d}")
+        raise ValueError(
+            f"a sketch of m = {m} bits needs a packed mask of at least as many, got {bits.shape} for d = {d}"
+        )
     order = _order(d, key)[:m]
     mask = np.unpackbits(bits, count=d, bitorder="little")
     pad = np.unpackbits(np.frombuffer(stream(derived(key, "pad"), -(-m // 8)), np.uint8), count=m, bitorder="little")

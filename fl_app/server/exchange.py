@@ -61,7 +61,9 @@ class Exchange:
 
     def message(self, client_id: int, content: RecordDict, kind: str, round: int) -> Message:
         """Address a message to a client."""
-        return Message(content, self.roster.node_of[client_id], kind, group_id=str(round), ttl=self.config.round_timeout + 60)
+        return Message(
+            content, self.roster.node_of[client_id], kind, group_id=str(round), ttl=self.config.round_timeout + 60
+        )
 
     def ask(self, what: str, requests: Iterable[Message], timeout: float, total: int) -> Iterator[Reply]:
         """Send `total` messages, built one at a time, and yield every reply as it arrives, failures included.

@@ -138,11 +138,24 @@ def round_line(record: Mapping[str, Any], total: int, metric: str = "accuracy", 
     everyone = _short(record.get("evaluation", {}).get(metric))
     return _write(
         Round(
-            record["round"], total, before, _deviation(record, f"{metric}-before"), after, _deviation(record, f"{metric}-after"),
-            loss, len(record["clients"]), record["upload-bytes"], record["download-bytes"], seconds, "evaluation" in record,
-            everyone, len(record["failures"]), metric, ratio,
+            record["round"],
+            total,
+            before,
+            _deviation(record, f"{metric}-before"),
+            after,
+            _deviation(record, f"{metric}-after"),
+            loss,
+            len(record["clients"]),
+            record["upload-bytes"],
+            record["download-bytes"],
+            seconds,
+            "evaluation" in record,
+            everyone,
+            len(record["failures"]),
+            metric,
+            ratio,
         )
-    )  # fmt: skip
+    )
 
 
 def sentence(r: Round) -> str:

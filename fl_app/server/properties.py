@@ -59,7 +59,9 @@ def check(said: Mapping[str, Scalar], num_clients: int) -> int:
 def check_keys(said: Mapping[str, Scalar], agreed: str | None, num_clients: int) -> None:
     """Raise WireError unless a client of a private run holds the list of keys that most do, and has sealed one for each client."""
     if not (named := key_list(said)) or named != agreed:
-        raise WireError(f"private: its list of all sites' keys is {_short(said.get(LIST))}, the others' is {_short(agreed)}")
+        raise WireError(
+            f"private: its list of all sites' keys is {_short(said.get(LIST))}, the others' is {_short(agreed)}"
+        )
     if not re.fullmatch(r"[A-Za-z0-9+/=]+(,[A-Za-z0-9+/=]+)*", sealed := str(said.get(SEALED, "")), re.ASCII) or (
         sealed.count(",") + 1 != num_clients
     ):
@@ -100,7 +102,9 @@ def differing_shapes(clients: Iterable[Mapping[str, Scalar]]) -> str:
         found, client_id = shape(said), said.get("client-id")
         if found is not None and type(client_id) is int:
             shapes.setdefault(found, []).append(client_id)
-    lines = [f"  clients {sorted(ids)}: {in_words(s)}" for s, ids in sorted(shapes.items(), key=lambda item: min(item[1]))]
+    lines = [
+        f"  clients {sorted(ids)}: {in_words(s)}" for s, ids in sorted(shapes.items(), key=lambda item: min(item[1]))
+    ]
     return "\n".join(lines) if len(lines) > 1 else ""
 
 

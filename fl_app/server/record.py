@@ -23,16 +23,24 @@ FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
 
 
 REPORTED = (  # numbers that every method's clients report of a round, beside the task's metrics
-    "loss", "loss-before", "loss-after", "test-samples", "dp-epsilon", "dp-noise",
+    "loss",
+    "loss-before",
+    "loss-after",
+    "test-samples",
+    "dp-epsilon",
+    "dp-noise",
     *(f"seconds-{phase}" for phase in ("prepare", "merge", "evaluate", "train", "score", "state")),
-)  # fmt: skip
+)
 SHA256 = "sha256"
 
 
 def check_upload(
-    upload: Upload, own: tuple[str, ...] = (), declared: Mapping[str, Scalar] | None = None, version: str = "",
+    upload: Upload,
+    own: tuple[str, ...] = (),
+    declared: Mapping[str, Scalar] | None = None,
+    version: str = "",
     headline: Metric = ACCURACY,
-) -> dict[str, Scalar]:  # fmt: skip
+) -> dict[str, Scalar]:
     """Return what a client reported with its upload. Raises WireError for numbers that cannot be.
 
     own: names of the numbers the method's client half reports. declared: the client's properties, whose samples the upload must
@@ -55,9 +63,11 @@ def check_upload(
 
 
 def check_evaluation(
-    metrics: Mapping[str, Scalar], test_samples: int = 0, declared: Mapping[str, Scalar] | None = None,
+    metrics: Mapping[str, Scalar],
+    test_samples: int = 0,
+    declared: Mapping[str, Scalar] | None = None,
     measured: Sequence[Metric] = (ACCURACY,),
-) -> dict[str, Scalar]:  # fmt: skip
+) -> dict[str, Scalar]:
     """Return what a client reported of an evaluation. Raises WireError for metrics that cannot be, and as `check_upload`."""
     names = {f"{metric.name}{end}": metric for metric in measured for end in ("", FINETUNED)}
     for name in names.keys() & metrics.keys():
@@ -73,9 +83,14 @@ def moments(headline: Metric) -> tuple[str, str]:
 
 def check_samples(declared: Mapping[str, Scalar] | None, train_samples: int | None, test_samples: int) -> None:
     """Raise WireError unless a client has as many samples as it said when it connected."""
-    for what, name, got in (("num_examples", "train-samples", train_samples), ("test-samples", "test-samples", test_samples)):
+    for what, name, got in (
+        ("num_examples", "train-samples", train_samples),
+        ("test-samples", "test-samples", test_samples),
+    ):
         if declared is not None and got is not None and got != declared.get(name):
-            raise WireError(f"{what} must be the {declared.get(name)} that the client told when it connected, got {got}")
+            raise WireError(
+                f"{what} must be the {declared.get(name)} that the client told when it connected, got {got}"
+            )
 
 
 def known(metrics: Mapping[str, Scalar], own: tuple[str, ...] = ()) -> dict[str, Scalar]:
@@ -100,7 +115,11 @@ def known(metrics: Mapping[str, Scalar], own: tuple[str, ...] = ()) -> dict[str,
 
 
 def client_row(
-    metrics: Mapping[str, Scalar], train_samples: int, upload_bytes: int, download_bytes: int, notes: Mapping[str, object]
+    metrics: Mapping[str, Scalar],
+    train_samples: int,
+    upload_bytes: int,
+    download_bytes: int,
+    notes: Mapping[str, object],
 ) -> Record:
     """A client's entry in a round's record: what it reported, what travelled, what the method noted."""
     reported = {name: clean(value) for name, value in metrics.items() if name != "state-version"}
@@ -110,9 +129,13 @@ def client_row(
 
 
 def round_record(
-    round: int, clients: Mapping[int, Record], sent_bytes: int, notes: Mapping[str, object], failures: list[Record],
+    round: int,
+    clients: Mapping[int, Record],
+    sent_bytes: int,
+    notes: Mapping[str, object],
+    failures: list[Record],
     headline: Metric = ACCURACY,
-) -> Record:  # fmt: skip
+) -> Record:
     """A round's record. clients: entries of those whose uploads were used; sent_bytes: downloads, to failed ones too."""
     rows = list(clients.values())
     record: Record = {"round": round}
@@ -129,9 +152,13 @@ def round_record(
 
 
 def evaluation_record(
-    clients: Mapping[int, Record], num_clients: int, sent_bytes: int, failures: list[Record],
-    measured: Sequence[Metric] = (ACCURACY,), unseen: frozenset[int] = frozenset(),
-) -> Record:  # fmt: skip
+    clients: Mapping[int, Record],
+    num_clients: int,
+    sent_bytes: int,
+    failures: list[Record],
+    measured: Sequence[Metric] = (ACCURACY,),
+    unseen: frozenset[int] = frozenset(),
+) -> Record:
     """Record of an evaluation of all clients; its digest is None where a client is absent.
 
     unseen: clients that never train. Means are over the others; theirs stand apart.

@@ -22,7 +22,7 @@ from fl_app.errors import UserError, plain
 from fl_app.keys import Scalar
 from fl_app.server import properties as told
 from fl_app.server.identity import Holders, Identity
-from fl_app.server.log_lines import left_out_line
+from fl_app.server.progress_protocol import left_out_line
 from fl_app.server.properties import Properties, Shape
 from fl_app.server.replies import Answer, Inbox
 from fl_app.server.superlink import SuperLink, never_changes
@@ -128,7 +128,9 @@ class Roster:
             )
         if shapes := told.differing_shapes(self._answers.values()):
             return f"clients' data must have the same channels, classes and image size:\n{shapes}"
-        return "clients that cannot take part:\n" + "\n".join(f"  {who}: {why}" for who, why in sorted(self._refused.values()))
+        return "clients that cannot take part:\n" + "\n".join(
+            f"  {who}: {why}" for who, why in sorted(self._refused.values())
+        )
 
     def _warn_of_refused(self) -> None:
         for node, (who, why) in self._refused.items():
@@ -210,7 +212,9 @@ class Roster:
     def _seat_all(self) -> None:
         """Give every node that answered the client id it names, or note why not; before the start all anew, after every answer."""
         if not self._started:
-            self.num_clients = self.config.num_clients or most_common(told.num_clients(p) for p in self._answers.values()) or 0
+            self.num_clients = (
+                self.config.num_clients or most_common(told.num_clients(p) for p in self._answers.values()) or 0
+            )
             self.shape = most_common(told.shape(p) for p in self._answers.values())
             self.key_list = most_common(told.key_list(p) for p in self._answers.values())
             self.node_of, self.properties, self._holders = {}, {}, Holders()
@@ -226,7 +230,9 @@ class Roster:
     def _seat(self, node: int, said: Properties) -> None:
         client_id = told.check(said, self.num_clients)
         if told.shape(said) != self.shape:
-            raise wire.WireError(f"its data have {told.in_words(told.shape(said))}, the others' {told.in_words(self.shape)}")
+            raise wire.WireError(
+                f"its data have {told.in_words(told.shape(said))}, the others' {told.in_words(self.shape)}"
+            )
         if self.config.private:
             told.check_keys(said, self.key_list, self.num_clients)
         self._holders.claim(client_id, self._who[node], client_id in self.node_of)

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 from fl_app import plugins, tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, plain
+from fl_app.figures import Figure, to_json
 from fl_app.files import FILE_MODE, lock, make_directory, opener, publish_text, room
 from fl_app.keys import Scalar, table_of
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
-from fl_app.report.kinds import Figure, to_json
 from fl_app.toml import flatten, read_toml, to_toml
 
 log = logging.getLogger("corolla")
@@ -28,14 +28,20 @@ log = logging.getLogger("corolla")
 CONFIG = "config.toml"
 LOCK = ".lock"
 METRICS = "metrics.jsonl"
-METRICS_PACKED = "metrics.jsonl.gz"  # of runs that were collected (fl_app/experiments/collect.py)
+METRICS_PACKED = "metrics.jsonl.gz"  # of runs that were collected (corolla/experiments/collect.py)
 SUMMARY = "summary.json"
 RUN = "run.json"
 CLIENTS = "clients.json"
 STOP = "stop"  # a file: the run is asked to end after its round
 PLUGINS = "plugins"  # copies of the user's own files that the run uses
 MODELS = "models"
-STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"  # in run.json
+STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = (
+    "state-removed",
+    "shape",
+    "frozen-sha256",
+    "tested",
+    "made-with",
+)  # in run.json
 LONGEST_NAME = 200  # characters of a class's name
 
 
@@ -73,8 +79,16 @@ class RunFolder:
             folder.lock()
             plugins.write(own, path / PLUGINS)
         folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
-        about = {"experiment": experiment, "starts": 0, MADE_WITH: [made_with()], "figures": to_json(figures), **(facts or {})}
-        folder.write(RUN, json.dumps({**about, "metrics": [asdict(metric) for metric in tasks.measured(config)]}) + "\n")
+        about = {
+            "experiment": experiment,
+            "starts": 0,
+            MADE_WITH: [made_with()],
+            "figures": to_json(figures),
+            **(facts or {}),
+        }
+        folder.write(
+            RUN, json.dumps({**about, "metrics": [asdict(metric) for metric in tasks.measured(config)]}) + "\n"
+        )
         return folder
 
     @classmethod
@@ -212,7 +226,9 @@ def names(config: RunConfig) -> Iterator[str]:
     if config.run_name:
         yield config.run_name
         return
-    first = f"{time.strftime('%Y%m%d-%H%M%S')}-{table_of(config.method)}-{config.dataset.split(':')[0]}-seed{config.seed}"
+    first = (
+        f"{time.strftime('%Y%m%d-%H%M%S')}-{table_of(config.method)}-{config.dataset.split(':')[0]}-seed{config.seed}"
+    )
     yield from itertools.chain([first], (f"{first}-{k}" for k in range(2, 1000)))
 
 
@@ -279,8 +295,13 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 _PARTS: dict[str, type] = {
-    "clients": dict, "seconds": dict, "failures": list, "evaluation": dict, "upload-bytes": int, "download-bytes": int,
-}  # fmt: skip
+    "clients": dict,
+    "seconds": dict,
+    "failures": list,
+    "evaluation": dict,
+    "upload-bytes": int,
+    "download-bytes": int,
+}
 
 
 def _is_record(record: Any) -> bool:
@@ -305,7 +326,9 @@ def client_facts(client_id: int, properties: Mapping[str, Scalar]) -> dict[str, 
     text = str(properties.get("class-counts", ""))
     counts = [int(word) for word in text.split(",") if word.isascii() and word.isdecimal()]
     if text and (len(counts) != text.count(",") + 1 or len(counts) != properties.get("num-classes")):
-        log.warning("client %d: class-counts must be %s counts, got %.80r", client_id, properties.get("num-classes"), text)
+        log.warning(
+            "client %d: class-counts must be %s counts, got %.80r", client_id, properties.get("num-classes"), text
+        )
     elif text:
         facts["class-counts"] = counts
     return facts
@@ -317,7 +340,11 @@ def told_names(properties: Mapping[str, Scalar]) -> list[str]:
         names = json.loads(str(properties.get("class-names", "[]")))
     except (ValueError, RecursionError):
         names = None
-    fits = isinstance(names, list) and len(names) == properties.get("num-classes") and all(isinstance(n, str) for n in names)
+    fits = (
+        isinstance(names, list)
+        and len(names) == properties.get("num-classes")
+        and all(isinstance(n, str) for n in names)
+    )
     return [plain(name)[:LONGEST_NAME] for name in names] if fits else []
 
 

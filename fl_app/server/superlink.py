@@ -27,7 +27,9 @@ log = logging.getLogger("corolla")
 RUN_ENDED = RunNotRunningException
 MAX_OBJECTS = 10_000  # of one reply; of a large model's 4 MB pieces that is 40 GB
 MAX_DEPTH = 8  # a message holds records, these a record, it arrays, they pieces: 5
-MAX_RECORD = 1_000_000  # bytes of a record of numbers and texts; reading one costs some hundred times as much as sending it
+MAX_RECORD = (
+    1_000_000  # bytes of a record of numbers and texts; reading one costs some hundred times as much as sending it
+)
 _RECORDS = ("ConfigRecord", "MetricRecord")
 _AT_ONCE = 4  # objects fetched at the same time, of all replies together
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds between two tries for an object that is not there yet
@@ -55,7 +57,10 @@ def connect(grid: Grid) -> SuperLink | None:
     try:
         return SuperLink(grid)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        log.warning("this version of Flower fetches replies in another way; its own is taken, for all of them together (%s)", error)
+        log.warning(
+            "this version of Flower fetches replies in another way; its own is taken, for all of them together (%s)",
+            error,
+        )
         return None
 
 
@@ -98,7 +103,9 @@ class SuperLink:
         try:
             contents = {name: self._object(name, deadline) for name in object_ids(found.tree)}
         finally:  # the SuperLink need not keep them, whatever they are
-            request = ConfirmMessageReceivedRequest(node=self._node, run_id=self._run_id, message_object_id=found.object_id)
+            request = ConfirmMessageReceivedRequest(
+                node=self._node, run_id=self._run_id, message_object_id=found.object_id
+            )
             self._client.ConfirmMessageReceived(request)
         check_nesting(found.object_id, contents)
         check_sizes(contents)

@@ -21,22 +21,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import fl_app
-from fl_app.catalogue import TRACKERS
-from fl_app.config_rules import split_names
+from fl_app.config.rules import split_names
 from fl_app.errors import UserError, plain
 from fl_app.keys import Scalar
-from fl_app.server import log_lines
-from fl_app.server.log_lines import LOG_MARK, Folder, Resumed
+from fl_app.known_names import TRACKERS
+from fl_app.server import progress_protocol
+from fl_app.server.progress_protocol import LOG_MARK, Folder, Resumed
 
-FOLLOWER = "fl_app.tracking.follow"
+FOLLOWER = "corolla.tracking.follow"
 SECONDS = 30.0  # a tracker may take for each thing it is given when the run has ended
 _MORE = 5.0  # until a follower that does not end by itself is ended
 
 
 _ENVIRONMENT = {  # unless it is set: MLflow would try for many minutes, and both tell their makers things
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
     "WANDB_ERROR_REPORTING": "false",
-}  # fmt: skip
+}
 
 
 def wanted(config: Mapping[str, Scalar]) -> tuple[str, ...]:
@@ -72,9 +74,14 @@ class Follower:
         paths = os.pathsep.join(filter(None, [app, os.environ.get("PYTHONPATH")]))
         environment = {**_ENVIRONMENT, **os.environ, "PYTHONPATH": paths}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", FOLLOWER, str(run), name, str(after), str(SECONDS)], env=environment,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-P", "-m", FOLLOWER, str(run), name, str(after), str(SECONDS)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
         self._said: queue.Queue[bool] = queue.Queue()  # True for a sign of life, False for the end
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -146,7 +153,7 @@ def following_log(config: Mapping[str, Scalar], on_line: Callable[[str], None]) 
             followers.extend([Follower(name, folder[0], after, warn) for name in names])
 
     def take(line: str) -> None:
-        found = log_lines.read(line.removeprefix(LOG_MARK)) if names and line.startswith(LOG_MARK) else None
+        found = progress_protocol.read(line.removeprefix(LOG_MARK)) if names and line.startswith(LOG_MARK) else None
         if isinstance(found, Folder):
             folder[:] = [found.path]
             if not config.get("resume"):  # whose rounds after its checkpoint are still there

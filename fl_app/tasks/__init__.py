@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fl_app import plugins
-from fl_app.config_rules import split_names
+from fl_app.config.rules import split_names
 from fl_app.errors import UserError
 from fl_app.tasks.classification import ACCURACY, Classification
 from fl_app.tasks.multi_label import MultiLabel
@@ -22,12 +22,24 @@ if TYPE_CHECKING:
     from fl_app.config import RunConfig
 
 __all__ = [
-    "ACCURACY", "BUILT_IN", "Classification", "Metric", "MultiLabel", "Regression", "Task", "measured", "named", "of", "recorded",
-]  # fmt: skip
+    "ACCURACY",
+    "BUILT_IN",
+    "Classification",
+    "Metric",
+    "MultiLabel",
+    "Regression",
+    "Task",
+    "measured",
+    "named",
+    "of",
+    "recorded",
+]
 
 BUILT_IN: Mapping[str, type[Task]] = {
-    "classification": Classification, "multi-label": MultiLabel, "regression": Regression,
-}  # fmt: skip
+    "classification": Classification,
+    "multi-label": MultiLabel,
+    "regression": Regression,
+}
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 _TAKEN = frozenset({"loss", "sha256", "digest", "test-samples", "clients", "failures", "absent"})

@@ -25,9 +25,11 @@ class Classification(Task):
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        ACCURACY, Metric("balanced-accuracy", ratio=True), Metric("macro-f1", ratio=True),
+        ACCURACY,
+        Metric("balanced-accuracy", ratio=True),
+        Metric("macro-f1", ratio=True),
         Metric("auc", ratio=True),
-    )  # fmt: skip
+    )
     usual: ClassVar[tuple[str, ...]] = ("accuracy",)
     has_classes: ClassVar[bool] = True
 
@@ -84,5 +86,8 @@ def _auc(outputs: Tensor, y: Tensor) -> float:
 
 
 _MEASURES: Mapping[str, Callable[[Tensor, Tensor], float]] = {
-    "accuracy": _accuracy, "balanced-accuracy": _balanced_accuracy, "macro-f1": _macro_f1, "auc": _auc,
-}  # fmt: skip
+    "accuracy": _accuracy,
+    "balanced-accuracy": _balanced_accuracy,
+    "macro-f1": _macro_f1,
+    "auc": _auc,
+}

@@ -46,7 +46,9 @@ class MultiLabel(Task):
             warnings.simplefilter("ignore")  # about labels that all samples have, or none: they are left out here
             for name in names:
                 if name == "f1":
-                    found[name] = float(torchmetrics.multilabel_f1_score(probabilities, truth, y.shape[1], average="macro"))
+                    found[name] = float(
+                        torchmetrics.multilabel_f1_score(probabilities, truth, y.shape[1], average="macro")
+                    )
                 elif not both.any():
                     found[name] = math.nan
                 elif y.shape[1] == 1:  # torchmetrics wants two labels at least

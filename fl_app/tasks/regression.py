@@ -21,8 +21,10 @@ class Regression(Task):
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("rmse", higher_is_better=False, low=0), Metric("mae", higher_is_better=False, low=0), Metric("r2", high=1),
-    )  # fmt: skip
+        Metric("rmse", higher_is_better=False, low=0),
+        Metric("mae", higher_is_better=False, low=0),
+        Metric("r2", high=1),
+    )
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the squared error, mean over samples and targets."""
@@ -39,5 +41,9 @@ class Regression(Task):
             elif name == "mae":
                 found[name] = float(functional("regression").mean_absolute_error(outputs.flatten(), y.flatten()))
             else:
-                found[name] = float(functional("regression").r2_score(outputs.squeeze(1), y.squeeze(1))) if len(y) > 1 else math.nan
+                found[name] = (
+                    float(functional("regression").r2_score(outputs.squeeze(1), y.squeeze(1)))
+                    if len(y) > 1
+                    else math.nan
+                )
         return found

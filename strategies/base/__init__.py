@@ -21,9 +21,9 @@ from strategies.base.method import (
     local_epochs,
     no_tensors,
 )
-from strategies.base.private import Sums
 from strategies.base.strategy import PersonalizedStrategy
 from strategies.base.uploads import Uploads
+from strategies.engine.private import Sums
 
 __all__ = [
     "OWN_MODEL",

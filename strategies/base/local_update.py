@@ -141,7 +141,9 @@ class Trainer(Protocol):
         """Return (x, y) of chosen training samples, nothing augmented."""
         ...
 
-    def differentiate(self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True) -> Tensor:
+    def differentiate(
+        self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True
+    ) -> Tensor:
         """Leave the gradient of the objective, by default the mean loss, in `gradient`; return its value, detached.
 
         counted: the batch counts in the training loss that the client reports. Raises UserError if it is not a scalar.
@@ -249,7 +251,9 @@ class LocalUpdate(Generic[P]):
     """
 
     reports: ClassVar[tuple[str, ...]] = ()
-    local_from_file: ClassVar[bool] = True  # what does not travel starts from `initial-weights`, if given; else from the seed
+    local_from_file: ClassVar[bool] = (
+        True  # what does not travel starts from `initial-weights`, if given; else from the seed
+    )
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
         """Return the model training starts from: received tensors, and the client's own where they do not travel."""

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from fl_app import parts, rng, tasks
+from fl_app import rng, tasks, trainable_tensors
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
+from fl_app.figures import Figure, Scalars
 from fl_app.layout import Layout
-from fl_app.report.kinds import Figure, Scalars
-from strategies.base import private
 from strategies.base.local_update import LocalUpdate
 from strategies.base.strategy import PersonalizedStrategy
+from strategies.engine import private
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,7 +75,9 @@ class Method(Generic[P]):
             raise UserError(f"method {config.method}: it is about classes, and task {config.task} has none")
         for name, patterns in (("train", config.train), ("share", config.share)):
             if self.compose is not None and patterns:
-                raise UserError(f"{name}: method {config.method} trains a network around the model, which has no such parts")
+                raise UserError(
+                    f"{name}: method {config.method} trains a network around the model, which has no such parts"
+                )
         if self.needs_whole and config.share:
             raise UserError(
                 f"method {config.method}: it is about all parameters that train; say with train which, and leave share unset, "
@@ -87,7 +89,11 @@ class Method(Generic[P]):
             raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
         if config.private:
             chooses = self.strategy.sample is not PersonalizedStrategy.sample
-            why_not = "it chooses the clients of a round itself (sample), and a private run asks whole companies" if chooses else ""
+            why_not = (
+                "it chooses the clients of a round itself (sample), and a private run asks whole companies"
+                if chooses
+                else ""
+            )
             private.check(config, why_not if self.sums else self.not_private)
         if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
             raise UserError("dp-epsilon: finetune-epochs would look at records beside the budget; leave it 0")
@@ -112,7 +118,7 @@ class Method(Generic[P]):
                 f"dp-epsilon: model {config.model} has statistics of whole batches (BatchNorm), which no noise covers; take "
                 "norm = group, or another model"
             )
-        return parts.travelling(config, layout, self.shared(layout, config.params))
+        return trainable_tensors.travelling(config, layout, self.shared(layout, config.params))
 
     @property
     def reports(self) -> tuple[str, ...]:
@@ -124,9 +130,15 @@ class Method(Generic[P]):
         return self.local_update.tested(config.params)
 
     def network(
-        self, config: RunConfig, *, in_channels: int, num_classes: int, image_size: int, input_shape: tuple[int, ...] = (),
+        self,
+        config: RunConfig,
+        *,
+        in_channels: int,
+        num_classes: int,
+        image_size: int,
+        input_shape: tuple[int, ...] = (),
         initial_weights: str = "",
-    ) -> nn.Module:  # fmt: skip
+    ) -> nn.Module:
         """Build the network the method trains, with its initial weights from the seed.
 
         initial_weights: a safetensors file that gives those of the run's model, before the method wraps it.
@@ -135,19 +147,26 @@ class Method(Generic[P]):
 
         def drawn(k: int) -> nn.Module:
             module = models.build(
-                config.model, in_channels=in_channels, num_classes=num_classes, image_size=image_size, norm=config.norm,
+                config.model,
+                in_channels=in_channels,
+                num_classes=num_classes,
+                image_size=image_size,
+                norm=config.norm,
                 seed=rng.torch_seed(config.seed, f"drawing-{k}") if k else config.seed,
-                input_shape=input_shape, input_dtype=tasks.of(config).input_dtype,
-            )  # fmt: skip
+                input_shape=input_shape,
+                input_dtype=tasks.of(config).input_dtype,
+            )
             if initial_weights:
                 if k:
-                    raise UserError(f"initial-weights: {self.name} starts from several models, which one file would make equal")
+                    raise UserError(
+                        f"initial-weights: {self.name} starts from several models, which one file would make equal"
+                    )
                 weights.write(module, weights.initial_model(module, initial_weights))
             return module
 
         module = self.around(Drawings(drawn, input_shape or (in_channels, image_size, image_size), config.seed), config)
         if config.train:
-            parts.freeze(module, config.train)
+            trainable_tensors.freeze(module, config.train)
         return module
 
     def around(self, drawings: Drawings, config: RunConfig) -> nn.Module:

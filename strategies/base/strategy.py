@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload
 from strategies.aggregate import Stack
-from strategies.base.rounds import Rounds
 from strategies.base.uploads import Intake, Uploads
+from strategies.engine.rounds import Rounds
 from strategies.robust import Averaging
 
 log = logging.getLogger("corolla")
@@ -29,8 +29,12 @@ class PersonalizedStrategy(Rounds, Generic[P]):
     """
 
     params: P
-    compared_extras: ClassVar[Mapping[str, str]] = {}  # float arrays of uploads that must not lie far apart: in words, their names
-    robust: ClassVar[frozenset[str]] = frozenset()  # what the key `robust` may be beside none: `RULES` if means are by `averaging`
+    compared_extras: ClassVar[
+        Mapping[str, str]
+    ] = {}  # float arrays of uploads that must not lie far apart: in words, their names
+    robust: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # what the key `robust` may be beside none: `RULES` if means are by `averaging`
 
     @property
     def averaging(self) -> Averaging:
@@ -119,6 +123,11 @@ class PersonalizedStrategy(Rounds, Generic[P]):
         c = self.config
         log.info(
             "%s: %d clients, %d rounds, model %s with %d parameters (%d travel), %s",
-            c.method, c.num_clients, c.num_server_rounds, c.model, self.full_layout.d, self.layout.d,
+            c.method,
+            c.num_clients,
+            c.num_server_rounds,
+            c.model,
+            self.full_layout.d,
+            self.layout.d,
             ", ".join(f"{key.name}={value}" for key, value in c.own_keys() if "." in key.name) or "no parameters",
         )

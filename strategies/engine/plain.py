@@ -14,21 +14,21 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fl_app import parts, tasks, wire
+from fl_app import tasks, trainable_tensors, wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
-from fl_app.server import kept
+from fl_app.server import client_arrays
 from fl_app.server import record as records
 from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.run_folder import RunFolder
 from fl_app.stopwatch import Stopwatch
 from fl_app.wire import Download
-from strategies.base.attempt import Attempt, TooFewResults
-from strategies.base.said import Said
-from strategies.base.screening import USUAL, Screening, Stray
 from strategies.base.uploads import Intake
+from strategies.engine.attempt import Attempt, TooFewResults
+from strategies.engine.said import Said
+from strategies.engine.screening import USUAL, Screening, Stray
 from strategies.robust import capped
 
 log = logging.getLogger("corolla")
@@ -37,7 +37,9 @@ log = logging.getLogger("corolla")
 class Messages(Said, Strategy):
     """A Flower Strategy that sends every client one message per round, and takes in each reply by itself."""
 
-    spread: ClassVar[float] = 1.0  # how many times as far apart as others' a method's honest uploads lie; inf: no bound on them
+    spread: ClassVar[float] = (
+        1.0  # how many times as far apart as others' a method's honest uploads lie; inf: no bound on them
+    )
 
     def __init__(
         self, config: RunConfig, params: Any, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder
@@ -45,7 +47,7 @@ class Messages(Said, Strategy):
         self.config, self.params, self.full_layout, self.shared, self.folder = config, params, layout, shared, folder
         self.measured = tasks.measured(config)
         self.layout = layout.subset(shared)
-        self._told: dict[str, Scalar] = {parts.HASH: layout.constants} if layout.constants else {}
+        self._told: dict[str, Scalar] = {trainable_tensors.HASH: layout.constants} if layout.constants else {}
         self.global_model = layout.take(initial, shared)
         self.personal: dict[int, dict[str, NDArray[Any]]] = {}
         self.memory: dict[str, NDArray[Any]] = {}
@@ -109,7 +111,7 @@ class Messages(Said, Strategy):
         download = self.download_for(client_id, round, task)
         self.attempt.sent[client_id] = self.attempt.sent.get(client_id, 0) + download.nbytes
         message = exchange.message(client_id, wire.encode_download(download), kind, round)
-        kept.release(self.personal.get(client_id, {}))
+        client_arrays.release(self.personal.get(client_id, {}))
         return message
 
     # Replies in
@@ -157,7 +159,7 @@ class Messages(Said, Strategy):
         intake.forget_stacks()
         self.round = round
         self.personalize(round, uploads)
-        kept.settle(self.personal, uploads.ids, self.config.server_memory_limit * 1e9, self.folder.path)
+        client_arrays.settle(self.personal, uploads.ids, self.config.server_memory_limit * 1e9, self.folder.path)
 
     def _screen(self, round: int, intake: Intake) -> list[Stray]:
         """Return what lies far from the others, and leave it out by name, unless nothing is refused."""
@@ -176,7 +178,7 @@ class Messages(Said, Strategy):
     def _sent(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """What a client was sent of what is compared; read again where it is kept on disk."""
         sent = self.compared_with(client_id)
-        kept.release(self.personal.get(client_id, {}))
+        client_arrays.release(self.personal.get(client_id, {}))
         return sent
 
     def aggregate_evaluate(self, server_round: int, replies: Iterator[Reply]) -> MetricRecord | None:  # type: ignore[override]
@@ -188,7 +190,11 @@ class Messages(Said, Strategy):
                 metrics = records.check_evaluation(metrics, num_examples, declared, self.measured)
                 warn_of_damage(reply.client_id, metrics, self.versions)
                 row = {name: records.clean(value) for name, value in metrics.items()}
-                self.attempt.clients[reply.client_id] = {**row, "loss": records.clean(loss), "test-samples": num_examples}
+                self.attempt.clients[reply.client_id] = {
+                    **row,
+                    "loss": records.clean(loss),
+                    "test-samples": num_examples,
+                }
             except Exception as error:
                 self.attempt.fail(reply, "evaluation", "failed", error)
         return None

@@ -3,7 +3,7 @@
 Every pair of a group's members adds and takes away a mask that belongs to this attempt at this round, so the sum of all members'
 uploads is the sum of their models, and nothing less says anything. Who drops out therefore costs the attempt: it is repeated, with
 other masks, among those who answered. Uploads of an attempt that does not count are not kept. What the sums of a whole run say
-together: strategies/base/companies.py.
+together: strategies/engine/cohorts.py.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Expected, Upload, WireError, state_version
-from strategies.base import companies
-from strategies.base.attempt import TooFewResults
-from strategies.base.companies import Book
-from strategies.base.messages import Messages, require
 from strategies.base.uploads import Intake, Uploads
+from strategies.engine import cohorts
+from strategies.engine.attempt import TooFewResults
+from strategies.engine.cohorts import Book
+from strategies.engine.plain import Messages, require
 
 log = logging.getLogger("corolla")
 
@@ -66,7 +66,9 @@ class MaskedIntake(Intake):
     def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int | None = None) -> None:
         """Add an upload to its group's sum; it is nowhere kept. Raises WireError if it was made for another attempt."""
         if (made_for := upload.metrics.get(PRIVATE, "")) != self.version:
-            raise WireError(f"its masks are those of attempt {str(made_for)[:20] or 'none'}, asked for was {self.version}")
+            raise WireError(
+                f"its masks are those of attempt {str(made_for)[:20] or 'none'}, asked for was {self.version}"
+            )
         self.totals[self.group_of[client_id]] += upload.extras[SUM]
         rest = Upload(upload.model, upload.mask, num_examples=upload.num_examples)
         super().accept(client_id, rest, metrics, nbytes)
@@ -122,11 +124,13 @@ class Private(Messages):
 
     @functools.cached_property
     def book(self) -> Book:
-        """The companies of a private run, and what its clients count (strategies/base/companies.py)."""
+        """The companies of a private run, and what its clients count (strategies/engine/cohorts.py)."""
         n, some = self.config.num_clients, self.config.fraction_train < 1
         ids = sorted(set(range(n)) - self.config.unseen)
         # not by the run's seed: runs of the same clients have the same companies
-        return Book(self.folder.path, companies.drawn(ids, n, rng.generator(0, "companies")) if some else companies.one(ids, n))
+        return Book(
+            self.folder.path, cohorts.drawn(ids, n, rng.generator(0, "companies")) if some else cohorts.one(ids, n)
+        )
 
     def keep_together(
         self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
@@ -137,7 +141,7 @@ class Private(Messages):
         """
         similarity = np.eye(len(labels))
         similarity[np.ix_(ids, ids)] = overlap
-        parted, labels = companies.grouped(self.book.companies, labels, similarity)
+        parted, labels = cohorts.grouped(self.book.companies, labels, similarity)
         self.book.part(parted)
         return labels
 
@@ -151,11 +155,11 @@ class Private(Messages):
             return super().participants(connected, round)
         here = set(connected) - self.attempt.without
         if whole := self.config.private_absent == "company":
-            self.book.part(companies.split(self.book.companies, here))
-        all_of = companies.members(self.book.companies)
-        able = [own for own in all_of if here.issuperset(own)] if whole else companies.left(self.book.companies, here)
+            self.book.part(cohorts.split(self.book.companies, here))
+        all_of = cohorts.members(self.book.companies)
+        able = [own for own in all_of if here.issuperset(own)] if whole else cohorts.left(self.book.companies, here)
         known = [own for earlier in self.attempt.earlier for own in sums_of(earlier.intake)]
-        able = [own for own in able if not companies.unlike(self.book.companies, own, known)]
+        able = [own for own in able if not cohorts.unlike(self.book.companies, own, known)]
         if idle := sorted(here.difference(*able) - self.config.unseen):
             log.info("round %d: clients %s are not asked: others of their companies are away", round, idle)
         if self.config.fraction_train < 1:  # in an order that does not depend on who is there
@@ -165,7 +169,9 @@ class Private(Messages):
         if not able:
             why = "of a company that nobody is away from (private-absent)" if whole else "of a company"
             why += ", all of them if they answered before" if known else ""
-            raise TooFewResults(f"private: a round needs {GROUP_MIN} clients {why}, connected and not failed are {sorted(here)}")
+            raise TooFewResults(
+                f"private: a round needs {GROUP_MIN} clients {why}, connected and not failed are {sorted(here)}"
+            )
         return sorted(i for own in able for i in own)
 
     def room_for(self, ids: list[int]) -> Intake:
@@ -186,9 +192,19 @@ class Private(Messages):
         totals = np.zeros((len(groups), length), np.uint32)
         version = state_version(self.attempt.round, self.attempt.generation)
         return MaskedIntake(
-            ids, expected, empty, empty, bits, {}, np.zeros(len(ids)), version=version, groups=groups, weights=weights,
-            totals=totals, group_of=group_of,
-        )  # fmt: skip
+            ids,
+            expected,
+            empty,
+            empty,
+            bits,
+            {},
+            np.zeros(len(ids)),
+            version=version,
+            groups=groups,
+            weights=weights,
+            totals=totals,
+            group_of=group_of,
+        )
 
     def told(self, client_id: int, task: str) -> dict[str, Scalar]:
         """What a client is told beside its model: in a private round with whom it masks, what it counts, the sketches' key."""
@@ -197,9 +213,10 @@ class Private(Messages):
             return super().told(client_id, task)
         members = list(intake.groups.values())[intake.group_of[client_id]]
         said: dict[str, Scalar] = {
-            f"{PRIVATE}-members": ",".join(map(str, members)), f"{PRIVATE}-weight": intake.weights[client_id],
+            f"{PRIVATE}-members": ",".join(map(str, members)),
+            f"{PRIVATE}-weight": intake.weights[client_id],
             f"{PRIVATE}-clients": len(intake.ids),
-        }  # fmt: skip
+        }
         if intake.expected.sends_mask:
             sealer = min(self.attempt.declared)
             sealed = str(self.attempt.declared[sealer][f"{PRIVATE}-sealed"]).split(",")[client_id]
@@ -212,7 +229,9 @@ class Private(Messages):
             return super().use(round, intake)
         require(intake, self.config.min_results, GROUP_MIN)
         if absent := [i for i in intake.ids if i not in intake.metrics]:
-            raise TooFewResults(f"clients {absent} dropped out: what the others sent is masked, they are asked again", absent)
+            raise TooFewResults(
+                f"clients {absent} dropped out: what the others sent is masked, they are asked again", absent
+            )
         sums = intake.sums(self.layout)
         intake.forget_stacks()
         self.round = round
@@ -245,7 +264,9 @@ class Private(Messages):
         away = ["of who was away for a round roughly its model (private-absent = company: not)"] if alone else []
         always = ["who is away and how long each takes", *away, "hashes of personal models"]
         learns = ["sums over groups of at least three", *groups, *counts, *accuracies, *always]
-        lines = [f"private: the server learns {', '.join(learns)}; it is trusted to keep to the protocol (docs/privacy.md)"]
+        lines = [
+            f"private: the server learns {', '.join(learns)}; it is trusted to keep to the protocol (docs/privacy.md)"
+        ]
         if self.config.max_update_norm:
             lines.append("private: max-update-norm leaves nobody out: there is no single upload to measure")
         return lines + (records if config.dp_epsilon else [])
@@ -256,7 +277,9 @@ def check(config: RunConfig, why_not: str) -> None:
     if why_not:
         raise UserError(f"private: method {config.method} cannot run private: {why_not}")
     if config.robust != "none":
-        raise UserError(f"private: the server sees no single upload that {config.robust} could choose among; set robust = none")
+        raise UserError(
+            f"private: the server sees no single upload that {config.robust} could choose among; set robust = none"
+        )
     if config.collect_personal_models:
         raise UserError("private: collect-personal-models uploads every client's own model; leave it off")
     drawn = config.drawn(config.num_training)

@@ -12,16 +12,16 @@ from flwr.serverapp.strategy import Result
 from fl_app import rng, wire
 from fl_app.errors import UserError
 from fl_app.layout import NOTHING, Model
-from fl_app.server import checkpoint, kept, log_lines
+from fl_app.server import checkpoint, client_arrays, progress_protocol
 from fl_app.server import record as records
 from fl_app.server.exchange import Exchange
 from fl_app.server.record import Record
 from fl_app.stopwatch import Stopwatch
 from fl_app.wire import Download, Expected, WireError
-from strategies.base.attempt import Attempt, TooFewResults
-from strategies.base.messages import warn_of_damage
-from strategies.base.private import Private
-from strategies.base.screening import USUAL, Screening
+from strategies.engine.attempt import Attempt, TooFewResults
+from strategies.engine.plain import warn_of_damage
+from strategies.engine.private import Private
+from strategies.engine.screening import USUAL, Screening
 
 log = logging.getLogger("corolla")
 
@@ -66,7 +66,7 @@ class Rounds(Private):
             if stopping or round == total or round % self.config.checkpoint_every == 0:
                 self.save_checkpoint(record)
             self.folder.append(record)
-            log.info("%s", log_lines.round_line(record, total, headline.name, headline.ratio))
+            log.info("%s", progress_protocol.round_line(record, total, headline.name, headline.ratio))
             if stopping:
                 break
         return Result()
@@ -80,7 +80,9 @@ class Rounds(Private):
         spoilt: list[Attempt] = []
         without: frozenset[int] = frozenset()
         for retry in range(self.config.round_retries + 1):
-            self.attempt = Attempt(round, self.folder.starts * _ATTEMPTS_PER_START + retry, earlier=[*spoilt], without=without)
+            self.attempt = Attempt(
+                round, self.folder.starts * _ATTEMPTS_PER_START + retry, earlier=[*spoilt], without=without
+            )
             exchange.refresh()
             watch.lap("prepare")
             what = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {retry + 1}" if retry else "")
@@ -111,7 +113,12 @@ class Rounds(Private):
         self.aggregate_evaluate(round, replies)
         sent = sum(self.attempt.sent.values())
         return records.evaluation_record(
-            self.attempt.clients, self.config.num_clients, sent, self.attempt.failures, self.measured, self.config.unseen
+            self.attempt.clients,
+            self.config.num_clients,
+            sent,
+            self.attempt.failures,
+            self.measured,
+            self.config.unseen,
         )
 
     def collect(self, exchange: Exchange, round: int) -> dict[int, Model]:
@@ -126,14 +133,18 @@ class Rounds(Private):
                 warn_of_damage(reply.client_id, records.known(upload.metrics), self.versions)
                 models[reply.client_id] = upload.model
             except Exception as error:
-                log.error("client %d: its personal model could not be collected: %s", reply.client_id, WireError(str(error)))
+                log.error(
+                    "client %d: its personal model could not be collected: %s", reply.client_id, WireError(str(error))
+                )
         return models
 
     def forget_state(self, exchange: Exchange) -> None:
         """Let the connected clients remove what they keep of a run that is finished; those that do not are logged."""
         download = Download("forget", self.round, self.attempt.generation, self.folder.experiment, NOTHING)
         content = (wire.encode_download(download) for _ in exchange.client_ids)
-        messages = (exchange.message(i, c, "train", self.round) for i, c in zip(exchange.client_ids, content, strict=True))
+        messages = (
+            exchange.message(i, c, "train", self.round) for i, c in zip(exchange.client_ids, content, strict=True)
+        )
         seconds = min(_FORGET_SECONDS, self.config.round_timeout)
         for reply in exchange.ask("removing client state", messages, seconds, len(exchange.client_ids)):
             try:
@@ -153,10 +164,14 @@ class Rounds(Private):
             arrays[f"memory.{name}"] = array
         for client_id, own in self.personal.items():
             arrays |= {f"client.{client_id}.{name}": array for name, array in own.items()}
-        meta = {"versions": {str(i): v for i, v in self.versions.items()}, "screening": self.screening.saved(), "record": record}
+        meta = {
+            "versions": {str(i): v for i, v in self.versions.items()},
+            "screening": self.screening.saved(),
+            "record": record,
+        }
         checkpoint.save(self.folder.path, self.round, arrays, meta)
         for own in self.personal.values():
-            kept.release(own)
+            client_arrays.release(own)
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
@@ -170,7 +185,9 @@ class Rounds(Private):
             else:
                 client_id, _, key = key.partition(".")
                 self.personal.setdefault(int(client_id), {})[key] = arrays.pop(name)
-        kept.settle(self.personal, list(self.personal), self.config.server_memory_limit * 1e9, self.folder.path)
+        client_arrays.settle(
+            self.personal, list(self.personal), self.config.server_memory_limit * 1e9, self.folder.path
+        )
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
         self.screening = Screening.restored(saved.meta.get("screening", {}))

@@ -88,14 +88,21 @@ class Screening:
             apart = distances_to_median(stack, rows)
             usual = self.usual.setdefault(what, {})
             least = max([_OF_MOST * m for r, m in usual.items() if r < round], default=0.0)
-            medians = (float(np.median(of)) for of in (apart, moved.get(what, 0.0), _OF_LENGTH * lengths.get(what, np.zeros(1))))
+            medians = (
+                float(np.median(of))
+                for of in (apart, moved.get(what, 0.0), _OF_LENGTH * lengths.get(what, np.zeros(1)))
+            )
             usual[round] = max(least, *medians)
             far = np.minimum(apart, moved.get(what, np.inf)) / room
             self._now[what] = dict(zip(ids, far.tolist(), strict=True))
             for client_id, distance in self._now[what].items():
                 since = max(m for r, m in usual.items() if self.seen.get(client_id, 0) < r <= round)
                 scale = max(since, min(self.last.get(what, {}).get(client_id, 0.0), max(usual.values())))
-                if scale > 0 and distance > limit * scale and distance / scale > getattr(found.get(client_id), "times", 0):
+                if (
+                    scale > 0
+                    and distance > limit * scale
+                    and distance / scale > getattr(found.get(client_id), "times", 0)
+                ):
                     found[client_id] = Stray(client_id, what, distance / scale, limit)
         return sorted(found.values(), key=lambda stray: -stray.times)
 

@@ -11,7 +11,7 @@ import pandas
 import pytest
 
 import corolla
-from fl_app import cli
+from corolla import cli
 from fl_app.errors import UserError
 from tests.api.conftest import Start
 
@@ -28,7 +28,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "half a config": ("config.toml", cut, "is not a run folder: .*config.toml"),
     "no config": ("config.toml", Path.unlink, r"holds no run \(no config.toml\)"),
     "half a summary": ("summary.json", cut, "summary.json cannot be read"),
-    "a summary of another kind": ("summary.json", lambda p: p.write_text("[]"), "summary.json cannot be read: must hold a table"),
+    "a summary of another kind": (
+        "summary.json",
+        lambda p: p.write_text("[]"),
+        "summary.json cannot be read: must hold a table",
+    ),
     "half of the rounds": ("metrics.jsonl", cut, "metrics.jsonl: no readable record of round"),
     "a round less": ("metrics.jsonl", drop_round, "metrics.jsonl: no readable record of round 1"),
     "no rounds": ("metrics.jsonl", Path.unlink, "metrics.jsonl: no readable record of round 1, 2"),
@@ -60,7 +64,9 @@ def test_an_interrupted_run_has_its_rounds(start: Start) -> None:
 def test_a_folder_of_runs_is_no_run(start: Start, tmp_path: Path) -> None:
     for name in ("a", "b"):
         start(run_name=name)
-    with pytest.raises(UserError, match="runs is no run folder, but holds some: a, b; load one of them, or compare them all"):
+    with pytest.raises(
+        UserError, match="runs is no run folder, but holds some: a, b; load one of them, or compare them all"
+    ):
         corolla.load(tmp_path / "runs")
     with pytest.raises(UserError, match="none: this run folder does not exist"):
         corolla.load(tmp_path / "none")
@@ -69,7 +75,9 @@ def test_a_folder_of_runs_is_no_run(start: Start, tmp_path: Path) -> None:
 def test_compare_is_the_commands_table_as_numbers(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runs = [start(method=m, seed=s, run_name=f"{m}-{s}", num_server_rounds=1) for m in ("fedavg", "local") for s in (0, 1)]
+    runs = [
+        start(method=m, seed=s, run_name=f"{m}-{s}", num_server_rounds=1) for m in ("fedavg", "local") for s in (0, 1)
+    ]
     (runs[3].path.parent / "half").mkdir()
     (runs[3].path.parent / "half" / "config.toml").write_text((runs[3].path / "config.toml").read_text())
     capsys.readouterr()

@@ -38,7 +38,8 @@ def accuracy(found: corolla.Run, client: int) -> float:
     ("method", "model"),
     [
         pytest.param(method, model, marks=[] if method in FEW and model == "mlp" else pytest.mark.nightly)
-        for method in METHODS for model in ("mlp", "resnet8")
+        for method in METHODS
+        for model in ("mlp", "resnet8")
     ],
 )
 def test_a_collected_model_answers_as_the_client_did(start: Start, method: str, model: str) -> None:
@@ -65,7 +66,9 @@ def test_which_methods_need_no_collecting(start: Start) -> None:
     for method, said in (("fedper", "holds no model 'client-2'"), ("ditto", "which only the client can make")):
         with pytest.raises(UserError, match=f"{said}.*; run with --set collect-personal-models=true"):
             start(method=method, run_name=method).model(client=2)
-    with pytest.raises(UserError, match="fedper leaves classifier.bias, classifier.weight on the clients: global alone predicts"):
+    with pytest.raises(
+        UserError, match="fedper leaves classifier.bias, classifier.weight on the clients: global alone predicts"
+    ):
         corolla.load("runs/fedper").model()
 
 

@@ -29,7 +29,9 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         manager = KernelManager()
         manager.kernel_spec.argv[0] = sys.executable
         notebook = nbformat.read(NOTEBOOK, as_version=4)
-        nbclient.NotebookClient(notebook, km=manager, timeout=240, resources={"metadata": {"path": str(directory)}}).execute()
+        nbclient.NotebookClient(
+            notebook, km=manager, timeout=240, resources={"metadata": {"path": str(directory)}}
+        ).execute()
         yield directory, [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
@@ -56,13 +58,16 @@ def test_the_notebook_runs_and_shows_what_it_promises(executed: Any) -> None:
     assert "Linear" in outputs(model, "text/plain")[0]
     assert "report.html" in outputs(report, "text/plain")[0] and list(directory.glob("runs/*/report.html"))
     assert "num-server-round: unknown key; did you mean num-server-rounds?" in mistake.outputs[0]["text"]
-    assert "'final-accuracy'" in outputs(summary, "text/plain")[0] and len(list(directory.glob("runs/*/summary.json"))) == 2
+    assert (
+        "'final-accuracy'" in outputs(summary, "text/plain")[0]
+        and len(list(directory.glob("runs/*/summary.json"))) == 2
+    )
     told = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
     assert "round 1/5" not in told and "\x1b" not in told  # no lines beside the panel, nothing for terminals
 
 
 def test_a_drawing_is_html_and_text() -> None:
-    from fl_app.cli.notebook import Drawing
+    from corolla.cli.notebook import Drawing
 
     shown = Drawing(Text("a < b", style="bold red"))._repr_mimebundle_()
     assert "a &lt; b" in shown["text/html"] and "style=" in shown["text/html"] and shown["text/plain"] == "a < b\n"

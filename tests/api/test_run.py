@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import corolla
-from fl_app import cli
-from fl_app.api import starting
+from corolla import cli
+from corolla.api import starting
 from fl_app.errors import UserError
 from fl_app.server.run_folder import read_metrics, read_summary
 from tests.api.conftest import Start
@@ -26,9 +26,11 @@ from tests.conftest import Run as RunHere
 
 def test_importing_corolla_is_cheap() -> None:
     code = "import sys; from corolla import run, load, compare; print(' '.join(sys.modules))"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
     unwanted = {"torch", "pandas", "flwr", "rich", "typer", "matplotlib", "scipy", "sklearn", "IPython", "strategies"}
-    assert "fl_app.api" in loaded and not unwanted & loaded
+    assert "corolla.api" in loaded and not unwanted & loaded
 
 
 def test_a_run_is_the_commands_run(start: Start, run: RunHere, tmp_path: Path) -> None:
@@ -55,7 +57,11 @@ def test_a_run_is_the_commands_run(start: Start, run: RunHere, tmp_path: Path) -
 def test_its_page_and_its_table(start: Start) -> None:
     found = start()
     page = found.report()
-    assert page == found.path / "report.html" and "fedavg" in page.read_text() and list(page.parent.glob("report-figures/*.png"))
+    assert (
+        page == found.path / "report.html"
+        and "fedavg" in page.read_text()
+        and list(page.parent.glob("report-figures/*.png"))
+    )
     shown = found._repr_html_()
     assert f"{100 * found.summary['final-accuracy']:.2f} %" in shown and str(found.path) in shown
     (found.path / "summary.json").unlink()
@@ -71,14 +77,24 @@ def test_presets_and_files_come_first_as_for_the_command(start: Start, tmp_path:
 
 
 def test_keys_are_spelt_as_python_can_or_as_the_config_does() -> None:
-    given = {"num_server_rounds": 5, "lg_fedavg": {"shared": "body"}, "feddac": {"self_weight": 0.5}, "fedcac.non-critical": "all"}
+    given = {
+        "num_server_rounds": 5,
+        "lg_fedavg": {"shared": "body"},
+        "feddac": {"self_weight": 0.5},
+        "fedcac.non-critical": "all",
+    }
     assert starting.flat(given) == {
-        "num-server-rounds": 5, "lg-fedavg.shared": "body", "feddac.self-weight": 0.5, "fedcac.non-critical": "all",
-    }  # fmt: skip
+        "num-server-rounds": 5,
+        "lg-fedavg.shared": "body",
+        "feddac.self-weight": 0.5,
+        "fedcac.non-critical": "all",
+    }
     assert starting.flat({"my_method": {"a_b": 1}}) == {"my_method.a-b": 1}  # a user's own file's name
     assert starting.flat({"seed": np.int64(3), "learning_rate": np.float32(0.5), "initial_weights": Path("/w.pt")}) == {
-        "seed": 3, "learning-rate": 0.5, "initial-weights": "/w.pt",
-    }  # fmt: skip
+        "seed": 3,
+        "learning-rate": 0.5,
+        "initial-weights": "/w.pt",
+    }
     with pytest.raises(UserError, match="fedcac.beta: given twice, 5 and 6"):
         starting.flat({"fedcac": {"beta": 5}, "fedcac.beta": 6})
 
@@ -98,7 +114,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an unknown preset": ({"preset": "fedcac/cifar"}, ["fedcac/cifar"]),
     "no data": ({"dataset": "npz:none.npz"}, ["--set", "dataset=npz:none.npz"]),
     "a tracker": ({"track": "mlfow"}, ["--set", "track=mlfow"]),
-}  # fmt: skip
+}
 
 
 def test_what_only_python_can_get_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +155,9 @@ def words(text: str) -> str:
 
 def test_settings_without_effect_are_named(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     start(fedcac={"beta": 5})
-    assert "--set fedcac.beta has no effect: it is a key of method fedcac, not of fedavg" in words(capsys.readouterr().err)
+    assert "--set fedcac.beta has no effect: it is a key of method fedcac, not of fedavg" in words(
+        capsys.readouterr().err
+    )
 
 
 def test_progress_is_lines_or_nothing(start: Start, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,9 +16,10 @@ import pytest
 import torch
 from PIL import Image
 
-from fl_app import cli, models
-from fl_app.cli.reference import config_page, pyproject_with_defaults
-from fl_app.cli.settings import name_plugins
+from corolla import cli
+from corolla.cli.reference import config_page, pyproject_with_defaults
+from corolla.cli.settings import name_plugins
+from fl_app import models
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS, METHODS
 
@@ -27,7 +28,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_set_values_are_toml_and_bare_words_are_strings() -> None:
     words = ["a=1", "b=0.5", "c=true", 'd="x y"', "e=fedcac", "f=folder:/tmp/x=y", "g=", "h=1e-3", "i='7'"]
-    expected = {"a": 1, "b": 0.5, "c": True, "d": "x y", "e": "fedcac", "f": "folder:/tmp/x=y", "g": "", "h": 1e-3, "i": "7"}
+    expected = {
+        "a": 1,
+        "b": 0.5,
+        "c": True,
+        "d": "x y",
+        "e": "fedcac",
+        "f": "folder:/tmp/x=y",
+        "g": "",
+        "h": 1e-3,
+        "i": "7",
+    }
     assert cli.settings.parse_set(words) == expected
     with pytest.raises(UserError, match="expected KEY=VALUE"):
         cli.settings.parse_set(["tau"])
@@ -38,9 +49,11 @@ def test_set_values_are_toml_and_bare_words_are_strings() -> None:
 def write_npz(path: Path, num_train: int = 40, classes: int = 4, **replace: object) -> Path:
     rng = np.random.default_rng(0)
     arrays: dict[str, object] = {
-        "x_train": rng.integers(0, 256, (num_train, 8, 8), dtype=np.uint8), "y_train": np.arange(num_train) % classes,
-        "x_test": rng.integers(0, 256, (20, 8, 8), dtype=np.uint8), "y_test": np.arange(20) % classes,
-    }  # fmt: skip
+        "x_train": rng.integers(0, 256, (num_train, 8, 8), dtype=np.uint8),
+        "y_train": np.arange(num_train) % classes,
+        "x_test": rng.integers(0, 256, (20, 8, 8), dtype=np.uint8),
+        "y_test": np.arange(20) % classes,
+    }
     np.savez(path, **{**arrays, **replace})  # type: ignore[arg-type]
     return path
 
@@ -57,14 +70,27 @@ BAD = {
     "unknown method": (["method=fedcax"], "method: must be one of"),
     "unknown key": (["fedcac.tua=0.3"], "fedcac.tua: unknown key; did you mean fedcac.tau?"),
     "another method's key": (
-        ["fedavg.beta=2"], "fedavg.beta: unknown key; method fedavg has fedavg.batchnorm-statistics; beta is a key of fedcac, ",
+        ["fedavg.beta=2"],
+        "fedavg.beta: unknown key; method fedavg has fedavg.batchnorm-statistics; beta is a key of fedcac, ",
     ),
-    "a key of a method without any": (["local.tau=2"], "unknown key; method local has no parameters; tau is a key of fedcac"),
+    "a key of a method without any": (
+        ["local.tau=2"],
+        "unknown key; method local has no parameters; tau is a key of fedcac",
+    ),
     "a key without its table": (["beta=2"], "beta: unknown key; did you mean fedcac.beta?"),
     "a misspelt table": (["fedcca.tau=0.3"], "fedcca.tau: unknown key; did you mean fedcac.tau?"),
-    "a misspelt key of all runs": (["num-server-round=3"], "num-server-round: unknown key; did you mean num-server-rounds?"),
-    "numbers that are no classes": (["dataset=npz:numbers.npz"], "got float64; numbers are learned with task = regression"),
-    "a column of numbers": (["dataset=table:table.csv", "target=b"], "got float64; numbers are learned with task = regression"),
+    "a misspelt key of all runs": (
+        ["num-server-round=3"],
+        "num-server-round: unknown key; did you mean num-server-rounds?",
+    ),
+    "numbers that are no classes": (
+        ["dataset=npz:numbers.npz"],
+        "got float64; numbers are learned with task = regression",
+    ),
+    "a column of numbers": (
+        ["dataset=table:table.csv", "target=b"],
+        "got float64; numbers are learned with task = regression",
+    ),
     "a table as npz": (["dataset=npz:table.csv"], "table.csv with target=COLUMN, the one to learn?"),
     "an npz as table": (["dataset=table:numbers.npz", "target=b"], "table: takes no .npz"),
     "images as npz": (["dataset=npz:images"], "did you mean folder:"),
@@ -74,7 +100,8 @@ BAD = {
     "corrupt npz": (["dataset=npz:corrupt.npz"], "corrupt.npz"),
     "class with no images": (["dataset=folder:images"], "dog"),
     "more classes per client than classes": (
-        ["partition=pathological", "classes-per-client=12"], "classes-per-client: must be at most",
+        ["partition=pathological", "classes-per-client=12"],
+        "classes-per-client: must be at most",
     ),
     "too few samples": (["train-samples=5000"], "train-samples: every client needs 5000"),
     "model module missing": (["model=nowhere:factory"], "cannot import nowhere"),
@@ -82,24 +109,40 @@ BAD = {
     "model of wrong output size": (["model=badmodel:wrong"], "[2, 10]"),
     "relative initial weights missing": (["initial-weights=none.safetensors"], "none.safetensors"),
     "a classifier where there is none": (
-        ["model=badmodel:convolution", "method=fedobp", "fedobp.scope=classifier"], "fedobp.scope: classifier needs a model with a",
+        ["model=badmodel:convolution", "method=fedobp", "fedobp.scope=classifier"],
+        "fedobp.scope: classifier needs a model with a",
     ),
-    "more threads than there is room for": (["client-threads=1000000"], "client-threads: must be in [1, 256], got 1000000"),
+    "more threads than there is room for": (
+        ["client-threads=1000000"],
+        "client-threads: must be in [1, 256], got 1000000",
+    ),
     "a long name": (["run-name=" + 300 * "x"], "run-name: at most 200 bytes, got 300: xxx"),
     "a key that is a table": (["fedcac=5"], "fedcac: unknown key; it is the table of fedcac.tau"),
     "a target where there are no columns": (["target=y"], "target: digits has no columns, got 'y'"),
-    "a target of an npz": (["dataset=npz:numbers.npz", "target=y"], "has its targets in y_train and y_test; leave it unset"),
+    "a target of an npz": (
+        ["dataset=npz:numbers.npz", "target=y"],
+        "has its targets in y_train and y_test; leave it unset",
+    ),
     "two columns of a name": (["dataset=table:twice.csv", "target=b"], "must have every column once, got 2 named 'a'"),
     "a word among numbers": (["dataset=table:word.csv", "target=b"], "column a must hold numbers, got 'x' in row 3"),
     "a module as a file": (["model=badmodel.py:wrong"], "did you mean badmodel:wrong?"),
-    "no initial weights": (["initial-weights=none.pt"], "no such file; expected a safetensors file or a PyTorch state dict"),
-    "weights that are neither": (["initial-weights=badmodel.py"], "a PyTorch state dict is one that ends in .pt or .pth"),
+    "no initial weights": (
+        ["initial-weights=none.pt"],
+        "no such file; expected a safetensors file or a PyTorch state dict",
+    ),
+    "weights that are neither": (
+        ["initial-weights=badmodel.py"],
+        "a PyTorch state dict is one that ends in .pt or .pth",
+    ),
     "no place for state": (["state-dir=/proc/x"], "state-dir: cannot write under /proc/x: "),
     "infinity": (["learning-rate=inf"], "learning-rate: must be > 0 and finite, got inf"),
-    "plugins": (["plugins=x"], "plugins: set by `corolla run` from the files that method, model and task name; it cannot be"),
+    "plugins": (
+        ["plugins=x"],
+        "plugins: set by `corolla run` from the files that method, model and task name; it cannot be",
+    ),
     "scale as a key": (["scale=small"], "scale: set by `corolla run --scale`"),
     "unknown device": (["device=tpu"], "device: must be auto, cpu, cuda or cuda:k, got 'tpu'"),
-}  # fmt: skip
+}
 if not torch.cuda.is_available():
     BAD["cuda without a GPU"] = (["device=cuda"], "device: cuda asked for, this machine has 0 usable GPUs")
 
@@ -139,7 +182,10 @@ def test_the_file_of_a_plugin_is_named_if_there_is_one(capsys: pytest.CaptureFix
 
 def test_exit_code_and_message_of_a_real_process(tmp_path: Path) -> None:
     done = subprocess.run(
-        [Path(sys.executable).parent / "corolla", "run", "--set", "fedcac.tau=2"], cwd=tmp_path, capture_output=True, text=True
+        [Path(sys.executable).parent / "corolla", "run", "--set", "fedcac.tau=2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 2
     assert "fedcac.tau: must be in [0, 1], got 2" in done.stderr
@@ -150,8 +196,11 @@ def test_exit_code_and_message_of_a_real_process(tmp_path: Path) -> None:
 def test_a_misspelt_file_suggests_the_nearest(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "mine.toml").write_text("seed = 1\n")
     (tmp_path / "text.txt").write_text("seed = 1\n")
-    for name, said in (("mine.tml", "did you mean mine.toml?"), ("mien.toml", "no such file; did you mean mine.toml?"),
-                       ("text.txt", "text.txt is a file whose name does not end in .toml")):  # fmt: skip
+    for name, said in (
+        ("mine.tml", "did you mean mine.toml?"),
+        ("mien.toml", "no such file; did you mean mine.toml?"),
+        ("text.txt", "text.txt is a file whose name does not end in .toml"),
+    ):
         code, _, err = corolla("run", name, "--dry-run")
         assert code == 2 and said in err
 
@@ -196,19 +245,34 @@ def test_settings_without_effect_are_named(corolla, tmp_path: Path) -> None:  # 
     (tmp_path / "s.toml").write_text('[grid]\nmethod = ["fedavg", "fedcac"]\n')
     assert corolla("sweep", "s.toml", *dry)[2] == ""
     code, _, err = corolla("sweep", "s.toml", *dry, "--set", "ditto.proximal-weight=1.0")
-    assert code == 0 and err.count("warning:") == 1 and "ditto.proximal-weight" in err and "not of fedavg, fedcac" in err
+    assert (
+        code == 0 and err.count("warning:") == 1 and "ditto.proximal-weight" in err and "not of fedavg, fedcac" in err
+    )
 
 
 def test_a_phase_that_is_never_reached_is_named(corolla) -> None:  # type: ignore[no-untyped-def]
     beta = ("run", "--dry-run", "--set", "fedcac.beta=9", "--set")
     code, _, err = corolla(*beta, "num-server-rounds=8")
-    assert code == 0 and err.startswith("warning: fedcac.beta = 9 is above num-server-rounds = 8") and err.count("warning") == 1
+    assert (
+        code == 0
+        and err.startswith("warning: fedcac.beta = 9 is above num-server-rounds = 8")
+        and err.count("warning") == 1
+    )
     assert corolla(*beta, "num-server-rounds=9")[2] == ""
     assert corolla("run", "--dry-run", "--set", "num-server-rounds=2")[2] == ""  # nobody chose a beta
 
 
 def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    sets = ["--set", "run-name=one", "--set", "model=resnet8", "--set", "train-samples=20", "--set", "num-server-rounds=1"]
+    sets = [
+        "--set",
+        "run-name=one",
+        "--set",
+        "model=resnet8",
+        "--set",
+        "train-samples=20",
+        "--set",
+        "num-server-rounds=1",
+    ]
     code, out, err = corolla("run", "--in-process", "--clients", "2", "--set", "local-epochs=1", *sets)
     assert code == 0, err
     assert "fedcac" in out and str(tmp_path / "runs" / "one") in out.replace("\n", "")
@@ -231,7 +295,16 @@ def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp
 
 
 def test_client_state_is_listed_and_removed(corolla) -> None:  # type: ignore[no-untyped-def]
-    sets = ["--set", "method=local", "--set", "num-server-rounds=1", "--set", "run-name=two", "--set", "keep-state=true"]
+    sets = [
+        "--set",
+        "method=local",
+        "--set",
+        "num-server-rounds=1",
+        "--set",
+        "run-name=two",
+        "--set",
+        "keep-state=true",
+    ]
     assert corolla("run", "--in-process", "--clients", "3", *sets)[0] == 0
     experiment = json.loads(Path("runs/two/summary.json").read_text())["experiment"]
     code, out, _ = corolla("state", "list")
@@ -255,7 +328,11 @@ def test_version_and_help_in_short(corolla) -> None:  # type: ignore[no-untyped-
 
 @pytest.mark.parametrize(("words", "completes"), [("run dem", "demo"), ("methods fedca", "fedcac"), ("stat", "state")])
 def test_the_shell_completes(words: str, completes: str) -> None:
-    line = {"COMP_WORDS": f"corolla {words}", "COMP_CWORD": str(len(words.split())), "_COROLLA_COMPLETE": "complete_bash"}
+    line = {
+        "COMP_WORDS": f"corolla {words}",
+        "COMP_CWORD": str(len(words.split())),
+        "_COROLLA_COMPLETE": "complete_bash",
+    }
     done = subprocess.run([sys.executable, "-m", "corolla"], env={**os.environ, **line}, capture_output=True, text=True)
     assert done.stdout.split() == [completes], done.stderr
 
@@ -286,7 +363,14 @@ def test_runs_lists_run_folders_with_their_state(corolla, tmp_path: Path) -> Non
 
 def test_data_show_tells_who_gets_what(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     write_npz(tmp_path / "d.npz")
-    options = ["dataset=npz:d.npz", "partition=iid", "num-clients=2", "train-samples=0", "test-samples=0", "data-dir=data"]
+    options = [
+        "dataset=npz:d.npz",
+        "partition=iid",
+        "num-clients=2",
+        "train-samples=0",
+        "test-samples=0",
+        "data-dir=data",
+    ]
     code, out, err = corolla("data", "show", *[w for o in options for w in ("--set", o)])
     assert code == 0, err
     assert "40 training and 20 test images, 1 x 8 x 8, 4 classes" in " ".join(out.split())
@@ -301,7 +385,14 @@ def test_data_show_tells_who_gets_what(corolla, tmp_path: Path) -> None:  # type
 def test_data_show_tells_targets_that_are_numbers(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     rows = [f"{k % 3},{k},{'ab'[k % 2]}" for k in range(20)]
     (tmp_path / "t.csv").write_text("\n".join(["x,y,site", *rows]))
-    sets = ["dataset=table:t.csv", "target=y", "client=site", "partition=by-column", "task=regression", "test-ratio=0.0"]
+    sets = [
+        "dataset=table:t.csv",
+        "target=y",
+        "client=site",
+        "partition=by-column",
+        "task=regression",
+        "test-ratio=0.0",
+    ]
     code, out, err = corolla("data", "show", "--clients", "2", *[word for pair in sets for word in ("--set", pair)])
     assert code == 0, err
     told = " ".join(out.split())

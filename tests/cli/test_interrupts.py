@@ -11,16 +11,16 @@ import pytest
 from rich.console import Console
 
 from client_app.client_app import app as client_app
+from corolla.cli import runs
+from corolla.cli.interrupts import AFTER_ROUND, AT_ONCE, answered
+from corolla.cli.live import Display
+from corolla.cli.waiting import waiting
+from corolla.experiments.launch import LOST
 from fl_app import server_app
-from fl_app.cli import runs
-from fl_app.cli.interrupts import AFTER_ROUND, AT_ONCE, answered
-from fl_app.cli.live import Display
-from fl_app.cli.waiting import waiting
 from fl_app.config import parse
 from fl_app.errors import RunFailed
-from fl_app.experiments.launch import LOST
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.log_lines import LOG_MARK, folder_line
+from fl_app.server.progress_protocol import LOG_MARK, folder_line
 from fl_app.server.run_folder import RUN, STOP, read_metrics
 from strategies import METHOD_PARAMS
 from tests.cli.test_live import display
@@ -44,7 +44,9 @@ def shown(folder: Path | None) -> Display:
     return out
 
 
-def test_the_first_asks_for_the_end_of_the_round_the_second_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_asks_for_the_end_of_the_round_the_second_ends_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / RUN).write_text("{}")
     with pytest.raises(KeyboardInterrupt), answered(shown(tmp_path)):
         press()
@@ -91,7 +93,9 @@ def test_what_the_commands_parent_ignores_stays_so(command: Command, number: sig
         signal.signal(number, before)
 
 
-def test_a_run_ends_after_the_round_and_goes_on_with_the_same_bits(run: Run, raw_config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_ends_after_the_round_and_goes_on_with_the_same_bits(
+    run: Run, raw_config: dict[str, Any], tmp_path: Path
+) -> None:
     whole = run(num_server_rounds=4, run_name="whole", state_dir=str(tmp_path / "other"))
     raw = raw_config | {"num-server-rounds": 4}
     config = parse(raw, METHOD_PARAMS)

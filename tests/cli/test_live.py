@@ -13,22 +13,32 @@ import pytest
 from rich.console import Console
 
 from client_app.client_app import app as client_app
+from corolla.cli import live, waiting
 from fl_app import server_app
-from fl_app.cli import live, waiting
 from fl_app.config import parse
-from fl_app.server import log_lines
+from fl_app.server import progress_protocol
 from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
 
 
 def record(number: int = 1, **changes: Any) -> dict[str, Any]:
     """A round as metrics.jsonl has it."""
-    clients = {"0": {"accuracy-before": 0.016, "accuracy-after": 0.88}, "1": {"accuracy-before": 0.248, "accuracy-after": 0.984}}
+    clients = {
+        "0": {"accuracy-before": 0.016, "accuracy-after": 0.88},
+        "1": {"accuracy-before": 0.248, "accuracy-after": 0.984},
+    }
     return {
-        "round": number, "accuracy-before": 0.132, "accuracy-after": 0.932, "loss": 0.179, "upload-bytes": 700_000,
-        "download-bytes": 600_000, "seconds": {"round": 2.5, "wait": 2.1, "personalize": 0.4, "record": 0.01},
-        "failures": [{"client": 7, "cause": "no reply within 5 s"}], "clients": clients, **changes,
-    }  # fmt: skip
+        "round": number,
+        "accuracy-before": 0.132,
+        "accuracy-after": 0.932,
+        "loss": 0.179,
+        "upload-bytes": 700_000,
+        "download-bytes": 600_000,
+        "seconds": {"round": 2.5, "wait": 2.1, "personalize": 0.4, "record": 0.01},
+        "failures": [{"client": 7, "cause": "no reply within 5 s"}],
+        "clients": clients,
+        **changes,
+    }
 
 
 SENTENCE = (
@@ -41,7 +51,7 @@ LINES = [
     'progress: ["round 1/3", 0, 10]',
     'progress: ["round 1/3", 4, 10]',
     "round 1/3: client 7 dropped: no reply within 5 s",
-    log_lines.round_line(record(), 3),
+    progress_protocol.round_line(record(), 3),
     'progress: ["round 2/3", 6, 10]',
 ]
 
@@ -72,7 +82,7 @@ def row(lines: list[str], number: int) -> list[str]:
 def test_the_panel_shows_what_arrived() -> None:
     shown, _ = display()
     for line in LINES:
-        shown.raw(log_lines.LOG_MARK + line)
+        shown.raw(progress_protocol.LOG_MARK + line)
     lines = drawn(shown)
     text = "\n".join(lines)
     assert "1/3 done" in text and "round 2/3" in text and "6/10 replies" in text
@@ -85,7 +95,7 @@ def test_the_panel_shows_what_arrived() -> None:
 def test_it_fits_the_terminal(width: int, height: int) -> None:
     shown, _ = display(width=width, height=height)
     for k in range(1, 31):
-        shown.line(log_lines.round_line(record(k, evaluation={"accuracy": 0.987}), 40))
+        shown.line(progress_protocol.round_line(record(k, evaluation={"accuracy": 0.987}), 40))
     lines = drawn(shown, width, height)
     assert len(lines) <= height and max(map(len, lines)) <= width - live.ECHO
     assert row(lines, 30) and not [line for line in lines if line.strip("│ ").startswith("21 ")]
@@ -94,7 +104,7 @@ def test_it_fits_the_terminal(width: int, height: int) -> None:
 
 def test_a_small_models_bytes_are_told_in_kilobytes() -> None:
     shown, _ = display(width=60)
-    line = log_lines.round_line(record(**{"upload-bytes": 5_240, "download-bytes": 0}), 3)
+    line = progress_protocol.round_line(record(**{"upload-bytes": 5_240, "download-bytes": 0}), 3)
     assert ", 5.2 kB up, 0.0 MB down, " in line
     shown.line(line)
     lines = drawn(shown)
@@ -103,7 +113,7 @@ def test_a_small_models_bytes_are_told_in_kilobytes() -> None:
 
 def test_a_narrow_panel_leaves_out_what_it_has_no_room_for() -> None:
     shown, _ = display()
-    shown.line(log_lines.round_line(record(evaluation={"accuracy": 0.987}), 3))
+    shown.line(progress_protocol.round_line(record(evaluation={"accuracy": 0.987}), 3))
     assert row(drawn(shown, 60), 1) == ["1", "13.2", "93.2", "98.7", "0.179", "0.7", "0.6", "1"]
     assert row(drawn(shown, 45), 1) == ["1", "13.2", "93.2", "98.7", "0.179", "1"]
 
@@ -122,11 +132,13 @@ def test_a_runs_own_round_lines_are_read(raw_config: dict[str, Any]) -> None:
     log.setLevel(logging.INFO)
     try:
         config = parse(raw_config, METHOD_PARAMS)
-        server_app.run(InProcessGrid(client_app, raw_config, config.num_clients), config, lambda what, done, total: None)
+        server_app.run(
+            InProcessGrid(client_app, raw_config, config.num_clients), config, lambda what, done, total: None
+        )
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
-    rounds = [found for line in told if (found := log_lines.read_round(line))]
+    rounds = [found for line in told if (found := progress_protocol.read_round(line))]
     assert [(r.number, r.total) for r in rounds] == [(1, 2), (2, 2)]
 
 
@@ -140,38 +152,48 @@ def test_a_runs_own_round_lines_are_read(raw_config: dict[str, Any]) -> None:
     ],
 )
 def test_parts_of_a_round_line(changes: dict[str, Any], tail: str) -> None:
-    line = log_lines.round_line(record(2, **changes), 9)
-    found = log_lines.read_round(line)
+    line = progress_protocol.round_line(record(2, **changes), 9)
+    found = progress_protocol.read_round(line)
     assert found is not None and (found.number, found.total, found.before) == (2, 9, 0.132)
-    assert line.startswith(f"{log_lines.sentence(found)} | ") and log_lines.sentence(found).endswith(f"2.5 s{tail}")
+    assert line.startswith(f"{progress_protocol.sentence(found)} | ") and progress_protocol.sentence(found).endswith(
+        f"2.5 s{tail}"
+    )
 
 
 def test_a_round_without_any_accuracy() -> None:
     nobody = {"accuracy-before": None, "accuracy-after": None, "loss": None, "clients": {"4": {}}, "failures": []}
-    found = log_lines.read_round(log_lines.round_line(record(**nobody), 3))
+    found = progress_protocol.read_round(progress_protocol.round_line(record(**nobody), 3))
     assert found is not None
-    text = log_lines.sentence(found)
+    text = progress_protocol.sentence(found)
     assert text.startswith("round 1/3: accuracy   n/a before,   n/a after training, loss n/a, 1 clients, 0.7 MB up")
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "round 2/9: 3/10", "client 3 dropped: 5/10", "resumed after round two", "progress: 3", 'progress: {"a": 1}',
-        "client 3 dropped: x" + LINES[5].removeprefix(SENTENCE), LINES[5].replace("13.2%", "99.9%"), SENTENCE,
-        SENTENCE + " | data: {}", SENTENCE + " | data: [", LINES[5].replace('"seconds":{', '"seconds":[{'),
+        "round 2/9: 3/10",
+        "client 3 dropped: 5/10",
+        "resumed after round two",
+        "progress: 3",
+        'progress: {"a": 1}',
+        "client 3 dropped: x" + LINES[5].removeprefix(SENTENCE),
+        LINES[5].replace("13.2%", "99.9%"),
+        SENTENCE,
+        SENTENCE + " | data: {}",
+        SENTENCE + " | data: [",
+        LINES[5].replace('"seconds":{', '"seconds":[{'),
     ],
-)  # fmt: skip
+)
 def test_a_line_that_only_looks_like_data_is_none(line: str) -> None:
-    assert log_lines.read(line) is None
+    assert progress_protocol.read(line) is None
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
     shown, console = display(terminal=False)
     with shown:
         for line in LINES:
-            shown.raw(log_lines.LOG_MARK + line)
-        shown.raw(log_lines.LOG_MARK + log_lines.resumed_line(2))
+            shown.raw(progress_protocol.LOG_MARK + line)
+        shown.raw(progress_protocol.LOG_MARK + progress_protocol.resumed_line(2))
         shown.raw("INFO : Flower's own line")
     expected = [LINES[0], LINES[4], SENTENCE, "resumed after round 2"]
     assert console.file.getvalue() == "".join(f"{line}\n" for line in expected)  # type: ignore[attr-defined]
@@ -189,9 +211,12 @@ def test_plain_output_has_words_before_the_first_round(monkeypatch: pytest.Monke
         clock[0] += 4
         shown._plain.remind()
     expected = [
-        "sending the app to the SuperLink", "starting the run's process", "unpacking the app, starting Ray",
-        "  clients connected: 1/3 (8 s)", "  clients connected: 3/3 (16 s)",
-    ]  # fmt: skip
+        "sending the app to the SuperLink",
+        "starting the run's process",
+        "unpacking the app, starting Ray",
+        "  clients connected: 1/3 (8 s)",
+        "  clients connected: 3/3 (16 s)",
+    ]
     assert console.file.getvalue() == "".join(f"{line}\n" for line in expected)  # type: ignore[attr-defined]
 
 
@@ -205,12 +230,12 @@ def test_a_note_is_seen_whatever_happens_meanwhile(capfd: pytest.CaptureFixture[
 
 def test_who_is_left_out_stays_on_the_panel() -> None:
     why = "refused by its site: methods: fedcac is not among fedobp"
-    line = log_lines.left_out_line("client 2", why)
-    assert log_lines.read(line) == log_lines.LeftOut("client 2", why)
-    assert log_lines.read("round 1: client 2 dropped: client 3 cannot take part: x") is None
+    line = progress_protocol.left_out_line("client 2", why)
+    assert progress_protocol.read(line) == progress_protocol.LeftOut("client 2", why)
+    assert progress_protocol.read("round 1: client 2 dropped: client 3 cannot take part: x") is None
     shown, _ = display()
     shown.line(line)
-    shown.line(log_lines.round_line(record(), 2))
+    shown.line(progress_protocol.round_line(record(), 2))
     assert any(f"client 2 takes no part: {why}" in drawn_line for drawn_line in drawn(shown))
 
 
@@ -223,15 +248,20 @@ def test_control_characters_never_reach_the_terminal(terminal: bool) -> None:
     with shown:
         shown.raw(f"INFO : Flower's own, {odd}")
         for line in (
-            f"round 1/3: client 7 dropped: {odd}", log_lines.left_out_line("client 2", odd),
-            *log_lines.error_lines(ValueError(odd)), log_lines.round_line(record(), 3), f"progress: {json.dumps([odd, 1, 3])}",
-        ):  # fmt: skip
-            shown.raw(log_lines.LOG_MARK + line)
+            f"round 1/3: client 7 dropped: {odd}",
+            progress_protocol.left_out_line("client 2", odd),
+            *progress_protocol.error_lines(ValueError(odd)),
+            progress_protocol.round_line(record(), 3),
+            f"progress: {json.dumps([odd, 1, 3])}",
+        ):
+            shown.raw(progress_protocol.LOG_MARK + line)
             shown.line(line)
         step = "".join(drawn(shown))
     out = console.file.getvalue()  # type: ignore[attr-defined]
     harmless = "[2J2J]0;titlewords"
-    assert all(f"{what}{harmless}" in out for what in ("own, ", "dropped: ", "takes no part: " if terminal else "take part: "))
+    assert all(
+        f"{what}{harmless}" in out for what in ("own, ", "dropped: ", "takes no part: " if terminal else "take part: ")
+    )
     assert harmless in step and shown.errors == [harmless, harmless]
     for text in (out, step):
         assert not any(code in text for code in ("\x1b[2J", "\x1b]", "\x9b", "\x07"))
@@ -239,7 +269,11 @@ def test_control_characters_never_reach_the_terminal(terminal: bool) -> None:
 
 def test_a_resumed_run_begins_where_it_was() -> None:
     shown, _ = display()
-    for line in (log_lines.folder_line(Path("/runs/x")), log_lines.resumed_line(2), 'progress: ["round 3/3", 1, 10]'):
+    for line in (
+        progress_protocol.folder_line(Path("/runs/x")),
+        progress_protocol.resumed_line(2),
+        'progress: ["round 3/3", 1, 10]',
+    ):
         shown.line(line)
     text = "\n".join(drawn(shown))
     assert "2/3 done" in text and "round 3/3" in text and "1/10 replies" in text
@@ -247,9 +281,9 @@ def test_a_resumed_run_begins_where_it_was() -> None:
 
 def test_what_is_not_shown_is_kept() -> None:
     shown, _ = display(terminal=False)
-    shown.raw(log_lines.LOG_MARK + log_lines.folder_line(Path("/runs/x")))
-    for line in log_lines.error_lines(ValueError("no data")):
-        shown.raw(log_lines.LOG_MARK + line)
+    shown.raw(progress_protocol.LOG_MARK + progress_protocol.folder_line(Path("/runs/x")))
+    for line in progress_protocol.error_lines(ValueError("no data")):
+        shown.raw(progress_protocol.LOG_MARK + line)
     assert str(shown.folder) == "/runs/x" and shown.errors == ["no data"]
     for k in range(100):
         shown.raw(f"line {k}")
@@ -275,18 +309,18 @@ class Lines:
 
     caplog: pytest.LogCaptureFixture
     now: float = 100.0
-    progress: log_lines.LineProgress = field(default_factory=log_lines.LineProgress)
+    progress: progress_protocol.LineProgress = field(default_factory=progress_protocol.LineProgress)
 
     @property
-    def told(self) -> list[log_lines.Line | None]:
-        return [log_lines.read(message) for message in self.caplog.messages]
+    def told(self) -> list[progress_protocol.Line | None]:
+        return [progress_protocol.read(message) for message in self.caplog.messages]
 
 
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Lines:
     found = Lines(caplog)
-    monkeypatch.setattr(log_lines.time, "monotonic", lambda: found.now)
-    monkeypatch.setattr(log_lines.log, "propagate", True)
+    monkeypatch.setattr(progress_protocol.time, "monotonic", lambda: found.now)
+    monkeypatch.setattr(progress_protocol.log, "propagate", True)
     caplog.set_level(logging.INFO, logger="corolla")
     return found
 
@@ -295,7 +329,7 @@ def test_progress_lines_are_few(lines: Lines) -> None:
     for k in range(1001):
         lines.progress("round 1/2", k, 1000)
         lines.now += 0.001
-    assert lines.told == [log_lines.Progress("round 1/2", k, 1000) for k in (0, 250, 500, 750, 1000)]
+    assert lines.told == [progress_protocol.Progress("round 1/2", k, 1000) for k in (0, 250, 500, 750, 1000)]
 
 
 def test_a_wait_shows_the_last_number(lines: Lines) -> None:
@@ -304,4 +338,4 @@ def test_a_wait_shows_the_last_number(lines: Lines) -> None:
     for _ in range(10):
         lines.now += 0.1
         lines.progress("round 1/2", 3, 4)
-    assert lines.told == [log_lines.Progress("round 1/2", k, 4) for k in (0, 3)]
+    assert lines.told == [progress_protocol.Progress("round 1/2", k, 4) for k in (0, 3)]

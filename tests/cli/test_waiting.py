@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from corolla.cli.waiting import waiting
 from fl_app import data, progress
-from fl_app.cli.waiting import waiting
 from tests.cli.test_live import display
 from tests.data.test_data_folder import write_folder
 

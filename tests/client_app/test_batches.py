@@ -22,11 +22,20 @@ from tests.conftest import config
 # sizes and order
 
 
-@pytest.mark.parametrize(("make", "n", "batch_size", "sizes"), [
-    (with_batchnorm, 21, 20, [21]), (with_batchnorm, 41, 20, [20, 21]), (with_batchnorm, 40, 20, [20, 20]),
-    (with_batchnorm, 22, 20, [20, 2]), (with_batchnorm, 1, 20, [1]), (with_batchnorm, 3, 1, [1, 1, 1]),
-    (mlp, 21, 20, [20, 1]), (mlp, 1, 20, [1]), (mlp, 5, 100, [5]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "n", "batch_size", "sizes"),
+    [
+        (with_batchnorm, 21, 20, [21]),
+        (with_batchnorm, 41, 20, [20, 21]),
+        (with_batchnorm, 40, 20, [20, 20]),
+        (with_batchnorm, 22, 20, [20, 2]),
+        (with_batchnorm, 1, 20, [1]),
+        (with_batchnorm, 3, 1, [1, 1, 1]),
+        (mlp, 21, 20, [20, 1]),
+        (mlp, 1, 20, [1]),
+        (mlp, 5, 100, [5]),
+    ],
+)
 def test_batches(make: Callable[[], nn.Module], n: int, batch_size: int, sizes: list[int]) -> None:
     batches = list(trainer(make, n=n, batch_size=batch_size).data.epochs(3, "train"))
     assert [len(y) for _, _, y, _ in batches] == sizes * 3
@@ -44,23 +53,40 @@ def test_labels_stay_with_their_images() -> None:
         assert y.tolist() == data.y_train[x[:, 0, 0, 0].mul(255).round().long().numpy()].tolist()
 
 
-@pytest.mark.parametrize(("make", "n", "batch_size", "sizes"), [
-    (with_batchnorm, 21, 20, [20]), (with_batchnorm, 40, 20, [20, 20]), (with_batchnorm, 1, 20, [1]),
-    (mlp, 21, 20, [20]), (mlp, 59, 20, [20, 20]), (mlp, 19, 20, [19]), (mlp, 3, 1, [1, 1, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "n", "batch_size", "sizes"),
+    [
+        (with_batchnorm, 21, 20, [20]),
+        (with_batchnorm, 40, 20, [20, 20]),
+        (with_batchnorm, 1, 20, [1]),
+        (mlp, 21, 20, [20]),
+        (mlp, 59, 20, [20, 20]),
+        (mlp, 19, 20, [19]),
+        (mlp, 3, 1, [1, 1, 1]),
+    ],
+)
 @pytest.mark.parametrize("augment", ["none", "crop-flip"])
 def test_drop_last(make: Callable[[], nn.Module], n: int, batch_size: int, sizes: list[int], augment: str) -> None:
     batches = list(trainer(make, n=n, batch_size=batch_size, drop_last=True, augment=augment).data.epochs(40, "train"))
     assert [len(batch.y) for batch in batches] == sizes * 40
-    used = [torch.cat([batch.indices for batch in batches[e : e + len(sizes)]]) for e in range(0, len(batches), len(sizes))]
+    used = [
+        torch.cat([batch.indices for batch in batches[e : e + len(sizes)]]) for e in range(0, len(batches), len(sizes))
+    ]
     assert all(len(set(epoch.tolist())) == sum(sizes) for epoch in used)
     assert set(torch.cat(used).tolist()) == set(range(n))  # other samples are left out in every epoch
 
 
-@pytest.mark.parametrize(("make", "n", "batch_size", "sizes"), [
-    (with_batchnorm, 41, 20, [20, 20]), (mlp, 41, 20, [20, 20]), (mlp, 42, 20, [20, 20, 2]), (mlp, 40, 20, [20, 20]),
-    (mlp, 1, 20, [1]), (mlp, 3, 1, [1, 1, 1]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("make", "n", "batch_size", "sizes"),
+    [
+        (with_batchnorm, 41, 20, [20, 20]),
+        (mlp, 41, 20, [20, 20]),
+        (mlp, 42, 20, [20, 20, 2]),
+        (mlp, 40, 20, [20, 20]),
+        (mlp, 1, 20, [1]),
+        (mlp, 3, 1, [1, 1, 1]),
+    ],
+)
 def test_drop_single(make: Callable[[], nn.Module], n: int, batch_size: int, sizes: list[int]) -> None:
     batches = list(trainer(make, n=n, batch_size=batch_size, drop_single=True).data.epochs(40, "train"))
     assert [len(batch.y) for batch in batches] == sizes * 40
@@ -83,7 +109,9 @@ def test_normalize() -> None:
     symmetric = trainer(normalize="symmetric").data.inputs(image)
     assert symmetric.flatten().tolist() == pytest.approx([-1, -0.6, 1])
     info = DatasetInfo(3, SIDE, ("a", "b"), 9, 9, (0.0, 0.5, 1.0), (1.0, 0.5, 0.25))
-    t = LocalTrainer(nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), config(normalize="mean-std"), data_of(9, info=info), 1, 0)
+    t = LocalTrainer(
+        nn.Sequential(nn.Flatten(), nn.Linear(192, 2)), config(normalize="mean-std"), data_of(9, info=info), 1, 0
+    )
     grey = torch.full((2, 3, 1, 1), 255, dtype=torch.uint8)
     assert t.data.inputs(grey)[1].flatten().tolist() == pytest.approx([1, 1, 0])  # per channel
 
@@ -159,7 +187,8 @@ def test_augmentation_is_for_training_only(augment: str) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_on_a_gpu_are_those_on_the_cpu() -> None:
-    for ours, theirs in zip(*(trainer(augment="crop-flip-rotate", device=d).data.epochs(2, "train") for d in ("cpu", "cuda")),
-                            strict=True):  # fmt: skip
+    for ours, theirs in zip(
+        *(trainer(augment="crop-flip-rotate", device=d).data.epochs(2, "train") for d in ("cpu", "cuda")), strict=True
+    ):
         assert torch.equal(ours.indices, theirs.indices.cpu()) and torch.equal(ours.y, theirs.y.cpu())
         torch.testing.assert_close(ours.x, theirs.x.cpu(), atol=1e-5, rtol=0)

@@ -108,7 +108,9 @@ def test_layer_by_layer_is_one_by_one(make: Callable[[], nn.Module]) -> None:
 def test_what_is_not_done_layer_by_layer() -> None:
     x, y = torch.rand(5, 1, 8, 8), torch.tensor([0, 1, 2, 1, 0])
     assert not known_kinds(Own(True)) and not known_kinds(nn.Conv2d(4, 4, 3, groups=2))
-    assert not known_kinds(nn.BatchNorm2d(4, track_running_stats=False)) and not known_kinds(nn.Conv2d(1, 1, 3, padding="same"))
+    assert not known_kinds(nn.BatchNorm2d(4, track_running_stats=False)) and not known_kinds(
+        nn.Conv2d(1, 1, 3, padding="same")
+    )
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     assert not known_kinds(tied)

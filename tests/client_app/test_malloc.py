@@ -26,7 +26,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def test_a_trained_process_does_not_fault_its_memory_in_again() -> None:
     faults = {}
     for name, more in (("kept", {}), ("left alone", {"MALLOC_ARENA_MAX": "8"})):
-        env = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))} | more
+        env = {
+            key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_TUNABLES"))
+        } | more
         done = subprocess.run([sys.executable, "-c", TRAINING], env=env, capture_output=True, text=True, check=True)
         faults[name] = int(done.stdout)
     assert faults["kept"] < faults["left alone"] / 5, faults

@@ -179,7 +179,9 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     # a file in its place: works for root too, whom permissions do not stop
     (tmp_path / "state").write_text("a file")
     store = StateStore(tmp_path / "state", "abc", 7)
-    with pytest.raises(UserError, match=r"client 7: cannot write its state to .*/client-0007/.*\.state: Not a directory"):
+    with pytest.raises(
+        UserError, match=r"client 7: cannot write its state to .*/client-0007/.*\.state: Not a directory"
+    ):
         store.save(numbered(1), 1, 0)
 
 

@@ -48,9 +48,13 @@ def with_dropout() -> nn.Module:
 
 
 def trainer(
-    make: Callable[[], nn.Module] = mlp, n: int = 30, round: int = 1, client_id: int = 0, data: ClientData | None = None,
+    make: Callable[[], nn.Module] = mlp,
+    n: int = 30,
+    round: int = 1,
+    client_id: int = 0,
+    data: ClientData | None = None,
     **changes: Any,
-) -> LocalTrainer:  # fmt: skip
+) -> LocalTrainer:
     return LocalTrainer(make(), config(**changes), data or data_of(n), round, client_id)
 
 
@@ -98,10 +102,21 @@ def plain_sgd(module: nn.Module, c: RunConfig, data: ClientData, round: int, cli
     return weights.read(module)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"momentum": 0.9}, {"weight_decay": 0.01}, {"momentum": 0.9, "weight_decay": 0.01}, {"learning_rate_decay": 0.5},
-    {"batch_size": 1}, {"batch_size": 100}, {"seed": 5}, {"normalize": "mean-std"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"momentum": 0.9},
+        {"weight_decay": 0.01},
+        {"momentum": 0.9, "weight_decay": 0.01},
+        {"learning_rate_decay": 0.5},
+        {"batch_size": 1},
+        {"batch_size": 100},
+        {"seed": 5},
+        {"normalize": "mean-std"},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("make", [mlp, with_batchnorm])
 def test_training_is_plain_sgd(make: Callable[[], nn.Module], changes: dict[str, Any]) -> None:
     if make is with_batchnorm and changes == {"batch_size": 1}:
@@ -147,7 +162,9 @@ def test_one_step_by_hand() -> None:
     t = trainer(linear, data=data, learning_rate=0.3)
     after = t.train(Model(np.zeros(195, np.float32), np.zeros(0, np.float32)))
     np.testing.assert_allclose(after.params[-3:], [-0.1, -0.1, 0.2], atol=1e-7)
-    np.testing.assert_allclose(after.params[:-3].reshape(3, 64), np.outer([-0.1, -0.1, 0.2], [51 / 255] * 64), atol=1e-7)
+    np.testing.assert_allclose(
+        after.params[:-3].reshape(3, 64), np.outer([-0.1, -0.1, 0.2], [51 / 255] * 64), atol=1e-7
+    )
     assert t.last_loss == pytest.approx(math.log(3))
 
     # mu = 3 and center 0.5: adds 3 * (0 - 0.5) = -1.5 to every gradient, so +0.45 to every weight after one step.
@@ -235,7 +252,9 @@ def test_frozen_tensors_do_not_change(changes: dict[str, Any]) -> None:
     assert (after.params[still] == start.params[still]).all() and (after.buffers == start.buffers).all()
     assert (after.params[~still] != start.params[~still]).any()
     # ... nor under a proximal term, and all train again afterwards
-    assert (t.train(start, frozen=frozen, correction=lambda w, g: g.add_(w - 9)).params[still] == start.params[still]).all()
+    assert (
+        t.train(start, frozen=frozen, correction=lambda w, g: g.add_(w - 9)).params[still] == start.params[still]
+    ).all()
     assert (t.train(start).params[still] != start.params[still]).any()
 
 

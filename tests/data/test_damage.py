@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from corolla.cli import app
 from fl_app import checksums, data
-from fl_app.cli import app
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from tests.disks import full_disk
@@ -112,6 +112,9 @@ def test_comparing_takes_no_time(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_while_preparing(tmp_path: Path) -> None:
-    with full_disk(tmp_path, free=60_000) as there, pytest.raises(UserError, match="data-dir: cannot write under") as error:
+    with (
+        full_disk(tmp_path, free=60_000) as there,
+        pytest.raises(UserError, match="data-dir: cannot write under") as error,
+    ):
         data.check(config(there))
     assert "\n" not in str(error.value)

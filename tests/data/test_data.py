@@ -176,8 +176,15 @@ def test_node_needs_a_data_path(tmp_path: Path) -> None:
 
 
 def test_clients_open_what_the_partition_gives_them(tmp_path: Path) -> None:
-    config = RunConfig(dataset=f"npz:{write_npz(tmp_path / 'd.npz')}", data_dir=str(tmp_path / "root"), num_clients=2,
-                       partition="dirichlet", min_samples=1, dirichlet_alpha=10.0, test_ratio=0.5)  # fmt: skip
+    config = RunConfig(
+        dataset=f"npz:{write_npz(tmp_path / 'd.npz')}",
+        data_dir=str(tmp_path / "root"),
+        num_clients=2,
+        partition="dirichlet",
+        min_samples=1,
+        dirichlet_alpha=10.0,
+        test_ratio=0.5,
+    )
     info = data.check(config)
     everyone = [data.open_client(config, i) for i in range(2)]
     p = data.prepare(config.dataset, tmp_path / "root")
@@ -236,8 +243,14 @@ def test_real_images(tmp_path: Path) -> None:
             if count == 100:
                 break
     assert split == "test"
-    config = RunConfig(dataset=f"folder:{tmp_path / 'images'}", data_dir=str(tmp_path / "root"), num_clients=5,
-                       partition="iid", train_samples=20, test_samples=20)  # fmt: skip
+    config = RunConfig(
+        dataset=f"folder:{tmp_path / 'images'}",
+        data_dir=str(tmp_path / "root"),
+        num_clients=5,
+        partition="iid",
+        train_samples=20,
+        test_samples=20,
+    )
     info = data.check(config)
     assert info.classes[0] == "airplane" and info.num_classes == 10 and info.image_size == 32 and info.in_channels == 3
     assert all(0.3 < m < 0.7 for m in info.mean) and all(0.15 < s < 0.4 for s in info.std)

@@ -15,11 +15,15 @@ from tests.conftest import config
 
 def frame(rows: int = 40) -> pandas.DataFrame:
     draw = np.random.default_rng(0)
-    return pandas.DataFrame({
-        "age": draw.normal(50, 10, rows), "dose": draw.integers(0, 5, rows),
-        "hospital": np.array(["B", "A", "C", "A"] * (rows // 4)),
-        "days": draw.normal(10, 2, rows), "outcome": np.array(["ill", "well"] * (rows // 2)),
-    })  # fmt: skip
+    return pandas.DataFrame(
+        {
+            "age": draw.normal(50, 10, rows),
+            "dose": draw.integers(0, 5, rows),
+            "hospital": np.array(["B", "A", "C", "A"] * (rows // 4)),
+            "days": draw.normal(10, 2, rows),
+            "outcome": np.array(["ill", "well"] * (rows // 2)),
+        }
+    )
 
 
 def table(directory: Path, suffix: str = ".csv", **more: str) -> dict[str, object]:
@@ -27,9 +31,15 @@ def table(directory: Path, suffix: str = ".csv", **more: str) -> dict[str, objec
     content = frame().drop(columns="outcome")
     content.to_csv(path, index=False) if suffix == ".csv" else content.to_parquet(path)
     return {
-        "dataset": f"table:{path}", "target": "days", "client": "hospital", "task": "regression", "partition": "by-column",
-        "data_dir": str(directory / "root"), "num_clients": 3, **more,
-    }  # fmt: skip
+        "dataset": f"table:{path}",
+        "target": "days",
+        "client": "hospital",
+        "task": "regression",
+        "partition": "by-column",
+        "data_dir": str(directory / "root"),
+        "num_clients": 3,
+        **more,
+    }
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
@@ -51,8 +61,15 @@ def test_a_table_by_a_column(tmp_path: Path, suffix: str) -> None:
 
 def test_labels_that_are_words(tmp_path: Path) -> None:
     frame().drop(columns="days").to_csv(tmp_path / "t.csv", index=False)
-    raw = {"dataset": f"table:{tmp_path / 't.csv'}", "target": "outcome", "client": "hospital", "data_dir": str(tmp_path / "root"),
-           "partition": "iid", "train_samples": 0, "test_samples": 0}  # fmt: skip
+    raw = {
+        "dataset": f"table:{tmp_path / 't.csv'}",
+        "target": "outcome",
+        "client": "hospital",
+        "data_dir": str(tmp_path / "root"),
+        "partition": "iid",
+        "train_samples": 0,
+        "test_samples": 0,
+    }
     info = data.check(config(**raw))
     assert info.classes == ("ill", "well")
     part = data.open_client(config(**raw), 0)
@@ -68,7 +85,9 @@ def test_a_long_table_has_one_type_per_column(tmp_path: Path) -> None:
     labels = [f"{k % 3 + 1:02d}" for k in range(rows - 3)] + ["unknown"] * 3
     path = tmp_path / "long.csv"
     header = ",".join(f"a{k}" for k in range(columns))
-    path.write_text(f"{header},label\n" + "".join(f"{k % 7},{'0,' * (columns - 1)}{label}\n" for k, label in enumerate(labels)))
+    path.write_text(
+        f"{header},label\n" + "".join(f"{k % 7},{'0,' * (columns - 1)}{label}\n" for k, label in enumerate(labels))
+    )
     raw = {"dataset": f"table:{path}", "target": "label", "data_dir": str(tmp_path / "root"), "partition": "iid"}
     assert data.check(config(**raw)).classes == ("01", "02", "03", "unknown")
 
@@ -78,9 +97,15 @@ def test_a_long_table_has_one_type_per_column(tmp_path: Path) -> None:
     [
         ({"target": "weeks"}, "target: .* has no column 'weeks'; it has age, dose, hospital, days"),
         ({"client": "clinic"}, "client: .* has no column 'clinic'"),
-        ({"client": "", "partition": "iid", "train_samples": 0, "test_samples": 0}, "column hospital must hold numbers, got 'B'"),
+        (
+            {"client": "", "partition": "iid", "train_samples": 0, "test_samples": 0},
+            "column hospital must hold numbers, got 'B'",
+        ),
         ({"num_clients": 4}, "num-clients: must be 3, the values of the column client of .*, got 4"),
-        ({"partition": "dirichlet-client"}, "partition: dirichlet-client divides by classes, and task regression has none"),
+        (
+            {"partition": "dirichlet-client"},
+            "partition: dirichlet-client divides by classes, and task regression has none",
+        ),
     ],
 )
 def test_table_errors(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -120,10 +145,18 @@ def test_a_saved_hugging_face_data_set(tmp_path: Path) -> None:
 
     draw = np.random.default_rng(0)
     series = draw.normal(size=(24, 6, 2)).astype(np.float32)
-    whole = Dataset.from_dict({"x": series.tolist(), "y": ["up", "down"] * 12, "device": [f"d{i % 3}" for i in range(24)]})
+    whole = Dataset.from_dict(
+        {"x": series.tolist(), "y": ["up", "down"] * 12, "device": [f"d{i % 3}" for i in range(24)]}
+    )
     DatasetDict(train=whole.select(range(16)), test=whole.select(range(16, 24))).save_to_disk(tmp_path / "saved")
-    raw = {"dataset": f"hf:{tmp_path / 'saved'}", "target": "y", "client": "device", "partition": "by-column",
-           "data_dir": str(tmp_path / "root"), "num_clients": 3}  # fmt: skip
+    raw = {
+        "dataset": f"hf:{tmp_path / 'saved'}",
+        "target": "y",
+        "client": "device",
+        "partition": "by-column",
+        "data_dir": str(tmp_path / "root"),
+        "num_clients": 3,
+    }
     info = data.check(config(**raw))
     assert (info.num_train, info.num_test, info.input_shape, info.classes) == (16, 8, (6, 2), ("down", "up"))
     part = data.open_client(config(**raw), 1)
@@ -133,12 +166,15 @@ def test_a_saved_hugging_face_data_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "x, stored, shape",
     [
-        (np.ones((8, 5)), np.float32, (5,)), (np.ones((8, 7, 3), np.float32), np.float32, (7, 3)),
-        (np.ones((8, 6, 4), np.uint8), np.uint8, (1, 6, 4)), (np.ones((8, 6, 4, 3), np.uint8), np.uint8, (3, 6, 4)),
-        (np.ones((8, 9), np.int32), np.int64, (9,)), (np.ones(8, bool), np.float32, (1,)),
+        (np.ones((8, 5)), np.float32, (5,)),
+        (np.ones((8, 7, 3), np.float32), np.float32, (7, 3)),
+        (np.ones((8, 6, 4), np.uint8), np.uint8, (1, 6, 4)),
+        (np.ones((8, 6, 4, 3), np.uint8), np.uint8, (3, 6, 4)),
+        (np.ones((8, 9), np.int32), np.int64, (9,)),
+        (np.ones(8, bool), np.float32, (1,)),
         (np.ones((8, 5), np.uint8), np.float32, (5,)),
     ],
-)  # fmt: skip
+)
 def test_arrays_of_any_shape(tmp_path: Path, x: np.ndarray, stored: type, shape: tuple[int, ...]) -> None:
     np.savez(tmp_path / "d.npz", x_train=x, y_train=np.arange(8) / 8, x_test=x[:2], y_test=np.zeros(2))
     p = data.prepare(f"npz:{tmp_path / 'd.npz'}", tmp_path / "root", task="regression")
@@ -149,10 +185,22 @@ def test_arrays_of_any_shape(tmp_path: Path, x: np.ndarray, stored: type, shape:
 
 def test_an_npz_by_a_column(tmp_path: Path) -> None:
     site = np.array(["x", "y"] * 4)
-    np.savez(tmp_path / "d.npz", x_train=np.ones((8, 2)), y_train=np.array(["a", "b"] * 4), x_test=np.ones((2, 2)),
-             y_test=np.array(["b", "b"]), site_train=site, site_test=site[:2])  # fmt: skip
-    raw = {"dataset": f"npz:{tmp_path / 'd.npz'}", "client": "site", "partition": "by-column", "data_dir": str(tmp_path / "root"),
-           "num_clients": 2}  # fmt: skip
+    np.savez(
+        tmp_path / "d.npz",
+        x_train=np.ones((8, 2)),
+        y_train=np.array(["a", "b"] * 4),
+        x_test=np.ones((2, 2)),
+        y_test=np.array(["b", "b"]),
+        site_train=site,
+        site_test=site[:2],
+    )
+    raw = {
+        "dataset": f"npz:{tmp_path / 'd.npz'}",
+        "client": "site",
+        "partition": "by-column",
+        "data_dir": str(tmp_path / "root"),
+        "num_clients": 2,
+    }
     assert data.check(config(**raw)).classes == ("a", "b")
     part = data.open_client(config(**raw), 1)
     assert part.y_train.tolist() == [1] * 4 and part.y_test.tolist() == [1]

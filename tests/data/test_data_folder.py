@@ -80,11 +80,25 @@ def test_overwritten_files_are_noticed_by_who_looks(tmp_path: Path, caplog: pyte
 
 HALF = (128, 128, 128)
 PIXELS: dict[str, tuple[Any, Any]] = {  # per mode: how a pixel is written, what it becomes
-    "1": (1, 255), "L": (7, 7), "LA": ((7, 0), 7), "I;16": (40_000, 156), "I;16L": (40_000, 156), "I;16B": (40_000, 156),
-    "I;16N": (40_000, 156), "I": (40_000, 156), "F": (0.5, 128), "P": (3, (30, 31, 32)), "PA": ((3, 9), (30, 31, 32)),
-    "RGB": ((1, 2, 3), (1, 2, 3)), "RGBX": ((1, 2, 3, 4), (1, 2, 3)), "RGBA": ((1, 2, 3, 0), (1, 2, 3)),
-    "RGBa": ((1, 2, 3, 255), (1, 2, 3)), "CMYK": ((127, 127, 127, 0), HALF), "YCbCr": (HALF, HALF), "HSV": ((0, 0, 128), HALF),
-}  # fmt: skip
+    "1": (1, 255),
+    "L": (7, 7),
+    "LA": ((7, 0), 7),
+    "I;16": (40_000, 156),
+    "I;16L": (40_000, 156),
+    "I;16B": (40_000, 156),
+    "I;16N": (40_000, 156),
+    "I": (40_000, 156),
+    "F": (0.5, 128),
+    "P": (3, (30, 31, 32)),
+    "PA": ((3, 9), (30, 31, 32)),
+    "RGB": ((1, 2, 3), (1, 2, 3)),
+    "RGBX": ((1, 2, 3, 4), (1, 2, 3)),
+    "RGBA": ((1, 2, 3, 0), (1, 2, 3)),
+    "RGBa": ((1, 2, 3, 255), (1, 2, 3)),
+    "CMYK": ((127, 127, 127, 0), HALF),
+    "YCbCr": (HALF, HALF),
+    "HSV": ((0, 0, 128), HALF),
+}
 REFUSED = {"LAB": "mode LAB is not one of", "La": "mode La is not one of"}
 
 
@@ -120,14 +134,19 @@ def write_tiff(folder: Path, pixels: Any) -> Path:
 
 def test_float_images_are_scaled_or_refused(tmp_path: Path) -> None:
     ramp = np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8)
-    prepared = data.prepare(f"folder:{write_tiff(write_folder(tmp_path / 'f', {'a': 1, 'b': 1}), ramp)}", tmp_path / "root")
+    prepared = data.prepare(
+        f"folder:{write_tiff(write_folder(tmp_path / 'f', {'a': 1, 'b': 1}), ramp)}", tmp_path / "root"
+    )
     assert prepared.x_train.shape == (2, 1, 8, 8) and np.array_equal(prepared.x_train[0, 0], np.rint(ramp * 255))
     for name, pixels, why in (
-        ("large", ramp * 255, "floats must be in .0, 1., got 0 .. 255"), ("nan", ramp * np.nan, "floats must be in .0, 1."),
+        ("large", ramp * 255, "floats must be in .0, 1., got 0 .. 255"),
+        ("nan", ramp * np.nan, "floats must be in .0, 1."),
         ("long", (ramp * 1e6).astype(np.int32), "32-bit integers must be in .0, 65535., got 0 .. 1000000"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UserError, match=f"a/000.tif cannot be read as an image .*{why}"):
-            data.prepare(f"folder:{write_tiff(write_folder(tmp_path / name, {'a': 1, 'b': 1}), pixels)}", tmp_path / "root")
+            data.prepare(
+                f"folder:{write_tiff(write_folder(tmp_path / name, {'a': 1, 'b': 1}), pixels)}", tmp_path / "root"
+            )
 
 
 def test_image_size_resizes_and_crops(tmp_path: Path) -> None:

@@ -111,8 +111,14 @@ def test_medmnist(tmp_path: Path, dataset: str, file: str) -> None:
     assert np.array_equal(p.x_test[:, 0], raw["test_images"]) and p.y_test.tolist() == list(range(11))
     assert (p.info.in_channels, p.info.image_size, p.info.num_classes) == (1, 28, 11)
     assert p.info.classes[0] == "bladder" and p.info.classes[10] == "spleen"
-    config = RunConfig(dataset=dataset, data_dir=str(tmp_path / "data"), num_clients=2, partition="dirichlet", min_samples=2,
-                       dirichlet_alpha=10.0)  # fmt: skip
+    config = RunConfig(
+        dataset=dataset,
+        data_dir=str(tmp_path / "data"),
+        num_clients=2,
+        partition="dirichlet",
+        min_samples=2,
+        dirichlet_alpha=10.0,
+    )
     clients = [data.open_client(config, i) for i in range(2)]
     assert sum(len(c.y_train) + len(c.y_test) for c in clients) == 44  # FedOBP divides all of it
 
@@ -121,7 +127,10 @@ def test_medmnist(tmp_path: Path, dataset: str, file: str) -> None:
     "changes, message",
     [
         ({"val_labels": None}, "has no val_labels; it has train_images"),
-        ({"test_images": np.zeros((11, 64, 64), np.uint8)}, r"test_images must have shape \[n, 28, 28\], got \[11, 64, 64\]"),
+        (
+            {"test_images": np.zeros((11, 64, 64), np.uint8)},
+            r"test_images must have shape \[n, 28, 28\], got \[11, 64, 64\]",
+        ),
         ({"train_images": np.zeros((22, 28, 28))}, "train_images must be uint8 .* got float64"),
         ({"test_labels": np.zeros((11, 2), int)}, r"test_labels must have shape \[n\], got \[11, 2\]"),
         ({"test_labels": np.full((11, 1), 11)}, "test_labels must hold labels below 11, got 11"),
@@ -135,7 +144,9 @@ def test_medmnist_errors(tmp_path: Path, changes: dict[str, Any], message: str) 
 
 
 def test_a_missing_medmnist_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="medmnist-c needs the file organcmnist.npz .* no .*/organcmnist.npz.* package medmnist"):
+    with pytest.raises(
+        UserError, match="medmnist-c needs the file organcmnist.npz .* no .*/organcmnist.npz.* package medmnist"
+    ):
         data.prepare("medmnist-c", tmp_path)
     (tmp_path / "organcmnist.npz").write_bytes(b"PK")
     with pytest.raises(UserError, match="organcmnist.npz is not a readable npz file"):

@@ -18,9 +18,11 @@ def write_npz(path: Path, **changes: Any) -> Path:
     """Write a valid npz data set with `changes`; a change to None removes the key."""
     rng = np.random.default_rng(0)
     arrays: dict[str, Any] = {
-        "x_train": rng.integers(0, 256, (12, 6, 6, 3), np.uint8), "y_train": np.arange(12) % 3,
-        "x_test": rng.integers(0, 256, (6, 6, 6, 3), np.uint8), "y_test": np.arange(6) % 3,
-    } | changes  # fmt: skip
+        "x_train": rng.integers(0, 256, (12, 6, 6, 3), np.uint8),
+        "y_train": np.arange(12) % 3,
+        "x_test": rng.integers(0, 256, (6, 6, 6, 3), np.uint8),
+        "y_test": np.arange(6) % 3,
+    } | changes
     np.savez(path, **{k: v for k, v in arrays.items() if v is not None})
     return path
 
@@ -32,8 +34,13 @@ def test_npz(tmp_path: Path) -> None:
     assert np.array_equal(p.x_train, np.load(path)["x_train"].transpose(0, 3, 1, 2))
     named = data.prepare(f"npz:{path}", tmp_path / "root", classes=("a", "b", "c", "d"))
     assert named.info.classes == ("a", "b", "c", "d")
-    gray = write_npz(tmp_path / "gray.npz", x_train=AN_ARRAY, y_train=np.array([0, 1, 0, 1], np.uint8),
-                     x_test=AN_ARRAY[:0], y_test=np.zeros(0, np.int64))  # fmt: skip
+    gray = write_npz(
+        tmp_path / "gray.npz",
+        x_train=AN_ARRAY,
+        y_train=np.array([0, 1, 0, 1], np.uint8),
+        x_test=AN_ARRAY[:0],
+        y_test=np.zeros(0, np.int64),
+    )
     p = data.prepare(f"npz:{gray}", tmp_path / "root", image_size=6)
     assert p.x_train.shape == (4, 1, 6, 6) and p.info.num_test == 0 and p.info.std == (1.0,)
 
@@ -44,14 +51,20 @@ def test_npz(tmp_path: Path) -> None:
         ({"y_test": None}, r"has no y_test; it has x_train, y_train, x_test"),
         ({"x_train": np.zeros((12, 6, 6, 3), "S4")}, r"x_train must hold numbers, got \|S4"),
         ({"x_train": np.zeros((12, 0))}, r"x_train must have shape \[n, \.\.\.\].*got \[12, 0\]"),
-        ({"x_train": np.full((12, 6, 6, 3), np.nan)}, r"must hold finite float32 numbers, got nan in sample 0, and 1295 more"),
+        (
+            {"x_train": np.full((12, 6, 6, 3), np.nan)},
+            r"must hold finite float32 numbers, got nan in sample 0, and 1295 more",
+        ),
         ({"y_train": np.zeros(12)}, r"y_train must hold integers or names of classes, got float64"),
         ({"y_train": np.zeros((12, 1), int)}, r"y_train must have shape \[n\], got \[12, 1\]"),
         ({"y_test": np.zeros(5, int)}, r"y_test must have one label for each of the 6 images, got 5"),
         ({"x_test": np.zeros((6, 7, 7, 3), np.uint8)}, r"x_test must have images like x_train's \(6, 6, 3\), got"),
         ({"y_train": np.arange(12) - 1}, r"y_train must hold labels >= 0, got -1"),
         ({"y_train": np.array([0, 1, 2, 4] * 3)}, r"class 3 has no images in x_train$"),
-        ({"y_train": np.array([1, 2, 3, 4] * 3)}, r"class 0 has no images in x_train; labels start at 0: subtract 1 from y_train"),
+        (
+            {"y_train": np.array([1, 2, 3, 4] * 3)},
+            r"class 0 has no images in x_train; labels start at 0: subtract 1 from y_train",
+        ),
         ({"y_test": np.full(6, 9)}, r"class 3 has no images"),
         ({"y_train": np.array([{}] * 12)}, r"not a readable npz file"),
         ({"x_train": np.zeros((0, 6, 6), np.uint8), "y_train": np.zeros(0, int)}, r"x_train has no images"),

@@ -32,10 +32,18 @@ def site(root: Path, classes: str, size: int = 8, count: int = 6) -> str:
 
 def start(tmp_path: Path, sites: list[str], **config: Scalar) -> RunFolder:
     raw: dict[str, Scalar] = {
-        "dataset": "node", "classes": "a,b,c", "method": "fedcac", "num-server-rounds": 2, "local-epochs": 1,
-        "output-dir": str(tmp_path / "runs"), "state-dir": str(tmp_path / "state"), "data-dir": str(tmp_path / "data"),
-        "available-timeout": 5.0, "device": "cpu", **{k.replace("_", "-"): v for k, v in config.items()},
-    }  # fmt: skip
+        "dataset": "node",
+        "classes": "a,b,c",
+        "method": "fedcac",
+        "num-server-rounds": 2,
+        "local-epochs": 1,
+        "output-dir": str(tmp_path / "runs"),
+        "state-dir": str(tmp_path / "state"),
+        "data-dir": str(tmp_path / "data"),
+        "available-timeout": 5.0,
+        "device": "cpu",
+        **{k.replace("_", "-"): v for k, v in config.items()},
+    }
     nodes: dict[int, Mapping[str, Scalar]] = {i: {"data-path": path} for i, path in enumerate(sites) if path}
     grid = InProcessGrid(app, raw, len(sites), nodes)
     return run(grid, parse(raw, METHOD_PARAMS), lambda *_: None)

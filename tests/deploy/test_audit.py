@@ -17,14 +17,16 @@ def kept(tmp_path: Path) -> Path:
     """A site with four lines."""
     writer = Audit(tmp_path)
     for number in range(4):
-        writer.append("download", run="17", bytes=number, sha256="ab" * 32, text="größer\n\"x\"")
+        writer.append("download", run="17", bytes=number, sha256="ab" * 32, text='größer\n"x"')
     return tmp_path
 
 
 def test_lines_follow_one_another(kept: Path) -> None:
     chain = audit.verify(kept)
     lines = audit.entries(kept)
-    assert [line["n"] for line in lines] == [1, 2, 3, 4] and lines[2]["bytes"] == 2 and lines[0]["text"] == 'größer\n"x"'
+    assert (
+        [line["n"] for line in lines] == [1, 2, 3, 4] and lines[2]["bytes"] == 2 and lines[0]["text"] == 'größer\n"x"'
+    )
     assert [line["hash"] for line in lines] == list(chain.hashes)
     assert [line["previous"] for line in lines] == ["0" * 64, *chain.hashes[:3]]
     assert (kept / FILE).stat().st_mode & 0o777 == 0o600

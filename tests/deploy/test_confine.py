@@ -52,15 +52,24 @@ def test_a_confined_process_reaches_what_was_named_and_nothing_else(tmp_path: Pa
         listening.listen()
         port = int(listening.getsockname()[1])
         rules = Confinement((*confine.installation(), str(tmp_path / "read")), (str(tmp_path / "write"),), (port,))
-        command = confine.wrapped(rules, [sys.executable, "-P", "-c", TRIES, str(tmp_path), str(os.getpid()), str(port)])
+        command = confine.wrapped(
+            rules, [sys.executable, "-P", "-c", TRIES, str(tmp_path), str(os.getpid()), str(port)]
+        )
         done = subprocess.run(command, capture_output=True, text=True, cwd="/")
     found = json.loads(done.stdout)
     other = found.pop("other port")
     assert other == "denied" or confine.version() < 4
     assert found == {
-        "read": "done", "write there": "denied", "write": "done", "key": "denied", "replace": "denied", "list": "denied",
-        "memory": "denied", "port": "done", "child": 1,
-    }, done.stderr  # fmt: skip
+        "read": "done",
+        "write there": "denied",
+        "write": "done",
+        "key": "denied",
+        "replace": "denied",
+        "list": "denied",
+        "memory": "denied",
+        "port": "done",
+        "child": 1,
+    }, done.stderr
 
 
 def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,13 +79,21 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
     site, rules = tmp_path / "sites" / "a", Site(readable_paths=("/data",), confine=True)
     places = supernode.own_places(site, "/etc/site.toml")
     assert places == {
-        "TMPDIR": site / "tmp", "COROLLA_STATE_DIR": site / "state", "FLWR_HOME": tmp_path / "flwr",
+        "TMPDIR": site / "tmp",
+        "COROLLA_STATE_DIR": site / "state",
+        "FLWR_HOME": tmp_path / "flwr",
         "COROLLA_DATA_DIR": tmp_path / "prepared",
-    }  # fmt: skip
+    }
     found = supernode.confined(rules, Node(0, 2, "/own"), places.values(), "127.0.0.1:7777")
-    assert set(found.write) == set(map(str, places.values())) and {"/data", "/own"} <= set(found.read) and found.ports == (7777,)
+    assert (
+        set(found.write) == set(map(str, places.values()))
+        and {"/data", "/own"} <= set(found.read)
+        and found.ports == (7777,)
+    )
     monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path))
-    with pytest.raises(UserError, match="confine: COROLLA_STATE_DIR: applications would write .*, in which .*sites/a lies"):
+    with pytest.raises(
+        UserError, match="confine: COROLLA_STATE_DIR: applications would write .*, in which .*sites/a lies"
+    ):
         supernode.own_places(site, "/etc/site.toml")
     monkeypatch.delenv("COROLLA_STATE_DIR")
     with pytest.raises(UserError, match="in which .*flwr/site.toml lies"):

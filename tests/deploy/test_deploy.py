@@ -43,10 +43,13 @@ def problems(text: str, **top: Any) -> list[str]:
 def test_supernodes_are_numbered_in_order_over_all_entries() -> None:
     nodes = parsed().supernodes
     assert [(n.client_id, n.host, n.gpu) for n in nodes] == [
-        (0, "local", "0"), (1, "local", "1"), (2, "local", "0"),  # round robin over two GPUs
-        (3, "user@node2", "4"), (4, "user@node2", ""),  # [] hides all GPUs
+        (0, "local", "0"),
+        (1, "local", "1"),
+        (2, "local", "0"),  # round robin over two GPUs
+        (3, "user@node2", "4"),
+        (4, "user@node2", ""),  # [] hides all GPUs
         (5, "local", None),  # not given: as the machine is
-    ]  # fmt: skip
+    ]
     assert nodes[3].data_path == "/site a" and nodes[3].threads == 4
     assert parsed().hosts == {"local": sys.executable, "user@node2": "/opt/corolla/.venv/bin/python"}
 
@@ -54,18 +57,28 @@ def test_supernodes_are_numbered_in_order_over_all_entries() -> None:
 def test_one_supernode_for_each_gpu_unless_told() -> None:
     assert len(parsed("hosts: [{host: local, gpus: [0, 1, 2]}]").supernodes) == 3
     assert len(parsed("hosts: [{host: local, gpus: [0, 1, 2], supernodes: 1}]").supernodes) == 1
-    assert [n.gpu for n in parsed("hosts: [{host: local, gpus: [GPU-1a2b, MIG-3c]}]").supernodes] == ["GPU-1a2b", "MIG-3c"]
+    assert [n.gpu for n in parsed("hosts: [{host: local, gpus: [GPU-1a2b, MIG-3c]}]").supernodes] == [
+        "GPU-1a2b",
+        "MIG-3c",
+    ]
 
 
 @pytest.mark.parametrize(
     "address, tls, insecure, secure",
     [
-        ("127.0.0.1", None, None, False), ("localhost", None, None, False), ("::1", None, None, False),
-        ("127.8.9.1", None, None, False), ("127.0.0.1", True, None, True), ("10.0.0.1", None, None, True),
-        ("lab.example.org", None, None, True), ("10.0.0.1", None, True, False), ("fd00::2", None, None, True),
-        ("10.0.0.1", False, True, False), ("10.0.0.1", None, False, True),
+        ("127.0.0.1", None, None, False),
+        ("localhost", None, None, False),
+        ("::1", None, None, False),
+        ("127.8.9.1", None, None, False),
+        ("127.0.0.1", True, None, True),
+        ("10.0.0.1", None, None, True),
+        ("lab.example.org", None, None, True),
+        ("10.0.0.1", None, True, False),
+        ("fd00::2", None, None, True),
+        ("10.0.0.1", False, True, False),
+        ("10.0.0.1", None, False, True),
     ],
-)  # fmt: skip
+)
 def test_everything_but_loopback_is_secure_unless_insecure_is_asked_for(
     address: str, tls: bool | None, insecure: bool | None, secure: bool
 ) -> None:
@@ -121,16 +134,25 @@ def test_all_problems_are_reported_together() -> None:
         ("hosts: [{host: local}]\nname: default", "name: must not be 'default'"),
         ("hosts: [{host: local}]\nname: a b", "name: must be letters, digits, - and _, got 'a b'"),
         ("hosts: [{host: local}]\ntls: sure", "tls: must be true or false, got 'sure'"),
-        ("hosts: [{host: local}]\nsuperlink: {fleet-address: 10.0.0}", "superlink.fleet-address: must be an IP address"),
+        (
+            "hosts: [{host: local}]\nsuperlink: {fleet-address: 10.0.0}",
+            "superlink.fleet-address: must be an IP address",
+        ),
         ("hosts: [{host: local}]\nsuperlink: {fleet-address: 0.0.0.0}", "superlink.fleet-address: must be the address"),
-        ("hosts: [{host: local}]\nsuperlink: {fleet-address: 'a:9092'}", "superlink.fleet-address: must be an IP address"),
-        ("hosts: [{host: local}]\nsuperlink: {fleet-port: 8000}", "superlink.control-port: must differ from fleet-port"),
+        (
+            "hosts: [{host: local}]\nsuperlink: {fleet-address: 'a:9092'}",
+            "superlink.fleet-address: must be an IP address",
+        ),
+        (
+            "hosts: [{host: local}]\nsuperlink: {fleet-port: 8000}",
+            "superlink.control-port: must differ from fleet-port",
+        ),
         ("hosts: [{host: local}]\nsuperlink: {database: x.db}", "superlink.database: must be an absolute path"),
         ("hosts: [{host: local, data-path: '/a\"b'}]", "hosts[0].data-path: must be an absolute path without quotes"),
         ("hosts: [{host: local, environment: {A: 1}}]", "hosts[0].environment: must be a mapping of names to strings"),
         ("hosts: [{host: local}]\nsuperlink: {fleet-address: 10.0.0.1}\ntls: false", "tls: false with fleet-address"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named(text: str, expected: str) -> None:
     assert any(line.startswith(expected) for line in problems(text)), problems(text)
 
@@ -149,7 +171,11 @@ def test_the_documentation_lists_every_key() -> None:
 
 
 def test_files_that_are_no_inventory(tmp_path: Path) -> None:
-    for content, expected in (("a: [", "not valid YAML"), ("- 1", "the file: must be a mapping"), ("", "must be a mapping")):
+    for content, expected in (
+        ("a: [", "not valid YAML"),
+        ("- 1", "the file: must be a mapping"),
+        ("", "must be a mapping"),
+    ):
         (tmp_path / "x.yaml").write_text(content)
         with pytest.raises(UserError, match=expected):
             inventory.read(tmp_path / "x.yaml")
@@ -165,7 +191,10 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     "text, expected",
     [
-        ("hosts: [{host: local, environment: {'A=B': x}}]", "hosts[0].environment: must be a mapping of names to strings"),
+        (
+            "hosts: [{host: local, environment: {'A=B': x}}]",
+            "hosts[0].environment: must be a mapping of names to strings",
+        ),
         ("hosts: [{host: local, environment: {'': x}}]", "hosts[0].environment: must be"),
         ('hosts: [{host: local, environment: {"A\\0": x}}]', "hosts[0].environment: must be"),
         ('hosts: [{host: local, environment: {A: "x\\0y"}}]', "hosts[0].environment: must be"),
@@ -177,11 +206,14 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("hosts: [{host: local}]\nname: &a [*a]", "name: must be letters"),
         (f"{BOMB}name: *a11\nhosts: [{{host: local}}]", "name: must be letters"),
         ("hosts: [{host: local, threads: " + "9" * 5000 + "}]", "not valid YAML"),
-        ("hosts: [{host: local, threads: 0x" + "9" * 5000 + "}]", "hosts[0].threads: must be an integer in [1, 4096], got a very"),
+        (
+            "hosts: [{host: local, threads: 0x" + "9" * 5000 + "}]",
+            "hosts[0].threads: must be an integer in [1, 4096], got a very",
+        ),
         ("hosts: [{host: local}]\nname: 2024-13-45", "not valid YAML"),
         ("hosts: [{host: local}]\nname: \0", "not valid YAML"),
     ],
-)  # fmt: skip
+)
 def test_hostile_files_are_refused_in_a_few_words(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "lab.yaml"
     path.write_text(text)
@@ -198,11 +230,23 @@ PLACE = Place("/state/lab", "/venv/bin", tuple(range(5001, 5020)))
 def test_superlink_command_with_tls() -> None:
     process = commands.superlink(parsed(), PLACE)
     assert process.command == (
-        "/venv/bin/flower-superlink", "--ssl-ca-certfile", "/state/lab/keys/ca.crt", "--ssl-certfile",
-        "/state/lab/keys/server.crt", "--ssl-keyfile", "/state/lab/keys/server.key", "--enable-supernode-auth",
-        "--fleet-api-address", "0.0.0.0:9092", "--host", "127.0.0.1", "--port", "8000",
-        "--health-server-address", "127.0.0.1:5001",
-    )  # fmt: skip
+        "/venv/bin/flower-superlink",
+        "--ssl-ca-certfile",
+        "/state/lab/keys/ca.crt",
+        "--ssl-certfile",
+        "/state/lab/keys/server.crt",
+        "--ssl-keyfile",
+        "/state/lab/keys/server.key",
+        "--enable-supernode-auth",
+        "--fleet-api-address",
+        "0.0.0.0:9092",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "8000",
+        "--health-server-address",
+        "127.0.0.1:5001",
+    )
     assert process.http == "https://127.0.0.1:8000/health" and process.ca == "/state/lab/keys/ca.crt"
 
 
@@ -221,22 +265,42 @@ def test_supernode_command_gpu_threads_and_data() -> None:
     lab = parsed()
     process = commands.supernode(lab, lab.supernodes[3], PLACE, 0)
     assert process.command == (
-        "/opt/corolla/.venv/bin/python", "-P", "-m", "deploy.supernode", "--name", "lab/supernode-3", "--",
-        "--root-certificates", "/state/lab/keys/ca.crt",
-        "--auth-supernode-private-key", "/state/lab/keys/supernode-3.key", "--superlink", "lab.example.org:9092",
-        "--host", "127.0.0.1", "--port", "5002", "--health-server-address", "127.0.0.1:5003",
+        "/opt/corolla/.venv/bin/python",
+        "-P",
+        "-m",
+        "deploy.supernode",
+        "--name",
+        "lab/supernode-3",
+        "--",
+        "--root-certificates",
+        "/state/lab/keys/ca.crt",
+        "--auth-supernode-private-key",
+        "/state/lab/keys/supernode-3.key",
+        "--superlink",
+        "lab.example.org:9092",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "5002",
+        "--health-server-address",
+        "127.0.0.1:5003",
         "--node-config",
         'partition-id=3 num-partitions=6 data-path="/site a" private-keys="/state/lab/keys/supernode-3.x25519"',
-    )  # fmt: skip
+    )
     assert process.environment == {
-        "OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4", "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": "4"
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "4",
+        "MKL_NUM_THREADS": "4",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "4",
+    }
 
 
 def test_a_nodes_own_rules_are_named() -> None:
     lab = parsed("hosts: [{host: local, site: /etc/corolla/site.toml}]")
     command = commands.supernode(lab, lab.supernodes[0], PLACE, 0).command
-    assert command[command.index("--site") + 1] == "/etc/corolla/site.toml" and "--site" in command[: command.index("--")]
+    assert (
+        command[command.index("--site") + 1] == "/etc/corolla/site.toml" and "--site" in command[: command.index("--")]
+    )
 
 
 def test_node_config_is_read_by_flower_as_meant() -> None:
@@ -246,8 +310,11 @@ def test_node_config_is_read_by_flower_as_meant() -> None:
     config = commands.supernode(lab, lab.supernodes[3], PLACE, 0).command[-1]
     keys = "/state/lab/keys/supernode-3.x25519"
     assert parse_config_args([config]) == {
-        "partition-id": 3, "num-partitions": 6, "data-path": "/site a", "private-keys": keys,
-    }  # fmt: skip
+        "partition-id": 3,
+        "num-partitions": 6,
+        "data-path": "/site a",
+        "private-keys": keys,
+    }
 
 
 def test_supernodes_without_gpus_and_their_own_environment() -> None:
@@ -274,8 +341,13 @@ def test_a_host_gets_its_own_keys_and_nothing_else(tmp_path: Path) -> None:
     lab = parsed(keys=str(tmp_path / "keys"))
     certificates.make(lab)
     assert sorted(_key_files(lab, "user@node2")) == [
-        "ca.crt", "peers.txt", "supernode-3.key", "supernode-3.x25519", "supernode-4.key", "supernode-4.x25519",
-    ]  # fmt: skip
+        "ca.crt",
+        "peers.txt",
+        "supernode-3.key",
+        "supernode-3.x25519",
+        "supernode-4.key",
+        "supernode-4.x25519",
+    ]
     local = {"ca.crt", "server.crt", "server.key", "peers.txt"}
     local |= {f"supernode-{k}.{end}" for k in (0, 1, 2, 5) for end in ("key", "x25519")}
     assert set(_key_files(lab, "local")) == local

@@ -35,7 +35,9 @@ def test_the_pinned_flower_is_the_newest_that_is_started() -> None:
     assert f'"flwr[simulation]=={versions.NEWEST[0]}.{versions.NEWEST[1]}.*"' in project.read_text()
 
 
-@pytest.mark.parametrize(("off", "words"), [(5.5, "5.5 s ahead of"), (400, "400.0 s ahead of"), (-306, "306.0 s behind")])
+@pytest.mark.parametrize(
+    ("off", "words"), [(5.5, "5.5 s ahead of"), (400, "400.0 s ahead of"), (-306, "306.0 s behind")]
+)
 def test_a_clock_whose_supernodes_would_be_refused(off: float, words: str) -> None:
     rule = "SuperLink's host \\(local\\)\n.* 5 s ahead or 305 s behind"
     with pytest.raises(UserError, match=f"^node2: its clock is {words} .*{rule}"):
@@ -55,7 +57,10 @@ def test_a_real_answer_holds_the_other_sides_clock(tmp_path: Path, monkeypatch: 
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path / "state"))
-    raw = {"superlink": {"fleet-address": "10.0.0.1"}, "hosts": [{"host": "local"}, {"host": "node2", "python": sys.executable}]}
+    raw = {
+        "superlink": {"fleet-address": "10.0.0.1"},
+        "hosts": [{"host": "local"}, {"host": "node2", "python": sys.executable}],
+    }
     lab = Cluster(inventory.parse(raw, "lab", tmp_path), "token", "", "now")
     assert abs(lab.ask("node2", "clock")["clock"] - time.time()) < 1
     said: list[str] = []

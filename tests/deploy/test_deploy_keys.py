@@ -20,16 +20,17 @@ from flwr.cli.supernode.register import try_load_public_key
 from deploy import certificates, inventory, lifetimes
 from deploy.cluster import Cluster, restart, up
 from deploy.inventory import Inventory
-from deploy.registered import public_bytes
 from deploy.revoke import revoke
+from deploy.superlink_nodes import public_bytes
 from fl_app.errors import UserError
 
 
 def cluster(tmp_path: Path, address: str = "lab.example.org", nodes: int = 2, **superlink: Any) -> Inventory:
     raw = {
         "superlink": {"fleet-address": address, "names": ["10.0.0.7", "server"], **superlink},
-        "hosts": [{"host": "local", "supernodes": nodes}], "keys": str(tmp_path / "keys"),
-    }  # fmt: skip
+        "hosts": [{"host": "local", "supernodes": nodes}],
+        "keys": str(tmp_path / "keys"),
+    }
     return inventory.parse(raw, "lab", tmp_path)
 
 
@@ -46,7 +47,9 @@ def test_the_certificate_names_every_way_to_the_superlink(tmp_path: Path) -> Non
 
 def test_the_ca_signed_it_and_only_it_may_sign(tmp_path: Path) -> None:
     certificates.make(cluster(tmp_path))
-    ca, server = (x509.load_pem_x509_certificate((tmp_path / "keys" / n).read_bytes()) for n in ("ca.crt", "server.crt"))
+    ca, server = (
+        x509.load_pem_x509_certificate((tmp_path / "keys" / n).read_bytes()) for n in ("ca.crt", "server.crt")
+    )
     server.verify_directly_issued_by(ca)
     ca.verify_directly_issued_by(ca)
     assert ca.extensions.get_extension_for_class(x509.BasicConstraints).value == x509.BasicConstraints(True, 0)
@@ -116,7 +119,9 @@ def test_a_certificate_for_other_names_is_refused_with_the_way_out(tmp_path: Pat
     certificates.make(cluster(tmp_path))
     other = cluster(tmp_path, address="new.example.org")
     for act in (certificates.make, certificates.check):
-        with pytest.raises(UserError, match="server.crt is not for new.example.org but for .*`corolla cluster keys --renew"):
+        with pytest.raises(
+            UserError, match="server.crt is not for new.example.org but for .*`corolla cluster keys --renew"
+        ):
             act(other)
     before = contents(tmp_path)
     assert {path.name for path in certificates.renew(other)} == {"server.crt", "server.key"}
@@ -130,7 +135,9 @@ def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
         certificates.check(cluster(tmp_path))
     certificates.make(cluster(tmp_path))
     foreign = inventory.parse(
-        {"superlink": {"fleet-address": "lab"}, "hosts": [{"host": "local"}], "keys": str(tmp_path / "other")}, "x", tmp_path
+        {"superlink": {"fleet-address": "lab"}, "hosts": [{"host": "local"}], "keys": str(tmp_path / "other")},
+        "x",
+        tmp_path,
     )
     certificates.make(foreign)
     (tmp_path / "keys" / "ca.crt").write_bytes((tmp_path / "other" / "ca.crt").read_bytes())
@@ -153,7 +160,9 @@ def test_an_expired_certificate_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     for days, name in ((826, "server.crt"), (3651, "ca.crt")):
         with monkeypatch.context() as patch:
             later(patch, days)
-            with pytest.raises(UserError, match=f"{name} expired on 20..-..-..; `corolla cluster keys --renew CLUSTER.yaml`"):
+            with pytest.raises(
+                UserError, match=f"{name} expired on 20..-..-..; `corolla cluster keys --renew CLUSTER.yaml`"
+            ):
                 certificates.check(lab)
             assert any(f"{name} expired on" in warning for warning in certificates.warnings(lab))
 
@@ -167,7 +176,9 @@ def test_a_month_before_the_end_there_is_a_warning(tmp_path: Path, monkeypatch: 
     later(monkeypatch, 2.5)
     certificates.check(lab)
     (warning,) = certificates.warnings(lab)
-    assert re.search("^warning: keys: .*server.crt expires on 20..-..-.., in 28 days; `corolla cluster keys --renew", warning)
+    assert re.search(
+        "^warning: keys: .*server.crt expires on 20..-..-.., in 28 days; `corolla cluster keys --renew", warning
+    )
     certificates.renew(lab)
     monkeypatch.undo()
     assert certificates.warnings(lab) == []
@@ -186,8 +197,12 @@ def test_renewing_near_the_end_of_the_ca_keeps_its_key_and_the_nodes(
     before = contents(tmp_path)
     assert {path.name for path in certificates.renew(lab)} == {"ca.crt", "server.crt", "server.key"}
     assert certificates.warnings(lab) == []
-    lifetimes.read(tmp_path / "keys" / "server.crt").verify_directly_issued_by(ca)  # nodes with the old ca.crt go on until its end
-    assert all(contents(tmp_path)[name] == before[name] for name in before if name.startswith("supernode") or name == "ca.key")
+    lifetimes.read(tmp_path / "keys" / "server.crt").verify_directly_issued_by(
+        ca
+    )  # nodes with the old ca.crt go on until its end
+    assert all(
+        contents(tmp_path)[name] == before[name] for name in before if name.startswith("supernode") or name == "ca.key"
+    )
 
 
 def test_renewing_needs_the_ca(tmp_path: Path) -> None:
@@ -242,7 +257,9 @@ def test_revoking_names_what_there_is(tmp_path: Path) -> None:
     running = Cluster(lab, "token", str(tmp_path / "config.toml"), "now")
     with pytest.raises(UserError, match="client 2: cluster lab has clients 0, 1"):
         revoke(running, 2)
-    assert public_bytes(tmp_path / "keys" / "supernode-0.pub") == try_load_public_key(tmp_path / "keys" / "supernode-0.pub")
+    assert public_bytes(tmp_path / "keys" / "supernode-0.pub") == try_load_public_key(
+        tmp_path / "keys" / "supernode-0.pub"
+    )
     (tmp_path / "keys" / "supernode-1.pub").unlink()
     with pytest.raises(UserError, match="client 1: there is no .*supernode-1.pub; it was revoked before"):
         revoke(running, 1)

@@ -86,7 +86,9 @@ def test_children_are_ended_also_those_that_left_the_family(directory: Path) -> 
 
 
 def test_a_process_that_ignores_sigterm_is_killed(directory: Path) -> None:
-    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('ready', 'w').close(); time.sleep(60)"
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open('ready', 'w').close(); time.sleep(60)"
+    )
     record = processes.start(directory, "t", "stubborn", [sys.executable, "-c", code], {})
     deadline = time.monotonic() + 30
     while not (directory / "ready").exists() and time.monotonic() < deadline:
@@ -100,7 +102,9 @@ def test_a_second_start_of_the_same_name_is_refused(directory: Path) -> None:
     with pytest.raises(UserError, match="sleeper is already running here"):
         processes.start(directory, "u", "sleeper", ["sleep", "60"], {})
     with pytest.raises(UserError, match="sleeper of a cluster 'lab' is running already"):
-        node.handle({"action": "prepare", "cluster": "lab", "token": "u", "paths": [], "free": [], "files": {}, "ports": 0})
+        node.handle(
+            {"action": "prepare", "cluster": "lab", "token": "u", "paths": [], "free": [], "files": {}, "ports": 0}
+        )
     processes.stop(directory, "t", "sleeper")
 
 
@@ -119,7 +123,9 @@ def test_log_and_environment(directory: Path) -> None:
 
 
 def test_a_killed_nodes_log_says_that_it_ended(directory: Path) -> None:
-    record = processes.start(directory, "t", "supernode-0", ["sh", "-c", "echo Connection attempt failed; sleep 60"], {})
+    record = processes.start(
+        directory, "t", "supernode-0", ["sh", "-c", "echo Connection attempt failed; sleep 60"], {}
+    )
     logs = {"action": "logs", "cluster": "lab", "token": "t", "name": "supernode-0", "lines": 5}
     deadline = time.monotonic() + 30
     while not node.handle(logs)["text"] and time.monotonic() < deadline:
@@ -139,9 +145,14 @@ def test_prepare_reports_all_problems_and_writes_nothing(directory: Path) -> Non
         taken.listen()
         port = taken.getsockname()[1]
         request = {
-            "action": "prepare", "cluster": "other", "token": "t", "paths": ["/no/such/site"], "free": [["127.0.0.1", port]],
-            "files": {"ca.crt": "x"}, "ports": 3,
-        }  # fmt: skip
+            "action": "prepare",
+            "cluster": "other",
+            "token": "t",
+            "paths": ["/no/such/site"],
+            "free": [["127.0.0.1", port]],
+            "files": {"ca.crt": "x"},
+            "ports": 3,
+        }
         with pytest.raises(UserError) as error:
             node.handle(request)
     assert str(error.value).splitlines() == [
@@ -177,10 +188,10 @@ def test_ssh_failures_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for script, expected in (
         ("echo 'user@n: Permission denied (publickey).' >&2; exit 255", "user@n: ssh failed: .*Permission denied"),
         ("echo 'sh: /p: not found' >&2; exit 127", "user@n: cannot run /p there; is `python` right"),
-        ("echo \"/p: No module named deploy\" >&2; exit 1", "user@n: /p has no Corolla of this version"),
+        ('echo "/p: No module named deploy" >&2; exit 1', "user@n: /p has no Corolla of this version"),
         ("echo oops >&2; exit 3", "user@n: /p -m deploy.node ended with code 3: oops"),
-        ("echo Welcome; echo 'corolla-node: {\"error\": \"disk full\"}'", "user@n: disk full"),
-    ):  # fmt: skip
+        ('echo Welcome; echo \'corolla-node: {"error": "disk full"}\'', "user@n: disk full"),
+    ):
         ssh.write_text(f"#!/bin/sh\n{script}\n")
         ssh.chmod(0o755)
         with pytest.raises(UserError, match=expected):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from corolla.cli import runs
 from deploy import certificates, inventory
 from deploy.connection import bad_certificate
-from fl_app.cli import runs
 from fl_app.errors import UserError
 from fl_app.processes import free_ports
 
@@ -32,7 +32,9 @@ def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[inventory
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    text = f'[superlink.lab]\naddress = "127.0.0.1:{server.server_port}"\nroot-certificates = "{tmp_path}/keys/ca.crt"\n'
+    text = (
+        f'[superlink.lab]\naddress = "127.0.0.1:{server.server_port}"\nroot-certificates = "{tmp_path}/keys/ca.crt"\n'
+    )
     (tmp_path / "config.toml").write_text(text)
     yield lab
     server.shutdown()

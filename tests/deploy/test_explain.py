@@ -29,7 +29,9 @@ def test_a_supernodes_refusal(log: str, meaning: str) -> None:
 
 def test_no_refusal_no_words() -> None:
     assert meanings("supernode-0", f"{FAILED}INFO : SuperNode ID: 17") == []
-    assert meanings("supernode-0", CUT) == meanings("supernode-0", CUT.partition("\n")[2]) == []  # a long log loses its beginning
+    assert (
+        meanings("supernode-0", CUT) == meanings("supernode-0", CUT.partition("\n")[2]) == []
+    )  # a long log loses its beginning
     assert meanings("tunnel", FAILED) == [] and meanings("superlink", "") == []
 
 

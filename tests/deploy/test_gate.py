@@ -25,8 +25,8 @@ from deploy.audit import Audit
 from deploy.gate import Connection, Gate, Node
 from deploy.site import Site
 from fl_app import wire
+from fl_app.app_bundle import application_hash
 from fl_app.errors import UserError
-from fl_app.experiments.bundle import application_hash
 
 PROJECT = """
 [project]
@@ -74,7 +74,9 @@ class SuperLink:
         return message
 
     def connection(self) -> Connection:
-        return Connection(1, self._receive, self._send, self._run, lambda *_: self.fab, self._pull, self._push, lambda *_: None)
+        return Connection(
+            1, self._receive, self._send, self._run, lambda *_: self.fab, self._pull, self._push, lambda *_: None
+        )
 
     def _receive(self) -> tuple[Message, ObjectTree] | None:
         return (message, get_object_tree(message)) if self.queue and (message := self.queue.pop(0)) else None
@@ -155,10 +157,22 @@ def test_what_is_allowed_goes_through_and_is_noted(tmp_path: Path, link: SuperLi
 @pytest.mark.parametrize(
     "rules, run_id, expected",
     [
-        ({"applications": ("ab" * 32,)}, 7, f"refused by its site: applications: {HASH} is not among those allowed here"),
+        (
+            {"applications": ("ab" * 32,)},
+            7,
+            f"refused by its site: applications: {HASH} is not among those allowed here",
+        ),
         ({"methods": ("fedobp",)}, 7, "refused by its site: methods: fedcac is not among fedobp"),
-        ({"bounds": {"local-epochs": {"max": 10}}}, 8, "refused by its site: bounds: local-epochs must be at most 10, got 20"),
-        ({"min_samples": 31}, 7, "refused by its site: min-samples: a client must have 31 training samples, this one has 30"),
+        (
+            {"bounds": {"local-epochs": {"max": 10}}},
+            8,
+            "refused by its site: bounds: local-epochs must be at most 10, got 20",
+        ),
+        (
+            {"min_samples": 31},
+            7,
+            "refused by its site: min-samples: a client must have 31 training samples, this one has 30",
+        ),
         ({}, 9, "refused by its site: application: cannot be read"),
     ],
 )
@@ -251,7 +265,9 @@ def test_nothing_runs_that_cannot_be_noted(tmp_path: Path, link: SuperLink) -> N
         file.write(b"{}\n")
     link.ask("train")
     exchange(opened, made, link, 10)
-    assert len(link.sent) == 2 and "it was changed" in str(link.sent[1][0].content.config_records["fitres.metrics"][wire.ERROR])
+    assert len(link.sent) == 2 and "it was changed" in str(
+        link.sent[1][0].content.config_records["fitres.metrics"][wire.ERROR]
+    )
     link.ask("train", 8)
     assert opened.receive() is None and len(link.sent) == 3
 
@@ -264,7 +280,9 @@ def test_flower_has_the_places_where_the_gate_is_put(tmp_path: Path, monkeypatch
     monkeypatch.setattr(command, "start_client_internal", command.start_client_internal)
     monkeypatch.setattr(loop, "_init_connection", loop._init_connection)
     before = command.start_client_internal
-    assert callable(supernode.install(Site(), Audit(tmp_path), tmp_path)) and command.start_client_internal is not before
+    assert (
+        callable(supernode.install(Site(), Audit(tmp_path), tmp_path)) and command.start_client_internal is not before
+    )
     monkeypatch.delattr(loop, "_init_connection")
     with pytest.raises(UserError, match="has no place for a site's gate"):
         supernode.install(Site(), Audit(tmp_path / "other"), tmp_path)

@@ -9,12 +9,19 @@ import pytest
 from deploy import install
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ("  Downloading torch-2.11.0-cp311-manylinux_2_28_x86_64.whl (890.1 MB)\n", "downloading torch (890.1 MB)"),
-    ("Downloading https://files.example/packages/ray-2.51.1-cp311-any.whl (70.5 MB)\n", "downloading ray (70.5 MB)"),
-    ("  Downloading rich-14.3.4-py3-none-any.whl.metadata (18 kB)\n", ""), ("Collecting torch>=2.11\n", ""),
-    ("Installing collected packages: rich, typer, corolla\n", "installing 3 packages"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("  Downloading torch-2.11.0-cp311-manylinux_2_28_x86_64.whl (890.1 MB)\n", "downloading torch (890.1 MB)"),
+        (
+            "Downloading https://files.example/packages/ray-2.51.1-cp311-any.whl (70.5 MB)\n",
+            "downloading ray (70.5 MB)",
+        ),
+        ("  Downloading rich-14.3.4-py3-none-any.whl.metadata (18 kB)\n", ""),
+        ("Collecting torch>=2.11\n", ""),
+        ("Installing collected packages: rich, typer, corolla\n", "installing 3 packages"),
+    ],
+)
 def test_words_for_pips_lines(line: str, words: str) -> None:
     assert install.told(line) == words
 

@@ -11,7 +11,7 @@ from flwr.common.config import parse_config_args
 from deploy import certificates, inventory, joining
 from deploy.inventory import Inventory
 from fl_app.errors import UserError
-from fl_app.privacy.sites import PEERS, keyring
+from fl_app.privacy.keyring import PEERS, open_keyring
 
 TWO_JOIN = "[{host: local}, {host: joins, supernodes: 2}, {host: local}]"
 
@@ -47,7 +47,10 @@ def test_the_private_half_stays_and_the_invitation_leads_there(tmp_path: Path) -
     certificates.make(found)
     public = joining.make_key(here)
     assert (here / joining.KEY).stat().st_mode & 0o777 == 0o600 and here.stat().st_mode & 0o777 == 0o700
-    assert public.read_text().startswith("ecdsa-sha2-nistp384 ") and joining.make_key(here).read_text() == public.read_text()
+    assert (
+        public.read_text().startswith("ecdsa-sha2-nistp384 ")
+        and joining.make_key(here).read_text() == public.read_text()
+    )
     invitation = joining.admit(found, 1, public)
     assert joining.admit(found, 1, public) == invitation  # again is no harm
     assert "PRIVATE" not in "".join(path.read_text() for path in (public, invitation))
@@ -58,8 +61,11 @@ def test_the_private_half_stays_and_the_invitation_leads_there(tmp_path: Path) -
     words = joining.options(here, joining.accept(here, None), "/data x")
     assert words[words.index("--auth-supernode-private-key") + 1] == str(here / joining.KEY)
     assert parse_config_args([words[-1]]) == {
-        "partition-id": 1, "num-partitions": 4, "data-path": "/data x", "private-keys": str(here / "node.x25519"),
-    }  # fmt: skip
+        "partition-id": 1,
+        "num-partitions": 4,
+        "data-path": "/data x",
+        "private-keys": str(here / "node.x25519"),
+    }
     (here / joining.KEY).chmod(0o644)
     with pytest.raises(UserError, match="must be its owner's alone"):
         joining.options(here, accepted, "")
@@ -73,10 +79,13 @@ def test_what_is_not_admitted(tmp_path: Path) -> None:
     text = tmp_path / "text.pub"
     text.write_text("no key")
     for client, public, expected in (
-        (0, first, r"does not join by itself in lab .clients that do: 1, 2."), (1, second, "client 1: has another key"),
-        (2, first, "is supernode-1.pub already"), (2, text, "is no public key"), (2, tmp_path / "none", "No such file"),
+        (0, first, r"does not join by itself in lab .clients that do: 1, 2."),
+        (1, second, "client 1: has another key"),
+        (2, first, "is supernode-1.pub already"),
+        (2, text, "is no public key"),
+        (2, tmp_path / "none", "No such file"),
         (2, Path(found.keys) / "ca.crt", "is no public key"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UserError, match=expected):
             joining.admit(found, client, public)
     with pytest.raises(UserError, match="has no invitation yet"):
@@ -96,10 +105,13 @@ def test_the_list_of_all_sites_keys(tmp_path: Path) -> None:
     for site in here:
         assert joining.hold(site, listed) == hashlib.sha256(listed.read_bytes()).hexdigest()
         assert (site / "node.x25519").stat().st_mode & 0o777 == 0o600
-    rings = [keyring(str(site / "node.x25519"), 0, client, 4) for site, client in zip(here, (1, 2), strict=True)]
-    rings.append(keyring(str(Path(found.keys) / "supernode-3.x25519"), 0, 3, 4))
+    rings = [open_keyring(str(site / "node.x25519"), 0, client, 4) for site, client in zip(here, (1, 2), strict=True)]
+    rings.append(open_keyring(str(Path(found.keys) / "supernode-3.x25519"), 0, 3, 4))
     assert len({ring.fingerprint for ring in rings}) == 1
-    assert rings[0].masks([2, 3], "e", 1, 0) == {2: rings[1].masks([1], "e", 1, 0)[1], 3: rings[2].masks([1], "e", 1, 0)[1]}
+    assert rings[0].masks([2, 3], "e", 1, 0) == {
+        2: rings[1].masks([1], "e", 1, 0)[1],
+        3: rings[2].masks([1], "e", 1, 0)[1],
+    }
     words = publics[0].read_text().split()
     publics[0].write_text(" ".join([*words[:3], publics[1].read_text().split()[3], words[4]]))
     with pytest.raises(UserError, match="its key for private runs is not signed by its node key"):

@@ -30,7 +30,11 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "[bounds.fedcac]\ntau = {min = 0.1, max = 0.9}\n"
     )
     path = written(tmp_path, text)
-    bounds: dict[str, Any] = {"local-epochs": {"max": 10}, "device": {"one-of": ["cpu"]}, "fedcac.tau": {"min": 0.1, "max": 0.9}}
+    bounds: dict[str, Any] = {
+        "local-epochs": {"max": 10},
+        "device": {"one-of": ["cpu"]},
+        "fedcac.tau": {"min": 0.1, "max": 0.9},
+    }
     assert site.read(path) == Site((HASH,), ("fedcac",), 50, 20_000_000, ("/data",), True, "ask", bounds, str(path))
     assert site.read(written(tmp_path, "")) == Site(source=str(path))
 
@@ -41,10 +45,13 @@ def test_problems_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         site.read(written(tmp_path, text))
     for expected in (
-        "method: unknown key; did you mean methods?", "min-samples: must be an integer >= 1, got 0",
-        "approval: must be ask or none, got 'maybe'", "readable-paths: must be a list of absolute paths",
-        "applications: must be a list of sha256 values", "bounds: must be a table of run-config keys",
-    ):  # fmt: skip
+        "method: unknown key; did you mean methods?",
+        "min-samples: must be an integer >= 1, got 0",
+        "approval: must be ask or none, got 'maybe'",
+        "readable-paths: must be a list of absolute paths",
+        "applications: must be a list of sha256 values",
+        "bounds: must be a table of run-config keys",
+    ):
         assert expected in str(error.value)
 
 
@@ -74,12 +81,32 @@ def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.Monkey
         (Site(methods=("fedcac", "fedobp")), {"method": "fedavg"}, "methods: fedavg is not among fedcac, fedobp"),
         (Site(methods=("fedcac",)), {}, ""),  # the default
         (Site(bounds={"local-epochs": {"max": 10}}), {"local-epochs": 10}, ""),
-        (Site(bounds={"local-epochs": {"max": 10}}), {"local-epochs": 11}, "bounds: local-epochs must be at most 10, got 11"),
+        (
+            Site(bounds={"local-epochs": {"max": 10}}),
+            {"local-epochs": 11},
+            "bounds: local-epochs must be at most 10, got 11",
+        ),
         (Site(bounds={"local-epochs": {"max": 4}}), {}, "bounds: local-epochs must be at most 4, got 5"),  # by default
-        (Site(bounds={"learning-rate": {"min": 0.01}}), {"learning-rate": 0.001}, "bounds: learning-rate must be at least"),
-        (Site(bounds={"learning-rate": {"max": 1}}), {"learning-rate": float("nan")}, "bounds: learning-rate must be a number"),
-        (Site(bounds={"learning-rate": {"max": 1}}), {"learning-rate": "0.1"}, "bounds: learning-rate must be a number"),
-        (Site(bounds={"device": {"one-of": ["cpu"]}}), {"device": "cuda"}, "bounds: device must be one of cpu, got cuda"),
+        (
+            Site(bounds={"learning-rate": {"min": 0.01}}),
+            {"learning-rate": 0.001},
+            "bounds: learning-rate must be at least",
+        ),
+        (
+            Site(bounds={"learning-rate": {"max": 1}}),
+            {"learning-rate": float("nan")},
+            "bounds: learning-rate must be a number",
+        ),
+        (
+            Site(bounds={"learning-rate": {"max": 1}}),
+            {"learning-rate": "0.1"},
+            "bounds: learning-rate must be a number",
+        ),
+        (
+            Site(bounds={"device": {"one-of": ["cpu"]}}),
+            {"device": "cuda"},
+            "bounds: device must be one of cpu, got cuda",
+        ),
         (Site(bounds={"fedcac.tau": {"max": 0.5}}), {"method": "fedavg", "fedcac.tau": 0.9}, ""),  # not this run's
         (Site(bounds={"fedcac.tau": {"max": 0.5}}), {"method": "fedcac", "fedcac.tau": 0.9}, "bounds: fedcac.tau"),
         (Site(confine=True), {"state-dir": ""}, ""),
@@ -101,9 +128,14 @@ def test_paths_of_a_run_must_lie_where_the_site_says(tmp_path: Path) -> None:
     good = {"dataset": f"npz:{inside}/x.npz", "state-dir": str(inside / "state"), "data-dir": "", "partition": "iid"}
     assert site.refusal(rules, HASH, good) == "" and site.refusal(rules, HASH, {"dataset": "digits"}) == ""
     for key, value in (
-        ("dataset", f"folder:{outside}"), ("dataset", f"tiny-imagenet:{inside}/../closed"), ("dataset", f"npz:{inside}/link/x.npz"),
-        ("partition", f"file:{outside}/p.npz"), ("state-dir", str(outside)), ("data-dir", "~"), ("state-dir", "state"),
-    ):  # fmt: skip
+        ("dataset", f"folder:{outside}"),
+        ("dataset", f"tiny-imagenet:{inside}/../closed"),
+        ("dataset", f"npz:{inside}/link/x.npz"),
+        ("partition", f"file:{outside}/p.npz"),
+        ("state-dir", str(outside)),
+        ("data-dir", "~"),
+        ("state-dir", "state"),
+    ):
         assert site.refusal(rules, HASH, {key: value}).startswith(f"readable-paths: {key}"), (key, value)
     assert site.refusal(Site(readable_paths=()), HASH, {"state-dir": "/tmp"}).startswith("readable-paths: state-dir")
 

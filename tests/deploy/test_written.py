@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import commands, inventory, written
+from deploy import commands, inventory, render
 from fl_app import shell
 from fl_app.errors import UserError
 from tests import slurm
@@ -29,20 +29,23 @@ def arguments(text: str) -> list[list[str]]:
     found = []
     for line in lines:
         done = subprocess.run(
-            ["bash", "-c", f"python3 -c '{code}' {line}"], capture_output=True, text=True, check=True,
+            ["bash", "-c", f"python3 -c '{code}' {line}"],
+            capture_output=True,
+            text=True,
+            check=True,
             env={"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/home/me"},
-        )  # fmt: skip
+        )
         found.append(json.loads(done.stdout))
     return found
 
 
 def test_a_shell_starts_what_the_launcher_would(tmp_path: Path) -> None:
     lab = inventory.parse(TWO_HOSTS, "lab", tmp_path)
-    text = written.by_host(lab)
+    text = render.by_host(lab)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     link, first, second, third = arguments(text)
     assert link[0] == "env" and "flower-superlink" in " ".join(link) and f"{tmp_path}/lab-keys/server.key" in link
-    place = written._place(lab, "me@node2", "/opt/my corolla/bin/python")
+    place = render._place(lab, "me@node2", "/opt/my corolla/bin/python")
     assert place.directory == f"{shell.variable('HOME')}/.local/state/corolla/clusters/lab"
     there = commands.Place("/home/me/.local/state/corolla/clusters/lab", place.scripts, place.ports)
     process = commands.supernode(lab, lab.supernodes[2], there, 0)
@@ -58,28 +61,32 @@ def test_ports_of_a_host_differ(tmp_path: Path) -> None:
     hosts = [{"host": "local", "supernodes": 3}]
     for control in (8000, 9090):  # the second's next numbers meet the fleet port
         lab = inventory.parse({"superlink": {"control-port": control}, "hosts": hosts}, "lab", tmp_path)
-        ports = written._place(lab, "local", "/p/python").ports
+        ports = render._place(lab, "local", "/p/python").ports
         assert len({*ports, 9092, control}) == len(ports) + 2 == 9
 
 
 def test_a_job_asks_for_what_the_inventory_has(tmp_path: Path) -> None:
     path = tmp_path / "job.sh"
-    path.write_text(written.slurm(inventory.parse(TWO_HOSTS, "lab", tmp_path)))
+    path.write_text(render.slurm(inventory.parse(TWO_HOSTS, "lab", tmp_path)))
     subprocess.run(["bash", "-n", str(path)], check=True)
     asked = slurm.options(path)
-    assert (asked["--ntasks"], asked["--gpus-per-task"], asked["--cpus-per-task"]) == ("3", "1", "4") and "--nodes" not in asked
+    assert (asked["--ntasks"], asked["--gpus-per-task"], asked["--cpus-per-task"]) == (
+        "3",
+        "1",
+        "4",
+    ) and "--nodes" not in asked
     assert "CUDA_VISIBLE_DEVICES" not in path.read_text()  # which GPU a task has, Slurm says
     assert "address=$(hostname -f)" in path.read_text() and "tls: true" in path.read_text()
-    path.write_text(written.slurm(inventory.parse({"hosts": [{"host": "local", "gpus": []}]}, "lab", tmp_path)))
+    path.write_text(render.slurm(inventory.parse({"hosts": [{"host": "local", "gpus": []}]}, "lab", tmp_path)))
     asked = slurm.options(path)
     assert asked["--nodes"] == "1" and "--gpus-per-task" not in asked and "CUDA_VISIBLE_DEVICES=''" in path.read_text()
     joining = inventory.parse({"tls": True, "hosts": [{"host": "local"}, {"host": "joins"}]}, "lab", tmp_path)
     with pytest.raises(UserError, match="hosts: clients 1 are started by their own sites"):
-        written.slurm(joining)
-    assert "clients 1 are started by their sites" in written.by_host(joining)
+        render.slurm(joining)
+    assert "clients 1 are started by their sites" in render.by_host(joining)
 
 
-@pytest.mark.parametrize("text", ["plain", "", "a b", "it's", "$HOME `id` \\ \" *", "ends\\"])
+@pytest.mark.parametrize("text", ["plain", "", "a b", "it's", '$HOME `id` \\ " *', "ends\\"])
 def test_words(text: str) -> None:
     line = shell.line(["printf", "%s|", text, f"{text}{shell.variable('own')}{text}"], {"A": text})
     done = subprocess.run(["bash", "-c", f"own='x  y'; {line}"], capture_output=True, text=True, check=True)

@@ -80,15 +80,18 @@ class Cluster:
         code = f"import urllib.request; urllib.request.urlopen('http://127.0.0.1:{self.port}/health', timeout=1)"
         return subprocess.run([*self.inside, sys.executable, "-c", code], capture_output=True).returncode == 0
 
-    def start_supernode(self, client_id: int, num_clients: int, inside: Sequence[str] | None = None, **config: str) -> None:
+    def start_supernode(
+        self, client_id: int, num_clients: int, inside: Sequence[str] | None = None, **config: str
+    ) -> None:
         node = f"partition-id={client_id} num-partitions={num_clients}"
         node += "".join(f' {name.replace("_", "-")}="{value}"' for name, value in config.items())
         address = ["--superlink", self.fleet, "--port", str(free_ports(1)[0]), "--node-config", node]
         where = self.inside if inside is None else inside
         self._start(
-            f"supernode-{client_id}", [*where, script("flower-supernode"), "--insecure", *address],
+            f"supernode-{client_id}",
+            [*where, script("flower-supernode"), "--insecure", *address],
             COROLLA_GATE=str(self.gate(client_id)),
-        )  # fmt: skip
+        )
 
     def start_site(self, client_id: int, num_clients: int, rules: str) -> None:
         """Start a SuperNode behind a site's gate, with a site.toml of this text."""
@@ -96,7 +99,18 @@ class Cluster:
         path.write_text(rules)
         path.chmod(0o644)
         name = f"site-{client_id}"
-        command = [sys.executable, "-P", "-m", "deploy.supernode", "--name", name, "--site", str(path), "--", "--insecure"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "deploy.supernode",
+            "--name",
+            name,
+            "--site",
+            str(path),
+            "--",
+            "--insecure",
+        ]
         command += ["--superlink", self.fleet, "--port", str(free_ports(1)[0])]
         command += ["--node-config", f"partition-id={client_id} num-partitions={num_clients}"]
         self._start(name, [*self.inside, *command], COROLLA_STATE_HOME=str(self.home.parent / "nodes"))
@@ -104,9 +118,14 @@ class Cluster:
     def _start(self, name: str, command: list[str], **environment: str) -> None:
         with (self.home / f"{name}.log").open("ab") as log:
             self.processes[name] = psutil.Popen(
-                command, env=self.environment | environment, cwd=self.home,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                command,
+                env=self.environment | environment,
+                cwd=self.home,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def log(self, name: str) -> str:
         return (self.home / f"{name}.log").read_text(errors="replace")
@@ -228,15 +247,27 @@ class Run:
     def __init__(
         self, place: Cluster | Lab, folder: Path, clients: int, config: dict[str, Any], superlink: str = "test"
     ) -> None:
-        words = [COROLLA, "run", "--superlink", superlink, "--clients", str(clients), "--output-dir", str(folder.parent)]
+        words = [
+            COROLLA,
+            "run",
+            "--superlink",
+            superlink,
+            "--clients",
+            str(clients),
+            "--output-dir",
+            str(folder.parent),
+        ]
         inside = place.inside if isinstance(place, Cluster) else ()
         self.clients, self.config, self.folder = clients, config, folder
         self._log = folder.parent / f"{folder.name}.log"
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [*inside, *words, *settings({"run-name": folder.name, **config})], env=place.environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+                [*inside, *words, *settings({"run-name": folder.name, **config})],
+                env=place.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
     @property
     def log(self) -> str:
@@ -274,7 +305,12 @@ def replay(run: Run, directory: Path) -> str:
 
     With no reply missing from a round's record that is the same experiment without any fault.
     """
-    raw = {"run-name": "replay", "output-dir": str(directory), "state-dir": str(directory / "replay-state"), **run.config}
+    raw = {
+        "run-name": "replay",
+        "output-dir": str(directory),
+        "state-dir": str(directory / "replay-state"),
+        **run.config,
+    }
     raw |= {"num-clients": run.clients, "min-available-clients": 0, "min-results": 0.0}
     replies = {(r["round"], int(client)) for r in rounds(run.folder) for client in r["clients"]}
     with pytest.MonkeyPatch.context() as patch:
@@ -297,9 +333,13 @@ def corolla(
 ) -> subprocess.CompletedProcess[str]:
     """Run the command as a user would, in a directory."""
     return subprocess.run(
-        [COROLLA, *arguments], env=environment or dict(os.environ), cwd=directory, capture_output=True, text=True,
+        [COROLLA, *arguments],
+        env=environment or dict(os.environ),
+        cwd=directory,
+        capture_output=True,
+        text=True,
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
 
 
 def settings(values: dict[str, Any]) -> list[str]:

@@ -41,4 +41,6 @@ def mlp(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
 
 def wide(in_channels: int, num_classes: int, image_size: int) -> nn.Module:
     """Return 1.2 MB of parameters that train in no time: a server that keeps what it should drop soon shows it."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, 4096), nn.ReLU(), nn.Linear(4096, num_classes))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(in_channels * image_size**2, 4096), nn.ReLU(), nn.Linear(4096, num_classes)
+    )

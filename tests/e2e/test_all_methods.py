@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from client_app.client_app import app as client_app
+from corolla.experiments.launch import COMPLETED, simulation
 from fl_app import plugins, server_app
 from fl_app.config import parse
-from fl_app.experiments.launch import COMPLETED, simulation
 from fl_app.keys import table_of
 from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, METHODS
@@ -23,9 +23,16 @@ OWN_MESSAGES = ("fedcac", "fedgen", "fedem", "fedfomo", "fedconcat")
 THE_OTHERS = tuple(name for name in (*METHODS, *OWN_METHODS) if name not in OWN_MESSAGES)
 
 SMALL = {
-    "num-server-rounds": 2, "num-clients": 4, "fraction-train": 0.5, "train-samples": 24, "test-samples": 12,
-    "local-epochs": 1, "learning-rate": 0.05, "model": "resnet8", "device": "cpu",
-}  # fmt: skip
+    "num-server-rounds": 2,
+    "num-clients": 4,
+    "fraction-train": 0.5,
+    "train-samples": 24,
+    "test-samples": 12,
+    "local-epochs": 1,
+    "learning-rate": 0.05,
+    "model": "resnet8",
+    "device": "cpu",
+}
 
 
 @pytest.mark.usefixtures("own_methods")

@@ -19,9 +19,10 @@ import pytest
 from tests.e2e.conftest import Cluster, Run, replay, rounds, summary
 
 pytestmark = [
-    pytest.mark.nightly, pytest.mark.timeout(900),
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc"),
-]  # fmt: skip
+]
 
 HOSTILE = 2  # client id
 HUGE = int(os.environ.get("COROLLA_HUGE_BYTES", 2**30))
@@ -82,7 +83,10 @@ def spoiled(environment: dict[str, str], directory: Path) -> dict[str, str]:
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(SPOILER)
     path = os.pathsep.join([str(directory), environment["PYTHONPATH"]])
-    return environment | {"PYTHONPATH": path, "SPOIL": json.dumps({round: what for round, (what, _) in ATTACKS.items()})}
+    return environment | {
+        "PYTHONPATH": path,
+        "SPOIL": json.dumps({round: what for round, (what, _) in ATTACKS.items()}),
+    }
 
 
 def server_app(cluster: Cluster) -> psutil.Process | None:
@@ -103,7 +107,9 @@ def take_peak(process: psutil.Process) -> int:
     return 0  # it has ended
 
 
-def test_bad_uploads_are_dropped_by_name_and_cost_no_more_memory_than_they_weigh(cluster: Cluster, tmp_path: Path) -> None:
+def test_bad_uploads_are_dropped_by_name_and_cost_no_more_memory_than_they_weigh(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     cluster.start_superlink()
     cluster.start_supernode(0, 3)
     cluster.start_supernode(1, 3)
@@ -118,7 +124,9 @@ def test_bad_uploads_are_dropped_by_name_and_cost_no_more_memory_than_they_weigh
         server, done = server_app(cluster), run.recorded()
         if server and done > len(peaks):
             peaks[done] = take_peak(server)
-            print(f"round {done}: ServerApp's peak {peaks[done] / 1e6:.0f} MB, after {time.monotonic() - started:.0f} s")
+            print(
+                f"round {done}: ServerApp's peak {peaks[done] / 1e6:.0f} MB, after {time.monotonic() - started:.0f} s"
+            )
         time.sleep(0.05)
     run.finish()
 
@@ -128,12 +136,16 @@ def test_bad_uploads_are_dropped_by_name_and_cost_no_more_memory_than_they_weigh
         assert [f["client"] for f in record["failures"]] == ([HOSTILE] if cause else []), record["failures"]
         for failure in record["failures"]:
             assert cause in failure["cause"] and len(failure["cause"]) <= 500 and "\n" not in failure["cause"], failure
-            assert f"round {record['round']}: client {HOSTILE} dropped: {failure['cause'][:40]}" in " ".join(run.log.split())
+            assert f"round {record['round']}: client {HOSTILE} dropped: {failure['cause'][:40]}" in " ".join(
+                run.log.split()
+            )
         assert sorted(record["clients"]) == (["0", "1"] if cause else ["0", "1", "2"])
         for client, row in record["clients"].items():
             assert row | {"seconds": 0} == undisturbed["clients"][client] | {"seconds": 0}
 
     normal = max(peaks[1], peaks[2])
     for round, (attack, _) in ATTACKS.items():
-        weight = HUGE if attack in ("huge", "long") else 0  # after the huge one what it gave back is still the allocator's
+        weight = (
+            HUGE if attack in ("huge", "long") else 0
+        )  # after the huge one what it gave back is still the allocator's
         assert peaks[round] <= normal + COPIES * weight + 20e6, (attack, normal, peaks)

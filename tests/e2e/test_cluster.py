@@ -28,7 +28,9 @@ SSHD = "/usr/sbin/sshd"  # sshd insists on an absolute path
 def test_tls_cluster_from_keys_to_down(lab: Lab) -> None:
     lab.write(tls=True, hosts=[{"host": "local", "supernodes": 2, "gpus": []}])
     missing = lab.cluster("up")
-    assert missing.returncode == 2 and "`corolla cluster keys CLUSTER.yaml` makes them" in missing.stderr.replace("\n", " ")
+    assert missing.returncode == 2 and "`corolla cluster keys CLUSTER.yaml` makes them" in missing.stderr.replace(
+        "\n", " "
+    )
     assert lab.cluster("keys").returncode == 0
     up = lab.cluster("up")
     assert up.returncode == 0, up.stdout + up.stderr
@@ -38,9 +40,16 @@ def test_tls_cluster_from_keys_to_down(lab: Lab) -> None:
     config = {"method": "fedcac", "num-server-rounds": 2, "train-samples": 40, "run-name": "r"}
     config["state-dir"] = str(lab.directory / "client-state")
     run = corolla(
-        "run", "--superlink", "lab", "--clients", "2", "--output-dir", str(lab.directory), *settings(config),
+        "run",
+        "--superlink",
+        "lab",
+        "--clients",
+        "2",
+        "--output-dir",
+        str(lab.directory),
+        *settings(config),
         environment=lab.environment,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert summary(lab.directory / "r")["digest"] is not None
 
@@ -48,8 +57,9 @@ def test_tls_cluster_from_keys_to_down(lab: Lab) -> None:
     assert status.returncode == 0, status.stdout + status.stderr
     rows = [line.split() for line in status.stdout.splitlines() if "supernode-" in line]
     assert [[w for w in row if w not in "│"][:4] for row in rows] == [
-        ["supernode-0", "0", "local", "none"], ["supernode-1", "1", "local", "none"]
-    ]  # fmt: skip
+        ["supernode-0", "0", "local", "none"],
+        ["supernode-1", "1", "local", "none"],
+    ]
     assert all("alive" in row and "serving" in row and "online" in row for row in rows)
     assert "SuperNode ID" in lab.cluster("logs", "supernode-1", "--lines", "200").stdout
     unknown = lab.cluster("logs", "supernode-7")
@@ -92,7 +102,9 @@ def test_remote_hosts_over_ssh(lab: Lab) -> None:
     lab.write(tls=True, superlink=remote, hosts=[remote, remote | {"data-path": "/no such site"}])
     assert lab.cluster("keys").returncode == 0
     failed = lab.cluster("up")
-    assert failed.returncode == 2 and "lab@node1: /no such site: there is no such file" in failed.stderr.replace("\n", " ")
+    assert failed.returncode == 2 and "lab@node1: /no such site: there is no such file" in failed.stderr.replace(
+        "\n", " "
+    )
 
     site = lab.directory / "a site"
     site.mkdir()
@@ -169,7 +181,9 @@ def second_host(lab: Lab) -> Iterator[Path]:
     (bin_ / "ssh").chmod(0o755)
     lab.environment["PATH"] = f"{bin_}{os.pathsep}{lab.environment['PATH']}"
     with (home / "sshd.log").open("wb") as log:
-        sshd = psutil.Popen([SSHD, "-D", "-e", "-f", str(home / "sshd_config")], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        sshd = psutil.Popen(
+            [SSHD, "-D", "-e", "-f", str(home / "sshd_config")], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
     try:
         wait_for(lambda: "Server listening" in (home / "sshd.log").read_text())
         yield home
@@ -202,11 +216,18 @@ def test_a_second_host_behind_a_real_sshd(lab: Lab) -> None:
         node = psutil.Process(json.loads((there / "supernode-1.json").read_text())["pid"])
         said = {name: node.environ()[name] for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")}
         assert said == {"CUDA_VISIBLE_DEVICES": "0", "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-        assert "partition-id=1 num-partitions=2" in node.cmdline() and f"{address_of_this_machine()}:{fleet}" in node.cmdline()
+        assert (
+            "partition-id=1 num-partitions=2" in node.cmdline()
+            and f"{address_of_this_machine()}:{fleet}" in node.cmdline()
+        )
 
         status = lab.cluster("status")
         assert status.returncode == 0, status.stdout + status.stderr
-        rows = [[word for word in line.split() if word not in "│┃"] for line in status.stdout.splitlines() if "supernode-" in line]
+        rows = [
+            [word for word in line.split() if word not in "│┃"]
+            for line in status.stdout.splitlines()
+            if "supernode-" in line
+        ]
         assert [row[:4] for row in rows] == [["supernode-0", "0", "local", "none"], ["supernode-1", "1", "second", "0"]]
         assert all(row[5:] == ["alive", "serving", "online"] for row in rows), rows
         assert "SuperNode ID" in lab.cluster("logs", "supernode-1", "--lines", "200").stdout

@@ -24,13 +24,18 @@ def start(cluster: Cluster, directory: Path, client_id: int, file: str, here: di
     runtime, health = free_ports(2)
     *shell, line = FILES[file]["services"][f"supernode-{client_id}"]["command"]
     here = {
-        "$$": "$", "superlink:9092": f"{cluster.fleet} --port {runtime}", "127.0.0.1:9097": f"127.0.0.1:{health}",
-        "exec python ": f"exec {sys.executable} ", **here,
-    }  # fmt: skip
+        "$$": "$",
+        "superlink:9092": f"{cluster.fleet} --port {runtime}",
+        "127.0.0.1:9097": f"127.0.0.1:{health}",
+        "exec python ": f"exec {sys.executable} ",
+        **here,
+    }
     for there, word in here.items():
         assert there in line, line
         line = line.replace(there, word)
-    cluster._start(f"node-{client_id}", [*shell, line], CLIENT_ID=str(client_id), COROLLA_STATE_HOME=str(directory / "audit"))
+    cluster._start(
+        f"node-{client_id}", [*shell, line], CLIENT_ID=str(client_id), COROLLA_STATE_HOME=str(directory / "audit")
+    )
 
 
 def test_sites_of_containers_refuse_by_name(cluster: Cluster, tmp_path: Path) -> None:
@@ -41,14 +46,26 @@ def test_sites_of_containers_refuse_by_name(cluster: Cluster, tmp_path: Path) ->
         site.mkdir()
         if client_id == 1:
             (site / "site.toml").write_text('methods = ["fedobp"]\n')
-        start(cluster, tmp_path, client_id, "compose.yaml", {"num-partitions=4": "num-partitions=2", "/site/": f"{site}/"})
+        start(
+            cluster, tmp_path, client_id, "compose.yaml", {"num-partitions=4": "num-partitions=2", "/site/": f"{site}/"}
+        )
     cluster.wait_for_nodes()
-    config = {"method": "fedcac", "num-server-rounds": 2, "train-samples": 40, "local-epochs": 1, "min-available-clients": 1}
+    config = {
+        "method": "fedcac",
+        "num-server-rounds": 2,
+        "train-samples": 40,
+        "local-epochs": 1,
+        "min-available-clients": 1,
+    }
     run = Run(cluster, tmp_path / "r", 2, config | {"state-dir": str(tmp_path / "state")})
     run.finish()
-    assert "client 1 cannot take part: refused by its site: methods: fedcac is not among fedobp" in " ".join(run.log.split())
+    assert "client 1 cannot take part: refused by its site: methods: fedcac is not among fedobp" in " ".join(
+        run.log.split()
+    )
     assert [sorted(record["clients"]) for record in rounds(run.folder)] == [["0"], ["0"]]
-    kinds = [[entry["kind"] for entry in audit.entries(tmp_path / "audit" / "sites" / f"supernode-{i}")] for i in range(2)]
+    kinds = [
+        [entry["kind"] for entry in audit.entries(tmp_path / "audit" / "sites" / f"supernode-{i}")] for i in range(2)
+    ]
     assert "upload" in kinds[0] and "upload" not in kinds[1] and kinds[1][0] == "start"
 
 
@@ -60,11 +77,17 @@ def test_containers_with_keys_run_private_and_those_without_say_so(cluster: Clus
         keyed = {
             "--root-certificates /keys/ca.crt --auth-supernode-private-key /keys/supernode.key": "--insecure",
             "'/keys/": f"'{key.parent}/",
-        }  # fmt: skip
+        }
         file, here = ("compose.tls.yaml", keyed) if client_id < 3 else ("compose.yaml", {})
         start(cluster, tmp_path, client_id, file, {**here, "/site/": f"{tmp_path}/none/"})
     cluster.wait_for_nodes()
-    config = {"method": "fedavg", "private": True, "num-server-rounds": 1, "train-samples": 40, "min-available-clients": 3}
+    config = {
+        "method": "fedavg",
+        "private": True,
+        "num-server-rounds": 1,
+        "train-samples": 40,
+        "min-available-clients": 3,
+    }
     run = Run(cluster, tmp_path / "r", 4, config | {"state-dir": str(tmp_path / "state")})
     run.finish()
     assert "client 3 cannot take part: private: this SuperNode has no key for private runs" in " ".join(run.log.split())

@@ -69,7 +69,9 @@ def image() -> str:
 @pytest.fixture(scope="module")
 def expected(image: str) -> str:
     """Digest of the same run in one process."""
-    command = f"corolla run --in-process --clients 4 --set run-name=one {' '.join(SETTINGS)} && cat runs/one/summary.json"
+    command = (
+        f"corolla run --in-process --clients 4 --set run-name=one {' '.join(SETTINGS)} && cat runs/one/summary.json"
+    )
     done = run("docker", "run", "--rm", image, "sh", "-c", command)
     return str(read(done.stdout)["digest"])
 
@@ -90,18 +92,34 @@ def test_tls_and_authentication(expected: str) -> None:
     compose("up", "-d")
     arguments = ["--clients", "4", "--output-dir", "/results", "--set", "run-name=tls", *SETTINGS]
     compose("exec", "-T", "superlink", "corolla", "run", "--superlink", "cluster-tls", *arguments)
-    assert read("\n" + compose("exec", "-T", "superlink", "cat", "/results/tls/summary.json").stdout)["digest"] == expected
+    assert (
+        read("\n" + compose("exec", "-T", "superlink", "cat", "/results/tls/summary.json").stdout)["digest"] == expected
+    )
 
     # with keys of their own they run private, without more
-    private = ["--clients", "4", "--output-dir", "/results", "--set", "run-name=private", "--set", "private=true", *SETTINGS]
+    private = [
+        "--clients",
+        "4",
+        "--output-dir",
+        "/results",
+        "--set",
+        "run-name=private",
+        "--set",
+        "private=true",
+        *SETTINGS,
+    ]
     compose("exec", "-T", "superlink", "corolla", "run", "--superlink", "cluster-tls", *private)
-    assert read("\n" + compose("exec", "-T", "superlink", "cat", "/results/private/summary.json").stdout)["failures"] == 0
+    assert (
+        read("\n" + compose("exec", "-T", "superlink", "cat", "/results/private/summary.json").stdout)["failures"] == 0
+    )
 
     # a container sees its own private key only, and runs as nobody special
     held = compose("exec", "-T", "supernode-2", "ls", "/keys").stdout.split()
     assert held == ["ca.crt", "peers.txt", "supernode.key", "supernode.x25519"]
     held = compose("exec", "-T", "superlink", "ls", "/keys").stdout.split()
-    assert "server.key" in held and not [name for name in held if name.startswith(("ca.key", "supernode")) and ".pub" not in name]
+    assert "server.key" in held and not [
+        name for name in held if name.startswith(("ca.key", "supernode")) and ".pub" not in name
+    ]
     assert compose("exec", "-T", "supernode-2", "id", "-u").stdout.strip() == "1000"
 
     # each is behind its site's gate, whose audit knows the run
@@ -110,7 +128,9 @@ def test_tls_and_authentication(expected: str) -> None:
     # plaintext is refused, and so is a SuperNode without a registered key
     node = "flower-supernode --superlink superlink:9092 --port 9099"
     ca = "--root-certificates /keys/ca.crt"
-    tried = compose("exec", "-T", "supernode-2", "sh", "-c", f"timeout 30 {node} --insecure; timeout 60 {node} {ca}", check=False)
+    tried = compose(
+        "exec", "-T", "supernode-2", "sh", "-c", f"timeout 30 {node} --insecure; timeout 60 {node} {ca}", check=False
+    )
     said = tried.stdout + tried.stderr
     assert "SuperNode ID" not in said and "[code: 2001] SuperNode authentication is enabled" in said
     log = compose("logs", "superlink").stdout

@@ -27,9 +27,15 @@ def test_an_example_in_all_three_modes(cluster: Cluster, tmp_path: Path, example
     for mode, arguments in modes.items():
         own = {"run-name": f"{example}-{mode}", "state-dir": str(tmp_path / "state")}
         done = corolla(
-            "run", f"examples/{example}.toml", *arguments, "--output-dir", str(tmp_path), *settings(own),
-            environment=cluster.environment, directory=ROOT,
-        )  # fmt: skip
+            "run",
+            f"examples/{example}.toml",
+            *arguments,
+            "--output-dir",
+            str(tmp_path),
+            *settings(own),
+            environment=cluster.environment,
+            directory=ROOT,
+        )
         assert done.returncode == 0, f"{mode}\n{done.stdout}\n{done.stderr}"
         told = summary(tmp_path / f"{example}-{mode}")
         assert told["failures"] == 0

@@ -60,7 +60,8 @@ def test_client_slower_than_the_timeout_is_named_and_has_the_right_model_when_it
 
 
 @pytest.mark.parametrize(
-    "repeated", [pytest.param(False, id="round-goes-on"), pytest.param(True, id="round-is-repeated", marks=pytest.mark.nightly)]
+    "repeated",
+    [pytest.param(False, id="round-goes-on"), pytest.param(True, id="round-is-repeated", marks=pytest.mark.nightly)],
 )
 def test_killed_client_process(cluster: Cluster, tmp_path: Path, repeated: bool) -> None:
     cluster.start(3)

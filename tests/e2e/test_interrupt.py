@@ -22,7 +22,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 def launched(directory: Path) -> list[psutil.Process]:
     """Processes whose COROLLA_LAUNCH lies under a directory."""
     found = psutil.process_iter(["environ", "name", "nice"])
-    return [process for process in found if (process.info["environ"] or {}).get("COROLLA_LAUNCH", "").startswith(str(directory))]
+    return [
+        process
+        for process in found
+        if (process.info["environ"] or {}).get("COROLLA_LAUNCH", "").startswith(str(directory))
+    ]
 
 
 def keepers(directory: Path) -> list[psutil.Process]:
@@ -33,7 +37,7 @@ def keepers(directory: Path) -> list[psutil.Process]:
             line = process.cmdline()
         except psutil.Error:
             continue
-        if "fl_app.experiments.keeper" in line and any(word.startswith(str(directory)) for word in line):
+        if "corolla.experiments.superlink_supervisor" in line and any(word.startswith(str(directory)) for word in line):
             found.append(process)
     return sorted(found, key=lambda process: len(process.cmdline()))
 
@@ -48,7 +52,9 @@ def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
             out, err = process.communicate(timeout=90)
         assert process.returncode != 0
         if number == signal.SIGINT:  # it finishes its round first
-            assert "stopping after this round; press Ctrl-C again to stop at once" in err and "stopped after round" in err
+            assert (
+                "stopping after this round; press Ctrl-C again to stop at once" in err and "stopped after round" in err
+            )
             assert len([line for line in out.splitlines() if line.startswith("round ")]) < 11
         look(Path(short), seconds=60 if number == signal.SIGKILL else 0)
 
@@ -83,11 +89,25 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     for name in RAY:
         environment.pop(name, None)  # this process has imported the ClientApp, which sets them
-    words = [COROLLA, "run", "--clients", "2", "--set", "num-server-rounds=5000", "--set", f"output-dir={tmp_path / 'runs'}"]
+    words = [
+        COROLLA,
+        "run",
+        "--clients",
+        "2",
+        "--set",
+        "num-server-rounds=5000",
+        "--set",
+        f"output-dir={tmp_path / 'runs'}",
+    ]
     process = subprocess.Popen(
-        words, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        words,
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     try:
         for line in process.stdout:

@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from client_app.client_app import RAY
-from fl_app.experiments import namespace
-from fl_app.experiments.bundle import APP_DIRECTORY
-from fl_app.experiments.keeper import NETWORK
+from corolla.experiments import namespace
+from corolla.experiments.superlink_supervisor import NETWORK
+from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.processes import end_processes, flower_environment, processes_with, script
 from tests.e2e.conftest import COROLLA, settings, wait_for
 from tests.e2e.test_network import IP, NUMBERS, inside, ip
@@ -39,7 +39,11 @@ Listener = tuple[IPv4Address | IPv6Address, int]
 def running(command: list[str], directory: Path, network: str = "") -> Iterator[str]:
     """Run a simulation until it has finished a round; yields the variable its processes carry. Everything is ended."""
     mark = f"ISOLATION={directory}"
-    environment = flower_environment(directory / "flwr") | {"ISOLATION": str(directory), "TMPDIR": str(directory), NETWORK: network}
+    environment = flower_environment(directory / "flwr") | {
+        "ISOLATION": str(directory),
+        "TMPDIR": str(directory),
+        NETWORK: network,
+    }
     for name in RAY:
         environment.pop(name, None)  # this process has imported the ClientApp, which sets them
     (directory / "flwr").mkdir()
@@ -129,9 +133,17 @@ def test_nobody_outside_reaches_a_simulation(short: Path) -> None:
         assert not list(short.glob("ray/*"))  # Ray lets everybody write where its sockets are
         homes = {path.relative_to(short).parts[0] for path in short.glob("*/ray/session_*")}
         assert homes and all((short / home).stat().st_mode & 0o077 == 0 for home in homes)
-        keeper = next(p for p in processes_with(mark) if "fl_app.experiments.keeper" in p.cmdline())
+        keeper = next(p for p in processes_with(mark) if "corolla.experiments.superlink_supervisor" in p.cmdline())
         if os.geteuid() == 0:
-            enter = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "nsenter", "-n", f"-t{keeper.pid}"]
+            enter = [
+                "setpriv",
+                f"--reuid={NOBODY}",
+                f"--regid={NOBODY}",
+                "--clear-groups",
+                "nsenter",
+                "-n",
+                f"-t{keeper.pid}",
+            ]
             assert subprocess.run([*enter, "true"], capture_output=True).returncode != 0
 
 
@@ -142,7 +154,9 @@ def test_without_a_network_of_its_own_no_other_machine_joins(command: Callable[[
         found = listeners(mark)
         assert len(found) > 3 and all(address.is_loopback for address, _ in found)
         clients = [process for process in found.values() if process.name().startswith("ray::")]
-        assert {client.nice() for client in clients} == {psutil.Process().nice()}  # not starved by what runs beside them
+        assert {client.nice() for client in clients} == {
+            psutil.Process().nice()
+        }  # not starved by what runs beside them
         assert all(reachable(port, NOBODY) for _, port in found)
         assert ("no network of its own" in (short / "run.log").read_text()) == (command is corolla_run)
         with neighbour() as (other, here):
@@ -161,7 +175,9 @@ def test_the_documented_rules_close_a_port_to_other_accounts(tool: str) -> None:
     if os.geteuid() != 0 or not shutil.which(tool):
         pytest.skip(f"a firewall takes root and the command `{tool}`")
     text = (APP_DIRECTORY / "docs" / "security.md").read_text()
-    rules = [line.replace("alice", "games").replace("8000", "PORT") for line in text.splitlines() if line.startswith(tool)]
+    rules = [
+        line.replace("alice", "games").replace("8000", "PORT") for line in text.splitlines() if line.startswith(tool)
+    ]
 
     def look() -> None:
         namespace.unshare()

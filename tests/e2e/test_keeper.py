@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 LAUNCHER = """
 import sys
-from fl_app.experiments.launch import SimulationSuperLink
+from corolla.experiments.launch import SimulationSuperLink
 with SimulationSuperLink() as superlink:
     print(superlink.home, superlink._keeper.pid, flush=True)
     sys.stdin.read()
@@ -31,14 +31,16 @@ def keepers(home: str) -> list[int]:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if {"fl_app.experiments.keeper", home} <= set(process.cmdline()):
+            if {"corolla.experiments.superlink_supervisor", home} <= set(process.cmdline()):
                 found.append(process.pid)
     return found
 
 
 @pytest.mark.parametrize("killed", [(), ("launcher",), ("keeper",), ("launcher", "keeper"), ("launcher", "behind")])
 def test_nothing_is_left(killed: tuple[str, ...]) -> None:
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert launcher.stdout is not None and launcher.stdin is not None
     home, keeper = launcher.stdout.readline().split()
     mark = f"COROLLA_LAUNCH={home}"

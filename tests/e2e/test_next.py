@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_app.experiments.bundle import APP_DIRECTORY
+from fl_app.app_bundle import APP_DIRECTORY
 from tests.e2e.conftest import settings, summary
 
 pytestmark = [pytest.mark.next, pytest.mark.timeout(600)]
@@ -19,9 +19,16 @@ NEXT = os.environ.get("COROLLA_NEXT", "")  # its Python
 
 def digest(python: str, name: str, directory: Path, *options: str) -> str:
     """Run a small experiment with a Python's Flower."""
-    values = {"method": "fedcac", "num-server-rounds": 3, "fedcac.beta": 2, "train-samples": 40, "local-epochs": 1, "device": "cpu"}
+    values = {
+        "method": "fedcac",
+        "num-server-rounds": 3,
+        "fedcac.beta": 2,
+        "train-samples": 40,
+        "local-epochs": 1,
+        "device": "cpu",
+    }
     values |= {"output-dir": str(directory), "run-name": name, "state-dir": str(directory / f"{name}-state")}
-    words = [python, "-m", "fl_app.cli", "run", "--clients", "3", *options, *settings(values)]
+    words = [python, "-m", "corolla.cli", "run", "--clients", "3", *options, *settings(values)]
     done = subprocess.run(words, cwd=APP_DIRECTORY, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return str(summary(directory / name)["digest"])

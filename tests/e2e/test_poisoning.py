@@ -35,9 +35,17 @@ def test_a_liar_is_left_out_by_name(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(CLIENTS)
     config = {"method": "liar:METHOD", "num-server-rounds": 2, "state-dir": str(tmp_path / "state"), "run-name": "run"}
     done = corolla(
-        "run", "--clients", str(CLIENTS), "--superlink", "test", "--output-dir", str(tmp_path), *settings(config),
-        environment=cluster.environment, directory=tmp_path,
-    )  # fmt: skip
+        "run",
+        "--clients",
+        str(CLIENTS),
+        "--superlink",
+        "test",
+        "--output-dir",
+        str(tmp_path),
+        *settings(config),
+        environment=cluster.environment,
+        directory=tmp_path,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     for record in rounds(tmp_path / "run"):
         ((client, cause),) = [(failure["client"], failure["cause"]) for failure in record["failures"]]

@@ -34,16 +34,26 @@ def test_a_killed_training_has_spent_its_budget(cluster: Cluster, tmp_path: Path
     cluster.start(2)
     cluster.hold(1, training=2)
     config = {
-        "method": "fedavg", "dp-epsilon": 8.0, "dp-delta": 1e-5, "model": "gated:mlp", "num-server-rounds": 3, "min-results": 0.5,
-        "keep-state": True, "state-dir": str(tmp_path / "state"),
-    }  # fmt: skip
+        "method": "fedavg",
+        "dp-epsilon": 8.0,
+        "dp-delta": 1e-5,
+        "model": "gated:mlp",
+        "num-server-rounds": 3,
+        "min-results": 0.5,
+        "keep-state": True,
+        "state-dir": str(tmp_path / "state"),
+    }
     run = Run(cluster, tmp_path / "killed", 2, config)
     cluster.training(1, 2).kill()
     run.finish()
     records = rounds(run.folder)
     assert [sorted(r["clients"]) for r in records] == [["0", "1"], ["0"], ["0", "1"]]
-    spent = {i: json.loads(next((tmp_path / "state").glob(f"*/client-{i:04d}/budget.json")).read_text()) for i in (0, 1)}
+    spent = {
+        i: json.loads(next((tmp_path / "state").glob(f"*/client-{i:04d}/budget.json")).read_text()) for i in (0, 1)
+    }
     assert len(spent[0]) == len(spent[1]) == 3
     last = records[-1]["clients"]
-    assert last["1"]["dp-epsilon"] == last["0"]["dp-epsilon"] == records[-1]["dp-epsilon"] == pytest.approx(8.0, rel=0.01)
+    assert (
+        last["1"]["dp-epsilon"] == last["0"]["dp-epsilon"] == records[-1]["dp-epsilon"] == pytest.approx(8.0, rel=0.01)
+    )
     assert summary(run.folder)["digest"] != replay(run, tmp_path)  # where noise follows from the seed

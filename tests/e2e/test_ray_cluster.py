@@ -34,14 +34,24 @@ class Nodes:
         """Start the head, or one more node. before: words before the command."""
         head = not self._started
         where = ["--head", f"--port={self.address.rpartition(':')[2]}"] if head else [f"--address={self.address}"]
-        options = ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--min-worker-port=0", "--max-worker-port=0", "--block"]
+        options = [
+            "--node-ip-address=127.0.0.1",
+            "--num-cpus=1",
+            "--min-worker-port=0",
+            "--max-worker-port=0",
+            "--block",
+        ]
         options += [f"--temp-dir={self.directory / 'ray'}", "--include-dashboard=false"] if head else []
         self._started += 1
         with (self.directory / f"node-{self._started}.log").open("wb") as log:
             subprocess.Popen(
-                [*before, script("ray"), "start", *where, *options, "--disable-usage-stats"], env=self.environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [*before, script("ray"), "start", *where, *options, "--disable-usage-stats"],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         wait_for(lambda: len(self.raylets()) == self._started and "started" in self.log(self._started), every=0.2)
 
     def log(self, number: int) -> str:
@@ -85,8 +95,10 @@ def test_the_same_bits_on_two_nodes(nodes: Nodes, tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as log:
         run = subprocess.Popen(
             [COROLLA, "run", "--ray-address", nodes.address, *words(tmp_path, "cluster")],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
     both, used = nodes.raylets(), set[int]()
     while run.poll() is None:
         used |= {raylet.pid for raylet in both for child in raylet.children() if "ClientAppActor" in name(child)}
@@ -123,13 +135,18 @@ def test_a_directory_that_is_not_shared(nodes: Nodes, tmp_path: Path) -> None:
     done = corolla("run", "--ray-address", nodes.address, *words(tmp_path / "out", "never"))
     told = " ".join(done.stderr.split())
     assert done.returncode == 2 and f"output-dir: {tmp_path / 'out'} is not shared: " in told, told
-    assert "state-dir: " in told and "does not read the file that was just written there (No such file or directory)" in told
+    assert (
+        "state-dir: " in told
+        and "does not read the file that was just written there (No such file or directory)" in told
+    )
     assert not (tmp_path / "out" / "never").exists()
 
 
 def test_no_cluster() -> None:
     for address, why in (("ray://localhost:10001", "must be HOST:PORT"), ("127.0.0.1:1", "Connection refused")):
         done = corolla("run", "--ray-address", address)
-        assert done.returncode == 2 and why in " ".join(done.stderr.split()) and "--ray-address" in done.stderr, done.stderr
+        assert done.returncode == 2 and why in " ".join(done.stderr.split()) and "--ray-address" in done.stderr, (
+            done.stderr
+        )
     done = corolla("run", "--ray-address", "127.0.0.1:1", "--in-process")
     assert done.returncode == 2 and "--in-process and --ray-address exclude each other" in " ".join(done.stderr.split())

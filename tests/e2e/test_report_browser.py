@@ -15,20 +15,30 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fl_app.report import arrays, recorded
-from fl_app.report.groups import grouped
-from fl_app.report.kinds import Layers
-from fl_app.report.page import write_report
+from corolla.report import arrays, recorded
+from corolla.report.groups import grouped
+from corolla.report.page import write_report
+from fl_app.figures import Layers
 from tests.conftest import Command
 from tests.e2e.conftest import COROLLA, settings
 from tests.report.builders import many_runs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 OPTIONS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--enable-logging=stderr", "--window-size=1280,1000", "--virtual-time-budget=20000",
-]  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--enable-logging=stderr",
+    "--window-size=1280,1000",
+    "--virtual-time-budget=20000",
+]
 PROBE = """<script>
 const errors = [];
 addEventListener("error", e => errors.push(String(e.message || e.target.src).slice(0, 200)), true);
@@ -64,8 +74,10 @@ def look_at(page: Path, browser: str, tmp_path: Path, script: str = "", *options
     probed.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
     opened = subprocess.run(
         [browser, *OPTIONS, *options, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", probed.as_uri()],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     found = re.search(r'<pre id="probe">(.*?)</pre>', opened.stdout, re.S)
     assert found, f"the page did not load\n{opened.stderr[-2000:]}"
     probe: dict[str, Any] = json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
@@ -82,11 +94,19 @@ def look_at(page: Path, browser: str, tmp_path: Path, script: str = "", *options
 @pytest.mark.e2e
 def test_all_images_decode_and_the_console_is_silent(browser: str, command: Command, tmp_path: Path) -> None:
     common = {
-        "num-server-rounds": 4, "evaluate-every": 2, "train-samples": 40, "test-samples": 10, "local-epochs": 1,
-        "output-dir": str(tmp_path / "runs"), "state-dir": str(tmp_path / "state"), "partition": "pathological",
-    }  # fmt: skip
+        "num-server-rounds": 4,
+        "evaluate-every": 2,
+        "train-samples": 40,
+        "test-samples": 10,
+        "local-epochs": 1,
+        "output-dir": str(tmp_path / "runs"),
+        "state-dir": str(tmp_path / "state"),
+        "partition": "pathological",
+    }
     for method in ("fedcac", "fedavg"):
-        code, _, err = command("run", "--in-process", "--clients", "8", *settings(common | {"method": method, "run-name": method}))
+        code, _, err = command(
+            "run", "--in-process", "--clients", "8", *settings(common | {"method": method, "run-name": method})
+        )
         assert code == 0, err
     (tmp_path / "runs" / "fedavg" / "summary.json").unlink()  # as if interrupted
     code, _, err = command("report", tmp_path / "runs", "--output", tmp_path / "out")
@@ -121,9 +141,14 @@ def six_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("options", "dark"), [
-    ([], False), (["--blink-settings=preferredColorScheme=0"], True), (["--window-size=500,900"], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "dark"),
+    [
+        ([], False),
+        (["--blink-settings=preferredColorScheme=0"], True),
+        (["--window-size=500,900"], False),
+    ],
+)
 def test_tables_sort_and_open_on_light_dark_and_small_screens(
     options: list[str], dark: bool, browser: str, tmp_path: Path, six_runs: tuple[list[Path], Path]
 ) -> None:
@@ -148,9 +173,16 @@ def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_pane
     browser: str, command: Command, tmp_path: Path
 ) -> None:
     values = {
-        "num-server-rounds": 6, "evaluate-every": 3, "partition": "pathological", "train-samples": 60, "test-samples": 20,
-        "local-epochs": 3, "fedobp.quantile": 0.99, "data-dir": str(tmp_path / "data"), "state-dir": str(tmp_path / "state"),
-    }  # fmt: skip
+        "num-server-rounds": 6,
+        "evaluate-every": 3,
+        "partition": "pathological",
+        "train-samples": 60,
+        "test-samples": 20,
+        "local-epochs": 3,
+        "fedobp.quantile": 0.99,
+        "data-dir": str(tmp_path / "data"),
+        "state-dir": str(tmp_path / "state"),
+    }
     directory = tmp_path / "runs"
     words = ["sweep", str(SWEEP), "--in-process", "--output-dir", str(directory), *settings(values)]
     kill_in_the_middle([COROLLA, *words], directory, finished=4)
@@ -163,7 +195,9 @@ def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_pane
     assert f"10 runs, {len(before)} finished before, {10 - len(before)} to do" in out
     after = stamps(directory)
     assert len(after) == 10 and before.items() <= after.items(), "a finished run was repeated"
-    assert f"goes on with {directory / interrupted.pop()} after round " in out and not (directory / "unfinished").exists()
+    assert (
+        f"goes on with {directory / interrupted.pop()} after round " in out and not (directory / "unfinished").exists()
+    )
     assert command(*words)[1].startswith("10 runs, 10 finished before, 0 to do") and stamps(directory) == after
 
     code, _, err = command("report", directory, "--output", tmp_path / "out")
@@ -173,7 +207,16 @@ def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_pane
     assert [len(group.runs) for group in groups] == [2] * 5
     assert sorted(run.method for run in runs) == sorted(METHODS * 2)
     own = {"fedcac": ("overlap", "collaborators"), "fedobp": ("personal",)}
-    names = {"accuracy", "accuracy-spread", "accuracy-seeds", "clients", "communication", "seconds", "partition-1", "partition-2"}
+    names = {
+        "accuracy",
+        "accuracy-spread",
+        "accuracy-seeds",
+        "clients",
+        "communication",
+        "seconds",
+        "partition-1",
+        "partition-2",
+    }
     names |= {f"{name}-{run.number.replace('.', '-')}" for run in runs for name in own.get(run.method, ())}
     pictures = {p.stem: p for p in (tmp_path / "out" / "report-figures").iterdir()}
     assert set(pictures) == names

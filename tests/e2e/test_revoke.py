@@ -30,7 +30,11 @@ def test_a_revoked_node_is_out_whoever_has_its_key(lab: Lab) -> None:
     pids = {name: lab.process(name)["pid"] for name in ("superlink", "supernode-0")}
     revoked = lab.cluster("revoke", "1")
     assert revoked.returncode == 0, revoked.stdout + revoked.stderr
-    assert sorted(path.name for path in keys.glob("supernode-*")) == ["supernode-0.key", "supernode-0.pub", "supernode-0.x25519"]
+    assert sorted(path.name for path in keys.glob("supernode-*")) == [
+        "supernode-0.key",
+        "supernode-0.pub",
+        "supernode-0.x25519",
+    ]
 
     thief = Intruders(lab, fleet)
     thief.start("thief", "--root-certificates", str(keys / "ca.crt"), "--auth-supernode-private-key", str(stolen))
@@ -40,7 +44,9 @@ def test_a_revoked_node_is_out_whoever_has_its_key(lab: Lab) -> None:
     assert back.returncode == 2 and "has no supernode-1.key" in " ".join(back.stderr.split()), back.stderr
     status = lab.cluster("status")
     assert status.returncode == 1 and status.stdout.count("online") == 1, status.stdout
-    assert pids == {name: lab.process(name)["pid"] for name in pids} and all(psutil.pid_exists(pid) for pid in pids.values())
+    assert pids == {name: lab.process(name)["pid"] for name in pids} and all(
+        psutil.pid_exists(pid) for pid in pids.values()
+    )
     wait_for(lambda: "[code: 2004]" in thief.log("thief"), 300, every=0.5)
     assert "its key is not registered" in explain.meanings("supernode-1", thief.log("thief"))[0]
     thief.end()
@@ -60,6 +66,8 @@ def test_a_run_goes_on_with_the_others(lab: Lab) -> None:
     assert revoked.returncode == 0, revoked.stdout + revoked.stderr
     run.finish()
     assert sorted(rounds(run.folder)[0]["clients"]) == ["0", "1", "2"]
-    assert sorted(rounds(run.folder)[-1]["clients"]) == ["0", "2"] and rounds(run.folder)[-1]["evaluation"]["absent"] == [1]
+    assert sorted(rounds(run.folder)[-1]["clients"]) == ["0", "2"] and rounds(run.folder)[-1]["evaluation"][
+        "absent"
+    ] == [1]
     assert summary(run.folder)["final-accuracy"] is not None
     assert lab.cluster("down").returncode == 0

@@ -47,9 +47,14 @@ def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path:
     def bits(mode: str) -> tuple[object, list[object]]:
         name = f"{case}-{mode}"
         done = corolla(
-            "run", *modes[mode], "--output-dir", str(tmp_path), *settings({**common, **CASES[case], "run-name": name}),
-            environment=cluster.environment, directory=PLUGINS,
-        )  # fmt: skip
+            "run",
+            *modes[mode],
+            "--output-dir",
+            str(tmp_path),
+            *settings({**common, **CASES[case], "run-name": name}),
+            environment=cluster.environment,
+            directory=PLUGINS,
+        )
         assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
         return summary(tmp_path / name)["digest"], accuracies(tmp_path / name)
 

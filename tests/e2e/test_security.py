@@ -21,7 +21,11 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 # what the SuperNode's own log says, what that means, and what `corolla cluster logs superlink` says
 REFUSALS = {
-    "unregistered": ("[code: 2004] Failed to activate SuperNode", "key is not registered", "key is not registered here"),
+    "unregistered": (
+        "[code: 2004] Failed to activate SuperNode",
+        "key is not registered",
+        "key is not registered here",
+    ),
     "no-key": ("[code: 2001] SuperNode authentication is enabled", "started without a key", ""),
     "wrong-ca": ("CERTIFICATE_VERIFY_FAILED", "did not sign the SuperLink's certificate", ""),
     "plaintext": ("Connection attempt failed", "plaintext meets TLS", "spoke plaintext to the TLS port"),
@@ -41,9 +45,13 @@ class Intruders:
         command += ["--port", str(free_ports(1)[0]), "--node-config", f"partition-id={client} num-partitions=3"]
         with self.logs[name].open("wb") as log:
             subprocess.Popen(
-                command, env=self.lab.environment | {"INTRUDER": str(self.lab.directory)}, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                command,
+                env=self.lab.environment | {"INTRUDER": str(self.lab.directory)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def end(self) -> None:
         """End them and what they started: Flower's helper of a SuperNode that was refused outlives it for a while."""
@@ -66,7 +74,8 @@ def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: L
     keys, theirs = lab.directory / "lab-keys", lab.directory / "other-keys"
     ca, foreign_ca = (("--root-certificates", str(d / "ca.crt")) for d in (keys, theirs))
     key, foreign_key = (
-        ("--auth-supernode-private-key", str(d / name)) for d, name in ((keys, "supernode-2.key"), (theirs, "supernode-0.key"))
+        ("--auth-supernode-private-key", str(d / name))
+        for d, name in ((keys, "supernode-2.key"), (theirs, "supernode-0.key"))
     )
     intruders = Intruders(lab, fleet)
     intruders.start("unregistered", *ca, *foreign_key)
@@ -88,7 +97,9 @@ def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: L
     told = lab.cluster("logs", "superlink").stdout
     for name, (_, meaning, superlink) in REFUSALS.items():
         assert "SuperNode ID" not in intruders.log(name), name
-        assert any(meaning in said for said in explain.meanings("supernode-2", intruders.log(name))), intruders.log(name)
+        assert any(meaning in said for said in explain.meanings("supernode-2", intruders.log(name))), intruders.log(
+            name
+        )
         assert superlink in told, (name, told)
     status = lab.cluster("status")
     assert status.returncode == 1 and status.stdout.count("online") == 2, status.stdout

@@ -11,18 +11,26 @@ from pathlib import Path
 import pytest
 
 from deploy import audit, confine
-from fl_app.experiments.bundle import application_hash
+from fl_app.app_bundle import application_hash
 from fl_app.processes import script
 from tests.e2e.conftest import Cluster, Lab, Run, corolla, rounds, summary, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-CONFIG = {"method": "fedcac", "num-server-rounds": 2, "train-samples": 40, "local-epochs": 1, "available-timeout": 120.0}
+CONFIG = {
+    "method": "fedcac",
+    "num-server-rounds": 2,
+    "train-samples": 40,
+    "local-epochs": 1,
+    "available-timeout": 120.0,
+}
 
 
 def node(cluster: Cluster, *words: str) -> subprocess.CompletedProcess[str]:
     """Run `corolla node` at a site."""
-    return corolla("node", *words, environment=cluster.environment | {"COROLLA_STATE_HOME": str(cluster.home.parent / "nodes")})
+    return corolla(
+        "node", *words, environment=cluster.environment | {"COROLLA_STATE_HOME": str(cluster.home.parent / "nodes")}
+    )
 
 
 def kinds(directory: Path) -> list[str]:
@@ -47,15 +55,21 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
         'approval = "ask"\n',
     ]
     expected = {
-        2: "methods: fedcac is not among fedobp", 3: "bounds: learning-rate must be at most 0.01, got 0.1",
-        4: "min-samples: a client must have 41 training samples, this one has 40", 5: "applications: ",
+        2: "methods: fedcac is not among fedobp",
+        3: "bounds: learning-rate must be at most 0.01, got 0.1",
+        4: "min-samples: a client must have 41 training samples, this one has 40",
+        5: "applications: ",
         6: "readable-paths: state-dir names",
-    }  # fmt: skip
+    }
     cluster.start_superlink()
     for client_id, text in enumerate(rules):
         cluster.start_site(client_id, len(rules), text)
     cluster.wait_for_nodes()
-    config = CONFIG | {"min-available-clients": 3, "state-dir": str(tmp_path / "client-state"), "available-timeout": 300.0}
+    config = CONFIG | {
+        "min-available-clients": 3,
+        "state-dir": str(tmp_path / "client-state"),
+        "available-timeout": 300.0,
+    }
     run = Run(cluster, tmp_path / "r", len(rules), config)
     asked = cluster.home.parent / "nodes" / "sites" / "site-7" / "waiting"
     wait_for(lambda: list(asked.glob("*.json")) or run.process.poll() is not None)
@@ -92,7 +106,9 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
     path.write_bytes(damaged)
     found = node(cluster, "audit")
     assert found.returncode == 1 and "is not as it was written" in found.stderr and found.stdout.count("intact") == 7
-    again = node(cluster, "audit", "site-1", "--expect", audit.verify(cluster.home.parent / "nodes" / "sites" / "site-1").last)
+    again = node(
+        cluster, "audit", "site-1", "--expect", audit.verify(cluster.home.parent / "nodes" / "sites" / "site-1").last
+    )
     assert again.returncode == 0
 
 
@@ -108,7 +124,9 @@ def test_a_reply_that_is_too_large_stays_at_the_site(cluster: Cluster, tmp_path:
         assert sorted(record["clients"]) == ["0", "1"]
         (failure,) = record["failures"]
         assert failure["client"] == 2
-        assert failure["cause"].startswith("refused by its site: max-upload: a reply may have 3000 bytes, this one has ")
+        assert failure["cause"].startswith(
+            "refused by its site: max-upload: a reply may have 3000 bytes, this one has "
+        )
     small, large = (uploads(cluster.home.parent / "nodes" / "sites" / f"site-{client_id}") for client_id in (2, 1))
     assert max(small) <= 3000 < max(large)
 
@@ -116,7 +134,10 @@ def test_a_reply_that_is_too_large_stays_at_the_site(cluster: Cluster, tmp_path:
 def test_a_site_joins_without_a_login(lab: Lab) -> None:
     """One SuperNode is the launcher's, the other its site's own: only the key's public half and the invitation travel."""
     lab.write(tls=True, hosts=[{"host": "local"}, {"host": "joins"}])
-    site = lab.environment | {"COROLLA_STATE_HOME": str(lab.directory / "clinic"), "XDG_CONFIG_HOME": str(lab.directory)}
+    site = lab.environment | {
+        "COROLLA_STATE_HOME": str(lab.directory / "clinic"),
+        "XDG_CONFIG_HOME": str(lab.directory),
+    }
     joined = corolla("node", "join", "clinic-a", environment=site)
     private = lab.directory / "clinic" / "sites" / "clinic-a" / "node.key"
     assert joined.returncode == 0 and private.stat().st_mode & 0o777 == 0o600 and "PRIVATE" not in joined.stdout
@@ -125,15 +146,21 @@ def test_a_site_joins_without_a_login(lab: Lab) -> None:
     up = lab.cluster("up", "--timeout", "300")
     assert up.returncode == 0, up.stdout + up.stderr
     admitted = lab.cluster("admit", "1", str(private.with_name("node.pub")))
-    assert admitted.returncode == 0 and "registered with the running cluster" in admitted.stdout, admitted.stdout + admitted.stderr
+    assert admitted.returncode == 0 and "registered with the running cluster" in admitted.stdout, (
+        admitted.stdout + admitted.stderr
+    )
 
     log = lab.directory / "clinic.log"
     invitation = str(lab.directory / "lab-keys" / "supernode-1.toml")
     with log.open("wb") as file:
         supernode = subprocess.Popen(
-            [script("corolla"), "node", "start", "clinic-a", "--invitation", invitation], env=site, stdin=subprocess.DEVNULL,
-            stdout=file, stderr=file, start_new_session=True,
-        )  # fmt: skip
+            [script("corolla"), "node", "start", "clinic-a", "--invitation", invitation],
+            env=site,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
     try:
         wait_for(lambda: "SuperNode ID" in log.read_text(errors="replace") or supernode.poll() is not None)
         config = CONFIG | {"state-dir": str(lab.directory / "client-state")}

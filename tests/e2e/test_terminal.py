@@ -37,9 +37,14 @@ def on_a_terminal(
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
-        [COROLLA, *words], stdin=slave, stdout=slave, stderr=slave, env={**environment, "TERM": "xterm-256color"},
-        start_new_session=True, preexec_fn=log_in,
-    )  # fmt: skip
+        [COROLLA, *words],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env={**environment, "TERM": "xterm-256color"},
+        start_new_session=True,
+        preexec_fn=log_in,
+    )
     text, typed, deadline = "", False, time.monotonic() + 240
     try:
         while time.monotonic() < deadline:
@@ -63,9 +68,15 @@ def on_a_terminal(
 
 def few_rounds(tmp_path: Path, **changes: object) -> list[str]:
     values = {
-        "num-server-rounds": 3, "train-samples": 30, "test-samples": 10, "local-epochs": 2, "fedcac.beta": 2, "run-name": "live",
-        "output-dir": str(tmp_path / "runs"), "state-dir": str(tmp_path / "state"),
-    }  # fmt: skip
+        "num-server-rounds": 3,
+        "train-samples": 30,
+        "test-samples": 10,
+        "local-epochs": 2,
+        "fedcac.beta": 2,
+        "run-name": "live",
+        "output-dir": str(tmp_path / "runs"),
+        "state-dir": str(tmp_path / "state"),
+    }
     return settings(values | changes)
 
 

@@ -49,12 +49,16 @@ def test_a_simulation_from_python_with_trackers(
     address, asked = refusing
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
-    keys = dict(method="fedavg", clients=3, num_server_rounds=2, train_samples=24, local_epochs=1, state_dir=tmp_path / "state")
+    keys = dict(
+        method="fedavg", clients=3, num_server_rounds=2, train_samples=24, local_epochs=1, state_dir=tmp_path / "state"
+    )
     found = corolla.run(track="mlflow,tensorboard", **keys)
     told = capfd.readouterr()
     assert asked and (told.out + told.err).count("warning: track: mlflow has not got everything of this run") == 1
     events = EventAccumulator(str(found.path / "tensorboard"))
     events.Reload()
-    assert [s.value for s in events.Scalars("loss/training")] == pytest.approx([r["loss"] for r in rounds(found.path)], rel=1e-5)
+    assert [s.value for s in events.Scalars("loss/training")] == pytest.approx(
+        [r["loss"] for r in rounds(found.path)], rel=1e-5
+    )
     plain = corolla.run(in_process=True, progress=False, run_name="plain", **keys)
     assert plain.summary["digest"] == found.summary["digest"]

@@ -22,9 +22,11 @@ CONFIG = {"method": "fedcac", "num-server-rounds": 3, "train-samples": 40, "chec
 
 
 def words(lab: Lab, name: str) -> list[str]:
-    return ["--output-dir", str(lab.directory), *settings(
-        {**CONFIG, "run-name": name, "state-dir": str(lab.directory / f"state-{name}")}
-    )]  # fmt: skip
+    return [
+        "--output-dir",
+        str(lab.directory),
+        *settings({**CONFIG, "run-name": name, "state-dir": str(lab.directory / f"state-{name}")}),
+    ]
 
 
 def digest_in_process(lab: Lab) -> str:

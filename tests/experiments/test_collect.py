@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from corolla.experiments import compare, significance
+from corolla.experiments.collect import collect
+from corolla.experiments.runs import Run, find
+from corolla.report import arrays
 from fl_app.errors import UserError
-from fl_app.experiments import compare, paired
-from fl_app.experiments.collect import collect
-from fl_app.experiments.runs import Run, find
-from fl_app.report import arrays
 from strategies import METHOD_PARAMS
 from tests.conftest import Command
 
@@ -33,7 +33,7 @@ def test_collected_runs_compare_as_the_runs_do(runs: Path, tmp_path: Path) -> No
     found = []
     for where in (runs, tmp_path / "kept"):
         groups = compare.group(compare.load([where], METHOD_PARAMS)[0])
-        found.append((compare.side_by_side(groups), paired.table(groups), compare.measured(groups)))
+        found.append((compare.side_by_side(groups), significance.table(groups), compare.measured(groups)))
     assert found[0] == found[1] and len(found[0][0]) == 3
     for before, after in zip(arrays.read_runs([runs]), arrays.read_runs(kept), strict=True):
         assert before.metric == after.metric and list(before.rounds) == list(after.rounds)

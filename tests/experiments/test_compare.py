@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import fashion_mnist_table
-from fl_app import cli, presets
+from corolla import cli, presets
+from corolla.experiments import compare, sweep, table
+from corolla.experiments.sweep import Point
+from corolla.report.arrays import read_runs
+from corolla.report.groups import grouped
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.experiments import compare, sweep, table
-from fl_app.experiments.sweep import Point
-from fl_app.report.arrays import read_runs
-from fl_app.report.groups import grouped
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS
 
 
-def run_folder(root: Path, name: str, preset: str, summary: dict[str, Any], rounds: list[float] = [], **changes: Any) -> Path:  # noqa: B006
+def run_folder(
+    root: Path, name: str, preset: str, summary: dict[str, Any], rounds: Sequence[float] = (), **changes: Any
+) -> Path:
     """Write a finished run's folder without running it."""
     raw = presets.read_preset(preset) | {k.replace("_", "-"): v for k, v in changes.items()}
     config = parse(raw, METHOD_PARAMS)
     folder = root / name
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(to_toml(config.resolved))
-    figures = {"final-accuracy": 0.5, "final-accuracy-pooled": 0.5, "final-accuracy-finetuned": None, "best-accuracy": 0.5}
+    figures = {
+        "final-accuracy": 0.5,
+        "final-accuracy-pooled": 0.5,
+        "final-accuracy-finetuned": None,
+        "best-accuracy": 0.5,
+    }
     (folder / "summary.json").write_text(json.dumps({"method": config.method} | figures | summary))
     lines = [json.dumps({"round": t, "accuracy-before-pooled": a}) for t, a in enumerate(rounds, 1)]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
@@ -42,15 +50,21 @@ def lines(*paths: Path, dataset: str = "") -> list[compare.Line]:
 
 def test_a_run_of_a_preset_is_put_beside_it_without_differences(tmp_path: Path) -> None:
     for seed, best in ((0, 0.86), (1, 0.88)):
-        run_folder(tmp_path, f"s{seed}", "fedcac/cifar10-dirichlet-0.1", {"best-accuracy": best}, seed=seed, data_dir="/d")
+        run_folder(
+            tmp_path, f"s{seed}", "fedcac/cifar10-dirichlet-0.1", {"best-accuracy": best}, seed=seed, data_dir="/d"
+        )
     (line,) = lines(tmp_path)
     assert line.preset.name == "fedcac/cifar10-dirichlet-0.1" and line.differences == []
     assert line.ours == pytest.approx((0.87, 0.02 / 2**0.5))
     header, row = compare.table([line])
     assert dict(zip(header, row, strict=True)) == {
-        "preset": "fedcac/cifar10-dirichlet-0.1", "scale": "full", "n": "2", "ours": "87.00 ± 1.41",
-        "published": "86.82 ± 1.18", "difference": "+0.18",
-    }  # fmt: skip
+        "preset": "fedcac/cifar10-dirichlet-0.1",
+        "scale": "full",
+        "n": "2",
+        "ours": "87.00 ± 1.41",
+        "published": "86.82 ± 1.18",
+        "difference": "+0.18",
+    }
     assert any("Table 2: FedCAC, CIFAR-10, alpha = 0.1" in text for text in compare.describe(line))
 
 
@@ -60,13 +74,16 @@ def test_a_run_given_twice_is_no_second_seed(
     for name, seed in (("a", 0), ("b", 1), ("c", 1)):
         run_folder(tmp_path, name, "fedcac/cifar10-dirichlet-0.1", {"best-accuracy": 0.8 + seed / 10}, seed=seed)
     assert [(len(line.runs), line.ours) for line in lines(tmp_path)] == [
-        (2, pytest.approx((0.85, 0.1 / 2**0.5))), (1, (0.9, None))
-    ]  # fmt: skip
+        (2, pytest.approx((0.85, 0.1 / 2**0.5))),
+        (1, (0.9, None)),
+    ]
     monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path)])
     with pytest.raises(SystemExit):
         cli.main()
     said = " ".join(capsys.readouterr().err.split())
-    assert f"{tmp_path / 'c'} repeats the settings and the seed of {tmp_path / 'b'}" in said and said.count("repeats") == 1
+    assert (
+        f"{tmp_path / 'c'} repeats the settings and the seed of {tmp_path / 'b'}" in said and said.count("repeats") == 1
+    )
 
 
 def test_how_often_a_run_is_tested_counts_where_its_best_test_does(tmp_path: Path) -> None:
@@ -84,14 +101,20 @@ def test_differing_settings_are_listed_and_the_nearest_preset_is_chosen(tmp_path
     changes: dict[str, Any] = {"momentum": 0.5, "num_server_rounds": 60, "fedcac.non-critical": "as-critical"}
     path = run_folder(tmp_path, "a", "fedcac/cifar10-dirichlet-0.1", {}, **changes, test_ratio=0.5)
     (line,) = lines(path)
-    assert line.preset.name == "fedcac/cifar10-dirichlet-0.1/as-critical"  # Table 3, not Table 2; test-ratio does not apply
+    assert (
+        line.preset.name == "fedcac/cifar10-dirichlet-0.1/as-critical"
+    )  # Table 3, not Table 2; test-ratio does not apply
     assert {d[0]: d[1:] for d in line.differences} == {"num-server-rounds": (60, 500), "momentum": (0.5, 0.9)}
-    assert "settings that differ: num-server-rounds 60 (paper: 500), momentum 0.5 (paper: 0.9)" in compare.describe(line)
+    assert "settings that differ: num-server-rounds 60 (paper: 500), momentum 0.5 (paper: 0.9)" in compare.describe(
+        line
+    )
 
 
 def test_one_method_and_partition_in_two_papers(tmp_path: Path) -> None:
     """FedAvg on CIFAR-10, dirichlet 0.1 is in FedPake's tables (20, 50, 50 clients, ...) and in FedOBP's (100, cnn)."""
-    path = run_folder(tmp_path, "a", "fedobp/cifar10-dirichlet-0.1/fedavg", {"final-accuracy-pooled": 0.6}, local_epochs=3)
+    path = run_folder(
+        tmp_path, "a", "fedobp/cifar10-dirichlet-0.1/fedavg", {"final-accuracy-pooled": 0.6}, local_epochs=3
+    )
     (line,) = lines(path)
     assert line.preset.name == "fedobp/cifar10-dirichlet-0.1/fedavg"
     assert line.ours == (0.6, None) and [d[0] for d in line.differences] == ["local-epochs"]
@@ -120,7 +143,9 @@ def test_the_fine_tuned_figure_is_pooled_where_the_papers_is(tmp_path: Path) -> 
         (line,) = lines(run_folder(tmp_path, name, name, tuned))
         assert line.finetuned == (value, None)
         assert f"ours, fine-tuned: {how}" in compare.describe(line)
-    (line,) = lines(run_folder(tmp_path, "older", "fedobp/cifar10-dirichlet-0.1/fedavg", {"final-accuracy-finetuned": 0.7}))
+    (line,) = lines(
+        run_folder(tmp_path, "older", "fedobp/cifar10-dirichlet-0.1/fedavg", {"final-accuracy-finetuned": 0.7})
+    )
     assert line.finetuned is None
 
 
@@ -136,7 +161,9 @@ def test_fedbabus_figure_is_the_fine_tuned_one(tmp_path: Path) -> None:
     tuned = {"final-accuracy-pooled": 0.3, "final-accuracy-finetuned-pooled": 0.8}
     (line,) = lines(run_folder(tmp_path, "a", "fedpake/cifar10-dirichlet-0.1/fedbabu", tuned))
     assert line.ours == (0.8, None)
-    (line,) = lines(run_folder(tmp_path, "older", "fedpake/cifar10-dirichlet-0.1/fedbabu", {"final-accuracy-pooled": 0.3}))
+    (line,) = lines(
+        run_folder(tmp_path, "older", "fedpake/cifar10-dirichlet-0.1/fedbabu", {"final-accuracy-pooled": 0.3})
+    )
     assert line.ours is None
 
 
@@ -176,10 +203,14 @@ def test_every_table_puts_the_same_runs_together(tmp_path: Path) -> None:
     """Report, compare, sweep and the table of results: one rule, whatever says where or how a run ran."""
     name = "fedpake/cifar10-dirichlet-0.1"
     changes: list[dict[str, Any]] = [
-        {}, {"seed": 1, "data_dir": "/elsewhere", "run_name": "x", "round_timeout": 5.0}, {"seed": 2, "fedcac.tau": 0.25},
-        {"seed": 3, "classes_per_client": 5}, {"fedpake.divisor": "limit"}, {"seed": 1, "fedpake.divisor": "limit"},
+        {},
+        {"seed": 1, "data_dir": "/elsewhere", "run_name": "x", "round_timeout": 5.0},
+        {"seed": 2, "fedcac.tau": 0.25},
+        {"seed": 3, "classes_per_client": 5},
+        {"fedpake.divisor": "limit"},
+        {"seed": 1, "fedpake.divisor": "limit"},
         {"finetune_epochs": 3},
-    ]  # fmt: skip
+    ]
     tuned = {"final-accuracy-finetuned": 0.5}
     before = {f"accuracy-{when}": 0.5 for when in ("before", "after")}
     for k, each in enumerate(changes):
@@ -196,8 +227,10 @@ def test_every_table_puts_the_same_runs_together(tmp_path: Path) -> None:
     own = presets.read_preset(name)
     usual, tuned_by = own.get("fedpake.divisor", "found"), own.get("finetune-epochs", 0)
     assert {(cells[0].strip(), cells[-2].strip()) for cells in shown} == {
-        (f"fedpake ({tuned_by}, {usual})", "4"), (f"fedpake ({tuned_by}, limit)", "2"), (f"fedpake (3, {usual})", "1"),
-    }  # fmt: skip
+        (f"fedpake ({tuned_by}, {usual})", "4"),
+        (f"fedpake ({tuned_by}, limit)", "2"),
+        (f"fedpake (3, {usual})", "1"),
+    }
 
 
 def test_nothing_is_printed_before_a_target_that_cannot_be_is_refused(
@@ -244,7 +277,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert f"skipped, not finished: {unfinished}" in err and "--dataset NAME" not in out
     own = run_folder(tmp_path / "own", "e", "fedcac/cifar10-pathological-2", {}, dataset="folder:mine")
     out, _ = invoke(str(own), "--paper")
-    assert f"no published counterpart: {own} " in out and "--dataset NAME, e.g. cifar10, says what your own data are" in out
+    assert (
+        f"no published counterpart: {own} " in out
+        and "--dataset NAME, e.g. cifar10, says what your own data are" in out
+    )
     out, _ = invoke(str(own), "--paper", "--dataset", "cifar10")
     assert "no published counterpart" not in out and "--dataset NAME" not in out
     shapes = run_folder(tmp_path / "own", "f", "fedcac/cifar10-pathological-2", {}, dataset="fashion-mnist")
@@ -252,7 +288,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert f"no published counterpart: {shapes} (fedcac, fashion-mnist, " in out and f"counterpart: {own}" not in out
     for words in (("--paper", "--dataset", "cifar-10"), ("--dataset", "cifar10")):
         _, err = invoke(str(own), *words, code=2)
-        assert f"--dataset {words[-1]}: with --paper, what your own data are to count as: digits, mnist," in " ".join(err.split())
+        assert f"--dataset {words[-1]}: with --paper, what your own data are to count as: digits, mnist," in " ".join(
+            err.split()
+        )
     out, _ = invoke(str(tmp_path))
     header, *rows = out.splitlines()
     assert header.split()[:3] == ["method", "num-server-rounds", "num-clients"] and len(rows) == 3

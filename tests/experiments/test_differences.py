@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import differences
-from fl_app.experiments import compare
+from corolla.experiments import compare
 from strategies import METHOD_PARAMS
 from tests.experiments.test_compare import lines, run_folder
 
@@ -37,12 +37,16 @@ def test_tests_of_other_samples_are_not_compared() -> None:
     assert np.isnan(differences.difference([({"0": (9.0, 10)}, {"0": (8.0, 10)})])[1])
 
 
-def one_test(root: Path, name: str, preset: str, right: list[tuple[int, int]], tuned: bool = True, seed: int = 0) -> Path:
+def one_test(
+    root: Path, name: str, preset: str, right: list[tuple[int, int]], tuned: bool = True, seed: int = 0
+) -> Path:
     """Write a run tested once: its two clients' right answers of 10 and of 30, before and (two more each) after fine-tuning."""
     path = run_folder(root, name, preset, {"final-accuracy-pooled": 0.5}, seed=seed)
     records = []
     for t, pair in enumerate(right, start=1):
-        rows = {str(i): {"accuracy": r / n, "test-samples": n} for i, (r, n) in enumerate(zip(pair, (10, 30), strict=True))}
+        rows = {
+            str(i): {"accuracy": r / n, "test-samples": n} for i, (r, n) in enumerate(zip(pair, (10, 30), strict=True))
+        }
         evaluation = {"accuracy-pooled": sum(pair) / 40, "accuracy-finetuned-pooled": None, "clients": rows}
         if tuned:
             evaluation["accuracy-finetuned-pooled"] = (sum(pair) + 4) / 40
@@ -60,7 +64,9 @@ def test_the_best_tests_are_compared_with_the_first_rows(tmp_path: Path) -> None
     ordered = sorted(lines(tmp_path), key=lambda line: ("fedobp", "fedavg", "local").index(line.runs[0].config.method))
     header, _, *rows = differences.table(ordered)
     assert header == "| method | before: from fedobp before | fine-tuned: from fedobp before |"
-    half = 100 * 12.7062 * np.std([-2 + 1, -2 + 3], ddof=1) / 20 / 2**0.5  # t of 1; -4 of 40, so -0.1; clients of 10 and 30
+    half = (
+        100 * 12.7062 * np.std([-2 + 1, -2 + 3], ddof=1) / 20 / 2**0.5
+    )  # t of 1; -4 of 40, so -0.1; clients of 10 and 30
     assert rows[0] == f"| fedobp | – | +10.00 ± {half:.2f} |"
     assert rows[1] == "| local | n/a | n/a |"  # another seed, hence nothing to compare
     assert rows[2] == f"| fedavg | -10.00 ± {half:.2f} | +0.00 ± 0.00 |"
@@ -72,4 +78,7 @@ def test_without_fine_tuning_there_is_one_column_and_without_tests_no_table(tmp_
     one_test(tmp_path, "b", f"{FASHION}/fedavg", [(5, 15)], tuned=False)
     assert next(iter(differences.table(lines(tmp_path)))) == "| method | before: from fedobp before |"
     run_folder(tmp_path / "bare", "c", FASHION, {})
-    assert list(differences.table(compare.beside(compare.load([tmp_path / "bare"], METHOD_PARAMS)[0], METHOD_PARAMS))) == []
+    assert (
+        list(differences.table(compare.beside(compare.load([tmp_path / "bare"], METHOD_PARAMS)[0], METHOD_PARAMS)))
+        == []
+    )

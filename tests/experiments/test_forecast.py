@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fl_app.experiments import sweep
-from fl_app.experiments.forecast import Forecast, Pace, duration, evaluations, pace
-from fl_app.experiments.runs import Run
+from corolla.experiments import sweep
+from corolla.experiments.forecast import Forecast, Pace, duration, evaluations, pace
+from corolla.experiments.runs import Run
 from tests.conftest import Command, config
 from tests.experiments.test_sweep import SMALL, points, write
 
@@ -30,7 +30,11 @@ def test_the_first_round_is_left_out_and_evaluations_stand_apart(tmp_path: Path)
 
 
 def test_an_evaluation_that_was_not_yet_is_reckoned_from_a_rounds_clients(tmp_path: Path) -> None:
-    spent = {"merge": 1.0, "evaluate": 2.0, "train": 5.0}  # two of ten clients; 16 seconds in a round of 8: two at a time
+    spent = {
+        "merge": 1.0,
+        "evaluate": 2.0,
+        "train": 5.0,
+    }  # two of ten clients; 16 seconds in a round of 8: two at a time
     run = folder(tmp_path / "a", [{"round": 9.0}, {"round": 8.0}], {"0": {"seconds": spent}, "1": {"seconds": spent}})
     plain = pace(run, config(num_clients=10, local_epochs=5))
     assert plain is not None and plain.evaluation == pytest.approx(10 * (1 + 1) / 2)
@@ -77,7 +81,13 @@ def test_a_sweep_says_how_long_it_takes_from_rounds_that_it_keeps(
     write(tmp_path / "s.toml", text)
     code, out, err = command("sweep", "s.toml", "--in-process")
     assert code == 0 and "stopped after" not in err and "goes on with" not in out
-    words = ("1 runs, 0 finished before, 1 to do", "first 2 rounds of 1 runs", "round 2/40", "\nabout ", "resumed after round 2")
+    words = (
+        "1 runs, 0 finished before, 1 to do",
+        "first 2 rounds of 1 runs",
+        "round 2/40",
+        "\nabout ",
+        "resumed after round 2",
+    )
     said = [out.index(each) for each in (*words, "round 3/40")]
     assert said == sorted(said) and out.count("round 2/40: acc") == 1 and out.count("round 3/40: acc") == 1
     (run,) = (tmp_path / "runs" / "s").glob("fedobp*")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_app.experiments import namespace
+from corolla.experiments import namespace
 
 NOBODY = 65534
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_app import cli
+from corolla import cli
+from corolla.experiments import compare, cost_to_target, significance
 from fl_app.config import parse
-from fl_app.experiments import compare, paired, reach
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS
 
@@ -28,7 +28,9 @@ def write_run(root: Path, name: str, final: list[float], before: list[float] | N
     mean = sum(final) / len(final)
     rounds[-1]["evaluation"] = {"accuracy": mean, "clients": {str(i): {"accuracy": a} for i, a in enumerate(final)}}
     (root / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, rounds)))
-    (root / name / "summary.json").write_text(json.dumps({"method": config.method, "final-accuracy": mean, "seed": config.seed}))
+    (root / name / "summary.json").write_text(
+        json.dumps({"method": config.method, "final-accuracy": mean, "seed": config.seed})
+    )
     return root / name
 
 
@@ -39,16 +41,20 @@ def groups(root: Path) -> list[list[compare.Run]]:
 def test_when_an_accuracy_is_reached(tmp_path: Path) -> None:
     write_run(tmp_path, "a", [0.9, 0.9], [0.1, 0.5, 0.8, 0.7])
     (run,) = groups(tmp_path)[0]
-    assert reach.reached(run.folder, 0.8) == reach.Reached(3, 5e6, 20.0)
-    assert reach.reached(run.folder, 0.05) == reach.Reached(1, 1e6, 0.0)
-    assert reach.reached(run.folder, 0.85) == reach.Reached(4, 8e6, 40.0)  # in the evaluation after the last round
-    assert reach.reached(run.folder, 0.95) is None
+    assert cost_to_target.reached(run.folder, 0.8) == cost_to_target.Reached(3, 5e6, 20.0)
+    assert cost_to_target.reached(run.folder, 0.05) == cost_to_target.Reached(1, 1e6, 0.0)
+    assert cost_to_target.reached(run.folder, 0.85) == cost_to_target.Reached(
+        4, 8e6, 40.0
+    )  # in the evaluation after the last round
+    assert cost_to_target.reached(run.folder, 0.95) is None
 
 
 def test_the_interval_is_students() -> None:
-    low, high = paired.interval(np.array([1.0, 2.0, 3.0])) or (0, 0)
-    assert (low, high) == pytest.approx((2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6)  # t of 2 degrees of freedom
-    assert paired.interval(np.array([1.0])) is None
+    low, high = significance.interval(np.array([1.0, 2.0, 3.0])) or (0, 0)
+    assert (low, high) == pytest.approx(
+        (2 - 4.302653 / 3**0.5, 2 + 4.302653 / 3**0.5), rel=1e-6
+    )  # t of 2 degrees of freedom
+    assert significance.interval(np.array([1.0])) is None
 
 
 def test_pairs_are_clients_of_the_same_seed(tmp_path: Path) -> None:
@@ -60,14 +66,14 @@ def test_pairs_are_clients_of_the_same_seed(tmp_path: Path) -> None:
         write_run(tmp_path, f"b{seed}", better, method="local", seed=seed)
     write_run(tmp_path, "b7", [0.0, 0.0], method="local", seed=7)  # nobody to compare with
     one, other = groups(tmp_path)
-    found = paired.paired(other, one)
+    found = significance.paired(other, one)
     assert found is not None and (found.pairs, found.seeds, found.share_better) == (6, 3, 1.0)
     assert found.mean == pytest.approx(0.15) and found.verdict == "better"
     means = np.array([0.15, 0.125, 0.175])
-    assert found.over_seeds == pytest.approx(paired.interval(means))
-    back = paired.paired(one, other)
+    assert found.over_seeds == pytest.approx(significance.interval(means))
+    back = significance.paired(one, other)
     assert back is not None and back.mean == pytest.approx(-0.15) and back.verdict == "worse"
-    same = paired.paired(one, one)
+    same = significance.paired(one, one)
     assert same is not None and same.verdict == "not told apart" and same.over_pairs == (0, 0)
 
 
@@ -76,9 +82,11 @@ def test_clients_that_never_train_are_not_paired(tmp_path: Path) -> None:
         write_run(tmp_path, method, final, method=method, holdout_clients=0.3)
         records = (tmp_path / method / "metrics.jsonl").read_text()
         apart = json.dumps({"accuracy": final[2], "ids": [2]})
-        (tmp_path / method / "metrics.jsonl").write_text(records.replace('"clients":', f'"unseen": {apart}, "clients":'))
+        (tmp_path / method / "metrics.jsonl").write_text(
+            records.replace('"clients":', f'"unseen": {apart}, "clients":')
+        )
     one, other = groups(tmp_path)
-    found = paired.paired(other, one)
+    found = significance.paired(other, one)
     assert found is not None and found.pairs == 2 and found.mean == pytest.approx(0.1) and found.share_better == 1.0
 
 
@@ -87,9 +95,9 @@ def test_clients_with_other_data_are_not_paired(tmp_path: Path) -> None:
     write_run(tmp_path, "b", [0.2, 0.6], method="fedavg", dirichlet_alpha=0.5)
     write_run(tmp_path, "c", [0.2, 0.6], method="local", classes_per_client=3)  # which this partition does not have
     one, other, third = groups(tmp_path)
-    assert paired.paired(other, one) is None and paired.paired(third, one) is not None
-    assert paired.table(groups(tmp_path))[2][-1] == "other data, clients or seeds"
-    assert paired.table([one]) == [] and paired.table([one, other]) == []
+    assert significance.paired(other, one) is None and significance.paired(third, one) is not None
+    assert significance.table(groups(tmp_path))[2][-1] == "other data, clients or seeds"
+    assert significance.table([one]) == [] and significance.table([one, other]) == []
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -118,16 +126,25 @@ def test_a_metric_whose_low_values_are_good(
 ) -> None:
     for name, method, final in (("a", "fedavg", [2.0, 3.0, 2.5]), ("b", "local", [1.0, 2.1, 1.4])):
         folder = write_run(tmp_path, name, final, method=method)
-        (folder / "run.json").write_text(json.dumps({"metrics": [{"name": "rmse", "higher_is_better": False, "low": 0.0}]}))
+        (folder / "run.json").write_text(
+            json.dumps({"metrics": [{"name": "rmse", "higher_is_better": False, "low": 0.0}]})
+        )
         text = (folder / "metrics.jsonl").read_text()
         (folder / "metrics.jsonl").write_text(text.replace('"accuracy', '"rmse'))
     one, other = groups(tmp_path)
-    assert reach.reached(other[0].folder, 1.6) == reach.Reached(1, 1e6, 0.0)  # 0.1 before round 1
-    found = paired.paired(other, one)
-    assert found is not None and found.mean == pytest.approx(-1.0) and found.share_better == 1 and found.verdict == "better"
-    assert paired.table([one, other])[2][3] == "-1"
+    assert cost_to_target.reached(other[0].folder, 1.6) == cost_to_target.Reached(1, 1e6, 0.0)  # 0.1 before round 1
+    found = significance.paired(other, one)
+    assert (
+        found is not None
+        and found.mean == pytest.approx(-1.0)
+        and found.share_better == 1
+        and found.verdict == "better"
+    )
+    assert significance.table([one, other])[2][3] == "-1"
     monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "1.6"])
     with pytest.raises(SystemExit):
         cli.main()
     out = capsys.readouterr().out
-    assert "accurac" not in out and "reached rmse ≤ 1.6" in out and "a client's final rmse (lower is better) minus" in out
+    assert (
+        "accurac" not in out and "reached rmse ≤ 1.6" in out and "a client's final rmse (lower is better) minus" in out
+    )

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fl_app import cli, presets
+from corolla import cli, presets
+from corolla.experiments import dry_run
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.experiments import dry_run
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.toml import flatten
 from strategies import METHOD_PARAMS, METHODS
@@ -92,32 +92,46 @@ def test_settings_are_those_of_the_papers(name: str) -> None:
 
 
 def test_every_quantile_is_the_papers() -> None:
-    quantiles = {"cifar10-dirichlet-0.1": 0.99998, "cifar10-dirichlet-0.5": 0.99979, "cifar100-dirichlet-0.1": 0.9998,
-                 "cifar100-dirichlet-0.5": 0.99992, "emnist-dirichlet-0.5": 0.9991, "svhn-dirichlet-0.1": 0.99997,
-                 "svhn-dirichlet-0.5": 0.9998, "mnist-dirichlet-0.1": 0.9998, "fashion-mnist-dirichlet-0.5": 0.9999}  # fmt: skip
+    quantiles = {
+        "cifar10-dirichlet-0.1": 0.99998,
+        "cifar10-dirichlet-0.5": 0.99979,
+        "cifar100-dirichlet-0.1": 0.9998,
+        "cifar100-dirichlet-0.5": 0.99992,
+        "emnist-dirichlet-0.5": 0.9991,
+        "svhn-dirichlet-0.1": 0.99997,
+        "svhn-dirichlet-0.5": 0.9998,
+        "mnist-dirichlet-0.1": 0.9998,
+        "fashion-mnist-dirichlet-0.5": 0.9999,
+    }
     assert {name: ALL[f"fedobp/{name}"].settings["fedobp.quantile"] for name in quantiles} == quantiles
 
 
 OTHER_METHODS = ("apfl", "fedala", "feddpa", "fedselect", "flute", "pfedfda")
 
 
-@pytest.mark.parametrize(("name", "words"), [
-    ("feddac/cifar100-dirichlet-0.5", "partition is not in the text"),
-    ("feddac/tiny-imagenet-dirichlet-0.5", "partition is not in the text"),
-    ("feddac/cifar100-dirichlet-0.5", "pre-trained: not comparable"),
-    ("fedobp/cifar10-dirichlet-0.1-resnet18/fedper", "ImageNet weights and scores running statistics too: not comparable"),
-    ("fedcac/cifar100-dirichlet-0.1/fedrep", "does not give its parameters: our defaults"),
-    ("fedcac/cifar100-dirichlet-0.1", "augment=crop-flip-rotate"),
-    ("fedcac/cifar10-dirichlet-0.1", "momentum 0.9"),
-    ("fedpake/cifar10-dirichlet-0.1", "PFLlib"),
-    ("fedpake/cifar10-dirichlet-0.1/moon", "0 by default in PFLlib"),
-    ("fedpake/cifar10-dirichlet-0.1/fedntd", "0 by default in PFLlib"),
-    ("fedpake/cifar10-dirichlet-0.1/fedgen", "the paper cites another FedGen"),
-    ("fedpake/cifar10-dirichlet-0.1/fedbabu", "not like for like"),
-    ("fedpake/cifar10-dirichlet-0.1/fedala", "aggregated global model"),
-    ("fedpake/cifar10-dirichlet-0.1-cnn/fedconcat", "hyperparameters are not in the paper"),
-    ("fedpake/cifar10-dirichlet-0.1-cnn", "which simple CNN is not in the paper"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("feddac/cifar100-dirichlet-0.5", "partition is not in the text"),
+        ("feddac/tiny-imagenet-dirichlet-0.5", "partition is not in the text"),
+        ("feddac/cifar100-dirichlet-0.5", "pre-trained: not comparable"),
+        (
+            "fedobp/cifar10-dirichlet-0.1-resnet18/fedper",
+            "ImageNet weights and scores running statistics too: not comparable",
+        ),
+        ("fedcac/cifar100-dirichlet-0.1/fedrep", "does not give its parameters: our defaults"),
+        ("fedcac/cifar100-dirichlet-0.1", "augment=crop-flip-rotate"),
+        ("fedcac/cifar10-dirichlet-0.1", "momentum 0.9"),
+        ("fedpake/cifar10-dirichlet-0.1", "PFLlib"),
+        ("fedpake/cifar10-dirichlet-0.1/moon", "0 by default in PFLlib"),
+        ("fedpake/cifar10-dirichlet-0.1/fedntd", "0 by default in PFLlib"),
+        ("fedpake/cifar10-dirichlet-0.1/fedgen", "the paper cites another FedGen"),
+        ("fedpake/cifar10-dirichlet-0.1/fedbabu", "not like for like"),
+        ("fedpake/cifar10-dirichlet-0.1/fedala", "aggregated global model"),
+        ("fedpake/cifar10-dirichlet-0.1-cnn/fedconcat", "hyperparameters are not in the paper"),
+        ("fedpake/cifar10-dirichlet-0.1-cnn", "which simple CNN is not in the paper"),
+    ],
+)
 def test_what_cannot_be_compared_is_said(name: str, words: str) -> None:
     assert any(words in note for note in ALL[name].notes)
 
@@ -139,7 +153,9 @@ def test_bytes_of_a_round_by_hand() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_of_a_round_are_those_a_run_records(run: Run, method: str) -> None:
-    folder = run(method=method, num_clients=2, model="resnet8" if method == "fedbn" else "mlp", **IN_TWO_ROUNDS.get(method, {}))
+    folder = run(
+        method=method, num_clients=2, model="resnet8" if method == "fedbn" else "mlp", **IN_TWO_ROUNDS.get(method, {})
+    )
     config = parse(flatten(tomllib.loads(folder.path.joinpath("config.toml").read_text())), METHOD_PARAMS)
     cost = dry_run.round_bytes(config, METHODS[method], {"in_channels": 1, "num_classes": 10, "image_size": 8})
     record = list(read_metrics(folder.path))[-1]
@@ -152,9 +168,15 @@ def test_small_scales_rounds_clients_samples_and_beta() -> None:
     full = dict(ALL["fedcac/cifar10-dirichlet-0.1"].settings)
     changes = presets.small(parse(full, METHOD_PARAMS))
     assert {k: v for k, v in changes.items() if not k.startswith("feddac")} == {
-        "scale": "small", "num-server-rounds": 20, "num-clients": 10, "batch-size": 20, "train-samples": 100,
-        "test-samples": 40, "private-regroup": 1, "fedcac.beta": 4,
-    }  # fmt: skip
+        "scale": "small",
+        "num-server-rounds": 20,
+        "num-clients": 10,
+        "batch-size": 20,
+        "train-samples": 100,
+        "test-samples": 40,
+        "private-regroup": 1,
+        "fedcac.beta": 4,
+    }
     again = presets.small(parse(full | changes, METHOD_PARAMS))
     assert again == {}
     sparse = dict(ALL["fedobp/cifar10-dirichlet-0.1/fedavg"].settings)
@@ -209,7 +231,9 @@ def test_dry_run_prints_what_a_run_would_use_and_touches_nothing(
     expected = parse(ALL[name].settings, METHOD_PARAMS).resolved | {"seed": 3, "output-dir": str(tmp_path / "runs")}
     expected["dataset"] = f"tiny-imagenet:{tmp_path}/tiny-imagenet-200"
     assert printed.resolved == expected
-    code, out, _ = corolla(capsys, monkeypatch, "run", name, "--dry-run", "--scale", "small", "--set", "num-server-rounds=7")
+    code, out, _ = corolla(
+        capsys, monkeypatch, "run", name, "--dry-run", "--scale", "small", "--set", "num-server-rounds=7"
+    )
     small = tomllib.loads(out)
     assert (code, small["scale"], small["num-clients"], small["num-server-rounds"]) == (0, "small", 10, 7)
     assert list(tmp_path.iterdir()) == []

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from client_app.client_app import app
-from fl_app import presets
-from fl_app.catalogue import DATASETS
+from corolla import presets
 from fl_app.config import parse
 from fl_app.keys import Scalar
+from fl_app.known_names import DATASETS
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.server_app import run
@@ -26,9 +26,16 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 CLIENTS, PER_CLASS = 4, 20  # enough of each class for all clients of a pathological split
 TINY: Mapping[str, int] = {
-    "num-server-rounds": 2, "num-clients": CLIENTS, "local-epochs": 1, "finetune-epochs": 1, "batch-size": 5, "train-samples": 10,
-    "test-samples": 5, "fedrep.head-epochs": 1, "fedgen.generator-steps": 20,
-}  # fmt: skip
+    "num-server-rounds": 2,
+    "num-clients": CLIENTS,
+    "local-epochs": 1,
+    "finetune-epochs": 1,
+    "batch-size": 5,
+    "train-samples": 10,
+    "test-samples": 5,
+    "fedrep.head-epochs": 1,
+    "fedgen.generator-steps": 20,
+}
 PUBLISHED = [preset for preset in presets.all_presets().values() if preset.paper]
 KINDS = dict.fromkeys((preset.name.partition("/")[0], str(preset.settings["method"])) for preset in PUBLISHED)
 
@@ -57,9 +64,14 @@ def test_a_cell_trains(tmp_path: Path, paper: str, method: str) -> None:
     raw |= presets.small(parse(raw, METHOD_PARAMS))
     raw |= {name: value for name, value in TINY.items() if name in raw}
     raw |= {
-        "dataset": stand_in(tmp_path, str(raw["dataset"])), "data-dir": str(tmp_path), "device": "cpu", "run-name": "run",
-        "output-dir": str(tmp_path / "runs"), "state-dir": str(tmp_path / "state"), "fraction-train": 1.0,
-    }  # fmt: skip
+        "dataset": stand_in(tmp_path, str(raw["dataset"])),
+        "data-dir": str(tmp_path),
+        "device": "cpu",
+        "run-name": "run",
+        "output-dir": str(tmp_path / "runs"),
+        "state-dir": str(tmp_path / "state"),
+        "fraction-train": 1.0,
+    }
     folder = run(InProcessGrid(app, raw, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
     summary = read_summary(folder.path)
     assert summary["digest"] and summary["failures"] == 0 and summary["scale"] == "small"

@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
+from corolla.experiments.exported import loading, model_card, predict
+from corolla.experiments.exported.export import export
 from fl_app import data, models, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.experiments import card, predict, product
-from fl_app.experiments.export import export
 from fl_app.inputs import Inputs
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_config, read_metrics
@@ -48,8 +48,8 @@ def own_network(folder: Path, client: int | None, model: str, shape: dict[str, A
 
 
 def answers(file: Path, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    known = card.read(file)
-    return predict.ask(product.open_file(file, known, METHODS), samples, known)
+    known = model_card.read(file)
+    return predict.ask(loading.open_file(file, known, METHODS), samples, known)
 
 
 SMALL = [(model, task) for model in ("mlp", "cnn", "resnet8") for task in ("classification", "regression")]
@@ -57,12 +57,17 @@ LARGE = [(model, "classification") for model in models.MODELS if model not in ("
 
 
 @pytest.mark.parametrize(
-    ("model", "task"), [*SMALL, *(pytest.param(*case, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for case in LARGE)]
+    ("model", "task"),
+    [*SMALL, *(pytest.param(*case, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]) for case in LARGE)],
 )
 def test_onnx_answers_as_torch(run: Run, tmp_path: Path, model: str, task: str) -> None:
     pytest.importorskip("onnxruntime")
-    method = "fedbn" if model.startswith("resnet") else "local"  # BatchNorm's parameters and statistics are each client's own
-    trained = {"local_epochs": 15, "batch_size": 6} if model not in ("mlp", "cnn", "resnet8") else {}  # statistics that fit
+    method = (
+        "fedbn" if model.startswith("resnet") else "local"
+    )  # BatchNorm's parameters and statistics are each client's own
+    trained = (
+        {"local_epochs": 15, "batch_size": 6} if model not in ("mlp", "cnn", "resnet8") else {}
+    )  # statistics that fit
     setting = {"normalize": "mean-std", "collect_personal_models": True, **TINY, **images(tmp_path, task), **trained}
     folder = run(method=method, model=model, **setting)
     outputs_of = {}
@@ -127,22 +132,22 @@ def exported(run: Run, tmp_path: Path) -> Path:
 
 
 def test_every_changed_byte_is_found(exported: Path) -> None:
-    assert card.read(exported)["model"] == "client-1"
-    for path in (exported, card.beside(exported)):
+    assert model_card.read(exported)["model"] == "client-1"
+    for path in (exported, model_card.beside(exported)):
         content = path.read_bytes()
         # of the card every byte, of the model some from all over it
         for at in range(0, len(content), 1 if path.suffix == ".json" else len(content) // 200):
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
             with pytest.raises(UserError, match="is not (what was exported|the card that was written)"):
-                card.read(exported)
+                model_card.read(exported)
         path.write_bytes(content[:-1])
         with pytest.raises(UserError):
-            card.read(exported)
+            model_card.read(exported)
         path.write_bytes(content)
-    card.read(exported)
-    card.beside(exported).unlink()
+    model_card.read(exported)
+    model_card.beside(exported).unlink()
     with pytest.raises(UserError, match=r"model.pt.json: no such file; model.pt needs its card beside it"):
-        card.read(exported)
+        model_card.read(exported)
 
 
 def test_a_card_tells_the_run(run: Run, tmp_path: Path) -> None:
@@ -199,12 +204,13 @@ def test_images_get_a_class_and_its_probability(corolla, run: Run, tmp_path: Pat
     want = [[names[int(row.argmax())], f"{float(row.max()):.4f}"] for row in sure]
     for end in ("pt", "onnx"):
         code, out, _ = corolla("export", folder.path, "--output", f"m.{end}", *(["--onnx"] if end == "onnx" else []))
-        assert code == 0 and card.read(Path(f"m.{end}"))["sha256"] in out
+        assert code == 0 and model_card.read(Path(f"m.{end}"))["sha256"] in out
         code, out, _ = corolla("predict", f"m.{end}", "0.png", "1.png", "2.png")
         assert code == 0
         assert [line.split() for line in out.splitlines()] == [
-            ["input", "class", "probability"], *([f"{k}.png", *want[k]] for k in range(3))
-        ]  # fmt: skip
+            ["input", "class", "probability"],
+            *([f"{k}.png", *want[k]] for k in range(3)),
+        ]
         code, out, _ = corolla("predict", f"m.{end}", "three.npz")
         right = sum(row[0] == name for row, name in zip(want, names, strict=False))
         assert code == 0 and out.splitlines()[-1] == f"accuracy {100 * right / 3:.2f} % on 3 samples"
@@ -225,7 +231,9 @@ def test_numbers_get_their_value(corolla, run: Run, tmp_path: Path) -> None:  # 
     np.savez(tmp_path / "t.npz", x_train=x, y_train=y, x_test=x[:40], y_test=y[:40])
     own = {"dataset": f"npz:{tmp_path / 't.npz'}", "partition": "iid", "task": "regression", "classes": "dose,days"}
     folder = run(method="fedavg", normalize="mean-std", **own, **TINY)
-    network = own_network(folder.path, None, "mlp", {"in_channels": 5, "num_classes": 2, "image_size": 1, "input_shape": (5,)})
+    network = own_network(
+        folder.path, None, "mlp", {"in_channels": 5, "num_classes": 2, "image_size": 1, "input_shape": (5,)}
+    )
     with torch.no_grad():
         want = network((torch.from_numpy(x) - torch.from_numpy(x).mean(0)) / torch.from_numpy(x).std(0, correction=0))
     np.savez(tmp_path / "rows.npz", x=x[:2])
@@ -245,13 +253,22 @@ def test_a_task_of_ones_own_goes_along(  # type: ignore[no-untyped-def]
     (tmp_path / "far.py").write_text(OWN)
     x = np.random.default_rng(0).normal(0, 1, (60, 4)).astype(np.float32)
     np.savez("rows.npz", x_train=x, y_train=x.sum(1), x_test=x[:20], y_test=x[:20].sum(1))
-    more = ("dataset=npz:rows.npz", "task=far:Median", "partition=iid", "method=fedavg", "run-name=a", "num-server-rounds=1")
+    more = (
+        "dataset=npz:rows.npz",
+        "task=far:Median",
+        "partition=iid",
+        "method=fedavg",
+        "run-name=a",
+        "num-server-rounds=1",
+    )
     settings = [word for key in (*more, "train-samples=12", "test-samples=8") for word in ("--set", key)]
     assert corolla("run", "--in-process", "--clients", "2", *settings)[0] == 0
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for end in ("pt", "onnx"):
-        code, out, _ = corolla("export", "runs/a", "--output", f"elsewhere/m.{end}", *(["--onnx"] if end == "onnx" else []))
+        code, out, _ = corolla(
+            "export", "runs/a", "--output", f"elsewhere/m.{end}", *(["--onnx"] if end == "onnx" else [])
+        )
         assert code == 0 and f"elsewhere/m.{end}.plugins" in out
     (tmp_path / "far.py").unlink()
     monkeypatch.chdir(elsewhere)
@@ -295,7 +312,9 @@ def test_images_are_resized_where_the_runs_were(corolla, run: Run, tmp_path: Pat
         for name in ("cat", "dog"):
             (tmp_path / "f" / side / name).mkdir(parents=True)
             for k in range(8):
-                Image.fromarray(generator.integers(0, 256, (20, 30, 3), np.uint8)).save(tmp_path / "f" / side / name / f"{k}.png")
+                Image.fromarray(generator.integers(0, 256, (20, 30, 3), np.uint8)).save(
+                    tmp_path / "f" / side / name / f"{k}.png"
+                )
     own = {"dataset": f"folder:{tmp_path / 'f'}", "partition": "iid", "image_size": 10}
     folder = run(method="fedavg", **own, **(TINY | {"train_samples": 8, "test_samples": 8}))
     file, known = export(folder.path, METHODS, None, tmp_path / "m.pt")
@@ -308,16 +327,21 @@ def test_images_are_resized_where_the_runs_were(corolla, run: Run, tmp_path: Pat
 
 
 def test_a_file_that_is_not_its_cards_model(exported: Path, tmp_path: Path) -> None:
-    known = card.read(exported)
+    known = model_card.read(exported)
     for other in ({"classes": known["classes"][:-1]}, {"shape": {**known["shape"], "num_classes": 12}}):
-        changed = {name: value for name, value in known.items() if name not in ("file", "sha256", "bytes", "card-sha256")} | other
-        card.write(exported, changed)
+        changed = {
+            name: value for name, value in known.items() if name not in ("file", "sha256", "bytes", "card-sha256")
+        } | other
+        model_card.write(exported, changed)
         with pytest.raises(UserError, match="its card names 9|does not fit model mlp"):
             answers(exported, np.zeros((2, 1, 8, 8), np.uint8))
 
 
 def test_what_is_needed_and_not_there(
-    corolla, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # type: ignore[no-untyped-def]
+    corolla,
+    run: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
 ) -> None:
     folder = run(method="fedavg", normalize="mean-std", **TINY)
     code, _, err = corolla("export", folder.path, "--output", "m.pt", "--onnx")

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from fl_app import cli, models, weights
+from corolla import cli
+from corolla.experiments.exported.export import export
+from fl_app import models, weights
 from fl_app.errors import UserError
-from fl_app.experiments.export import export
 from fl_app.layout import Layout
 from strategies import METHODS
 from tests.conftest import Run
@@ -46,8 +47,10 @@ def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=5)
     weights.save_safetensors(tmp_path / "backbone.safetensors", Layout.of(module), weights.read(module))
     return {
-        "model": "adapted_model:build", "train": "adapter.*,head.*", "initial_weights": str(tmp_path / "backbone.safetensors"),
-    }  # fmt: skip
+        "model": "adapted_model:build",
+        "train": "adapter.*,head.*",
+        "initial_weights": str(tmp_path / "backbone.safetensors"),
+    }
 
 
 @pytest.mark.parametrize("onnx", [False, True], ids=["pt", "onnx"])
@@ -74,7 +77,9 @@ def test_another_backbone_is_refused(run: Run, tmp_path: Path, adapted: dict[str
     folder = run(method="fedavg", **adapted, **TINY)
     module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=6)
     weights.save_safetensors(tmp_path / "backbone.safetensors", Layout.of(module), weights.read(module))
-    with pytest.raises(UserError, match="tensors of model adapted_model:build that did not train are not those of the run"):
+    with pytest.raises(
+        UserError, match="tensors of model adapted_model:build that did not train are not those of the run"
+    ):
         export(folder.path, METHODS, None, tmp_path / "x.pt")
     assert not (tmp_path / "x.pt").exists()
 
@@ -83,7 +88,9 @@ def test_another_backbone_is_refused(run: Run, tmp_path: Path, adapted: dict[str
 def test_half_a_model_predicts_nothing(run: Run, tmp_path: Path, keys: dict[str, str]) -> None:
     folder = run(collect_personal_models=True, **keys, **TINY)
     pytest.importorskip("onnxruntime")
-    with pytest.raises(UserError, match="leaves classifier.bias, classifier.weight on the clients: global alone predicts"):
+    with pytest.raises(
+        UserError, match="leaves classifier.bias, classifier.weight on the clients: global alone predicts"
+    ):
         export(folder.path, METHODS, None, tmp_path / "g.onnx", onnx=True)
     file, told = export(folder.path, METHODS, None, tmp_path / "g.pt")
     assert set(torch.load(file)) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}

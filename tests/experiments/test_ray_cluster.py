@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from corolla.experiments import ray_cluster
 from fl_app.errors import UserError
-from fl_app.experiments import ray_cluster
 
 
 def refused(address: str, directory: Path) -> str:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from corolla.experiments.runs import Run, by_experiment, find, inside
 from fl_app.errors import UserError
-from fl_app.experiments.runs import Run, by_experiment, find, inside
 
 
 def folder(path: Path, experiment: str = "e", finished: bool = True) -> Path:
     path.mkdir(parents=True)
-    (path / "config.toml").write_text('seed = 3\n\n[fedcac]\ntau = 0.5\n')
+    (path / "config.toml").write_text("seed = 3\n\n[fedcac]\ntau = 0.5\n")
     (path / "run.json").write_text(json.dumps({"experiment": experiment, "starts": 0}))
     (path / "metrics.jsonl").write_text('{"round": 2}\nhalf a li\n{"round": 1}\n')
     if finished:

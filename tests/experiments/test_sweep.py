@@ -17,14 +17,15 @@ from typing import Any
 
 import pytest
 
-from fl_app import cli, plugins
+from corolla import cli
+from corolla.experiments import sweep
+from corolla.experiments.runs import Run
+from fl_app import plugins
 from fl_app.errors import UserError
-from fl_app.experiments import sweep
-from fl_app.experiments.runs import Run
 from strategies import METHOD_PARAMS
 
 ROOT = Path(__file__).resolve().parents[2]
-COROLLA = [sys.executable, "-m", "fl_app.cli"]
+COROLLA = [sys.executable, "-m", "corolla.cli"]
 SMALL = """
 [settings]
 dataset = "digits"
@@ -56,13 +57,18 @@ def points(path: Path, **overrides: Any) -> list[sweep.Point]:
 
 
 def test_combinations_without_duplicates(tmp_path: Path) -> None:
-    text = '[settings]\nnum-clients = 4\n[grid]\nmethod = ["fedavg", "fedcac"]\n"fedcac.tau" = [0.3, 0.5]\nseed = [0, 1]\n'
+    text = (
+        '[settings]\nnum-clients = 4\n[grid]\nmethod = ["fedavg", "fedcac"]\n"fedcac.tau" = [0.3, 0.5]\nseed = [0, 1]\n'
+    )
     found = points(write(tmp_path / "s.toml", text))
     assert [p.varying for p in found] == [
-        {"method": "fedavg", "seed": 0}, {"method": "fedavg", "seed": 1},
-        {"method": "fedcac", "fedcac.tau": 0.3, "seed": 0}, {"method": "fedcac", "fedcac.tau": 0.3, "seed": 1},
-        {"method": "fedcac", "fedcac.tau": 0.5, "seed": 0}, {"method": "fedcac", "fedcac.tau": 0.5, "seed": 1},
-    ]  # fmt: skip
+        {"method": "fedavg", "seed": 0},
+        {"method": "fedavg", "seed": 1},
+        {"method": "fedcac", "fedcac.tau": 0.3, "seed": 0},
+        {"method": "fedcac", "fedcac.tau": 0.3, "seed": 1},
+        {"method": "fedcac", "fedcac.tau": 0.5, "seed": 0},
+        {"method": "fedcac", "fedcac.tau": 0.5, "seed": 1},
+    ]
     assert len({p.name for p in found}) == 6
     assert found[2].name.startswith("fedcac,tau=0.3,seed=0-")
     assert all(p.parsed.num_clients == 4 and p.parsed.output_dir == str(tmp_path / "out") for p in found)
@@ -83,7 +89,11 @@ partition = ["iid", "dirichlet"]
 seed = [0, 1]
 """
     path = tmp_path / "s.toml"
-    for dataset, key, even in (("digits", "dirichlet-alpha", 2), ("digits", "test-ratio", 2), ("table:/t.csv", "test-ratio", 4)):
+    for dataset, key, even in (
+        ("digits", "dirichlet-alpha", 2),
+        ("digits", "test-ratio", 2),
+        ("table:/t.csv", "test-ratio", 4),
+    ):
         found = points(write(path, text.format(dataset=dataset, key=key)))
         kinds = [p.parsed.partition for p in found]
         assert (kinds.count("iid"), kinds.count("dirichlet")) == (even, 4), (dataset, key)
@@ -104,8 +114,11 @@ name = "alone"
 """
     found = points(write(tmp_path / "s.toml", text))
     assert [(p.varying["variant"], p.parsed.params.beta) for p in found] == [
-        ("alone", 4), ("tau=0.2", 4), ("alone", 15), ("tau=0.2", 15)
-    ]  # fmt: skip
+        ("alone", 4),
+        ("tau=0.2", 4),
+        ("alone", 15),
+        ("tau=0.2", 15),
+    ]
     assert {p.parsed.scale for p in found} == {"small"}
     assert {p.parsed.num_server_rounds for p in points(tmp_path / "s.toml", **{"num-server-rounds": 3})} == {3}
 
@@ -122,7 +135,9 @@ method = ["local"]
 seed = [0, 1]
 """
     found = points(write(tmp_path / "s.toml", text))
-    assert [p.varying for p in found] == [{"method": m, "seed": s} for m, s in (("fedavg", 0), ("local", 0), ("local", 1))]
+    assert [p.varying for p in found] == [
+        {"method": m, "seed": s} for m, s in (("fedavg", 0), ("local", 0), ("local", 1))
+    ]
     one = points(write(tmp_path / "s.toml", text.replace("[[grid]]", "[grid]", 1).partition("[[grid]]")[0]))
     assert [p.name for p in one] == [p.name for p in found[:2]]  # a run is the same, whichever grid it is in
     with pytest.raises(UserError, match="grid: must be tables, got 3"):
@@ -133,8 +148,14 @@ def test_wrong_files_are_refused_with_all_their_problems(tmp_path: Path) -> None
     text = 'preset = 3\nsede = 1\nscale = "tiny"\n[settings]\nrun-name = "x"\nseed = [1]\n[grid]\nmethod = "fedavg"\n'
     with pytest.raises(UserError) as caught:
         sweep.read(write(tmp_path / "s.toml", text))
-    for words in ("preset: expected", "sede: not a part", "scale: must be", "run-name: not a setting",
-                  "seed: must be one value", "method: must be a list"):  # fmt: skip
+    for words in (
+        "preset: expected",
+        "sede: not a part",
+        "scale: must be",
+        "run-name: not a setting",
+        "seed: must be one value",
+        "method: must be a list",
+    ):
         assert words in str(caught.value)
     with pytest.raises(UserError, match="two are named 'a'"):
         sweep.read(write(tmp_path / "s.toml", '[[variants]]\nname = "a"\n[[variants]]\nname = "a"\nseed = 1\n'))
@@ -159,8 +180,12 @@ def test_problems_of_all_combinations_are_reported_before_anything_is_written(
     write(tmp_path / "s.toml", '[grid]\nmethod = ["fedavg", "fedcax"]\nlearning-rate = [0.1, -1.0]\nsede = [0]\n')
     code, _, err = run()
     assert code == 2
-    for words in ("method: must be one of", "learning-rate: must be > 0", "sede: unknown key; did you mean seed?",
-                  "in fedavg,learning-rate=-1.0,sede=0; fedcax,learning-rate=-1.0,sede=0"):  # fmt: skip
+    for words in (
+        "method: must be one of",
+        "learning-rate: must be > 0",
+        "sede: unknown key; did you mean seed?",
+        "in fedavg,learning-rate=-1.0,sede=0; fedcax,learning-rate=-1.0,sede=0",
+    ):
         assert err.count(words) == 1, err
     write(tmp_path / "s.toml", '[settings]\npartition = "pathological"\n[grid]\nclasses-per-client = [2, 11, 12]\n')
     code, _, err = run()
@@ -262,7 +287,9 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
 
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None and sum(len(x) > 2 for x in recorded().values()) < jobs:
+    while (
+        time.monotonic() < deadline and process.poll() is None and sum(len(x) > 2 for x in recorded().values()) < jobs
+    ):
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -276,8 +303,14 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
     settings = {name: Run(directory / name).settings for name in after}
     said = {(its["round-timeout"], its["data-dir"]) for its in settings.values()}
     assert said == {(77, str(tmp_path / "data"))}, "what this command says was lost"
-    assert all(its["state-dir"] == str(tmp_path / ("state" if name in before else "new")) for name, its in settings.items())
-    assert len(after) == 2 and all(len(lines) == rounds for lines in after.values()) and not (directory / "unfinished").exists()
+    assert all(
+        its["state-dir"] == str(tmp_path / ("state" if name in before else "new")) for name, its in settings.items()
+    )
+    assert (
+        len(after) == 2
+        and all(len(lines) == rounds for lines in after.values())
+        and not (directory / "unfinished").exists()
+    )
     for name, lines in before.items():
         assert f"goes on with {directory / name} after round " in done.stdout
         assert after[name][: len(lines)] == lines, "a round was repeated"  # its seconds would be others
@@ -285,8 +318,10 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
     monkeypatch.chdir(tmp_path)
     plain = ("sweep", "s.toml", "--in-process", "--output-dir", "plain", "--set", "state-dir=elsewhere")
     assert corolla(capsys, monkeypatch, *plain)[0] == 0
-    found = [{p.parent.name: json.loads(p.read_text())["digest"] for p in where.glob("*/summary.json")}
-             for where in (directory, tmp_path / "plain")]  # fmt: skip
+    found = [
+        {p.parent.name: json.loads(p.read_text())["digest"] for p in where.glob("*/summary.json")}
+        for where in (directory, tmp_path / "plain")
+    ]
     assert len(found[0]) == 2 and found[0] == found[1]
 
 
@@ -330,7 +365,9 @@ def test_folders_of_runs_are_recognised_by_their_config(
     (local / "summary.json").rename(tmp_path / "summary")
     write(tmp_path / "s.toml", text.replace("local-epochs = 1", "local-epochs = 2"))
     code, out, _ = sweep_it()
-    assert code == 0 and "2 runs, 0 finished before, 2 to do" in out and "set aside" not in out  # what is not asked for waits
+    assert (
+        code == 0 and "2 runs, 0 finished before, 2 to do" in out and "set aside" not in out
+    )  # what is not asked for waits
     (tmp_path / "summary").rename(local / "summary.json")
     assert (directory / "renamed" / "summary.json").is_file() and (local / "summary.json").is_file()
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from fl_app.cli.settings import ready
-from fl_app.cli.sweeps import run_points
+from corolla.cli.settings import ready
+from corolla.cli.sweeps import run_points
+from corolla.experiments import sweep
 from fl_app.errors import UserError
-from fl_app.experiments import sweep
 from fl_app.server import checkpoint
 from strategies import METHOD_PARAMS
 from tests import slurm
@@ -67,11 +67,16 @@ def cut_off(script: Path, directory: Path, task: int, folder: Path, how: signal.
     return str(out)
 
 
-@pytest.mark.parametrize("how", [
-    pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),  # as Slurm at the end of a job's time
-    pytest.param(signal.SIGKILL, marks=pytest.mark.long),
-])  # fmt: skip
-def test_an_array_goes_on_where_it_was_cut_off(corolla: Callable[..., str], tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),  # as Slurm at the end of a job's time
+        pytest.param(signal.SIGKILL, marks=pytest.mark.long),
+    ],
+)
+def test_an_array_goes_on_where_it_was_cut_off(
+    corolla: Callable[..., str], tmp_path: Path, how: signal.Signals
+) -> None:
     (tmp_path / "s.toml").write_text(SWEEP)
     said = corolla("sweep", "s.toml", "--in-process", "--slurm", "--set", "learning-rate=0.05", "--jobs", "2")
     script = tmp_path / "runs" / "s" / "array.sbatch"
@@ -98,7 +103,9 @@ def test_an_array_goes_on_where_it_was_cut_off(corolla: Callable[..., str], tmp_
         else:
             assert f"goes on with {folders[task]}" in out and f"resumed after round {done_before}" in out
     assert (folders[1] / "metrics.jsonl").stat().st_mtime_ns == written
-    assert (script.parent / "results.csv").exists() and not (script.parent / "unfinished").exists()  # the last one's table
+    assert (script.parent / "results.csv").exists() and not (
+        script.parent / "unfinished"
+    ).exists()  # the last one's table
 
     corolla("sweep", "s.toml", "--in-process", "--output-dir", "plain", "--set", "learning-rate=0.05")
     assert digests(script.parent) == digests(tmp_path / "plain") and len(digests(script.parent)) == 2
@@ -125,8 +132,12 @@ def test_a_run_goes_on_under_the_name_that_another_version_gave_it(
     before = directory / "fedcac-000000"
     (directory / point.name).rename(before)
     said = corolla("sweep", "s.toml", "--in-process", "--only", point.name)
-    assert f"goes on with {before} after round 2" in said and said.count("round 2/3: acc") == 1 == said.count("round 3/3: acc")
-    assert set(digests(directory)) == {before.name} and "finished before" in corolla("sweep", "s.toml", "--only", point.name)
+    assert f"goes on with {before} after round 2" in said and said.count("round 2/3: acc") == 1 == said.count(
+        "round 3/3: acc"
+    )
+    assert set(digests(directory)) == {before.name} and "finished before" in corolla(
+        "sweep", "s.toml", "--only", point.name
+    )
 
 
 def test_single_runs_share_a_directory_that_a_whole_sweep_has_alone(tmp_path: Path) -> None:

@@ -70,53 +70,73 @@ def test_the_chosen_methods_parameters(method: str) -> None:
 # one problem each
 
 
-@pytest.mark.parametrize(("name", "value", "words"), [
-    ("learning_rat", 0.1, "learning-rat: unknown key; did you mean learning-rate?"),
-    ("fedcac__tua", 0.1, "fedcac.tua: unknown key; did you mean fedcac.tau?"),
-    ("zzz", 1, "zzz: unknown key"),
-    ("fedcac__tau", "abc", "fedcac.tau: expected a number, got 'abc'"),
-    ("num_server_rounds", 1.0, "num-server-rounds: expected an integer, got 1.0"),
-    ("num_server_rounds", "3", "num-server-rounds: expected an integer, got '3'"),
-    ("num_server_rounds", True, "num-server-rounds: expected an integer, got True"),
-    ("learning_rate", True, "learning-rate: expected a number, got True"),
-    ("collect_personal_models", 1, "collect-personal-models: expected true or false, got 1"),
-    ("model", 3, "model: expected a string, got 3"),
-    ("num_server_rounds", 0, "num-server-rounds: must be >= 1, got 0"),
-    ("learning_rate", 0, "learning-rate: must be > 0, got 0.0"),
-    ("learning_rate", float("nan"), "learning-rate: must be > 0, got nan"),
-    ("learning_rate", float("inf"), "learning-rate: must be > 0 and finite, got inf"),
-    ("fraction_train", 0.0, "fraction-train: must be in (0, 1], got 0.0"),
-    ("fraction_train", 1.01, "fraction-train: must be in (0, 1], got 1.01"),
-    ("momentum", 1.0, "momentum: must be in [0, 1), got 1.0"),
-    ("seed", -1, "seed: must be >= 0, got -1"),
-    ("fedcac__tau", 1.5, "fedcac.tau: must be in [0, 1], got 1.5"),
-    ("fedcac__beta", 0, "fedcac.beta: must be >= 1, got 0"),
-    ("normalize", "half", "normalize: must be one of unit, mean-std, symmetric, got 'half'"),
-    ("fedcac__weighting", "sample", "fedcac.weighting: must be one of samples, uniform, got 'sample'"),
-    ("run_name", "../x", "run-name: letters, digits and _.+=,@- only, not starting with a dot, got '../x'"),
-    ("run_name", ".hidden", "run-name: "),
-    ("initial_weights", "a.safetensors", "initial-weights: must be an absolute path, got 'a.safetensors'"),
-    ("classes", "cat,dog,cat", "classes: every name once, got 'cat,dog,cat'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("learning_rat", 0.1, "learning-rat: unknown key; did you mean learning-rate?"),
+        ("fedcac__tua", 0.1, "fedcac.tua: unknown key; did you mean fedcac.tau?"),
+        ("zzz", 1, "zzz: unknown key"),
+        ("fedcac__tau", "abc", "fedcac.tau: expected a number, got 'abc'"),
+        ("num_server_rounds", 1.0, "num-server-rounds: expected an integer, got 1.0"),
+        ("num_server_rounds", "3", "num-server-rounds: expected an integer, got '3'"),
+        ("num_server_rounds", True, "num-server-rounds: expected an integer, got True"),
+        ("learning_rate", True, "learning-rate: expected a number, got True"),
+        ("collect_personal_models", 1, "collect-personal-models: expected true or false, got 1"),
+        ("model", 3, "model: expected a string, got 3"),
+        ("num_server_rounds", 0, "num-server-rounds: must be >= 1, got 0"),
+        ("learning_rate", 0, "learning-rate: must be > 0, got 0.0"),
+        ("learning_rate", float("nan"), "learning-rate: must be > 0, got nan"),
+        ("learning_rate", float("inf"), "learning-rate: must be > 0 and finite, got inf"),
+        ("fraction_train", 0.0, "fraction-train: must be in (0, 1], got 0.0"),
+        ("fraction_train", 1.01, "fraction-train: must be in (0, 1], got 1.01"),
+        ("momentum", 1.0, "momentum: must be in [0, 1), got 1.0"),
+        ("seed", -1, "seed: must be >= 0, got -1"),
+        ("fedcac__tau", 1.5, "fedcac.tau: must be in [0, 1], got 1.5"),
+        ("fedcac__beta", 0, "fedcac.beta: must be >= 1, got 0"),
+        ("normalize", "half", "normalize: must be one of unit, mean-std, symmetric, got 'half'"),
+        ("fedcac__weighting", "sample", "fedcac.weighting: must be one of samples, uniform, got 'sample'"),
+        ("run_name", "../x", "run-name: letters, digits and _.+=,@- only, not starting with a dot, got '../x'"),
+        ("run_name", ".hidden", "run-name: "),
+        ("initial_weights", "a.safetensors", "initial-weights: must be an absolute path, got 'a.safetensors'"),
+        ("classes", "cat,dog,cat", "classes: every name once, got 'cat,dog,cat'"),
+    ],
+)
 def test_a_problem(name: str, value: Any, words: str) -> None:
     (line,) = problems(**{name: value})
     assert line.startswith(words), line
 
 
-@pytest.mark.parametrize(("name", "value", "hint"), [
-    ("method", "fedcaq", "did you mean fedcac?"), ("dataset", "cifar-10", "did you mean cifar10?"),
-    ("model", "resnet81", "did you mean resnet8?"), ("partition", "dirichlet-clients", "did you mean dirichlet-client?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "hint"),
+    [
+        ("method", "fedcaq", "did you mean fedcac?"),
+        ("dataset", "cifar-10", "did you mean cifar10?"),
+        ("model", "resnet81", "did you mean resnet8?"),
+        ("partition", "dirichlet-clients", "did you mean dirichlet-client?"),
+    ],
+)
 def test_unknown_words(name: str, value: str, hint: str) -> None:
     (line,) = problems(**{name: value})
     assert line.startswith(f"{name}: must be one of ") and f"got '{value}'" in line and line.endswith(hint)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("dataset", "folder:"), ("dataset", "npz:"), ("dataset", "tiny-imagenet"), ("dataset", ""), ("partition", "file:"),
-    ("model", "module:"), ("model", ":factory"), ("model", "a b:c"), ("device", "cuda:"), ("device", "gpu"),
-    ("device", "cuda:-1"), ("device", "cuda:0x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dataset", "folder:"),
+        ("dataset", "npz:"),
+        ("dataset", "tiny-imagenet"),
+        ("dataset", ""),
+        ("partition", "file:"),
+        ("model", "module:"),
+        ("model", ":factory"),
+        ("model", "a b:c"),
+        ("device", "cuda:"),
+        ("device", "gpu"),
+        ("device", "cuda:-1"),
+        ("device", "cuda:0x"),
+    ],
+)
 def test_incomplete_words(name: str, value: str) -> None:
     (line,) = problems(**{name: value})
     assert line.startswith(f"{name}: "), line
@@ -139,8 +159,13 @@ def test_more_clients_to_wait_for_than_there_are() -> None:
 def test_all_problems_are_reported_together() -> None:
     lines = problems(num_server_rounds=0, learning_rate="x", momentum=2.0, method="fedx", fedcac__tau=-1.0, unknown=1)
     assert [line.split(":")[0] for line in lines] == [
-        "unknown", "num-server-rounds", "learning-rate", "momentum", "fedcac.tau", "method",
-    ]  # fmt: skip
+        "unknown",
+        "num-server-rounds",
+        "learning-rate",
+        "momentum",
+        "fedcac.tau",
+        "method",
+    ]
 
 
 # what is accepted
@@ -152,12 +177,27 @@ def test_an_integer_is_accepted_for_a_number() -> None:
     assert type(config.params.tau) is float and type(config.resolved["fedcac.tau"]) is float
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("device", "auto"), ("device", "cpu"), ("device", "cuda"), ("device", "cuda:3"), ("dataset", "folder:/data/cats"),
-    ("dataset", "npz:/x.npz"), ("dataset", "tiny-imagenet:/x"), ("partition", "file:/p.npz"), ("model", "nets:make"),
-    ("model", "my.nets:make"), ("run_name", "a-b_c.1+2=3,@"), ("initial_weights", "/w.safetensors"),
-    ("fraction_train", 1.0), ("momentum", 0.0), ("fedcac__tau", 1.0), ("fedcac__tau", 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device", "auto"),
+        ("device", "cpu"),
+        ("device", "cuda"),
+        ("device", "cuda:3"),
+        ("dataset", "folder:/data/cats"),
+        ("dataset", "npz:/x.npz"),
+        ("dataset", "tiny-imagenet:/x"),
+        ("partition", "file:/p.npz"),
+        ("model", "nets:make"),
+        ("model", "my.nets:make"),
+        ("run_name", "a-b_c.1+2=3,@"),
+        ("initial_weights", "/w.safetensors"),
+        ("fraction_train", 1.0),
+        ("momentum", 0.0),
+        ("fedcac__tau", 1.0),
+        ("fedcac__tau", 0.0),
+    ],
+)
 def test_accepted(name: str, value: Any) -> None:
     good(**{name: value})
 
@@ -169,6 +209,8 @@ def test_rules() -> None:
     assert not Rule().admits(float("nan")) and not Rule().admits(float("inf"))
 
 
-@pytest.mark.parametrize(("fraction", "clients", "n"), [(1.0, 3, 3), (0.1, 100, 10), (0.5, 3, 2), (0.01, 3, 1), (0.25, 10, 3)])
+@pytest.mark.parametrize(
+    ("fraction", "clients", "n"), [(1.0, 3, 3), (0.1, 100, 10), (0.5, 3, 2), (0.01, 3, 1), (0.25, 10, 3)]
+)
 def test_a_round_draws_a_share_with_halves_up_and_at_least_one(fraction: float, clients: int, n: int) -> None:
     assert RunConfig(num_clients=clients, fraction_train=fraction).drawn(clients) == n

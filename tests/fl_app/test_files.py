@@ -123,12 +123,22 @@ def test_data_state_and_run_folders_are_closed_to_others(tmp_path: Path) -> None
     np.savez(npz, x_train=x, y_train=y, x_test=x, y_test=y)
     npz.chmod(0o600)
     raw: dict[str, Scalar] = {
-        "dataset": f"npz:{npz}", "partition": "iid", "train-samples": 4, "test-samples": 2, "num-clients": 2, "method": "ditto",
-        "num-server-rounds": 1, "local-epochs": 1, "device": "cpu", "collect-personal-models": True,
+        "dataset": f"npz:{npz}",
+        "partition": "iid",
+        "train-samples": 4,
+        "test-samples": 2,
+        "num-clients": 2,
+        "method": "ditto",
+        "num-server-rounds": 1,
+        "local-epochs": 1,
+        "device": "cpu",
+        "collect-personal-models": True,
         "tensorboard": find_spec("tensorboard") is not None,
-        "data-dir": str(tmp_path / "data"), "output-dir": str(tmp_path / "runs"), "state-dir": str(tmp_path / "state"),
+        "data-dir": str(tmp_path / "data"),
+        "output-dir": str(tmp_path / "runs"),
+        "state-dir": str(tmp_path / "state"),
         "keep-state": True,
-    }  # fmt: skip
+    }
     folder = run(InProcessGrid(app, raw, 2), parse(raw, METHOD_PARAMS), lambda *_: None)
     made = [p for root in ("data", "runs", "state") for p in [tmp_path / root, *(tmp_path / root).rglob("*")]]
     names = {p.name for p in made}

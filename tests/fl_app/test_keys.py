@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from fl_app.catalogue import PARTITIONS
+from corolla.experiments import compare, sweep
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.experiments import compare, sweep
 from fl_app.keys import KeySpec, Rule, Scalar, bears_on, key, own, specs
+from fl_app.known_names import PARTITIONS
 from fl_app.server.run_folder import CONFIG, check_unchanged
 from fl_app.toml import flatten, read_toml, to_toml
 from strategies import METHOD_PARAMS
@@ -22,14 +22,28 @@ from tests.conftest import Run
 
 # by hand, so that a new key is classed by somebody who thought about it
 RUNNING = {
-    "available-timeout", "round-timeout", "round-retries", "server-memory-limit", "checkpoint-every", "tensorboard", "keep-state",
-    "track", "collect-personal-models",
-}  # fmt: skip
+    "available-timeout",
+    "round-timeout",
+    "round-retries",
+    "server-memory-limit",
+    "checkpoint-every",
+    "tensorboard",
+    "keep-state",
+    "track",
+    "collect-personal-models",
+}
 PLACES = {"data-dir", "run-name", "output-dir", "state-dir", "resume"}
 OTHER_WORDS: dict[str, Scalar] = {
-    "method": "local", "dataset": "mnist", "partition": "iid", "model": "cnn", "device": "cuda", "classes": "a,b",
-    "initial-weights": "/w.safetensors", "task": "multi-label", "track": "mlflow",
-}  # fmt: skip
+    "method": "local",
+    "dataset": "mnist",
+    "partition": "iid",
+    "model": "cnn",
+    "device": "cuda",
+    "classes": "a,b",
+    "initial-weights": "/w.safetensors",
+    "task": "multi-label",
+    "track": "mlflow",
+}
 
 
 def other(spec: KeySpec) -> Scalar:
@@ -72,13 +86,17 @@ def test_the_classes_of_keys() -> None:
 
 
 @pytest.mark.parametrize(("method", "spec"), EVERY_KEY)
-def test_a_sweep_repeats_a_run_for_another_value_exactly_if_that_may_change_what_comes_out(method: str, spec: KeySpec) -> None:
+def test_a_sweep_repeats_a_run_for_another_value_exactly_if_that_may_change_what_comes_out(
+    method: str, spec: KeySpec
+) -> None:
     where = {"partition": spec.partitions[0]} if spec.partitions else {}
     before, after = configs(method, spec, **where)
     assert (sweep.identity(before) == sweep.identity(after)) == (spec.name in RUNNING | PLACES)
 
 
-@pytest.mark.parametrize("spec", [s for s in specs(RunConfig) if s.partitions and s.name != "seed"], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "spec", [s for s in specs(RunConfig) if s.partitions and s.name != "seed"], ids=lambda s: s.name
+)
 def test_a_partitions_key_changes_nothing_where_there_is_another_partition(spec: KeySpec) -> None:
     before, after = configs("fedcac", spec, partition="file:/p.npz", dataset="digits")
     assert sweep.identity(before) == sweep.identity(after)
@@ -128,9 +146,13 @@ def test_running_keys_and_places_do_not_change_what_comes_out(run: Run, tmp_path
 def test_what_is_counted_in_rounds() -> None:
     counted = {spec.name for m, cls in METHOD_PARAMS.items() for spec in specs(cls, m) if spec.counts_rounds}
     assert counted == {
-        "fedcac.beta", "feddac.alpha", "fedamp.alpha-decay-every", "floco.projection-round", "cfl.start",
+        "fedcac.beta",
+        "feddac.alpha",
+        "fedamp.alpha-decay-every",
+        "floco.projection-round",
+        "cfl.start",
         "fedconcat.encoder-rounds",
-    }  # fmt: skip
+    }
 
 
 # Flat keys
@@ -155,7 +177,7 @@ def test_a_declaration_carries_everything() -> None:
     assert spec.counts_rounds and spec.about == "training" and spec.range == ">= 1"
 
 
-@pytest.mark.parametrize("value", [True, 3, 0.1, 1e-5, 500.0, "a \"b\" \\ ü\n\x7f", ""])
+@pytest.mark.parametrize("value", [True, 3, 0.1, 1e-5, 500.0, 'a "b" \\ ü\n\x7f', ""])
 def test_toml_comes_back_with_its_types(tmp_path: Path, value: Scalar) -> None:
     flat = {"fedcac.tau": value, "seed": value, "fedcac.beta": 2}
     (tmp_path / "a.toml").write_text(to_toml(flat), encoding="utf-8")

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from fl_app import models, weights
-from fl_app.catalogue import MODELS
 from fl_app.errors import UserError
+from fl_app.known_names import MODELS
 from fl_app.layout import Layout, Model
 from fl_app.rng import torch_seed
 
@@ -81,7 +81,9 @@ def rectified_first(name: str, module: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("name", "channels", "size"), [("cnn", 1, 28), ("resnet8", 3, 32), ("resnet18", 3, 64)])
-def test_rectifying_after_a_pool_changes_no_bit(name: str, channels: int, size: int, layout: torch.memory_format) -> None:
+def test_rectifying_after_a_pool_changes_no_bit(
+    name: str, channels: int, size: int, layout: torch.memory_format
+) -> None:
     ours = models.build(name, in_channels=channels, num_classes=10, image_size=size)
     ours.to(memory_format=layout)  # type: ignore[call-overload]
     printed = rectified_first(name, ours)
@@ -145,7 +147,12 @@ def test_group_norm_of_odd_widths_uses_fewer_groups() -> None:
 
 
 def test_layout_knows_classifier_and_batchnorm() -> None:
-    for name, classifier in (("mlp", "classifier"), ("cnn", "classifier"), ("resnet8", "fc"), ("resnet18-fedobp", "classifier")):
+    for name, classifier in (
+        ("mlp", "classifier"),
+        ("cnn", "classifier"),
+        ("resnet8", "fc"),
+        ("resnet18-fedobp", "classifier"),
+    ):
         layout = Layout.of(small(name))
         assert layout.classifier == {f"{classifier}.weight", f"{classifier}.bias"}
         assert bool(layout.batchnorm) == name.startswith("resnet")
@@ -252,7 +259,10 @@ def test_own_model_is_seeded_too(own: Callable[[str], str]) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("no_such_models:f", "cannot import no_such_models .*ModuleNotFoundError.*or the module be importable on every node"),
+        (
+            "no_such_models:f",
+            "cannot import no_such_models .*ModuleNotFoundError.*or the module be importable on every node",
+        ),
         ("own_broken:f", "cannot import own_broken .*no_such_package_here"),
         ("own_syntax:f", "cannot import own_syntax .*SyntaxError"),
         ("own_models:other", r"own_models .*own_models.py\) has no other"),

@@ -12,15 +12,21 @@ from hypothesis import strategies as st
 
 from fl_app import partition as part
 from fl_app.config import RunConfig
-from fl_app.data import named, partitions
+from fl_app.data import index_files, named
 from fl_app.errors import UserError
 from fl_app.rng import generator
 
 APP = Path(__file__).resolve().parents[2]
 ARGUMENTS: dict[str, Any] = {
-    "num_clients": 4, "seed": 0, "alpha": 0.3, "classes_per_client": 2, "train_samples": 20, "test_samples": 10,
-    "min_samples": 5, "test_ratio": 0.25,
-}  # fmt: skip
+    "num_clients": 4,
+    "seed": 0,
+    "alpha": 0.3,
+    "classes_per_client": 2,
+    "train_samples": 20,
+    "test_samples": 10,
+    "min_samples": 5,
+    "test_ratio": 0.25,
+}
 K = 5
 Y_TRAIN = np.arange(200) % K
 Y_TEST = np.arange(100) % K
@@ -103,10 +109,14 @@ def test_random_assignment_lets_clients_share_classes() -> None:
     # FedCAC's setting on CIFAR-100: 40 clients, 2 of 100 classes. A pair shares none with probability 98 * 97 / (100 * 99).
     rng = np.random.default_rng(0)
     sharing = {
-        how: np.mean([np.triu(holds @ holds.T, 1).sum() for holds in
-                      (part.assign_classes(np.arange(100), 100, 40, 2, rng, how).astype(int) for _ in range(50))])
+        how: np.mean(
+            [
+                np.triu(holds @ holds.T, 1).sum()
+                for holds in (part.assign_classes(np.arange(100), 100, 40, 2, rng, how).astype(int) for _ in range(50))
+            ]
+        )
         for how in ("balanced", "random")
-    }  # fmt: skip
+    }
     assert sharing["balanced"] == 0  # 80 of 100 classes, each once
     assert sharing["random"] == pytest.approx(40 * 39 / 2 * 2 * 2 / 100, rel=0.1)
 
@@ -144,8 +154,17 @@ def test_dirichlet_client_properties(
     y_train, y_test = labels(counts), labels(test_counts[: len(counts)])
     if shares[1] > len(y_test):
         return
-    result = split("dirichlet-client", y_train, y_test, len(counts), num_clients=clients, alpha=alpha, seed=seed,
-                   train_samples=shares[0], test_samples=shares[1])  # fmt: skip
+    result = split(
+        "dirichlet-client",
+        y_train,
+        y_test,
+        len(counts),
+        num_clients=clients,
+        alpha=alpha,
+        seed=seed,
+        train_samples=shares[0],
+        test_samples=shares[1],
+    )
     assert len(result) == clients
     n = len(y_train)
     for train, test in result:
@@ -168,8 +187,12 @@ def test_dirichlet_client_has_the_same_mix_in_train_and_test() -> None:
 
 
 @settings(deadline=None, max_examples=15)
-@given(clients=st.integers(1, 6), alpha=st.sampled_from([0.5, 5.0]), ratio=st.sampled_from([0.0, 0.25, 0.9]),
-       seed=st.integers(0, 9))  # fmt: skip
+@given(
+    clients=st.integers(1, 6),
+    alpha=st.sampled_from([0.5, 5.0]),
+    ratio=st.sampled_from([0.0, 0.25, 0.9]),
+    seed=st.integers(0, 9),
+)
 def test_dirichlet_divides_everything(clients: int, alpha: float, ratio: float, seed: int) -> None:
     result = split("dirichlet", num_clients=clients, alpha=alpha, test_ratio=ratio, seed=seed, min_samples=3)
     assert sorted(np.concatenate([i for share in result for i in share])) == list(range(300))
@@ -181,8 +204,13 @@ def test_dirichlet_divides_everything(clients: int, alpha: float, ratio: float, 
 
 
 @settings(deadline=None, max_examples=30)
-@given(clients=st.integers(1, 30), k=st.integers(1, K), train=st.sampled_from([0, 10, 33]),
-       test=st.sampled_from([0, 5, 20]), seed=st.integers(0, 99))  # fmt: skip
+@given(
+    clients=st.integers(1, 30),
+    k=st.integers(1, K),
+    train=st.sampled_from([0, 10, 33]),
+    test=st.sampled_from([0, 5, 20]),
+    seed=st.integers(0, 99),
+)
 def test_pathological_properties(clients: int, k: int, train: int, test: int, seed: int) -> None:
     result = split(
         "pathological", num_clients=clients, classes_per_client=k, train_samples=train, test_samples=test, seed=seed
@@ -233,12 +261,26 @@ def test_clients_hold_the_classes_assigned_to_them(assignment: str, train: int, 
 
 
 FEDOBP_LOGGED = {  # accuracies of clients' own models in uglyghost/FedOBP_results f64b10a, alpha=0.1/local/fmnist, in per cent
-    0: (77.55, 81.63), 2: (98.91, 99.56), 14: (87.62, 90.24), 20: (98.12, 98.39, 98.66), 21: (81.99, 88.20, 89.44, 88.82, 90.06),
-    25: (94.23, 92.31), 31: (84.62, 86.15, 76.92, 89.23), 34: (92.31, 80.77, 96.15), 41: (87.90, 89.52), 48: (98.73,),
-    50: (98.86, 99.15), 59: (86.13, 85.40, 89.05), 67: (92.10, 93.13, 95.88), 68: (87.27, 92.73, 93.64, 94.55),
-    69: (93.21, 92.59, 95.68), 76: (60.00, 80.00, 86.67), 77: (96.37, 97.41, 97.93, 98.96), 81: (90.74, 94.44, 98.15, 96.30),
+    0: (77.55, 81.63),
+    2: (98.91, 99.56),
+    14: (87.62, 90.24),
+    20: (98.12, 98.39, 98.66),
+    21: (81.99, 88.20, 89.44, 88.82, 90.06),
+    25: (94.23, 92.31),
+    31: (84.62, 86.15, 76.92, 89.23),
+    34: (92.31, 80.77, 96.15),
+    41: (87.90, 89.52),
+    48: (98.73,),
+    50: (98.86, 99.15),
+    59: (86.13, 85.40, 89.05),
+    67: (92.10, 93.13, 95.88),
+    68: (87.27, 92.73, 93.64, 94.55),
+    69: (93.21, 92.59, 95.68),
+    76: (60.00, 80.00, 86.67),
+    77: (96.37, 97.41, 97.93, 98.96),
+    81: (90.74, 94.44, 98.15, 96.30),
     99: (97.89, 98.16),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("seed", "fits"), [(42, True), (43, False)])
@@ -252,8 +294,9 @@ def test_fl_benchs_split_is_the_one_of_fedobps_logs(seed: int, fits: bool) -> No
     tests = {k: len(shares[k][1]) for k in FEDOBP_LOGGED}
     possible = [
         min(abs(accuracy - 100 * right / tests[k]) for right in range(tests[k] + 1)) < 0.00501
-        for k, accuracies in FEDOBP_LOGGED.items() for accuracy in accuracies
-    ]  # fmt: skip
+        for k, accuracies in FEDOBP_LOGGED.items()
+        for accuracy in accuracies
+    ]
     assert all(possible) is fits
 
 
@@ -277,7 +320,9 @@ def test_balanced_dirichlet_stops_at_an_equal_share(clients: int, alpha: float, 
 
 
 def test_balance_is_a_partition_of_its_own() -> None:
-    spread = {b: np.std([len(a) for a, _ in split("dirichlet", alpha=0.3, balance=b, min_samples=1)]) for b in (False, True)}
+    spread = {
+        b: np.std([len(a) for a, _ in split("dirichlet", alpha=0.3, balance=b, min_samples=1)]) for b in (False, True)
+    }
     assert spread[True] < spread[False]
 
 
@@ -304,7 +349,11 @@ def test_an_empty_test_set_is_allowed_when_no_test_samples_are_asked_for() -> No
         ("pathological", {"train_samples": 1}, r"train-samples: must be at least classes-per-client \(2\), got 1"),
         ("pathological", {"train_samples": 81}, r"train-samples: client 0 needs 81 samples but its classes .* have 80"),
         ("pathological", {"test_samples": 41}, r"test-samples: client 0 needs 41 samples but its classes .* have 40"),
-        ("dirichlet-client", {"train_samples": 201}, "train-samples: every client needs 201 .* has 200; .* can be 0, an equal"),
+        (
+            "dirichlet-client",
+            {"train_samples": 201},
+            "train-samples: every client needs 201 .* has 200; .* can be 0, an equal",
+        ),
         ("dirichlet-client", {"test_samples": 101}, "test-samples: every client needs 101 samples but .* has 100"),
         ("iid", {"train_samples": 51}, "train-samples: 4 clients with 51 each need 204 samples but .* has 200"),
         ("iid", {"test_samples": 26}, "test-samples: 4 clients with 26 each need 104 .* has 100; .* can be 0"),
@@ -313,10 +362,21 @@ def test_an_empty_test_set_is_allowed_when_no_test_samples_are_asked_for() -> No
         ("dirichlet", {"min_samples": 76}, "min-samples: 4 clients with 76 each need 304 .* has 300"),
         ("dirichlet", {"min_samples": 75, "alpha": 0.05}, "min-samples: no draw .* at least 75 .*dirichlet-alpha 0.05"),
         ("dirichlet-fl-bench", {"min_samples": 76}, "min-samples: 4 clients with 76 each need 304 .* has 300"),
-        ("dirichlet-fl-bench", {"min_samples": 75, "alpha": 0.05}, "min-samples: no draw of 1000 .* at least 75 .*alpha 0.05"),
-        ("dirichlet-fl-bench", {"seed": 2**32}, "partition-seed: must be <= 4294967295 with dirichlet-fl-bench, got 4294967296"),
-        ("pathological", {"assignment": "blocks", "num_clients": 3, "classes_per_client": 3},
-         r"pathological-assignment: blocks leaves client 2 with 2 of .*\(3\) classes; .*\(3\) .*multiple of 2,"),
+        (
+            "dirichlet-fl-bench",
+            {"min_samples": 75, "alpha": 0.05},
+            "min-samples: no draw of 1000 .* at least 75 .*alpha 0.05",
+        ),
+        (
+            "dirichlet-fl-bench",
+            {"seed": 2**32},
+            "partition-seed: must be <= 4294967295 with dirichlet-fl-bench, got 4294967296",
+        ),
+        (
+            "pathological",
+            {"assignment": "blocks", "num_clients": 3, "classes_per_client": 3},
+            r"pathological-assignment: blocks leaves client 2 with 2 of .*\(3\) classes; .*\(3\) .*multiple of 2,",
+        ),
         ("round-robin", {}, "partition: unknown 'round-robin'"),
     ],
 )
@@ -330,7 +390,7 @@ def test_errors(name: str, changes: dict[str, Any], message: str) -> None:
 
 def test_written_once_and_keyed_by_what_matters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def key(**changes: Any) -> str:
-        return partitions._key(RunConfig(**({"num_clients": 10} | changes)), "data")
+        return index_files._key(RunConfig(**({"num_clients": 10} | changes)), "data")
 
     assert key(method="x", learning_rate=1.0, test_ratio=0.5, classes_per_client=3) == key()
     assert len({key(), key(seed=1), key(num_clients=3), key(dirichlet_alpha=1.0), key(train_samples=9)}) == 5
@@ -341,9 +401,9 @@ def test_written_once_and_keyed_by_what_matters(tmp_path: Path, monkeypatch: pyt
     assert key(pathological_assignment="blocks", dirichlet_balance=True) == key()
     assert key(partition_seed=3) == key(seed=3) == key(partition_seed=3, seed=4) != key()
     config = RunConfig(num_clients=3, train_samples=20, test_samples=5)
-    written = partitions.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
-    monkeypatch.setattr(partitions, "split", None)  # not called again
-    again = partitions.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
+    written = index_files.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
+    monkeypatch.setattr(index_files, "split", None)  # not called again
+    again = index_files.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
     assert again.num_clients == 3
     for i in range(3):
         assert all(np.array_equal(a, b) for a, b in zip(written.client(i), again.client(i), strict=True))

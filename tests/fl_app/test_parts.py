@@ -10,7 +10,7 @@ import torch
 from safetensors.numpy import load_file
 
 from client_app.client import CorollaClient
-from fl_app import parts
+from fl_app import trainable_tensors
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.models import build
@@ -28,7 +28,7 @@ def mlp() -> torch.nn.Module:
 
 def test_what_does_not_train_is_no_part_of_the_layout() -> None:
     whole, module = mlp(), mlp()
-    parts.freeze(module, "classifier.*,fc?.bias")
+    trainable_tensors.freeze(module, "classifier.*,fc?.bias")
     layout = Layout.of(module)
     assert layout.names == HEAD | {"fc1.bias", "fc2.bias"} and layout.d == 10 * 64 + 10 + 128 + 64
     assert [name for name, _ in module.named_parameters()] == [slot.name for slot in layout.params]
@@ -38,26 +38,26 @@ def test_what_does_not_train_is_no_part_of_the_layout() -> None:
     other = mlp()
     with torch.no_grad():
         other.get_parameter("fc1.weight")[0, 0] += 1
-    parts.freeze(other, "classifier.*,fc?.bias")
+    trainable_tensors.freeze(other, "classifier.*,fc?.bias")
     assert Layout.of(other).constants != layout.constants
 
 
 def test_what_is_tied_to_a_constant_is_one() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     module[1].weight = module[0].weight
-    parts.freeze(module, "2.*")
+    trainable_tensors.freeze(module, "2.*")
     assert Layout.of(module).names == {"2.weight", "2.bias"}
     assert all(not p.requires_grad or name.startswith("2.") for name, p in module.named_parameters())
 
 
 def test_patterns() -> None:
     layout = Layout.of(mlp())
-    assert parts.travelling(config(), layout, layout.names) == layout.names
-    assert parts.travelling(config(share="*.bias"), layout, frozenset(HEAD)) == {"classifier.bias"}
+    assert trainable_tensors.travelling(config(), layout, layout.names) == layout.names
+    assert trainable_tensors.travelling(config(share="*.bias"), layout, frozenset(HEAD)) == {"classifier.bias"}
     with pytest.raises(UserError, match=r"share: no tensor of the model matches 'adapter.\*'; there are fc1.weight"):
-        parts.travelling(config(share="adapter.*"), layout, layout.names)
+        trainable_tensors.travelling(config(share="adapter.*"), layout, layout.names)
     with pytest.raises(UserError, match=r"share: nothing that method fedavg sends matches 'fc1.\*'"):
-        parts.travelling(config(share="fc1.*"), layout, frozenset(HEAD))
+        trainable_tensors.travelling(config(share="fc1.*"), layout, frozenset(HEAD))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -107,7 +107,9 @@ def test_another_backbone_is_refused_by_name(run: Run, monkeypatch: pytest.Monke
     context = CorollaClient._context
 
     def from_another(self: CorollaClient, download: Download) -> Any:
-        return context(self, dataclasses.replace(download, method={**download.method, parts.HASH: "0" * 64}))
+        return context(
+            self, dataclasses.replace(download, method={**download.method, trainable_tensors.HASH: "0" * 64})
+        )
 
     monkeypatch.setattr(CorollaClient, "_context", from_another)
     with pytest.raises(UserError, match="train: the tensors of model mlp that do not train are not the server's"):

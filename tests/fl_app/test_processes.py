@@ -21,7 +21,9 @@ def test_a_process_is_known_until_it_ends() -> None:
     with sleeper() as process:
         who = identity(process.pid)
         assert is_alive(who) and is_alive(identity(os.getpid()))
-        assert not is_alive(f"{os.getpid()}:{who.partition(':')[2]}")  # the mark of another, as a recycled pid would have
+        assert not is_alive(
+            f"{os.getpid()}:{who.partition(':')[2]}"
+        )  # the mark of another, as a recycled pid would have
         process.send_signal(signal.SIGKILL)
         while is_alive(who):  # a zombie, too, is gone
             time.sleep(0.01)

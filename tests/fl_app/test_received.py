@@ -10,10 +10,10 @@ from flwr.app import RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
-from fl_app import received as receiving
+from fl_app import flower_patches as receiving
 from fl_app import wire
+from fl_app.flower_patches import ReceivedArray
 from fl_app.layout import Model
-from fl_app.received import ReceivedArray
 from fl_app.wire import Expected, Upload
 from tests.conftest import f32
 from tests.fl_app.test_wire import npy, refuse, reply
@@ -42,7 +42,9 @@ def test_a_received_array_is_put_together_from_its_pieces() -> None:
 
 
 def test_pieces_of_an_array_that_is_refused_are_not_joined() -> None:
-    content = received(reply(Upload(Model(np.zeros(2**28, np.float32), f32()), num_examples=3)))  # 1 GB: one piece, 205 times
+    content = received(
+        reply(Upload(Model(np.zeros(2**28, np.float32), f32()), num_examples=3))
+    )  # 1 GB: one piece, 205 times
     array = content.array_records["fitres.parameters"]["0"]
     assert isinstance(array, ReceivedArray) and len(array.pieces) == 205
     tracemalloc.start()

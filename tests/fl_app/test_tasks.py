@@ -47,8 +47,9 @@ def test_classification_is_torchmetrics() -> None:
     want = {
         "accuracy": tmc.multiclass_accuracy(logits, y, 4, average="micro"),
         "balanced-accuracy": tmc.multiclass_accuracy(logits, y, 4, average="macro"),
-        "macro-f1": tmc.multiclass_f1_score(logits, y, 4, average="macro"), "auc": tmc.multiclass_auroc(logits, y, 4),
-    }  # fmt: skip
+        "macro-f1": tmc.multiclass_f1_score(logits, y, 4, average="macro"),
+        "auc": tmc.multiclass_auroc(logits, y, 4),
+    }
     assert found == pytest.approx({name: float(value) for name, value in want.items()}, abs=1e-6)
 
 
@@ -76,8 +77,9 @@ def test_regression_is_torchmetrics(columns: int) -> None:
     found = Regression().measure(outputs, y, ("rmse", "mae", "r2"))
     want = {
         "rmse": tmr.mean_squared_error(outputs.flatten(), y.flatten(), squared=False),
-        "mae": tmr.mean_absolute_error(outputs.flatten(), y.flatten()), "r2": tmr.r2_score(outputs.squeeze(1), y.squeeze(1)),
-    }  # fmt: skip
+        "mae": tmr.mean_absolute_error(outputs.flatten(), y.flatten()),
+        "r2": tmr.r2_score(outputs.squeeze(1), y.squeeze(1)),
+    }
     assert found == pytest.approx({name: float(value) for name, value in want.items()}, abs=1e-6)
     assert math.isnan(Regression().measure(outputs[:1], y[:1], ("r2",))["r2"])
     assert Regression().total(outputs, y).item() == pytest.approx(40 * Regression().loss(outputs, y).item())
@@ -97,7 +99,9 @@ found = [
 
 def test_a_part_of_torchmetrics_measures_as_the_whole() -> None:
     heavy = "print(json.dumps([found, sorted({'torchvision', 'torch._dynamo', 'scipy', 'torchmetrics'} & set(sys.modules))]))"
-    part = subprocess.run([sys.executable, "-c", MEASURED + heavy], capture_output=True, text=True, check=True, timeout=120)
+    part = subprocess.run(
+        [sys.executable, "-c", MEASURED + heavy], capture_output=True, text=True, check=True, timeout=120
+    )
     whole: dict[str, Any] = {}
     exec(MEASURED, whole)  # here torchmetrics was imported at the top
     assert json.loads(part.stdout) == [whole["found"], []]
@@ -134,7 +138,9 @@ def test_what_is_measured() -> None:
 
 def test_tasks_import_nothing_heavy() -> None:
     code = "import sys, fl_app.tasks; print(' '.join(sys.modules))"
-    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
     assert not {"torch", "torchmetrics"} & loaded
 
 

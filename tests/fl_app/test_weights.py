@@ -115,8 +115,15 @@ def test_initial_model_ignores_tied_names_and_keeps_unsaved_buffers(tmp_path: Pa
 
 def test_initial_model_names_what_does_not_fit(tmp_path: Path) -> None:
     path = str(tmp_path / "w.safetensors")
-    save_file({"fc1.weight": torch.zeros(4, 64), "fc1.bias": torch.zeros(128, dtype=torch.int8),
-               "head": torch.zeros(3), "steps": torch.zeros(1, dtype=torch.int64)}, path)  # fmt: skip
+    save_file(
+        {
+            "fc1.weight": torch.zeros(4, 64),
+            "fc1.bias": torch.zeros(128, dtype=torch.int8),
+            "head": torch.zeros(3),
+            "steps": torch.zeros(1, dtype=torch.int64),
+        },
+        path,
+    )
     with pytest.raises(UserError) as caught:
         weights.initial_model(small("mlp"), path)
     assert str(caught.value).splitlines() == [
@@ -138,7 +145,9 @@ def test_initial_model_reads_a_pytorch_state_dict(tmp_path: Path) -> None:
         weights.initial_model(module, str(path))
     for bad in (module, torch.zeros(3)):
         torch.save(bad, path)
-        with pytest.raises(UserError, match="client-3.pt: (not a readable PyTorch file of tensors alone|must hold a state dict)"):
+        with pytest.raises(
+            UserError, match="client-3.pt: (not a readable PyTorch file of tensors alone|must hold a state dict)"
+        ):
             weights.initial_model(module, str(path))
     path.write_bytes(b"nothing")
     with pytest.raises(UserError, match="client-3.pt: not a readable PyTorch file"):

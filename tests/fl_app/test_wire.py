@@ -30,9 +30,12 @@ scalars = st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=Fal
 def upload(**changes: Any) -> Upload:
     model = Model(np.arange(10, dtype=np.float32), f32(0.5, -1))
     fields: dict[str, Any] = {
-        "model": model, "mask": pack(MASK), "extras": {"counts": np.array([1, 2, 3])}, "metrics": {"accuracy-after": 0.5},
+        "model": model,
+        "mask": pack(MASK),
+        "extras": {"counts": np.array([1, 2, 3])},
+        "metrics": {"accuracy-after": 0.5},
         "num_examples": 7,
-    }  # fmt: skip
+    }
     return Upload(**(fields | changes))
 
 
@@ -99,9 +102,16 @@ def test_any_upload_round_trip(params: np.ndarray, buffers: np.ndarray, metrics:
 @pytest.mark.parametrize("task", ["train", "collect", "evaluate"])
 def test_download_round_trip(task: str) -> None:
     sent = Download(
-        task, 3, 1, "abc", Model(f32(1, 2, 3), f32(4)), "000002-00", ("000001-00", "000002-00"), {"center": f32(7, 8)},
+        task,
+        3,
+        1,
+        "abc",
+        Model(f32(1, 2, 3), f32(4)),
+        "000002-00",
+        ("000001-00", "000002-00"),
+        {"center": f32(7, 8)},
         {"mu": 0.5, "on": True},
-    )  # fmt: skip
+    )
     content = wire.encode_download(sent)
     read = compat.recorddict_to_evaluateins if task == "evaluate" else compat.recorddict_to_fitins
     ins = read(content, True)
@@ -257,11 +267,18 @@ def test_a_damaged_header(i: int, a: int, j: int, b: int) -> None:
         assert got.model.params.shape == (10,)
 
 
-@pytest.mark.parametrize("header", [
-    b"{'descr': '<f4', 'fortran_order': False, 'shape': (10,)", b"(" * 150, b"{'descr': 1, 'fortran_order': 0, 'shape': 3}",
-    b"{'descr': '<f4', 'fortran_order': False, 'shape': (-10,), }", b"{'descr': [], 'fortran_order': False, 'shape': (10,)}",
-    b"{'descr': '<f4', 'fortran_order': False, 'shape': (1e3,)}", b"\xff\xfe" * 20,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (10,)",
+        b"(" * 150,
+        b"{'descr': 1, 'fortran_order': 0, 'shape': 3}",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (-10,), }",
+        b"{'descr': [], 'fortran_order': False, 'shape': (10,)}",
+        b"{'descr': '<f4', 'fortran_order': False, 'shape': (1e3,)}",
+        b"\xff\xfe" * 20,
+    ],
+)
 def test_headers_that_are_not_headers(header: bytes) -> None:
     padded = header.ljust(118) + b"\n"
     data = b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded + bytes(40)
@@ -271,13 +288,23 @@ def test_headers_that_are_not_headers(header: bytes) -> None:
 # scalars
 
 
-@pytest.mark.parametrize("records", [
-    RecordDict(),
-    RecordDict({"fitres.parameters": ArrayRecord(), "fitres.metrics": ConfigRecord({"arrays": ""})}),
-    RecordDict({"fitres.metrics": ConfigRecord({"arrays": ""}), "fitres.num_examples": MetricRecord({"num_examples": 1})}),
-    RecordDict({"fitres.parameters": ArrayRecord(), "fitres.metrics": ConfigRecord(),
-                "fitres.num_examples": MetricRecord({"examples": 1})}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "records",
+    [
+        RecordDict(),
+        RecordDict({"fitres.parameters": ArrayRecord(), "fitres.metrics": ConfigRecord({"arrays": ""})}),
+        RecordDict(
+            {"fitres.metrics": ConfigRecord({"arrays": ""}), "fitres.num_examples": MetricRecord({"num_examples": 1})}
+        ),
+        RecordDict(
+            {
+                "fitres.parameters": ArrayRecord(),
+                "fitres.metrics": ConfigRecord(),
+                "fitres.num_examples": MetricRecord({"examples": 1}),
+            }
+        ),
+    ],
+)
 def test_replies_that_are_no_replies(records: RecordDict) -> None:
     refuse(records, "malformed reply", expected=Expected(0, 0))
 
@@ -329,16 +356,19 @@ def test_evaluation_round_trip() -> None:
     assert np.isnan(loss) and num_examples == 0
 
 
-@pytest.mark.parametrize(("content", "words"), [
-    (RecordDict(), "malformed reply"),
-    (evaluation(accuracy=[0.5], **SHA), "malformed reply"),
-    (evaluation(loss=[0.5], **SHA), "loss must be a number >= 0, got [0.5]"),
-    (evaluation(loss=-1.0, **SHA), "loss must be a number >= 0, got -1.0"),
-    (evaluation(num_examples=-4, **SHA), "num_examples must be an integer >= 0, got -4"),
-    (evaluation(accuracy=0.5), "sha256 must be 64 hexadecimal digits, got ''"),
-    (evaluation(accuracy=0.5, sha256="xyz"), "sha256 must be 64 hexadecimal digits, got 'xyz'"),
-    (evaluation(error="client 3: no such state"), "client 3: no such state"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (RecordDict(), "malformed reply"),
+        (evaluation(accuracy=[0.5], **SHA), "malformed reply"),
+        (evaluation(loss=[0.5], **SHA), "loss must be a number >= 0, got [0.5]"),
+        (evaluation(loss=-1.0, **SHA), "loss must be a number >= 0, got -1.0"),
+        (evaluation(num_examples=-4, **SHA), "num_examples must be an integer >= 0, got -4"),
+        (evaluation(accuracy=0.5), "sha256 must be 64 hexadecimal digits, got ''"),
+        (evaluation(accuracy=0.5, sha256="xyz"), "sha256 must be 64 hexadecimal digits, got 'xyz'"),
+        (evaluation(error="client 3: no such state"), "client 3: no such state"),
+    ],
+)
 def test_bad_evaluations(content: RecordDict, words: str) -> None:
     with pytest.raises(WireError) as info:
         wire.decode_evaluation(content)

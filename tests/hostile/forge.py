@@ -42,7 +42,18 @@ def many_metrics(count: int) -> Alter:
 
 def odd_metrics(reply: Reply, message: Message) -> None:
     """Report metrics with the names of other things, and odd ones."""
-    for name in ("collaborators", "seconds", "clients", "upload-bytes", "round", "../x", "\x1b[2J", "", "seconds-", "a" * 1000):
+    for name in (
+        "collaborators",
+        "seconds",
+        "clients",
+        "upload-bytes",
+        "round",
+        "../x",
+        "\x1b[2J",
+        "",
+        "seconds-",
+        "a" * 1000,
+    ):
         metric(name, 1.5)(reply, message)
     for name in ("notes", "overlap", "sha256", "seconds-of-text"):
         metric(name, "<script>\x9b" * 100)(reply, message)
@@ -70,7 +81,9 @@ def evaluation_loss(value: float) -> Alter:
 
 def evaluation_samples(value: int) -> Alter:
     """Say another number of test samples."""
-    return lambda reply, message: reply.content.metric_records["evaluateres.num_examples"].update({"num_examples": value})
+    return lambda reply, message: reply.content.metric_records["evaluateres.num_examples"].update(
+        {"num_examples": value}
+    )
 
 
 def properties(changes: Mapping[str, Any]) -> Alter:

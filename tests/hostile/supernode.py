@@ -33,8 +33,12 @@ from client_app.client_app import app as client_app
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.3
 _AGAIN = {  # as a real SuperNode, which sends again what did not arrive
-    "maxAttempts": 5, "initialBackoff": "0.1s", "maxBackoff": "2s", "backoffMultiplier": 3, "retryableStatusCodes": ["UNAVAILABLE"],
-}  # fmt: skip
+    "maxAttempts": 5,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 3,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
 _OPTIONS = [("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _AGAIN}]}))]
 _ONE_AT_A_TIME = threading.Lock()  # the ClientApps of all nodes are in this process
 
@@ -133,23 +137,33 @@ class SuperNode:
     """
 
     def __init__(
-        self, fleet: str, partition: Mapping[str, int | str],
-        alter: Callable[[Reply, Message], Reply | None] | None = None, once: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        fleet: str,
+        partition: Mapping[str, int | str],
+        alter: Callable[[Reply, Message], Reply | None] | None = None,
+        once: bool = False,
+    ) -> None:
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 0
         self._partition, self._alter, self._once = dict(partition), alter, once
         self._private, public = generate_key_pairs()
         self._public = public_key_to_bytes(public)
-        self._channel = grpc.intercept_channel(grpc.insecure_channel(fleet, _OPTIONS), _interceptor(self._private, public))
+        self._channel = grpc.intercept_channel(
+            grpc.insecure_channel(fleet, _OPTIONS), _interceptor(self._private, public)
+        )
         self._stub = fleet_pb2_grpc.FleetStub(self._channel)
         self._configs: dict[int, dict[str, Any]] = {}
         self._ended = threading.Event()
         self.trouble: list[BaseException] = []
         self.refused: list[grpc.RpcError] = []
         self._stub.RegisterNode(fleet_pb2.RegisterNodeFleetRequest(public_key=self._public))
-        activated = self._stub.ActivateNode(fleet_pb2.ActivateNodeRequest(public_key=self._public, heartbeat_interval=60))
+        activated = self._stub.ActivateNode(
+            fleet_pb2.ActivateNodeRequest(public_key=self._public, heartbeat_interval=60)
+        )
         self.node = node_pb2.Node(node_id=activated.node_id)
-        self._threads = [threading.Thread(target=self._serve, daemon=True), threading.Thread(target=self._beat, daemon=True)]
+        self._threads = [
+            threading.Thread(target=self._serve, daemon=True),
+            threading.Thread(target=self._beat, daemon=True),
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -166,7 +180,9 @@ class SuperNode:
     def _beat(self) -> None:
         while not self._ended.wait(20):
             with contextlib.suppress(grpc.RpcError):
-                self._stub.SendNodeHeartbeat(heartbeat_pb2.SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=60))
+                self._stub.SendNodeHeartbeat(
+                    heartbeat_pb2.SendNodeHeartbeatRequest(node=self.node, heartbeat_interval=60)
+                )
 
     def _serve(self) -> None:
         while not self._ended.wait(POLL_SECONDS):

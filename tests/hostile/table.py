@@ -11,9 +11,10 @@ from tests.hostile.catalogue import ATTACKS
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 BEGIN, END = "<!-- attacks: made by python -m tests.hostile.table -->", "<!-- end of attacks -->"
 HELD = {
-    "named": "dropped by name, the round goes on", "kept": "without effect, the reply counts",
+    "named": "dropped by name, the round goes on",
+    "kept": "without effect, the reply counts",
     "refused": "left out by name, the run goes on",
-}  # fmt: skip
+}
 WHERE = {"start": "at the start", "join": "during the run"}
 
 
@@ -29,7 +30,9 @@ def table() -> str:
 
 def rows() -> str:
     """Return the table of a catalogue that is contained."""
-    lines = [f"| {attack.does} | {WHERE.get(attack.where, attack.where)} | {HELD[attack.holds]} |" for attack in ATTACKS]
+    lines = [
+        f"| {attack.does} | {WHERE.get(attack.where, attack.where)} | {HELD[attack.holds]} |" for attack in ATTACKS
+    ]
     head = [f"{len(ATTACKS)} attacks, all contained:", "", "| attack | where | what becomes of it |", "|---|---|---|"]
     return "\n".join([*head, *lines])
 

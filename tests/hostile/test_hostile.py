@@ -28,10 +28,19 @@ HONEST = (0, 1)
 LIARS = 6
 CLIENTS = len(HONEST) + LIARS
 CONFIG: dict[str, Any] = {
-    "method": "fedper", "model": "mlp", "dataset": "digits", "train-samples": 24, "test-samples": 10, "local-epochs": 1,
-    "min-results": 0.25, "evaluate-every": 1, "round-timeout": 30.0, "available-timeout": 30.0, "client-threads": 1,
+    "method": "fedper",
+    "model": "mlp",
+    "dataset": "digits",
+    "train-samples": 24,
+    "test-samples": 10,
+    "local-epochs": 1,
+    "min-results": 0.25,
+    "evaluate-every": 1,
+    "round-timeout": 30.0,
+    "available-timeout": 30.0,
+    "client-threads": 1,
     "min-available-clients": CLIENTS,
-}  # fmt: skip
+}
 
 
 def plan(where: str) -> dict[tuple[int, int], Attack]:
@@ -85,7 +94,7 @@ class Outcome:
             alike = sum(other.holds == "refused" and other.says == attack.says for other in ATTACKS)
             return len(said) >= alike, said[0] if said else "nothing"
         planned = UPLOADS if attack.where == "upload" else EVALUATIONS
-        (client, round), = (place for place, other in planned.items() if other is attack)
+        ((client, round),) = (place for place, other in planned.items() if other is attack)
         record = self.records[round - 1] if attack.where == "upload" else self.records[round - 1]["evaluation"]
         causes = [failure["cause"] for failure in record["failures"] if failure["client"] == client]
         used = str(client) in record["clients"]
@@ -116,7 +125,12 @@ def attack_all(cluster: Cluster, directory: Path, nodes: list[SuperNode]) -> Out
     def from_the_start(attack: Attack) -> Any:
         return lambda reply, message: play(attack, reply, message)
 
-    config = {**CONFIG, "num-server-rounds": ROUNDS, "state-dir": str(directory / "state"), "data-dir": str(directory / "data")}
+    config = {
+        **CONFIG,
+        "num-server-rounds": ROUNDS,
+        "state-dir": str(directory / "state"),
+        "data-dir": str(directory / "data"),
+    }
     open_client(parse({**config, "num-clients": CLIENTS}, METHOD_PARAMS), 0)  # prepares the data, once for all clients
     for client_id in range(CLIENTS):
         start(client_id, None if client_id in HONEST else lying(client_id))

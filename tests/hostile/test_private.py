@@ -36,10 +36,21 @@ pytestmark = [pytest.mark.hostile, pytest.mark.timeout(1800)]
 
 CLIENTS, ROUNDS, LATE, LATE_ROUND = 14, 12, 5, 11
 CONFIG: dict[str, Any] = {
-    "method": "fedcac", "private": True, "model": "mlp", "dataset": "digits", "train-samples": 40, "test-samples": 10,
-    "num-server-rounds": ROUNDS, "fedcac.beta": ROUNDS, "fedcac.weighting": "uniform", "client-threads": 1, "device": "cpu",
-    "report-accuracy": False, "round-timeout": 40.0, "min-available-clients": CLIENTS,
-}  # fmt: skip
+    "method": "fedcac",
+    "private": True,
+    "model": "mlp",
+    "dataset": "digits",
+    "train-samples": 40,
+    "test-samples": 10,
+    "num-server-rounds": ROUNDS,
+    "fedcac.beta": ROUNDS,
+    "fedcac.weighting": "uniform",
+    "client-threads": 1,
+    "device": "cpu",
+    "report-accuracy": False,
+    "round-timeout": 40.0,
+    "min-available-clients": CLIENTS,
+}
 
 
 @dataclass
@@ -64,7 +75,9 @@ class Recorded:
     def sums(self, last: int) -> list[Sum]:
         """Every sum that the server could form until a round, of the attempt that was repeated, too; all count alike."""
         groups = {(round, attempt, own) for (round, attempt, _), own in self.members.items()}
-        whole = sorted(each for each in groups if each[0] <= last and (each[:2] != (LATE_ROUND, 0) or LATE not in each[2]))
+        whole = sorted(
+            each for each in groups if each[0] <= last and (each[:2] != (LATE_ROUND, 0) or LATE not in each[2])
+        )
         return [(round, dict.fromkeys(own, 1.0)) for round, _, own in whole]
 
 
@@ -137,7 +150,13 @@ def row_densities(bits: np.ndarray, layout: Layout) -> np.ndarray:
 @pytest.fixture
 def plain_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, np.ndarray]:
     """What the same clients send in the last round of a run that is not private, by client."""
-    config = {**CONFIG, "private": False, "num-clients": CLIENTS, "output-dir": str(tmp_path), "state-dir": str(tmp_path / "state")}
+    config = {
+        **CONFIG,
+        "private": False,
+        "num-clients": CLIENTS,
+        "output-dir": str(tmp_path),
+        "state-dir": str(tmp_path / "state"),
+    }
     found: dict[int, np.ndarray] = {}
     decode = Intake.accept
 
@@ -182,7 +201,9 @@ def test_no_single_model_is_closer_than_a_random_one(recorded: Recorded) -> None
     for i in range(CLIENTS):
         alike = attack.alike(i)  # those whose estimate is the same
         own, of_all = attack.place(i, alike), attack.place(i, attack.truth)
-        print(f"client {i}: the estimate is also that of {alike}; own model's place {own:.2f} among them, {of_all:.2f} of all")
+        print(
+            f"client {i}: the estimate is also that of {alike}; own model's place {own:.2f} among them, {of_all:.2f} of all"
+        )
     assert len(sums) > LATE_ROUND and attack.rank > 1  # it had groups
     assert all(len(attack.alike(i)) >= 3 for i in range(CLIENTS)) and attack.rank <= CLIENTS // 3
     s = masking.scale(CLIENTS, masking.PARAMS_RANGE)
@@ -199,7 +220,9 @@ def test_of_who_was_away_the_difference_tells(recorded: Recorded) -> None:
 
 def test_the_late_upload_is_thrown_away_and_the_others_repeat_it_under_other_masks(recorded: Recorded) -> None:
     record = rounds(recorded.run.folder)[LATE_ROUND - 1]
-    assert [(f["client"], f["attempt"]) for f in record["failures"]] == [(LATE, 1)] and "no reply" in record["failures"][0]["cause"]
+    assert [(f["client"], f["attempt"]) for f in record["failures"]] == [(LATE, 1)] and "no reply" in record[
+        "failures"
+    ][0]["cause"]
     assert str(LATE) not in record["clients"] and len(record["clients"]) == CLIENTS - 1
     first = [recorded.arrived[LATE_ROUND, 0, i].extras[wire.SUM] for i in range(CLIENTS) if i != LATE]
     again = [recorded.arrived[LATE_ROUND, 1, i].extras[wire.SUM] for i in range(CLIENTS) if i != LATE]

@@ -21,8 +21,8 @@ from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload
 from strategies import METHODS
 from strategies.base import Drawings, RoundContext, Uploads
-from strategies.base.attempt import Attempt
 from strategies.base.uploads import Intake
+from strategies.engine.attempt import Attempt
 from tests.conftest import config
 from tests.methods.one_client import samples, small
 
@@ -33,9 +33,14 @@ class Federation:
     """Clients with samples of their own, 2 x 2 pixels and 3 classes, around one server."""
 
     def __init__(
-        self, folder: Path, method: str, *, sizes: Iterable[int] = (10, 6, 8), network: Callable[[], nn.Module] = small,
+        self,
+        folder: Path,
+        method: str,
+        *,
+        sizes: Iterable[int] = (10, 6, 8),
+        network: Callable[[], nn.Module] = small,
         **changes: Any,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.data = [samples(n, seed=i) for i, n in enumerate(sizes)]
         self.config = config(method=method, num_clients=len(self.data), **{**SMALL, **changes})
         self.method, self.draw = METHODS[method], network
@@ -68,9 +73,17 @@ class Federation:
         trainer = LocalTrainer(self.module(), self.config, ClientData(x, y, x, y, info), round, client_id)
         download = self.server.download_for(client_id, round, "train")
         ctx = RoundContext(
-            self.config, self.config.params, round, client_id, self.layout, self.shared, lambda: self.initial, trainer, len(y),
+            self.config,
+            self.config.params,
+            round,
+            client_id,
+            self.layout,
+            self.shared,
+            lambda: self.initial,
+            trainer,
+            len(y),
             download.extras,
-        )  # fmt: skip
+        )
         return ctx, download.model
 
     @property

@@ -49,16 +49,28 @@ def small_clients(directory: Path) -> dict[str, Any]:
     """Client 0 has one sample, client 1 two of ten classes and no test data, client 2 one sample more than a batch."""
     split = directory / "split.npz"
     np.savez(
-        split, train_idx_0=[3], train_idx_1=[4, 14, 24, 5, 15], train_idx_2=np.arange(12, 33), test_idx_0=[0, 1],
-        test_idx_1=np.zeros(0, int), test_idx_2=np.arange(5, 15),
-    )  # fmt: skip
+        split,
+        train_idx_0=[3],
+        train_idx_1=[4, 14, 24, 5, 15],
+        train_idx_2=np.arange(12, 33),
+        test_idx_0=[0, 1],
+        test_idx_1=np.zeros(0, int),
+        test_idx_2=np.arange(5, 15),
+    )
     return {"dataset": arrays(directory), "partition": f"file:{split}", "batch_size": 20}
 
 
 def client(
-    method: str, module: nn.Module, x: np.ndarray, y: np.ndarray, *, round: int = 1, num_classes: int = 2,
-    extras: Mapping[str, Any] | None = None, **changes: Any,
-) -> RoundContext[Any]:  # fmt: skip
+    method: str,
+    module: nn.Module,
+    x: np.ndarray,
+    y: np.ndarray,
+    *,
+    round: int = 1,
+    num_classes: int = 2,
+    extras: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> RoundContext[Any]:
     """Context of one client whose training and test data are the images x uint8 [n, 1, S, S] with labels y."""
     parsed, registered = config(method=method, **changes), METHODS[method]
     if registered.wrap is not None:
@@ -67,6 +79,4 @@ def client(
     layout, initial = Layout.of(module), weights.read(module)
     trainer = LocalTrainer(module, parsed, ClientData(x, y, x, y, info), round, 0)
     shared = registered.shared(layout, parsed.params)
-    return RoundContext(
-        parsed, parsed.params, round, 0, layout, shared, lambda: initial, trainer, len(y), extras or {}
-    )
+    return RoundContext(parsed, parsed.params, round, 0, layout, shared, lambda: initial, trainer, len(y), extras or {})

@@ -216,7 +216,9 @@ def test_state_is_as_documented() -> None:
 def test_what_a_users_model_holds_fixed_stays_fixed() -> None:
     module = small()
     module.features.requires_grad_(False)
-    ctx = client("apfl", module, *samples(), weight_decay=0.1, momentum=0.9, apfl={"alpha": 0.3, "alpha_updates": "batch"})
+    ctx = client(
+        "apfl", module, *samples(), weight_decay=0.1, momentum=0.9, apfl={"alpha": 0.3, "alpha_updates": "batch"}
+    )
     update, state, start = APFLUpdate(), State(), ctx.initial()
     for _ in range(2):
         after = update.train(start, state, ctx)

@@ -31,8 +31,17 @@ from tests.conftest import flat
 
 BASELINES = ("fedprox", "fedper", "fedrep", "fedbn", "lg-fedavg", "ditto", "pfedme")
 SETTING: dict[str, Any] = {
-    "num-clients": 4, "num-server-rounds": 2, "local-epochs": 1, "train-samples": 30, "test-samples": 10, "device": "cpu",
-    "batch-size": 10, "momentum": 0.5, "checkpoint-every": 9, "pfedme.inner-steps": 2, "model": "mlp",
+    "num-clients": 4,
+    "num-server-rounds": 2,
+    "local-epochs": 1,
+    "train-samples": 30,
+    "test-samples": 10,
+    "device": "cpu",
+    "batch-size": 10,
+    "momentum": 0.5,
+    "checkpoint-every": 9,
+    "pfedme.inner-steps": 2,
+    "model": "mlp",
 }
 RESNET = {"model": "resnet8", "num-clients": 3, "train-samples": 21}  # 21: the last sample joins the second batch
 
@@ -171,7 +180,9 @@ def layout_of(config: RunConfig) -> tuple[Layout, Model]:
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-@pytest.mark.parametrize("model", [pytest.param({}, id="mlp"), pytest.param(RESNET, id="resnet8", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "model", [pytest.param({}, id="mlp"), pytest.param(RESNET, id="resnet8", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("method", BASELINES)
 def test_a_run_does_not_depend_on_whether_state_was_reloaded_and_can_be_repeated(
     run: Any, monkeypatch: pytest.MonkeyPatch, method: str, model: dict[str, Any], fraction: float
@@ -203,7 +214,12 @@ def test_a_rerun_gives_the_same_numbers(run: Any, method: str) -> None:
 @pytest.mark.parametrize(
     ("method", "model"),
     [
-        ("fedper", {}), ("fedrep", {}), ("lg-fedavg", {}), ("fedrep", RESNET), ("lg-fedavg", RESNET), ("fedbn", RESNET),
+        ("fedper", {}),
+        ("fedrep", {}),
+        ("lg-fedavg", {}),
+        ("fedrep", RESNET),
+        ("lg-fedavg", RESNET),
+        ("fedbn", RESNET),
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("model", "mlp"),
 )

@@ -25,8 +25,17 @@ from tests.conftest import flat
 
 BASELINES = ("fedprox", "fedper", "fedrep", "fedbn", "lg-fedavg", "ditto", "pfedme")
 SETTING: dict[str, Any] = {
-    "num-clients": 4, "num-server-rounds": 2, "local-epochs": 1, "train-samples": 30, "test-samples": 10, "device": "cpu",
-    "batch-size": 10, "momentum": 0.5, "checkpoint-every": 9, "pfedme.inner-steps": 2, "model": "mlp",
+    "num-clients": 4,
+    "num-server-rounds": 2,
+    "local-epochs": 1,
+    "train-samples": 30,
+    "test-samples": 10,
+    "device": "cpu",
+    "batch-size": 10,
+    "momentum": 0.5,
+    "checkpoint-every": 9,
+    "pfedme.inner-steps": 2,
+    "model": "mlp",
 }
 RESNET = {"model": "resnet8", "num-clients": 3, "train-samples": 21}  # 21: the last sample joins the second batch
 
@@ -111,7 +120,9 @@ def test_pfedme_one_batch_by_hand() -> None:
     # theta_1 = 0 + ln3 * (1/2 - 1/2 * 0) = ln(3)/2; theta_2 = ln(3)/2 + ln3 * (1/4 - 1/2 * (ln(3)/2 - 0)) = 0.5222220.
     # w = 0 - eta lambda (0 - theta_2) = 1/8 * 0.5222220 = 0.0652778. The personal model is theta_2.
     ctx = tiny_client(
-        "pfedme", 1, pfedme={"outer_learning_rate": 0.25, "inner_steps": 2, "inner_learning_rate": LN3, "proximal_weight": 0.5}
+        "pfedme",
+        1,
+        pfedme={"outer_learning_rate": 0.25, "inner_steps": 2, "inner_learning_rate": LN3, "proximal_weight": 0.5},
     )
     update, state = METHODS["pfedme"].local_update(), State()
     w = update.train(tiny(0), state, ctx)
@@ -124,7 +135,9 @@ def test_pfedme_one_batch_by_hand() -> None:
 def test_pfedme_second_batch_goes_on_from_theta_and_the_new_w() -> None:
     # As above with two batches: theta goes on from theta_2, its centre is now w_1; then w_2 = w_1 + 1/8 * (theta_4 - w_1).
     ctx = tiny_client(
-        "pfedme", 2, pfedme={"outer_learning_rate": 0.25, "inner_steps": 2, "inner_learning_rate": LN3, "proximal_weight": 0.5}
+        "pfedme",
+        2,
+        pfedme={"outer_learning_rate": 0.25, "inner_steps": 2, "inner_learning_rate": LN3, "proximal_weight": 0.5},
     )
     w, theta = 0.0, 0.0
     for _ in range(2):
@@ -156,7 +169,9 @@ def test_pfedme_server_steps_towards_the_unweighted_mean(tmp_path: Path) -> None
 
 
 def test_pfedme_refuses_outer_steps_that_carry_w_past_theta() -> None:
-    with pytest.raises(UserError, match=r"pfedme.outer-learning-rate: times pfedme.proximal-weight \(15\) must be below 1"):
+    with pytest.raises(
+        UserError, match=r"pfedme.outer-learning-rate: times pfedme.proximal-weight \(15\) must be below 1"
+    ):
         small_client("pfedme", pfedme={"outer_learning_rate": 0.1})
 
 
@@ -200,7 +215,8 @@ def test_fedrep_trains_the_head_then_the_body(monkeypatch: pytest.MonkeyPatch) -
     body = ctx.layout.names - head
     assert ctx.local == head and {"bn.running_mean", "bn.running_var"} <= body
     assert [c[0] for c in calls] == [
-        {"epochs": 2, "purpose": "train-head", "frozen": body}, {"epochs": 1, "purpose": "train-body", "frozen": head},
+        {"epochs": 2, "purpose": "train-head", "frozen": body},
+        {"epochs": 1, "purpose": "train-body", "frozen": head},
     ]
     with_head = ctx.layout.tensors(calls[0][2])
     before, after = ctx.layout.tensors(start), ctx.layout.tensors(final)

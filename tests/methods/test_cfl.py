@@ -60,12 +60,19 @@ def uploads_mean(uploads: Uploads) -> bytes:
 @pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}])
 def test_without_splits_it_is_uniform_fedavg_bit_for_bit(tmp_path: Path, kinds: dict[str, Any]) -> None:
     federation = Federation(
-        tmp_path, "cfl", cfl={"eps1": 0.0, "start": 0}, network=lambda: small(**kinds), sizes=(10, 6, 8, 7), momentum=0.5
+        tmp_path,
+        "cfl",
+        cfl={"eps1": 0.0, "start": 0},
+        network=lambda: small(**kinds),
+        sizes=(10, 6, 8, 7),
+        momentum=0.5,
     )
     for ids in ([0, 2], [0, 1, 2, 3], [1, 3]):
         uploads = federation.round(ids)
         for got, rows in zip(
-            (federation.server.global_model.params, federation.server.global_model.buffers), (uploads.W, uploads.B), strict=True
+            (federation.server.global_model.params, federation.server.global_model.buffers),
+            (uploads.W, uploads.B),
+            strict=True,
         ):
             assert got.tobytes() == (rows.astype(np.float64).sum(axis=0) / len(ids)).astype(np.float32).tobytes()
         assert all(federation.server.model_for(i).params.tobytes() == uploads_mean(uploads) for i in range(4))

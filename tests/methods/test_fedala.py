@@ -65,14 +65,23 @@ def test_mixtures_end_at_both_models_exactly(seed: int) -> None:
 def test_when_the_loss_has_settled() -> None:
     assert not settled([1.0] * 10, 0.1, 100) and settled([1.0] * 11, 0.1, 100)
     rising = [float(i) for i in range(11)]
-    assert not settled(rising, 2.8, 100) and settled(rising, 2.9, 100)  # std of ten numbers in a row: sqrt(99/12) = 2.872
+    assert not settled(rising, 2.8, 100) and settled(
+        rising, 2.9, 100
+    )  # std of ten numbers in a row: sqrt(99/12) = 2.872
     assert settled([9.0] + [1.0] * 10, 0.1, 100)  # the last ten alone
     assert settled(rising, 0.1, 11) and settled([1.0], 0.1, 1)
 
 
-@pytest.mark.parametrize(("layers", "names"), [
-    (1, {"fc"}), (2, {"fc", "bn"}), (3, {"fc", "bn", "conv"}), (0, {"fc", "bn", "conv", "stem"}), (9, {"fc", "bn", "conv", "stem"}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [
+        (1, {"fc"}),
+        (2, {"fc", "bn"}),
+        (3, {"fc", "bn", "conv"}),
+        (0, {"fc", "bn", "conv", "stem"}),
+        (9, {"fc", "bn", "conv", "stem"}),
+    ],
+)
 def test_the_last_modules(layers: int, names: set[str]) -> None:
     layout = Layout.of(Small())
     first = mixed_from(layout, layers)
@@ -83,11 +92,15 @@ def test_the_last_modules(layers: int, names: set[str]) -> None:
 # Learning -------------------------------------------------------------------------------------------------------------
 
 
-def naive(ctx: RoundContext[Any], received: Model, own: np.ndarray, first: int, known: np.ndarray | None) -> tuple[np.ndarray, int]:
+def naive(
+    ctx: RoundContext[Any], received: Model, own: np.ndarray, first: int, known: np.ndarray | None
+) -> tuple[np.ndarray, int]:
     """A after learning, and the number of epochs, word by word: the whole model in float64, one batch after the other."""
     data, c, p = ctx.trainer.data, ctx.config, ctx.params  # type: ignore[attr-defined]
     n = ctx.num_samples
-    chosen = rng.generator(c.seed, "ala", ctx.round, ctx.client_id).choice(n, max(1, int(p.sample_share * n)), replace=False)
+    chosen = rng.generator(c.seed, "ala", ctx.round, ctx.client_id).choice(
+        n, max(1, int(p.sample_share * n)), replace=False
+    )
     module = Small()
     weights.write(module, received)
     module.double().eval()
@@ -109,21 +122,38 @@ def naive(ctx: RoundContext[Any], received: Model, own: np.ndarray, first: int, 
             A[first:] = (A - p.weight_learning_rate * gradient * (theirs - mine)).clamp(0, 1)[first:]
             total += loss.item() * len(y)
         losses.append(total / len(chosen))
-        if known is not None or (len(losses) > 10 and np.std(losses[-10:]) < p.threshold) or len(losses) == p.max_epochs:
+        if (
+            known is not None
+            or (len(losses) > 10 and np.std(losses[-10:]) < p.threshold)
+            or len(losses) == p.max_epochs
+        ):
             return A[first:].numpy(), len(losses)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 0])
-@pytest.mark.parametrize("changes", [
-    {}, {"weight_learning_rate": 20.0}, {"sample_share": 0.3}, {"threshold": 1e-6, "max_epochs": 13}, {"threshold": 100.0},
-], ids=str)  # fmt: skip
-def test_learning_against_a_naive_reference(monkeypatch: pytest.MonkeyPatch, layers: int, changes: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"weight_learning_rate": 20.0},
+        {"sample_share": 0.3},
+        {"threshold": 1e-6, "max_epochs": 13},
+        {"threshold": 100.0},
+    ],
+    ids=str,
+)
+def test_learning_against_a_naive_reference(
+    monkeypatch: pytest.MonkeyPatch, layers: int, changes: dict[str, float]
+) -> None:
     ctx = client("fedala", fedala={"layers": layers, "weight_learning_rate": 5.0, **changes}, learning_rate=0.3)
     update, state, start = FedALAUpdate(), State(), ctx.initial()
     assert update.merge(start, state, ctx) is start
     first_model = update.train(start, state, ctx)
     first = mixed_from(ctx.layout, layers)
-    assert set(state.arrays) == {"fedala.own"} and state.arrays["fedala.own"].tobytes() == first_model.params[first:].tobytes()
+    assert (
+        set(state.arrays) == {"fedala.own"}
+        and state.arrays["fedala.own"].tobytes() == first_model.params[first:].tobytes()
+    )
 
     steps: list[int] = []
     monkeypatch.setattr(fedala, "step", lambda *args: (steps.append(1), step(*args))[1])

@@ -69,7 +69,9 @@ def test_rows_are_convex_combinations(W: np.ndarray, sigma: float, alpha: float)
 
 def test_limits() -> None:
     assert (attention(W, sigma=1e-4, alpha=1) == np.eye(3)).all()  # nobody is near: local training
-    np.testing.assert_allclose(attention(W, sigma=1e9, alpha=1e-3), np.eye(3), atol=1e-9)  # alpha/sigma: no weight at all
+    np.testing.assert_allclose(
+        attention(W, sigma=1e9, alpha=1e-3), np.eye(3), atol=1e-9
+    )  # alpha/sigma: no weight at all
     equal = attention(np.stack([W[0]] * 3), sigma=1, alpha=0.25)
     np.testing.assert_allclose(equal, [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]])
     assert attention(W[:1], sigma=1, alpha=5).tolist() == [[1]]
@@ -150,7 +152,9 @@ def test_alpha_decays() -> None:
     assert [params.alpha_in(t) for t in (31, 61)] == pytest.approx([1e3, 1e2])
 
 
-def test_a_negative_own_weight_is_warned_of_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_negative_own_weight_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logging.getLogger("corolla"), "propagate", True)
     play(server(), 1, [0, 1, 2], [0, 1, 2])
     assert not caplog.messages

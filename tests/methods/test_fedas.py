@@ -75,7 +75,9 @@ def test_information_against_plain_pytorch(kinds: dict[str, Any]) -> None:
 
 def test_alignment_against_plain_pytorch() -> None:
     x, y = samples(6)
-    ctx = client("fedas", small(), x, y, batch_size=6, fedas={"alignment_learning_rate": 0.5}, weight_decay=0.1, momentum=0.9)
+    ctx = client(
+        "fedas", small(), x, y, batch_size=6, fedas={"alignment_learning_rate": 0.5}, weight_decay=0.1, momentum=0.9
+    )
     random, start = np.random.default_rng(0), ctx.initial()
     own = Model(start.params + random.normal(0, 0.3, start.params.size).astype(np.float32), start.buffers)
     state, update = State(), METHOD.local_update()

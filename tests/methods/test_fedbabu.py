@@ -36,7 +36,9 @@ def test_every_untuned_classifier_is_the_initial_one_for_ever(run: Run, model: s
     folder = run(method="fedbabu", model=model, finetune_epochs=1, seed=3, **HARD, **small)
     layout, start = initial(model, seed=3)
     classifier, body = layout.classifier, layout.names - layout.classifier
-    models_saved = [weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout) for i in range(3)]
+    models_saved = [
+        weights.load_safetensors(folder.path / "models" / f"client-{i}.safetensors", layout) for i in range(3)
+    ]
     for saved in models_saved:
         assert layout.take(saved, classifier).params.tobytes() == layout.take(start, classifier).params.tobytes()
         assert layout.take(saved, body).params.tobytes() == layout.take(models_saved[0], body).params.tobytes()
@@ -83,9 +85,12 @@ def test_the_client_half_is_training_with_a_frozen_classifier() -> None:
 
 @pytest.mark.parametrize(
     ("finetune", "still"),
-    [("full", set()), ("head", {"1.weight", "1.bias", "2.weight", "2.bias", "2.running_mean", "2.running_var"}),
-     ("body", {"4.weight", "4.bias"})],
-)  # fmt: skip
+    [
+        ("full", set()),
+        ("head", {"1.weight", "1.bias", "2.weight", "2.bias", "2.running_mean", "2.running_var"}),
+        ("body", {"4.weight", "4.bias"}),
+    ],
+)
 def test_what_fine_tuning_moves(finetune: str, still: set[str]) -> None:
     ctx, update = small_client(fedbabu={"finetune": finetune}), METHOD.local_update()
     start = ctx.initial()
@@ -96,7 +101,9 @@ def test_what_fine_tuning_moves(finetune: str, still: set[str]) -> None:
         assert tuned.params.tobytes() == plain.params.tobytes() and tuned.buffers.tobytes() == plain.buffers.tobytes()
 
 
-def test_a_client_tunes_from_the_global_body_and_the_initial_classifier(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_tunes_from_the_global_body_and_the_initial_classifier(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tuned_from: list[Model] = []
     train = LocalTrainer.train
 
@@ -106,7 +113,9 @@ def test_a_client_tunes_from_the_global_body_and_the_initial_classifier(run: Run
         return train(self, start, **how)
 
     monkeypatch.setattr(LocalTrainer, "train", record)
-    folder = run(method="fedbabu", finetune_epochs=2, fraction_train=0.34, num_server_rounds=1)  # one of three takes part
+    folder = run(
+        method="fedbabu", finetune_epochs=2, fraction_train=0.34, num_server_rounds=1
+    )  # one of three takes part
     layout, start = initial("mlp")
     body = weights.load_safetensors(
         folder.path / "models" / "global.safetensors", layout.subset(layout.names - layout.classifier)

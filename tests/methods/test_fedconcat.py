@@ -25,7 +25,9 @@ from tests.methods.one_client import same, small
 from tests.methods.runs import outcome
 
 SHAPE = {"in_channels": 1, "num_classes": 10, "image_size": 8}
-MODELS = pytest.mark.parametrize("model", [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17}], ids=["mlp", "resnet8"])
+MODELS = pytest.mark.parametrize(
+    "model", [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17}], ids=["mlp", "resnet8"]
+)
 KINDS = pytest.mark.parametrize("kinds", [{}, {"batchnorm": True}], ids=["plain", "batchnorm"])
 
 
@@ -36,7 +38,9 @@ def shares(count: int, classes: int, seed: int) -> np.ndarray:
     return counts / counts.sum(axis=1, keepdims=True)
 
 
-def federation(folder: Path, *, rounds: int = 1, total: int = 4, kinds: dict[str, Any] | None = None, **changes: Any) -> Federation:
+def federation(
+    folder: Path, *, rounds: int = 1, total: int = 4, kinds: dict[str, Any] | None = None, **changes: Any
+) -> Federation:
     """Clients around one server, whose encoders train for so many rounds."""
     own = {"encoder_rounds": rounds, **changes.pop("fedconcat", {})}
     draw: Callable[[], nn.Module] = lambda: small(**(kinds or {}))  # noqa: E731
@@ -160,7 +164,9 @@ def test_what_comes_after_the_last_linear_layer_does_not_count() -> None:
 def test_one_cluster_is_fedavg_bit_for_bit_and_goes_on_with_its_logits(run: Run, model: dict[str, Any]) -> None:
     setting = {**model, "momentum": 0.5, "fraction_train": 0.7, "evaluate_every": 1, "num_server_rounds": 4}
     plain, _ = outcome(run, "fedavg", **setting)
-    ours, _ = outcome(run, "fedconcat", fedconcat={"clusters": 1, "encoder_rounds": 3, "start": "concatenated"}, **setting)
+    ours, _ = outcome(
+        run, "fedconcat", fedconcat={"clusters": 1, "encoder_rounds": 3, "start": "concatenated"}, **setting
+    )
     for mine, theirs in zip(ours[:3], plain[:3], strict=True):
         assert mine["evaluation"]["digest"] == theirs["evaluation"]["digest"]
         assert [mine[k] for k in ("loss", "accuracy-after", "upload-bytes", "download-bytes")] == [
@@ -193,7 +199,10 @@ def test_the_classifier_by_hand(tmp_path: Path, kinds: dict[str, Any], start: st
     f.round()
     trained = [Model(*pair) for pair in zip(f.server.memory["models"], f.server.memory["statistics"], strict=True)]
     cluster = [f.server.cluster_of(i) for i in range(3)]
-    assert sorted(set(cluster)) == [0, 1] and [c["cluster"] for _, c in sorted(f.server.attempt.client_notes.items())] == cluster
+    assert (
+        sorted(set(cluster)) == [0, 1]
+        and [c["cluster"] for _, c in sorted(f.server.attempt.client_notes.items())] == cluster
+    )
     torch.manual_seed(rng.torch_seed(f.config.seed, "model:fedconcat"))
     fresh = nn.Linear(2 * 5, 3)
     want = np.concatenate([p.detach().numpy().reshape(-1) for p in fresh.parameters()])

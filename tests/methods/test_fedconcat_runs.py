@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from corolla.experiments.exported.export import export
 from fl_app import models, weights
 from fl_app.errors import UserError
-from fl_app.experiments.export import export
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHODS, components
@@ -45,7 +45,13 @@ def test_models_leave_a_run_as_concatenations(run: Run, tmp_path: Path, model: d
 
 @MODELS
 def test_a_run_goes_on_in_its_second_phase(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
-    setting = {**model, "fedconcat": {"encoder_rounds": 1}, "fraction_train": 0.7, "method": "fedconcat", "keep_state": True}
+    setting = {
+        **model,
+        "fedconcat": {"encoder_rounds": 1},
+        "fraction_train": 0.7,
+        "method": "fedconcat",
+        "keep_state": True,
+    }
     whole = run(num_server_rounds=4, run_name="whole", **setting)
     part = run(num_server_rounds=3, run_name="part", **setting)
     resumed = run(num_server_rounds=4, run_name="part", resume=str(part.path), **setting)
@@ -63,12 +69,20 @@ def test_unseen_clients_get_the_model_of_the_nearest_cluster(run: Run) -> None:
     assert [len(set(h)) for h in hashes] == [2, 1]
 
 
-@pytest.mark.parametrize(("changes", "why"), [
-    ({"num_server_rounds": 20}, r"fedconcat.encoder-rounds: must be below num-server-rounds \(20\).* got 20"),
-    ({"num_server_rounds": 30, "report_class_counts": False}, "report-class-counts: fedconcat .* must be true, got false"),
-    ({"num_server_rounds": 30, "num_clients": 11, "fedconcat": {"clusters": 5, "size_cap": 2}},
-     "fedconcat.size-cap: 5 clusters of at most so many must hold 11 clients, got 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_server_rounds": 20}, r"fedconcat.encoder-rounds: must be below num-server-rounds \(20\).* got 20"),
+        (
+            {"num_server_rounds": 30, "report_class_counts": False},
+            "report-class-counts: fedconcat .* must be true, got false",
+        ),
+        (
+            {"num_server_rounds": 30, "num_clients": 11, "fedconcat": {"clusters": 5, "size_cap": 2}},
+            "fedconcat.size-cap: 5 clusters of at most so many must hold 11 clients, got 2",
+        ),
+    ],
+)
 def test_what_leaves_no_room_is_refused(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=why):
         configured(method="fedconcat", **changes)

@@ -102,9 +102,11 @@ def test_identical_masks_without_self_weight_are_a_plain_mean() -> None:
     np.testing.assert_allclose(got, np.full((4, 4), 0.25))
 
 
-distances = st.integers(1, 8).flatmap(
-    lambda n: hnp.arrays(np.float64, (n, n), elements=st.floats(0, 1e6))
-).map(lambda a: (a + a.T) * (1 - np.eye(len(a))))
+distances = (
+    st.integers(1, 8)
+    .flatmap(lambda n: hnp.arrays(np.float64, (n, n), elements=st.floats(0, 1e6)))
+    .map(lambda a: (a + a.T) * (1 - np.eye(len(a))))
+)
 
 
 @given(distances, st.integers(1, 10), st.booleans())
@@ -227,7 +229,9 @@ def test_equal_vectors_far_from_the_first_have_distance_zero() -> None:
     np.testing.assert_allclose(got[1, 3], exact, rtol=1e-12)
 
 
-@given(hnp.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 30)), elements=st.floats(-1e3, 1e3, width=32)))
+@given(
+    hnp.arrays(np.float32, st.tuples(st.integers(1, 6), st.integers(1, 30)), elements=st.floats(-1e3, 1e3, width=32))
+)
 def test_distances_are_symmetric_and_not_negative(W: np.ndarray) -> None:
     got = aggregate.squared_distances(W)
     assert (got == got.T).all() and (got >= 0).all() and (np.diag(got) == 0).all()

@@ -10,7 +10,7 @@ import pytest
 
 from client_app.state import State
 from fl_app.layout import Layout, Model
-from fl_app.server import kept
+from fl_app.server import client_arrays
 from fl_app.server.run_folder import RunFolder
 from strategies import aggregate, masks
 from strategies.base import RoundContext, Uploads
@@ -84,7 +84,7 @@ def test_absent_clients_get_their_last_model_and_new_ones_the_initial_one() -> N
     assert (strategy.model_for(0).params == before.params).all() and strategy.model_for(0).buffers.tolist() == [2, 15]
     assert strategy.model_for(9).params.tolist() == [-1] * 8 and strategy.model_for(9).buffers.tolist() == [-1, -1]
     assert not strategy.has_global_model()
-    kept.settle(strategy.personal, [1, 2], 0, strategy.folder.path)
+    client_arrays.settle(strategy.personal, [1, 2], 0, strategy.folder.path)
     assert strategy.personal[0]["params"].base is None  # no earlier round's stack is kept alive by one row
 
 

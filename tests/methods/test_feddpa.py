@@ -32,12 +32,20 @@ MODELS = [{"model": "mlp"}, {"model": "resnet8"}]
 # Masks ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("meaning", "threshold", "want"), [
-    # Tensors of 6 and 3. Scaled: 5/6, 1/6, 4/6, 2/6, 1, 0 and 0, 1/9, 1.
-    ("value", 0.4, "101010 001"), ("value", 0.0, "111110 011"), ("value", 1.0, "000000 000"), ("value", 0.1, "111110 011"),
-    # The 0.4-quantile of six numbers lies at 0.4 * 5 = 2: the third smallest, 2. Of three at 0.8: between 0 and 1.
-    ("quantile", 0.4, "101010 011"), ("quantile", 0.0, "111110 011"), ("quantile", 1.0, "000000 000"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("meaning", "threshold", "want"),
+    [
+        # Tensors of 6 and 3. Scaled: 5/6, 1/6, 4/6, 2/6, 1, 0 and 0, 1/9, 1.
+        ("value", 0.4, "101010 001"),
+        ("value", 0.0, "111110 011"),
+        ("value", 1.0, "000000 000"),
+        ("value", 0.1, "111110 011"),
+        # The 0.4-quantile of six numbers lies at 0.4 * 5 = 2: the third smallest, 2. Of three at 0.8: between 0 and 1.
+        ("quantile", 0.4, "101010 011"),
+        ("quantile", 0.0, "111110 011"),
+        ("quantile", 1.0, "000000 000"),
+    ],
+)
 def test_masks_by_hand(meaning: str, threshold: float, want: str) -> None:
     fisher = f32(5, 1, 4, 2, 6, 0, 0, 1, 9)
     assert (personal_mask(fisher, (6, 3), threshold=threshold, meaning=meaning) == bools(want)).all()
@@ -49,8 +57,13 @@ def test_equal_values_are_not_personal() -> None:
         assert (got == bools("000 01 0")).all()
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 1000),
-       st.sampled_from(["value", "quantile"]), st.integers(-20, 20), st.integers(0, 2**32 - 1))  # fmt: skip
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    st.integers(0, 1000),
+    st.sampled_from(["value", "quantile"]),
+    st.integers(-20, 20),
+    st.integers(0, 2**32 - 1),
+)
 def test_invariants_of_masks(sizes: list[int], thousandths: int, meaning: str, power: int, seed: int) -> None:
     threshold = thousandths / 1000
     fisher = (np.random.default_rng(seed).integers(0, 6, sum(sizes)) ** 2).astype(np.float32)
@@ -71,10 +84,15 @@ def test_invariants_of_masks(sizes: list[int], thousandths: int, meaning: str, p
         start += size
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"threshold": 1.1}, r"threshold must be in \[0, 1\]"), ({"meaning": "share"}, "one of value, quantile"),
-    ({"sizes": (3,)}, "sizes sum to 3"), ({"fisher": f32(1, np.inf)}, "must be finite, got 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"threshold": 1.1}, r"threshold must be in \[0, 1\]"),
+        ({"meaning": "share"}, "one of value, quantile"),
+        ({"sizes": (3,)}, "sizes sum to 3"),
+        ({"fisher": f32(1, np.inf)}, "must be finite, got 1"),
+    ],
+)
 def test_what_masks_refuse(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         personal_mask(**{"fisher": f32(1, 2), "sizes": (2,), "threshold": 0.4, "meaning": "value", **changes})
@@ -90,7 +108,9 @@ def test_penalties_by_hand() -> None:
     for bound, want in [(0.0, [0.03, 0.04]), (7.5, [-0.03, -0.04]), (2.5, [0.03, 0.04]), (5.0, [0, 0])]:
         np.testing.assert_allclose(constraint_gradient(update, 0.1, bound).numpy(), want, atol=1e-15)
         assert penalty(update, 0.1, bound).item() == pytest.approx(0.05 * abs(5 - bound))
-    assert not constraint_gradient(torch.zeros(3), 0.1).any() and not constraint_gradient(torch.zeros(3), 0.1, 0.5).any()
+    assert (
+        not constraint_gradient(torch.zeros(3), 0.1).any() and not constraint_gradient(torch.zeros(3), 0.1, 0.5).any()
+    )
 
 
 def penalty(update: Tensor, weight: float, bound: float) -> Tensor:
@@ -232,15 +252,21 @@ def test_shares_that_are_none_are_refused() -> None:
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m["model"])
 @pytest.mark.parametrize("free", [{"shared_weight": 0}, {"constraint": "none"}], ids=str)
 @pytest.mark.parametrize("meaning", ["value", "quantile"])
-def test_with_nothing_personal_it_is_fedavg(run: Run, model: dict[str, Any], free: dict[str, Any], meaning: str) -> None:
+def test_with_nothing_personal_it_is_fedavg(
+    run: Run, model: dict[str, Any], free: dict[str, Any], meaning: str
+) -> None:
     setting = {**model, "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7}
     nothing = {"threshold": 1, "threshold_meaning": meaning, **free}
     assert outcome(run, "feddpa", feddpa=nothing, **setting) == outcome(run, "fedavg", **setting)
 
 
-@pytest.mark.parametrize("extreme", [{}, {"threshold": 0.4, "threshold_meaning": "quantile", "constraint": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "extreme", [{}, {"threshold": 0.4, "threshold_meaning": "quantile", "constraint": "none"}], ids=str
+)
 @pytest.mark.parametrize("model", [*MODELS, {"model": "resnet8", "norm": "group"}], ids=["mlp", "batchnorm", "group"])
-def test_one_sample_and_missing_classes(run: Run, tmp_path: Path, model: dict[str, Any], extreme: dict[str, Any]) -> None:
+def test_one_sample_and_missing_classes(
+    run: Run, tmp_path: Path, model: dict[str, Any], extreme: dict[str, Any]
+) -> None:
     setting = {**model, **small_clients(tmp_path), "num_server_rounds": 3}
     records, _ = outcome(run, "feddpa", feddpa=extreme, **setting)
     assert all(len(record["clients"]) == 3 for record in records)

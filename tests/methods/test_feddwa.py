@@ -34,7 +34,9 @@ def test_rows_are_weights_of_at_most_k(n: int, k: int, seed: int) -> None:
     np.testing.assert_allclose(weights.sum(axis=1), 1, atol=1e-12)
     distances = ((guidance[:, None].astype(float) - models) ** 2).sum(axis=2)
     for row, near in zip(weights, distances, strict=True):
-        np.testing.assert_allclose(row[row > 0] * near[row > 0], (row * near).max(), rtol=1e-4)  # proportional to the inverse
+        np.testing.assert_allclose(
+            row[row > 0] * near[row > 0], (row * near).max(), rtol=1e-4
+        )  # proportional to the inverse
 
 
 @pytest.mark.parametrize("guidance", ["trained", "extrapolated"])
@@ -81,7 +83,9 @@ def test_guidance_is_trained_on_from_the_model(tmp_path: Path) -> None:
     ctx, received = federation.context(2, round=1)
     after = ctx.trainer.train(federation.initial)
     assert uploads.W[0].tobytes() == after.params.tobytes()
-    assert uploads.extras["guidance"][0].tobytes() == ctx.trainer.train(after, purpose="feddwa.guidance").params.tobytes()
+    assert (
+        uploads.extras["guidance"][0].tobytes() == ctx.trainer.train(after, purpose="feddwa.guidance").params.tobytes()
+    )
 
 
 @pytest.mark.parametrize("guidance", ["trained", "extrapolated"])

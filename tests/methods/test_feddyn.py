@@ -73,7 +73,9 @@ def test_what_does_not_travel_is_not_pulled_to_where_it_began(run: Run, tmp_path
     folder = run(method="feddyn", share="classifier.*", keep_state=True, num_server_rounds=3, feddyn={"alpha": 1.0})
     layout = Layout.of(models.build("mlp", in_channels=1, num_classes=10, image_size=8, norm="batch", seed=0))
     shared = layout.indices(layout.classifier)
-    drifts = [load(p.read_bytes()[32:])["feddyn.drift"] for p in sorted((tmp_path / "state").rglob("client-*/000003*.state"))]
+    drifts = [
+        load(p.read_bytes()[32:])["feddyn.drift"] for p in sorted((tmp_path / "state").rglob("client-*/000003*.state"))
+    ]
     assert folder.path.exists() and len(drifts) == 3
     assert all(np.any(drift[shared]) and not np.any(drift[~shared]) for drift in drifts)
 

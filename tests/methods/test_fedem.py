@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
+from corolla.experiments.exported.export import export
 from fl_app import models, weights
-from fl_app.experiments.export import export
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import read_metrics
 from strategies import METHODS, components, fedem
@@ -68,12 +68,21 @@ def test_the_prediction_is_the_mixture_of_probabilities(kinds: dict[str, Any]) -
 def test_a_client_by_hand(tmp_path: Path, kinds: dict[str, Any]) -> None:
     eta = 0.5
     federation = Federation(
-        tmp_path, "fedem", fedem={"components": 2}, network=lambda: small(**kinds), sizes=(6, 5), batch_size=6, local_epochs=1,
+        tmp_path,
+        "fedem",
+        fedem={"components": 2},
+        network=lambda: small(**kinds),
+        sizes=(6, 5),
+        batch_size=6,
+        local_epochs=1,
         learning_rate=eta,
-    )  # fmt: skip
+    )
     layout, start = federation.layout, federation.initial
     for _ in range(2):
-        received, pi = federation.server.global_model, federation.states[0].arrays.get("local.buffers", np.full(2, 0.5, np.float32))
+        received, pi = (
+            federation.server.global_model,
+            federation.states[0].arrays.get("local.buffers", np.full(2, 0.5, np.float32)),
+        )
         full = layout.put(start, received, federation.shared)
         x, y = (torch.tensor(a) for a in federation.data[0])
         x = x.float() / 255

@@ -109,7 +109,12 @@ def test_rounds_by_hand(tmp_path: Path, kinds: dict[str, Any]) -> None:
     federation = learnable(tmp_path, "fedfomo", fedfomo={"models": 2, "exploration": 0.0}, **setting)
     uploads = federation.round()
     first = [federation.context(i)[1] for i in range(4)]  # ties: the lower ids
-    assert [[j for j in range(4) if first[i].params.tobytes() == uploads.W[j].tobytes()] for i in range(4)] == [[1], [0], [0], [0]]
+    assert [[j for j in range(4) if first[i].params.tobytes() == uploads.W[j].tobytes()] for i in range(4)] == [
+        [1],
+        [0],
+        [0],
+        [0],
+    ]
     assert (uploads.extras["scores"] == 0).all()
     mixed = 0
     for _ in range(2):
@@ -138,7 +143,9 @@ def test_only_clients_that_were_seen_are_offered(tmp_path: Path) -> None:
     assert federation.context(0)[1] is federation.server.global_model
     assert federation.context(1)[1].params.tobytes() == federation.server.personal[1]["params"].tobytes()
     federation.round([0, 1])
-    assert federation.server.offered(0) == [1] and federation.server.offered(1) == [0] and not federation.server.offered(2)
+    assert (
+        federation.server.offered(0) == [1] and federation.server.offered(1) == [0] and not federation.server.offered(2)
+    )
     uploads = federation.round([0, 1, 2])
     assert uploads.extras["scores"][0, 0] != 0 and (uploads.extras["scores"][:, 1:] == 0).all()
     ctx, _ = federation.context(0)

@@ -121,7 +121,9 @@ def test_the_losses_one_element_at_a_time() -> None:
     got = teacher_loss(*(torch.tensor(a) for a in (z, y, heads, biases, shares)))
     assert got.ndim == 0 and got.item() == pytest.approx(want, rel=1e-12)
     pairs = [np.abs(z[i] - z[j]).mean() * ((noise[i] - noise[j]) ** 2).mean() for i in range(n) for j in range(n)]
-    assert diversity_loss(torch.tensor(z), torch.tensor(noise)).item() == pytest.approx(np.exp(-np.mean(pairs)), rel=1e-12)
+    assert diversity_loss(torch.tensor(z), torch.tensor(noise)).item() == pytest.approx(
+        np.exp(-np.mean(pairs)), rel=1e-12
+    )
 
 
 # The server half ------------------------------------------------------------------------------------------------------
@@ -200,9 +202,10 @@ def test_the_order_of_uploads_and_the_number_of_threads_do_not_matter(tmp_path: 
         intake = Intake.of([4, 5, 7], fedgen.expected())
         for row in order:
             upload = Upload(
-                Model(given_rows.W[row], np.zeros(0, np.float32)), num_examples=int(given_rows.sizes[row]),
+                Model(given_rows.W[row], np.zeros(0, np.float32)),
+                num_examples=int(given_rows.sizes[row]),
                 extras={"class-counts": given_rows.extras["class-counts"][row]},
-            )  # fmt: skip
+            )
             fedgen.check(upload)
             intake.accept([4, 5, 7][row], upload, {})
         before = torch.get_num_threads()

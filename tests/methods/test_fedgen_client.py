@@ -30,13 +30,23 @@ def one_batch(round: int = 3, lent: bool = True, **fedgen: Any) -> RoundContext[
     x = np.random.default_rng(0).integers(0, 256, (6, 1, 2, 2), np.uint8)
     made = initial_generator(3, 6, FedGenParams(noise_dim=3, hidden=4), seed=5)
     extras = {
-        "generator": made.params, "generator-statistics": made.buffers + np.float32(0.1),
+        "generator": made.params,
+        "generator-statistics": made.buffers + np.float32(0.1),
         "qualified": np.array([1, 1, 0], np.uint8),
-    }  # fmt: skip
+    }
     return client(
-        "fedgen", with_batchnorm(), x, np.array([0, 0, 2, 2, 2, 0]), num_classes=3, round=round, batch_size=8, local_epochs=1,
-        learning_rate=0.5, extras=extras if lent else {}, fedgen={**TINY, **fedgen},
-    )  # fmt: skip
+        "fedgen",
+        with_batchnorm(),
+        x,
+        np.array([0, 0, 2, 2, 2, 0]),
+        num_classes=3,
+        round=round,
+        batch_size=8,
+        local_epochs=1,
+        learning_rate=0.5,
+        extras=extras if lent else {},
+        fedgen={**TINY, **fedgen},
+    )
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(2.0, 3.0), (2.0, 0.0), (0.0, 3.0)])
@@ -73,7 +83,9 @@ def test_a_step_of_the_client_against_plain_pytorch(alpha: float, beta: float) -
 
 def test_the_loss_on_generated_features_trains_the_classifier_alone() -> None:
     plain, drawn = one_batch(lent=False), one_batch(alpha=50, beta=0)
-    first, second = (ctx.layout.tensors(METHOD.local_update().train(ctx.initial(), State(), ctx)) for ctx in (plain, drawn))
+    first, second = (
+        ctx.layout.tensors(METHOD.local_update().train(ctx.initial(), State(), ctx)) for ctx in (plain, drawn)
+    )
     assert {name for name in first if not np.array_equal(first[name], second[name])} == {"4.weight", "4.bias"}
 
 

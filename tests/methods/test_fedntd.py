@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from client_app.loaded import LoadedModel
+from client_app.device_model import LoadedModel
 from client_app.state import State
 from fl_app.errors import UserError
 from fl_app.layout import Layout
@@ -109,8 +109,14 @@ def test_the_first_step_is_fedavgs_and_the_second_is_not() -> None:
     y = np.arange(6) % 3
 
     def after(method: str, epochs: int, **changes: Any) -> np.ndarray:
-        ctx = client(method, module, x, y, num_classes=3, batch_size=6, local_epochs=epochs, learning_rate=0.5, **changes)
-        return METHOD.local_update().train(start, State(), ctx).params if method == "fedntd" else ctx.trainer.train(start).params
+        ctx = client(
+            method, module, x, y, num_classes=3, batch_size=6, local_epochs=epochs, learning_rate=0.5, **changes
+        )
+        return (
+            METHOD.local_update().train(start, State(), ctx).params
+            if method == "fedntd"
+            else ctx.trainer.train(start).params
+        )
 
     start = client("fedavg", module, x, y, num_classes=3).initial()
     np.testing.assert_allclose(after("fedntd", 1, fedntd={"beta": 9}), after("fedavg", 1), atol=1e-6)
@@ -135,9 +141,16 @@ def test_two_steps_by_hand_on_a_model_without_a_linear_layer() -> None:
     x = np.array([0, 255], np.uint8).reshape(2, 1, 1, 1)
     module = Scores()
     ctx = client(
-        "fedntd", module, x, y, num_classes=3, batch_size=2, local_epochs=2, learning_rate=eta,
+        "fedntd",
+        module,
+        x,
+        y,
+        num_classes=3,
+        batch_size=2,
+        local_epochs=2,
+        learning_rate=eta,
         fedntd={"beta": beta, "temperature": tau},
-    )  # fmt: skip
+    )
     start = ctx.initial()
     table = start.params.reshape(2, 3).astype(np.float64)
     first = table.copy()

@@ -23,16 +23,24 @@ def cnn(channels: int, side: int, classes: int) -> int:
 
 GREY, COLOUR = cnn(1, 4, 10), cnn(3, 5, 10)  # 28 x 28 and 32 x 32 pixels
 TABLE_5 = [
-    ("CIFAR10", COLOUR, 0.99998, 18), ("CIFAR10", COLOUR, 0.99979, 185),
-    ("CIFAR100", cnn(3, 5, 100), 0.9998, 185), ("CIFAR100", cnn(3, 5, 100), 0.99992, 74),
-    ("EMNIST", cnn(1, 4, 62), 0.995, 3044), ("EMNIST", cnn(1, 4, 62), 0.9991, 548),
-    ("SVHN", COLOUR, 0.99997, 27), ("SVHN", COLOUR, 0.9998, 176),
-    ("MNIST", GREY, 0.9998, 117), ("MNIST", GREY, 0.99993, 41),
-    ("FMNIST", GREY, 0.99993, 41), ("FMNIST", GREY, 0.9999, 59),
+    ("CIFAR10", COLOUR, 0.99998, 18),
+    ("CIFAR10", COLOUR, 0.99979, 185),
+    ("CIFAR100", cnn(3, 5, 100), 0.9998, 185),
+    ("CIFAR100", cnn(3, 5, 100), 0.99992, 74),
+    ("EMNIST", cnn(1, 4, 62), 0.995, 3044),
+    ("EMNIST", cnn(1, 4, 62), 0.9991, 548),
+    ("SVHN", COLOUR, 0.99997, 27),
+    ("SVHN", COLOUR, 0.9998, 176),
+    ("MNIST", GREY, 0.9998, 117),
+    ("MNIST", GREY, 0.99993, 41),
+    ("FMNIST", GREY, 0.99993, 41),
+    ("FMNIST", GREY, 0.9999, 59),
     # printed: q 0.9999 and 53, which no rule gives for one q: 53 belongs to 0.99991, 0.9999 gives 59 as for FMNIST
-    ("MEDMNISTA", cnn(1, 4, 11), 0.99991, 53), ("MEDMNISTA", cnn(1, 4, 11), 0.99995, 30),
-    ("MEDMNISTC", cnn(1, 4, 11), 0.9997, 175), ("MEDMNISTC", cnn(1, 4, 11), 0.99995, 30),
-]  # fmt: skip
+    ("MEDMNISTA", cnn(1, 4, 11), 0.99991, 53),
+    ("MEDMNISTA", cnn(1, 4, 11), 0.99995, 30),
+    ("MEDMNISTC", cnn(1, 4, 11), 0.9997, 175),
+    ("MEDMNISTC", cnn(1, 4, 11), 0.99995, 30),
+]
 
 
 @pytest.mark.parametrize(("dataset", "d", "q", "number"), TABLE_5)
@@ -71,7 +79,10 @@ def test_normalisation_by_layer() -> None:
     # Layers of 3 and 2: 0.25, 4, 0 -> 1/16, 1, 0; 9, 1 -> 1, 0: median 1/16.
     assert personal_mask(PREVIOUS, RECEIVED, [2, 3], quantile=0.5, normalization="layer").tolist() == MASK
     received = f32(1.5, 2.1, 3, 7, 4)  # first layer 0.25, 0.01: now its first is the larger one
-    assert personal_mask(PREVIOUS, received, [2, 3], quantile=0.5, normalization="layer").tolist() == bools("10010").tolist()
+    assert (
+        personal_mask(PREVIOUS, received, [2, 3], quantile=0.5, normalization="layer").tolist()
+        == bools("10010").tolist()
+    )
     assert not personal_mask(PREVIOUS, PREVIOUS, [2, 3], quantile=0.5, normalization="layer").any()  # equal scores: 0
 
 

@@ -52,7 +52,9 @@ def context(trainer: Trainer, **params: Any) -> RoundContext[FedOBPParams]:
 
 def one_round(received: np.ndarray, state: State, ctx: RoundContext[FedOBPParams], buffer: float = 7) -> Upload:
     update = FedOBPUpdate()
-    travelling = Model(received, f32(buffer)) if ctx.shared >= LAYOUT.names else Model(received, np.zeros(0, np.float32))
+    travelling = (
+        Model(received, f32(buffer)) if ctx.shared >= LAYOUT.names else Model(received, np.zeros(0, np.float32))
+    )
     start = update.merge(travelling, state, ctx)
     after = update.train(start, state, ctx)
     update.keep_local(after, state, ctx)
@@ -89,7 +91,9 @@ def test_the_mask_is_uploaded_on_request() -> None:
     ctx = context(trainer, upload_mask=True)
     assert one_round(RECEIVED, state, ctx).mask.tolist() == [0]  # type: ignore[union-attr]
     upload = one_round(RECEIVED, state, ctx)
-    assert upload.mask is not None and masks.unpack(upload.mask, 5).tolist() == MASK and upload.nbytes == 4 * 6 + 1 + 8 * 2
+    assert (
+        upload.mask is not None and masks.unpack(upload.mask, 5).tolist() == MASK and upload.nbytes == 4 * 6 + 1 + 8 * 2
+    )
 
 
 def test_scope_classifier_takes_the_classifiers_own_quantile() -> None:
@@ -178,8 +182,10 @@ def test_the_server_averages_by_samples_and_notes_counts() -> None:
     np.testing.assert_allclose(strategy.global_model.params, (PREVIOUS + 4 * RECEIVED) / 4)
     assert strategy.global_model.buffers.tolist() == [2.5]
     assert strategy.attempt.client_notes == {
-        0: {COUNTS: {"w0": 0, "w1": 0}}, 2: {COUNTS: {"w0": 1, "w1": 1}}, 5: {COUNTS: {"w0": 2, "w1": 3}},
-    }  # fmt: skip
+        0: {COUNTS: {"w0": 0, "w1": 0}},
+        2: {COUNTS: {"w0": 1, "w1": 1}},
+        5: {COUNTS: {"w0": 2, "w1": 3}},
+    }
 
 
 def test_masks_are_expected_on_request_only() -> None:
@@ -197,7 +203,9 @@ def test_check_accepts_counts() -> None:
     server().check(counted(2, 3))
 
 
-@pytest.mark.parametrize(("counts", "message"), [((3, 0), "says 3 for w0, which has 2 elements"), ((1, -1), "says -1 for w1")])
+@pytest.mark.parametrize(
+    ("counts", "message"), [((3, 0), "says 3 for w0, which has 2 elements"), ((1, -1), "says -1 for w1")]
+)
 def test_check_refuses_counts_by_name(counts: tuple[int, ...], message: str) -> None:
     with pytest.raises(WireError, match=message):
         server().check(counted(*counts))

@@ -115,7 +115,10 @@ def test_num_differing(classes: np.ndarray) -> None:
     assert (got == (classes[:, None] != classes[None]).sum(axis=2)).all()
 
 
-@given(hnp.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 30)), elements=st.integers(1, 5)), st.integers(1, 3))
+@given(
+    hnp.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 30)), elements=st.integers(1, 5)),
+    st.integers(1, 3),
+)
 def test_most_frequent_takes_the_smaller_class_in_a_tie(classes: np.ndarray, groups: int) -> None:
     members = [m for m in np.array_split(np.arange(len(classes)), groups) if m.size]
     got = most_frequent(classes, members, 5)
@@ -161,11 +164,15 @@ def reference(W: np.ndarray, sizes: Sequence[int], p: FedPakeParams) -> np.ndarr
         cv = std / (np.abs(low) if p.cv == "absolute" else low)
         spread = cv.max() - cv.min()
         high = np.flatnonzero((cv - cv.min()) / spread > p.threshold) if spread else np.zeros(0, int)
-        E = [[min(max(math.ceil(p.num_micro * (X[k, m] - mean[m]) ** 2), 1), p.num_micro) for m in range(size)]
-             for k in range(n)]
+        E = [
+            [min(max(math.ceil(p.num_micro * (X[k, m] - mean[m]) ** 2), 1), p.num_micro) for m in range(size)]
+            for k in range(n)
+        ]
         new = mean.copy()
         if len(high):
-            sim = np.array([[1 - sum(E[a][m] != E[b][m] for m in high) / len(high) for b in range(n)] for a in range(n)])
+            sim = np.array(
+                [[1 - sum(E[a][m] != E[b][m] for m in high) / len(high) for b in range(n)] for a in range(n)]
+            )
             groups = cluster(sim, p)
             s = len(groups) if p.divisor == "found" else p.num_macro
             value, total = np.zeros(size), np.zeros(size)
@@ -239,7 +246,9 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
     results = []
     for count in (1, 2, 7):
         monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
-        results.append(aggregate(stack, [500_000, 200_001], delta_meaning="distance", divisor="found", **PRINTED).tobytes())
+        results.append(
+            aggregate(stack, [500_000, 200_001], delta_meaning="distance", divisor="found", **PRINTED).tobytes()
+        )
     assert results[0] == results[1] == results[2]
 
 
@@ -254,13 +263,22 @@ readings = st.sampled_from(READINGS)
 def test_threshold_one_is_the_uniform_mean(W: np.ndarray, reading: Any, normalize: bool, cv: str) -> None:
     meaning, divisor = reading
     got = aggregate(
-        W, [W.shape[1]], delta_meaning=meaning, divisor=divisor, cv=cv, normalize=normalize, **(PRINTED | {"threshold": 1.0})
+        W,
+        [W.shape[1]],
+        delta_meaning=meaning,
+        divisor=divisor,
+        cv=cv,
+        normalize=normalize,
+        **(PRINTED | {"threshold": 1.0}),
     )
     np.testing.assert_array_equal(got, reductions.weighted_mean(W))  # bit for bit, but for the sign of a zero
 
 
-@given(hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)),
-       st.integers(1, 7), readings)
+@given(
+    hnp.arrays(np.float32, st.integers(1, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)),
+    st.integers(1, 7),
+    readings,
+)
 def test_identical_uploads_stay_unchanged_bit_for_bit(w: np.ndarray, n: int, reading: Any) -> None:
     got = aggregate(np.stack([w] * n), [w.size], delta_meaning=reading[0], divisor=reading[1], **PRINTED)
     assert got.tobytes() == w.tobytes()

@@ -74,10 +74,16 @@ def test_masks_only_grow_and_keep_the_limit(sizes: list[int], rate: float, limit
         mask = grown
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"change": f32(0, np.nan, 1, 2)}, "must be finite, got 1"), ({"change": f32(1, 2)}, r"sizes say \[4\]"),
-    ({"rate": 1.5}, r"must be in \[0, 1\]"), ({"limit": -0.1}, r"must be in \[0, 1\]"), ({"sizes": (3, 2)}, r"sizes say \[5\]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"change": f32(0, np.nan, 1, 2)}, "must be finite, got 1"),
+        ({"change": f32(1, 2)}, r"sizes say \[4\]"),
+        ({"rate": 1.5}, r"must be in \[0, 1\]"),
+        ({"limit": -0.1}, r"must be in \[0, 1\]"),
+        ({"sizes": (3, 2)}, r"sizes say \[5\]"),
+    ],
+)
 def test_what_growth_refuses(changes: dict[str, Any], words: str) -> None:
     how = {"mask": np.zeros(4, bool), "change": f32(1, 2, 3, 4), "sizes": (4,), "rate": 0.5, "limit": 0.5}
     with pytest.raises(ValueError, match=words):
@@ -101,7 +107,9 @@ def test_means_by_hand() -> None:
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, [3.5, 16 / 3, 9], rtol=1e-7)
     np.testing.assert_allclose(aggregate(W, used, np.ones(3), f32(8, 8, 9)), [10 / 3, 4.5, 9], rtol=1e-7)
-    np.testing.assert_allclose(aggregate(W, used, np.array([1, 1, 2]), np.array([8, 8, 9])), [3.5, 16 / 3, 9], rtol=1e-7)  # type: ignore[arg-type]
+    np.testing.assert_allclose(
+        aggregate(W, used, np.array([1, 1, 2]), np.array([8, 8, 9])), [3.5, 16 / 3, 9], rtol=1e-7
+    )  # type: ignore[arg-type]
     W[used] = 77  # what is called personal does not count
     np.testing.assert_allclose(aggregate(W, used, np.array([1.0, 1, 2]), f32(8, 8, 9)), [3.5, 16 / 3, 9], rtol=1e-7)
 
@@ -109,7 +117,11 @@ def test_means_by_hand() -> None:
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_means_against_a_naive_reference(n: int, d: int, seed: int) -> None:
     random = np.random.default_rng(seed)
-    W, weights, previous = random.normal(size=(n, d)).astype(np.float32), random.random(n) + 0.1, f32(*random.normal(size=d))
+    W, weights, previous = (
+        random.normal(size=(n, d)).astype(np.float32),
+        random.random(n) + 0.1,
+        f32(*random.normal(size=d)),
+    )
     used = random.random((n, d)) < random.random(d)
     got = aggregate(W, used, weights, previous)
     for e in range(d):
@@ -232,9 +244,13 @@ def test_the_first_round_is_fedavg(run: Run, limit: float) -> None:
     assert outcome(run, "fedselect", fedselect={"limit": limit}, **setting) == outcome(run, "fedavg", **setting)
 
 
-@pytest.mark.parametrize("extreme", [{}, {"limit": 1.0, "rate": 1.0, "biases": True}], ids=["default", "everything personal"])
+@pytest.mark.parametrize(
+    "extreme", [{}, {"limit": 1.0, "rate": 1.0, "biases": True}], ids=["default", "everything personal"]
+)
 @pytest.mark.parametrize("model", [*MODELS, {"model": "resnet8", "norm": "group"}], ids=["mlp", "batchnorm", "group"])
-def test_one_sample_and_missing_classes(run: Run, tmp_path: Path, model: dict[str, Any], extreme: dict[str, Any]) -> None:
+def test_one_sample_and_missing_classes(
+    run: Run, tmp_path: Path, model: dict[str, Any], extreme: dict[str, Any]
+) -> None:
     setting = {**model, **small_clients(tmp_path), "num_server_rounds": 3}
     records, _ = outcome(run, "fedselect", fedselect=extreme, **setting)
     assert all(len(record["clients"]) == 3 for record in records)

@@ -80,7 +80,11 @@ def test_centres_are_the_projections_of_least_energy(kappa: np.ndarray) -> None:
 
 
 def test_of_equal_energies_the_smaller_simplex_is_taken() -> None:
-    for kappa in (np.zeros((1, 3)), np.array([[9.0, 0], [0, 9]]), np.ones((2, 1))):  # one client, corners always, one endpoint
+    for kappa in (
+        np.zeros((1, 3)),
+        np.array([[9.0, 0], [0, 9]]),
+        np.ones((2, 1)),
+    ):  # one client, corners always, one endpoint
         assert subregions(kappa)[1] == 1e-4
     assert subregions(np.zeros((1, 4)))[0].tolist() == [[0.25] * 4]
 
@@ -180,7 +184,9 @@ def test_every_batch_has_a_mixture_of_its_own() -> None:
     want = [mixture_around(np.array([0.5, 0.5, 0]), generator, 0.1) for _ in range(6)]
     np.testing.assert_allclose(seen, want, rtol=0, atol=1e-7)
     assert layer.centre.tolist() == [0.5, 0.5, 0]
-    flat = client("floco", small(), *samples(), extras=ctx.extras, floco={**EARLY, "radius": 3.0, "sampling": "simplex"})
+    flat = client(
+        "floco", small(), *samples(), extras=ctx.extras, floco={**EARLY, "radius": 3.0, "sampling": "simplex"}
+    )
     loss = update.mixed_loss(flat, "floco-alpha")
     for x, y in flat.trainer.batches():
         loss(flat.trainer.module, x, y)
@@ -201,7 +207,9 @@ def test_one_endpoint_without_a_radius_is_fedavg_bit_for_bit(run: Run, tmp_path:
     setting = {**model, "initial_weights": str(start), "num_server_rounds": 3, "momentum": 0.5, "fraction_train": 0.7}
     plain = run(method="fedavg", run_name="plain", **setting)
     folder = run(method="floco", run_name="floco", floco=one, **setting)
-    assert (folder.path / "models/global.safetensors").read_bytes() == (plain.path / "models/global.safetensors").read_bytes()
+    assert (folder.path / "models/global.safetensors").read_bytes() == (
+        plain.path / "models/global.safetensors"
+    ).read_bytes()
     assert read_summary(folder.path)["digest"] == read_summary(plain.path)["digest"]
     ours, theirs = (list(read_metrics(f.path)) for f in (folder, plain))
     assert [len(r["clients"]) for r in ours] == [3, 2, 2] and [len(r["clients"]) for r in theirs] == [2] * 3

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from client_app.state import State
+from corolla.experiments.exported.export import export
 from fl_app import models, rng, weights
-from fl_app.experiments.export import export
 from fl_app.layout import Layout, Model
 from fl_app.server import checkpoint
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
@@ -130,8 +130,13 @@ def personal_hashes(folder: RunFolder) -> dict[str, str]:
 def test_models_leave_a_run_collapsed(run: Run, tmp_path: Path, collected: bool, plus: int) -> None:
     floco = {**EARLY, "personal_epochs": plus}
     folder = run(
-        method="floco", floco=floco, num_server_rounds=3, evaluate_every=1, collect_personal_models=collected, finetune_epochs=1,
-    )  # fmt: skip
+        method="floco",
+        floco=floco,
+        num_server_rounds=3,
+        evaluate_every=1,
+        collect_personal_models=collected,
+        finetune_epochs=1,
+    )
     rounds = list(read_metrics(folder.path))
     assert not any(r["failures"] or r["evaluation"]["failures"] for r in rounds)
     layout = Layout.of(models.build("mlp", **SHAPE))
@@ -140,7 +145,11 @@ def test_models_leave_a_run_collapsed(run: Run, tmp_path: Path, collected: bool,
         for row in record["clients"].values():
             assert row["upload-bytes"] == 4 * whole.d
             assert row["download-bytes"] == 4 * whole.d + (4 * 3 if record["round"] >= 2 else 0)
-    assert [len({r["sha256"] for r in record["evaluation"]["clients"].values()}) for record in rounds] == [3 if plus else 1, 3, 3]
+    assert [len({r["sha256"] for r in record["evaluation"]["clients"].values()}) for record in rounds] == [
+        3 if plus else 1,
+        3,
+        3,
+    ]
 
     files = {p.stem for p in (folder.path / "models").iterdir()}
     assert files == {"global"} | ({f"client-{i}" for i in range(3)} if collected or not plus else set())
@@ -160,7 +169,9 @@ def test_floco_plus_keeps_a_second_model_near_the_received_one() -> None:
     update, state = FLOCOUpdate(), State()
     start = update.merge(ctx.initial(), state, ctx)
     after = update.train(start, state, ctx)
-    assert same(after, update.train(update.merge(plain.initial(), State(), plain), State(), plain))  # what travels is the same
+    assert same(
+        after, update.train(update.merge(plain.initial(), State(), plain), State(), plain)
+    )  # what travels is the same
     assert sum(a.nbytes for a in state.arrays.values()) == 4 * (ctx.layout.d + ctx.layout.b)
     own = update.personal(after, state, ctx)
     assert not same(own, after) and update.export(own, state, ctx).params.size == collapsed_layout(ctx.layout).d
@@ -171,7 +182,9 @@ def test_floco_plus_keeps_a_second_model_near_the_received_one() -> None:
     assert distance[1] < distance[0]
 
 
-def textbook(ctx: RoundContext[Any], start: Model, purpose: str, alphas: str, epochs: int, pull: float, to: Model) -> np.ndarray:
+def textbook(
+    ctx: RoundContext[Any], start: Model, purpose: str, alphas: str, epochs: int, pull: float, to: Model
+) -> np.ndarray:
     """A training of the simplex with autograd on W = sum_m alpha_m W_m, float64, pulled towards a model."""
     c, p, data = ctx.config, ctx.params, ctx.trainer.data  # type: ignore[attr-defined]
     order, drawn = torch.Generator().manual_seed(rng.torch_seed(c.seed, purpose, ctx.round, 0)), ctx.rng(alphas)
@@ -195,7 +208,14 @@ def textbook(ctx: RoundContext[Any], start: Model, purpose: str, alphas: str, ep
 def test_both_models_of_floco_plus_against_the_textbook_loop() -> None:
     floco = {**EARLY, "radius": 0.4, "personal_epochs": 1, "proximal_weight": 0.8}
     ctx = client(
-        "floco", small(), *samples(), round=3, extras={"centre": f32(0.6, 0.3, 0.1)}, momentum=0.5, weight_decay=0.01, floco=floco
+        "floco",
+        small(),
+        *samples(),
+        round=3,
+        extras={"centre": f32(0.6, 0.3, 0.1)},
+        momentum=0.5,
+        weight_decay=0.01,
+        floco=floco,
     )
     update, state, received = FLOCOUpdate(), State(), ctx.initial()
     own = received  # at first what is received; then its own, which goes on
@@ -211,7 +231,13 @@ def test_both_models_of_floco_plus_against_the_textbook_loop() -> None:
 
 def test_a_resumed_run_knows_regions_and_places_late_clients(run: Run, tmp_path: Path) -> None:
     setting = dict(
-        method="floco", floco=EARLY, num_server_rounds=4, num_clients=4, fraction_train=0.5, checkpoint_every=1, evaluate_every=1
+        method="floco",
+        floco=EARLY,
+        num_server_rounds=4,
+        num_clients=4,
+        fraction_train=0.5,
+        checkpoint_every=1,
+        evaluate_every=1,
     )
     folder = run(run_name="whole", **setting)
     digest, rounds = read_summary(folder.path)["digest"], list(read_metrics(folder.path))

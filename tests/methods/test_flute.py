@@ -74,7 +74,9 @@ def test_the_gradient_against_autograd_and_across_the_head(c: int, k: int, seed:
     if want.item() < 1e-6:  # collapsed, with one feature and two classes: the norm has no derivative there
         return
     (by_autograd,) = torch.autograd.grad(want, head)
-    np.testing.assert_allclose(gradient.numpy(), by_autograd.numpy(), atol=1e-12 * max(1, by_autograd.abs().max().item()))
+    np.testing.assert_allclose(
+        gradient.numpy(), by_autograd.numpy(), atol=1e-12 * max(1, by_autograd.abs().max().item())
+    )
     assert (head.detach() * gradient).sum().item() == pytest.approx(0, abs=1e-12)
     single, slope = collapse(head.detach().float(), present)
     assert single.dtype == slope.dtype == torch.float32 and single.item() == pytest.approx(want.item(), abs=1e-5)
@@ -112,7 +114,9 @@ def textbook(ctx: RoundContext[Any], start: Model) -> tuple[Model, np.ndarray]:
     body_epochs = min(p.body_epochs, c.local_epochs)
     for purpose, epochs in (("train-head", c.local_epochs - body_epochs), ("train", body_epochs)):
         generator = torch.Generator().manual_seed(rng.torch_seed(c.seed, purpose, 1, 0))
-        optimizer = torch.optim.SGD(module.parameters(), c.learning_rate, momentum=c.momentum, weight_decay=c.weight_decay)
+        optimizer = torch.optim.SGD(
+            module.parameters(), c.learning_rate, momentum=c.momentum, weight_decay=c.weight_decay
+        )
         module.requires_grad_(purpose == "train")
         module.fc.requires_grad_(True)
         for _ in range(epochs):
@@ -181,11 +185,15 @@ def test_each_weight_counts(run: Run, weight: str) -> None:
     assert outcome(run, "flute", flute=some, **setting) != outcome(run, "fedper", **setting)
 
 
-@pytest.mark.parametrize(("module", "words"), [
-    (nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), "at least 2 classes"),
-    (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
-    (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
-], ids=["one class", "no Linear", "nothing below"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1)), "at least 2 classes"),
+        (nn.Sequential(nn.Flatten(), nn.Conv1d(1, 2, 1)), "no Linear layer"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), "nothing below its only Linear layer"),
+    ],
+    ids=["one class", "no Linear", "nothing below"],
+)
 def test_models_that_do_not_fit_are_refused(module: nn.Module, words: str) -> None:
     assert METHOD.shared is shared
     with pytest.raises(UserError, match=words):

@@ -22,7 +22,10 @@ MOST = 3  # the class that most clients have
 ROUNDS = 8
 SETTINGS: dict[str, Any] = {"num_server_rounds": ROUNDS, "local_epochs": 5, "batch_size": 32, "evaluate_every": 0}
 METHODS = ["fedavg", "fedcac", "feddac", "fedobp", "scaffold"]
-OTHERS = [pytest.param(name, marks=pytest.mark.nightly) for name in ("fedpake", "fedper", "fedamp", "fedfomo", "feddwa", "pfedfda")]
+OTHERS = [
+    pytest.param(name, marks=pytest.mark.nightly)
+    for name in ("fedpake", "fedper", "fedamp", "fedfomo", "feddwa", "pfedfda")
+]
 
 
 def partition(directory: Path, data: Path, classes: Sequence[Sequence[int]], samples: int) -> str:
@@ -39,12 +42,16 @@ def partition(directory: Path, data: Path, classes: Sequence[Sequence[int]], sam
 
 
 def dropped(folder: RunFolder) -> list[tuple[int, str]]:
-    return [(failure["client"], failure["cause"]) for record in read_metrics(folder.path) for failure in record["failures"]]
+    return [
+        (failure["client"], failure["cause"]) for record in read_metrics(folder.path) for failure in record["failures"]
+    ]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", [*METHODS, *OTHERS])
-@pytest.mark.parametrize("others", [[[7], [1]], [[0, 1, 2, 4, 5, 6, 7, 8, 9]] * 2], ids=["one other class", "all other classes"])
+@pytest.mark.parametrize(
+    "others", [[[7], [1]], [[0, 1, 2, 4, 5, 6, 7, 8, 9]] * 2], ids=["one other class", "all other classes"]
+)
 def test_most_have_the_same_one_class(
     run: Run, tmp_path: Path, data_dir: Path, method: str, others: list[list[int]]
 ) -> None:
@@ -56,11 +63,15 @@ def test_most_have_the_same_one_class(
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["fedavg", "fedcac", "feddac", "fedobp"])
-@pytest.mark.parametrize("drawn", [
-    {"partition": "dirichlet", "dirichlet_alpha": 0.05, "min_samples": 1},
-    {"partition": "pathological", "classes_per_client": 1},
-    {"partition": "pathological", "classes_per_client": 1, "fraction_train": 0.5},
-], ids=["dirichlet", "pathological", "half of them"])  # fmt: skip
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        {"partition": "dirichlet", "dirichlet_alpha": 0.05, "min_samples": 1},
+        {"partition": "pathological", "classes_per_client": 1},
+        {"partition": "pathological", "classes_per_client": 1, "fraction_train": 0.5},
+    ],
+    ids=["dirichlet", "pathological", "half of them"],
+)
 def test_partitions_of_papers(run: Run, method: str, drawn: dict[str, Scalar]) -> None:
     folder = run(method=method, num_clients=10, train_samples=0, test_samples=0, **SETTINGS, **drawn)
     assert dropped(folder) == []

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from corolla.experiments.exported.export import export
 from fl_app import models, weights
 from fl_app.errors import UserError
-from fl_app.experiments.export import export
 from fl_app.layout import NOTHING, Layout, Model
 from fl_app.server.run_folder import read_metrics
 from fl_app.wire import Upload, WireError
@@ -79,7 +79,9 @@ def test_a_round_by_hand(tmp_path: Path, share: bool, kinds: dict[str, Any]) -> 
     for k in range(3):
         got, kept = layout.take(after, names[k]), layout.take(before, names[k])
         rows = [i for i in range(4) if chosen[i] == k]
-        want = Model(*(np.average(s[rows], axis=0, weights=sizes[rows]) for s in (uploads.W, uploads.B))) if rows else kept
+        want = (
+            Model(*(np.average(s[rows], axis=0, weights=sizes[rows]) for s in (uploads.W, uploads.B))) if rows else kept
+        )
         if share:
             everybody = Model(*(np.average(s, axis=0, weights=sizes) for s in (uploads.W, uploads.B)))
             want = plain.put(want, plain.take(everybody, body), body)
@@ -149,7 +151,9 @@ def test_choices_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_models_start_from_different_draws_and_not_from_a_file(tmp_path: Path) -> None:
     def start(**changes: Any) -> Model:
-        return weights.read(METHODS["ifca"].network(configured(method="ifca", ifca={"clusters": 2}), **SHAPE, **changes))
+        return weights.read(
+            METHODS["ifca"].network(configured(method="ifca", ifca={"clusters": 2}), **SHAPE, **changes)
+        )
 
     layout = Layout.of(METHODS["ifca"].network(configured(method="ifca", ifca={"clusters": 2}), **SHAPE))
     first, second = (layout.take(start(), components.tensors_of(layout, k)) for k in range(2))

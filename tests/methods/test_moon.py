@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from client_app.loaded import LoadedModel
+from client_app.device_model import LoadedModel
 from client_app.state import State
 from fl_app import weights
 from fl_app.errors import UserError
@@ -61,7 +61,9 @@ def test_properties(n: int, width: int, temperature: float, seed: int) -> None:
     assert (np.abs((gradient * z).sum(axis=1)) <= 1e-9 * (1 + sizes)).all()
     for scaled in range(3):  # by powers of two, exactly
         factors = 2.0 ** random.integers(-3, 4, (n, 1))
-        again, _ = by_torch(*(a * factors if k == scaled else a for k, a in enumerate((z, z_global, z_previous))), temperature)
+        again, _ = by_torch(
+            *(a * factors if k == scaled else a for k, a in enumerate((z, z_global, z_previous))), temperature
+        )
         assert again == pytest.approx(value, rel=1e-12, abs=1e-15)
 
 
@@ -100,15 +102,25 @@ def test_it_compares_with_the_received_and_its_own_last_model_in_evaluation_mode
     x, y = random.integers(0, 256, (6, 1, 2, 2), np.uint8), np.arange(6) % 3
     mu, tau, eta = 3.0, 0.7, 0.5
     ctx = client(
-        "moon", small(), x, y, num_classes=3, batch_size=6, local_epochs=1, learning_rate=eta,
+        "moon",
+        small(),
+        x,
+        y,
+        num_classes=3,
+        batch_size=6,
+        local_epochs=1,
+        learning_rate=eta,
         moon={"mu": mu, "temperature": tau},
-    )  # fmt: skip
+    )
     update, state, start = METHOD.local_update(), State(), ctx.initial()
     previous = update.train(start, state, ctx)
     assert {name: array.tobytes() for name, array in state.arrays.items()} == {
-        "moon.params": previous.params.tobytes(), "moon.buffers": previous.buffers.tobytes(),
-    }  # fmt: skip
-    received = Model(start.params + random.normal(0, 0.3, start.params.size).astype(np.float32), previous.buffers + 0.25)
+        "moon.params": previous.params.tobytes(),
+        "moon.buffers": previous.buffers.tobytes(),
+    }
+    received = Model(
+        start.params + random.normal(0, 0.3, start.params.size).astype(np.float32), previous.buffers + 0.25
+    )
     after = update.train(received, state, ctx)
 
     networks = {}

@@ -49,7 +49,12 @@ def test_what_masks_cost_by_hand() -> None:
     assert objective(np.eye(2, dtype=bool), sizes, 0.75) == 150  # and 25 unused each
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.floats(0.05, 1), st.integers(1, 5), st.integers(0, 2**32 - 1))
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    st.floats(0.05, 1),
+    st.integers(1, 5),
+    st.integers(0, 2**32 - 1),
+)
 def test_masks_fit_and_are_never_empty(sizes: list[int], capacity: float, clients: int, seed: int) -> None:
     masks = random_masks(sizes, capacity, clients, np.random.default_rng(seed))
     assert masks.shape == (clients, len(sizes)) and masks.any(axis=1).all()
@@ -65,18 +70,34 @@ def deep() -> Any:
 
 
 def test_the_best_of_a_thousand_is_taken(tmp_path: Path) -> None:
-    servers = [Federation(tmp_path, "perfedmask", network=deep, sizes=(4,) * 5,
-                          perfedmask={"capacity": 0.8, "masks": m}).server for m in ("optimised", "random")]  # fmt: skip
+    servers = [
+        Federation(
+            tmp_path, "perfedmask", network=deep, sizes=(4,) * 5, perfedmask={"capacity": 0.8, "masks": m}
+        ).server
+        for m in ("optimised", "random")
+    ]
     stream = rng.generator(servers[0].config.seed, "perfedmask")
     costs = [objective(random_masks([25, 10], 0.8, 5, stream), [25, 10], 0.8) for _ in range(1000)]
-    assert objective(servers[0].masks, [25, 10], 0.8) == min(costs) < costs[0] == objective(servers[1].masks, [25, 10], 0.8)
+    assert (
+        objective(servers[0].masks, [25, 10], 0.8)
+        == min(costs)
+        < costs[0]
+        == objective(servers[1].masks, [25, 10], 0.8)
+    )
     again = Federation(tmp_path, "perfedmask", network=deep, sizes=(4,) * 5, perfedmask={"capacity": 0.8}).server
     assert (again.masks == servers[0].masks).all()
 
 
 def test_clients_train_and_send_their_layers_alone(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, "perfedmask", network=deep, sizes=(10, 6, 8, 9), perfedmask={"capacity": 0.8},
-                            weight_decay=0.1, momentum=0.5)  # fmt: skip
+    federation = Federation(
+        tmp_path,
+        "perfedmask",
+        network=deep,
+        sizes=(10, 6, 8, 9),
+        perfedmask={"capacity": 0.8},
+        weight_decay=0.1,
+        momentum=0.5,
+    )
     server = federation.server
     server.masks = np.array([[True, False], [False, True], [True, False], [False, True]])  # instead of the best
     layout = server.layout
@@ -86,7 +107,10 @@ def test_clients_train_and_send_their_layers_alone(tmp_path: Path) -> None:
     for i in range(4):
         upload = federation.upload(i)
         mine = linear if server.masks[i, 0] else ~linear
-        assert upload.model.params.size == mine.sum() == server.expected_from(i).d and upload.model.buffers.size == layout.b
+        assert (
+            upload.model.params.size == mine.sum() == server.expected_from(i).d
+            and upload.model.buffers.size == layout.b
+        )
         whole = server.complete(i, upload).model.params
         assert (whole[~mine] == before[~mine]).all() and (whole[mine] != before[mine]).any()
         rows.append(whole)
@@ -107,7 +131,14 @@ def test_clients_train_and_send_their_layers_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", [{"model": "mlp"}, {"model": "resnet8", "train_samples": 17}], ids=["mlp", "resnet8"])
 def test_full_capacity_is_fedbabu_bit_for_bit(run: Run, model: dict[str, Any]) -> None:
-    setting = {**model, "momentum": 0.5, "weight_decay": 0.01, "fraction_train": 0.7, "finetune_epochs": 1, "evaluate_every": 1}
+    setting = {
+        **model,
+        "momentum": 0.5,
+        "weight_decay": 0.01,
+        "fraction_train": 0.7,
+        "finetune_epochs": 1,
+        "evaluate_every": 1,
+    }
     assert outcome(run, "perfedmask", **setting) == outcome(run, "fedbabu", **setting)
 
 

@@ -177,7 +177,10 @@ def test_classes_of_as_many_samples_as_folds_are_validated_on() -> None:
     y = np.array([0, 0, 0, 0, 1, 1, 1, 1, 2])
     for twos in (y, np.array([0, 0, 0, 0, 0, 0, 1, 1, 2])):  # of the class of one sample there are no folds
         used = twos < 2
-        fold, prior = stratified_folds(twos[used], 2, np.random.default_rng(5)), class_prior(np.bincount(twos), eps=1e-4)
+        fold, prior = (
+            stratified_folds(twos[used], 2, np.random.default_rng(5)),
+            class_prior(np.bincount(twos), eps=1e-4),
+        )
         checked = Validation(z[used], twos[used], fold, shared, prior, least=2, ridge=1.0, eps=1e-4)
         want = best_single(lambda beta: checked.loss((beta, beta)))  # noqa: B023
         adapted, betas = adapt(z, twos, shared, PFedFDAParams(), np.random.default_rng(5))
@@ -222,7 +225,9 @@ def test_triangle_is_row_by_row_and_symmetric_its_inverse() -> None:
 def context(n: int = 10, extras: dict[str, np.ndarray] | None = None, **changes: Any) -> RoundContext[Any]:
     kinds = changes.pop("kinds", {})
     shared = {"means": np.random.default_rng(0).random((3, 5)).astype(np.float32), "covariance": triangle(np.eye(5))}
-    return client("pfedfda", small(**kinds), *samples(n), extras=extras or shared, momentum=0.5, weight_decay=0.01, **changes)
+    return client(
+        "pfedfda", small(**kinds), *samples(n), extras=extras or shared, momentum=0.5, weight_decay=0.01, **changes
+    )
 
 
 def received(ctx: RoundContext[Any]) -> Model:
@@ -251,7 +256,9 @@ def test_a_round(n: int, kinds: dict[str, Any]) -> None:
     personal = update.personal(trained, state, ctx)
     upload = update.upload(start, trained, state, ctx)
     assert not state.arrays
-    assert same(upload.model, ctx.layout.take(trained, ctx.shared)) and same(ctx.layout.take(personal, ctx.shared), upload.model)
+    assert same(upload.model, ctx.layout.take(trained, ctx.shared)) and same(
+        ctx.layout.take(personal, ctx.shared), upload.model
+    )
     sent = Gaussians(upload.extras["means"].astype(float), symmetric(upload.extras["covariance"]))
     weight, _ = lda_head(*sent, class_prior(counts, eps=1e-4), eps=1e-4)
     np.testing.assert_allclose(ctx.layout.tensors(personal)["classifier.weight"], weight, rtol=1e-4, atol=1e-5)
@@ -326,9 +333,14 @@ def test_the_server_starts_from_random_means_and_averages_by_samples(tmp_path: P
     means = np.stack([np.full((3, 2), v, np.float32) for v in (1, 5)])
     covariance = np.stack([f32(1, 0, 1), f32(2, 4, 9)])
     uploads = Uploads(
-        [0, 1], np.zeros((2, 6), np.float32), np.zeros((2, 0), np.float32), np.array([3.0, 1.0]), None,
-        {"means": means, "covariance": covariance}, [{}, {}],
-    )  # fmt: skip
+        [0, 1],
+        np.zeros((2, 6), np.float32),
+        np.zeros((2, 0), np.float32),
+        np.array([3.0, 1.0]),
+        None,
+        {"means": means, "covariance": covariance},
+        [{}, {}],
+    )
     strategy.personalize(1, uploads)
     assert (strategy.memory["means"] == 2).all() and strategy.memory["covariance"].tolist() == [1.25, 1, 3]
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from corolla.experiments.exported.export import export
 from fl_app import models, weights
-from fl_app.experiments.export import export
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_metrics
 from strategies import METHODS
@@ -55,8 +55,12 @@ def test_kept_blocks_by_hand() -> None:
     assert blocks.kept(g, 0.6, 20).astype(int).tolist() == [1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1]
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=5), st.integers(1, 6), st.floats(0.05, 1),
-       st.integers(0, 2**32 - 1))  # fmt: skip
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=5),
+    st.integers(1, 6),
+    st.floats(0.05, 1),
+    st.integers(0, 2**32 - 1),
+)
 def test_kept_blocks_fit(tensors: list[tuple[int, bool]], parts: int, sparsity: float, seed: int) -> None:
     blocks = Blocks(tuple(tuple(sub_blocks(n, parts)) for n, _ in tensors), tuple(linear for _, linear in tensors))
     g = np.random.default_rng(seed).random(blocks.count)
@@ -115,9 +119,17 @@ def test_a_step_by_hand(tmp_path: Path, size: float, alternate: bool) -> None:
     # Both sides at their own rates, the gradient of each cut to norm 10 by itself; no momentum in the first step. `alternate`: the
     # gate on the batch, then the model on it, under the new gate.
     federation = Federation(
-        tmp_path, "pfedgate", sizes=(6,), batch_size=6, local_epochs=1, learning_rate=0.05, momentum=0.5, weight_decay=0.01,
-        pfedgate={"gate_learning_rate": 5.0, "alternate": alternate}, network=lambda: seeded(small()),
-    )  # fmt: skip
+        tmp_path,
+        "pfedgate",
+        sizes=(6,),
+        batch_size=6,
+        local_epochs=1,
+        learning_rate=0.05,
+        momentum=0.5,
+        weight_decay=0.01,
+        pfedgate={"gate_learning_rate": 5.0, "alternate": alternate},
+        network=lambda: seeded(small()),
+    )
     federation.initial.params[:] *= size
     federation.server.global_model = federation.layout.take(federation.initial, federation.shared)
     module: Any = federation.module()
@@ -175,7 +187,9 @@ def seeded(module: Any) -> Any:
 
 @pytest.mark.parametrize("sparsity", [1.0, 0.5])
 def test_what_is_evaluated_is_what_is_exported(tmp_path: Path, sparsity: float) -> None:
-    federation = Federation(tmp_path, "pfedgate", pfedgate={"sparsity": sparsity}, network=lambda: small(batchnorm=True))
+    federation = Federation(
+        tmp_path, "pfedgate", pfedgate={"sparsity": sparsity}, network=lambda: small(batchnorm=True)
+    )
     for _ in range(2):
         federation.round([0, 1])
     for i in (0, 2):  # one that took part, and one that never did
@@ -227,7 +241,9 @@ def test_the_gate_stays_and_both_sides_train(tmp_path: Path, alternate: bool) ->
 
 
 def test_gradients_are_cut(tmp_path: Path) -> None:
-    federation = Federation(tmp_path, "pfedgate", sizes=(4,), local_epochs=1, network=lambda: seeded(small()), momentum=0.0)
+    federation = Federation(
+        tmp_path, "pfedgate", sizes=(4,), local_epochs=1, network=lambda: seeded(small()), momentum=0.0
+    )
     federation.initial.params[:] *= 1e3  # huge gradients
     federation.server.global_model = federation.layout.take(federation.initial, federation.shared)
     before = federation.server.global_model.params.copy()

@@ -24,7 +24,9 @@ from tests.methods.runs import small_clients
 
 
 def test_the_server_reckons_with_the_rate_that_clients_step_with() -> None:
-    setting = config(method="scaffold", num_server_rounds=30, schedule="cosine", learning_rate=0.2, learning_rate_decay=0.9)
+    setting = config(
+        method="scaffold", num_server_rounds=30, schedule="cosine", learning_rate=0.2, learning_rate_decay=0.9
+    )
     assert [round_rate(setting, t) for t in (1, 16)] == pytest.approx([0.2, 0.2 * 0.9**15 / 2])
     with pytest.raises(UserError, match="optimizer: scaffold takes .* got adamw"):
         config(method="scaffold", optimizer="adamw")
@@ -72,7 +74,12 @@ def test_quadratics_by_hand() -> None:
 @given(st.integers(1, 4), st.floats(0.1, 2), st.integers(0, 2**32 - 1))
 def test_server_step_in_closed_form(n: int, rate: float, seed: int) -> None:
     random = np.random.default_rng(seed)
-    Y, changes, x, c = random.normal(size=(n, 3)), random.normal(size=(n, 3)), random.normal(size=3), random.normal(size=3)
+    Y, changes, x, c = (
+        random.normal(size=(n, 3)),
+        random.normal(size=(n, 3)),
+        random.normal(size=3),
+        random.normal(size=3),
+    )
     model, control = server_step(Y, x, c, changes, n + 1, rate)
     np.testing.assert_allclose(model, x + rate * (Y - x).mean(axis=0), atol=1e-12)
     np.testing.assert_allclose(control, c + changes.sum(axis=0) / (n + 1), atol=1e-12)
@@ -120,8 +127,10 @@ def test_the_first_round_is_uniform_fedavg_bit_for_bit(tmp_path: Path, kinds: di
         ctx, _ = federation.context(i, round=1)
         plain.append(LocalUpdate[Any]().train(received, federation.states[i], ctx))
     federation.round()
-    for got, rows in ((federation.server.global_model.params, [m.params for m in plain]),
-                      (federation.server.global_model.buffers, [m.buffers for m in plain])):  # fmt: skip
+    for got, rows in (
+        (federation.server.global_model.params, [m.params for m in plain]),
+        (federation.server.global_model.buffers, [m.buffers for m in plain]),
+    ):
         assert got.tobytes() == (np.stack(rows).astype(np.float64).sum(axis=0) / 3).astype(np.float32).tobytes()
 
 
@@ -148,7 +157,9 @@ def test_steps_that_cannot_be_are_refused(tmp_path: Path) -> None:
     epochs, size = server.config.local_epochs, server.config.batch_size
     n = 2 * size + 1  # two batches, or three
     for steps in (0, -1, 2.5 * epochs, "3", True, None, 2 * epochs - 1, 3 * epochs + 1):
-        with pytest.raises(WireError, match=f"steps must be an integer in {2 * epochs}..{3 * epochs} for {n} samples, got"):
+        with pytest.raises(
+            WireError, match=f"steps must be an integer in {2 * epochs}..{3 * epochs} for {n} samples, got"
+        ):
             server.check(Upload(NOTHING, num_examples=n, metrics={} if steps is None else {"steps": steps}))
     for steps in (2 * epochs, 3 * epochs):
         server.check(Upload(NOTHING, num_examples=n, metrics={"steps": steps}))

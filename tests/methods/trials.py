@@ -44,7 +44,7 @@ class Small(nn.Module):
 
 def client(
     method: str, *, module: nn.Module | None = None, n: int = 20, labels: int = CLASSES, round: int = 1, **changes: Any
-) -> RoundContext[Any]:  # fmt: skip
+) -> RoundContext[Any]:
     """Context of one client with n random samples of the first `labels` classes; `Small` unless a module is given."""
     torch.manual_seed(0)
     random = np.random.default_rng(5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import rankdata
 
-from strategies.base.private import MaskedIntake, Private, sums_of
+from strategies.engine.private import MaskedIntake, Private, sums_of
 
 Sum = tuple[int, dict[int, float]]  # round; what each client counts in it
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fl_app.privacy import sites
-from fl_app.privacy.sites import PEERS
+from fl_app.privacy import keyring
+from fl_app.privacy.keyring import PEERS
 
 
 def make(directory: Path, count: int) -> list[Path]:
@@ -17,11 +17,13 @@ def make(directory: Path, count: int) -> list[Path]:
     for i in range(count):
         (directory / str(i)).mkdir(parents=True)
         paths.append(directory / str(i) / "node.x25519")
-        paths[-1].write_bytes(sites.make())
+        paths[-1].write_bytes(keyring.make())
         paths[-1].chmod(0o600)
         node = ec.generate_private_key(ec.SECP384R1())
-        public = node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
-        lines.append(f"{i} {public} {sites.WORD} {sites.statement(sites.read(paths[-1]), node)}")
+        public = (
+            node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
+        )
+        lines.append(f"{i} {public} {keyring.WORD} {keyring.statement(keyring.read(paths[-1]), node)}")
     for path in paths:
         (path.parent / PEERS).write_text("\n".join(lines) + "\n")
     return paths

@@ -12,9 +12,10 @@ import pytest
 from client_app.client import CorollaClient
 from fl_app.errors import UserError
 from fl_app.server.run_folder import RunFolder
-from strategies.base import LocalUpdate, companies
-from strategies.base.companies import Book
-from strategies.base.private import Private
+from strategies.base import LocalUpdate
+from strategies.engine import cohorts
+from strategies.engine.cohorts import Book
+from strategies.engine.private import Private
 from strategies.fedcac import FedCACUpdate
 from tests.conftest import Run
 from tests.privacy.attack import Attack, Sum, sums_seen
@@ -23,9 +24,16 @@ from tests.privacy.test_private_liars import run_without
 
 CLIENTS = 12
 SETTINGS: dict[str, Any] = {
-    "method": "fedavg", "num_clients": CLIENTS, "num_server_rounds": 12, "train_samples": 20, "partition": "dirichlet",
-    "dirichlet_alpha": 0.1, "min_samples": 4, "max_update_norm": 0, "keep_state": True,
-}  # fmt: skip
+    "method": "fedavg",
+    "num_clients": CLIENTS,
+    "num_server_rounds": 12,
+    "train_samples": 20,
+    "partition": "dirichlet",
+    "dirichlet_alpha": 0.1,
+    "min_samples": 4,
+    "max_update_norm": 0,
+    "keep_state": True,
+}
 GROUPED: dict[str, Any] = {"method": "fedcac", "fedcac": {"beta": 12, "tau": 0.3}, "private_regroup": 1}
 Models = dict[tuple[int, int], np.ndarray]
 
@@ -71,7 +79,9 @@ def test_sums_of_clients_drawn_one_by_one_would_tell_models_and_those_of_compani
     assert plain.rank > CLIENTS - 3 and found < 0.25  # what private runs would tell if they drew like plain ones
     models.clear()
     folder = run(private=True, run_name="private", **settings)
-    assert [set(own) for _, own in sums] == [set(own) for _, own in asked(folder)] and set(sizes(sums, *range(13))) == {3}
+    assert [set(own) for _, own in sums] == [set(own) for _, own in asked(folder)] and set(sizes(sums, *range(13))) == {
+        3
+    }
     hidden = Attack(sums, models, CLIENTS)
     assert hidden.rank <= CLIENTS // 3 and all(len(hidden.alike(i)) >= 3 for i in range(CLIENTS))
 
@@ -137,12 +147,12 @@ def crashed_after(round: int, raw: dict[str, Any], *missing: tuple[int, int, int
         patch.setattr(Private, "use", crashing)
         with pytest.raises(KeyboardInterrupt):
             run_without(raw, *missing, **settings, checkpoint_every=10, run_name="a")
-    (book,) = Path(str(raw["output-dir"])).glob(f"*/{companies.FILE}")
+    (book,) = Path(str(raw["output-dir"])).glob(f"*/{cohorts.FILE}")
     return book.parent
 
 
 def parts(folder: Path) -> list[set[int]]:
-    return [set(own) for own in companies.members(Book(folder, np.empty(0)).companies)]
+    return [set(own) for own in cohorts.members(Book(folder, np.empty(0)).companies)]
 
 
 def test_a_run_that_goes_on_from_before_a_drop_out_splits_companies_as_it_did(
@@ -180,7 +190,14 @@ def test_of_a_group_that_has_answered_a_repetition_asks_all_or_nobody(
     raw_config: dict[str, Any], models: Models, sums: list[Sum], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Client 4 drops out of the first attempt, 6, whose group was whole then, out of the second."""
-    settings = {**SETTINGS, **GROUPED, "num_clients": 16, "num_server_rounds": 4, "round_retries": 2, "min_results": 0.1}
+    settings = {
+        **SETTINGS,
+        **GROUPED,
+        "num_clients": 16,
+        "num_server_rounds": 4,
+        "round_retries": 2,
+        "min_results": 0.1,
+    }
     with caplog.at_level("INFO", "corolla"):
         folder = run_without(raw_config, (3, 0, 4), (3, 1, 6), **settings)
     repeated = [set(own) for round, own in sums if round == 3]

@@ -152,7 +152,9 @@ def convolution() -> nn.Module:
 
 def noisy(tmp_path: Path, make: Callable[[], nn.Module], plan: Plan, n: int = 12, **changes: Any) -> NoisyTrainer:
     wanted = config(dp_epsilon=1e40, learning_rate=0.5, **{"batch_size": n, **changes})
-    trainer = NoisyTrainer(make(), wanted, data_of(n), 1, 0, budget=Budget(place(tmp_path), wanted, repeatable=True), epochs=1)
+    trainer = NoisyTrainer(
+        make(), wanted, data_of(n), 1, 0, budget=Budget(place(tmp_path), wanted, repeatable=True), epochs=1
+    )
     trainer.plan = plan
     return trainer
 

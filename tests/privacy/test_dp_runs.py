@@ -25,7 +25,9 @@ from tests.privacy.test_dp import ABLE
 ROUNDS = {"num_server_rounds": 2, "dp_epsilon": 8.0}
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in ("fedcac", "fedrep") else pytest.mark.long) for m in ABLE])
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=() if m in ("fedcac", "fedrep") else pytest.mark.long) for m in ABLE]
+)
 def test_every_method_of_plain_steps_stays_within_its_budget(run: Run, method: str) -> None:
     folder = run(method=method, **ROUNDS)
     again = run(method=method, run_name="again", **ROUNDS)
@@ -36,15 +38,20 @@ def test_every_method_of_plain_steps_stays_within_its_budget(run: Run, method: s
         for i, row in after["clients"].items():
             assert before["clients"][i]["dp-epsilon"] < row["dp-epsilon"] <= 8.0 * (1 + 1e-6)
             assert row["loss"] is None and row["dp-noise"] > 0.5
-    assert records[-1]["dp-epsilon"] == pytest.approx(8.0, rel=0.01)  # the plan is of these rounds, and counts every epoch
+    assert records[-1]["dp-epsilon"] == pytest.approx(
+        8.0, rel=0.01
+    )  # the plan is of these rounds, and counts every epoch
     told = json.loads((folder.path / "clients.json").read_text())
     assert "class-counts" not in json.dumps(told)
 
 
 def again(
-    folder: Path, round: int, raw_config: dict[str, Any], changes: dict[str, Any],
+    folder: Path,
+    round: int,
+    raw_config: dict[str, Any],
+    changes: dict[str, Any],
     node_configs: dict[int, dict[str, Any]] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Run a run's last round again, as after a crash of the server's before its checkpoint."""
     (folder / "summary.json").unlink()
     for file in (folder / checkpoint.DIRECTORY).glob(f"round-{round:06d}.*"):

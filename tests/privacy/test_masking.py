@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.privacy import masking
-from fl_app.privacy.sites import SEED_KEYS, keyring
+from fl_app.privacy.keyring import SEED_KEYS, open_keyring
 
 
 def uploads(values: np.ndarray, weights: list[float], round: int = 1, attempt: int = 0) -> np.ndarray:
@@ -15,7 +15,7 @@ def uploads(values: np.ndarray, weights: list[float], round: int = 1, attempt: i
     sent = []
     for i in range(n):
         words = masking.encode(values[i], weights[i], n, masking.PARAMS_RANGE)
-        keys = keyring(SEED_KEYS, 0, i, n).masks((j for j in range(n) if j != i), "experiment", round, attempt)
+        keys = open_keyring(SEED_KEYS, 0, i, n).masks((j for j in range(n) if j != i), "experiment", round, attempt)
         masking.mask(words, i, keys)
         sent.append(words)
     return np.array(sent)
@@ -83,7 +83,9 @@ def test_the_stream_does_not_depend_on_how_it_is_cut(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(masking, "_CHUNK", 96)
     masking.mask(cut, 0, keys)
     assert (whole == cut).all()
-    assert (whole == sum(np.frombuffer(masking.stream(k, 4000), np.uint32) for k in keys.values()).astype(np.uint32)).all()
+    assert (
+        whole == sum(np.frombuffer(masking.stream(k, 4000), np.uint32) for k in keys.values()).astype(np.uint32)
+    ).all()
 
 
 @pytest.mark.parametrize("keys", [{}, {1: b"a" * 32}, {0: b"a" * 32, 1: b"b" * 32}])

@@ -14,7 +14,8 @@ from client_app.client_app import app as client_app_
 from fl_app import server_app, wire
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.privacy.sites import Keyring, keyring
+from fl_app.privacy import keyring
+from fl_app.privacy.keyring import Keyring, open_keyring
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
 from strategies import METHOD_PARAMS
@@ -63,7 +64,9 @@ def test_with_too_few_left_the_round_fails(raw_config: dict[str, Any]) -> None:
         run_without(raw_config, *gone, min_results=0.1)
 
 
-def changing(monkeypatch: pytest.MonkeyPatch, client_id: int, change: Callable[[wire.Upload, wire.Download], wire.Upload]) -> None:
+def changing(
+    monkeypatch: pytest.MonkeyPatch, client_id: int, change: Callable[[wire.Upload, wire.Download], wire.Upload]
+) -> None:
     """Let one client change what it sends, after all else."""
     original = client_app.client.CorollaClient._train
 
@@ -108,7 +111,9 @@ def test_a_replayed_upload_that_lies_about_its_attempt_spoils_the_round_and_no_m
         return dataclasses.replace(upload, extras=kept[0].extras)
 
     changing(monkeypatch, 1, replaying)
-    with pytest.raises(UserError, match=r"round 2 failed in 2 attempts .*\n  the masks of clients \[0, 1, 2, 3, 4\] do not cancel"):
+    with pytest.raises(
+        UserError, match=r"round 2 failed in 2 attempts .*\n  the masks of clients \[0, 1, 2, 3, 4\] do not cancel"
+    ):
         run(**PRIVATE)
 
 
@@ -118,7 +123,10 @@ def test_a_client_answers_no_attempt_twice(run: Run, monkeypatch: pytest.MonkeyP
 
     def twice(self: Any, message: Message) -> Message:
         reply = handle(self, message)
-        if message.metadata.message_type == "train" and message.content.config_records["fitins.config"]["task"] == "train":
+        if (
+            message.metadata.message_type == "train"
+            and message.content.config_records["fitins.config"]["task"] == "train"
+        ):
             answers.append(handle(self, message))
         return reply
 
@@ -126,17 +134,18 @@ def test_a_client_answers_no_attempt_twice(run: Run, monkeypatch: pytest.MonkeyP
     run(num_server_rounds=1, **PRIVATE)
     said = [reply.content.config_records["fitres.metrics"].get(wire.ERROR, "") for reply in answers]
     assert len(said) == 5 and all("private: attempt 000001-000000 was answered before" in str(text) for text in said)
-    assert all(not list(reply.content.array_records["fitres.parameters"]) or wire.size(reply.content) < 100 for reply in answers)
+    assert all(
+        not list(reply.content.array_records["fitres.parameters"]) or wire.size(reply.content) < 100
+        for reply in answers
+    )
 
 
 def test_a_client_with_another_key_spoils_every_sum_it_is_in(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    import client_app.private
-
     def lying(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
-        agreed, other = (keyring(where, s, client_id, num_clients) for s in (seed, seed + 1))
+        agreed, other = (open_keyring(where, s, client_id, num_clients) for s in (seed, seed + 1))
         return dataclasses.replace(other, public_of=agreed.public_of) if client_id == 3 else agreed
 
-    monkeypatch.setattr(client_app.private, "keyring", lying)
+    monkeypatch.setattr(keyring, "open_keyring", lying)
     with pytest.raises(UserError, match="do not cancel: one of them has other keys"):
         run(**PRIVATE)
 
@@ -144,9 +153,10 @@ def test_a_client_with_another_key_spoils_every_sum_it_is_in(run: Run, monkeypat
 def test_a_client_with_another_list_is_left_out_by_name(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    import client_app.private
+    def other(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
+        return open_keyring(where, seed + (client_id == 3), client_id, num_clients)
 
-    monkeypatch.setattr(client_app.private, "keyring", lambda where, seed, i, n: keyring(where, seed + (i == 3), i, n))
+    monkeypatch.setattr(keyring, "open_keyring", other)
     folder = run(min_available_clients=4, **PRIVATE)
     assert list(rounds(folder)[0]["clients"]) == ["0", "1", "2", "4"]
     assert any("client 3" in line and "its list of all sites' keys is" in line for line in caplog.messages)

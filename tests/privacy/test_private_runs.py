@@ -42,7 +42,9 @@ def test_sums_give_what_single_uploads_give(run: Run, method: str) -> None:
     assert rounds(hidden)[0]["accuracy-after"] == rounds(plain)[0]["accuracy-after"]
 
 
-@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in ("fedavg", "fedcac") else pytest.mark.long) for m in SUMS])
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=() if m in ("fedavg", "fedcac") else pytest.mark.long) for m in SUMS]
+)
 def test_every_method_that_needs_sums_alone_runs_private(
     run: Run, arriving: list[tuple[wire.Upload, wire.Expected]], method: str
 ) -> None:
@@ -52,7 +54,11 @@ def test_every_method_that_needs_sums_alone_runs_private(
     assert len(uploads) == 10  # and not one in which a model travels
     for upload, _ in uploads:
         assert not set(METHODS[method].reports) & set(upload.metrics)
-        assert upload.model.nbytes == 0 and list(upload.extras) == [wire.SUM] and upload.extras[wire.SUM].dtype == np.uint32
+        assert (
+            upload.model.nbytes == 0
+            and list(upload.extras) == [wire.SUM]
+            and upload.extras[wire.SUM].dtype == np.uint32
+        )
 
 
 def test_uploads_are_as_long_as_plain_ones(run: Run) -> None:
@@ -66,7 +72,10 @@ def test_the_order_of_replies_does_not_matter(run: Run, monkeypatch: pytest.Monk
     folder = run(method="fedcac", run_name="a", **PRIVATE)
     pull = InProcessGrid.pull_messages
     monkeypatch.setattr(InProcessGrid, "pull_messages", lambda self, ids: pull(self, list(ids)[::-1]))
-    assert read_summary(run(method="fedcac", run_name="b", **PRIVATE).path)["digest"] == read_summary(folder.path)["digest"]
+    assert (
+        read_summary(run(method="fedcac", run_name="b", **PRIVATE).path)["digest"]
+        == read_summary(folder.path)["digest"]
+    )
 
 
 def test_fedcac_has_the_overlaps_of_the_masks_exactly(run: Run) -> None:
@@ -92,9 +101,14 @@ def test_fedcac_after_beta_is_fedcac(run: Run) -> None:
 
 def test_fedcac_groups_are_a_partition_kept_for_some_rounds_and_end_at_beta(run: Run) -> None:
     folder = run(
-        method="fedcac", private=True, num_clients=9, num_server_rounds=7, private_regroup=2, fedcac={"beta": 6, "tau": 0.3},
+        method="fedcac",
+        private=True,
+        num_clients=9,
+        num_server_rounds=7,
+        private_regroup=2,
+        fedcac={"beta": 6, "tau": 0.3},
         train_samples=16,
-    )  # fmt: skip
+    )
     seen = []
     for record in rounds(folder):
         mates = {int(i): {int(i), *row["collaborators"]} for i, row in record["clients"].items()}
@@ -107,7 +121,13 @@ def test_fedcac_groups_are_a_partition_kept_for_some_rounds_and_end_at_beta(run:
 
 
 def test_a_resumed_run_ends_with_the_same_bits(run: Run) -> None:
-    settings = {"method": "fedcac", "private": True, "num_clients": 6, "keep_state": True, "fedcac": {"tau": 0.3, "beta": 9}}
+    settings = {
+        "method": "fedcac",
+        "private": True,
+        "num_clients": 6,
+        "keep_state": True,
+        "fedcac": {"tau": 0.3, "beta": 9},
+    }
     whole = run(run_name="whole", num_server_rounds=5, **settings)
     half = run(run_name="half", num_server_rounds=3, **settings)
     resumed = run(run_name="half", num_server_rounds=5, resume=str(half.path), **settings)
@@ -143,7 +163,9 @@ def test_how_many_samples_a_client_has_is_told_where_it_weighs(
         reply = handle(self, message)
         said = [*reply.content.metric_records.items(), *reply.content.config_records.items()]
         numbers.setdefault(message.metadata.dst_node_id, []).extend(
-            (f"{record}.{name}", value) for record, values in said for name, value in values.items()
+            (f"{record}.{name}", value)
+            for record, values in said
+            for name, value in values.items()
             if isinstance(value, int | float) and value == value and "seconds" not in name and name != "client-id"
         )
         return reply
@@ -162,7 +184,9 @@ def test_what_leaks_is_said_at_the_start(run: Run, caplog: pytest.LogCaptureFixt
     caplog.set_level("INFO", "corolla")
     run(method="fedcac", **PRIVATE)
     said = [line for line in caplog.messages if line.startswith("private:")]
-    assert len(said) == 2 and "overlaps" in said[0] and "sample counts" in said[0] and "losses and accuracies" in said[0]
+    assert (
+        len(said) == 2 and "overlaps" in said[0] and "sample counts" in said[0] and "losses and accuracies" in said[0]
+    )
     assert "max-update-norm leaves nobody out" in said[1]
     caplog.clear()
     run(method="fedavg", run_name="b", report_accuracy=False, max_update_norm=0, **PRIVATE)
@@ -188,7 +212,9 @@ def test_a_client_sends_nothing_that_would_not_be_hidden(
     run: Run, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], expected: str
 ) -> None:
     told = METHODS["fedcac"].strategy.told
-    monkeypatch.setattr(METHODS["fedcac"].strategy, "told", lambda self, i, task: told(self, i, task) | said if said else {})
+    monkeypatch.setattr(
+        METHODS["fedcac"].strategy, "told", lambda self, i, task: told(self, i, task) | said if said else {}
+    )
     with pytest.raises(UserError, match=expected):
         run(method="fedcac", **PRIVATE)
 
@@ -198,13 +224,17 @@ def test_a_client_sends_nothing_that_would_not_be_hidden(
 
 def test_the_docs_name_the_methods_that_can() -> None:
     text = " ".join((Path(__file__).parents[2] / "docs" / "privacy.md").read_text().split())
-    listed = text.partition("those whose server needs sums alone run private: ")[2].partition("; and fedcac as above")[0]
+    listed = text.partition("those whose server needs sums alone run private: ")[2].partition("; and fedcac as above")[
+        0
+    ]
     assert listed.split(", ") == [name for name in SUMS if name != "fedcac"]
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - set(SUMS)))
 def test_other_methods_are_refused_with_the_reason(name: str) -> None:
-    with pytest.raises(UserError, match=f"private: method {name} cannot run private: (its server|it sends|nothing travels|which)"):
+    with pytest.raises(
+        UserError, match=f"private: method {name} cannot run private: (its server|it sends|nothing travels|which)"
+    ):
         METHODS[name].check(config(method=name, num_server_rounds=30, **PRIVATE))
 
 
@@ -234,7 +264,11 @@ def test_what_does_not_go_with_it(changes: dict[str, Any], expected: str) -> Non
 
 @pytest.mark.parametrize(
     "changes",
-    [{"fedcac": {"collaboration": "top"}}, {"fedcac": {"non_critical": "as-critical"}}, {"fedobp": {"upload_mask": True}}],
+    [
+        {"fedcac": {"collaboration": "top"}},
+        {"fedcac": {"non_critical": "as-critical"}},
+        {"fedobp": {"upload_mask": True}},
+    ],
 )
 def test_parameters_that_do_not_go_with_it(changes: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="private"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fl_app.errors import UserError
-from fl_app.privacy.sites import PEERS, SEED_KEYS, keyring
+from fl_app.privacy.keyring import PEERS, SEED_KEYS, open_keyring
 from tests.privacy.keys import make
 
 
@@ -18,7 +18,7 @@ def change(path: Path, client_id: int, word: int, other: int) -> None:
 
 
 def test_both_ends_of_a_pair_have_the_same_key_and_nobody_else(tmp_path: Path) -> None:
-    rings = [keyring(str(path), 0, i, 3) for i, path in enumerate(make(tmp_path, 3))]
+    rings = [open_keyring(str(path), 0, i, 3) for i, path in enumerate(make(tmp_path, 3))]
     keys = [ring.masks((j for j in range(3) if j != i), "e", 1, 0) for i, ring in enumerate(rings)]
     assert keys[0][1] == keys[1][0] and keys[0][2] == keys[2][0] and keys[1][2] == keys[2][1]
     assert len({keys[0][1], keys[0][2], keys[1][2]}) == 3
@@ -27,7 +27,7 @@ def test_both_ends_of_a_pair_have_the_same_key_and_nobody_else(tmp_path: Path) -
 
 
 def test_what_is_sealed_is_opened_by_each_and_by_no_other(tmp_path: Path) -> None:
-    rings = [keyring(str(path), 0, i, 3) for i, path in enumerate(make(tmp_path, 3))]
+    rings = [open_keyring(str(path), 0, i, 3) for i, path in enumerate(make(tmp_path, 3))]
     sealed = rings[0].seal()
     for i, ring in enumerate(rings):
         assert ring.open(sealed[i], 0) == rings[0].secret
@@ -42,44 +42,47 @@ def test_what_is_sealed_is_opened_by_each_and_by_no_other(tmp_path: Path) -> Non
 
 def test_keys_from_the_seed_are_the_same_everywhere_and_others_for_another_seed() -> None:
     def said(seed: int) -> str:
-        ring = keyring(SEED_KEYS, seed, 0, 4)
+        ring = open_keyring(SEED_KEYS, seed, 0, 4)
         return hashlib.sha256(ring.secret + b"".join(ring.masks([1, 2, 3], "e", 1, 0).values())).hexdigest()
 
     assert said(1) == said(1) != said(2)
-    assert keyring(SEED_KEYS, 1, 0, 4).masks([3], "e", 1, 0)[3] == keyring(SEED_KEYS, 1, 3, 4).masks([0], "e", 1, 0)[0]
+    assert (
+        open_keyring(SEED_KEYS, 1, 0, 4).masks([3], "e", 1, 0)[3]
+        == open_keyring(SEED_KEYS, 1, 3, 4).masks([0], "e", 1, 0)[0]
+    )
 
 
 def test_a_list_somebody_has_changed_is_refused(tmp_path: Path) -> None:
     paths = make(tmp_path, 3)
     change(paths[0], 2, 4, 1)  # a public half that its node key has not signed
     with pytest.raises(UserError, match="client 2's key for private runs is not signed by its node key"):
-        keyring(str(paths[0]), 0, 0, 3)
+        open_keyring(str(paths[0]), 0, 0, 3)
     change(paths[1], 2, 2, 1)  # another node key
     with pytest.raises(UserError, match="client 2's key for private runs is not signed"):
-        keyring(str(paths[1]), 0, 1, 3)
+        open_keyring(str(paths[1]), 0, 1, 3)
     for word in (2, 4, 5):  # one site twice
         change(paths[2], 0, word, 1)
     with pytest.raises(UserError, match="the same key for two clients"):
-        keyring(str(paths[2]), 0, 2, 3)
+        open_keyring(str(paths[2]), 0, 2, 3)
 
 
 def test_what_is_missing_or_open_is_named(tmp_path: Path) -> None:
     paths = make(tmp_path, 3)
     with pytest.raises(UserError, match="no key for private runs"):
-        keyring("", 0, 0, 3)
+        open_keyring("", 0, 0, 3)
     with pytest.raises(UserError, match=r"must have the clients 0 to 3, it has 3"):
-        keyring(str(paths[0]), 0, 0, 4)
+        open_keyring(str(paths[0]), 0, 0, 4)
     with pytest.raises(UserError, match=r"is not the key that .* has for client 1"):
-        keyring(str(paths[0]), 0, 1, 3)
+        open_keyring(str(paths[0]), 0, 1, 3)
     paths[0].chmod(0o640)
     with pytest.raises(UserError, match="must be its owner's alone"):
-        keyring(str(paths[0]), 0, 0, 3)
+        open_keyring(str(paths[0]), 0, 0, 3)
     paths[1].write_text("nothing")
     with pytest.raises(UserError, match="is no X25519 private key"):
-        keyring(str(paths[1]), 0, 1, 3)
+        open_keyring(str(paths[1]), 0, 1, 3)
     (paths[2].parent / PEERS).write_text("0 a b c\n")
     with pytest.raises(UserError, match="must have a line per client"):
-        keyring(str(paths[2]), 0, 2, 3)
+        open_keyring(str(paths[2]), 0, 2, 3)
     (paths[2].parent / PEERS).unlink()
     with pytest.raises(UserError, match="cannot be read"):
-        keyring(str(paths[2]), 0, 2, 3)
+        open_keyring(str(paths[2]), 0, 2, 3)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from corolla.report import page as report
 from fl_app.config import parse
-from fl_app.report import page as report
-from fl_app.report.kinds import Figure, Groups, Layers, Scalars, to_json
+from fl_app.figures import Figure, Groups, Layers, Scalars, to_json
 from fl_app.server.run_folder import read_about
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS, METHODS
@@ -22,14 +22,24 @@ def record(round: int, clients: dict[str, dict[str, Any]], **more: Any) -> dict[
     rows = {i: {"accuracy-after": 0.5, "seconds": {"train": 1.0, "evaluate": 0.5}, **row} for i, row in clients.items()}
     before = [row["accuracy-before"] for row in rows.values()]
     return {
-        "round": round, "accuracy-before": float(np.mean(before)), "accuracy-before-pooled": float(np.mean(before)),
-        "upload-bytes": 100, "download-bytes": 40, "failures": [], "seconds": {"round": 3.0, "wait": 2.0, "evaluate": 1.0},
-        "clients": rows, **more,
-    }  # fmt: skip
+        "round": round,
+        "accuracy-before": float(np.mean(before)),
+        "accuracy-before-pooled": float(np.mean(before)),
+        "upload-bytes": 100,
+        "download-bytes": 40,
+        "failures": [],
+        "seconds": {"round": 3.0, "wait": 2.0, "evaluate": 1.0},
+        "clients": rows,
+        **more,
+    }
 
 
 def folder(
-    path: Path, records: list[dict[str, Any]], finished: bool = True, figures: Sequence[Figure] | None = None, **config: Any
+    path: Path,
+    records: list[dict[str, Any]],
+    finished: bool = True,
+    figures: Sequence[Figure] | None = None,
+    **config: Any,
 ) -> Path:
     """Write a run folder; figures: what it declares, by default what its method does."""
     path.mkdir(parents=True)
@@ -49,10 +59,19 @@ def write(output: Path, *paths: Path) -> tuple[str, set[str]]:
 
 
 EVERYTHING = (
-    *METHODS["fedcac"].figures, *METHODS["fedobp"].figures, *METHODS["fedpake"].figures,
-    Layers("high-dispersion", "Density of the masks, layer by layer", "share of the layer (%)", percent=True, name="density"),
-    Scalars("alpha", "Share of the own model", "alpha"), Groups("cluster", "Clusters"),
-)  # fmt: skip
+    *METHODS["fedcac"].figures,
+    *METHODS["fedobp"].figures,
+    *METHODS["fedpake"].figures,
+    Layers(
+        "high-dispersion",
+        "Density of the masks, layer by layer",
+        "share of the layer (%)",
+        percent=True,
+        name="density",
+    ),
+    Scalars("alpha", "Share of the own model", "alpha"),
+    Groups("cluster", "Clusters"),
+)
 
 
 def many_runs(path: Path, num_runs: int, num_clients: int, seeds: int = 1) -> list[Path]:
@@ -63,18 +82,29 @@ def many_runs(path: Path, num_runs: int, num_clients: int, seeds: int = 1) -> li
         setting, rounds = k // seeds, []
         for t in range(1, 5):
             rows = {
-                str(i): {"accuracy-before": rng.random(), "collaborators": [0] * int(rng.integers(9)),
-                         "personal-parameters": {f"layer{j}.0.downsample.conv{j}.weight": j for j in range(30)},
-                         "alpha": rng.random(), "cluster": int(rng.integers(4))}
+                str(i): {
+                    "accuracy-before": rng.random(),
+                    "collaborators": [0] * int(rng.integers(9)),
+                    "personal-parameters": {f"layer{j}.0.downsample.conv{j}.weight": j for j in range(30)},
+                    "alpha": rng.random(),
+                    "cluster": int(rng.integers(4)),
+                }
                 for i in range(num_clients)
-            }  # fmt: skip
+            }
             layers = {f"layer{j}.0.downsample.conv{j}.weight": float(rng.random()) for j in range(30)}
             more = {"high-dispersion": layers, "macro-classes": {name: 1 + t % 4 for name in layers}}
             evaluation = {"accuracy": 0.5 + 0.1 * (2 * k % 5), "clients": {i: {"accuracy": rng.random()} for i in rows}}
             overlap = rng.random((num_clients, num_clients)).tolist()
             rounds.append(record(t, rows, overlap=overlap, evaluation=evaluation, **more))
-        run = folder(path / f"run-{k:02}", rounds, figures=EVERYTHING, method=("fedcac", "fedavg", "local")[setting % 3], seed=k,
-                     model=f"a_long_module_name_{setting}:factory", learning_rate=0.01 * (setting + 1))  # fmt: skip
+        run = folder(
+            path / f"run-{k:02}",
+            rounds,
+            figures=EVERYTHING,
+            method=("fedcac", "fedavg", "local")[setting % 3],
+            seed=k,
+            model=f"a_long_module_name_{setting}:factory",
+            learning_rate=0.01 * (setting + 1),
+        )
         facts = {str(i): {"class-counts": rng.integers(0, 50, 10).tolist()} for i in range(num_clients)}
         (run / "clients.json").write_text(json.dumps(facts))
         if setting % 2 == 0:

@@ -31,9 +31,18 @@ def start(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Callable[
 @pytest.fixture(scope="session")
 def fedcac(start: Callable[..., Path]) -> Path:
     return start(
-        "fedcac-run", method="fedcac", partition="pathological", num_clients=20, train_samples=40, test_samples=10,
-        num_server_rounds=8, local_epochs=3, learning_rate=0.1, evaluate_every=4, fedcac={"beta": 3},
-    )  # fmt: skip
+        "fedcac-run",
+        method="fedcac",
+        partition="pathological",
+        num_clients=20,
+        train_samples=40,
+        test_samples=10,
+        num_server_rounds=8,
+        local_epochs=3,
+        learning_rate=0.1,
+        evaluate_every=4,
+        fedcac={"beta": 3},
+    )
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_app.report import arrays, recorded
+from corolla.report import arrays, recorded
 from fl_app.server.run_folder import client_facts, read_clients
 from tests.report.builders import folder, record
 
@@ -79,9 +79,12 @@ def test_malformed_class_counts_are_dropped_and_logged(text: str, caplog: pytest
 def test_curves_bytes_and_seconds_by_hand(tmp_path: Path) -> None:
     rounds = [
         record(1, {"0": {"accuracy-before": 0.1}, "1": {"accuracy-before": 0.3}}),
-        record(2, {"0": {"accuracy-before": 0.5}, "1": {"accuracy-before": None}, "2": {"accuracy-before": 0.9}}
-               | {"1": {"accuracy-before": 0.7}}),
-    ]  # fmt: skip
+        record(
+            2,
+            {"0": {"accuracy-before": 0.5}, "1": {"accuracy-before": None}, "2": {"accuracy-before": 0.9}}
+            | {"1": {"accuracy-before": 0.7}},
+        ),
+    ]
     run = arrays.read_run(folder(tmp_path / "r", rounds))
     curve = arrays.curve([run], "accuracy-before")
     assert curve is not None
@@ -104,7 +107,9 @@ def test_short_curves_are_drawn_as_they_are_and_long_ones_as_running_means() -> 
     assert [arrays.window(rounds) for rounds in (79, 80, 400, 500, 1000)] == [1, 3, 11, 13, 25]
     values = np.arange(80) ** 2.0
     smooth = arrays.smooth(values)
-    assert smooth[:3] == pytest.approx([0, (0 + 1 + 4) / 3, (1 + 4 + 9) / 3]) and smooth[-1] == pytest.approx((78**2 + 79**2) / 2)
+    assert smooth[:3] == pytest.approx([0, (0 + 1 + 4) / 3, (1 + 4 + 9) / 3]) and smooth[-1] == pytest.approx(
+        (78**2 + 79**2) / 2
+    )
     long = np.random.default_rng(0).random(400)
     assert arrays.smooth(long)[[0, 2, 200]] == pytest.approx([long[0], long[:5].mean(), long[195:206].mean()])
     assert arrays.smooth(np.full(400, 0.3)) == pytest.approx(np.full(400, 0.3))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from corolla.report import page as report
+from corolla.report.arrays import read_run
 from fl_app.errors import UserError
-from fl_app.report import page as report
-from fl_app.report.arrays import read_run
 from fl_app.server.run_folder import read_metrics
 from tests.report.builders import folder, record, write
 
@@ -31,11 +31,23 @@ def test_an_interrupted_run_reports_what_there_is(
     assert {"accuracy", "clients", "overlap-1", "collaborators-1"} <= names
 
 
-@pytest.mark.parametrize("line", [
-    "null", "[]", '{"round": 0}', '{"round": true}', '{"round": 2, "clients": []}', '{"round": 2, "clients": {"0": 3}}',
-    '{"round": 2, "accuracy-before": "x"}', '{"round": 2, "failures": ["x"]}', '{"round": 2, "evaluation": 1}',
-    '{"round": 2, "evaluation": {"clients": []}}', "\0\0", "",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "null",
+        "[]",
+        '{"round": 0}',
+        '{"round": true}',
+        '{"round": 2, "clients": []}',
+        '{"round": 2, "clients": {"0": 3}}',
+        '{"round": 2, "accuracy-before": "x"}',
+        '{"round": 2, "failures": ["x"]}',
+        '{"round": 2, "evaluation": 1}',
+        '{"round": 2, "evaluation": {"clients": []}}',
+        "\0\0",
+        "",
+    ],
+)
 def test_a_line_that_is_no_record_of_a_round_is_skipped(line: str, tmp_path: Path) -> None:
     run = folder(tmp_path / "r", [record(t, {"0": {"accuracy-before": 0.5}}) for t in (1, 3)], num_server_rounds=3)
     path = run / "metrics.jsonl"
@@ -68,7 +80,11 @@ def test_paths_that_are_no_runs_are_all_named(fedavg: Path, tmp_path: Path) -> N
     (tmp_path / "bad" / "config.toml").write_text("= nothing")
     with pytest.raises(UserError) as error:
         report.write_report([fedavg, tmp_path / "gone", tmp_path / "hollow", tmp_path / "bad"], tmp_path / "out")
-    for word in ("gone: this run folder does not exist", "hollow: this run folder holds no run", "bad is not a run folder"):
+    for word in (
+        "gone: this run folder does not exist",
+        "hollow: this run folder holds no run",
+        "bad is not a run folder",
+    ):
         assert word in str(error.value)
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")

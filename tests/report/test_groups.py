@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from corolla.experiments import compare
+from corolla.experiments.compare import Run
+from corolla.experiments.grouping import by_settings, mean_std
+from corolla.experiments.runs import Run as Folder
+from corolla.experiments.sweep import identity
+from corolla.report import groups
+from corolla.report.arrays import read_run, read_runs
 from fl_app.config import RunConfig, parse
-from fl_app.experiments import compare
-from fl_app.experiments.compare import Run
-from fl_app.experiments.grouping import by_settings, mean_std
-from fl_app.experiments.runs import Run as Folder
-from fl_app.experiments.sweep import identity
 from fl_app.keys import specs
-from fl_app.report import groups
-from fl_app.report.arrays import read_run, read_runs
 from strategies import METHOD_PARAMS
 from tests.report.builders import folder, record, write
 
@@ -24,15 +24,27 @@ ONE = [record(1, {"0": {"accuracy-before": 0.5}})]
 
 
 def two_rounds(first: float, second: float) -> list[dict[str, Any]]:
-    return [record(t, {"0": {"accuracy-before": a}, "1": {"accuracy-before": a + 0.2}}) for t, a in ((1, first), (2, second))]
+    return [
+        record(t, {"0": {"accuracy-before": a}, "1": {"accuracy-before": a + 0.2}})
+        for t, a in ((1, first), (2, second))
+    ]
 
 
 def test_runs_that_differ_in_the_seed_alone_are_together() -> None:
     runs: list[dict[str, Any]] = [
-        {"method": "a", "seed": 1}, {"method": "b", "seed": 1}, {"method": "a", "seed": 2}, {"method": "a", "seed": 1, "x": 1.0},
-        {"method": "a", "x": 1, "seed": 3}, {"method": "a", "x": True},
-    ]  # fmt: skip
-    assert [[runs.index(run) for run in group] for group in by_settings(runs, lambda run: run)] == [[0, 2], [1], [3, 4], [5]]
+        {"method": "a", "seed": 1},
+        {"method": "b", "seed": 1},
+        {"method": "a", "seed": 2},
+        {"method": "a", "seed": 1, "x": 1.0},
+        {"method": "a", "x": 1, "seed": 3},
+        {"method": "a", "x": True},
+    ]
+    assert [[runs.index(run) for run in group] for group in by_settings(runs, lambda run: run)] == [
+        [0, 2],
+        [1],
+        [3, 4],
+        [5],
+    ]
 
 
 def test_a_seed_counts_once() -> None:
@@ -55,7 +67,9 @@ def test_how_and_where_a_run_runs_tells_no_runs_apart(tmp_path: Path) -> None:
     here = [folder(tmp_path / "a", ONE, seed=1), folder(tmp_path / "b", ONE, seed=2, **elsewhere)]
     runs, folders = [Run(Folder(path), Folder(path).config(METHOD_PARAMS)) for path in here], read_runs(here)
     assert len(compare.group(runs)) == len(groups.grouped(folders)) == 1
-    assert {identity(parse({**run.config.resolved, "seed": 1}, METHOD_PARAMS)) for run in runs} == {identity(runs[0].config)}
+    assert {identity(parse({**run.config.resolved, "seed": 1}, METHOD_PARAMS)) for run in runs} == {
+        identity(runs[0].config)
+    }
 
 
 def test_rows_are_named_by_what_differs(tmp_path: Path) -> None:
@@ -63,7 +77,7 @@ def test_rows_are_named_by_what_differs(tmp_path: Path) -> None:
         folder(tmp_path / "a", ONE, method="fedcac", seed=1),
         folder(tmp_path / "b", ONE, method="fedcac", seed=1, fedcac={"tau": 0.25}),
         folder(tmp_path / "c", ONE, method="fedavg", seed=1, fedcac={"tau": 0.75}, round_timeout=7.0, run_name="x"),
-    ]  # fmt: skip
+    ]
     other = folder(tmp_path / "d", ONE, method="fedavg", seed=2)
     runs = read_runs([*paths, tmp_path / "a"])
     assert groups.differences(runs) == ["fedcac.tau"]
@@ -79,11 +93,22 @@ def test_rows_are_named_by_what_differs(tmp_path: Path) -> None:
     assert len(groups.short("12 " + "x" * 90)) == groups.LABEL_LENGTH
 
 
-@pytest.mark.parametrize(("names", "name"), [
-    (["mine"], "mine"), (["20250101-120000-fedavg-digits-seed0"], ""), (["tau=0.3,seed=1-0a1b2c"], ""), (["fedavg-0a1b2c"], ""),
-    (["mine-seed0", "mine-seed1"], "mine"), (["resnet18-0", "resnet18-1"], "resnet18"), (["tau0.5_s1", "tau0.5_s12"], "tau0.5"),
-    (["one", "two"], ""), (["mine", ""], ""), (["b-10", "b-11"], "b"), (["seed0", "seed1"], ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "name"),
+    [
+        (["mine"], "mine"),
+        (["20250101-120000-fedavg-digits-seed0"], ""),
+        (["tau=0.3,seed=1-0a1b2c"], ""),
+        (["fedavg-0a1b2c"], ""),
+        (["mine-seed0", "mine-seed1"], "mine"),
+        (["resnet18-0", "resnet18-1"], "resnet18"),
+        (["tau0.5_s1", "tau0.5_s12"], "tau0.5"),
+        (["one", "two"], ""),
+        (["mine", ""], ""),
+        (["b-10", "b-11"], "b"),
+        (["seed0", "seed1"], ""),
+    ],
+)
 def test_a_name_somebody_gave_is_told_from_one_that_was_made(names: list[str], name: str, tmp_path: Path) -> None:
     runs = [read_run(folder(tmp_path / str(k), ONE, seed=k, run_name=given)) for k, given in enumerate(names)]
     assert groups.grouped(runs)[0].name == name
@@ -113,7 +138,9 @@ def test_a_band_stays_within_what_an_accuracy_can_be(tmp_path: Path) -> None:
 
 
 def test_an_unfinished_run_is_a_row_of_its_own(tmp_path: Path) -> None:
-    runs = [folder(tmp_path / str(k), two_rounds(0.1, 0.5), finished=k < 2, seed=k, num_server_rounds=2) for k in range(3)]
+    runs = [
+        folder(tmp_path / str(k), two_rounds(0.1, 0.5), finished=k < 2, seed=k, num_server_rounds=2) for k in range(3)
+    ]
     assert [[run.number for run in group.runs] for group in groups.grouped(read_runs(runs))] == [["1.1", "1.2"], ["2"]]
 
 

@@ -9,23 +9,42 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_app.report import recorded
-from fl_app.report.arrays import read_run
-from fl_app.report.kinds import Figure, Groups, Layers, Links, Matrix, Scalars, from_json, to_json
+from corolla.report import recorded
+from corolla.report.arrays import read_run
+from fl_app.figures import Figure, Groups, Layers, Links, Matrix, Scalars, from_json, to_json
 from strategies import METHODS
 from tests.report.builders import folder, record
 
 
 def test_what_methods_record_by_hand(tmp_path: Path) -> None:
     rounds = [
-        record(1, {"0": {"accuracy-before": 0, "collaborators": [1, 3], "personal-parameters": {"a.weight": 0, "b.weight": 0}},
-                   "1": {"accuracy-before": 0, "collaborators": [0]}},
-               overlap=[[1, 0.4], [0.4, 1]], **{"macro-classes": {"a": 2, "b": 1}}),
-        record(3, {"1": {"accuracy-before": 0, "collaborators": []},
-                   "3": {"accuracy-before": 0, "collaborators": [1],
-                         "personal-parameters": {"a.weight": 1, "a.bias": 2, "b.weight": 9}}},
-               overlap=[[1, 0.6], [0.6, 1]], **{"macro-classes": {"a": 3, "b": 1}}),
-    ]  # fmt: skip
+        record(
+            1,
+            {
+                "0": {
+                    "accuracy-before": 0,
+                    "collaborators": [1, 3],
+                    "personal-parameters": {"a.weight": 0, "b.weight": 0},
+                },
+                "1": {"accuracy-before": 0, "collaborators": [0]},
+            },
+            overlap=[[1, 0.4], [0.4, 1]],
+            **{"macro-classes": {"a": 2, "b": 1}},
+        ),
+        record(
+            3,
+            {
+                "1": {"accuracy-before": 0, "collaborators": []},
+                "3": {
+                    "accuracy-before": 0,
+                    "collaborators": [1],
+                    "personal-parameters": {"a.weight": 1, "a.bias": 2, "b.weight": 9},
+                },
+            },
+            overlap=[[1, 0.6], [0.6, 1]],
+            **{"macro-classes": {"a": 3, "b": 1}},
+        ),
+    ]
     run = read_run(folder(tmp_path / "r", rounds))
     nan = np.nan
     ids, overlap = recorded.matrix(run, "overlap") or ([], np.zeros(0))
@@ -45,12 +64,23 @@ def test_what_methods_record_by_hand(tmp_path: Path) -> None:
 
 def test_other_forms_of_records_by_hand(tmp_path: Path) -> None:
     rounds = [
-        record(1, {"0": {"accuracy-before": 0, "weights": {"2": 0.5}, "alpha": 0.25, "cluster": 1, "density": {"a": 1, "b": 0}},
-                   "2": {"accuracy-before": 0, "weights": [3.0, None], "alpha": None, "cluster": "x", "density": {"a": 0}}},
-               loss=2.0),
+        record(
+            1,
+            {
+                "0": {
+                    "accuracy-before": 0,
+                    "weights": {"2": 0.5},
+                    "alpha": 0.25,
+                    "cluster": 1,
+                    "density": {"a": 1, "b": 0},
+                },
+                "2": {"accuracy-before": 0, "weights": [3.0, None], "alpha": None, "cluster": "x", "density": {"a": 0}},
+            },
+            loss=2.0,
+        ),
         record(2, {"2": {"accuracy-before": 0, "alpha": float("inf"), "cluster": [1], "density": 3}}, loss="much"),
         record(4, {"2": {"accuracy-before": 0, "alpha": 0.75, "cluster": 0}}, loss=1, cluster={"0": 1, "2": 1}),
-    ]  # fmt: skip
+    ]
     run = read_run(folder(tmp_path / "r", rounds))
     nan = np.nan
     ids, weights = recorded.matrix(run, "weights") or ([], np.zeros(0))
@@ -88,12 +118,21 @@ def test_declarations_come_back_from_json(figures: tuple[Figure, ...]) -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("item", [
-    None, 3, {}, {"kind": "sankey", "record": "x", "title": "y"}, {"kind": "matrix", "title": "y"},
-    {"kind": "matrix", "record": "x"}, {"kind": "links", "record": 1, "title": "y"}, {"kind": [], "record": "x", "title": "y"},
-    {"kind": "layers", "record": "x", "title": "y", "percent": "yes"},
-    {"kind": "layers", "record": "x", "title": "y", "beside": {"kind": "matrix", "record": "z", "title": ""}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "item",
+    [
+        None,
+        3,
+        {},
+        {"kind": "sankey", "record": "x", "title": "y"},
+        {"kind": "matrix", "title": "y"},
+        {"kind": "matrix", "record": "x"},
+        {"kind": "links", "record": 1, "title": "y"},
+        {"kind": [], "record": "x", "title": "y"},
+        {"kind": "layers", "record": "x", "title": "y", "percent": "yes"},
+        {"kind": "layers", "record": "x", "title": "y", "beside": {"kind": "matrix", "record": "z", "title": ""}},
+    ],
+)
 def test_what_is_no_declaration_is_left_out_and_logged(item: object, caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("corolla")
     log.addHandler(caplog.handler)

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from corolla.report import page as report
+from corolla.report.arrays import read_run
+from corolla.report.by_kind import of_run
+from corolla.report.partitions import partitions
+from corolla.report.recorded import class_names
 from fl_app import progress
 from fl_app.errors import UserError
-from fl_app.report import page as report
-from fl_app.report.arrays import read_run
-from fl_app.report.by_kind import of_run
-from fl_app.report.partitions import partitions
-from fl_app.report.recorded import class_names
 from fl_app.server.run_folder import read_about, read_clients, told_names
 from strategies import METHODS
 from strategies.base import OWN_MODEL
@@ -33,11 +33,20 @@ from tests.data.test_data_folder import write_folder
 from tests.report.builders import folder, record, write
 
 
-def test_the_page_is_self_contained_and_every_picture_decodes(fedcac: Path, fedavg: Path, local: Path, tmp_path: Path) -> None:
+def test_the_page_is_self_contained_and_every_picture_decodes(
+    fedcac: Path, fedavg: Path, local: Path, tmp_path: Path
+) -> None:
     page, names = write(tmp_path, fedcac, fedavg, local)
     assert names == {
-        "accuracy", "clients", "communication", "seconds", "partition-1", "partition-2", "overlap-1", "collaborators-1",
-    }  # fmt: skip
+        "accuracy",
+        "clients",
+        "communication",
+        "seconds",
+        "partition-1",
+        "partition-2",
+        "overlap-1",
+        "collaborators-1",
+    }
     assert not re.search(r"https?:|<script [^>]*src|<link|@import|url\(", page)
     sources = re.findall(r'<(?:img|source) [^>]*src(?:set)?="([^"]+)"', page)
     assert len(sources) == 2 * len(names) == len(set(sources)), "one light and one dark picture each"
@@ -53,7 +62,9 @@ def test_the_page_is_self_contained_and_every_picture_decodes(fedcac: Path, feda
     assert "mean overlap is" in page and 'class="warn"' in page
 
 
-def test_a_report_replaces_the_pictures_of_an_earlier_one_and_nothing_else(fedcac: Path, fedavg: Path, tmp_path: Path) -> None:
+def test_a_report_replaces_the_pictures_of_an_earlier_one_and_nothing_else(
+    fedcac: Path, fedavg: Path, tmp_path: Path
+) -> None:
     assert "overlap-1" in write(tmp_path, fedcac)[1]
     (tmp_path / report.PICTURES / "logo.png").write_bytes(b"somebody's")
     page, names = write(tmp_path, fedavg)
@@ -63,7 +74,7 @@ def test_a_report_replaces_the_pictures_of_an_earlier_one_and_nothing_else(fedca
 
 def test_the_drawing_says_how_far_it_is_and_standard_output_has_the_paths_alone(
     fedavg: Path, tmp_path: Path, command: Command
-) -> None:  # fmt: skip
+) -> None:
     code, out, err = command("report", fedavg, "--output", tmp_path / "one", "--figures", tmp_path / "figures")
     assert code == 0 and out == f"{tmp_path}/one/report.html\n{tmp_path}/one/report-figures\n"
     assert "drawing pictures: 0/20" in err  # five of them, light, dark, SVG and PDF
@@ -118,7 +129,7 @@ def test_names_are_escaped(tmp_path: Path) -> None:
 def test_no_global_state_of_matplotlib_is_touched(fedavg: Path, tmp_path: Path) -> None:
     code = (
         "import sys, matplotlib\nfrom pathlib import Path\nbefore = matplotlib.rcParams.copy()\n"
-        "from fl_app.report.page import write_report\nwrite_report([Path(sys.argv[1])], Path(sys.argv[2]))\n"
+        "from corolla.report.page import write_report\nwrite_report([Path(sys.argv[1])], Path(sys.argv[2]))\n"
         "assert 'matplotlib.pyplot' not in sys.modules, 'pyplot'\nassert matplotlib.rcParams.copy() == before, 'rcParams'\n"
         "assert 'torch' not in sys.modules, 'torch'\n"
     )
@@ -144,7 +155,9 @@ def test_a_report_needs_no_code_of_the_method(fedcac: Path, tmp_path: Path) -> N
     assert {"overlap-1", "collaborators-1"} <= names and "One run: a-stranger" in page
 
 
-def test_what_was_tested_instead_of_the_received_model_is_said(start: Callable[..., Path], fedavg: Path, tmp_path: Path) -> None:
+def test_what_was_tested_instead_of_the_received_model_is_said(
+    start: Callable[..., Path], fedavg: Path, tmp_path: Path
+) -> None:
     page, _ = write(tmp_path / "one", fedavg)
     assert "But of" not in page
     ditto = start("ditto-run", method="ditto", num_server_rounds=1)
@@ -211,9 +224,14 @@ def test_classes_have_their_names(start: Callable[..., Path], tmp_path: Path) ->
 def test_pictures_have_the_names_of_a_folders_classes(start: Callable[..., Path], tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images", {"dog": 9, "cat": 6})
     run = start(
-        "animals", method="fedcac", dataset=f"folder:{folder}", partition="iid", train_samples=0, test_samples=0,
+        "animals",
+        method="fedcac",
+        dataset=f"folder:{folder}",
+        partition="iid",
+        train_samples=0,
+        test_samples=0,
         num_server_rounds=1,
-    )  # fmt: skip
+    )
     (partition,) = partitions([read_run(run)])
     axes = partition.draw().axes[0]
     assert axes.get_ylabel() == "class" and [label.get_text() for label in axes.get_yticklabels()] == ["cat", "dog"]

@@ -13,14 +13,14 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from fl_app.report import figures
-from fl_app.report.accuracy import accuracy
-from fl_app.report.arrays import read_runs
-from fl_app.report.by_kind import of_run
-from fl_app.report.costs import costs
-from fl_app.report.groups import grouped
-from fl_app.report.looks import DARK, LIGHT
-from fl_app.report.partitions import partitions
+from corolla.report import figures
+from corolla.report.accuracy import accuracy
+from corolla.report.arrays import read_runs
+from corolla.report.by_kind import of_run
+from corolla.report.costs import costs
+from corolla.report.groups import grouped
+from corolla.report.partitions import partitions
+from corolla.report.style import DARK, LIGHT
 from tests.report.builders import folder, many_runs, record
 
 
@@ -36,21 +36,43 @@ def test_a_legend_is_never_wider_than_the_picture(letters: int) -> None:
     assert drawing.bbox.x0 <= box.x0 and box.x1 <= drawing.bbox.x1
 
 
-@pytest.mark.parametrize(("num_runs", "num_clients", "seeds"), [
-    (2, 14, 1), (4, 20, 1), (1, 14, 2), *(pytest.param(*numbers, marks=pytest.mark.long) for numbers in ((14, 40, 1), (2, 20, 3))),
-])  # fmt: skip
-def test_nothing_overlaps_with_many_runs_clients_and_layers(tmp_path: Path, num_runs: int, num_clients: int, seeds: int) -> None:
+@pytest.mark.parametrize(
+    ("num_runs", "num_clients", "seeds"),
+    [
+        (2, 14, 1),
+        (4, 20, 1),
+        (1, 14, 2),
+        *(pytest.param(*numbers, marks=pytest.mark.long) for numbers in ((14, 40, 1), (2, 20, 3))),
+    ],
+)
+def test_nothing_overlaps_with_many_runs_clients_and_layers(
+    tmp_path: Path, num_runs: int, num_clients: int, seeds: int
+) -> None:
     groups = grouped(read_runs(many_runs(tmp_path, num_runs, num_clients, seeds)))
     assert [len(group.runs) for group in groups] == [seeds] * num_runs
     run = groups[0].first
     panels = [*accuracy(groups), *costs(groups), *partitions([run]), *of_run(run)]
     spread = ["accuracy-spread"] * (num_runs > 4 or seeds > 1) + ["accuracy-seeds"] * (seeds > 1)
     assert [panel.name.removesuffix("-1") for panel in panels if panel.name != "partition-1"] == [
-        "accuracy", *spread, "clients", "communication", "seconds", "partition",
-        *(f"{name}{'-1' if seeds > 1 else ''}" for name in (
-            "overlap", "collaborators", "personal", "dispersion", "density", "alpha", "cluster",
-        )),
-    ]  # fmt: skip
+        "accuracy",
+        *spread,
+        "clients",
+        "communication",
+        "seconds",
+        "partition",
+        *(
+            f"{name}{'-1' if seeds > 1 else ''}"
+            for name in (
+                "overlap",
+                "collaborators",
+                "personal",
+                "dispersion",
+                "density",
+                "alpha",
+                "cluster",
+            )
+        ),
+    ]
     for panel in panels:
         for settings in (LIGHT, DARK) if num_runs == 2 else (LIGHT,):
             with warnings.catch_warnings(), rc_context(settings):
@@ -100,7 +122,9 @@ def text_groups(figure: Figure) -> list[list[tuple[str, Bbox]]]:
 def visible_labels(axis: Any) -> list[Any]:
     low, high = sorted(axis.get_view_interval())
     inside = [tick for tick in axis.get_major_ticks() if low - 1e-9 <= tick.get_loc() <= high + 1e-9]
-    return [tick.label1 for tick in inside if tick.label1.get_visible()] + [t.label2 for t in inside if t.label2.get_visible()]
+    return [tick.label1 for tick in inside if tick.label1.get_visible()] + [
+        t.label2 for t in inside if t.label2.get_visible()
+    ]
 
 
 def overlapping(a: Bbox, b: Bbox, slack: float = 1.0) -> bool:

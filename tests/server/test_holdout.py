@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from fl_app.report.arrays import read_run
-from fl_app.report.csv_files import client_lines, round_lines
+from corolla.report.arrays import read_run
+from corolla.report.csv_files import client_lines, round_lines
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run, config
 from tests.report.builders import write
 
-QUICK = ("fedavg", "fedcac", "feddac", "fedper", "ifca")  # a global model, a head of the clients' own, none of both, several
+QUICK = (
+    "fedavg",
+    "fedcac",
+    "feddac",
+    "fedper",
+    "ifca",
+)  # a global model, a head of the clients' own, none of both, several
 
 
 def test_who_is_unseen() -> None:
@@ -26,7 +32,9 @@ def test_who_is_unseen() -> None:
     assert [config(num_clients=10, holdout_clients=h).num_training for h in (0.0, 0.2)] == [10, 8]
 
 
-@pytest.mark.parametrize("method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in METHODS])
+@pytest.mark.parametrize(
+    "method", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in METHODS]
+)
 def test_a_run_with_unseen_clients(run: Run, method: str) -> None:
     folder = run(method=method, num_clients=4, holdout_clients=0.25, finetune_epochs=1, **IN_TWO_ROUNDS.get(method, {}))
     (unseen,) = config(num_clients=4, holdout_clients=0.25).unseen
@@ -40,7 +48,10 @@ def test_a_run_with_unseen_clients(run: Run, method: str) -> None:
     assert evaluation["unseen"]["ids"] == [unseen] and summary["unseen-accuracy"] == apart["accuracy"]
     assert summary["unseen-accuracy-finetuned"] == apart["accuracy-finetuned"] and summary["digest"]
     last = round_lines(read_run(folder.path))[-1]
-    assert last["evaluation-unseen-accuracy"] == apart["accuracy"] and last["evaluation-accuracy"] == evaluation["accuracy"]
+    assert (
+        last["evaluation-unseen-accuracy"] == apart["accuracy"]
+        and last["evaluation-accuracy"] == evaluation["accuracy"]
+    )
     marked = [(line["client"], line["unseen"]) for line in client_lines(read_run(folder.path)) if line["round"] == 2]
     assert marked == [(i, i == unseen) for i in range(4)]
 

@@ -39,7 +39,11 @@ def number(name: str, value: object) -> Callable[[Scene], Upload]:
 
 
 LIES: dict[str, tuple[dict[str, Any], Callable[[Scene], Upload], str]] = {
-    "feddac guidance": ({"feddac": {"guidance": "one-step"}}, array("guidance", lambda g: g * 100), "its guidance models lie"),
+    "feddac guidance": (
+        {"feddac": {"guidance": "one-step"}},
+        array("guidance", lambda g: g * 100),
+        "its guidance models lie",
+    ),
     "feddwa guidance": ({}, array("guidance", lambda g: -g), "its guidance models lie"),
     "pfedfda means": ({}, array("means", lambda m: m * 1000), "its class means lie"),
     "pfedfda covariance": ({}, array("covariance", lambda c: c * 1000), "its covariances lie"),
@@ -49,7 +53,7 @@ LIES: dict[str, tuple[dict[str, Any], Callable[[Scene], Upload], str]] = {
     "scaffold few steps": ({}, number("steps", 1), "steps must be an integer in 3..3 for 24 samples, got 1"),
     "scaffold many steps": ({}, number("steps", 10**6), "got 1000000"),
     "fedas negative": ({}, number(INFORMATION, -1.0), "must be a number"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("lie", list(LIES))

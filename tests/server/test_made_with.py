@@ -30,7 +30,9 @@ def test_versions_and_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert set(machine.versions()) == {"python", "numpy"}
 
 
-def test_what_a_run_goes_on_with_is_noted_where_it_is_something_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_run_goes_on_with_is_noted_where_it_is_something_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config = parse({"method": "fedavg", "output-dir": str(tmp_path), "run-name": "a"}, METHOD_PARAMS)
     folder = RunFolder.create(config, "0123456789ab")
     first = made_with()

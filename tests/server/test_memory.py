@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fl_app.errors import UserError
-from fl_app.server.kept import release, to_disk
+from fl_app.server.client_arrays import release, to_disk
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.wire import Expected
 from strategies import aggregate, fedcac, feddac, masks
@@ -48,8 +48,14 @@ def test_rows_of_dropped_clients_are_closed_up_and_the_record_keeps_its_sizes() 
     intake = Intake([4, 5, 6, 7], Expected(1, 1), W, B, None, {"x": column(9, 8, 7, 6)}, sizes)
     intake.metrics = {7: {}, 5: {}}
     uploads = intake.uploads()
-    assert uploads.ids == [5, 7] and uploads.sizes.tolist() == [200, 400] and intake.sizes.tolist() == [100, 200, 300, 400]
-    assert uploads.W.tolist() == [[2], [4]] and uploads.B.tolist() == [[6], [8]] and uploads.extras["x"].tolist() == [[8], [6]]
+    assert (
+        uploads.ids == [5, 7] and uploads.sizes.tolist() == [200, 400] and intake.sizes.tolist() == [100, 200, 300, 400]
+    )
+    assert (
+        uploads.W.tolist() == [[2], [4]]
+        and uploads.B.tolist() == [[6], [8]]
+        and uploads.extras["x"].tolist() == [[8], [6]]
+    )
     assert np.shares_memory(uploads.W, W)
 
 
@@ -64,7 +70,9 @@ def test_what_lies_on_disk_does_not_change_the_run(
     run: Run, monkeypatch: pytest.MonkeyPatch, method: str, fraction: float
 ) -> None:
     spilled: list[int] = []
-    monkeypatch.setattr("fl_app.server.kept.to_disk", lambda arrays, path: (spilled.append(1), to_disk(arrays, path))[1])
+    monkeypatch.setattr(
+        "fl_app.server.client_arrays.to_disk", lambda arrays, path: (spilled.append(1), to_disk(arrays, path))[1]
+    )
     config: dict[str, Any] = {"method": method, "num_server_rounds": 3, "fraction_train": fraction}
     digests = [
         read_summary(run(**config, server_memory_limit=limit, run_name=f"limit-{i}").path)["digest"]

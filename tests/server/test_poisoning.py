@@ -53,13 +53,17 @@ def failures(folder: RunFolder) -> list[tuple[int, int, str]]:
 def test_the_liar_is_dropped_by_name_and_nobody_else(attacked: Attacked, method: str, attack: str) -> None:
     folder = attacked(attack, method=method)
     assert [(r, client) for r, client, _ in failures(folder)] == [(1, LIAR), (2, LIAR)]
-    assert all("parameters lie" in cause and "allowed are 3 times (max-update-norm" in cause for *_, cause in failures(folder))
+    assert all(
+        "parameters lie" in cause and "allowed are 3 times (max-update-norm" in cause for *_, cause in failures(folder)
+    )
     last = list(read_metrics(folder.path))[-1]
     assert list(last["clients"]) == ["0", "1", "2", "3"]
     assert last["evaluation"]["absent"] == [] and read_summary(folder.path)["digest"]
 
 
-def test_a_dropped_liar_leaves_no_trace_in_the_others(run: Run, attacked: Attacked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dropped_liar_leaves_no_trace_in_the_others(
+    run: Run, attacked: Attacked, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def hashes(folder: RunFolder) -> list[str]:
         clients = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
         return [clients[str(i)]["sha256"] for i in range(LIAR)]
@@ -76,7 +80,9 @@ def test_a_dropped_liar_leaves_no_trace_in_the_others(run: Run, attacked: Attack
     assert dropped == hashes(run(method="fedcac", num_clients=CLIENTS, run_name="absent"))
 
 
-def test_the_panel_names_it(attacked: Attacked, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panel_names_it(
+    attacked: Attacked, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logging.getLogger("corolla"), "propagate", True)
     caplog.set_level(logging.INFO, "corolla")
     attacked("x 1e6", num_server_rounds=1)
@@ -126,14 +132,19 @@ def test_a_resumed_run_drops_the_same(attacked: Attacked, tmp_path: Path) -> Non
 # what is refused
 
 
-@pytest.mark.parametrize(("method", "rule", "says"), [
-    ("feddac", "median", "method feddac has no mean over clients that it could replace, got 'median'"),
-    ("local", "krum", "method local has no mean over clients that it could replace, got 'krum'"),
-    ("fedpake", "median", "method fedpake has no mean over clients"),
-    ("fedamp", "median", "method fedamp has no mean over clients"),
-    ("pfedfda", "median", "method pfedfda can do none, geometric-median, krum, got 'median'"),
-])  # fmt: skip
-def test_rules_that_make_no_sense_are_refused_before_anything_starts(run: Run, method: str, rule: str, says: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "rule", "says"),
+    [
+        ("feddac", "median", "method feddac has no mean over clients that it could replace, got 'median'"),
+        ("local", "krum", "method local has no mean over clients that it could replace, got 'krum'"),
+        ("fedpake", "median", "method fedpake has no mean over clients"),
+        ("fedamp", "median", "method fedamp has no mean over clients"),
+        ("pfedfda", "median", "method pfedfda can do none, geometric-median, krum, got 'median'"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused_before_anything_starts(
+    run: Run, method: str, rule: str, says: str
+) -> None:
     with pytest.raises(UserError, match=f"robust: {says}"):
         run(method=method, robust=rule)
 
@@ -141,8 +152,18 @@ def test_rules_that_make_no_sense_are_refused_before_anything_starts(run: Run, m
 def test_every_method_says_what_it_can_do() -> None:
     able = {name for name, method in METHODS.items() if method.strategy.robust}
     assert set(METHODS) - able == {
-        "local", "feddac", "fedpake", "fedamp", "fedselect", "feddwa", "fedfomo", "cfl", "perfedmask", "feddyn", "scaffold",
-    }  # fmt: skip
+        "local",
+        "feddac",
+        "fedpake",
+        "fedamp",
+        "fedselect",
+        "feddwa",
+        "fedfomo",
+        "cfl",
+        "perfedmask",
+        "feddyn",
+        "scaffold",
+    }
     assert all(method.strategy.robust <= RULES for method in METHODS.values())
 
 
@@ -185,6 +206,8 @@ def test_the_table_by_hand() -> None:
     trials = [Trial("feddac", "x 1e6", 1, name) for name in poisoning.defences("feddac")]
     outcomes = dict(zip(trials, (Outcome(None), Outcome(0.8754, 2, 15)), strict=True))
     assert poisoning.table("feddac", outcomes).splitlines() == [
-        "| `feddac` | liars | none | default |", "|---|---|---|---|", "| x 1e6 | 1 | ends | .875 (honest uploads dropped: 2) |",
-    ]  # fmt: skip
+        "| `feddac` | liars | none | default |",
+        "|---|---|---|---|",
+        "| x 1e6 | 1 | ends | .875 (honest uploads dropped: 2) |",
+    ]
     assert dataclasses.astuple(Outcome(None)) == (None, 0, 0)

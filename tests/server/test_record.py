@@ -22,22 +22,33 @@ def upload(num_examples: int = 24, **metrics: Any) -> Upload:
 
 
 def test_known_numbers_are_kept_and_nothing_else() -> None:
-    sent = upload(accuracy_before=0.5, seconds_train=1.0, alpha=0.25, collaborators=3, text="x", state_version="000002-000000")
-    kept = {"test-samples": 10, "loss": 0.5, "accuracy-before": 0.5, "seconds-train": 1.0, "state-version": "000002-000000"}
+    sent = upload(
+        accuracy_before=0.5, seconds_train=1.0, alpha=0.25, collaborators=3, text="x", state_version="000002-000000"
+    )
+    kept = {
+        "test-samples": 10,
+        "loss": 0.5,
+        "accuracy-before": 0.5,
+        "seconds-train": 1.0,
+        "state-version": "000002-000000",
+    }
     assert records.check_upload(sent) == kept
     assert records.check_upload(sent, ("alpha",), SAID, "000002-000000") == {**kept, "alpha": 0.25}
 
 
-@pytest.mark.parametrize(("sent", "words"), [
-    (upload(loss=1.5e308), r"metric loss must be a number in \[0, 1e\+30\], got 1.5e\+308"),
-    (upload(loss_before=-1), "metric loss-before"),
-    (upload(seconds_train=1e31), "metric seconds-train"),
-    (upload(seconds_train="x" * 10), "metric seconds-train"),
-    (upload(2**62), "num_examples must be the 24 that the client told when it connected, got 4611686018427387904"),
-    (upload(test_samples=11), "test-samples must be the 10 that the client told when it connected, got 11"),
-    (upload(state_version="000001-000000"), "state-version must be 000002-000000 or empty, got '000001-000000'"),
-    (upload(state_used="../x"), "state-used must be a state's version"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (upload(loss=1.5e308), r"metric loss must be a number in \[0, 1e\+30\], got 1.5e\+308"),
+        (upload(loss_before=-1), "metric loss-before"),
+        (upload(seconds_train=1e31), "metric seconds-train"),
+        (upload(seconds_train="x" * 10), "metric seconds-train"),
+        (upload(2**62), "num_examples must be the 24 that the client told when it connected, got 4611686018427387904"),
+        (upload(test_samples=11), "test-samples must be the 10 that the client told when it connected, got 11"),
+        (upload(state_version="000001-000000"), "state-version must be 000002-000000 or empty, got '000001-000000'"),
+        (upload(state_used="../x"), "state-used must be a state's version"),
+    ],
+)
 def test_numbers_that_cannot_be(sent: Upload, words: str) -> None:
     with pytest.raises(WireError, match=words):
         records.check_upload(sent, (), SAID, "000002-000000")
@@ -50,11 +61,18 @@ def test_no_number_of_a_client_makes_a_mean_that_json_does_not_have() -> None:
     rows = [records.client_row({"loss": value, "test-samples": 1}, 1, 1, 1, notes) for value in (math.inf, 1.0)]
     record = records.round_record(1, dict(enumerate(rows)), 2, {"x": {"y": math.nan}}, [])
     assert json.loads(json.dumps(record, allow_nan=False))["loss"] == 1.0
-    assert record["x"] == {"y": None} and record["clients"]["0"]["notes"] == [None, 1.0] and record["clients"]["0"]["loss"] is None
+    assert (
+        record["x"] == {"y": None}
+        and record["clients"]["0"]["notes"] == [None, 1.0]
+        and record["clients"]["0"]["loss"] is None
+    )
 
 
 def test_an_evaluation_s_samples_are_those_the_client_told() -> None:
     sha = "ab" * 32
-    assert records.check_evaluation({"accuracy": 0.5, "sha256": sha, "x": 3}, 10, SAID) == {"accuracy": 0.5, "sha256": sha}
+    assert records.check_evaluation({"accuracy": 0.5, "sha256": sha, "x": 3}, 10, SAID) == {
+        "accuracy": 0.5,
+        "sha256": sha,
+    }
     with pytest.raises(WireError, match="test-samples must be the 10"):
         records.check_evaluation({"accuracy": 0.5, "sha256": sha}, 11, SAID)

@@ -59,7 +59,10 @@ class Grid(HttpGrid):
 
 
 def add(
-    client: Client, answers: str, content: RecordDict | Error, spoil: Callable[[dict[str, bytes]], object] = lambda objects: None
+    client: Client,
+    answers: str,
+    content: RecordDict | Error,
+    spoil: Callable[[dict[str, bytes]], object] = lambda objects: None,
 ) -> None:
     """Put a reply to a message on the SuperLink, whose body says that it answers another one."""
     asked = Message(RecordDict(), 5, "train")
@@ -200,7 +203,10 @@ def test_flower_s_own_way_is_taken_where_its_insides_have_changed(
     caplog.set_level("WARNING", superlink.log.name)
     monkeypatch.setattr(Client, "PullObject", lambda self, request, node: None)
     assert superlink.connect(grid) is None
-    assert "fetches replies in another way" in caplog.text and "takes ['request', 'node'], expected ['request']" in caplog.text
+    assert (
+        "fetches replies in another way" in caplog.text
+        and "takes ['request', 'node'], expected ['request']" in caplog.text
+    )
     assert Inbox(grid).take(0) == []
 
 

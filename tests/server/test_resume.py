@@ -78,7 +78,9 @@ def test_a_killed_run_resumes_to_the_same_bits(command: Command, tmp_path: Path,
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_stays_as_it_is(command: Command, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_a_finished_run_stays_as_it_is(
+    command: Command, tmp_path: Path
+) -> None:
     assert command(*start(tmp_path / "whole", "method=local"))[0] == 0
     kill_after(start(tmp_path / "killed", "method=local"), "round 5/7: accuracy")
     newest = tmp_path / "killed" / checkpoint.DIRECTORY / "round-000004.safetensors"

@@ -90,17 +90,20 @@ def test_a_query_that_could_not_be_delivered_is_sent_again() -> None:
 # properties that are refused
 
 
-@pytest.mark.parametrize(("answer", "words"), [
-    (properties(1, 4), "client 1: num-partitions must be the run's 3 clients, got 4"),
-    (properties(1, "3"), "client 1: num-partitions must be the run's 3 clients, got '3'"),
-    (properties(3), "client 3: partition-id must be in [0, 3), got 3"),
-    (properties(-1), "client -1: partition-id must be in [0, 3), got -1"),
-    (properties("1"), "client 1: partition-id must be in [0, 3), got '1'"),
-    ({"num-clients": 3}, "client ?: partition-id must be in [0, 3), got None"),
-    (properties(1, error="no such file /site"), "client 1: no such file /site"),
-    (Error(0, "ModuleNotFoundError: my_models"), "a node: no properties: ModuleNotFoundError: my_models"),
-    (RecordDict(), "a node: malformed properties"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (properties(1, 4), "client 1: num-partitions must be the run's 3 clients, got 4"),
+        (properties(1, "3"), "client 1: num-partitions must be the run's 3 clients, got '3'"),
+        (properties(3), "client 3: partition-id must be in [0, 3), got 3"),
+        (properties(-1), "client -1: partition-id must be in [0, 3), got -1"),
+        (properties("1"), "client 1: partition-id must be in [0, 3), got '1'"),
+        ({"num-clients": 3}, "client ?: partition-id must be in [0, 3), got None"),
+        (properties(1, error="no such file /site"), "client 1: no such file /site"),
+        (Error(0, "ModuleNotFoundError: my_models"), "a node: no properties: ModuleNotFoundError: my_models"),
+        (RecordDict(), "a node: malformed properties"),
+    ],
+)
 def test_refused_properties(answer: Any, words: str) -> None:
     text = refused(exchange(three() | {91: answer}))
     assert text.startswith("clients that cannot take part:\n") and words in text
@@ -170,12 +173,39 @@ def test_a_refused_latecomer_does_not_stop_the_run(
 # a start among nodes that lie
 
 
-@pytest.mark.parametrize("answer", [
-    properties(7), properties("0"), properties(2**60), properties(True), properties(1, 2**40), properties(1, error="\x1b[2Jno"),
-    {}, Error(0, "crash"), RecordDict(), SILENT, properties(2, **{"in-channels": 3}), properties(0, **{"class-counts": "9" * 5000}),
-    properties(1, **{"train-samples": 2**62}),
-], ids=["id-beyond", "id-in-words", "huge-id", "truth-value", "2^40-clients", "refuses", "nothing", "error", "empty", "silent",
-        "other-shape", "long-counts", "2^62-samples"])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer",
+    [
+        properties(7),
+        properties("0"),
+        properties(2**60),
+        properties(True),
+        properties(1, 2**40),
+        properties(1, error="\x1b[2Jno"),
+        {},
+        Error(0, "crash"),
+        RecordDict(),
+        SILENT,
+        properties(2, **{"in-channels": 3}),
+        properties(0, **{"class-counts": "9" * 5000}),
+        properties(1, **{"train-samples": 2**62}),
+    ],
+    ids=[
+        "id-beyond",
+        "id-in-words",
+        "huge-id",
+        "truth-value",
+        "2^40-clients",
+        "refuses",
+        "nothing",
+        "error",
+        "empty",
+        "silent",
+        "other-shape",
+        "long-counts",
+        "2^62-samples",
+    ],
+)
 @pytest.mark.parametrize("first", [False, True])
 def test_who_cannot_take_part_is_left_out_once_there_are_enough(
     answer: Any, first: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +225,9 @@ def test_a_silent_node_is_named_while_it_waits_to_be_asked_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(roster_module.log, "propagate", True)
-    e = exchange(three() | {99: SILENT}, num_clients=3, round_timeout=0.28, available_timeout=0.3)  # asked again at 0.31
+    e = exchange(
+        three() | {99: SILENT}, num_clients=3, round_timeout=0.28, available_timeout=0.3
+    )  # asked again at 0.31
     e.roster.wait()
     assert "has not said who it is" in caplog.text
 

@@ -56,9 +56,18 @@ def test_a_run(run: Run, method: str, model: str) -> None:
     up = down + (-(-layout.d // 8) if method == "fedcac" else 0)
     for record in records:
         assert set(record) >= {
-            "round", "accuracy-before", "accuracy-before-pooled", "accuracy-after", "accuracy-after-pooled", "loss",
-            "seconds", "upload-bytes", "download-bytes", "failures", "clients",
-        }  # fmt: skip
+            "round",
+            "accuracy-before",
+            "accuracy-before-pooled",
+            "accuracy-after",
+            "accuracy-after-pooled",
+            "loss",
+            "seconds",
+            "upload-bytes",
+            "download-bytes",
+            "failures",
+            "clients",
+        }
         assert record["failures"] == [] and list(record["clients"]) == [str(i) for i in range(n)]
         for row in record["clients"].values():
             assert row["upload-bytes"] == up and row["download-bytes"] == down
@@ -130,7 +139,9 @@ def test_fedcac_in_a_run_is_the_mathematics(run: Run, monkeypatch: pytest.Monkey
         return upload
 
     monkeypatch.setattr(wire, "decode_upload", spy)
-    folder = run(method="fedcac", num_server_rounds=1, partition="dirichlet", min_samples=5, fedcac={"tau": 0.3, "beta": 2})
+    folder = run(
+        method="fedcac", num_server_rounds=1, partition="dirichlet", min_samples=5, fedcac={"tau": 0.3, "beta": 2}
+    )
     W, bits = np.stack([w for w, _, _ in sent]), np.stack([m for _, m, _ in sent])
     counts = np.array([n for _, _, n in sent], float)
     assert len(set(counts)) == 3, "the test wants unequal clients"
@@ -166,10 +177,20 @@ def test_fedcac_with_local_statistics_does_not_send_them(run: Run) -> None:
             assert row["upload-bytes"] == 4 * layout.d + -(-layout.d // 8) and row["download-bytes"] == 4 * layout.d
 
 
-@pytest.mark.parametrize("option", [
-    {"selection": "random"}, {"selection": "sensitivity-reverse"}, {"collaboration": "none"}, {"collaboration": "top"},
-    {"non-critical": "as-critical"}, {"tau": 0.0}, {"tau": 1.0}, {"beta": 1},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"selection": "random"},
+        {"selection": "sensitivity-reverse"},
+        {"collaboration": "none"},
+        {"collaboration": "top"},
+        {"non-critical": "as-critical"},
+        {"tau": 0.0},
+        {"tau": 1.0},
+        {"beta": 1},
+    ],
+    ids=str,
+)
 def test_every_option_changes_the_result(run: Run, option: dict[str, Any]) -> None:
     # sharp data (two classes each), so that thresholds choose some clients and not others
     def digest(name: str, **fedcac: Any) -> str:
@@ -217,9 +238,14 @@ def uneven(tmp_path: Path) -> dict[str, Any]:
     data, split = tmp_path / "data.npz", tmp_path / "split.npz"
     np.savez(data, x_train=x, y_train=np.arange(40) % 10, x_test=x[:20], y_test=np.arange(20) % 10)
     np.savez(
-        split, train_idx_0=[3], train_idx_1=np.arange(4, 12), train_idx_2=np.arange(12, 33), test_idx_0=[0, 1],
-        test_idx_1=np.zeros(0, int), test_idx_2=np.arange(5, 15),
-    )  # fmt: skip
+        split,
+        train_idx_0=[3],
+        train_idx_1=np.arange(4, 12),
+        train_idx_2=np.arange(12, 33),
+        test_idx_0=[0, 1],
+        test_idx_1=np.zeros(0, int),
+        test_idx_2=np.arange(5, 15),
+    )
     return {"dataset": f"npz:{data}", "partition": f"file:{split}", "batch_size": 20, "model": "resnet8"}
 
 
@@ -289,7 +315,12 @@ def test_state_is_removed_with_its_finished_run(run: Run, tmp_path: Path, caplog
 def test_generations_that_no_checkpoint_names_are_deleted_at_once(run: Run, tmp_path: Path) -> None:
     run(method="local", num_server_rounds=9, checkpoint_every=3, keep_state=True, num_clients=2)
     left = sorted(p.stem[:6] for p in (tmp_path / "state").rglob("client-0001/*.state"))
-    assert left == ["000003", "000006", "000008", "000009"]  # checkpoints after 3 and 6, what round 9 started from, and its result
+    assert left == [
+        "000003",
+        "000006",
+        "000008",
+        "000009",
+    ]  # checkpoints after 3 and 6, what round 9 started from, and its result
 
 
 def test_initial_weights(run: Run, tmp_path: Path) -> None:
@@ -305,7 +336,9 @@ def test_initial_weights(run: Run, tmp_path: Path) -> None:
 def test_what_stays_local_starts_from_the_file_of_initial_weights_too(run: Run, method: str) -> None:
     model: dict[str, Any] = {"model": "resnet8", "num_server_rounds": 1, "local_epochs": 1}
     file = str(run(run_name="first", **model).path / "models" / "global.safetensors")
-    plain, own = (rounds(run(method=name, run_name=name, initial_weights=file, **model))[0] for name in ("fedavg", method))
+    plain, own = (
+        rounds(run(method=name, run_name=name, initial_weights=file, **model))[0] for name in ("fedavg", method)
+    )
     before = ({i: row["loss-before"] for i, row in record["clients"].items()} for record in (plain, own))
     assert next(before) == next(before)
 

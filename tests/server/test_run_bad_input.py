@@ -34,21 +34,24 @@ def no_run_folder(raw: dict[str, Any]) -> bool:
 # bad input leaves nothing behind
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"model": "no_such_module:make"}, "model no_such_module:make: cannot import no_such_module"),
-    ({"model": "tests.server.test_run_bad_input:raises"}, "the factory raised RuntimeError: no weights"),
-    ({"model": "tests.server.test_run_bad_input:wrong_size"}, "must give logits of shape [2, 10], got [2, 11]"),
-    ({"model": "json:dumps"}, "model json:dumps: the factory raised TypeError"),
-    ({"initial_weights": "/no/such.safetensors"}, "initial-weights /no/such.safetensors: no such file"),
-    ({"dataset": "npz:/no/such.npz"}, "/no/such.npz"),
-    ({"dataset": "folder:/no/such/folder"}, "/no/such/folder"),
-    ({"partition": "file:/no/such.npz"}, "partition: no file /no/such.npz"),
-    ({"partition": "pathological", "classes_per_client": 11}, "classes-per-client"),
-    ({"train_samples": 100_000}, "train-samples"),
-    ({"num_clients": 3, "min_available_clients": 4}, "min-available-clients"),
-    ({"fedcac": {"tau": "abc"}}, "fedcac.tau: expected a number, got 'abc'"),
-    ({"output_dir": "/proc/none"}, "output-dir: cannot create /proc/none/run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "no_such_module:make"}, "model no_such_module:make: cannot import no_such_module"),
+        ({"model": "tests.server.test_run_bad_input:raises"}, "the factory raised RuntimeError: no weights"),
+        ({"model": "tests.server.test_run_bad_input:wrong_size"}, "must give logits of shape [2, 10], got [2, 11]"),
+        ({"model": "json:dumps"}, "model json:dumps: the factory raised TypeError"),
+        ({"initial_weights": "/no/such.safetensors"}, "initial-weights /no/such.safetensors: no such file"),
+        ({"dataset": "npz:/no/such.npz"}, "/no/such.npz"),
+        ({"dataset": "folder:/no/such/folder"}, "/no/such/folder"),
+        ({"partition": "file:/no/such.npz"}, "partition: no file /no/such.npz"),
+        ({"partition": "pathological", "classes_per_client": 11}, "classes-per-client"),
+        ({"train_samples": 100_000}, "train-samples"),
+        ({"num_clients": 3, "min_available_clients": 4}, "min-available-clients"),
+        ({"fedcac": {"tau": "abc"}}, "fedcac.tau: expected a number, got 'abc'"),
+        ({"output_dir": "/proc/none"}, "output-dir: cannot create /proc/none/run"),
+    ],
+)
 def test_bad_input_leaves_no_run_folder(
     run: Run, raw_config: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:

@@ -98,17 +98,20 @@ def no_samples(upload: wire.Upload) -> wire.Upload:
     return replaced(upload, num_examples=0)
 
 
-@pytest.mark.parametrize(("change", "cause"), [
-    (raising, "RuntimeError: out of memory"),
-    (with_nan, "array params has 1 non-finite values"),
-    (shorter, "array params has shape (17225,), expected (17226,)"),
-    (in_float64, "array params has dtype float64, expected float32"),
-    (one_bit_more, "mask has 8614 ones, expected 8613"),
-    (all_ones, "mask has ones beyond its 17226 bits"),
-    (without_mask, "expected the arrays ['params', 'mask'], got ['params']"),
-    (too_accurate, "metric accuracy-after must be a number in [0, 1], got 7.0"),
-    (no_samples, "num_examples must be at least 1, got 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (raising, "RuntimeError: out of memory"),
+        (with_nan, "array params has 1 non-finite values"),
+        (shorter, "array params has shape (17225,), expected (17226,)"),
+        (in_float64, "array params has dtype float64, expected float32"),
+        (one_bit_more, "mask has 8614 ones, expected 8613"),
+        (all_ones, "mask has ones beyond its 17226 bits"),
+        (without_mask, "expected the arrays ['params', 'mask'], got ['params']"),
+        (too_accurate, "metric accuracy-after must be a number in [0, 1], got 7.0"),
+        (no_samples, "num_examples must be at least 1, got 0"),
+    ],
+)
 def test_a_bad_client_is_dropped_by_name_and_the_others_go_on(
     run: Run, monkeypatch: pytest.MonkeyPatch, change: Callable[[wire.Upload], wire.Upload], cause: str
 ) -> None:
@@ -197,9 +200,15 @@ def test_all_clients_failing(run: Run, monkeypatch: pytest.MonkeyPatch, raw_conf
     assert not (Path(raw_config["output-dir"]) / "run" / "summary.json").exists()
 
 
-@pytest.mark.parametrize(("rate", "what"), [
-    (1e6, r"loss-after is \d.*"), (1e8, "loss-after is inf"), (1e12, r"rmse-after is \d.*"), (1e16, "loss-after is nan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rate", "what"),
+    [
+        (1e6, r"loss-after is \d.*"),
+        (1e8, "loss-after is inf"),
+        (1e12, r"rmse-after is \d.*"),
+        (1e16, "loss-after is nan"),
+    ],
+)
 def test_a_regression_that_diverges_says_so(run: Run, tmp_path: Path, rate: float, what: str) -> None:
     x = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
     np.savez(tmp_path / "rows.npz", x_train=x[:40], y_train=x[:40].sum(1), x_test=x[40:], y_test=x[40:].sum(1))
@@ -211,13 +220,17 @@ def test_a_regression_that_diverges_says_so(run: Run, tmp_path: Path, rate: floa
         assert re.search(said, str(info.value), re.MULTILINE)
 
 
-def test_one_client_whose_training_diverges_is_named_and_harms_nobody_else(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_client_whose_training_diverges_is_named_and_harms_nobody_else(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(client_app.client.CorollaClient, "_train", corrupting(1, raising))
         absent = run(run_name="absent")
     usual = LocalTrainer.learning_rate.fget
     assert usual is not None
-    monkeypatch.setattr(LocalTrainer, "learning_rate", property(lambda self: 1e30 if self.client_id == 1 else usual(self)))
+    monkeypatch.setattr(
+        LocalTrainer, "learning_rate", property(lambda self: 1e30 if self.client_id == 1 else usual(self))
+    )
     folder = run(run_name="diverged")
     for record, same in zip(rounds(folder), rounds(absent), strict=True):
         (failure,) = record["failures"]
@@ -232,10 +245,19 @@ def test_one_client_whose_training_diverges_is_named_and_harms_nobody_else(run: 
     assert evaluation["digest"] == rounds(absent)[-1]["evaluation"]["digest"] is not None
 
 
-@pytest.mark.parametrize("metrics", [
-    {"accuracy": 7.0}, {"sha256": "no hash"}, {"accuracy": "high"}, {"error": "out of memory"},
-], ids=str)  # fmt: skip
-def test_a_bad_evaluation_is_dropped_by_name(run: Run, monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"accuracy": 7.0},
+        {"sha256": "no hash"},
+        {"accuracy": "high"},
+        {"error": "out of memory"},
+    ],
+    ids=str,
+)
+def test_a_bad_evaluation_is_dropped_by_name(
+    run: Run, monkeypatch: pytest.MonkeyPatch, metrics: dict[str, Any]
+) -> None:
     original = client_app.client.CorollaClient.evaluate
 
     def evaluate(self: Any, parameters: Any, config: Any) -> Any:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from corolla.cli.live import log_to
 from fl_app import models
-from fl_app.cli.live import log_to
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_about, read_metrics, read_summary
 from tests.cli.test_live import display, drawn
@@ -28,7 +28,9 @@ def arrays(directory: Path, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
 def test_multi_label(run: Run, tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(240, 4)).astype(np.float32)
     labels = (x[:, :3] > 0).astype(int)
-    folder = run(**arrays(tmp_path, x, labels), task="multi-label", classes="red,green,blue", learning_rate=0.5, local_epochs=5)
+    folder = run(
+        **arrays(tmp_path, x, labels), task="multi-label", classes="red,green,blue", learning_rate=0.5, local_epochs=5
+    )
     records, summary = list(read_metrics(folder.path)), read_summary(folder.path)
     assert read_about(folder.path)["classes"] == ["red", "green", "blue"]
     assert 0.3 < records[0]["auc-before"] < 0.9 < records[1]["auc-before"] <= summary["best-auc"]
@@ -59,7 +61,11 @@ def test_a_regression_is_told_by_its_headline(run: Run, tmp_path: Path) -> None:
     before = [record["rmse-before"] for record in records]
 
     shown = "\n".join(drawn(panel))
-    assert "rmse (mean ± std) before, after training" in shown and f"{before[1]:.4g} ± " in shown and "accuracy" not in shown
+    assert (
+        "rmse (mean ± std) before, after training" in shown
+        and f"{before[1]:.4g} ± " in shown
+        and "accuracy" not in shown
+    )
     with log_to(plain):
         run(**arrays(tmp_path, x, x.sum(1)), task="regression", learning_rate=0.02, run_name="again")
     assert f"round 2/2: rmse {before[1]:.4g} ± " in console.file.getvalue()  # type: ignore[attr-defined]

@@ -48,7 +48,10 @@ def test_weighted_mean_equals_float64_numpy(W: np.ndarray, data: st.DataObject) 
     np.testing.assert_allclose(aggregate.weighted_mean(W, weights), exact, rtol=1e-7, atol=1e-9)
 
 
-@given(hnp.arrays(np.float32, 30, elements=st.floats(-(2.0**99), 2.0**99, width=32)), st.lists(st.integers(1, 999), min_size=1))
+@given(
+    hnp.arrays(np.float32, 30, elements=st.floats(-(2.0**99), 2.0**99, width=32)),
+    st.lists(st.integers(1, 999), min_size=1),
+)
 def test_identical_uploads_are_unchanged_bit_for_bit(row: np.ndarray, counts: list[int]) -> None:
     W = np.tile(row, (len(counts), 1))
     assert (aggregate.weighted_mean(W, np.array(counts, np.float64)) == row).all()

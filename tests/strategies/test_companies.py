@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from fl_app.config import RunConfig
 from fl_app.keys import NoParams
 from fl_app.wire import Expected
-from strategies.base import companies
-from strategies.base.attempt import Attempt, TooFewResults
-from strategies.base.companies import OUTSIDE, Book
-from strategies.base.private import MaskedIntake, sums_of
+from strategies.engine import cohorts
+from strategies.engine.attempt import Attempt, TooFewResults
+from strategies.engine.cohorts import OUTSIDE, Book
+from strategies.engine.private import MaskedIntake, sums_of
 from strategies.fedavg import FedAvg
 from strategies.linkage import ALONE, partition
 from tests.strategies.test_linkage import alike, random_similarity
@@ -30,58 +30,64 @@ def draws(seed: int) -> np.random.Generator:
 @given(st.integers(3, 40), st.integers(0, 3), st.integers(0, 999))
 def test_drawn_companies_are_of_three_to_five_and_cover_who_trains(n: int, unseen: int, seed: int) -> None:
     ids = sorted(draws(seed).permutation(n + unseen)[:n].tolist())
-    found = companies.drawn(ids, n + unseen, draws(seed))
-    own = companies.members(found)
+    found = cohorts.drawn(ids, n + unseen, draws(seed))
+    own = cohorts.members(found)
     assert sorted(i for each in own for i in each) == ids and all(3 <= len(each) <= 5 for each in own)
     assert (found == OUTSIDE).sum() == unseen
 
 
 def test_one_or_two_of_a_company_are_not_summed_up() -> None:
     found = np.array([0, 0, 0, 1, 1, 1, 1, OUTSIDE])
-    assert companies.left(found, range(7)) == [[0, 1, 2], [3, 4, 5, 6]]
-    assert companies.left(found, {0, 1, 2, 4, 5, 6}) == [[0, 1, 2], [4, 5, 6]]
-    assert companies.left(found, {1, 2, 3, 4, 5, 6}) == [[3, 4, 5, 6]] and companies.left(found, {1, 2, 5, 6}) == []
+    assert cohorts.left(found, range(7)) == [[0, 1, 2], [3, 4, 5, 6]]
+    assert cohorts.left(found, {0, 1, 2, 4, 5, 6}) == [[0, 1, 2], [4, 5, 6]]
+    assert cohorts.left(found, {1, 2, 3, 4, 5, 6}) == [[3, 4, 5, 6]] and cohorts.left(found, {1, 2, 5, 6}) == []
 
 
 def test_one_away_takes_two_along_and_only_them_from_then_on() -> None:
-    found = companies.split(companies.one(range(8), 8), set(range(8)) - {1})
-    assert companies.members(found) == [[0, 1, 2], [3, 4, 5, 6, 7]]
-    assert (companies.split(found, set(range(8)) - {0, 2}) == found).all()
-    assert (companies.split(found, set(range(8)) - {4}) == found).all()  # two others would be left, too few for themselves
-    assert (companies.split(companies.one(range(5), 5), {0, 1, 2, 3}) == 0).all()
-    assert (companies.split(found, {0, 1, 2}) == found).all()  # a whole company away splits none
+    found = cohorts.split(cohorts.one(range(8), 8), set(range(8)) - {1})
+    assert cohorts.members(found) == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert (cohorts.split(found, set(range(8)) - {0, 2}) == found).all()
+    assert (
+        cohorts.split(found, set(range(8)) - {4}) == found
+    ).all()  # two others would be left, too few for themselves
+    assert (cohorts.split(cohorts.one(range(5), 5), {0, 1, 2, 3}) == 0).all()
+    assert (cohorts.split(found, {0, 1, 2}) == found).all()  # a whole company away splits none
 
 
 def test_one_of_a_company_in_a_group_goes_to_the_part_it_is_most_like() -> None:
-    some, labels = companies.one(range(8), 8), np.array([0, 0, 0, 1, 1, 1, 1, ALONE])
+    some, labels = cohorts.one(range(8), 8), np.array([0, 0, 0, 1, 1, 1, 1, ALONE])
     similarity = alike(8, (7, 0, 0.9))  # of the group of three, though the other is larger
-    found, moved = companies.grouped(some, labels, similarity)
-    assert moved.tolist() == [0, 0, 0, 1, 1, 1, 1, 0] and companies.members(found) == [[0, 1, 2, 7], [3, 4, 5, 6]]
-    _, moved = companies.grouped(np.array([0, 0, 0, 1, 1, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1, 1, 1]), similarity)
+    found, moved = cohorts.grouped(some, labels, similarity)
+    assert moved.tolist() == [0, 0, 0, 1, 1, 1, 1, 0] and cohorts.members(found) == [[0, 1, 2, 7], [3, 4, 5, 6]]
+    _, moved = cohorts.grouped(np.array([0, 0, 0, 1, 1, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1, 1, 1]), similarity)
     assert moved.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
-    found, moved = companies.grouped(found, np.array([0, 1, 1, 2, 2, ALONE, ALONE, 2]), similarity)  # none has three: all with most
+    found, moved = cohorts.grouped(
+        found, np.array([0, 1, 1, 2, 2, ALONE, ALONE, 2]), similarity
+    )  # none has three: all with most
     assert moved.tolist() == [1, 1, 1, ALONE, ALONE, ALONE, ALONE, 1]
     # nobody shares any more: everyone is in one sum, which splits nothing
-    again, moved = companies.grouped(found, np.full(8, ALONE), similarity)
-    assert moved.tolist() == [ALONE] * 8 and companies.members(again) == companies.members(found)
+    again, moved = cohorts.grouped(found, np.full(8, ALONE), similarity)
+    assert moved.tolist() == [ALONE] * 8 and cohorts.members(again) == cohorts.members(found)
 
 
 @given(st.integers(3, 25), st.integers(0, 999), st.booleans(), st.data())
-def test_over_a_whole_run_everybody_is_in_the_same_sums_as_two_others(n: int, seed: int, some: bool, data: st.DataObject) -> None:
+def test_over_a_whole_run_everybody_is_in_the_same_sums_as_two_others(
+    n: int, seed: int, some: bool, data: st.DataObject
+) -> None:
     """Groups that change, clients that are away or drop out with their companies, sums of attempts that do not count."""
-    found = companies.drawn(range(n), n, draws(seed)) if some else companies.one(range(n), n)
+    found = cohorts.drawn(range(n), n, draws(seed)) if some else cohorts.one(range(n), n)
     summed, sums = np.zeros(n, int), []
     for k in range(data.draw(st.integers(1, 8))):
         away = data.draw(st.sets(st.integers(0, n - 1), max_size=2))
         late = data.draw(st.sets(st.integers(0, n - 1), max_size=2))
         for here in (set(range(n)) - away, set(range(n)) - away - late):
-            found = companies.split(found, here)
-            asked = [i for own in companies.members(found) if here.issuperset(own) for i in own]
+            found = cohorts.split(found, here)
+            asked = [i for own in cohorts.members(found) if here.issuperset(own) for i in own]
             groups = [[i for i in asked if summed[i] == label] for label in np.unique(summed)]
             sums += [own for own in groups if own and not late.intersection(own)]
             assert all(len(own) >= 3 for own in groups if own)
         labels = partition(random_similarity(n, seed + k), data.draw(st.floats(0.2, 0.9)))
-        found, summed = companies.grouped(found, labels, random_similarity(n, seed + k))
+        found, summed = cohorts.grouped(found, labels, random_similarity(n, seed + k))
     A = np.array([np.isin(np.arange(n), own) for own in sums])
     if len(A):
         assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T)
@@ -93,7 +99,7 @@ class Asking(FedAvg[NoParams]):
     def __init__(self, folder: Path, n: int, some: bool, absent: str) -> None:
         self.config = RunConfig(
             private=True, private_absent=absent, max_size_weight=0.0, num_clients=n, fraction_train=0.5 if some else 1.0
-        )  # fmt: skip
+        )
         self.folder: Any = SimpleNamespace(path=folder)
         self.summed = np.zeros(n, int)
 
@@ -107,12 +113,24 @@ class Asking(FedAvg[NoParams]):
                 asked = self.participants(sorted(here), round)
             except TooFewResults:
                 break
-            groups = {label: [i for i in asked if self.summed[i] == label] for label in sorted({*self.summed[asked].tolist()})}
+            groups = {
+                label: [i for i in asked if self.summed[i] == label] for label in sorted({*self.summed[asked].tolist()})
+            }
             metrics: dict[int, Any] = {i: {} for i in asked if i not in gone}
             self.attempt.intake = MaskedIntake(
-                asked, Expected(0, 0), *[np.empty((0, 0), np.float32)] * 2, None, {}, np.zeros(0), metrics, version="",
-                groups=groups, weights={}, totals=np.empty((0, 0), np.uint32), group_of={},
-            )  # fmt: skip
+                asked,
+                Expected(0, 0),
+                *[np.empty((0, 0), np.float32)] * 2,
+                None,
+                {},
+                np.zeros(0),
+                metrics,
+                version="",
+                groups=groups,
+                weights={},
+                totals=np.empty((0, 0), np.uint32),
+                group_of={},
+            )
             self.attempt.without = without | gone.intersection(asked)
             earlier.append(self.attempt)
             if not gone.intersection(asked):
@@ -121,7 +139,9 @@ class Asking(FedAvg[NoParams]):
 
 
 @given(st.integers(3, 16), st.integers(0, 9999), st.booleans(), st.sampled_from(["alone", "company"]))
-def test_all_sums_of_a_round_with_its_repetitions_tell_of_nobody_alone(n: int, seed: int, some: bool, absent: str) -> None:
+def test_all_sums_of_a_round_with_its_repetitions_tell_of_nobody_alone(
+    n: int, seed: int, some: bool, absent: str
+) -> None:
     """Whoever comes, goes and drops out between attempts; with `private-absent = "company"` of all rounds together, too."""
     random, every = draws(seed), []
 
@@ -138,20 +158,22 @@ def test_all_sums_of_a_round_with_its_repetitions_tell_of_nobody_alone(n: int, s
                 A = np.array([np.isin(np.arange(n), own) for own in of]).reshape(-1, n)
                 assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T if column.any())
             if not some:
-                server.summed = server.keep_together(np.arange(n), random.integers(0, 3, n), random_similarity(n, seed + round))
+                server.summed = server.keep_together(
+                    np.arange(n), random.integers(0, 3, n), random_similarity(n, seed + round)
+                )
 
 
 def test_what_clients_count_stays(tmp_path: Path) -> None:
-    book = Book(tmp_path, companies.one(range(4), 4))
+    book = Book(tmp_path, cohorts.one(range(4), 4))
     book.count({0: 10.0, 1: 20.0, 2: 100.0}, 2.0)
     assert book.counts == {0: 10, 1: 20, 2: 40}
     book.count({0: 90.0}, 2.0)
     book.count({0: 90.0, 3: 500.0}, 2.0)
     assert book.counts[0] == 10 and book.counts[3] == 40
     book.part(np.array([0, 0, 0, OUTSIDE]))
-    again = Book(tmp_path, companies.one(range(4), 4))
+    again = Book(tmp_path, cohorts.one(range(4), 4))
     assert again.counts == book.counts and again.most == 40 and again.companies.tolist() == [0, 0, 0, OUTSIDE]
     again.path.unlink()
-    unbound = Book(tmp_path, companies.one(range(4), 4))
+    unbound = Book(tmp_path, cohorts.one(range(4), 4))
     unbound.count({0: 1.0, 1: 1e6}, 0.0)
     assert unbound.counts[1] == pytest.approx(1e6)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_app.cli.listings import methods
+from corolla.cli.listings import methods
 from strategies import METHODS
 from strategies.overview import GROUPS, table
 

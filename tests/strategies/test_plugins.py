@@ -25,6 +25,7 @@ from strategies.fedavg import FedAvg
 PLAIN = HEAD + 'METHOD = Method("{name}", NoParams, FedAvg, LocalUpdate, all_tensors)\n'
 HOWTO = Path(__file__).parents[2] / "docs" / "methods-howto.md"
 
+
 def settings(**changes: object) -> list[str]:
     """Options for a small run in this process."""
     values = {**SMALL, **{k.replace("_", "-"): v for k, v in changes.items()}}
@@ -44,7 +45,9 @@ def test_the_howtos_example_is_complete_and_short(here: Path, corolla: Command) 
     (here / "mentor.py").write_text(example())
     assert len(example().splitlines()) <= 60
     for name, weight in (("on", 1.0), ("off", 0.0)):
-        words = settings(**{"method": "mentor:METHOD", "run-name": name, "mentor.weight": weight, "num-server-rounds": 3})
+        words = settings(
+            **{"method": "mentor:METHOD", "run-name": name, "mentor.weight": weight, "num-server-rounds": 3}
+        )
         assert corolla("run", *words)[0] == 0
     assert corolla("run", *settings(**{"method": "fedavg", "run-name": "fedavg", "num-server-rounds": 3}))[0] == 0
     on, off, fedavg = (read_summary(here / "runs" / name)["digest"] for name in ("on", "off", "fedavg"))
@@ -97,16 +100,29 @@ def test_files_travel_with_what_they_import_beside_them(here: Path) -> None:
     (here / "pack").mkdir()
     written = {
         "mine.py": "import json, tables\nfrom pack import first\nimport strategies, fl_app.keys\n",
-        "tables.py": "def f():\n  import late\n", "late.py": "", "json.py": "", "strategies.py": "", "unused.py": "",
-        "pack/__init__.py": "", "pack/first.py": "from . import second\n",
-        "pack/second.py": "from ..pack.third import x\n", "pack/third.py": "x = 1\n", "pack/fourth.py": "",
-    }  # fmt: skip
+        "tables.py": "def f():\n  import late\n",
+        "late.py": "",
+        "json.py": "",
+        "strategies.py": "",
+        "unused.py": "",
+        "pack/__init__.py": "",
+        "pack/first.py": "from . import second\n",
+        "pack/second.py": "from ..pack.third import x\n",
+        "pack/third.py": "x = 1\n",
+        "pack/fourth.py": "",
+    }
     for name, content in written.items():
         (here / name).write_text(content)
     found = plugins.files({"method": "mine:METHOD", "model": "mlp"})
     assert list(found) == [
-        "late.py", "mine.py", "pack/__init__.py", "pack/first.py", "pack/second.py", "pack/third.py", "tables.py",
-    ]  # fmt: skip
+        "late.py",
+        "mine.py",
+        "pack/__init__.py",
+        "pack/first.py",
+        "pack/second.py",
+        "pack/third.py",
+        "tables.py",
+    ]
     assert list(plugins.files({"model": "pack.second:x"})) == ["pack/__init__.py", "pack/second.py", "pack/third.py"]
     assert plugins.read(plugins.fingerprint(found)) == found
 
@@ -119,21 +135,28 @@ BAD = {
     "absent": (HEAD, r"absent .*absent.py\) has no METHOD"),
     "nomethod": ("METHOD = {}", "must be a strategies.base.Method, got dict"),
     "misnamed": (PLAIN.format(name="other"), "its name must be its file's, misnamed, got 'other'"),
-    "fedavg": (PLAIN.format(name="fedavg"), "fedavg, its file's name, exists already: Corolla has a method of that name"),
+    "fedavg": (
+        PLAIN.format(name="fedavg"),
+        "fedavg, its file's name, exists already: Corolla has a method of that name",
+    ),
     "seed": (PLAIN.format(name="seed"), "seed, its file's name, exists already: Corolla has a key of that name"),
     "json": (PLAIN.format(name="json"), "json.py: Python has a module json already; choose another name"),
     "deploy": (PLAIN.format(name="deploy"), "Corolla has a module deploy already"),
     "numpy": (PLAIN.format(name="numpy"), "there is a module numpy already"),
     "halves": (
-        HEAD + 'METHOD = Method("halves", NoParams, LocalUpdate, LocalUpdate, all_tensors)', "strategy must be a class made of",
+        HEAD + 'METHOD = Method("halves", NoParams, LocalUpdate, LocalUpdate, all_tensors)',
+        "strategy must be a class made of",
     ),
-    "noparams": (HEAD + 'METHOD = Method("noparams", int, FedAvg, LocalUpdate, all_tensors)', "params must be a dataclass"),
+    "noparams": (
+        HEAD + 'METHOD = Method("noparams", int, FedAvg, LocalUpdate, all_tensors)',
+        "params must be a dataclass",
+    ),
     "params": (
         HEAD + "@dataclass\nclass P:\n  a: float = 0.5\n  b: list = key(1, 'B')\n  c: int = key(9, 'C', Rule(high=3))\n"
         "  d: int = key(1, 'D', about='running')\nMETHOD = Method('params', P, FedAvg, LocalUpdate, all_tensors)",
         r"params: a: must be declared, as in .*; params.b: must be a bool.*; params.c: must be .* 3.*; params.d: .*about training",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

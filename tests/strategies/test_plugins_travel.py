@@ -12,9 +12,9 @@ import pytest
 
 from client_app.client_app import app
 from fl_app import plugins, server_app
+from fl_app.app_bundle import bundle
 from fl_app.config import parse, parse_recorded
 from fl_app.errors import UserError
-from fl_app.experiments.bundle import bundle
 from fl_app.keys import Scalar
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_config, read_metrics, read_summary
@@ -32,7 +32,13 @@ def test_a_bundle_is_the_app_with_the_users_files_and_keys(here: Path) -> None:
         files = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
         config = tomllib.loads((directory / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert config["mine"] == {"alpha": 0.5} and config["fedcac"]["tau"] == 0.5 and config["seed"] == 0
-    assert {"mine.py", "tables.py", "fl_app/server_app.py", "strategies/base/rounds.py", "client_app/client_app.py"} <= files
+    assert {
+        "mine.py",
+        "tables.py",
+        "fl_app/server_app.py",
+        "strategies/engine/rounds.py",
+        "client_app/client_app.py",
+    } <= files
     assert all(name.endswith(".py") or name == "pyproject.toml" for name in files) and not directory.exists()
 
 
@@ -57,7 +63,9 @@ def test_a_node_without_the_file_or_with_another_one_is_named(here: Path, raw_co
     assert not Path(str(raw["output-dir"])).exists()
 
 
-FAILING = HEAD + """
+FAILING = (
+    HEAD
+    + """
 class Update(LocalUpdate):
     def train(self, start, state, ctx):
         def objective(module, x, y):
@@ -66,6 +74,7 @@ class Update(LocalUpdate):
         return ctx.trainer.train(start, objective=objective)
 METHOD = Method("failing", NoParams, FedAvg, Update, all_tensors)
 """
+)
 CONVOLUTION = """
 from torch import nn
 def net(in_channels, num_classes, image_size):
@@ -96,23 +105,28 @@ def test_a_round_goes_on_without_a_client_whose_objective_fails(
     assert failure["client"] == 1 and why in failure["cause"]
 
 
-WRONG = HEAD + """
+WRONG = (
+    HEAD
+    + """
 class Server(FedAvg):
     def personalize(self, round, uploads):
         super().personalize(round, uploads)
         {wrong}
 METHOD = Method("wrong", NoParams, Server, LocalUpdate, all_tensors)
 """
+)
 
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ("self.global_model = type(self.global_model)(self.global_model.params.astype('f8'), self.global_model.buffers)",
-         r"the params of a model must be float32 \[17226\], got float64 \[17226\]"),
+        (
+            "self.global_model = type(self.global_model)(self.global_model.params.astype('f8'), self.global_model.buffers)",
+            r"the params of a model must be float32 \[17226\], got float64 \[17226\]",
+        ),
         ("self.memory['rate'] = 0.5", r"memory\['rate'\] must be a NumPy array, got float"),
     ],
-)  # fmt: skip
+)
 def test_what_a_server_half_cannot_send_or_keep_is_named(
     here: Path, raw_config: dict[str, Scalar], wrong: str, why: str
 ) -> None:
@@ -147,7 +161,9 @@ def test_a_run_is_resumed_from_anywhere_with_its_own_copy(here: Path, corolla: C
     assert code == 2 and "these keys must not change: plugins: 'mentor.py:" in err
 
 
-def test_a_sweep_runs_own_methods_beside_others_and_repeats_them_when_their_file_changes(here: Path, corolla: Command) -> None:
+def test_a_sweep_runs_own_methods_beside_others_and_repeats_them_when_their_file_changes(
+    here: Path, corolla: Command
+) -> None:
     (here / "mentor.py").write_text(example())
     small = "\n".join(f"{k} = {json.dumps(v)}" for k, v in SMALL.items() if k not in ("run-name", "method"))
     (here / "mine.toml").write_text(
@@ -160,7 +176,11 @@ def test_a_sweep_runs_own_methods_beside_others_and_repeats_them_when_their_file
         return sorted(path.parent.name for path in here.glob("runs/mine/*/summary.json"))
 
     first = sweep()
-    assert [name.rpartition("-")[0] for name in first] == ["fedavg", "mentor-METHOD,weight=0.0", "mentor-METHOD,weight=1.0"]
+    assert [name.rpartition("-")[0] for name in first] == [
+        "fedavg",
+        "mentor-METHOD,weight=0.0",
+        "mentor-METHOD,weight=1.0",
+    ]
     assert sweep() == first
     (here / "mentor.py").write_text(example() + "# changed\n")
     assert len(sweep()) == 5

@@ -91,7 +91,9 @@ def test_no_point_near_the_geometric_median_is_better(W: np.ndarray) -> None:
         return float(np.linalg.norm(W.astype(np.float64) - point, axis=1).sum())
 
     found = Averaging("geometric-median").mean(W).astype(np.float64)
-    best = min(total(point) for point in [*W.astype(np.float64), W.mean(axis=0, dtype=np.float64), np.median(W, axis=0)])
+    best = min(
+        total(point) for point in [*W.astype(np.float64), W.mean(axis=0, dtype=np.float64), np.median(W, axis=0)]
+    )
     assert total(found) <= best * (1 + 1e-3) + 1e-3
 
 

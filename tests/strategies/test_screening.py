@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from fl_app import wire
 from fl_app.layout import NOTHING, Model
-from strategies.base.screening import USUAL, Screening
 from strategies.base.uploads import Intake
+from strategies.engine.screening import USUAL, Screening
 
 Places = Sequence[Any]  # numbers, or vectors
 
@@ -28,13 +28,20 @@ def intake_of(places: Places, sizes: Sequence[int] | None = None) -> Intake:
 
 
 def found(
-    screening: Screening, round: int, places: Places, *, sent: Places | None = None, sizes: Sequence[int] | None = None,
+    screening: Screening,
+    round: int,
+    places: Places,
+    *,
+    sent: Places | None = None,
+    sizes: Sequence[int] | None = None,
     limit: float = USUAL,
-) -> dict[int, float]:  # fmt: skip
+) -> dict[int, float]:
     """Strays, and how far they are."""
     intake = intake_of(places, sizes)
     stacks = {"parameters": intake.W, "BatchNorm statistics": intake.B}
-    starts = np.zeros((len(places), 0), np.float32) if sent is None else np.array(sent, np.float32).reshape(len(places), -1)
+    starts = (
+        np.zeros((len(places), 0), np.float32) if sent is None else np.array(sent, np.float32).reshape(len(places), -1)
+    )
     strays = screening.strays(round, intake, stacks, limit, lambda i: {"parameters": starts[i]})
     return {stray.client_id: float(f"{stray.times:.6g}") for stray in strays}
 

@@ -23,7 +23,9 @@ def read(path: Path) -> Any:
     return events
 
 
-@pytest.mark.parametrize("key", [{"tensorboard": True}, {"track": "tensorboard"}, {"track": "tensorboard", "tensorboard": True}])
+@pytest.mark.parametrize(
+    "key", [{"tensorboard": True}, {"track": "tensorboard"}, {"track": "tensorboard", "tensorboard": True}]
+)
 def test_tensorboard_events_hold_every_round(run: Run, key: dict[str, Any]) -> None:
     path = run(**key, num_server_rounds=3).path
     events = read(path)
@@ -31,9 +33,11 @@ def test_tensorboard_events_hold_every_round(run: Run, key: dict[str, Any]) -> N
     for tag, value in (
         ("accuracy/before-training", lambda r: r["accuracy-before"]),
         ("accuracy/after-training", lambda r: r["accuracy-after"]),
-        ("loss/training", lambda r: r["loss"]), ("bytes/upload", lambda r: r["upload-bytes"]),
-        ("seconds/round", lambda r: r["seconds"]["round"]), ("failures", lambda r: len(r["failures"])),
-    ):  # fmt: skip
+        ("loss/training", lambda r: r["loss"]),
+        ("bytes/upload", lambda r: r["upload-bytes"]),
+        ("seconds/round", lambda r: r["seconds"]["round"]),
+        ("failures", lambda r: len(r["failures"])),
+    ):
         scalars = events.Scalars(tag)
         assert [s.step for s in scalars] == [1, 2, 3]
         assert [s.value for s in scalars] == pytest.approx([value(r) for r in rounds], rel=1e-5)
@@ -59,7 +63,11 @@ def test_tensorboard_that_is_missing_is_said_before_the_run_starts(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find(name, *rest))
-    with pytest.raises(UserError, match=f"{key}: the package tensorboard is not installed .*; pip install tensorboard, or leave"):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find(name, *rest)
+    )
+    with pytest.raises(
+        UserError, match=f"{key}: the package tensorboard is not installed .*; pip install tensorboard, or leave"
+    ):
         run(**json.loads({"tensorboard": '{"tensorboard": true}', "track": '{"track": "tensorboard"}'}[key]))
     assert not (tmp_path / "runs").exists()

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from fl_app import tracking
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.server.log_lines import LOG_MARK, folder_line, resumed_line
+from fl_app.server import trackers
+from fl_app.server.progress_protocol import LOG_MARK, folder_line, resumed_line
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHOD_PARAMS
 from tests.conftest import SMALL, Run
@@ -72,10 +72,11 @@ def test_mlflow_holds_metrics_config_and_models(run: Run, tmp_path: Path) -> Non
     assert entry.data.params["method"] == "fedcac" and entry.data.params["fedcac.beta"] == "2"
     assert "feddac.tau" not in entry.data.params
     for name, value in (
-        ("accuracy/before-training", lambda r: r["accuracy-before"]), ("loss/training", lambda r: r["loss"]),
+        ("accuracy/before-training", lambda r: r["accuracy-before"]),
+        ("loss/training", lambda r: r["loss"]),
         ("accuracy/after-training-pooled", lambda r: r["accuracy-after-pooled"]),
         ("seconds/round", lambda r: r["seconds"]["round"]),
-    ):  # fmt: skip
+    ):
         history = client.get_metric_history(entry.info.run_id, name)
         assert {m.step: m.value for m in history} == {r["round"]: value(r) for r in rounds}
     last = rounds[-1]["evaluation"]
@@ -122,7 +123,9 @@ def test_wandb_offline_holds_metrics_config_and_models(
     assert config["method"] == "fedcac" and config["fedcac.beta"] == 2
     assert summary["final-accuracy"] == read_summary(found.path)["final-accuracy"]
     (artifact,) = artifacts
-    assert {f"models/{path.name}" for path in (found.path / "models").iterdir()} < artifact and "config.toml" in artifact
+    assert {
+        f"models/{path.name}" for path in (found.path / "models").iterdir()
+    } < artifact and "config.toml" in artifact
     assert exits == [0]
 
 
@@ -204,7 +207,7 @@ def test_an_unreachable_server(run: Run, warnings: list[str], monkeypatch: pytes
 
 def test_a_server_that_never_answers(run: Run, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed")
-    monkeypatch.setattr(tracking, "SECONDS", 3.0)
+    monkeypatch.setattr(trackers, "SECONDS", 3.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.getsockname()[1]}")
         assert one_warning(run, warnings, 15, track="mlflow").endswith("it took longer than 3 s")
@@ -227,7 +230,9 @@ def test_a_tracker_that_raises(run: Run, warnings: list[str], raw_config: dict[s
     assert list((tmp_path / "runs" / "run" / "tensorboard").iterdir())
 
 
-def test_wandb_without_an_account(run: Run, warnings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wandb_without_an_account(
+    run: Run, warnings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WANDB_BASE_URL", closed_port())
@@ -252,7 +257,9 @@ def test_a_missing_package_is_said_before_the_run_starts(
     find = importlib.util.find_spec
     real = importlib.machinery.PathFinder.find_spec(name, [str(tmp_path)])
     monkeypatch.setattr(importlib.util, "find_spec", lambda word, *rest: real if word == name else find(word, *rest))
-    with pytest.raises(UserError, match=f"track: the package {name} is not installed where the server runs; {command}, or leave"):
+    with pytest.raises(
+        UserError, match=f"track: the package {name} is not installed where the server runs; {command}, or leave"
+    ):
         run(track=name)
     assert not (tmp_path / "runs").exists()
 
@@ -271,7 +278,7 @@ def test_a_command_starts_followers_where_the_log_tells_the_folder(
     passed: list[str] = []
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/own.db")
     both = {"track": "tensorboard,mlflow"}
-    with tracking.following_log(both, passed.append) as take:
+    with trackers.following_log(both, passed.append) as take:
         for line in ("Flower's own", f"{LOG_MARK}{folder_line(path)}", f"{LOG_MARK}more"):
             take(line)
     assert passed == ["Flower's own", f"{LOG_MARK}{folder_line(path)}", f"{LOG_MARK}more"]
@@ -280,7 +287,7 @@ def test_a_command_starts_followers_where_the_log_tells_the_folder(
     assert [entry.info.status for entry in mlflow_runs(f"sqlite:///{tmp_path}/own.db")[1]] == ["FINISHED"]
 
     resumed = {"track": "tensorboard", "resume": str(path)}
-    with tracking.following_log(resumed, passed.append) as take:
+    with trackers.following_log(resumed, passed.append) as take:
         take(f"{LOG_MARK}{folder_line(path)}")
         assert len(list((path / "tensorboard").iterdir())) == 1  # not before it is known what is repeated
         take(f"{LOG_MARK}{resumed_line(2)}")

@@ -6,16 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from corolla.experiments.exported import model_card, run_models
 from fl_app import plugins
 from fl_app.errors import UserError
-from fl_app.experiments import card, trained
 from fl_app.files import publish
 
 
 def export(
-    run: Path, methods: Mapping[str, Any], client: int | None = None, output: Path | None = None, *, onnx: bool = False,
+    run: Path,
+    methods: Mapping[str, Any],
+    client: int | None = None,
+    output: Path | None = None,
+    *,
+    onnx: bool = False,
     data_path: str = "",
-) -> tuple[Path, card.Card]:  # fmt: skip
+) -> tuple[Path, model_card.Card]:
     """Write the global model, or a client's, its card, and the run's copies of the user's own files; return the first two.
 
     A client's is what `trained.load` says, the global one where that is what it uses. As PyTorch state dict, which
@@ -24,27 +29,27 @@ def export(
     directory. data_path: the node's own data, for dataset `node`. Raises UserError if the run has no such model, if it cannot be
     written, and as `described` and `write_onnx` do.
     """
-    from fl_app.experiments import product
+    from corolla.experiments.exported import loading
 
     if onnx:
-        product.require_onnx()
-    model = trained.load(run, client, methods)
+        loading.require_onnx()
+    model = run_models.load(run, client, methods)
     if onnx:
-        trained.refuse_parts(model)
+        run_models.refuse_parts(model)
     suffix = ".onnx" if onnx else ".pt"
     output = output or Path(f"{run.resolve().name}-{model.name}{suffix}")
     if onnx != (output.suffix == ".onnx"):
         raise UserError(f"--output: {output} must {'end' if onnx else 'not end'} in .onnx; --onnx says what is written")
-    facts = {**card.about(model), **product.described(model, data_path)}
+    facts = {**model_card.about(model), **loading.described(model, data_path)}
     if model.missing:
         facts["missing"] = list(model.missing)
     try:
         if onnx:
-            product.write_onnx(model, facts, output)
+            loading.write_onnx(model, facts, output)
         else:
             _write_state_dict(model, output)
         plugins.write(plugins.read(model.config.plugins), own_files(output))
-        return output, card.write(output, facts)
+        return output, model_card.write(output, facts)
     except OSError as error:
         raise UserError(f"--output: cannot write {output}: {error.strerror}") from None
 
@@ -54,7 +59,7 @@ def own_files(output: Path) -> Path:
     return output.with_name(f"{output.name}.plugins")
 
 
-def _write_state_dict(model: trained.Trained, output: Path) -> None:
+def _write_state_dict(model: run_models.Trained, output: Path) -> None:
     import torch
 
     state = model.module.state_dict()

@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from corolla.experiments.exported.model_card import Card
+from corolla.experiments.exported.run_models import Trained, networks
 from fl_app import config as configs
 from fl_app import data, plugins, tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed, said
-from fl_app.experiments.card import Card
-from fl_app.experiments.trained import Trained, networks
 from fl_app.files import publish
 from fl_app.inputs import Inputs
 from fl_app.tasks import Task
@@ -46,7 +46,12 @@ class Product(nn.Module):
         super().__init__()
         self.module, self.predict = module, task.predict if predicts(task) else None
         self.inputs = Inputs(
-            task, described["normalize"], len(described["shape"]), torch.device("cpu"), described["mean"], described["std"]
+            task,
+            described["normalize"],
+            len(described["shape"]),
+            torch.device("cpu"),
+            described["mean"],
+            described["std"],
         )
 
     def forward(self, samples: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -85,18 +90,25 @@ def described(trained: Trained, data_path: str) -> Card:
             "where they lie"
         )
     if info is not None and list(info.input_shape) != shape:
-        raise UserError(f"{data_path or config.dataset} holds samples of shape {list(info.input_shape)}, the run's have {shape}")
+        raise UserError(
+            f"{data_path or config.dataset} holds samples of shape {list(info.input_shape)}, the run's have {shape}"
+        )
     names = trained.run.about.get("classes") or (list(info.classes) if info else None)
     scaled = config.normalize == "mean-std" and info is not None
     return {
         "input": {
-            "name": SAMPLES, "dtype": dtype, "shape": shape, "image-size": config.image_size, "normalize": config.normalize,
-            "mean": list(info.mean) if scaled and info else [], "std": list(info.std) if scaled and info else [],
+            "name": SAMPLES,
+            "dtype": dtype,
+            "shape": shape,
+            "image-size": config.image_size,
+            "normalize": config.normalize,
+            "mean": list(info.mean) if scaled and info else [],
+            "std": list(info.std) if scaled and info else [],
         },
         "outputs": [OUTPUTS, PREDICTIONS] if predicts(task) else [OUTPUTS],
         "classes": names or [str(k) for k in range(trained.shape["num_classes"])],
         "has-classes": task.has_classes,
-    }  # fmt: skip
+    }
 
 
 # ONNX -----------------------------------------------------------------------------------------------------------------
@@ -123,13 +135,20 @@ def write_onnx(trained: Trained, facts: Card, output: Path) -> None:
     try:
         with _silence():
             program = torch.onnx.export(
-                product, (example,), dynamo=True, input_names=[SAMPLES], output_names=facts["outputs"], verbose=False,
+                product,
+                (example,),
+                dynamo=True,
+                input_names=[SAMPLES],
+                output_names=facts["outputs"],
+                verbose=False,
                 dynamic_shapes={"samples": {0: torch.export.Dim("n", min=1)}},
-            )  # fmt: skip
+            )
             assert program is not None
             model = program.model_proto
     except Exception as error:  # torch raises many kinds for what it cannot translate
-        raise UserError(f"onnx: model {trained.config.model} cannot be translated: {said(error).splitlines()[0]}") from error
+        raise UserError(
+            f"onnx: model {trained.config.model} cannot be translated: {said(error).splitlines()[0]}"
+        ) from error
     for name in ("classes", "task", "method", "run"):
         entry = model.metadata_props.add()
         entry.key, entry.value = f"corolla.{name}", json.dumps(facts[name])
@@ -177,7 +196,11 @@ def _silence() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -217,7 +240,9 @@ def _state_dict(file: Path, card: Card, methods: Mapping[str, Any]) -> Predictor
     plugins.read(config.plugins)
     state = weights.load_state_dict(file, str(file))
     shape = {**card["shape"], "input_shape": tuple(card["shape"]["input_shape"])}
-    for module in networks(dataclasses.replace(config, train=""), shape, methods, frozenset(state)):  # all tensors are in the file
+    for module in networks(
+        dataclasses.replace(config, train=""), shape, methods, frozenset(state)
+    ):  # all tensors are in the file
         if module.state_dict().keys() == state.keys():
             break
     else:

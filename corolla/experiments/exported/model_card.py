@@ -11,10 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from corolla.experiments.exported.run_models import Trained
 from fl_app import tasks
 from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
-from fl_app.experiments.trained import Trained
 from fl_app.files import publish_text
 from fl_app.server.properties import SAMPLES
 
@@ -41,8 +41,11 @@ def about(trained: Trained) -> Card:
         "format": FORMAT,
         "made-by": f"corolla {metadata.version('corolla')}",
         "run": {
-            "name": run.path.resolve().name, "experiment": run.summary["experiment"], "digest": run.summary["digest"],
-            "rounds": run.summary["rounds"], "clients": run.summary["num-clients"],
+            "name": run.path.resolve().name,
+            "experiment": run.summary["experiment"],
+            "digest": run.summary["digest"],
+            "rounds": run.summary["rounds"],
+            "clients": run.summary["num-clients"],
             f"final-{metric}": run.summary.get(f"final-{metric}"),
         },
         "model": trained.name,
@@ -51,7 +54,11 @@ def about(trained: Trained) -> Card:
         "metrics": measured(trained),
         "data": {
             "dataset": _without_path(config.dataset),
-            **{what: sum(told) for what in SAMPLES if (told := [n for facts in clients.values() if (n := facts.get(what))])},
+            **{
+                what: sum(told)
+                for what in SAMPLES
+                if (told := [n for facts in clients.values() if (n := facts.get(what))])
+            },
             **_class_counts(list(clients.values())),
         },
         "task": config.task,
@@ -61,7 +68,7 @@ def about(trained: Trained) -> Card:
             if key.tells_runs_apart and key.name not in _PATHS
         },
         "shape": {**trained.shape, "input_shape": list(trained.shape.get("input_shape", ()))},
-    }  # fmt: skip
+    }
 
 
 def measured(trained: Trained) -> Card:
@@ -110,7 +117,9 @@ def read(file: Path) -> Card:
     path = beside(file)
     for needed in (file, path):
         if not needed.is_file():
-            raise UserError(f"{needed}: no such file" + (f"; {file.name} needs its card beside it" if needed is path else ""))
+            raise UserError(
+                f"{needed}: no such file" + (f"; {file.name} needs its card beside it" if needed is path else "")
+            )
     card: Card = {}
     try:
         text = path.read_text(encoding="utf-8")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from corolla.experiments.exported.loading import Predictor
+from corolla.experiments.exported.model_card import Card
 from fl_app import tasks
 from fl_app.data import arrays, npz
 from fl_app.errors import UserError, listed
-from fl_app.experiments.card import Card
-from fl_app.experiments.product import Predictor
 from fl_app.tasks import Metric
 
 BATCH = 512
@@ -54,9 +54,11 @@ def _from_npz(path: Path, card: Card) -> tuple[list[str], NDArray[Any], NDArray[
         arrays.refuse(path, named[1], f"have one target for each of the {len(x)} samples", len(np.atleast_1d(y)))
     if not len(x):
         arrays.refuse(path, named[0], "hold samples", "none")
-    targets = None if y is None else arrays.targets(
-        path, tasks.named(card["task"]), (named[1], y), (named[1], y), card["classes"]
-    )[0]  # fmt: skip
+    targets = (
+        None
+        if y is None
+        else arrays.targets(path, tasks.named(card["task"]), (named[1], y), (named[1], y), card["classes"])[0]
+    )
     return [f"{path}[{k}]" for k in range(len(x))], x.astype(wanted["dtype"], copy=False), targets
 
 
@@ -87,7 +89,10 @@ def table(names: Sequence[str], predictions: NDArray[np.float32], card: Card) ->
         best = predictions.argmax(1)
         rows = [[name, classes[k], f"{row[k]:.4f}"] for name, k, row in zip(names, best, predictions, strict=True)]
         return [["input", "class", "probability" if len(card["outputs"]) > 1 else "output"], *rows]
-    return [["input", *classes], *([name, *(f"{v:.4g}" for v in row)] for name, row in zip(names, predictions, strict=True))]
+    return [
+        ["input", *classes],
+        *([name, *(f"{v:.4g}" for v in row)] for name, row in zip(names, predictions, strict=True)),
+    ]
 
 
 def measure(outputs: NDArray[np.float32], targets: NDArray[Any], card: Card) -> tuple[Metric, float]:

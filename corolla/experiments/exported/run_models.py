@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from corolla.experiments.dry_run import known_shape
+from corolla.experiments.runs import Run
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
-from fl_app.experiments.dry_run import known_shape
-from fl_app.experiments.runs import Run
 from fl_app.server.run_folder import FROZEN, MODELS, SHAPE
 
 if TYPE_CHECKING:
@@ -82,8 +82,12 @@ def _check(model: Trained, client: int) -> None:
         return
     if model.config.collect_personal_models and model.client == client:
         file = run.path / MODELS / f"{model.name}.safetensors"
-        raise UserError(f"{file} is not what client {client} was evaluated with: its sha256 is {model.sha256}, recorded is {told}")
-    raise UserError(f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}")
+        raise UserError(
+            f"{file} is not what client {client} was evaluated with: its sha256 is {model.sha256}, recorded is {told}"
+        )
+    raise UserError(
+        f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}"
+    )
 
 
 def _read(run: Run, client: int | None, methods: Mapping[str, Any]) -> Trained:
@@ -126,14 +130,17 @@ def refuse_parts(trained: Trained) -> None:
         raise UserError(
             f"{trained.run.path}: method {trained.config.method} leaves {listed(list(trained.missing))} on the clients: "
             f"{trained.name} alone predicts nothing"
-            + (COLLECT if trained.client is not None else "; a client's model does, --client K, of a run with "
-               "--set collect-personal-models=true")
-        )  # fmt: skip
+            + (
+                COLLECT
+                if trained.client is not None
+                else "; a client's model does, --client K, of a run with --set collect-personal-models=true"
+            )
+        )
 
 
 def networks(config: RunConfig, shape: Shape, methods: Mapping[str, Any], names: frozenset[str]) -> Iterator[nn.Module]:
     """Yield the networks a run's final models with these tensors may be of: the user's own, then what the method makes of it."""
-    from fl_app import models, parts, tasks, weights
+    from fl_app import models, tasks, trainable_tensors, weights
 
     initial = config.initial_weights if config.train else ""  # where the constants come from
 
@@ -145,7 +152,7 @@ def networks(config: RunConfig, shape: Shape, methods: Mapping[str, Any], names:
     if initial:
         weights.write(module, weights.initial_model(module, initial))
     if config.train:
-        parts.freeze(module, config.train)
+        trainable_tensors.freeze(module, config.train)
     yield module
     method = methods[config.method]
     yield method.network(config, **shape, initial_weights=initial)
