@@ -52,7 +52,7 @@ test-next: install
 	{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; pwd; } \
 	  > "$$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pinned.pth"
 	$(NEXT)/bin/python -m pip install --quiet --upgrade 'flwr[simulation]'
-	$(NEXT)/bin/python -m pytest tests/fl_app/test_wire.py tests/fl_app/test_wire_texts.py tests/fl_app/test_received.py \
+	$(NEXT)/bin/python -m pytest tests/fl_app/test_wire.py tests/fl_app/test_wire_texts.py tests/fl_app/test_flower_patches.py \
 	  tests/server/test_exchange.py tests/server/test_roster.py tests/deploy
 	COROLLA_NEXT=$(NEXT)/bin/python $(BIN)/python -m pytest -m next -rs tests/e2e/test_next.py
 

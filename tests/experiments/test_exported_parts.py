@@ -16,7 +16,7 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout
 from strategies import METHODS
 from tests.conftest import Run
-from tests.experiments.test_products import TINY, answers
+from tests.experiments.test_exported import TINY, answers
 
 ADAPTED = """
 import torch
