@@ -1,6 +1,6 @@
 """Rows of FedOBP's Table 6 as its code runs them, which are other methods than those of their names.
 
-python -m benchmarks.as_run apfl|fedala|flute [--seed 0] [--output results/fedobp-fashion-mnist/as-run]
+python -m studies.as_run apfl|fedala|flute [--seed 0] [--output studies/results/fedobp-fashion-mnist/as-run]
 
 Its code base is FL-bench (github.com/KarhouTam/FL-bench). In its serial mode, which this is, one object trains and tests all
 clients, one by one; some of the authors' stored logs are of two such objects side by side. Data, split, first model, clients of a
@@ -40,7 +40,7 @@ from strategies.base import RoundContext
 from strategies.fedala import head, head_inputs, mix, mixed_from, settled, step
 from strategies.flute import FLUTEUpdate, on_head
 
-SWEEP = Path(__file__).resolve().parent.parent / "sweeps" / "fedobp-fashion-mnist.toml"
+SWEEP = Path(__file__).resolve().parent / "sweeps" / "fedobp-fashion-mnist.toml"
 
 
 class Worker:
