@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from client_app.batches import Batches
 from client_app.fisher import fisher_diagonal
 from client_app.flat import FlatModule
-from client_app.malloc import keep_freed_memory
 from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
@@ -37,8 +36,6 @@ class LoadedModel:
     """One client's module, as flat vectors, with its data: loads models and measures them."""
 
     def __init__(self, module: nn.Module, config: RunConfig, data: ClientData, round: int, client_id: int) -> None:
-        torch.set_num_threads(config.client_threads)
-        keep_freed_memory()
         self.config, self.round, self.client_id = config, round, client_id
         self.device = resolve_device(config.device)
         self.flat = FlatModule(module, self.device)
