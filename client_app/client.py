@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -184,7 +182,9 @@ class CorollaClient(NumPyClient):
 
     def _context(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
         """Build what the method's client half works with."""
-        _import_torch()
+        from client_app.process import prepare_training
+
+        prepare_training(self.config.client_threads)
         from client_app.context import build
 
         self._store = StateStore(state_root(self.config.state_dir), download.experiment, self.client_id)
@@ -252,22 +252,6 @@ class Refusal(NumPyClient):
     def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
         """Say why not."""
         return 0.0, 0, {**self.answer}
-
-
-def _import_torch() -> None:
-    """Import torch without the garbage collector, whose passes over what stays anyway are a fifth of the import's time.
-
-    In a deployment every message pays for the import.
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        return
-    gc.disable()
-    try:
-        import torch  # noqa: F401
-
-        gc.freeze()  # nor any pass later
-    finally:
-        gc.enable()
 
 
 def about(data: ClientData, config: RunConfig) -> Config:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from client_app.batches import Batch
 from client_app.device_model import LoadedModel
 from client_app.flat import SGD, AdamW
-from client_app.turns import alternate
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError, diverged
@@ -73,8 +72,30 @@ class LocalTrainer(LoadedModel):
         return self.layout.put(self.trained(), self.layout.take(start, still), still) if still else self.trained()
 
     def alternate(self, start: Model, sides: Mapping[str, NDArray[np.bool_]], *, epochs: int | None = None) -> Model:
-        """Run local SGD on sides of the parameters in turn, an epoch each, and return the trained model."""
-        return alternate(self, start, sides, self.config.local_epochs if epochs is None else epochs)
+        """Run local SGD on sides of the parameters in turn, an epoch each, and return the trained model.
+
+        sides: the parameters that are frozen, bool [d] in named_parameters order, by the purpose that names the side's random
+        stream. Momentum is a side's own, over all its epochs. epochs: on every side; default local-epochs.
+        """
+        self.load(start)
+        self.train_mode()
+        self.steps = self.epoch = 0
+        parameters = list(self.module.parameters())
+        optimizers, differentiated = {}, {}
+        for purpose, frozen in sides.items():
+            optimizers[purpose] = self.optimizer(self.weights, still=self.flat.hold(frozen))
+            differentiated[purpose] = [parameter.requires_grad for parameter in parameters]
+        epochs = self.config.local_epochs if epochs is None else epochs
+        for purpose, batch in self.data.turns(epochs, sides):
+            if batch.first:
+                for parameter, needed in zip(parameters, differentiated[purpose], strict=True):
+                    parameter.requires_grad_(needed)
+            x, y = self.opened(batch)
+            self.differentiate(x, y)
+            optimizers[purpose].step(self.gradient, self.learning_rate)
+            self.steps += 1
+        self.check_loss()
+        return self.trained()
 
     def trained(self) -> Model:
         """End a training: nothing is frozen any more. Returns the model."""
