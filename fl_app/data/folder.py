@@ -10,11 +10,14 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fl_app.data.prepared import Prepared, at_least_two, listed, open_or_convert
 from fl_app.errors import UserError
 
-Listing = list[tuple[Path, int]]  # image files with their labels
+if TYPE_CHECKING:
+    from fl_app.data.decode import Listing
+
 RULES = 2  # by which files become arrays; others are converted again
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".pnm", ".gif", ".tif", ".tiff"}
@@ -36,7 +39,7 @@ def prepare(
     stamps = [stamp(d) for d in (path / "train", path / "test", *train.values(), *test.values())]
 
     def convert(directory: Path) -> Sequence[str]:
-        from fl_app.data.decode import decode  # and what it needs
+        from fl_app.data.decode import decode
 
         listings: list[Listing] = []
         for side in (train, test):

@@ -11,15 +11,18 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data.folder import Listing, images_in, stamp
+from fl_app.data.folder import images_in, stamp
 from fl_app.data.prepared import Arrays, Images, Labels, Prepared, open_or_convert, save
 from fl_app.errors import UserError
 from fl_app.known_names import DATASETS
+
+if TYPE_CHECKING:
+    from fl_app.data.decode import Listing
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
 DOWNLOAD_TIMEOUT_SECONDS = 30
