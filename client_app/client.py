@@ -21,6 +21,7 @@ from fl_app.config import RunConfig
 from fl_app.data import ClientData, open_client
 from fl_app.errors import UserError, diverged
 from fl_app.keys import Scalar
+from fl_app.sources import source_of
 from fl_app.wire import Download, Upload
 from strategies.base import Method, RoundContext
 
@@ -260,10 +261,9 @@ def about(data: ClientData, config: RunConfig) -> Config:
     told: Config = {"in-channels": info.in_channels, "image-size": info.image_size, "num-classes": info.num_classes}
     if info.shape:  # not square images
         told["input-shape"] = ",".join(map(str, info.shape))
-    if config.report_class_counts or config.dataset.startswith(("npz:", "table:", "hf:")):
-        told["class-names"] = json.dumps(
-            info.classes
-        )  # to read the outputs by; of labels that were strings, the mapping
+    if config.report_class_counts or source_of(config.dataset).tells_classes:
+        # a model's outputs are read by them
+        told["class-names"] = json.dumps(info.classes)
     if config.report_class_counts and not config.private and not config.dp_epsilon and tasks.of(config).has_classes:
         told["class-counts"] = ",".join(map(str, np.bincount(data.y_train, minlength=info.num_classes)))
     return told

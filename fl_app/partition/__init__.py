@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
+from fl_app.known_names import OWN_PARTITION
 from fl_app.partition import fl_bench, own_file
 from fl_app.rng import generator, seed_sequence
 
@@ -76,8 +77,10 @@ def split(
     task = _Task(np.asarray(y_train), np.asarray(y_test), num_classes, num_clients, seed, dataset)
     if num_clients < 1:
         raise UserError(f"num-clients: must be >= 1, got {num_clients}")
-    if name.startswith("file:"):
-        return own_file.read(Path(name.removeprefix("file:")).expanduser(), task.sides, num_clients, dataset)
+    if name.startswith(OWN_PARTITION):
+        return own_file.read_shares(
+            Path(name.removeprefix(OWN_PARTITION)).expanduser(), task.sides, num_clients, dataset
+        )
     if name == "by-column":
         return _by_column(groups, num_clients, len(y_train), dataset)
     if len(y_train) < num_clients:
