@@ -55,7 +55,7 @@ def main() -> None:
 
     try:
         run, last = Run(path), after
-        store: Store = importlib.import_module(f"fl_app.server.trackers.to_{name}").Store(run, after)
+        store: Store = importlib.import_module(f"corolla.tracking.to_{name}").Store(run, after)
         position = 0
         while not ended:
             ended = bool(select.select([sys.stdin], [], [], _POLL)[0])  # nothing is ever written there
