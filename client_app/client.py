@@ -21,6 +21,7 @@ from fl_app.config import RunConfig
 from fl_app.data import ClientData, open_client
 from fl_app.errors import UserError, diverged
 from fl_app.keys import Scalar
+from fl_app.metrics import FINETUNED, MAX_NUMBER, moments
 from fl_app.sources import source_of
 from fl_app.wire import Download, Upload
 from strategies.base import Method, RoundContext
@@ -108,7 +109,7 @@ class CorollaClient(NumPyClient):
                 tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
                 found = {
                     **found,
-                    **{f"{name}-finetuned": value for name, value in trainer.measure(tuned, names)[1].items()},
+                    **{f"{name}{FINETUNED}": value for name, value in trainer.measure(tuned, names)[1].items()},
                 }
             measured = self._told({"loss": loss, **found}, trainer.learning_rate)
             metrics: dict[str, Scalar] = {
@@ -157,10 +158,10 @@ class CorollaClient(NumPyClient):
         update.keep_local(trained, state, ctx)
         used = self._timed("evaluate", lambda: update.personal(trained, state, ctx))
         loss_after, after = self._timed("evaluate", lambda: trainer.evaluate(used))
-        headline = trainer.task.headline.name
+        name_before, name_after = moments(trainer.task.headline.name)
         measured = {
-            f"{headline}-before": before,
-            f"{headline}-after": after,
+            name_before: before,
+            name_after: after,
             "loss": train_loss,
             "loss-before": loss_before,
             "loss-after": loss_after,
@@ -273,7 +274,7 @@ def beyond(measured: Mapping[str, float]) -> str:
     """Return which of the losses and metrics says that training diverged, "" if none: one larger than the server takes, or the
     loss after training, if that is infinite, or no number where there was one before.
     """
-    if large := next((name for name, value in measured.items() if wire.MAX_NUMBER < abs(value) < math.inf), ""):
+    if large := next((name for name, value in measured.items() if MAX_NUMBER < abs(value) < math.inf), ""):
         return large
     before, after = (measured.get(f"loss-{moment}", 0.0) for moment in ("before", "after"))
     return "loss-after" if after == math.inf or (math.isnan(after) and not math.isnan(before)) else ""

@@ -22,7 +22,7 @@ from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError, diverged
 from fl_app.layout import Model
-from fl_app.wire import MAX_NUMBER
+from fl_app.metrics import MAX_NUMBER
 from strategies.base import Correction, Objective, Optimizer
 
 
