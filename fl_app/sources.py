@@ -1,6 +1,6 @@
 """The registry of data sources: what a run's config may name as its `dataset`, and what Corolla knows of each.
 
-A source is a file in fl_app/data/ and a line in SOURCES. The run config and every client process ask this file, so it imports
+A source is a file in fl_app/data/ and a line in REGISTERED. The run config and every client process ask this file, so it imports
 nothing heavy: a source's own module is imported when its data are opened.
 """
 
@@ -80,7 +80,7 @@ _BYCLASS_TEST: Mapping[str, str | bool] = {"split": "byclass", "train": False}
 NODE = "node"
 """The data set that every SuperNode has for itself."""
 
-_SOURCES = (
+REGISTERED: tuple[Source, ...] = (
     _named("digits", _DIGITS, NamedData(1, 10, 8)),
     _named("mnist", _TORCHVISION, NamedData(1, 10, 28, "MNIST")),
     _named("fashion-mnist", _TORCHVISION, NamedData(1, 10, 28, "FashionMNIST")),
@@ -120,7 +120,7 @@ _SOURCES = (
     ),
     Source(NODE, "fl_app.data:prepare_site", note="(each SuperNode's own `data-path`)", resizes=True),
 )
-SOURCES: dict[str, Source] = {source.prefix: source for source in _SOURCES}
+SOURCES: dict[str, Source] = {source.prefix: source for source in REGISTERED}
 
 
 def source_of(dataset: str) -> Source:
