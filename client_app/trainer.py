@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -57,12 +58,18 @@ class LocalTrainer(LoadedModel):
         correction: Correction | None = None,
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
         max_batches: int = 0,
+        differentiate: Callable[[Tensor, Tensor], object] | None = None,
     ) -> Model:
-        """Train locally and return the trained model; `last_loss` is the last epoch's mean training loss."""
+        """Train locally and return the trained model; `last_loss` is the last epoch's mean training loss.
+
+        differentiate: (x, y) of a batch; leaves what a step goes along in `gradient`, in place of the objective's gradient.
+        """
+        if differentiate is None:
+            differentiate = partial(self.differentiate, objective=objective)
         self.load(start)
         optimizer = self.optimizer(self.weights, still=self.flat.hold(frozen))
         for x, y in self.batches(max_batches or epochs, purpose, max_batches):  # an epoch has one at least
-            self.differentiate(x, y, objective)
+            differentiate(x, y)
             if correction is not None:
                 with torch.no_grad():
                     correction(self.weights, self.gradient)
