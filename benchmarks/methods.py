@@ -149,7 +149,7 @@ class Client:
         self.server.sample([0], round)
         upload = local_round(self.method, context, received, self.state)
         intake = Intake.of([0], self.server.expected())
-        intake.accept(0, self.server.complete(0, upload), upload.metrics, upload.nbytes)
+        intake.accept(0, self.server.complete(0, upload), upload.metrics)
         self.server.round = round
         self.server.personalize(round, intake.uploads())
 

@@ -23,7 +23,7 @@ from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.privacy import keyring, masking, overlaps
 from fl_app.privacy.keyring import PEERS, Keyring, open_keyring
-from fl_app.wire import PRIVATE, SUM, Download, Upload
+from fl_app.wire import PRIVATE, SUM, Download, Upload, payload_bytes, upload_message
 from strategies import aggregate, fedcac, linkage, masks
 
 N = 40
@@ -113,7 +113,7 @@ def main() -> None:
     by_length = seconds["client"] - seconds["client: keys"] + seconds["client: merge"]
     results["client seconds at d = 1.2 million"] = seconds["client: keys"] + by_length * 1.2e6 / d
     results["server / plain server"] = seconds["server"] / seconds["plain server"]
-    results["bytes more in an upload"] = sent.nbytes - upload.nbytes
+    results["bytes more in an upload"] = payload_bytes(upload_message(sent)) - payload_bytes(upload_message(upload))
     results["upload"] = {SUM: sent.extras[SUM].nbytes, "mask": sent.mask.nbytes}
     finish(
         results,

@@ -14,8 +14,8 @@ from fl_app.errors import UserError
 from fl_app.server.run_folder import RunFolder
 from strategies.base import LocalUpdate
 from strategies.engine import cohorts
-from strategies.engine.cohorts import Book
-from strategies.engine.private import Private
+from strategies.engine.cohorts import CohortStore
+from strategies.engine.private import PrivateRounds
 from strategies.fedcac import FedCACUpdate
 from tests.conftest import Run
 from tests.privacy.attack import Attack, Sum, sums_seen
@@ -136,26 +136,26 @@ def test_a_company_that_cannot_be_left_out_ends_the_run(raw_config: dict[str, An
 
 def crashed_after(round: int, raw: dict[str, Any], *missing: tuple[int, int, int], **settings: Any) -> Path:
     """The folder of a run that ends once a round's sums are used, without a checkpoint of it."""
-    use = Private.use
+    personalize = PrivateRounds.personalize
 
-    def crashing(self: Any, t: int, intake: Any) -> None:
-        use(self, t, intake)
+    def crashing(self: Any, t: int, accepted: Any) -> None:
+        personalize(self, t, accepted)
         if t == round:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Private, "use", crashing)
+        patch.setattr(PrivateRounds, "personalize", crashing)
         with pytest.raises(KeyboardInterrupt):
             run_without(raw, *missing, **settings, checkpoint_every=10, run_name="a")
-    (book,) = Path(str(raw["output-dir"])).glob(f"*/{cohorts.FILE}")
-    return book.parent
+    (store,) = Path(str(raw["output-dir"])).glob(f"*/{cohorts.FILE}")
+    return store.parent
 
 
 def parts(folder: Path) -> list[set[int]]:
-    return [set(own) for own in cohorts.members(Book(folder, np.empty(0)).companies)]
+    return [set(own) for own in cohorts.members(CohortStore(folder, np.empty(0)).cohorts)]
 
 
-def test_a_run_that_goes_on_from_before_a_drop_out_splits_companies_as_it_did(
+def test_a_run_that_goes_on_from_before_a_drop_out_splits_cohorts_as_it_did(
     raw_config: dict[str, Any], models: Models, sums: list[Sum]
 ) -> None:
     settings = {**SETTINGS, "private_absent": "company", "num_server_rounds": 6}
@@ -180,7 +180,7 @@ def test_a_run_that_goes_on_knows_groups_and_what_clients_count_of_after_its_che
         assert len({round(count / counted[i], 9) for i, count in counts.items()}) == 1
 
 
-def test_drawn_companies_are_the_same_whatever_a_runs_seed(run: Run) -> None:
+def test_drawn_cohorts_are_the_same_whatever_a_runs_seed(run: Run) -> None:
     settings = {**SETTINGS, "private": True, "fraction_train": 0.3, "num_server_rounds": 1}
     first, second = (parts(run(run_name=f"seed-{seed}", seed=seed, **settings).path) for seed in (0, 1))
     assert first == second and len(first) == 4

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,13 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.config import RunConfig
-from fl_app.keys import NoParams
 from fl_app.wire import Expected
 from strategies.engine import cohorts
 from strategies.engine.attempt import Attempt, TooFewResults
-from strategies.engine.cohorts import OUTSIDE, Book
-from strategies.engine.private import MaskedIntake, sums_of
-from strategies.fedavg import FedAvg
+from strategies.engine.cohorts import OUTSIDE, CohortStore
+from strategies.engine.private import MaskedIntake, PrivateRounds, complete_groups
 from strategies.linkage import ALONE, partition
 from tests.strategies.test_linkage import alike, random_similarity
 
@@ -28,7 +26,7 @@ def draws(seed: int) -> np.random.Generator:
 
 
 @given(st.integers(3, 40), st.integers(0, 3), st.integers(0, 999))
-def test_drawn_companies_are_of_three_to_five_and_cover_who_trains(n: int, unseen: int, seed: int) -> None:
+def test_drawn_cohorts_are_of_three_to_five_and_cover_who_trains(n: int, unseen: int, seed: int) -> None:
     ids = sorted(draws(seed).permutation(n + unseen)[:n].tolist())
     found = cohorts.drawn(ids, n + unseen, draws(seed))
     own = cohorts.members(found)
@@ -36,11 +34,11 @@ def test_drawn_companies_are_of_three_to_five_and_cover_who_trains(n: int, unsee
     assert (found == OUTSIDE).sum() == unseen
 
 
-def test_one_or_two_of_a_company_are_not_summed_up() -> None:
+def test_one_or_two_of_a_cohort_are_not_summed_up() -> None:
     found = np.array([0, 0, 0, 1, 1, 1, 1, OUTSIDE])
-    assert cohorts.left(found, range(7)) == [[0, 1, 2], [3, 4, 5, 6]]
-    assert cohorts.left(found, {0, 1, 2, 4, 5, 6}) == [[0, 1, 2], [4, 5, 6]]
-    assert cohorts.left(found, {1, 2, 3, 4, 5, 6}) == [[3, 4, 5, 6]] and cohorts.left(found, {1, 2, 5, 6}) == []
+    assert cohorts.present(found, range(7)) == [[0, 1, 2], [3, 4, 5, 6]]
+    assert cohorts.present(found, {0, 1, 2, 4, 5, 6}) == [[0, 1, 2], [4, 5, 6]]
+    assert cohorts.present(found, {1, 2, 3, 4, 5, 6}) == [[3, 4, 5, 6]] and cohorts.present(found, {1, 2, 5, 6}) == []
 
 
 def test_one_away_takes_two_along_and_only_them_from_then_on() -> None:
@@ -54,7 +52,7 @@ def test_one_away_takes_two_along_and_only_them_from_then_on() -> None:
     assert (cohorts.split(found, {0, 1, 2}) == found).all()  # a whole company away splits none
 
 
-def test_one_of_a_company_in_a_group_goes_to_the_part_it_is_most_like() -> None:
+def test_one_of_a_cohort_in_a_group_goes_to_the_part_it_is_most_like() -> None:
     some, labels = cohorts.one(range(8), 8), np.array([0, 0, 0, 1, 1, 1, 1, ALONE])
     similarity = alike(8, (7, 0, 0.9))  # of the group of three, though the other is larger
     found, moved = cohorts.grouped(some, labels, similarity)
@@ -93,14 +91,15 @@ def test_over_a_whole_run_everybody_is_in_the_same_sums_as_two_others(
         assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T)
 
 
-class Asking(FedAvg[NoParams]):
-    """The server of a private run, as far as it chooses whom to ask; groups change, clients come, go and drop out."""
+class Asking:
+    """A private run's server, as far as it chooses whom to ask; groups change, clients come, go and drop out."""
 
     def __init__(self, folder: Path, n: int, some: bool, absent: str) -> None:
         self.config = RunConfig(
             private=True, private_absent=absent, max_size_weight=0.0, num_clients=n, fraction_train=0.5 if some else 1.0
         )
-        self.folder: Any = SimpleNamespace(path=folder)
+        self.folder = SimpleNamespace(path=folder)
+        self.protocol = PrivateRounds(cast(Any, self))
         self.summed = np.zeros(n, int)
 
     def attempts(self, round: int, connected: Sequence[set[int]], dropping: Sequence[set[int]]) -> list[list[int]]:
@@ -108,16 +107,16 @@ class Asking(FedAvg[NoParams]):
         earlier: list[Attempt] = []
         for here, gone in zip(connected, dropping, strict=True):
             without = frozenset().union(*(attempt.without for attempt in earlier))
-            self.attempt = Attempt(round, earlier=[*earlier], without=without)
+            attempt = Attempt(round, earlier=[*earlier], without=without)
             try:
-                asked = self.participants(sorted(here), round)
+                asked = self.protocol.sample(attempt, sorted(here))
             except TooFewResults:
                 break
             groups = {
                 label: [i for i in asked if self.summed[i] == label] for label in sorted({*self.summed[asked].tolist()})
             }
             metrics: dict[int, Any] = {i: {} for i in asked if i not in gone}
-            self.attempt.intake = MaskedIntake(
+            attempt.intake = MaskedIntake(
                 asked,
                 Expected(0, 0),
                 *[np.empty((0, 0), np.float32)] * 2,
@@ -131,11 +130,11 @@ class Asking(FedAvg[NoParams]):
                 totals=np.empty((0, 0), np.uint32),
                 group_of={},
             )
-            self.attempt.without = without | gone.intersection(asked)
-            earlier.append(self.attempt)
+            attempt.without = without | gone.intersection(asked)
+            earlier.append(attempt)
             if not gone.intersection(asked):
                 break
-        return [own for attempt in earlier for own in sums_of(attempt.intake)]
+        return [own for attempt in earlier for own in complete_groups(attempt.intake)]
 
 
 @given(st.integers(3, 16), st.integers(0, 9999), st.booleans(), st.sampled_from(["alone", "company"]))
@@ -158,22 +157,22 @@ def test_all_sums_of_a_round_with_its_repetitions_tell_of_nobody_alone(
                 A = np.array([np.isin(np.arange(n), own) for own in of]).reshape(-1, n)
                 assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T if column.any())
             if not some:
-                server.summed = server.keep_together(
+                server.summed = server.protocol.keep_together(
                     np.arange(n), random.integers(0, 3, n), random_similarity(n, seed + round)
                 )
 
 
 def test_what_clients_count_stays(tmp_path: Path) -> None:
-    book = Book(tmp_path, cohorts.one(range(4), 4))
-    book.count({0: 10.0, 1: 20.0, 2: 100.0}, 2.0)
-    assert book.counts == {0: 10, 1: 20, 2: 40}
-    book.count({0: 90.0}, 2.0)
-    book.count({0: 90.0, 3: 500.0}, 2.0)
-    assert book.counts[0] == 10 and book.counts[3] == 40
-    book.part(np.array([0, 0, 0, OUTSIDE]))
-    again = Book(tmp_path, cohorts.one(range(4), 4))
-    assert again.counts == book.counts and again.most == 40 and again.companies.tolist() == [0, 0, 0, OUTSIDE]
+    store = CohortStore(tmp_path, cohorts.one(range(4), 4))
+    store.count({0: 10.0, 1: 20.0, 2: 100.0}, 2.0)
+    assert store.counts == {0: 10, 1: 20, 2: 40}
+    store.count({0: 90.0}, 2.0)
+    store.count({0: 90.0, 3: 500.0}, 2.0)
+    assert store.counts[0] == 10 and store.counts[3] == 40
+    store.part(np.array([0, 0, 0, OUTSIDE]))
+    again = CohortStore(tmp_path, cohorts.one(range(4), 4))
+    assert again.counts == store.counts and again.most == 40 and again.cohorts.tolist() == [0, 0, 0, OUTSIDE]
     again.path.unlink()
-    unbound = Book(tmp_path, cohorts.one(range(4), 4))
+    unbound = CohortStore(tmp_path, cohorts.one(range(4), 4))
     unbound.count({0: 1.0, 1: 1e6}, 0.0)
     assert unbound.counts[1] == pytest.approx(1e6)
