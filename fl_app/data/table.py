@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app import rng
+from fl_app import extras, rng
 from fl_app.data import arrays
 from fl_app.data.prepared import Prepared, open_or_convert, save
 from fl_app.data.source_options import Reading
@@ -40,6 +40,8 @@ def prepare(path: Path, root: Path, reading: Reading, force: bool, *, site: bool
     stamps = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
 
     def convert(directory: Path) -> Sequence[str]:
+        for package in ("pandas", *(["datasets"] if saved else ["pyarrow"] if path.suffix == ".parquet" else [])):
+            extras.require(package, f"dataset: {path}")
         parts, known = _saved(path, reading) if saved else ([_table(path)], ())
         return _convert(path, parts, reading, known, directory, site)
 

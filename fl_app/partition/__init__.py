@@ -14,7 +14,7 @@ x_test[i - num_train]. The partitions:
   very split. Its test sets are rounded down.
 - `pathological` (McMahan et al. 2017): `classes_per_client` classes per client, the same for training and test; which, says
   `assignment`, see ASSIGNMENTS. Not flwr-datasets' PathologicalPartitioner, which does not fix sizes.
-- `iid`: disjoint uniform shares (flwr-datasets' IidPartitioner on shuffled data).
+- `iid`: disjoint uniform shares (those of flwr-datasets' IidPartitioner on shuffled data).
 - `by-column`: client i holds the samples of the i-th value, sorted, of a column of the data: a hospital's, a device's.
 - `file:/path.npz`: the user's own.
 
@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app import extras
 from fl_app.errors import UserError
 from fl_app.partition import fl_bench, own_file
 from fl_app.rng import generator, seed_sequence
@@ -293,8 +294,6 @@ ASSIGNMENTS: Mapping[str, Assignment] = {"balanced": _balanced, "random": _rando
 
 
 def _iid(task: _Task, sizes: tuple[int, int]) -> list[Share]:
-    from flwr_datasets.partitioner import IidPartitioner
-
     dealt: list[list[Indices]] = []
     for (side, word, labels, offset), size in zip(task.sides, sizes, strict=True):
         need = size * task.num_clients
@@ -304,10 +303,8 @@ def _iid(task: _Task, sizes: tuple[int, int]) -> list[Share]:
                 f"of {task.dataset} has {len(labels)}; {_EQUAL_SHARE}"
             )
         order = offset + task.rng(side).permutation(len(labels))[: need or None]
-        if len(order) < task.num_clients:  # fewer test samples than clients: some have none
-            dealt.append(np.array_split(order, task.num_clients))
-        else:
-            dealt.append(_parts(IidPartitioner(task.num_clients), order))
+        # Where there are fewer test samples than clients, some have none.
+        dealt.append(np.array_split(order, task.num_clients))
     return list(zip(*dealt, strict=True))
 
 
@@ -329,6 +326,7 @@ def _by_column(groups: Column | None, num_clients: int, num_train: int, dataset:
 
 
 def _dirichlet(task: _Task, alpha: float, min_samples: int, test_ratio: float, balance: bool) -> list[Share]:
+    extras.require("flwr_datasets", "partition: dirichlet")
     from flwr_datasets.partitioner import DirichletPartitioner
 
     labels = _all_labels(task, min_samples)
@@ -389,12 +387,11 @@ def _no_draw(task: _Task, draws: int, alpha: float, min_samples: int) -> UserErr
     )
 
 
-def _parts(partitioner: Any, indices: Indices, labels: Indices | None = None) -> list[Indices]:
-    """Run a flwr-datasets Partitioner over `indices` (and their labels); return every partition's indices, int64."""
+def _parts(partitioner: Any, indices: Indices, labels: Indices) -> list[Indices]:
+    """Run a flwr-datasets Partitioner over `indices` and their labels; return every partition's indices, int64."""
     from datasets import Dataset
 
-    columns = {"index": indices} if labels is None else {"index": indices, "label": labels}
-    partitioner.dataset = Dataset.from_dict(columns)
+    partitioner.dataset = Dataset.from_dict({"index": indices, "label": labels})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one for every draw below the minimum size; we report the outcome
         parts = [partitioner.load_partition(i) for i in range(partitioner.num_partitions)]
