@@ -16,7 +16,7 @@ from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
 from client_app.state import State, StateStore, state_root
-from fl_app import tasks, wire
+from fl_app import extras, tasks, wire
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, open_client
 from fl_app.errors import UserError, diverged
@@ -65,7 +65,9 @@ class CorollaClient(NumPyClient):
             from client_app.device_model import resolve_device
 
             resolve_device(self.config.device)
+        tasks.require_packages(self.config)
         if self.config.dp_epsilon:
+            extras.require("opacus", "dp-epsilon")
             from client_app.dp import Plan
 
             Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corolla.experiments import runs
+from fl_app import extras
 from fl_app.errors import UserError, listed
 from fl_app.server.run_folder import CLIENTS, METRICS, PLUGINS, SUMMARY
 
@@ -49,6 +50,7 @@ class Run:
     @cached_property
     def metrics(self) -> pandas.DataFrame:
         """One row per round (the index): every number of metrics.jsonl, those of `evaluation` and `seconds` with this prefix."""
+        extras.require("pandas", "a run's metrics as a data frame")
         import pandas
 
         from corolla.report import arrays, csv_files
@@ -59,6 +61,7 @@ class Run:
     @cached_property
     def clients(self) -> pandas.DataFrame:
         """One row per round and client that took part or was evaluated (the index): their numbers, as in `metrics`."""
+        extras.require("pandas", "a run's clients as a data frame")
         import pandas
 
         from corolla.report import arrays, csv_files
@@ -83,6 +86,7 @@ class Run:
 
     def report(self, output: str | os.PathLike[str] | None = None) -> Path:
         """Write report.html and its pictures, as `corolla report` does, into `output` or the run folder; the page's path."""
+        extras.require("matplotlib", "a run's report")
         from corolla.report.page import write_report
 
         return write_report([self._folder.path], self._folder.path if output is None else Path(output))[0]

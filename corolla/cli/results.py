@@ -12,6 +12,7 @@ from rich.markup import escape
 from corolla.cli.settings import console, errors, say_unfinished, warn
 from corolla.cli.tables import show_table
 from corolla.cli.waiting import waiting
+from fl_app import extras
 from fl_app.errors import UserError
 from fl_app.sources import SOURCES
 from strategies import METHOD_PARAMS, METHODS
@@ -118,6 +119,7 @@ def report(
     tables: Annotated[Path | None, typer.Option(help="Directory for rounds.csv and clients.csv.")] = None,
 ) -> None:
     """Write a page with tables and pictures of one or more runs, and the pictures as PNG."""
+    extras.require("matplotlib", "corolla report")
     declared = {name: method.figures for name, method in METHODS.items()}
     with waiting(errors) as shown:  # standard output has the paths alone
         shown.step("reading the runs", brief=True)

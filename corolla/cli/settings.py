@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from corolla import presets
 from corolla.cli.waiting import waiting
-from fl_app import plugins
+from fl_app import extras, plugins
 from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
@@ -162,7 +162,9 @@ def check_locally(config: RunConfig) -> None:
         )
     method = METHODS[config.method]
     method.check(config)
-    tasks.measured(config)
+    tasks.require_packages(config)
+    if config.dp_epsilon:
+        extras.require("opacus", "dp-epsilon")
     with waiting(console) as shown:
         shown.step("checking the data and the model", brief=True)
         from client_app.device_model import resolve_device  # here, for torch takes seconds

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app import rng
+from fl_app import extras, rng
 from fl_app.data import arrays
 from fl_app.data.prepared import DataRequest, Prepared, open_or_convert, save
 from fl_app.errors import UserError
@@ -32,7 +32,8 @@ def prepare(request: DataRequest) -> Prepared:
         raise UserError(f"dataset: no file {path}")
     if path.suffix not in SUFFIXES:
         raise UserError(f"dataset: a table must be a {' or '.join(SUFFIXES)} file, got {path}")
-    return open_columns(request, "table", [path], lambda: ([_read_table(path)], ()))
+    needs = ("pandas", "pyarrow") if path.suffix == ".parquet" else ("pandas",)
+    return open_columns(request, "table", [path], lambda: ([_read_table(path)], ()), needs)
 
 
 def prepare_saved(request: DataRequest) -> Prepared:
@@ -40,14 +41,17 @@ def prepare_saved(request: DataRequest) -> Prepared:
     path = request.path
     if not path.is_dir():
         raise UserError(f"dataset: no folder {path}")
-    return open_columns(request, "hf", sorted(path.rglob("*")), lambda: _read_saved(request))
+    return open_columns(request, "hf", sorted(path.rglob("*")), lambda: _read_saved(request), ("pandas", "datasets"))
 
 
-def open_columns(request: DataRequest, kind: str, files: Sequence[Path], read: Callable[[], Read]) -> Prepared:
+def open_columns(
+    request: DataRequest, kind: str, files: Sequence[Path], read: Callable[[], Read], needs: Sequence[str] = ()
+) -> Prepared:
     """Open a data set of columns, converting it first if no process has yet.
 
     kind: the source's prefix. files: those the data lie in; they are converted again when one changes. read: returns the columns of
-    the training part, those of the test part if there is one, and the names of the classes if the data have them.
+    the training part, those of the test part if there is one, and the names of the classes if the data have them. needs: the
+    packages that it reads with.
     """
     path = request.path
     if not request.targets:
@@ -56,6 +60,8 @@ def open_columns(request: DataRequest, kind: str, files: Sequence[Path], read: C
         raise UserError(f"image-size: {path} holds columns, whose images are not resized; got {request.image_size}")
 
     def convert(directory: Path) -> Sequence[str]:
+        for package in needs:
+            extras.require(package, f"dataset: {path}")
         parts, known = read()
         return _convert(request, parts, known, directory)
 

@@ -13,7 +13,7 @@ x_test[i - num_train]. The partitions:
 - `dirichlet-fl-bench`: the same as FL-bench's generate_data.py draws it (fl_bench.py). Its test sets are rounded down.
 - `pathological` (McMahan et al. 2017): `classes_per_client` classes per client, the same for training and test. `assignment`
   says which (dealing.py). Not flwr-datasets' PathologicalPartitioner, which does not fix sizes.
-- `iid`: disjoint uniform shares (flwr-datasets' IidPartitioner on shuffled data).
+- `iid`: disjoint uniform shares (those of flwr-datasets' IidPartitioner on shuffled data).
 - `by-column`: client i holds the samples of the i-th value, sorted, of a column of the data: a hospital's, a device's.
 - `file:/path.npz`: the user's own (own_file.py).
 
@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app import extras
 from fl_app.errors import UserError
 from fl_app.known_names import BY_COLUMN, OWN_PARTITION
 from fl_app.partition import fl_bench, own_file
@@ -230,8 +231,6 @@ def _assigned(setting: _Setting) -> NDArray[np.bool_]:
 
 
 def _iid(setting: _Setting) -> list[Share]:
-    from flwr_datasets.partitioner import IidPartitioner
-
     num_clients = setting.num_clients
     dealt: list[list[Indices]] = []
     for (side, word, labels, offset), size in zip(setting.sides, setting.sizes, strict=True):
@@ -242,11 +241,8 @@ def _iid(setting: _Setting) -> list[Share]:
                 f"of {setting.dataset} has {len(labels)}; {_EQUAL_SHARE}"
             )
         order = offset + setting.rng(side).permutation(len(labels))[: need or None]
-        if len(order) < num_clients:
-            # with fewer test samples than clients some clients have none, which flwr-datasets refuses
-            dealt.append(np.array_split(order, num_clients))
-        else:
-            dealt.append(_run_partitioner(IidPartitioner(num_clients), order))
+        # Where there are fewer test samples than clients, some have none.
+        dealt.append(np.array_split(order, num_clients))
     return list(zip(*dealt, strict=True))
 
 
@@ -254,6 +250,7 @@ def _iid(setting: _Setting) -> list[Share]:
 
 
 def _dirichlet(setting: _Setting) -> list[Share]:
+    extras.require("flwr_datasets", "partition: dirichlet")
     from flwr_datasets.partitioner import DirichletPartitioner
 
     labels = _all_labels(setting)
@@ -358,12 +355,11 @@ PARTITIONS: Mapping[str, Callable[[_Setting], list[Share]]] = {
 }
 
 
-def _run_partitioner(partitioner: Any, indices: Indices, labels: Indices | None = None) -> list[Indices]:
-    """Run a flwr-datasets Partitioner over `indices` (and their labels); return every partition's indices, int64."""
+def _run_partitioner(partitioner: Any, indices: Indices, labels: Indices) -> list[Indices]:
+    """Run a flwr-datasets Partitioner over `indices` and their labels; return every partition's indices, int64."""
     from datasets import Dataset
 
-    columns = {"index": indices} if labels is None else {"index": indices, "label": labels}
-    partitioner.dataset = Dataset.from_dict(columns)
+    partitioner.dataset = Dataset.from_dict({"index": indices, "label": labels})
     with warnings.catch_warnings():
         # it warns of every draw below the minimum size; the outcome is reported here
         warnings.simplefilter("ignore")

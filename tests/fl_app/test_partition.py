@@ -251,6 +251,19 @@ def test_iid_properties(clients: int, train: int, test: int, seed: int) -> None:
         assert (set(sizes) == {size}) if size else (max(sizes) - min(sizes) <= 1)
 
 
+def test_iid_is_flowers_partitioner_on_shuffled_data() -> None:
+    from datasets import Dataset
+    from flwr_datasets.partitioner import IidPartitioner
+
+    for clients, samples in ((3, 0), (7, 0), (7, 20)):
+        result = split("iid", num_clients=clients, train_samples=samples, test_samples=0, seed=3)
+        order = generator(3, "partition-train").permutation(len(Y_TRAIN))[: samples * clients or None]
+        theirs = IidPartitioner(clients)
+        theirs.dataset = Dataset.from_dict({"index": order})
+        for client, (train, _) in enumerate(result):
+            assert train.tolist() == sorted(theirs.load_partition(client)["index"][:])
+
+
 @pytest.mark.parametrize("assignment", ["random", "blocks"])
 @pytest.mark.parametrize("train, test", [(0, 0), (20, 10)])
 def test_clients_hold_the_classes_assigned_to_them(assignment: str, train: int, test: int) -> None:
