@@ -93,7 +93,7 @@ def main() -> None:
         download = asked(open_keyring(str(path), 0, 0, N))
 
         def client() -> Upload:
-            return Masker.of(download, config, open_keyring(str(path), 0, 0, N)).masked(upload)
+            return Masker.of(download, config, open_keyring(str(path), 0, 0, N)).mask(upload)
 
         sent, words = client(), np.zeros(d, np.uint32)
         W, own, k = np.empty_like(uploads), bits[0], masks.popcount(bits[0])
