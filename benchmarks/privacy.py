@@ -34,13 +34,13 @@ def site_keys(directory: Path) -> Path:
     lines = []
     for i in range(N):
         path = directory / f"{i}.x25519"
-        path.write_bytes(keyring.make())
+        path.write_bytes(keyring.make_private_key())
         path.chmod(0o600)
         node = ec.generate_private_key(ec.SECP384R1())
         public = (
             node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
         )
-        lines.append(f"{i} {public} {keyring.WORD} {keyring.statement(keyring.read(path), node)}\n")
+        lines.append(f"{i} {public} {keyring.KEY_TYPE} {keyring.statement(keyring.read_private_key(path), node)}\n")
     (directory / PEERS).write_text("".join(lines))
     return directory / "0.x25519"
 
@@ -93,7 +93,7 @@ def main() -> None:
         download = asked(open_keyring(str(path), 0, 0, N))
 
         def client() -> Upload:
-            return Masker.of(download, config, open_keyring(str(path), 0, 0, N)).masked(upload)
+            return Masker.of(download, config, open_keyring(str(path), 0, 0, N)).mask(upload)
 
         sent, words = client(), np.zeros(d, np.uint32)
         W, own, k = np.empty_like(uploads), bits[0], masks.popcount(bits[0])

@@ -48,7 +48,7 @@ def verify(directory: Path) -> Chain:
         content = b""
     hashes = [_FIRST]
     for number, line in enumerate(content.splitlines(keepends=True) if content else [], 1):
-        hashes.append(_check(line, hashes[-1], f"{path}: line {number}"))
+        hashes.append(_verify_line(line, hashes[-1], f"{path}: line {number}"))
     chain = Chain(tuple(hashes[1:]))
     count, head = _head(directory)
     # a process that was killed between a line and its note in the head leaves the head one line behind
@@ -68,7 +68,7 @@ def verify(directory: Path) -> Chain:
     return chain
 
 
-def _check(line: bytes, previous: str, where: str) -> str:
+def _verify_line(line: bytes, previous: str, where: str) -> str:
     body, tail = line[:-_TAIL] + b"}", line[-_TAIL:]
     digest = hashlib.sha256(body).hexdigest()
     if tail != f'{_HASH_KEY}{digest}"}}\n'.encode():
@@ -119,11 +119,11 @@ class Audit:
         self._size = path.stat().st_size if (path := directory / FILE).exists() else 0
         self._lock = threading.Lock()
 
-    def append(self, kind: str, **what: Any) -> str:
+    def append(self, kind: str, **fields: Any) -> str:
         """Write one line, durable when this returns, and return its hash. Raises UserError if the file cannot be written."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with self._lock:
-            entry = {"n": self._count + 1, "time": now, "kind": kind, **what, "previous": self._last}
+            entry = {"n": self._count + 1, "time": now, "kind": kind, **fields, "previous": self._last}
             body = json.dumps(entry, separators=(",", ":"))
             digest = hashlib.sha256(body.encode()).hexdigest()
             line = f'{body[:-1]}{_HASH_KEY}{digest}"}}\n'.encode()

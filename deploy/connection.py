@@ -26,8 +26,8 @@ def config_path() -> Path:
     return path
 
 
-def check(path: Path, name: str, table: dict[str, Any]) -> None:
-    """Raise UserError if the connection could not be added."""
+def require_free(path: Path, name: str, table: dict[str, Any]) -> None:
+    """Raise UserError if the connection could not be added: one of its name is there already, say."""
     _with_table(path, _text(path), name, table)
 
 

@@ -68,7 +68,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Node:
-    """What a SuperNode is told at its start: which client of how many it is, and where its data lies."""
+    """What a SuperNode gets at its start: which client of how many it is, and where its data lies."""
 
     client_id: int
     num_clients: int

@@ -192,7 +192,7 @@ def is_loopback(address: str) -> bool:
         return address.lower() == "localhost"
 
 
-def read(path: Path, insecure: bool = False) -> Inventory:
+def read_inventory(path: Path, insecure: bool = False) -> Inventory:
     """Read CLUSTER.yaml. insecure: as if it said `insecure: true`. Raises UserError with all problems."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -210,7 +210,9 @@ def read(path: Path, insecure: bool = False) -> Inventory:
 def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
     """Check a loaded inventory. directory: what a relative `keys` is relative to. Raises UserError with all problems."""
     problems: list[str] = []
-    top = _read("", {"name": default_name, "hosts": None, **raw} if isinstance(raw, dict) else raw, _File, problems)
+    top = _parse_mapping(
+        "", {"name": default_name, "hosts": None, **raw} if isinstance(raw, dict) else raw, _File, problems
+    )
     if top.name in ("default", LOCAL):
         problems.append(f"name: must not be {top.name!r}, Flower's config file uses it; give the cluster a `name`")
     superlink = _superlink(top.superlink, problems)
@@ -229,7 +231,7 @@ def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
     return Inventory(top.name, superlink, supernodes, str((directory / keys).resolve()), secure, joined)
 
 
-def _read(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
+def _parse_mapping(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
     """Read one mapping of the inventory as a dataclass of keys; a wrong value is noted, and counts as its default."""
     known = {spec.name: spec for spec in specs(cls)}
     if not isinstance(raw, dict):
@@ -261,7 +263,7 @@ def _shown(value: Any) -> str:
 
 
 def _superlink(raw: Any, problems: list[str]) -> SuperLink:
-    entry = _read("superlink", raw, SuperLink, problems)
+    entry = _parse_mapping("superlink", raw, SuperLink, problems)
     address = entry.fleet_address.strip("[]")
     if address in ("0.0.0.0", "::"):
         problems.append(f"superlink.fleet-address: must be the address SuperNodes connect to, got {address!r}")
@@ -276,7 +278,7 @@ def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperN
     joined: list[int] = []
     for index, item in enumerate(raw):
         label = f"hosts[{index}]"
-        entry = _read(label, item, _Host, problems)
+        entry = _parse_mapping(label, item, _Host, problems)
         if isinstance(item, dict) and "host" not in item:
             problems.append(f"{label}.host: missing; local or user@host")
         if entry.host == JOINS:

@@ -118,7 +118,8 @@ def stop(directory: Path, token: str, name: str, seconds: float = 20) -> bool:
             children = main[0].children(recursive=True)
     end_processes(main, seconds)
     end_processes(children, 5)
-    for _ in range(3):  # a child may have started another one meanwhile
+    # a child may have started another one meanwhile
+    for _ in range(3):
         left = processes_with(f"{LAUNCH}={token}/{name}")
         if not left:
             break

@@ -9,7 +9,7 @@ from pathlib import Path
 from deploy import certificates, commands, connection
 from deploy.commands import Place
 from deploy.inventory import LOCAL, Inventory, SuperNode, is_loopback
-from deploy.peers import END
+from deploy.peers import KEY_SUFFIX
 from deploy.processes import cluster_directory
 from fl_app import shell
 from fl_app.errors import UserError
@@ -45,7 +45,7 @@ def _host(inventory: Inventory, host: str, python: str, *, superlink: bool) -> l
     else:
         processes = [commands.supernode(inventory, node, place, k) for k, node in enumerate(nodes)]
         keys = [f"{node.name}.key" for node in nodes]
-        private = [PEERS, *(f"{node.name}{END}" for node in nodes)]
+        private = [PEERS, *(f"{node.name}{KEY_SUFFIX}" for node in nodes)]
         keys += [name for name in private if (Path(inventory.keys) / name).is_file()]
     lines = [f"# {host}: {', '.join(process.name for process in processes)}"]
     if inventory.secure and host != LOCAL:

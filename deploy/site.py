@@ -14,7 +14,7 @@ local-epochs = {max = 10}
 device = {one-of = ["cpu"]}
 ```
 
-A rule that is not given allows everything. docs/deployment.md lists every key, docs/security.md says whom they bind.
+A rule that is not given allows everything. docs/deployment.md lists every key, docs/security.md says what they protect from whom.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def find(given: str = "") -> Path | None:
     return usual if usual.exists() else None
 
 
-def read(path: Path) -> Site:
+def read_site(path: Path) -> Site:
     """Read site.toml. Raises UserError with all problems, also if others than its owner may write it."""
     raw = read_toml(path)
     mode = stat.S_IMODE(path.stat().st_mode)

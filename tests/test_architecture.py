@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
 COMPOSITION_ROOT = "fl_app.server_app"  # of a run; it alone, of the ground floor, names strategies
@@ -79,6 +81,53 @@ def test_nothing_but_the_studies_imports_them() -> None:
     for folder in (*PACKAGES, "benchmarks", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             assert "studies" not in {name.split(".")[0] for name in imported(path)}, path
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one module (Tarjan, 1972), each sorted by name."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        path.append(module)
+        for target in sorted(edges[module]):
+            if target not in index:
+                visit(target)
+                low[module] = min(low[module], low[target])
+            elif target in path:
+                low[module] = min(low[module], index[target])
+        if low[module] == index[module]:
+            component = path[path.index(module) :]
+            del path[path.index(module) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for module in sorted(edges):
+        if module not in index:
+            visit(module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("edges", "found"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"a"}}, [["a", "b"]]),
+        ({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}, [["a", "b", "c"]]),
+        ({"a": {"b", "c"}, "b": {"a"}, "c": {"d"}, "d": {"c"}}, [["c", "d"], ["a", "b"]]),
+    ],
+)
+def test_circles_are_found(edges: dict[str, set[str]], found: list[list[str]]) -> None:
+    assert circles(edges) == found
+
+
+def test_no_files_import_each_other() -> None:
+    known = modules()
+    files = [", ".join(str(known[module].relative_to(ROOT)) for module in circle) for circle in circles(graph())]
+    assert not files, "these files import each other:\n" + "\n".join(files)
 
 
 def test_kernels_do_not_import_flower_or_torch() -> None:

@@ -27,13 +27,13 @@ from deploy import install
     ],
 )
 def test_words_for_pips_lines(line: str, words: str) -> None:
-    assert install.told(line) == words
+    assert install.summarize(line) == words
 
 
 def test_no_silence_is_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(install, "SILENCE", 0.3)
     code = "import time; print('Installing collected packages: a, b', flush=True); time.sleep(1.5)"
-    install.run([sys.executable, "-c", code], "looking up packages", install.told)
+    install.run([sys.executable, "-c", code], "looking up packages", install.summarize)
     out = capsys.readouterr().out.splitlines()
     after = out[out.index("    installing 2 packages") + 1 :]
     assert after and all(line.startswith("    installing 2 packages (") for line in after)

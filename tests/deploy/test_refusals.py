@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.explain import meanings
+from deploy.node import explain_refusals
 
 FAILED = "INFO : Connection attempt failed, retrying in 1.2 seconds\n"
 CUT = f"INFO : SuperNode ID: 17\n{FAILED}{FAILED}INFO : Connection successful after 40.21 seconds and 9 tries.\n"
@@ -23,19 +23,19 @@ CUT = f"INFO : SuperNode ID: 17\n{FAILED}{FAILED}INFO : Connection successful af
     ],
 )
 def test_a_supernodes_refusal(log: str, meaning: str) -> None:
-    found = meanings("supernode-12", log)
+    found = explain_refusals("supernode-12", log)
     assert len(found) == 1 and meaning in found[0]
 
 
 def test_no_refusal_no_words() -> None:
-    assert meanings("supernode-0", f"{FAILED}INFO : SuperNode ID: 17") == []
+    assert explain_refusals("supernode-0", f"{FAILED}INFO : SuperNode ID: 17") == []
     assert (
-        meanings("supernode-0", CUT) == meanings("supernode-0", CUT.partition("\n")[2]) == []
+        explain_refusals("supernode-0", CUT) == explain_refusals("supernode-0", CUT.partition("\n")[2]) == []
     )  # a long log loses its beginning
-    assert meanings("tunnel", FAILED) == [] and meanings("superlink", "") == []
+    assert explain_refusals("tunnel", FAILED) == [] and explain_refusals("superlink", "") == []
 
 
 def test_a_superlinks_refusals_are_all_named_once() -> None:
     log = "No SuperNode found with the given public key\n" * 3 + "SSL_ERROR_SSL: WRONG_VERSION_NUMBER\n"
-    found = meanings("superlink", log)
+    found = explain_refusals("superlink", log)
     assert len(found) == 2 and "not registered" in found[0] and "plaintext" in found[1]
