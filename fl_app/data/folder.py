@@ -1,7 +1,7 @@
 """Data sets as image folders: train/<class>/* and test/<class>/*.
 
-The key rests on the modification times of the directories, which every client process can afford to read. Whether files have been
-overwritten in place is seen by who looks at all of them: `look`, before a run and once in every process of a client.
+The key is made of the directories' modification times, which every client process can afford to read. They do not change when a
+file is overwritten in place. `look` compares all files: before a run, and once in every process of a client.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from fl_app.errors import UserError
 if TYPE_CHECKING:
     from fl_app.data.decode import Listing
 
-RULES = 2  # by which files become arrays; others are converted again
+RULES = 2
+"""Version of the rules by which files become arrays; conversions of other versions are not used."""
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".pnm", ".gif", ".tif", ".tiff"}
 
@@ -30,7 +31,7 @@ def prepare(request: DataRequest) -> Prepared:
     test = _class_directories(path, "test", required=not site)
     names = request.classes or tuple(train)
     _check_class_directories(path, names, train, test, explicit=bool(request.classes), site=site)
-    # not the folder's own time: a data directory inside it would change it
+    # the folder's own time is not among them: a data directory inside the folder would change it
     stamps = [stamp(d) for d in (path / "train", path / "test", *train.values(), *test.values())]
 
     def convert(directory: Path) -> Sequence[str]:

@@ -59,7 +59,8 @@ def _read_splits(path: Path, side: int) -> Arrays:
     for split in SPLITS:
         x_name, y_name = f"{split}_images", f"{split}_labels"
         x, y = arrays[x_name], arrays[y_name]
-        y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y  # one column, for tasks with several
+        # MedMNIST has a column per task, here one
+        y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
         if x.dtype != np.uint8:
             refuse(path, x_name, "be uint8 with values 0 .. 255", x.dtype)
         if x.shape[1:] != (side, side):

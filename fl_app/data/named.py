@@ -24,7 +24,9 @@ from fl_app.sources import NamedData, named_data
 if TYPE_CHECKING:
     from fl_app.data.decode import Listing
 
-DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package dataset-fashion-mnist has the files."""
+
 DOWNLOAD_TIMEOUT_SECONDS = 30
 
 
@@ -91,25 +93,28 @@ def _channels_first(side: Any, dataset: str) -> tuple[Images, Labels]:
     """Return images uint8 [n, C, S, S] and labels int64 [n] of a torchvision data set."""
     x = np.asarray(side.data)
     y = np.asarray(side.labels if dataset == "svhn" else side.targets, np.int64)
-    if dataset == "emnist":  # its files hold the images transposed
+    if dataset == "emnist":
+        # its files hold the images transposed
         x = x.transpose(0, 2, 1)
     if x.ndim == 3:
         return x[:, None], y
-    return (x if dataset == "svhn" else x.transpose(0, 3, 1, 2)), y
+    if dataset != "svhn":
+        x = x.transpose(0, 3, 1, 2)
+    return x, y
 
 
 def _debian_fashion_mnist(folder: Path) -> tuple[Arrays, Sequence[str]]:
     from torchvision.datasets import FashionMNIST
 
-    def read(name: str, header: int) -> NDArray[np.uint8]:
+    def read_idx(name: str, header: int) -> NDArray[np.uint8]:
         try:
             return np.frombuffer(gzip.decompress((folder / name).read_bytes()), np.uint8, offset=header)
         except (OSError, EOFError, ValueError) as error:
             raise UserError(f"dataset: {folder / name} cannot be read ({error})") from error
 
     def side(name: str) -> tuple[Images, Labels]:
-        y = read(f"{name}-labels-idx1-ubyte.gz", 8).astype(np.int64)
-        return read(f"{name}-images-idx3-ubyte.gz", 16).reshape(len(y), 1, 28, 28), y
+        y = read_idx(f"{name}-labels-idx1-ubyte.gz", 8).astype(np.int64)
+        return read_idx(f"{name}-images-idx3-ubyte.gz", 16).reshape(len(y), 1, 28, 28), y
 
     return (*side("train"), *side("t10k")), FashionMNIST.classes
 

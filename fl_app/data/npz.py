@@ -64,16 +64,14 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
     found = members(path, (*ARRAYS, *column), (*ARRAYS[2:], *column[1:]) if site else ())
     x_train, y_train = found["x_train"], found["y_train"]
     x_test, y_test = found.get("x_test", x_train[:0]), found.get("y_test", y_train[:0])
-    what = (
-        "images" if x_train.ndim == 4 or (x_train.ndim == 3 and x_train.dtype == np.uint8) else "samples"
-    )  # in errors
+    are_images = x_train.ndim == 4 or (x_train.ndim == 3 and x_train.dtype == np.uint8)
+    what = "images" if are_images else "samples"
     if not len(np.atleast_1d(x_train)):
         raise UserError(f"dataset: {path}: x_train has no {what}")
     if not len(np.atleast_1d(x_test)) and not len(np.atleast_1d(y_test)):
         x_test, y_test = x_train[:0], y_train[:0]
-    stored_train, stored_test = (
-        arrays.samples(path, name, x) for name, x in (("x_train", x_train), ("x_test", x_test))
-    )
+    stored_train = arrays.samples(path, "x_train", x_train)
+    stored_test = arrays.samples(path, "x_test", x_test)
     if stored_test.shape[1:] != stored_train.shape[1:]:
         raise UserError(
             f"dataset: {path}: x_test must have {what} like x_train's {x_train.shape[1:]}, got {x_test.shape[1:]}"

@@ -2,8 +2,9 @@
 
 A data set becomes <root>/datasets/<key>/ with x_train.npy, x_test.npy (images uint8 [n, C, H, W], or float32 or int64 [n, ...]),
 y_train.npy, y_test.npy (labels int64 [n], or float32 [n, k]) and info.json; groups_train.npy, groups_test.npy (int64 [n]) where a
-column says whose each sample is. The key names what defines the data; a client process computes it again. The conversion is under a
-lock and ends in a rename: many processes at once do it exactly once, and an interrupted one leaves nothing that would be used.
+column says whose each sample is. The key is made of all that defines the data, so that every client process finds it without being
+told. A conversion holds a lock and ends in a rename: many processes at once do it exactly once, and an interrupted one leaves
+nothing that would be used.
 """
 
 from __future__ import annotations
@@ -33,13 +34,16 @@ log = logging.getLogger("corolla")
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
-Samples = NDArray[Any]  # uint8 [n, C, H, W], float32 or int64 [n, ...]
-Targets = NDArray[Any]  # int64 [n] or float32 [n, k]
+Samples = NDArray[Any]
+"""uint8 [n, C, H, W], float32 or int64 [n, ...]."""
+Targets = NDArray[Any]
+"""int64 [n] or float32 [n, k]."""
 Arrays = tuple[Samples, Targets, Samples, Targets]
 
 FORMAT = 1
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
-FILES = "files.sha256"  # beside the arrays: what the files they were made of were like
+FILES = "files.sha256"
+"""Beside the arrays: a hash of the files they were made of."""
 GROUPS = "groups.json"
 STATISTICS_BATCH = 1024
 
@@ -240,9 +244,12 @@ def open_or_convert(
 
 
 def save(directory: Path, arrays: Arrays, groups: Groups | None = None) -> None:
-    """Write the four arrays a conversion ends in: samples as they are, targets int64 or float32; and whose the samples are."""
+    """Write the four arrays of a data set, samples as they are and targets as int64 or float32, and whose the samples are."""
     for name, array in zip(ARRAYS, arrays, strict=True):
-        dtype = array.dtype if name.startswith("x") else np.float32 if array.dtype.kind == "f" else np.int64
+        if name.startswith("x"):
+            dtype = array.dtype
+        else:
+            dtype = np.dtype(np.float32 if array.dtype.kind == "f" else np.int64)
         np.save(directory / f"{name}.npy", np.ascontiguousarray(array, dtype))
     if groups is not None:
         np.save(directory / "groups_train.npy", groups.train.astype(np.int64))
@@ -251,7 +258,7 @@ def save(directory: Path, arrays: Arrays, groups: Groups | None = None) -> None:
 
 
 def _as_image(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Channels and side of a sample, as a model is told: [C, S, S]; of [T, C] its features and its length, else features and 1."""
+    """Return what a model is built with: channels and side of [C, S, S], features and length of [T, C], else features and 1."""
     if len(shape) == 3:
         return shape[0], shape[1] if shape[1] == shape[2] else max(shape[1:])
     if len(shape) == 2:
@@ -268,13 +275,18 @@ def _open(directory: Path) -> tuple[DatasetInfo, Arrays, Groups | None]:
         for name, array in zip(ARRAYS, arrays, strict=True):
             n = info.num_train if name.endswith("train") else info.num_test
             inputs = name.startswith("x")
-            shape, dtype = (info.input_shape, arrays[0].dtype) if inputs else (arrays[1].shape[1:], arrays[1].dtype)
-            if (array.shape, array.dtype) != ((n, *shape), dtype) or (inputs and not info.shape and dtype != np.uint8):
+            of_train = arrays[0] if inputs else arrays[1]
+            shape = info.input_shape if inputs else of_train.shape[1:]
+            fits = array.shape == (n, *shape) and array.dtype == of_train.dtype
+            if inputs and not info.shape:
+                fits = fits and array.dtype == np.uint8
+            if not fits:
                 problems.append(f"{name}.npy is not as info.json says")
         if info.groups:
             train, test = (np.load(directory / f"groups_{side}.npy", mmap_mode="r") for side in ("train", "test"))
             groups = Groups(train, test, info.groups)
-    except Exception as error:  # of reading damaged bytes, which numpy may raise anything for
+    except Exception as error:
+        # numpy may raise anything for damaged bytes
         problems = [said(error)]
     checksums.refuse_damage("data-dir", directory, problems)
     return info, arrays, groups
@@ -302,8 +314,8 @@ def _statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def _moments(x: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and population std per channel of [n, C, H, W], per feature (last axis) of anything else."""
-    kept = 1 if x.ndim == 4 else x.ndim - 1
-    axes = tuple(axis for axis in range(x.ndim) if axis != kept)
+    channel = 1 if x.ndim == 4 else x.ndim - 1
+    axes = tuple(axis for axis in range(x.ndim) if axis != channel)
     mean = np.asarray(np.mean(x, axes, dtype=np.float64))
     std = np.asarray(np.std(x, axes, dtype=np.float64))
     std = np.where(std > 1e-12 * np.maximum(1, np.abs(mean)), std, 1.0)

@@ -1,8 +1,8 @@
 """Data sets of columns: a table, `table:/path.csv` or `.parquet`, or a data set that Hugging Face's `datasets` saved, `hf:/path`.
 
-One column or more are the targets, one may say whose each row is, all others are features. What has no test part of its own is
-divided: `test-ratio` of each client's rows, or of all, drawn from a stream that no run's seed changes. pandas and datasets are
-imported only while converting.
+One column or more are the targets, one may say whose each row is, and all others are features. Data without a test part are
+divided: `test-ratio` of each client's rows, or of all rows, are for test, drawn from a stream that no run's seed changes. pandas
+and datasets are imported only while converting.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ from fl_app.data.prepared import DataRequest, Prepared, open_or_convert, save
 from fl_app.errors import UserError
 
 SUFFIXES = (".csv", ".parquet")
-VERSION = 2  # of how columns are read: conversions of other versions are not used
+VERSION = 2
+"""Version of how columns are read; conversions of other versions are not used."""
+
 Columns = Mapping[str, NDArray[Any]]
+"""Values by the name of their column."""
+
 Read = tuple[Sequence[Columns], Sequence[str]]
+"""Columns of the training part, and of the test part if there is one; names of the classes, if the data have them."""
 
 
 def prepare(request: DataRequest) -> Prepared:
@@ -74,7 +79,7 @@ def _read_table(path: Path) -> Columns:
     import pandas
 
     try:
-        # low_memory reads in parts and guesses a column's type in each: 1 here would be "01" there
+        # low_memory would read in parts and guess a column's type in each: 01 would be "01" in one and 1 in another
         frame = pandas.read_csv(path, low_memory=False) if path.suffix == ".csv" else pandas.read_parquet(path)
     except (OSError, ValueError, pandas.errors.ParserError) as error:
         raise UserError(f"dataset: {path} is not a readable table ({error})") from error
@@ -187,7 +192,7 @@ def _no_number(values: NDArray[Any]) -> str:
 
 
 def _refuse_missing(path: Path, name: str, values: NDArray[Any]) -> None:
-    """Raise UserError if a row has no target, or nobody it belongs to: neither is a value like others."""
+    """Raise UserError if a row has no value in the target's column, or in that of the clients."""
     import pandas
 
     missing = np.flatnonzero(pandas.isna(values).any(axis=tuple(range(1, values.ndim))))
@@ -207,6 +212,6 @@ def _divide(whose: NDArray[Any], rows: int, test_ratio: float) -> tuple[NDArray[
 
 
 def _codes(y_train: NDArray[Any], y_test: NDArray[Any]) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
-    """Labels that are integers of any kind, as places among those there are."""
+    """Return the names of integer labels in order, and the labels as places among them."""
     values = np.unique(np.concatenate([y_train, y_test]))
     return tuple(str(value) for value in values), np.searchsorted(values, y_train), np.searchsorted(values, y_test)
