@@ -17,7 +17,7 @@ from corolla.experiments.runs import Record, Run
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish, publish_text, room
-from fl_app.keys import Scalar, specs
+from fl_app.keys import Scalar, own, specs
 from fl_app.server.run_folder import CONFIG, METRICS_PACKED, RUN, SUMMARY, read_about
 from fl_app.toml import to_toml
 
@@ -56,9 +56,12 @@ def collect(runs: Iterable[Run], directory: Path) -> list[Path]:
 
 
 def settings(config: Mapping[str, Scalar], name: str) -> dict[str, Scalar]:
-    """Return a run's flat config with the defaults of keys that say where files lie, and names instead of other paths."""
+    """Return the keys of a flat config that bear on its run, with the defaults of those that say where files lie, and names
+    instead of other paths.
+    """
     places = {spec.name: spec.default for spec in specs(RunConfig) if spec.about == "place"}
-    kept = {**config, **{key: value for key, value in places.items() if key in config}, "run-name": name}
+    kept = own(config, str(config.get("method")))
+    kept |= {key: value for key, value in places.items() if key in kept} | {"run-name": name}
     if kept.get("initial-weights"):
         kept["initial-weights"] = Path(str(kept["initial-weights"])).name
     return without_path(kept)

@@ -47,6 +47,10 @@ class Checked(Protocol):
         ...
 
 
+NO_KEYS = {"tensorboard": '; TensorBoard is a tracker: track = "tensorboard"'}
+"""What stands in no config though one may look for it, and the end of the error that says what does."""
+
+
 def share_of(count: int, share: float) -> int:
     """Return a share of so many, halves rounded up, at least 1."""
     return max(1, math.floor(share * count + 0.5))
@@ -178,7 +182,6 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
         about="running",
         checked=True,
     )
-    tensorboard: bool = key(False, "The same as `tensorboard` in `track`.", about="running", checked=True)
     # the chosen method's parameters, and all keys as resolved and as defaulted
     params: Any = dataclasses.field(default=NoParams())
     resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
@@ -232,9 +235,9 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     for name in [*methods, *outside]:
         known |= {spec.name: spec for spec in specs(methods[name], table_of(name))}
     tables = [table_of(name) for name in (*methods, *outside)]
-    problems += [
-        f"{name}: unknown key{meant(name, known, tables, table_of(method))}" for name in raw if name not in known
-    ]
+    for name in raw:
+        if name not in known:
+            problems.append(f"{name}: unknown key{NO_KEYS.get(name) or meant(name, known, tables, table_of(method))}")
     values = {name: spec.read(raw[name], problems) if name in raw else spec.default for name, spec in known.items()}
     check_words(values, methods, problems)
     if not problems:

@@ -14,10 +14,11 @@ from typing import Any, BinaryIO
 
 from fl_app import plugins, tasks
 from fl_app.config import RunConfig
+from fl_app.config.rules import split_names
 from fl_app.errors import UserError, plain
 from fl_app.figures import Figure, to_json
 from fl_app.files import FILE_MODE, lock, make_directory, opener, publish_text, room
-from fl_app.keys import Scalar, table_of
+from fl_app.keys import Scalar, own, table_of
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
 from fl_app.toml import flatten, read_toml, to_toml
@@ -61,7 +62,7 @@ class RunFolder:
 
         Raises UserError if it exists already or cannot be created.
         """
-        own = plugins.read(config.plugins)
+        files = plugins.read(config.plugins)
         for name in names(config):
             path = folder_of(config, name)
             try:
@@ -76,8 +77,8 @@ class RunFolder:
         folder = cls(path, experiment)
         with room("output-dir", path):
             folder.lock()
-            plugins.write(own, path / PLUGINS)
-        folder.write(CONFIG, to_toml({**config.resolved, "run-name": name}))
+            plugins.write(files, path / PLUGINS)
+        folder.write_config(config, {"run-name": name})
         about = {
             "experiment": experiment,
             "starts": 0,
@@ -134,8 +135,11 @@ class RunFolder:
         made, now = read_about(self.path).get(MADE_WITH, [{}]), made_with()  # older runs: {}, nobody knows
         made = made if made[-1] == now else [*made, now]
         self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made})
-        kept = {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""}
-        self.write(CONFIG, to_toml({**config.resolved, **kept}))
+        self.write_config(config, {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""})
+
+    def write_config(self, config: RunConfig, places: Mapping[str, Scalar]) -> None:
+        """Write config.toml: the keys that bear on the run, none of other methods' tables. places: keys about this folder."""
+        self.write(CONFIG, to_toml(own({**config.resolved, **places}, config.method)))
 
     def rewind(self, round: int, record: Mapping[str, Any]) -> None:
         """Cut metrics.jsonl after a round, whose line is `record` (empty for round 0); the run is not complete any more."""
@@ -232,11 +236,18 @@ def names(config: RunConfig) -> Iterator[str]:
 
 
 def read_config(run: Path) -> dict[str, Scalar]:
-    """Read a run folder's resolved config, flat. Raises UserError if there is none."""
+    """Read a run folder's resolved config, flat. Raises UserError if there is none.
+
+    Folders of earlier versions also hold the tables of other methods, and the key `tensorboard`; here it is part of `track`.
+    """
     try:
-        return flatten(read_toml(run / CONFIG))
+        saved: dict[str, Scalar] = flatten(read_toml(run / CONFIG))
     except UserError as error:
         raise UserError(f"{run} is not a run folder: {error}") from None
+    if saved.pop("tensorboard", False):
+        trackers = split_names(str(saved.get("track", "")))
+        saved["track"] = ",".join(dict.fromkeys((*trackers, "tensorboard")))
+    return saved
 
 
 def check_unchanged(run: Path, config: RunConfig) -> None:

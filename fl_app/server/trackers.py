@@ -1,4 +1,4 @@
-"""Trackers: MLflow, Weights & Biases, TensorBoard follow a run (keys `track`, `tensorboard`).
+"""Trackers: MLflow, Weights & Biases, TensorBoard follow a run (key `track`).
 
 Each is fed by a process of its own (`follow.py`), which reads the run folder as it grows: no tracker can slow a run down, change
 its result, or end it. One that is down is a warning; what it is given at the end of a run has a time limit per piece.
@@ -43,8 +43,7 @@ _ENVIRONMENT = {  # unless it is set: MLflow would try for many minutes, and bot
 
 def wanted(config: Mapping[str, Scalar]) -> tuple[str, ...]:
     """Return the trackers that a flat run config asks for, each once."""
-    asked = split_names(str(config.get("track", "")))
-    return tuple(dict.fromkeys((*asked, *(["tensorboard"] if config.get("tensorboard") else []))))
+    return tuple(dict.fromkeys(split_names(str(config.get("track", "")))))
 
 
 def require(config: Mapping[str, Scalar]) -> None:
@@ -53,10 +52,9 @@ def require(config: Mapping[str, Scalar]) -> None:
     for name in wanted(config):
         found = importlib.util.find_spec(name)
         if found is None or found.origin is None:  # a directory of that name is no package
-            key = "track" if name in split_names(str(config.get("track", ""))) else "tensorboard"
-            without = f"leave {name} out of track" if key == "track" else "leave tensorboard = false"
             problems.append(
-                f"{key}: the package {name} is not installed where the server runs; pip install {TRACKERS[name]}, or {without}"
+                f"track: the package {name} is not installed where the server runs; pip install {TRACKERS[name]}, or leave {name} "
+                "out of track"
             )
     if problems:
         raise UserError("\n".join(problems))

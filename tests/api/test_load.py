@@ -20,12 +20,18 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def cut_in_a_line(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    *whole, half = lines[: len(lines) // 2]
+    path.write_text("\n".join([*whole, half.partition("=")[0]]))
+
+
 def drop_round(path: Path) -> None:
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
 
 
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "half a config": ("config.toml", cut, "is not a run folder: .*config.toml"),
+    "half a config": ("config.toml", cut_in_a_line, "is not a run folder: .*config.toml"),
     "no config": ("config.toml", Path.unlink, r"holds no run \(no config.toml\)"),
     "half a summary": ("summary.json", cut, "summary.json cannot be read"),
     "a summary of another kind": (

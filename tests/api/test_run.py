@@ -71,9 +71,9 @@ def test_its_page_and_its_table(start: Start) -> None:
 
 
 def test_presets_and_files_come_first_as_for_the_command(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('method = "fedprox"\n[fedprox]\nmu = 0.5\n')
-    config = start(tmp_path / "mine.toml", method="fedavg", num_server_rounds=1).config
-    assert (config["method"], config["fedprox.mu"], config["num-server-rounds"]) == ("fedavg", 0.5, 1)
+    (tmp_path / "mine.toml").write_text('method = "fedavg"\n[fedprox]\nmu = 0.5\n')
+    config = start(tmp_path / "mine.toml", method="fedprox", num_server_rounds=1).config
+    assert (config["method"], config["fedprox.mu"], config["num-server-rounds"]) == ("fedprox", 0.5, 1)
 
 
 def test_keys_are_spelt_as_python_can_or_as_the_config_does() -> None:

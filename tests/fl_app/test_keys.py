@@ -27,7 +27,6 @@ RUNNING = {
     "round-retries",
     "server-memory-limit",
     "checkpoint-every",
-    "tensorboard",
     "keep-state",
     "track",
     "collect-personal-models",

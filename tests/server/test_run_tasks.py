@@ -56,7 +56,7 @@ def test_a_regression_is_told_by_its_headline(run: Run, tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(80, 3)).astype(np.float32)
     (panel, _), (plain, console) = display(), display(terminal=False)
     with log_to(panel):
-        folder = run(**arrays(tmp_path, x, x.sum(1)), task="regression", learning_rate=0.02, tensorboard=True)
+        folder = run(**arrays(tmp_path, x, x.sum(1)), task="regression", learning_rate=0.02, track="tensorboard")
     records, summary = list(read_metrics(folder.path)), read_summary(folder.path)
     before = [record["rmse-before"] for record in records]
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fl_app.errors import UserError
-from fl_app.server.run_folder import read_metrics
+from fl_app.server.run_folder import CONFIG, read_config, read_metrics
 from tests.conftest import Run
 
 
@@ -23,11 +22,8 @@ def read(path: Path) -> Any:
     return events
 
 
-@pytest.mark.parametrize(
-    "key", [{"tensorboard": True}, {"track": "tensorboard"}, {"track": "tensorboard", "tensorboard": True}]
-)
-def test_tensorboard_events_hold_every_round(run: Run, key: dict[str, Any]) -> None:
-    path = run(**key, num_server_rounds=3).path
+def test_tensorboard_events_hold_every_round(run: Run) -> None:
+    path = run(track="tensorboard", num_server_rounds=3).path
     events = read(path)
     rounds = list(read_metrics(path))
     for tag, value in (
@@ -58,16 +54,36 @@ def test_rounds_that_a_resumed_run_repeats_are_there_once(run: Run) -> None:
     assert [s.value for s in scalars] == pytest.approx([r["loss"] for r in read_metrics(first.path)], rel=1e-5)
 
 
-@pytest.mark.parametrize("key", ["tensorboard", "track"])
 def test_tensorboard_that_is_missing_is_said_before_the_run_starts(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find(name, *rest)
     )
     with pytest.raises(
-        UserError, match=f"{key}: the package tensorboard is not installed .*; pip install tensorboard, or leave"
+        UserError, match="track: the package tensorboard is not installed .*; pip install tensorboard, or leave"
     ):
-        run(**json.loads({"tensorboard": '{"tensorboard": true}', "track": '{"track": "tensorboard"}'}[key]))
+        run(track="tensorboard")
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_key_of_that_name_is_refused_with_what_it_is(run: Run, value: bool) -> None:
+    with pytest.raises(UserError, match='tensorboard: unknown key; TensorBoard is a tracker: track = "tensorboard"'):
+        run(tensorboard=value)
+
+
+@pytest.mark.parametrize(
+    ("said", "track"),
+    [
+        ("tensorboard = true\n", "tensorboard"),
+        ("tensorboard = false\n", ""),
+        ('track = "mlflow"\ntensorboard = true\n', "mlflow,tensorboard"),
+        ('track = "tensorboard"\ntensorboard = true\n', "tensorboard"),
+    ],
+)
+def test_folders_of_earlier_versions_say_it_in_track(tmp_path: Path, said: str, track: str) -> None:
+    (tmp_path / CONFIG).write_text(said)
+    config = read_config(tmp_path)
+    assert "tensorboard" not in config and config.get("track", "") == track
