@@ -92,6 +92,7 @@ def _run(inventory: Inventory) -> list[str]:
         )
     run = [
         sys.executable,
+        "-P",
         "-m",
         "corolla",
         "run",
@@ -124,14 +125,14 @@ mkdir -m 700 "$work" "$work/flwr"
 export python work PATH={scripts}:$PATH {flower} FLWR_HOME="$work/flwr" COROLLA_STATE_HOME="$work/state" {launch}="$work"
 address={address}
 export address
-health=$("$python" -c 'from fl_app.processes import free_ports; print(*free_ports(1))')
+health=$("$python" -P -c 'from fl_app.processes import free_ports; print(*free_ports(1))')
 superlink= nodes= run=
 finish() {{
   trap - EXIT TERM INT
   for process in $run $nodes $superlink; do
     kill "$process" 2> /dev/null && wait "$process" || true
   done
-  "$python" -c {end} "$work"  # and what they have started
+  "$python" -P -c {end} "$work"  # and what they have started
   rm -rf "$work/keys" "$work/flwr"
   exit "$1"
 }}
@@ -147,14 +148,14 @@ done
 printf {connection} > "$FLWR_HOME/config.toml"
 {register}
 cat > "$work/supernode.sh" << 'END'
-read -r runtime health < <("$python" -c 'from fl_app.processes import free_ports; print(*free_ports(2))')
+read -r runtime health < <("$python" -P -c 'from fl_app.processes import free_ports; print(*free_ports(2))')
 case $SLURM_PROCID in
 {nodes}
 esac
 END
 srun --ntasks={count} --output="$work/supernode-%t.log" bash "$work/supernode.sh" &
 nodes=$!
-"$python" -m corolla run --superlink {name} --clients {count} "$@" &
+"$python" -P -m corolla run --superlink {name} --clients {count} "$@" &
 run=$!
 wait $run
 """
@@ -165,7 +166,7 @@ tls: true
 superlink: {{fleet-address: "$address"}}
 hosts: [{{host: local, supernodes: {count}}}]
 END
-"$python" -m corolla cluster keys "$work/lab.yaml\""""
+"$python" -P -m corolla cluster keys "$work/lab.yaml\""""
 _REGISTER = """for key in "$work"/keys/supernode-*.pub; do
   flwr supernode register "$key" {name} --name "$(basename "$key" .pub)"
 done"""
@@ -210,7 +211,7 @@ def slurm(inventory: Inventory) -> str:
         address=shell.word(address) if alone else "$(hostname -f)",
         keys=_KEYS.format(name=inventory.name, count=count) if inventory.secure else "",
         superlink=shell.line(process.command, process.environment),
-        answers=shell.line([python, "-c", check, process.http, *ca]),
+        answers=shell.line([python, "-P", "-c", check, process.http, *ca]),
         connection=shell.word(table) + (' "$work"' if inventory.secure else ""),
         register=_REGISTER.format(name=inventory.name) if inventory.secure else "",
         end=shell.word(end),

@@ -197,6 +197,9 @@ def _import(name: str, path: Path, directory: Path) -> ModuleType:
         if name not in _imported:
             raise UserError(f"{path}: there is a module {name} already, {loaded.__file__}; choose another name")
         del sys.modules[name]
+    # From here on a module of that directory comes first: what Corolla has not imported yet must not be one of them.
+    for package in PACKAGES:
+        importlib.import_module(package)
     sys.path[:] = [str(directory), *(entry for entry in sys.path if entry != str(directory))]
     importlib.invalidate_caches()
     module = importlib.import_module(name)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from client_app.process import prepare_training
 from client_app.trainer import LocalTrainer
 from corolla import presets
 from corolla.experiments import sweep
@@ -256,6 +257,7 @@ def main() -> None:
     preset = f"fedobp/fashion-mnist-dirichlet-0.1/{options.row}"
     settings = {**presets.read_preset(preset), **sweep.read(SWEEP).settings, "seed": options.seed, "client-threads": 1}
     config = parse(settings, METHOD_PARAMS)
+    prepare_training(config.client_threads)
     started, tests = time.perf_counter(), {}
     for round, found in ROWS[options.row](config).run():
         tests[round] = found

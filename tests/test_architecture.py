@@ -23,6 +23,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "corolla.experiments": ("fl_app", "corolla.presets"),
     "corolla.tracking": ("fl_app", "corolla.experiments"),
     "corolla.report": ("fl_app", "corolla.experiments"),
+    "corolla.method": ("fl_app", "strategies"),
+    "corolla.task": ("fl_app",),
     "corolla": PACKAGES,
 }
 
@@ -85,11 +87,48 @@ def test_kernels_do_not_import_flower_or_torch() -> None:
         assert not tops & {"flwr", "torch", "fl_app"}, f"strategies/{name}.py imports {sorted(tops)}"
 
 
+def loaded_by(code: str) -> set[str]:
+    """The modules that a process of its own has loaded after some code."""
+    command = [sys.executable, "-c", f"{code}\nimport sys; print(' '.join(sys.modules))"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
 def test_the_client_process_does_not_import_what_it_does_not_use() -> None:
-    code = "import sys, client_app.client_app; print(' '.join(sys.modules))"
-    loaded = set(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    )
+    loaded = loaded_by("import client_app.client_app")
     unwanted = {"torchvision", "sklearn", "scipy", "ray", "datasets", "flwr_datasets", "matplotlib", "torch", "psutil"}
     unwanted |= {"pandas", "IPython", "ipykernel", "nbclient", "mlflow", "wandb", "tensorboard"}
     assert not unwanted & loaded, f"a client process imports {sorted(unwanted & loaded)}"
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from corolla.method import FedAvg, LocalUpdate, Method, NoParams, all_tensors
+from corolla.task import Metric, Task
+"""
+
+
+def test_a_plugin_loads_no_more_of_corolla_than_its_methods_are_made_of() -> None:
+    plain, own = (loaded_by(f"import client_app.client_app\n{plugin}") for plugin in ("", PLUGIN))
+    more = {module for module in own - plain if not module.startswith(("strategies.", "fl_app."))}
+    assert more == {"corolla", "corolla.method", "corolla.task"}
+
+
+def test_importing_corolla_loads_nothing_else() -> None:
+    loaded = loaded_by("import corolla")
+    ours = {module for module in loaded if module.partition(".")[0] in PACKAGES}
+    assert ours == {"corolla"} and not {"numpy", "flwr", "torch"} & loaded
+    assert "corolla.api" in loaded_by("from corolla import run")
+
+
+def test_what_corolla_names_is_there() -> None:
+    import corolla
+    import corolla.method
+    import corolla.task
+
+    for package in (corolla, corolla.method, corolla.task):
+        assert set(package.__all__) <= set(dir(package))
+        assert all(getattr(package, name) is not None for name in package.__all__)
+
+
+def test_types_are_told_to_who_imports_a_package() -> None:
+    assert [name for name in PACKAGES if not (ROOT / name / "py.typed").is_file()] == []

@@ -15,7 +15,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -94,7 +93,7 @@ class RunFolder:
             **(facts or {}),
         }
         folder.write(
-            RUN, json.dumps({**about, "metrics": [asdict(metric) for metric in tasks.measured(config)]}) + "\n"
+            RUN, json.dumps({**about, "metrics": [metric.declared for metric in tasks.measured(config)]}) + "\n"
         )
         return folder
 
