@@ -37,78 +37,125 @@ STUDIES = Path(__file__).resolve().parent
 RESULTS, SWEEPS = STUDIES / "results", STUDIES / "sweeps"
 DOCS = STUDIES.parent / "docs"
 PAGE = DOCS / "results.md"
-COLUMNS = {  # by sweep, and what a data set of image files counts as
+
+# by sweep: what a data set of image files counts as
+COLUMNS = {
     "fedobp-fashion-mnist": "fashion-mnist",
     "fedobp-fashion-mnist-drawn": "fashion-mnist",
     "fedobp-cifar10": "cifar10",
     "fedcac-cifar10-cut": "cifar10",
 }
 CUT = "fedcac-cifar10-cut"
-TRIED = f"{CUT}-tried"  # the run of the column's own method, with one thing changed
-CURVES = {CUT: 10, TRIED: 20}  # curves beside each other, and every how many rounds
-PICTURES = {name: DOCS / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", "fedcac-cifar10-cut")}
+# runs of the cut column's own method, each with one thing changed
+TRIED = f"{CUT}-tried"
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
+
+# curves as tables: every how many rounds
+CURVES = {CUT: 10, TRIED: 20}
+PICTURES = {name: DOCS / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", CUT)}
+
 LOGGED = STUDIES / "fedobp_logs.toml"
-REPLAYED = {  # methods of the user's own, beside the sweep: what of the logs they have
+# the methods beside the sweep of the logs: what of the logs they have
+REPLAYED = {
     "replayed:METHOD": "the logs' clients",
     "as_logged:METHOD": "the logs' clients, weights, newcomers",
 }
-PERSONAL = {"nothing": "fedavg", "classifier": "fedper"}  # their key `personal`: which method that is
-AS_RUN = "as-run"  # folder of a column's rows by studies/as_run.py
-FAR_POINTS, FAR_STD = 2.0, 2.0  # a figure is far from the published one if it is by more than both
+# by their key `personal`: the method that they replay
+PERSONAL = {"nothing": "fedavg", "classifier": "fedper"}
+# folder of what studies/as_run.py measured
+AS_RUN = "as-run"
+
+# a figure is far from the published one if it is by more than both
+FAR_POINTS, FAR_STD = 2.0, 2.0
 BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def far(line: Line) -> bool:
-    """Tell whether our figure is so far from the published one that the page must say why."""
-    published = line.preset.published
-    if published is None or line.ours is None:
-        return False
-    away = abs(100 * line.ours[0] - published.mean)
-    return away > FAR_POINTS and away > FAR_STD * (published.std or 0.0)
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def any_made(results: Path) -> bool:
+    """Tell whether a folder holds finished runs."""
+    return any(results.glob("*/summary.json"))
+
+
+def method_of(line: Line) -> str:
+    """Return the name of the method of a row."""
+    return line.runs[0].config.method
 
 
 def lines_of(name: str, results: Path) -> list[Line]:
     """Return the collected runs of a sweep beside their published figures, highest published first; none if there are none."""
-    if not any(results.glob("*/summary.json")):
+    if not any_made(results):
         return []
-    groups = compare.group(compare.load([results], METHOD_PARAMS)[0])
+    runs, _ = compare.load([results], METHOD_PARAMS)
     lines = []
-    for runs in groups:
-        found = compare.beside(runs, METHOD_PARAMS, COLUMNS[name])
+    for same in compare.group(runs):
+        found = compare.beside(same, METHOD_PARAMS, COLUMNS[name])
         if not found:
-            raise SystemExit(f"{runs[0].folder.path}: no published counterpart")
-        lines += found[:1]
+            raise SystemExit(f"{same[0].folder.path}: no published counterpart")
+        lines.append(found[0])
     return sorted(lines, key=lambda line: -line.preset.published.mean if line.preset.published else 0.0)
 
 
+def points_of(name: str, results: Path) -> list[Point]:
+    """Return the runs that a sweep file asks for."""
+    return sweep.expand(sweep.read(SWEEPS / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
+
+
 def missing(points: Sequence[Point], lines: Sequence[Line]) -> list[str]:
-    """Name the runs of a sweep that were not collected."""
+    """Name the runs of a sweep that were not collected: a method and its seeds."""
     there = {(run.config.method, run.config.seed) for line in lines for run in line.runs}
     seeds: dict[str, list[int]] = {}
-    for config in (point.parsed for point in points):
+    for point in points:
+        config = point.parsed
         if (config.method, config.seed) not in there:
             seeds.setdefault(config.method, []).append(config.seed)
-    return [
-        f"{method} ({'seed' if len(of) == 1 else 'seeds'} {', '.join(map(str, of))})" for method, of in seeds.items()
-    ]
+    named = []
+    for method, numbers in seeds.items():
+        word = "seed" if len(numbers) == 1 else "seeds"
+        named.append(f"{method} ({word} {', '.join(map(str, numbers))})")
+    return named
 
 
-def table(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the lines of a column's table: the candidates, then what they cost."""
+def is_far(line: Line) -> bool:
+    """Tell whether our figure is so far from the published one that the page must say why."""
+    published = line.preset.published
+    if published is None or line.ours is None:
+        return False
+    distance = abs(100 * line.ours[0] - published.mean)
+    return distance > FAR_POINTS and distance > FAR_STD * (published.std or 0.0)
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def row(cells: Iterable[str]) -> str:
+    """Return a table's row in Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def rule(columns: int) -> str:
+    """Return the line below a table's header in Markdown."""
+    return "|" + "---|" * columns
+
+
+def column_table(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the lines of a column's table: every figure that may be the paper's, then what the runs cost."""
     header, *rows = paper_metrics.table(lines)
-    away = rows[len(lines) :]
-    yield f"| method | {' | '.join(header[1:])} | seeds | rounds | s a round |"
-    yield "|" + "---|" * (len(header) + 3)
-    for line, row in zip(lines, rows, strict=False):
-        seconds = [r["seconds"]["round"] for run in line.runs for r in run.folder.rounds.values()]
-        config = line.runs[0].config
-        name = config.method + "†" * bool(line.preset.ran) + "\\*" * far(line)
-        cells = [name, *row[1:], str(len(line.runs)), str(config.num_server_rounds)]
-        yield f"| {' | '.join(cells)} | {statistics.median(seconds):.1f} |"
-    for row in away:
-        yield f"| {' | '.join(row)} | | | |"
+    yield row(["method", *header[1:], "seeds", "rounds", "s a round"])
+    yield rule(len(header) + 3)
+    for line, figures in zip(lines, rows, strict=False):
+        seconds = [record["seconds"]["round"] for run in line.runs for record in run.folder.rounds.values()]
+        name = method_of(line)
+        if line.preset.ran:
+            name += "†"
+        if is_far(line):
+            name += "\\*"
+        rounds = line.runs[0].config.num_server_rounds
+        yield row([name, *figures[1:], str(len(line.runs)), str(rounds), f"{statistics.median(seconds):.1f}"])
+    for distances in rows[len(lines) :]:
+        yield f"{row(distances)} | | |"
 
 
 def curves(what: str, rows: Sequence[tuple[str, Sequence[Run]]], every: int) -> Iterator[str]:
@@ -117,120 +164,95 @@ def curves(what: str, rows: Sequence[tuple[str, Sequence[Run]]], every: int) -> 
     what: heads the rows' names; rows: names and runs; every how many rounds, up to a run's last. best: of all its rounds, before
     and after each its own.
     """
-    ends = [runs[0].config.num_server_rounds for _, runs in rows]
-    rounds = range(every, max(ends) + 1, every)
-    yield from (f"| {what} | {' | '.join(f'round {t}' for t in rounds)} | best |", "|---" * (len(rounds) + 2) + "|")
-    for (name, runs), end in zip(rows, ends, strict=True):
-        means = [
-            [statistics.mean(100 * run.folder.rounds[t][f"accuracy-{when}"] for run in runs) for t in range(1, end + 1)]
-            for when in ("before", "after")
-        ]
-        shown = [*([of[t - 1] for of in means] for t in rounds if t <= end), [max(of) for of in means]]
-        *cells, best = (f"{before:.1f} / {after:.1f}" for before, after in shown)
-        yield f"| {' | '.join([name, *cells, *[''] * (len(rounds) - len(cells)), best])} |"
+    longest = max(runs[0].config.num_server_rounds for _, runs in rows)
+    rounds = range(every, longest + 1, every)
+    yield row([what, *(f"round {t}" for t in rounds), "best"])
+    yield rule(len(rounds) + 2)
+    for name, runs in rows:
+        before, after = curve(runs, "accuracy-before"), curve(runs, "accuracy-after")
+        cells = [f"{before[t - 1]:.1f} / {after[t - 1]:.1f}" if t <= len(before) else "" for t in rounds]
+        yield row([name, *cells, f"{max(before):.1f} / {max(after):.1f}"])
     yield from ("", "Before / after training, mean over the round's clients.", "")
 
 
-def tried(paths: Sequence[Path]) -> Iterator[str]:
-    """Yield the table of runs in some folders beside the run that each of them has one thing different from."""
-    runs = compare.load(paths, METHOD_PARAMS)[0]
-    column = [path.parent / CUT for path in paths]
-    base = next(run for run in compare.load(column, METHOD_PARAMS)[0] if run.config.method == runs[0].config.method)
+def curve(runs: Sequence[Run], figure: str) -> list[float]:
+    """Return a figure of each round, mean over runs of as many rounds, in per cent."""
+    rounds = range(1, runs[0].config.num_server_rounds + 1)
+    return [statistics.mean(100 * run.folder.rounds[t][figure] for run in runs) for t in rounds]
+
+
+def trials_table(results: Path) -> Iterator[str]:
+    """Yield the table of trials beside the run that each of them changes one setting of; it is in the folder CUT beside theirs."""
+    trials, _ = compare.load([results], METHOD_PARAMS)
+    column, _ = compare.load([results.parent / CUT], METHOD_PARAMS)
+    base = next(run for run in column if run.config.method == trials[0].config.method)
+    own = grouping.settings(base.config.resolved)
     rows = [("as above", [base])]
-    for run in runs:
-        pair = (grouping.settings(one.config.resolved) for one in (run, base))
-        changed = [d for d in compare.differences(*pair) if d[0] != "num-server-rounds"]
-        rows.append((", ".join(f"{key} {compare.shown(mine)}" for key, mine, _ in changed), [run]))
+    for trial in trials:
+        changed = compare.differences(grouping.settings(trial.config.resolved), own)
+        # how long a trial runs is not what was tried
+        names = [f"{key} {compare.shown(value)}" for key, value, _ in changed if key != "num-server-rounds"]
+        rows.append((", ".join(names), [trial]))
     yield from curves("run", rows, CURVES[TRIED])
 
 
-def over_rounds(name: str, results: Path) -> Panel | None:
-    """Return `corolla report`'s picture of a column's accuracy over rounds, if the page has one and runs are there."""
-    if name not in PICTURES or not any(results.glob("*/summary.json")):
-        return None
-    return next(
-        (panel for panel in pictures.accuracy(grouped(read_runs([results]))) if panel.name == ACCURACY.name), None
-    )
-
-
-def small(panel: Panel) -> bytes:
-    """Return a picture as a PNG of few colours, a quarter of the bytes."""
-    out = io.BytesIO()
-    Image.open(io.BytesIO(panel.render())).convert("RGB").quantize(64).save(out, "PNG", optimize=True)
-    return out.getvalue()
-
-
-def as_run(results: Path) -> list[str]:
-    """Return the lines of the table of studies/as_run.py's rows, none if there are none."""
+def as_run_table(results: Path) -> list[str]:
+    """Return the lines of the table of what studies/as_run.py measured, none if it measured nothing."""
     rows = []
     for path in sorted(results.glob(f"{AS_RUN}/*.json")):
-        row = json.loads(path.read_text(encoding="utf-8"))
-        published = presets.all_presets()[row["preset"]].published
-        tests = list(row["tests"].values())
-        pairs = ([100 * test[name] for test in tests] for name in ("accuracy", "accuracy-pooled"))
-        figures = (f"{values[-1]:.2f} / {max(values):.2f}" for values in pairs)
-        cells = [row["preset"].rpartition("/")[2], str(published), *figures, str(row["seed"]), ", ".join(row["tests"])]
-        rows.append(f"| {' | '.join(cells)} |")
+        made = json.loads(path.read_text(encoding="utf-8"))
+        published = presets.all_presets()[made["preset"]].published
+        figures = []
+        for name in ("accuracy", "accuracy-pooled"):
+            values = [100 * test[name] for test in made["tests"].values()]
+            figures.append(f"{values[-1]:.2f} / {max(values):.2f}")
+        method = made["preset"].rpartition("/")[2]
+        rows.append(row([method, str(published), *figures, str(made["seed"]), ", ".join(made["tests"])]))
     if not rows:
         return []
-    head = "| method, as its code runs it | published | before, mean | before, pooled | seed | tests after rounds |"
-    made = "Made by `python -m studies.as_run`, which says what sets them apart."
-    return ["", head, "|---" * 6 + "|", *rows, "", made]
+    head = ("method, as its code runs it", "published", "before, mean", "before, pooled", "seed", "tests after rounds")
+    note = "Made by `python -m studies.as_run`, which says what sets them apart."
+    return ["", row(head), rule(len(head)), *rows, "", note]
 
 
-def beside_the_logs(paths: Sequence[Path]) -> list[str]:
-    """Return the lines of the table of what FedOBP's authors logged and what our runs in some folders have."""
+def logs_table(results: Path) -> Iterator[str]:
+    """Yield the table of what FedOBP's authors logged and what our runs have after the same rounds."""
+    head = ["method", "our momentum", "after round", "logged: accuracy, loss", "ours"]
+    yield row(head)
+    yield row(["---"] * len(head))
     logs = tomllib.loads(LOGGED.read_text(encoding="utf-8"))
-    rows = []
-    for run in compare.load(paths, METHOD_PARAMS)[0]:
+    for run in compare.load([results], METHOD_PARAMS)[0]:
         config, rounds = run.config, run.folder.rounds
         replayed = REPLAYED.get(config.method)
-        name = PERSONAL[config.params.personal] if replayed else config.method
-        who = [f"{name}, {replayed}" if replayed else name, f"{config.momentum:g}"]
+        method = PERSONAL[config.params.personal] if replayed else config.method
+        about = [f"{method}, {replayed}" if replayed else method, f"{config.momentum:g}"]
         if config.method == "as_logged:METHOD":
-            first = f"{100 * rounds[1]['accuracy-before-pooled']:.2f}"
-            rows.append([*who, "1, before", f"{logs['first-round']:.2f}", first])
-        for round, accuracy, loss in logs["tests"][name]:
+            first = 100 * rounds[1]["accuracy-before-pooled"]
+            yield row([*about, "1, before", f"{logs['first-round']:.2f}", f"{first:.2f}"])
+        for round, accuracy, loss in logs["tests"][method]:
             ours = run.folder.evaluations[round]
             pair = f"{100 * ours['accuracy-pooled']:.2f}, {ours['loss-pooled']:.4f}"
-            rows.append([*who, str(round), f"{accuracy:.2f}, {loss:.4f}", pair])
+            yield row([*about, str(round), f"{accuracy:.2f}, {loss:.4f}", pair])
         if replayed:
             last = statistics.mean(100 * record["accuracy-before-pooled"] for t, record in rounds.items() if t > 300)
-            rows.append([*who, "301 to 400", f"{logs['last-100-rounds'][name]:.2f}", f"{last:.2f}"])
-    head = ["method", "our momentum", "after round", "logged: accuracy, loss", "ours"]
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
+            yield row([*about, "301 to 400", f"{logs['last-100-rounds'][method]:.2f}", f"{last:.2f}"])
 
 
-def own_table(name: str, results: Path) -> str:
-    """Return what stands between the marks of a table of its own, of the early stage or the logs."""
-    plugins.look_in(SWEEPS)  # the methods of REPLAYED
-    there = len(list(results.glob("*/summary.json")))
-    points = sweep.expand(sweep.read(SWEEPS / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
-    text = ["", *(OWN_TABLES[name]([results]) if there else []), ""]
-    if left := len(points) - there:
-        text += [f"{left} of {len(points)} runs are not made yet.", ""]
-    return "\n".join(text)
-
-
-OWN_TABLES: Mapping[str, Callable[[Sequence[Path]], Iterable[str]]] = {
-    EARLY: fashion_mnist_table.lines,
-    LOGS: beside_the_logs,
-    TRIED: tried,
-}
+# What stands below a table --------------------------------------------------------------------------------------------
 
 
 def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield what differs from the paper's settings, what does of all methods first; not what has no meaning in our runs."""
+    """Yield what differs from the paper's settings, first what does so for all methods; not what has no meaning in our runs."""
     found = [{(key, mine, theirs) for key, mine, theirs in line.differences if mine is not None} for line in lines]
     common = found[0].intersection(*found)
-    of_whom = [("all" if len(lines) > 1 else lines[0].runs[0].config.method, common)]
-    of_whom += [(line.runs[0].config.method, its - common) for line, its in zip(lines, found, strict=True)]
-    for whose, keys in of_whom:
-        if keys:
-            pairs = (
-                f"{key} {compare.shown(mine)} (paper: {compare.shown(theirs)})" for key, mine, theirs in sorted(keys)
-            )
-            yield f"- {whose}, settings that differ: {', '.join(pairs)}"
+    differing = [("all" if len(lines) > 1 else method_of(lines[0]), common)]
+    differing += [(method_of(line), own - common) for line, own in zip(lines, found, strict=True)]
+    for name, settings in differing:
+        words = []
+        for key, mine, theirs in sorted(settings):
+            words.append(f"{key} {compare.shown(mine)} (paper: {compare.shown(theirs)})")
+        if words:
+            yield f"- {name}, settings that differ: {', '.join(words)}"
 
 
 def notes(lines: Sequence[Line]) -> Iterator[str]:
@@ -238,68 +260,113 @@ def notes(lines: Sequence[Line]) -> Iterator[str]:
     about: dict[str, list[str]] = {}
     for line in lines:
         for note in line.preset.notes:
-            about.setdefault(note, []).append(line.runs[0].config.method)
+            about.setdefault(note, []).append(method_of(line))
     for note, methods in about.items():
         yield f"- {note}" if len(methods) == len(lines) else f"- {', '.join(methods)}: {note}"
 
 
-def block(name: str, results: Path) -> str:
-    """Return what stands between a column's marks."""
-    if name in OWN_TABLES:
-        return own_table(name, results)
-    points = sweep.expand(sweep.read(SWEEPS / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
-    lines = lines_of(name, results)
+def accuracy_picture(name: str, results: Path) -> Panel | None:
+    """Return `corolla report`'s picture of a column's accuracy over rounds, if the page has one and runs are there."""
+    if name not in PICTURES or not any_made(results):
+        return None
+    panels = pictures.accuracy(grouped(read_runs([results])))
+    return next((panel for panel in panels if panel.name == ACCURACY.name), None)
+
+
+def small_png(panel: Panel) -> bytes:
+    """Return a picture as a PNG of few colours, a quarter of the bytes."""
+    out = io.BytesIO()
+    Image.open(io.BytesIO(panel.render())).convert("RGB").quantize(64).save(out, "PNG", optimize=True)
+    return out.getvalue()
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+OWN_TABLES: Mapping[str, Callable[[Path], Iterable[str]]] = {
+    EARLY: lambda results: fashion_mnist_table.lines([results]),
+    LOGS: logs_table,
+    TRIED: trials_table,
+}
+
+
+def own_block(name: str, results: Path) -> str:
+    """Return what stands between the marks of a table of OWN_TABLES."""
+    # for the methods of REPLAYED
+    plugins.look_in(SWEEPS)
+    made, asked = len(list(results.glob("*/summary.json"))), len(points_of(name, results))
+    text = ["", *(OWN_TABLES[name](results) if made else []), ""]
+    if made < asked:
+        text += [f"{asked - made} of {asked} runs are not made yet.", ""]
+    return "\n".join(text)
+
+
+def column_block(name: str, results: Path) -> str:
+    """Return what stands between the marks of a column of COLUMNS."""
+    points, lines = points_of(name, results), lines_of(name, results)
     command = f"`corolla sweep studies/sweeps/{name}.toml --in-process"
     after = f"then `corolla runs runs/{name} --collect studies/results/{name}` and `make docs`"
+    text = ["", *(made_block(name, results, lines) if lines else [])]
     left = missing(points, lines)
-    text = [""]
-    if lines:
-        text += [
-            *table(lines),
-            "",
-            f"{paper_metrics.CAPTION[0].upper()}{paper_metrics.CAPTION[1:]}. Seconds: the median round's.",
-            "",
-        ]
-        if any(line.preset.ran for line in lines):
-            text += ["†: the paper's row is of another method than it says ([why](#rows-of-other-methods)).", ""]
-        if any(far(line) for line in lines):
-            how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
-            text += [f"\\*: `{lines[0].preset.metric}` is {how}.", ""]
-        if name in CURVES:
-            text += curves("method", [(line.runs[0].config.method, line.runs) for line in lines], CURVES[name])
-        if panel := over_rounds(name, results):
-            text += [f"![{panel.title}, {len(lines)} methods](images/{PICTURES[name].name})", "", panel.caption, ""]
-        text += [*differences.table(lines)] if len(lines) > 1 else []
-        text += settings_that_differ(lines)
-        text += [*notes(lines), *as_run(results), ""]
     if left and lines:
-        text += [
-            f"Not run yet: {', '.join(left)}. {command} --only RUN` makes one (`--dry-run` lists them), {after}.",
-            "",
-        ]
+        text.append(
+            f"Not run yet: {', '.join(left)}. {command} --only RUN` makes one (`--dry-run` lists them), {after}."
+        )
+        text.append("")
     elif left:
         text += [f"None of its {len(points)} runs has been made yet: {command}`, {after}.", ""]
     return "\n".join(text)
 
 
+def made_block(name: str, results: Path, lines: Sequence[Line]) -> Iterator[str]:
+    """Yield a column's tables, its picture and what must be known about it."""
+    yield from column_table(lines)
+    caption = paper_metrics.CAPTION
+    yield from ("", f"{caption[0].upper()}{caption[1:]}. Seconds: the median round's.", "")
+    if any(line.preset.ran for line in lines):
+        yield from ("†: the paper's row is of another method than it says ([why](#rows-of-other-methods)).", "")
+    if any(is_far(line) for line in lines):
+        how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
+        yield from (f"\\*: `{lines[0].preset.metric}` is {how}.", "")
+    if name in CURVES:
+        yield from curves("method", [(method_of(line), line.runs) for line in lines], CURVES[name])
+    if panel := accuracy_picture(name, results):
+        yield from (f"![{panel.title}, {len(lines)} methods](images/{PICTURES[name].name})", "", panel.caption, "")
+    if len(lines) > 1:
+        yield from differences.table(lines)
+    yield from settings_that_differ(lines)
+    yield from notes(lines)
+    yield from as_run_table(results)
+    yield ""
+
+
+def block(name: str, results: Path) -> str:
+    """Return what stands between the marks of a name."""
+    return own_block(name, results) if name in OWN_TABLES else column_block(name, results)
+
+
 def page(text: str, results: Path) -> str:
     """Return the page with its blocks made anew."""
-    return BLOCK.sub(lambda found: f"{found[1]}{block(found[2], results / found[2])}{found[3]}", text)
+
+    def made(found: re.Match[str]) -> str:
+        start, name, end = found.groups()
+        return start + block(name, results / name) + end
+
+    return BLOCK.sub(made, text)
 
 
 def main() -> None:
     """Rewrite docs/results.md and its pictures, or print one column's tables."""
-    text = PAGE.read_text(encoding="utf-8")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=(*COLUMNS, *OWN_TABLES))
     if name := parser.parse_args().name:
         print(block(name, RESULTS / name))
         return
+    text = PAGE.read_text(encoding="utf-8")
     if (new := page(text, RESULTS)) != text:
         PAGE.write_text(new, encoding="utf-8")
     for name, path in PICTURES.items():
-        if panel := over_rounds(name, RESULTS / name):
-            path.write_bytes(small(panel))
+        if panel := accuracy_picture(name, RESULTS / name):
+            path.write_bytes(small_png(panel))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ from fl_app.server.run_folder import (
     CONFIG,
     LOCK,
     METRICS,
+    PACKED,
     PLUGINS,
-    RUN,
     SUMMARY,
     TESTED,
+    is_run,
     read_about,
     read_clients,
     read_config,
@@ -34,7 +35,7 @@ from fl_app.server.run_folder import (
 from fl_app.tasks import Metric
 
 Record = dict[str, Any]
-WRITTEN = (CONFIG, METRICS, SUMMARY)
+WRITTEN = (CONFIG, METRICS, PACKED, SUMMARY)
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def find(paths: Iterable[Path]) -> list[Run]:
     found: dict[Path, Run] = {}
     problems: list[str] = []
     for path in paths:
-        folders = [path] if (path / CONFIG).is_file() else sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
+        folders = [path] if is_run(path) else run_folders(path, 1)
         if not folders:
             what = f"holds no run (no {CONFIG}), nor does a folder in it" if path.is_dir() else "does not exist"
             problems.append(f"{path}: this run folder {what}")
@@ -136,14 +137,19 @@ def find(paths: Iterable[Path]) -> list[Run]:
 
 def by_experiment(root: Path) -> dict[str, Run]:
     """Return runs by their experiment's id: those directly under a directory, and those of sweeps in it."""
-    found = [Run(path.parent) for path in sorted([*root.glob(f"*/{RUN}"), *root.glob(f"*/*/{RUN}")])]
+    found = [Run(path) for path in run_folders(root, 1, 2)]
     return {str(run.about["experiment"]): run for run in found if "experiment" in run.about}
 
 
 def below(directory: Path) -> list[Run]:
     """Return the runs in a directory, in it and one level deeper (a sweep's), by path; it may be a run folder itself."""
-    found = [directory / CONFIG, *directory.glob(f"*/{CONFIG}"), *directory.glob(f"*/*/{CONFIG}")]
-    return [Run(path.parent) for path in sorted(found) if path.is_file()]
+    return [Run(path) for path in run_folders(directory, 0, 1, 2)]
+
+
+def run_folders(directory: Path, *depths: int) -> list[Path]:
+    """Return the run folders so many levels below a directory, by path. 0: the directory itself."""
+    patterns = ["*/" * depth + name for depth in depths for name in (CONFIG, PACKED)]
+    return sorted({path.parent for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
 
 
 def listing(found: Iterable[Run]) -> list[list[str]]:
@@ -180,4 +186,4 @@ def inside(directory: Path) -> list[Run]:
         return all(inner.name.startswith(".") or inner.name == PLUGINS for inner in folder.iterdir())
 
     folders = sorted(p for p in directory.iterdir() if p.is_dir())
-    return [Run(p) for p in folders if (p / CONFIG).is_file() or begun(p)]
+    return [Run(p) for p in folders if is_run(p) or begun(p)]

@@ -29,10 +29,10 @@ def test_the_page_is_what_the_collected_runs_make_it() -> None:
 
 def test_the_pages_pictures_are_of_the_collected_runs() -> None:
     for name, path in results_page.PICTURES.items():
-        panel = results_page.over_rounds(name, RESULTS / name)
+        panel = results_page.accuracy_picture(name, RESULTS / name)
         assert path.exists() == bool(panel), "make docs"
         if panel:  # other versions of the libraries draw a letter otherwise, not a curve
-            files = (BytesIO(results_page.small(panel)), path)
+            files = (BytesIO(results_page.small_png(panel)), path)
             drawn, kept = (np.asarray(Image.open(file).convert("L"), np.float64) for file in files)
             assert drawn.shape == kept.shape and np.abs(drawn - kept).mean() < 0.5, f"{path.name}: make docs"
 
@@ -42,7 +42,7 @@ def test_every_figure_that_is_far_from_its_paper_is_explained() -> None:
     for name in results_page.COLUMNS:
         own = text.partition(f"<!-- results/{name} -->")[2].partition("\n## ")[0].partition("<!-- end -->")[2]
         for line in results_page.lines_of(name, RESULTS / name):
-            assert not results_page.far(line) or f"**{line.runs[0].config.method}" in own, (
+            assert not results_page.is_far(line) or f"**{line.runs[0].config.method}" in own, (
                 f"{name}: say why of {line.preset.name}"
             )
 
@@ -129,7 +129,7 @@ def test_what_was_tried_stands_beside_the_run_it_was_changed_in(tmp_path: Path) 
 
 
 def test_rows_as_their_code_runs_them_stand_below_the_table(tmp_path: Path) -> None:
-    assert results_page.as_run(tmp_path) == []
+    assert results_page.as_run_table(tmp_path) == []
     (tmp_path / "as-run").mkdir()
     tests = {"100": {"accuracy": 0.885, "accuracy-pooled": 0.89}, "200": {"accuracy": 0.88, "accuracy-pooled": 0.875}}
     for row in ("flute", "apfl"):
