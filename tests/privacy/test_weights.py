@@ -65,7 +65,10 @@ def test_a_plug_in_may_weight_by_root(tmp_path: Path, run: Run, monkeypatch: pyt
 REFUSED: dict[str, tuple[Weights, str]] = {
     "models": (lambda self, uploads: np.abs(uploads.W).sum(axis=1), "its weights ask for the uploads' W"),
     "metrics": (lambda self, uploads: [m["loss"] for m in uploads.metrics], "its weights ask for the uploads' metrics"),
-    "rounds": (lambda self, uploads: uploads.sizes**self.round, "must follow from .* 'FedCAC' object has no attribute 'round'"),
+    "rounds": (
+        lambda self, uploads: uploads.sizes**self.round,
+        "must follow from .* 'FedCAC' object has no attribute 'round'",
+    ),
     "others": (lambda self, uploads: uploads.sizes + uploads.sizes.sum(), "differ with who else is there"),
     "ids": (lambda self, uploads: np.ones(len(uploads.ids)), "a positive number for each of the 1 uploads' sizes, got"),
     "negative": (lambda self, uploads: -uploads.sizes, "must be a positive number for each of the 4 uploads' sizes"),
