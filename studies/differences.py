@@ -14,21 +14,28 @@ import numpy as np
 from corolla.experiments.compare import Line, Run
 from corolla.experiments.significance import interval
 
-Counts = Mapping[str, tuple[float, int]]  # by client: right answers, test samples
+# by client: right answers, test samples
+Counts = Mapping[str, tuple[float, int]]
 STAGES = {"before": "accuracy", "fine-tuned": "accuracy-finetuned"}
 
 
 def best_test(run: Run, stage: str) -> Counts | None:
     """Return the clients' right answers in the best test of a run, `before` or `fine-tuned`; None if none is known."""
     tests = list(run.folder.evaluations.values())
-    if any(test.get(f"{STAGES[stage]}-pooled") is None for test in tests) or not tests:
+    pooled = f"{STAGES[stage]}-pooled"
+    if not tests or any(test.get(pooled) is None for test in tests):
         return None
-    return counts(max(tests, key=lambda test: float(test[f"{STAGES[stage]}-pooled"])), stage) or None
+    best = max(tests, key=lambda test: float(test[pooled]))
+    return counts(best, stage) or None
 
 
 def counts(test: Mapping[str, Any], stage: str) -> Counts:
     """Return the clients' right answers in a test, `before` or `fine-tuned`."""
-    return {i: (row[STAGES[stage]] * row["test-samples"], row["test-samples"]) for i, row in test["clients"].items()}
+    found = {}
+    for i, row in test["clients"].items():
+        samples = row["test-samples"]
+        found[i] = (row[STAGES[stage]] * samples, samples)
+    return found
 
 
 def difference(pairs: Sequence[tuple[Counts, Counts]]) -> tuple[float, float]:
@@ -47,23 +54,32 @@ def difference(pairs: Sequence[tuple[Counts, Counts]]) -> tuple[float, float]:
             sizes[i] = sizes.get(i, 0) + size
     gained, held = np.array(list(gains.values())), np.array(list(sizes.values()))
     mean = float(gained.sum() / held.sum())
-    around = interval((gained - mean * held) / held.mean())
-    return mean, around[1] if around else float("nan")
+    found = interval((gained - mean * held) / held.mean())
+    half = found[1] if found else float("nan")
+    return mean, half
 
 
 def beside(line: Line, first: Line, stage: str) -> tuple[float, float] | None:
-    """Return how far a row is from the first row before fine-tuning, over the seeds that both have, and half its interval."""
+    """Return how far a row is from the first row before fine-tuning, over the seeds that both have, and half its interval.
+
+    None if they have no seed in common, or if a run of such a seed was not tested.
+    """
     theirs = {run.config.seed: best_test(run, "before") for run in first.runs}
-    both = [(best_test(run, stage), theirs[run.config.seed]) for run in line.runs if run.config.seed in theirs]
-    known = [(ours, other) for ours, other in both if ours is not None and other is not None]
-    return difference(known) if known and len(known) == len(both) else None
+    pairs = []
+    for run in line.runs:
+        if run.config.seed in theirs:
+            ours, other = best_test(run, stage), theirs[run.config.seed]
+            if ours is None or other is None:
+                return None
+            pairs.append((ours, other))
+    return difference(pairs) if pairs else None
 
 
 def table(lines: Sequence[Line]) -> Iterator[str]:
     """Yield the lines of the table, best first: all against the first of `lines`. Nothing if that was not tested."""
     first = lines[0]
-    counts = best_test(first.runs[0], "before")
-    if counts is None:
+    tested = best_test(first.runs[0], "before")
+    if tested is None:
         return
     stages = [stage for stage in STAGES if any(beside(line, first, stage) for line in lines)]
     name = first.runs[0].config.method
@@ -75,13 +91,16 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
     for line in lines:
         found = [beside(line, first, stage) for stage in stages]
         cells = [f"{100 * one[0]:+.2f} ± {100 * one[1]:.2f}" if one else "n/a" for one in found]
-        cells[0] = "–" if line is first else cells[0]
-        rows.append((found[0][0] if found[0] else 0.0, f"| {line.runs[0].config.method} | {' | '.join(cells)} |"))
-    yield from (row for _, row in sorted(rows, key=lambda row: -row[0]))
-    samples = sum(size for _, size in counts.values())
+        if line is first:
+            cells[0] = "–"
+        ahead = found[0][0] if found[0] else 0.0
+        rows.append((ahead, f"| {line.runs[0].config.method} | {' | '.join(cells)} |"))
+    rows.sort(key=lambda row: -row[0])
+    yield from (text for _, text in rows)
+    samples = sum(size for _, size in tested.values())
     yield from (
         "",
         f"Points between best tests, over all {samples:,} test samples and the seeds that both have; ±: 95 % over the "
-        f"{len(counts)} clients. What other seeds or another split would change is not in it.",
+        f"{len(tested)} clients. What other seeds or another split would change is not in it.",
         "",
     )

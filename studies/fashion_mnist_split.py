@@ -18,8 +18,47 @@ from numpy.typing import NDArray
 
 from fl_app.config import parse
 from fl_app.data import data_root, prepare
-from fl_app.partition import split
+from fl_app.partition import Share, split
 from strategies import METHOD_PARAMS
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def divide(labels: NDArray[Any], num_train: int, options: argparse.Namespace) -> list[Share]:
+    """Return the first clients of the split, per client the indices of its training and of its test images.
+
+    labels: of the training set, then of the test set; num_train: how many are of the first.
+    """
+    parts = split(
+        "dirichlet",
+        labels[:num_train],
+        labels[num_train:],
+        int(labels.max()) + 1,
+        num_clients=options.of,
+        seed=options.seed,
+        alpha=options.alpha,
+        classes_per_client=1,
+        train_samples=0,
+        test_samples=0,
+        min_samples=10,
+        test_ratio=0.25,
+    )
+    return parts[: options.clients]
+
+
+def arrays_of(images: NDArray[Any], labels: NDArray[Any], parts: list[Share]) -> tuple[Arrays, Arrays]:
+    """Return what data.npz and split.npz hold: the clients' images, one client's after the other's, and each client's range."""
+    data: Arrays = {}
+    ranges: Arrays = {}
+    for k, name in enumerate(("train", "test")):
+        chosen = np.concatenate([part[k] for part in parts])
+        data[f"x_{name}"], data[f"y_{name}"] = images[chosen], labels[chosen]
+        start = 0
+        for i, part in enumerate(parts):
+            end = start + len(part[k])
+            ranges[f"{name}_idx_{i}"] = np.arange(start, end)
+            start = end
+    return data, ranges
 
 
 def main() -> None:
@@ -31,35 +70,17 @@ def main() -> None:
     arguments.add_argument("--alpha", type=float, default=0.1)
     arguments.add_argument("--seed", type=int, default=0)
     options = arguments.parse_args()
-    data = prepare("fashion-mnist", data_root(parse({}, METHOD_PARAMS)))
-    parts = split(
-        "dirichlet",
-        np.asarray(data.y_train),
-        np.asarray(data.y_test),
-        data.info.num_classes,
-        num_clients=options.of,
-        seed=options.seed,
-        alpha=options.alpha,
-        classes_per_client=1,
-        train_samples=0,
-        test_samples=0,
-        min_samples=10,
-        test_ratio=0.25,
-    )[: options.clients]
-    images = np.concatenate([data.x_train, data.x_test])[:, 0]
-    labels = np.concatenate([data.y_train, data.y_test])
-    arrays: dict[str, NDArray[Any]] = {}
-    ranges: dict[str, NDArray[Any]] = {}
-    for k, name in enumerate(("train", "test")):
-        chosen = np.concatenate([part[k] for part in parts])
-        arrays |= {f"x_{name}": images[chosen], f"y_{name}": labels[chosen]}
-        bounds = np.cumsum([0, *(len(part[k]) for part in parts)])
-        ranges |= {f"{name}_idx_{i}": np.arange(a, b) for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False))}
+    source = prepare("fashion-mnist", data_root(parse({}, METHOD_PARAMS)))
+    images = np.concatenate([source.x_train, source.x_test])[:, 0]
+    labels = np.concatenate([source.y_train, source.y_test])
+    parts = divide(labels, len(source.y_train), options)
+    data, ranges = arrays_of(images, labels, parts)
     options.output.mkdir(parents=True, exist_ok=True)
-    np.savez(options.output / "data.npz", **arrays)  # type: ignore[arg-type]
+    np.savez(options.output / "data.npz", **data)  # type: ignore[arg-type]
     np.savez(options.output / "split.npz", **ranges)  # type: ignore[arg-type]
-    counts = [len(arrays[f"y_{name}"]) for name in ("train", "test")]
-    print(f"{len(parts)} clients, {counts[0]} training and {counts[1]} test images in {options.output}")
+    print(
+        f"{len(parts)} clients, {len(data['y_train'])} training and {len(data['y_test'])} test images in {options.output}"
+    )
 
 
 if __name__ == "__main__":

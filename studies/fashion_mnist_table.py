@@ -16,43 +16,50 @@ from corolla.experiments.grouping import mean_std, settings
 from fl_app.keys import show
 from strategies import METHOD_PARAMS
 
-LAST = 10  # rounds that before and after are averaged over
+# rounds that before and after are averaged over
+LAST = 10
 
 
 def names(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Method, and where it has several groups the values of the settings in which they differ."""
+    """Return the groups' methods, each with the values of the settings in which groups of the same method differ."""
     every = [settings(runs[0].config.resolved) for runs in groups]
-    out = []
+    found = []
     for own in every:
         same = [other for other in every if other["method"] == own["method"]]
-        differ = [key for key in own if key != "seed" and len({other.get(key) for other in same}) > 1]
-        out.append(str(own["method"]) + (f" ({', '.join(show(own[key]) for key in differ)})" if differ else ""))
-    return out
+        differing = [key for key in own if key != "seed" and len({other.get(key) for other in same}) > 1]
+        name = str(own["method"])
+        if differing:
+            name += f" ({', '.join(show(own[key]) for key in differing)})"
+        found.append(name)
+    return found
 
 
 def figures(run: Run) -> list[float]:
-    """Final, final pooled, fine-tuned, and before and after over the last rounds' clients, in percent."""
-    summary, rounds = run.folder.summary, list(run.folder.rounds.values())[-LAST:]
-    last = [
-        [100 * r[f"accuracy-{when}"] for r in rounds if r[f"accuracy-{when}"] is not None]
-        for when in ("before", "after")
-    ]
-    final = [summary[f"final-accuracy{kind}"] for kind in ("", "-pooled", "-finetuned")]
-    return [*(100 * value for value in final), *(statistics.mean(values) for values in last)]
+    """Return a run's figures in per cent: its final accuracies, then its last rounds' before and after training."""
+    found = [100 * run.folder.summary[f"final-accuracy{kind}"] for kind in ("", "-pooled", "-finetuned")]
+    for name in ("accuracy-before", "accuracy-after"):
+        last = [record[name] for record in list(run.folder.rounds.values())[-LAST:]]
+        found.append(statistics.mean(100 * value for value in last if value is not None))
+    return found
 
 
 def lines(paths: Sequence[Path]) -> list[str]:
-    """Return the table, best final accuracy first; runs that differ in the seed alone are one row, as everywhere."""
-    groups = compare.group(compare.load(paths, METHOD_PARAMS)[0])
+    """Return the table, best final accuracy first; runs that differ in the seed alone are one row.
+
+    paths: run folders, or folders of them.
+    """
+    runs, _ = compare.load(paths, METHOD_PARAMS)
+    groups = compare.group(runs)
     rows = []
-    for name, runs in zip(names(groups), groups, strict=True):
-        pairs = [mean_std(column) for column in zip(*map(figures, runs), strict=True)]
-        cells = [f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}") for mean, std in pairs]
-        rows.append((pairs[0][0], f"| {name} | {' | '.join(cells)} | {len(runs)} |"))
+    for name, same in zip(names(groups), groups, strict=True):
+        pairs = [mean_std(column) for column in zip(*map(figures, same), strict=True)]
+        cells = [f"{mean:.1f}" if std is None else f"{mean:.1f} ± {std:.1f}" for mean, std in pairs]
+        rows.append((pairs[0][0], f"| {name} | {' | '.join(cells)} | {len(same)} |"))
+    rows.sort(key=lambda row: -row[0])
     head = (
         "| method | final, all clients | pooled | fine-tuned | before, last 10 rounds | after, last 10 rounds | seeds |"
     )
-    return [head, "|---|---|---|---|---|---|---|", *(line for _, line in sorted(rows, key=lambda row: -row[0]))]
+    return [head, "|---|---|---|---|---|---|---|", *(line for _, line in rows)]
 
 
 if __name__ == "__main__":
