@@ -4,10 +4,12 @@ python -m benchmarks.round_trace [--path]
 
 Counted are Python's calls of functions in `fl_app`, `strategies`, `client_app`, `deploy` and `corolla`: those of comprehensions,
 lambdas and generators too (a generator is called again whenever it goes on), returns not. A change of file is a call whose function
-stands in another file than the one called before it. Two numbers of each: `round` is the first of two rounds, from its first call
-to its line in the log, both clients' part included; `run` is a whole run of one round, from its start to its summary. Both are
-taken in a process that has done the same once before, so that nothing is imported or prepared in between. Each client trains on one
-batch. Other versions of Python call comprehensions otherwise, so numbers are to be compared under one.
+stands in another file than the one called before it.
+
+`round` is the first of two rounds, from its first call to its line in the log. `server` is what is left of it without the clients'
+part, from the message to the upload. `run` is a whole run of one round, from its start to its summary. All are taken in a process
+that has done the same once before, so that nothing is imported or prepared in between. Each client trains on one batch. Other
+versions of Python call comprehensions otherwise: numbers are to be compared under one.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
 CLIENTS = 2
 FIRST = ("Rounds.train", "Rounds.train_round")
 LAST = "round_line"
+CLIENT_BEGINS, CLIENT_ENDS = "client_fn", "encode_upload"
 
 
 class Call(NamedTuple):
@@ -101,6 +104,17 @@ def first_round(calls: Sequence[Call]) -> Sequence[Call]:
     return calls[start : names.index(LAST)]
 
 
+def without_clients(calls: Sequence[Call]) -> list[Call]:
+    """Return a round's calls without those that clients make of a message."""
+    kept, inside = [], False
+    for call in calls:
+        inside = inside or call.function == CLIENT_BEGINS
+        if not inside:
+            kept.append(call)
+        inside = inside and call.function != CLIENT_ENDS
+    return kept
+
+
 def counted(calls: Sequence[Call]) -> str:
     """Return the three numbers in words."""
     files, functions = len({call.file for call in calls}), len(set(calls))
@@ -119,7 +133,8 @@ def main() -> None:
         one_round = first_round(calls_of(Path(directory), 2, "two-rounds"))
         whole = calls_of(Path(directory), 1, "one-round")
     print(f"round: {counted(one_round)}")
-    print(f"run:   {counted(whole)}")
+    print(f"server: {counted(without_clients(one_round))}")
+    print(f"run: {counted(whole)}")
     if options.path:
         for file, visit in groupby(one_round, key=lambda call: call.file):
             names = dict.fromkeys(call.function.replace(".<locals>", "") for call in visit)

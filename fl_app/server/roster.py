@@ -111,7 +111,9 @@ class Roster:
         """Take in nodes that came or went since the last round; waits only if fewer than `minimum` are left."""
         self._take_in()
         until = time.monotonic() + _ARRIVAL
-        while self._inbox.arriving and time.monotonic() < until:  # who has answered takes part in this round
+        while (
+            self._asked and self._inbox.arriving and time.monotonic() < until
+        ):  # who has answered takes part in this round
             time.sleep(POLL_SECONDS / 10)
             self._take_in()
         self._warn_of_refused()
