@@ -116,7 +116,7 @@ class CorollaClient(NumPyClient):
             "loss-before": loss_before,
             "loss-after": loss_after,
         }
-        reported = self._reported(measured, trainer.learning_rate)
+        reported = self._reported(measured, trainer)
         with self._timed("score"):
             upload = update.upload(start, trained, state, ctx)
             if masker:
@@ -180,7 +180,7 @@ class CorollaClient(NumPyClient):
             measured = measured | {f"{name}{FINETUNED}": value for name, value in tuned_measured.items()}
         exported = update.export(model, state, ctx)
         return {
-            **self._reported({"loss": loss, **measured}, trainer.learning_rate),
+            **self._reported({"loss": loss, **measured}, trainer),
             "sha256": hashlib.sha256(exported.params.tobytes()).hexdigest(),
             **self._fallback,
         }
@@ -284,7 +284,7 @@ class CorollaClient(NumPyClient):
 
     # What the server gets to know
 
-    def _reported(self, measured: Mapping[str, float], learning_rate: float) -> dict[str, Scalar]:
+    def _reported(self, measured: Mapping[str, float], trainer: Any) -> dict[str, Scalar]:
         """Return losses and metrics as the server gets them: all NaN with `report-accuracy = false`.
 
         Raises UserError if they show that training diverged.
@@ -292,7 +292,7 @@ class CorollaClient(NumPyClient):
         if not self.config.report_accuracy:
             return dict.fromkeys(measured, math.nan)
         if name := diverged_metric(measured):
-            raise diverged(name, measured[name], learning_rate)
+            raise diverged(name, measured[name], trainer.learning_rate)
         return dict(measured)
 
     def _reported_count(self, samples: int) -> int:

@@ -49,8 +49,8 @@ class LoadedModel:
         )
         norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
         frozen: frozenset[str] = getattr(module, "frozen_names", frozenset())
-        self._fixed = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
-        self._batchnorms = [m for m in norms.values() if m not in self._fixed]
+        self._frozen_batchnorms = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
+        self._batchnorms = [m for m in norms.values() if m not in self._frozen_batchnorms]
         self.data = Batches(
             config,
             data,

@@ -1,4 +1,4 @@
-"""Differential privacy of one site's records: DP-SGD with Opacus, whose accountant says what a training spends of the budget.
+"""Differential privacy of one site's records: DP-SGD with Opacus, whose accountant computes what a training spends of the budget.
 
 Every training record is in a batch by chance; its gradient is cut to a norm of `dp-clip`, and Gaussian noise is added to the sum.
 What a model says of any one record is bounded by (`dp-epsilon`, `dp-delta`), over all rounds together. Abadi et al., CCS 2016.
@@ -39,9 +39,12 @@ from strategies.base import Correction, Objective
 
 log = logging.getLogger("corolla")
 
-FILE = f"{BUDGET}.json"  # beside the client's state: what its records have spent in this experiment
-RUNS = ".runs"  # under the state directory: in which experiment each run spends (no experiment is called so)
-SLACK = 1e-6  # relative, of the sums of an accountant
+# beside the client's state: what its records have spent in this experiment
+FILE = f"{BUDGET}.json"
+# under the state directory: the experiment in which each run spends (no experiment has this name)
+RUNS = ".runs"
+# relative, for the rounding in an accountant's sums
+SLACK = 1e-6
 
 Spent = tuple[str, float, float, int]
 """A training: its name, noise multiplier, sampling rate, steps."""
@@ -95,16 +98,16 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int) -> float:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep back Opacus's hints: that its table of orders ends near the best one, when what it says is a bound all the same."""
+    """Suppress Opacus's warning that its table of orders ends near the best one: its result is a bound all the same."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class Budget:
-    """What a client's records may spend in one experiment, and have spent: a file in the client's directory, never turned back.
+    """The budget of a client's records in one experiment, and what is spent of it: a file in the client's directory.
 
-    repeatable: noise follows from the seed, so that a training that is repeated tells what it told before and costs nothing more.
+    repeatable: noise follows from the seed: a training that is repeated gives the same result and costs nothing more.
     """
 
     def __init__(self, directory: Path, config: RunConfig, *, repeatable: bool, run: int = 0) -> None:
@@ -242,7 +245,7 @@ class NoisyTrainer:
         self.epsilon = self.budget.spend(f"{local.round}-{self._trainings}-{purpose}", plan, steps)
         log.debug("client %d: epsilon %.4g of %g spent", local.client_id, self.epsilon, config.dp_epsilon)
         # a frozen parameter gets no gradient: in a record's gradient it would count in the norm
-        local.flat.hold(frozen)
+        local.flat.freeze(frozen)
         local.data.poisson = plan.rate, plan.steps, sampling
         try:
             with quiet(), self._gradients_by_record():

@@ -66,14 +66,14 @@ class Masker:
         return cls(keys, download, partners, weight, clients, config.private_sketch, sealed, sealer)
 
     def mask(self, upload: Upload) -> Upload:
-        """Return what is sent: the model in fixed point under masks, its mask's sketch. Raises UserError if there is more.
+        """Return the upload that is sent: the model in fixed point under masks, and its mask's sketch.
 
-        Numbers that the method would report stay away.
+        The method's own metrics are left out. Raises UserError if the method would send other arrays.
         """
         if upload.extras:
             raise UserError(f"private: the method would send {', '.join(upload.extras)} as they are")
-        params = self._fixed("parameters", upload.model.params, PARAMS_RANGE)
-        words = np.concatenate([params, self._fixed("buffers", upload.model.buffers, BUFFERS_RANGE)])
+        params = self._fixed_point("parameters", upload.model.params, PARAMS_RANGE)
+        words = np.concatenate([params, self._fixed_point("buffers", upload.model.buffers, BUFFERS_RANGE)])
         round, attempt, experiment = self.download.round, self.download.attempt, self.download.experiment
         masking.mask(words, self.keys.client_id, self.keys.masks(self.partners, experiment, round, attempt))
         hidden = None
@@ -83,7 +83,7 @@ class Masker:
             hidden = sketch.sketch(upload.mask, d, overlaps.length(d, self.sketch_bits), key)
         return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: state_version(round, attempt)}, upload.num_examples)
 
-    def _fixed(self, what: str, values: Vector, limit: float) -> Words:
+    def _fixed_point(self, what: str, values: Vector, limit: float) -> Words:
         try:
             words = masking.encode(values, self.weight, self.clients, limit)
         except ValueError as error:

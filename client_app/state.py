@@ -29,7 +29,8 @@ log = logging.getLogger("corolla")
 
 SUFFIX = ".state"
 _CLAIM = ".answered"
-BUDGET = "budget"  # what begins so is of client_app/dp.py: what the experiment has spent of its privacy stays
+# files of client_app/dp.py begin so: what the experiment has spent of its privacy budget stays
+BUDGET = "budget"
 
 
 class _Damaged(UserError):
@@ -74,9 +75,9 @@ class StateStore:
             return self._read(version)
         except _Damaged as error:
             damaged = error
-        for earlier in sorted(
-            (p.stem for p in self.directory.glob(f"*{SUFFIX}") if p.stem[:6] < version[:6]), reverse=True
-        ):
+        # a version begins with its round, six digits
+        rounds_before = [p.stem for p in self.directory.glob(f"*{SUFFIX}") if p.stem[:6] < version[:6]]
+        for earlier in sorted(rounds_before, reverse=True):
             with contextlib.suppress(_Damaged):
                 state = self._read(earlier)
                 log.warning("%s; used instead: %s", damaged, earlier)
@@ -173,12 +174,11 @@ def stored(root: Path) -> list[StoredExperiment]:
     found = []
     for directory in root.iterdir() if root.is_dir() else []:
         files = list(directory.glob(f"client-*/*{SUFFIX}"))
-        if files:
-            stats = [f.stat() for f in files]
-            clients = len({f.parent for f in files})
-            found.append(
-                StoredExperiment(directory.name, clients, sum(s.st_size for s in stats), max(s.st_mtime for s in stats))
-            )
+        if not files:
+            continue
+        stats = [file.stat() for file in files]
+        nbytes, modified = sum(s.st_size for s in stats), max(s.st_mtime for s in stats)
+        found.append(StoredExperiment(directory.name, len({file.parent for file in files}), nbytes, modified))
     return sorted(found, key=lambda e: e.modified)
 
 

@@ -149,7 +149,8 @@ class Audit:
                     done += os.pwrite(descriptor, line[done:], self._size + done)
                 os.fsync(descriptor)
             except OSError:
-                os.ftruncate(descriptor, self._size)  # a full disk must not leave half a line
+                # a full disk must not leave half a line
+                os.ftruncate(descriptor, self._size)
                 raise
         finally:
             os.close(descriptor)

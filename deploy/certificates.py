@@ -128,7 +128,8 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
         raise UserError(f"keys: {directory / SERVER} is {what}; {again}")
     try:
         certificate.verify_directly_issued_by(ca)
-    except Exception:  # InvalidSignature, ValueError, TypeError: all say the same to a user
+    # InvalidSignature, ValueError, TypeError: all mean the same to a user
+    except Exception:
         raise UserError(f"keys: {directory / SERVER} was not signed by {directory / CA}; {again}") from None
 
 

@@ -20,11 +20,14 @@ from fl_app.errors import UserError
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that is up, as recorded: the inventory at that time, its token and Flower connection."""
+    """A cluster that is up, as recorded: the inventory at that time, its token and Flower connection.
+
+    config: Flower's config file on this machine.
+    """
 
     inventory: Inventory
     token: str
-    config: str  # Flower's config file on this machine
+    config: str
     started: str
 
     @property
@@ -62,7 +65,7 @@ class Cluster:
         return found, failures
 
     def log_end(self, name: str, lines: int) -> str:
-        """Return the end of a process's log, and what refusals in it mean. Raises UserError for an unknown name."""
+        """Return the end of a process's log and the meaning of refusals in it. Raises UserError for an unknown name."""
         for host, names in self.placement.items():
             if name in names:
                 reply = self.ask(host, "logs", name=name, lines=lines)
@@ -97,7 +100,8 @@ def load(name: str) -> Cluster:
     inventory = raw["inventory"]
     superlink = SuperLink(**{**inventory["superlink"], "names": tuple(inventory["superlink"]["names"])})
     nodes = tuple(SuperNode(**node) for node in inventory["supernodes"])
-    joined = tuple(inventory.get("joined", ()))  # older records have none
+    # older records have none
+    joined = tuple(inventory.get("joined", ()))
     raw["inventory"] = Inventory(**{**inventory, "superlink": superlink, "supernodes": nodes, "joined": joined})
     return Cluster(**raw)
 

@@ -17,13 +17,13 @@ SUPERLINK, TUNNEL = "superlink", "tunnel"
 class Place:
     """Where a cluster lives on one host: its state directory, where Flower's commands are, free ports (all on that host).
 
-    In a script they may be its variables (fl_app.shell).
+    In a script they may be its variables (fl_app.shell). own_keys: where the key files lie if they are not copied.
     """
 
     directory: str
     scripts: str
     ports: tuple[int | str, ...]
-    own_keys: str = ""  # where the key files lie if not copied
+    own_keys: str = ""
 
     @property
     def keys(self) -> str:
@@ -33,14 +33,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Process:
-    """One process to start: its name, command line, added environment, and where its health is asked for."""
+    """One process to start: its name, command line and added environment.
+
+    health: its gRPC health service, host:port. http: a URL that answers 200 when it is well; ca: the CA's certificate for it.
+    """
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    health: str = ""  # gRPC health service, host:port
-    http: str = ""  # URL that answers 200
-    ca: str = ""  # certificate of the CA for `http`
+    health: str = ""
+    http: str = ""
+    ca: str = ""
 
 
 def host_port(host: str, port: int) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 OLDEST = (3, 11)
-SILENCE = 8.0  # seconds
+SILENCE_SECONDS = 8.0
 _LARGE = re.compile(r"\s*Downloading (?:\S*/)?([^\s/]+\.(?:whl|tar\.gz)) \((\d+(?:\.\d+)? [MG]B)\)")
 _PACKAGES = re.compile(r"\s*Installing collected packages: (.+)")
 
@@ -66,7 +66,7 @@ def run(command: list[str], doing: str, summary: Callable[[str], str] = lambda l
         while process.poll() is None:
             time.sleep(0.2)
             now = time.monotonic()
-            if now - printed > SILENCE:
+            if now - printed > SILENCE_SECONDS:
                 printed = now
                 print(f"    {doing} ({now - since:.0f} s)", flush=True)
 

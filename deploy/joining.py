@@ -139,7 +139,8 @@ def _public_key(path: Path) -> bytes:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except Exception:  # ValueError, UnsupportedAlgorithm: all say the same to a user
+    # ValueError, UnsupportedAlgorithm: all mean the same to a user
+    except Exception:
         raise UserError(f"{path}: is no public key (one line that begins with ecdsa-sha2-nistp384)") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
         raise UserError(f"{path}: must be an ECDSA P-384 key, as `corolla node join` makes it")

@@ -23,10 +23,13 @@ from fl_app.processes import LAUNCH, end_processes, flower_environment, processe
 
 @dataclass(frozen=True)
 class Record:
-    """A started process: pid and start mark together name it for as long as the machine runs."""
+    """A started process: pid and start mark together name it for as long as the machine runs.
+
+    token: of the `up` that started it.
+    """
 
     name: str
-    token: str  # of the `up` that started it
+    token: str
     pid: int
     started: str
     health: str

@@ -16,7 +16,8 @@ from fl_app.errors import UserError
 from fl_app.privacy.keyring import PEERS
 from fl_app.processes import FLOWER, LAUNCH, script
 
-_THERE = ".local/state/corolla/clusters"  # under the home of another host's user
+# under the home of another host's user
+_THERE = ".local/state/corolla/clusters"
 
 # Host by host ---------------------------------------------------------------------------------------------------------
 

@@ -36,7 +36,8 @@ from fl_app.sources import path_in
 from fl_app.toml import read_toml
 
 ASK = "ask"
-PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir")  # what of a run's config names a path on the node
+# the keys of a run's config that name a path on the node
+PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir")
 
 
 def _texts(words: str, pattern: str) -> Form:
@@ -65,7 +66,7 @@ _BOUNDS = Form(
 
 @dataclass(frozen=True)
 class Site:
-    """The rules of one site. None: everything is allowed."""
+    """The rules of one site, from the file `source`. None: everything is allowed."""
 
     applications: tuple[str, ...] | None = key(
         None,
@@ -94,7 +95,7 @@ class Site:
     bounds: Mapping[str, Mapping[str, Any]] = key(
         {}, "Smallest and largest values, or the only ones, of run-config keys: `local-epochs = {max = 10}`", _BOUNDS
     )
-    source: str = ""  # the file
+    source: str = ""
 
 
 def find(given: str = "") -> Path | None:
@@ -185,9 +186,9 @@ def _unreadable(site: Site, config: Mapping[str, Scalar]) -> str:
         path = Path(text).expanduser()
         if not path.is_absolute():
             return f"readable-paths: {name} must be an absolute path, got {text}"
-        if not any(
-            path.resolve().is_relative_to(place) for place in allowed
-        ):  # symbolic links and .. are followed first
+        # symbolic links and .. are followed first
+        resolved = path.resolve()
+        if not any(resolved.is_relative_to(place) for place in allowed):
             return f"readable-paths: {name} names {text}, which is not under {', '.join(map(str, allowed)) or 'any'}"
     return ""
 

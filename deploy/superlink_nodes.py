@@ -70,7 +70,8 @@ def list_nodes(cluster: Cluster) -> list[NodeInfo]:
             return list(client.ListNodes(ListNodesRequest()).nodes_info)
         finally:
             client.close()
-    except Exception as error:  # whatever stands between: TLS, HTTP, the SuperLink itself
+    # whatever stands between: TLS, HTTP, the SuperLink itself
+    except Exception as error:
         raise UserError(
             f"cluster {cluster.inventory.name}: its SuperLink does not say which nodes it has: {error}"
         ) from None

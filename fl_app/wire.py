@@ -310,7 +310,9 @@ def encode_upload(upload: Upload) -> tuple[list[Array], int, dict[str, Scalar]]:
     """Encode as NumPyClient.fit returns it: arrays, number of training samples, metrics."""
     arrays = _arrays(upload.model, upload.mask, upload.extras)
     for name in {"params", "buffers"} & arrays.keys():
-        arrays[name] = arrays[name].astype(UPLOADED, copy=False)
+        # The server refuses what a method gives in another dtype than it must.
+        if arrays[name].dtype == np.float32:
+            arrays[name] = arrays[name].astype(UPLOADED, copy=False)
     return list(arrays.values()), upload.num_examples, {ARRAYS: ",".join(arrays), **upload.metrics}
 
 

@@ -133,7 +133,8 @@ def read_private_key(path: Path) -> X25519PrivateKey:
         )
     try:
         key = serialization.load_pem_private_key(content, password=None)
-    except Exception:  # ValueError, TypeError, UnsupportedAlgorithm: all say the same to a user
+    # ValueError, TypeError, UnsupportedAlgorithm: all mean the same to a user
+    except Exception:
         key = None
     if not isinstance(key, X25519PrivateKey):
         raise UserError(f"private: {path} is no X25519 private key")

@@ -87,7 +87,7 @@ class Exchange:
                     message = next(requests)
                     unsent -= 1
                     client_id = client_of_node[message.metadata.dst_node_id]
-                    size = wire.payload_bytes(message.content)
+                    size = wire.payload_bytes(message.content) if self.in_flight < math.inf else 0
                     message_id = next(iter(self.grid.push_messages([message])), None)
                     if message_id:
                         waiting[message_id] = client_id, size

@@ -54,7 +54,7 @@ def of(config: RunConfig) -> Task:
 
 def named(name: str) -> Task:
     """Return a task by its name, or the user's own by `module:Class`. Raises UserError if that is no task."""
-    if not plugins.is_reference(name):
+    if name in BUILT_IN or not plugins.is_reference(name):
         return BUILT_IN[name]()
     found = plugins.load("task", name)
     if not isinstance(found, type) or not issubclass(found, Task):

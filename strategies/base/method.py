@@ -99,7 +99,7 @@ class Method(Generic[P]):
 
     def tells_counts(self, config: RunConfig) -> bool:
         """Whether clients tell how many samples they have: not in a private run whose weights do not depend on it."""
-        return not config.private or private.reads_sizes(self.strategy, config)
+        return not config.private or private.weighs_by_size(self.strategy, config)
 
     def dp_epochs_of(self, config: RunConfig) -> int:
         """How many epochs of noisy steps a round is for a client. Raises UserError if it cannot run with `dp-epsilon`."""

@@ -249,7 +249,7 @@ class ServerHalf(ABC, Generic[P]):
 
 def _sendable(model: Model, layout: Layout, method: str) -> Model:
     """Return a method's model, or nothing. Raises UserError if a client could not take it: it is the method's mistake."""
-    if not model.nbytes:
+    if not model.params.size and not model.buffers.size:
         return model
     for name, array, length in (("params", model.params, layout.d), ("buffers", model.buffers, layout.b)):
         if array.dtype != np.float32 or array.shape != (length,):

@@ -42,20 +42,12 @@ class Uploads:
 class DeclaredSizes(Uploads):
     """What the server of a private round knows of uploads when it says what each counts: whose they are, and their sizes.
 
-    Anything else of them raises UserError with the method's name. sizes_read: whether the sizes were asked for.
+    sizes: float64 [N], as clients declared them. Anything else raises UserError with the method's name.
     """
 
     def __init__(self, method: str, ids: list[int], sizes: Sequence[float]) -> None:
-        values = {"_method": method, "ids": ids, "_sizes": np.array(sizes, np.float64), "sizes_read": False}
         # The parent is frozen, and its other fields stay unset.
-        vars(self).update(values)
-
-    @property
-    def sizes(self) -> NDArray[np.float64]:  # type: ignore[override]
-        """Training samples as clients declared them, float64 [N]."""
-        vars(self)["sizes_read"] = True
-        sizes: NDArray[np.float64] = self._sizes
-        return sizes
+        vars(self).update({"_method": method, "ids": ids, "sizes": np.array(sizes, np.float64)})
 
     def __getattr__(self, name: str) -> Any:
         """Refuse what does not arrive in a private run."""
@@ -104,7 +96,7 @@ class Intake:
             expected,
             W=np.empty((n, expected.d), np.float32),
             B=np.empty((n, expected.b), np.float32),
-            bits=np.empty((n, mask_bytes), np.uint8) if expected.sends_mask else None,
+            bits=np.empty((n, mask_bytes), np.uint8) if mask_bytes else None,
             extras={name: np.empty((n, *shape), dtype) for name, (dtype, shape) in expected.extras.items()},
             sizes=np.zeros(n),
         )
@@ -145,10 +137,6 @@ class Intake:
         extras = {name: closed(stack) for name, stack in self.extras.items()}
         metrics = [self.metrics[i] for i in ids]
         return Uploads(ids, closed(self.W), closed(self.B), self.sizes[rows], bits, extras, metrics)
-
-    def samples(self, client_id: int) -> int:
-        """Training samples a client reported."""
-        return int(self.sizes[self.ids.index(client_id)])
 
     def forget_stacks(self) -> None:
         """Let go of the stacks: from now on they are the method's alone."""

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fl_app.errors import said as in_words
+from fl_app.layout import NO_TENSORS
 from fl_app.metrics import Metric, Reports
 from fl_app.server import record as records
 from fl_app.server.record import Record
-from fl_app.wire import WireError
+from fl_app.wire import Expected, WireError
 from strategies.base.server_half import RoundState
 from strategies.base.uploads import Intake
 
@@ -27,19 +28,13 @@ class Attempt(RoundState):
     """
 
     generation: int = 0
-    intake: Intake | None = None
+    intake: Intake = field(default_factory=lambda: Intake.of([], Expected.of(NO_TENSORS)))
     sent: dict[int, int] = field(default_factory=dict)
     failures: list[Record] = field(default_factory=list)
     clients: dict[int, Record] = field(default_factory=dict)
     earlier: list[Attempt] = field(default_factory=list)
     without: frozenset[int] = frozenset()
     spoilt_by: str = ""
-
-    @property
-    def uploads(self) -> Intake:
-        """What its uploads are decoded into; it is there as soon as clients have been chosen."""
-        assert self.intake is not None, "nobody has been asked yet"
-        return self.intake
 
     def fail(self, client_id: int, step: str, became: str, error: Exception) -> None:
         """Note and log why a client's reply to a step is not used."""
@@ -61,10 +56,11 @@ class Attempt(RoundState):
 
         own: the method's metrics.
         """
-        intake = self.uploads
+        intake = self.intake
+        samples = dict(zip(intake.ids, map(int, intake.sizes), strict=True))
         rows = {
             i: records.client_row(
-                intake.metrics[i], intake.samples(i), intake.upload_bytes[i], sent, self.client_notes.get(i, {})
+                intake.metrics[i], samples[i], intake.upload_bytes[i], sent, self.client_notes.get(i, {})
             )
             for i, sent in self.sent.items()
             if i in intake.metrics

@@ -53,7 +53,7 @@ class PlainRounds:
         """Nothing is said beside the model."""
         return {}
 
-    def expected_from(self, attempt: Attempt, client_id: int) -> Expected:
+    def expected_from(self, client_id: int) -> Expected:
         """What the method says of this client."""
         return self.server.expected_from(client_id)
 
@@ -64,7 +64,7 @@ class PlainRounds:
 
     def screen(self, attempt: Attempt) -> Uploads:
         """Leave out outliers by name. Raises TooFewResults with less than `min-results`, and has changed nothing then."""
-        intake = attempt.uploads
+        intake = attempt.intake
         outliers = self._outliers(attempt, intake)
         require(intake, self.config.min_results, 1)
         self.outliers = [outlier for outlier in outliers if outlier.client_id in intake.metrics]

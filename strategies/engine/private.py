@@ -78,7 +78,7 @@ class MaskedIntake(Intake):
             ) from None
 
 
-def complete_groups(intake: Intake | None) -> list[list[int]]:
+def complete_groups(intake: Intake) -> list[list[int]]:
     """Return whose sums the server has of a private attempt, whether it counts or not: groups of which all have answered."""
     if not isinstance(intake, MaskedIntake):
         return []
@@ -191,9 +191,9 @@ class PrivateRounds:
             scalars |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealed": sealed}
         return scalars
 
-    def expected_from(self, attempt: Attempt, client_id: int) -> Expected:
+    def expected_from(self, client_id: int) -> Expected:
         """The same of everybody."""
-        return attempt.uploads.expected
+        return self.server.attempt.expected or self.expected()
 
     def check(self, client_id: int, upload: Upload) -> Upload:
         """Take it as it is: nothing of it can be understood."""
@@ -201,7 +201,7 @@ class PrivateRounds:
 
     def screen(self, attempt: Attempt) -> Sums:
         """Unmask the sums. Raises TooFewResults if somebody dropped out, and has changed nothing then."""
-        intake = attempt.uploads
+        intake = attempt.intake
         assert isinstance(intake, MaskedIntake)
         require(intake, self.config.min_results, GROUP_MIN)
         if absent := [i for i in intake.ids if i not in intake.metrics]:
@@ -241,7 +241,7 @@ class PrivateRounds:
         config = self.config
         groups = ["which clients agree on their masks, and how far (overlaps)", "groups"] if self._sketch_bits() else []
         noise = ["sample counts, by the noise that dp-epsilon takes"] if config.dp_epsilon else []
-        counts = ["sample counts"] if reads_sizes(type(self.server), config) else noise
+        counts = ["sample counts"] if weighs_by_size(type(self.server), config) else noise
         accuracies = ["losses and accuracies (report-accuracy = false: not)"] if config.report_accuracy else []
         alone = config.private_absent == "alone"
         away = ["of who was away for a round roughly its model (private-absent = company: not)"] if alone else []
@@ -256,6 +256,9 @@ class PrivateRounds:
 
 
 # Weights, of sizes alone ----------------------------------------------------------------------------------------------
+
+# Samples of four clients, for which a method's weights are tried before a run starts.
+_SIZES = [1.0, 2.0, 4.0, 9.0]
 
 
 def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.float64]:
@@ -281,11 +284,16 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
     return weights
 
 
-def reads_sizes(half: type[ServerHalf[Any]], config: RunConfig) -> bool:
+def weighs_by_size(half: type[ServerHalf[Any]], config: RunConfig) -> bool:
     """Tell whether a method's weights depend on how many samples clients have: only then do these say so in a private run."""
-    some = DeclaredSizes(config.method, [0, 1, 2], [1.0, 2.0, 4.0])
-    half.of_settings(config).weights(some)
-    return bool(some.sizes_read)
+    server, ids = half.of_settings(config), [0, 1, 2, 3]
+    unequal, equal = (evaluated(server, DeclaredSizes(config.method, ids, sizes)) for sizes in (_SIZES, [1.0] * 4))
+    return not alike(unequal, equal)
+
+
+def alike(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
+    """Tell whether two rows of weights, float64 [N], give the same means."""
+    return bool(np.allclose(a / a[0], b / b[0], rtol=1e-9, atol=0))
 
 
 def check_weights(half: type[ServerHalf[Any]], config: RunConfig) -> None:
@@ -295,11 +303,10 @@ def check_weights(half: type[ServerHalf[Any]], config: RunConfig) -> None:
     else is there, nor on the round. The mean over all is nobody's: it comes with a size and without an id.
     """
     server = half.of_settings(config)
-    all_of, sizes = [0, 1, 2, 3], [1.0, 2.0, 4.0, 9.0]
-    whole = evaluated(server, DeclaredSizes(config.method, all_of, sizes))
+    whole = evaluated(server, DeclaredSizes(config.method, [0, 1, 2, 3], _SIZES))
     for chosen in ([0, 1, 2], [1, 2, 3], [0, 2, 3]):
-        part = evaluated(server, DeclaredSizes(config.method, chosen, [sizes[i] for i in chosen]))
-        if not np.allclose(part / part[0], whole[chosen] / whole[chosen[0]], rtol=1e-9, atol=0):
+        part = evaluated(server, DeclaredSizes(config.method, chosen, [_SIZES[i] for i in chosen]))
+        if not alike(part, whole[chosen]):
             raise UserError(
                 f"private: method {config.method} cannot run private: its weights of the same clients differ with who else "
                 "is there, and then sums of several rounds would tell single models"

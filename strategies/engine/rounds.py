@@ -59,7 +59,7 @@ class RoundProtocol(Protocol):
         """Return what a client is told beside the model it trains."""
         ...
 
-    def expected_from(self, attempt: Attempt, client_id: int) -> Expected:
+    def expected_from(self, client_id: int) -> Expected:
         """Return what one client's upload must look like as it travels."""
         ...
 
@@ -203,7 +203,8 @@ class Rounds:
                 )
             )
             attempt.sent[client_id] = attempt.sent.get(client_id, 0) + wire.payload_bytes(content)
-            client_arrays.release(self.server.personal.get(client_id, {}))
+            if client_id in self.server.personal:
+                client_arrays.release(self.server.personal[client_id])
             yield self.exchange.message(client_id, content, kind, attempt.round)
 
     def receive(self, reply: Reply) -> None:
@@ -211,7 +212,8 @@ class Rounds:
         attempt, client_id = self.attempt, reply.client_id
         try:
             content = reply.usable()
-            upload = wire.decode_upload(content, self.protocol.expected_from(attempt, client_id))
+            upload = wire.decode_upload(content, self.protocol.expected_from(client_id))
+            nbytes = wire.payload_bytes(content)
             metrics = records.check_upload(
                 upload,
                 self.server.reports,
@@ -220,7 +222,7 @@ class Rounds:
                 self.measured[0],
             )
             upload = self.protocol.check(client_id, upload)
-            attempt.uploads.accept(client_id, upload, metrics, wire.payload_bytes(content))
+            attempt.intake.accept(client_id, upload, metrics, nbytes)
             self._warn_of_damage(client_id, metrics)
         except Exception as error:
             attempt.fail(client_id, f"round {attempt.round}", "dropped", error)
@@ -233,7 +235,7 @@ class Rounds:
         """Let the method make the next models; the states that clients made of these are the current ones."""
         self.server.round = self.attempt.round
         self.protocol.personalize(self.attempt.round, accepted)
-        for client_id, reported in self.attempt.uploads.metrics.items():
+        for client_id, reported in self.attempt.intake.metrics.items():
             self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
 
     def record(self) -> Record:

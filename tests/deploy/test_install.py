@@ -31,7 +31,7 @@ def test_words_for_pips_lines(line: str, words: str) -> None:
 
 
 def test_no_silence_is_long(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(install, "SILENCE", 0.3)
+    monkeypatch.setattr(install, "SILENCE_SECONDS", 0.3)
     code = "import time; print('Installing collected packages: a, b', flush=True); time.sleep(1.5)"
     install.run([sys.executable, "-c", code], "looking up packages", install.summarize)
     out = capsys.readouterr().out.splitlines()
