@@ -2,11 +2,12 @@
 
 python -m studies.as_run apfl|fedala|flute [--seed 0] [--output studies/results/fedobp-fashion-mnist/as-run]
 
-Its code base is FL-bench (github.com/KarhouTam/FL-bench). In its serial mode, which this is, one object trains and tests all
-clients, one by one; some of the authors' stored logs are of two such objects side by side. Data, split, first model, clients of a
-round and batches are those of sweeps/fedobp-fashion-mnist.toml, so that a row differs from Corolla's of that name in the method
-alone; a round's clients train in the order they are drawn in. Figures: the tests after every `evaluate-every` rounds, before
-fine-tuning.
+Its code base is FL-bench (github.com/KarhouTam/FL-bench). Its serial mode is run here: one object, the worker, trains and tests
+all clients, one after the other. (Some of the authors' stored logs are of two workers side by side.)
+
+Data, split, first model, clients of a round and batches are those of sweeps/fedobp-fashion-mnist.toml: a row differs from Corolla's
+row of that name in the method alone. A round's clients train in the order they are drawn in. All clients are tested after every
+`evaluate-every` rounds, before fine-tuning.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ SWEEP = Path(__file__).resolve().parent / "sweeps" / "fedobp-fashion-mnist.toml"
 
 
 class Worker:
-    """FedAvg, and what the rows have in common. `receive`, then `fit` or `answers`, for one client after the other."""
+    """FedAvg, and what the rows have in common.
+
+    For one client after the other: `receive`, then `fit` in a round or `answers` in a test.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
@@ -60,7 +64,7 @@ class Worker:
         self.global_model = self.initial
 
     def network(self) -> nn.Module:
-        """The run's model, as its method draws it."""
+        """Return the run's model, as its method draws it."""
         return METHODS[self.config.method].network(self.config, **self.clients[0].info.model_arguments)
 
     def receive(self, trainer: LocalTrainer) -> None:
@@ -68,21 +72,21 @@ class Worker:
         trainer.load(self.global_model)
 
     def fit(self, trainer: LocalTrainer) -> Model:
-        """Train the loaded model; what is sent."""
+        """Train the loaded model; return what the client sends."""
         return trainer.train(trainer.read())
 
     def answers(self, trainer: LocalTrainer, x: Tensor) -> Tensor:
-        """The logits that are tested, with the loaded model."""
+        """Return the logits that are tested, with the loaded model."""
         return trainer.logits(trainer.module, x)
 
     def trainer(self, client: int, round: int) -> LocalTrainer:
-        """A client's trainer, with what it has received."""
+        """Return a client's trainer, with what it has received."""
         trainer = LocalTrainer(self.network(), self.config, self.clients[client], round, client)
         self.receive(trainer)
         return trainer
 
     def train(self, round: int) -> None:
-        """One round: the clients that Corolla draws, in the order of the draw, and their mean by samples."""
+        """Run one round: train the clients that Corolla draws, in the order of the draw; average them by samples."""
         config = self.config
         draw = rng.generator(config.seed, "sampling", round)
         chosen = draw.choice(config.num_clients, config.drawn(config.num_clients), replace=False).tolist()
@@ -92,12 +96,15 @@ class Worker:
 
     @torch.no_grad()
     def test(self, round: int) -> dict[str, float]:
-        """Mean accuracy over clients, and over all test samples."""
-        right: list[int] = []
+        """Return the mean accuracy over clients, and the accuracy over all test samples."""
+        right = []
         for i in range(self.config.num_clients):
             trainer = self.trainer(i, round)
             trainer.module.eval()
-            right.append(sum(int((self.answers(trainer, x).argmax(1) == y).sum()) for x, y in trainer.data.test()))
+            count = 0
+            for x, y in trainer.data.test():
+                count += int((self.answers(trainer, x).argmax(1) == y).sum())
+            right.append(count)
         sizes = np.array([len(client.y_test) for client in self.clients])
         return {"accuracy": float(np.mean(right / sizes)), "accuracy-pooled": float(sum(right) / sizes.sum())}
 
@@ -110,8 +117,10 @@ class Worker:
 
 
 class APFL(Worker):
-    """Outputs are mixed, not parameters. w takes two steps per batch on one gradient, because the second loss, whose gradient v
-    takes, finds w's old one still there; alpha's uses it too, in the first epoch.
+    """APFL that mixes outputs, not parameters: of w, which is sent, and v, which stays with the client.
+
+    w takes two steps per batch on the same gradient, which is still there when the optimizer steps for v's loss. alpha's gradient
+    uses it too, in the first epoch.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -120,8 +129,9 @@ class APFL(Worker):
         self.alphas = [float(config.params.alpha)] * config.num_clients
 
     def fit(self, trainer: LocalTrainer) -> Model:
-        """Train w, v and alpha; send w."""
-        client, eta, alpha = trainer.client_id, trainer.learning_rate, self.alphas[trainer.client_id]
+        """Train w, v and alpha; return w."""
+        client, eta = trainer.client_id, trainer.learning_rate
+        alpha = self.alphas[client]
         w = trainer.weights.clone()
         trainer.load(self.own[client])
         v = trainer.weights.clone()
@@ -150,7 +160,8 @@ class APFL(Worker):
 
     def answers(self, trainer: LocalTrainer, x: Tensor) -> Tensor:
         """Mix v's logits with those of the loaded w."""
-        theirs, w, alpha = trainer.logits(trainer.module, x), trainer.read(), self.alphas[trainer.client_id]
+        w, alpha = trainer.read(), self.alphas[trainer.client_id]
+        theirs = trainer.logits(trainer.module, x)
         trainer.load(self.own[trainer.client_id])
         logits = alpha * trainer.logits(trainer.module, x) + (1 - alpha) * theirs
         trainer.load(w)
@@ -158,39 +169,42 @@ class APFL(Worker):
 
 
 def mixed_loss(trainer: LocalTrainer, alpha: float, theirs: Tensor, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """A batch's loss of a module's logits mixed with given ones."""
+    """Return a batch's loss, of a module's logits mixed with given ones."""
     return trainer.loss(alpha * trainer.logits(module, x) + (1 - alpha) * theirs, y)
 
 
 class FedALA(Worker):
-    """The "old local model" that the received one is mixed with is whatever the worker had last, and the weights A are the
-    worker's. Where the first tensor of both is the same there is no mixing: so for the very first client, whose weights must
-    settle (which they thus do without having learnt), and for all clients of a test but its first, each after another test.
+    """FedALA whose old local model is whatever model the worker had last, and whose weights A are the worker's.
+
+    Where the first tensors of that model and of the received one are equal there is no mixing. That is so for the very first
+    client, so that its A settles without having learnt; and for all clients of a test but its first, which each follow another
+    one that was tested.
     """
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
         self.first = mixed_from(self.layout, config.params.layers)
-        self.held, self.weights, self.start = self.initial, torch.ones(self.layout.d - self.first), True
+        self.held = self.initial
+        self.weights = torch.ones(self.layout.d - self.first)
+        self.start = True
 
     def receive(self, trainer: LocalTrainer) -> None:
         """Learn A on the client's sample, and load the mixture."""
-        p, first, slot = self.config.params, self.first, self.layout.params[0]
-        same = np.sum(self.global_model.params[: slot.stop] - self.held.params[: slot.stop]) == 0
+        p, first, end = self.config.params, self.first, self.layout.params[0].stop
+        same = np.sum(self.global_model.params[:end] - self.held.params[:end]) == 0
         trainer.load(self.global_model if same else self.held)
         own = trainer.weights[first:].clone()
         trainer.load(self.global_model)
         received = trainer.weights[first:].clone()
         A = self.weights.to(received)
         n = len(self.clients[trainer.client_id].y_train)
-        chosen = rng.generator(self.config.seed, "ala", trainer.round, trainer.client_id).permutation(n)[
-            : int(p.sample_share * n)
-        ]
-        found = head_inputs(trainer, chosen)
+        order = rng.generator(self.config.seed, "ala", trainer.round, trainer.client_id).permutation(n)
+        found = head_inputs(trainer, order[: int(p.sample_share * n)])
         assert found is not None, "the model's last layer is its classifier"
         z, y = (torch.split(part, self.config.batch_size) for part in found)
         shape = trainer.classifier().weight.shape
         losses: list[float] = []
+        # one epoch, but until A settles the first time
         while not losses or self.start and not settled(losses, p.threshold, p.max_epochs):
             for batch in zip(z, y, strict=True):
                 loss, gradient = head(shape, *batch)(mix(own, received, A))
@@ -201,14 +215,16 @@ class FedALA(Worker):
         self.held = trainer.read()
 
     def fit(self, trainer: LocalTrainer) -> Model:
-        """Train; the worker has the result from now on."""
+        """Train; the worker holds the result from then on."""
         self.held = super().fit(trainer)
         return self.held
 
 
 class FLUTE(Worker):
-    """Features are detached from the graph, so the body keeps its first values: all epochs train the head, which stays local. The
-    server has the mean of the heads too, which a client starts from that has none of its own.
+    """FLUTE whose body keeps its first values, because features are detached from the graph.
+
+    All epochs train the head, which stays with the client. The server averages the heads too: a client without one of its own
+    starts from their mean.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -216,28 +232,29 @@ class FLUTE(Worker):
         self.kept: list[dict[str, Any]] = [{} for _ in self.clients]
 
     def context(self, trainer: LocalTrainer) -> tuple[Any, RoundContext[Any]]:
-        """What FLUTE's client half is given; whoever has no head of its own starts from the server's."""
-        n = len(self.clients[trainer.client_id].y_train)
+        """Return what FLUTE's client half is given. Its first model, for a client without a head, is the server's."""
         ctx = RoundContext(
-            self.config,
-            self.config.params,
-            trainer.round,
-            trainer.client_id,
-            self.layout,
-            self.shared,
-            lambda: self.global_model,
-            trainer,
-            n,
-            {},
+            config=self.config,
+            params=self.config.params,
+            round=trainer.round,
+            client_id=trainer.client_id,
+            layout=self.layout,
+            shared=self.shared,
+            initial=lambda: self.global_model,
+            trainer=trainer,
+            num_samples=len(self.clients[trainer.client_id].y_train),
+            extras={},
         )
         return SimpleNamespace(arrays=self.kept[trainer.client_id]), ctx
 
     def receive(self, trainer: LocalTrainer) -> None:
         """Load the body received and the client's head; the mean head if it has none yet."""
-        trainer.load(FLUTEUpdate().merge(self.layout.take(self.global_model, self.shared), *self.context(trainer)))
+        state, ctx = self.context(trainer)
+        body = self.layout.take(self.global_model, self.shared)
+        trainer.load(FLUTEUpdate().merge(body, state, ctx))
 
     def fit(self, trainer: LocalTrainer) -> Model:
-        """Train the head, take the server's step on it; what is sent has the body of before."""
+        """Train the head and take the server's step on it; return both, the body as it was."""
         state, ctx = self.context(trainer)
         after = trainer.train(trainer.read(), frozen=self.shared, correction=on_head(ctx))
         FLUTEUpdate().keep_local(after, state, ctx)
@@ -255,16 +272,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for ROW,seed=SEED.json; default: none")
     options = parser.parse_args()
     preset = f"fedobp/fashion-mnist-dirichlet-0.1/{options.row}"
-    settings = {**presets.read_preset(preset), **sweep.read(SWEEP).settings, "seed": options.seed, "client-threads": 1}
-    config = parse(settings, METHOD_PARAMS)
+    settings = {**presets.read_preset(preset), **sweep.read(SWEEP).settings}
+    config = parse({**settings, "seed": options.seed, "client-threads": 1}, METHOD_PARAMS)
     prepare_training(config.client_threads)
     started, tests = time.perf_counter(), {}
     for round, found in ROWS[options.row](config).run():
         tests[round] = found
-        print(
-            f"{options.row}, round {round}: {', '.join(f'{name} {100 * x:.2f} %' for name, x in found.items())}",
-            flush=True,
-        )
+        figures = ", ".join(f"{name} {100 * share:.2f} %" for name, share in found.items())
+        print(f"{options.row}, round {round}: {figures}", flush=True)
     if options.output:
         result = {"preset": preset, "seed": options.seed, "tests": tests, "seconds": int(time.perf_counter() - started)}
         options.output.mkdir(parents=True, exist_ok=True)
