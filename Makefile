@@ -18,7 +18,7 @@ run: install
 	$(BIN)/corolla demo
 
 # first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them
-MINUTES := tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py
+MINUTES := tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py studies/tests
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 # two files at a time: such tests wait more than they compute
 WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs
@@ -94,7 +94,7 @@ types: install
 # the reference, and the tables and pictures of docs/results.md; what it writes into pyproject.toml is the run config's defaults, which need no new installation
 docs: install
 	$(BIN)/corolla reference
-	$(BIN)/python -m benchmarks.results_page
+	$(BIN)/python -m studies.results_page
 	touch $(VENV)/.installed
 
 clean:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -23,6 +21,8 @@ from fl_app.config import RunConfig
 from fl_app.data import ClientData, open_client
 from fl_app.errors import UserError, diverged
 from fl_app.keys import Scalar
+from fl_app.metrics import FINETUNED, MAX_NUMBER, moments
+from fl_app.sources import source_of
 from fl_app.wire import Download, Upload
 from strategies.base import Method, RoundContext
 
@@ -111,7 +111,7 @@ class CorollaClient(NumPyClient):
                 tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
                 found = {
                     **found,
-                    **{f"{name}-finetuned": value for name, value in trainer.measure(tuned, names)[1].items()},
+                    **{f"{name}{FINETUNED}": value for name, value in trainer.measure(tuned, names)[1].items()},
                 }
             measured = self._told({"loss": loss, **found}, trainer.learning_rate)
             metrics: dict[str, Scalar] = {
@@ -160,10 +160,10 @@ class CorollaClient(NumPyClient):
         update.keep_local(trained, state, ctx)
         used = self._timed("evaluate", lambda: update.personal(trained, state, ctx))
         loss_after, after = self._timed("evaluate", lambda: trainer.evaluate(used))
-        headline = trainer.task.headline.name
+        name_before, name_after = moments(trainer.task.headline.name)
         measured = {
-            f"{headline}-before": before,
-            f"{headline}-after": after,
+            name_before: before,
+            name_after: after,
             "loss": train_loss,
             "loss-before": loss_before,
             "loss-after": loss_after,
@@ -186,7 +186,9 @@ class CorollaClient(NumPyClient):
 
     def _context(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
         """Build what the method's client half works with."""
-        _import_torch()
+        from client_app.process import prepare_training
+
+        prepare_training(self.config.client_threads)
         from client_app.context import build
 
         self._store = StateStore(state_root(self.config.state_dir), download.experiment, self.client_id)
@@ -256,32 +258,15 @@ class Refusal(NumPyClient):
         return 0.0, 0, {**self.answer}
 
 
-def _import_torch() -> None:
-    """Import torch without the garbage collector, whose passes over what stays anyway are a fifth of the import's time.
-
-    In a deployment every message pays for the import.
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        return
-    gc.disable()
-    try:
-        import torch  # noqa: F401
-
-        gc.freeze()  # nor any pass later
-    finally:
-        gc.enable()
-
-
 def about(data: ClientData, config: RunConfig) -> Config:
     """What a client tells of its data: their shape, and their classes where it may."""
     info = data.info
     told: Config = {"in-channels": info.in_channels, "image-size": info.image_size, "num-classes": info.num_classes}
     if info.shape:  # not square images
         told["input-shape"] = ",".join(map(str, info.shape))
-    if config.report_class_counts or config.dataset.startswith(("npz:", "table:", "hf:")):
-        told["class-names"] = json.dumps(
-            info.classes
-        )  # to read the outputs by; of labels that were strings, the mapping
+    if config.report_class_counts or source_of(config.dataset).tells_classes:
+        # a model's outputs are read by them
+        told["class-names"] = json.dumps(info.classes)
     if config.report_class_counts and not config.private and not config.dp_epsilon and tasks.of(config).has_classes:
         told["class-counts"] = ",".join(map(str, np.bincount(data.y_train, minlength=info.num_classes)))
     return told
@@ -291,7 +276,7 @@ def beyond(measured: Mapping[str, float]) -> str:
     """Return which of the losses and metrics says that training diverged, "" if none: one larger than the server takes, or the
     loss after training, if that is infinite, or no number where there was one before.
     """
-    if large := next((name for name, value in measured.items() if wire.MAX_NUMBER < abs(value) < math.inf), ""):
+    if large := next((name for name, value in measured.items() if MAX_NUMBER < abs(value) < math.inf), ""):
         return large
     before, after = (measured.get(f"loss-{moment}", 0.0) for moment in ("before", "after"))
     return "loss-after" if after == math.inf or (math.isnan(after) and not math.isnan(before)) else ""

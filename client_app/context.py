@@ -13,7 +13,7 @@ from fl_app.data import ClientData
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.wire import SEED_KEYS, Download
-from strategies.base import Method, RoundContext
+from strategies.base import Method, RoundContext, Trainer
 
 
 def build(
@@ -56,15 +56,13 @@ def build(
             f"received {download.model.params.size} parameters and {download.model.buffers.size} buffer elements, this "
             f"client's model {config.model} shares {received.d} and {received.b}: is it the server's model?"
         )
+    local = LocalTrainer(module, config, data, download.round, client_id)
+    trainer: Trainer = local
     if config.dp_epsilon:
         from client_app.dp import Budget, NoisyTrainer  # Opacus takes seconds to import
 
-        budget, epochs = Budget(directory, config, repeatable=keys == SEED_KEYS, run=run), method.dp_epochs_of(config)
-        budget.check()
-        trainer: LocalTrainer = NoisyTrainer(
-            module, config, data, download.round, client_id, budget=budget, epochs=epochs
-        )
-    else:
-        trainer = LocalTrainer(module, config, data, download.round, client_id)
+        budget = Budget(directory, config, repeatable=keys == SEED_KEYS, run=run)
+        budget.check_state()
+        trainer = NoisyTrainer(local, budget=budget, epochs=method.dp_epochs_of(config))
     params, n = config.params, len(data.y_train)
     return RoundContext(config, params, download.round, client_id, layout, shared, start, trainer, n, download.extras)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -18,12 +19,11 @@ from torch import Tensor, nn
 from client_app.batches import Batch
 from client_app.device_model import LoadedModel
 from client_app.flat import SGD, AdamW
-from client_app.turns import alternate
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError, diverged
 from fl_app.layout import Model
-from fl_app.wire import MAX_NUMBER
+from fl_app.metrics import MAX_NUMBER
 from strategies.base import Correction, Objective, Optimizer
 
 
@@ -58,12 +58,18 @@ class LocalTrainer(LoadedModel):
         correction: Correction | None = None,
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
         max_batches: int = 0,
+        differentiate: Callable[[Tensor, Tensor], object] | None = None,
     ) -> Model:
-        """Train locally and return the trained model; `last_loss` is the last epoch's mean training loss."""
+        """Train locally and return the trained model; `last_loss` is the last epoch's mean training loss.
+
+        differentiate: (x, y) of a batch; leaves what a step goes along in `gradient`, in place of the objective's gradient.
+        """
+        if differentiate is None:
+            differentiate = partial(self.differentiate, objective=objective)
         self.load(start)
         optimizer = self.optimizer(self.weights, still=self.flat.hold(frozen))
         for x, y in self.batches(max_batches or epochs, purpose, max_batches):  # an epoch has one at least
-            self.differentiate(x, y, objective)
+            differentiate(x, y)
             if correction is not None:
                 with torch.no_grad():
                     correction(self.weights, self.gradient)
@@ -73,8 +79,30 @@ class LocalTrainer(LoadedModel):
         return self.layout.put(self.trained(), self.layout.take(start, still), still) if still else self.trained()
 
     def alternate(self, start: Model, sides: Mapping[str, NDArray[np.bool_]], *, epochs: int | None = None) -> Model:
-        """Run local SGD on sides of the parameters in turn, an epoch each, and return the trained model."""
-        return alternate(self, start, sides, self.config.local_epochs if epochs is None else epochs)
+        """Run local SGD on sides of the parameters in turn, an epoch each, and return the trained model.
+
+        sides: the parameters that are frozen, bool [d] in named_parameters order, by the purpose that names the side's random
+        stream. Momentum is a side's own, over all its epochs. epochs: on every side; default local-epochs.
+        """
+        self.load(start)
+        self.train_mode()
+        self.steps = self.epoch = 0
+        parameters = list(self.module.parameters())
+        optimizers, differentiated = {}, {}
+        for purpose, frozen in sides.items():
+            optimizers[purpose] = self.optimizer(self.weights, still=self.flat.hold(frozen))
+            differentiated[purpose] = [parameter.requires_grad for parameter in parameters]
+        epochs = self.config.local_epochs if epochs is None else epochs
+        for purpose, batch in self.data.turns(epochs, sides):
+            if batch.first:
+                for parameter, needed in zip(parameters, differentiated[purpose], strict=True):
+                    parameter.requires_grad_(needed)
+            x, y = self.opened(batch)
+            self.differentiate(x, y)
+            optimizers[purpose].step(self.gradient, self.learning_rate)
+            self.steps += 1
+        self.check_loss()
+        return self.trained()
 
     def trained(self) -> Model:
         """End a training: nothing is frozen any more. Returns the model."""

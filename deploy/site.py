@@ -32,7 +32,7 @@ from deploy.inventory import Form
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, bears_on, key, nearest, specs
-from fl_app.known_names import PATH_DATASETS
+from fl_app.sources import path_in
 from fl_app.toml import read_toml
 
 ASK = "ask"
@@ -194,7 +194,4 @@ def _unreadable(site: Site, config: Mapping[str, Scalar]) -> str:
 
 def _path(name: str, value: str) -> str:
     """Return the path in a value of one of PATH_KEYS, or ""."""
-    if name not in ("dataset", "partition"):
-        return value
-    prefixes = PATH_DATASETS if name == "dataset" else ("file:",)
-    return next((value.removeprefix(prefix) for prefix in prefixes if value.startswith(prefix)), "")
+    return path_in(name, value) if name in ("dataset", "partition") else value

@@ -20,6 +20,7 @@ from fl_app import flower_patches, tasks, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
+from fl_app.metrics import Reports
 from fl_app.server import checkpoint, trackers
 from fl_app.server.exchange import Exchange
 from fl_app.server.progress_protocol import (
@@ -87,13 +88,13 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         folder = RunFolder.resume(config)
     else:
         facts = {SHAPE: roster.shape._asdict(), FROZEN: layout.constants, TESTED: method.tested(config)}
-        folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.figures, facts)
+        folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.drawn, facts)
     try:
         log.info("%s", folder_line(folder.path))
         counted = method.tells_counts(config)
         folder.write_clients(_facts(roster.properties, counted))
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
-        strategy.reports = method.reports
+        strategy.reports = Reports(method.reports)
         if config.resume:
             saved = checkpoint.load_latest(folder.path)
             strategy.restore(saved)

@@ -26,6 +26,7 @@ from fl_app.errors import plain
 from fl_app.flower_patches import ReceivedArray
 from fl_app.keys import Scalar
 from fl_app.layout import Model
+from fl_app.metrics import MAX_NUMBER, admits
 
 Array = NDArray[np.generic]
 ARRAYS, ERROR = "arrays", "error"
@@ -38,7 +39,6 @@ SIMULATION = "COROLLA_SIMULATION"  # set in the environment where all clients ta
 PRIVATE_KEYS = "private-keys"  # of a node's config: its key for private runs
 SEED_KEYS = "seed"  # as such: from the run's seed, where all clients are on one machine
 MAX_TEXT = 2**20  # characters of a name or a text among the scalars; class counts of 100,000 classes fit
-MAX_NUMBER = 1e30  # size of a number that a client reports: sums of such are finite
 _LINE = 500
 _HEADER = re.compile(
     rb"{'descr': '([<|>][A-Za-z]\d{0,9})', 'fortran_order': (True|False), 'shape': \((\d{1,18},|\d{1,18}(?:, \d{1,18})+|)\), } *\n"
@@ -223,15 +223,11 @@ def one_line(text: object) -> str:
 
 
 def number(metrics: Mapping[str, Scalar], name: str, low: float = -MAX_NUMBER, high: float = MAX_NUMBER) -> float:
-    """Read a number a client reported: in [low, high], NaN (no test data), or without `high` infinity, a loss's; else WireError."""
+    """Read a number that a client reported, NaN if it is absent. Raises WireError if the range does not admit it."""
     value = metrics.get(name, math.nan)
-    upper = math.inf if value == math.inf and high == MAX_NUMBER else high
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not (math.isnan(value) or low <= value <= upper)
-    ):
-        raise WireError(f"metric {name} must be a number in [{low:g}, {high:g}], got {reprlib.repr(value)}")
+    if not admits(value, low, high):
+        bounds = f"[{max(low, -MAX_NUMBER):g}, {min(high, MAX_NUMBER):g}]"
+        raise WireError(f"metric {name} must be a number in {bounds}, got {reprlib.repr(value)}")
     return float(value)
 
 

@@ -23,6 +23,7 @@ from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
+from fl_app.metrics import Reports
 from fl_app.server import checkpoint, progress_protocol
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
@@ -125,8 +126,11 @@ def documented_extras(method: str, layout: Layout) -> tuple[int, int]:
 def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, model: str, fraction: float) -> None:
     config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "fraction_train": fraction}
     others = watch_tested(METHODS[method].local_update, monkeypatch)
+    undeclared: list[str] = []
+    monkeypatch.setattr(Reports, "warn_of_undeclared", lambda self, names: undeclared.extend(names))
     folder, parsed = start(tmp_path, "one", **config)
     assert any(others) == bool(METHODS[method].tested(parsed)), "LocalUpdate.tested"
+    assert not undeclared, "LocalUpdate.reports"
     monkeypatch.undo()
     summary = read_summary(folder.path)
     rounds = list(read_metrics(folder.path))

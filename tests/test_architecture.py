@@ -75,6 +75,12 @@ def test_imports_point_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_nothing_but_the_studies_imports_them() -> None:
+    for folder in (*PACKAGES, "benchmarks", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            assert "studies" not in {name.split(".")[0] for name in imported(path)}, path
+
+
 def test_kernels_do_not_import_flower_or_torch() -> None:
     for name in ("masks", "scores", "aggregate", "robust"):
         tops = {module.split(".")[0] for module in imported(ROOT / "strategies" / f"{name}.py")}

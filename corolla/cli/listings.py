@@ -37,6 +37,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.keys import nearest, specs, without_others
 from fl_app.known_names import BY_COLUMN
+from fl_app.sources import NODE
 from strategies import METHOD_PARAMS, METHODS, overview
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def data_config(preset: str | None, pairs: list[str], clients: int | None, scale
     flat = absolute_paths(without_others({**base, **given}, [str(base.get("method"))]))
     flat["num-clients"] = flat.get("num-clients") or DEFAULT_CLIENTS
     config = resolve(flat)
-    if config.dataset == "node":
+    if config.dataset == NODE:
         raise UserError("dataset: node data is prepared on its own SuperNode")
     return config
 

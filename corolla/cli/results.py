@@ -14,7 +14,7 @@ from corolla.cli.tables import show_table
 from corolla.cli.waiting import waiting
 from fl_app import extras
 from fl_app.errors import UserError
-from fl_app.known_names import DATASETS
+from fl_app.sources import SOURCES
 from strategies import METHOD_PARAMS, METHODS
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ def compare(
     from corolla.experiments import grouping, paper_metrics
 
     if dataset and not (grouping.named(dataset) and paper):
-        raise UserError(f"--dataset {dataset}: with --paper, what your own data are to count as: {', '.join(DATASETS)}")
+        known = ", ".join(name for name, source in SOURCES.items() if source.known)
+        raise UserError(f"--dataset {dataset}: with --paper, what your own data are to count as: {known}")
     found, unfinished = comparing.load(runs, METHOD_PARAMS)
     say_unfinished(unfinished)
     groups = comparing.group(found)

@@ -45,6 +45,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import RunFailed, UserError
 from fl_app.keys import Scalar, without_others
 from fl_app.server.run_folder import PLUGINS, check_free, check_state, check_unchanged
+from fl_app.sources import NODE
 from strategies import METHODS
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
         typer.echo("\n".join(f"# {line}" for line in (f"{published}{source.paper}, {source.source}", *source.notes)))
     typer.echo(dry_run.config_toml(config))
     shape = dry_run.known_shape(config)
-    if shape is None and config.dataset != "node":
+    if shape is None and config.dataset != NODE:
         info = data.check(config)
         shape = info.model_arguments
     if shape is None or not config.num_clients:

@@ -21,7 +21,7 @@ from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.files import refuse_unwritable
 from fl_app.keys import Scalar, bears_on
-from fl_app.known_names import PATH_DATASETS
+from fl_app.sources import NODE, path_in
 from strategies import METHOD_PARAMS, METHODS
 from strategies.robust import ABLE
 
@@ -126,10 +126,10 @@ def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
     for name in ("output-dir", "data-dir", "state-dir", "initial-weights"):
         if out.get(name):
             out[name] = str(Path(str(out[name])).expanduser().resolve())
-    for name, prefixes in (("dataset", PATH_DATASETS), ("partition", ("file:",))):
-        kind, colon, path = str(out.get(name, "")).partition(":")
-        if f"{kind}:" in prefixes and colon and path:
-            out[name] = f"{kind}:{Path(path).expanduser().resolve()}"
+    for name in ("dataset", "partition"):
+        value = str(out.get(name, ""))
+        if path := path_in(name, value):
+            out[name] = f"{value.removesuffix(path)}{Path(path).expanduser().resolve()}"
     return out
 
 
@@ -156,7 +156,7 @@ def check_locally(config: RunConfig) -> None:
     from fl_app.server import trackers
 
     trackers.require(config.resolved)
-    if config.dataset == "node":
+    if config.dataset == NODE:
         raise UserError(
             "dataset: node is for deployments, where every SuperNode has its own data-path; got a simulation"
         )

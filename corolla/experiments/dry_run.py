@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from fl_app.config import RunConfig
-from fl_app.known_names import DATASETS
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
+from fl_app.sources import named_data
 from fl_app.toml import to_toml
 
 Shape = Mapping[str, Any]  # what a model is built with
@@ -30,7 +30,7 @@ class RoundBytes:
 
 def known_shape(config: RunConfig) -> Shape | None:
     """Return what a model for a data set known by name is built with; None for the user's own."""
-    data = DATASETS.get(config.dataset.partition(":")[0])
+    data = named_data(config.dataset)
     if data is None:
         return None
     size = config.image_size or data.image_size

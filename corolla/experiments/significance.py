@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from corolla.experiments.compare import Run, told_apart
 from corolla.experiments.runs import Record
-from fl_app.tasks.task import Metric
+from fl_app.metrics import Metric
 
 LEVEL = 0.95
 SEEDS_NEEDED = 3  # for an interval over seeds: with two, Student's is a dozen deviations wide

@@ -20,8 +20,8 @@ from typing import Any, Protocol
 from corolla.experiments.runs import Record, Run
 from fl_app.errors import said
 from fl_app.keys import Scalar, own
+from fl_app.metrics import Metric, tracked_names
 from fl_app.server.run_folder import CLIENTS, CONFIG, METRICS, MODELS, RUN, SUMMARY
-from fl_app.tasks import Metric
 
 _POLL = 0.3
 FILES = (CONFIG, METRICS, CLIENTS, RUN, SUMMARY)
@@ -55,7 +55,7 @@ def main() -> None:
 
     try:
         run, last = Run(path), after
-        store: Store = importlib.import_module(f"fl_app.server.trackers.to_{name}").Store(run, after)
+        store: Store = importlib.import_module(f"corolla.tracking.to_{name}").Store(run, after)
         position = 0
         while not ended:
             ended = bool(select.select([sys.stdin], [], [], _POLL)[0])  # nothing is ever written there
@@ -105,18 +105,7 @@ def scalars(record: Mapping[str, Any], metric: Metric) -> dict[str, float]:
     <headline>/..., loss/..., bytes/..., seconds/<phase>, failures; all-clients/... of an evaluation, unseen/... of those who never
     train, method/... of the method's own.
     """
-    name, evaluation = metric.name, record.get("evaluation", {})
-    known = {
-        f"{name}-before": f"{name}/before-training",
-        f"{name}-before-pooled": f"{name}/before-training-pooled",
-        f"{name}-after": f"{name}/after-training",
-        f"{name}-after-pooled": f"{name}/after-training-pooled",
-        "loss": "loss/training",
-        "loss-before": "loss/before-training",
-        "loss-after": "loss/after-training",
-        "upload-bytes": "bytes/upload",
-        "download-bytes": "bytes/download",
-    }
+    name, evaluation, known = metric.name, record.get("evaluation", {}), tracked_names(metric)
     found = {
         known.get(key, f"method/{key}"): value
         for key, value in numbers(record).items()

@@ -16,9 +16,11 @@ import numpy as np
 from PIL import Image
 
 from fl_app import progress
-from fl_app.data.folder import Listing
 from fl_app.data.prepared import Images
 from fl_app.errors import UserError
+
+Listing = list[tuple[Path, int]]
+"""Image files with their labels."""
 
 DECODE_BATCH = 64
 

@@ -15,7 +15,7 @@ from fl_app.config import RunConfig
 from fl_app.data.prepared import Prepared
 from fl_app.errors import UserError, listed, said
 from fl_app.files import build_once, cache_key
-from fl_app.known_names import BY_CLASS, PARTITIONS
+from fl_app.known_names import BY_CLASS, OWN_PARTITION, PARTITIONS
 from fl_app.partition import Column, Indices, Share, split
 
 
@@ -144,9 +144,9 @@ def _key(config: RunConfig, dataset_key: str) -> str:
     seeds = ("seed", "partition-seed")
     parts += [value for key, value in config.own_keys() if config.partition in key.partitions and key.name not in seeds]
     name = config.partition
-    if config.partition.startswith("file:"):
+    if config.partition.startswith(OWN_PARTITION):
         name = "file"
-        path = Path(config.partition.removeprefix("file:")).expanduser()
+        path = Path(config.partition.removeprefix(OWN_PARTITION)).expanduser()
         if not path.is_file():
             raise UserError(f"partition: no file {path}")
         parts += [str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size]

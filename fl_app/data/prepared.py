@@ -21,10 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app import checksums
+from fl_app import checksums, tasks
 from fl_app.config import RunConfig
+from fl_app.config.rules import split_names
 from fl_app.errors import UserError, said
 from fl_app.files import build_once, cache_key
+from fl_app.sources import NODE, path_in
+from fl_app.tasks import Task
 
 log = logging.getLogger("corolla")
 
@@ -39,6 +42,64 @@ ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 FILES = "files.sha256"  # beside the arrays: what the files they were made of were like
 GROUPS = "groups.json"
 STATISTICS_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """What a source of data is asked to prepare.
+
+    dataset: as in the run config. path: where the user's data lie, absolute; of no meaning to a source without a path. root: the
+    data directory. classes: names in label order; empty: the source's own order. image_size: pixels, 0: as the images are. task:
+    says what targets are. target: the columns they stand in, with commas. client: the column that says whose a sample is.
+    test_ratio: part of the rows for test, of columns that have no test part. site: whether they are one site's own, which may lack
+    classes and test samples. force: convert them again. look: convert them again if files have been overwritten since.
+    """
+
+    dataset: str
+    path: Path
+    root: Path
+    classes: tuple[str, ...] = ()
+    image_size: int = 0
+    task: str = "classification"
+    target: str = ""
+    client: str = ""
+    test_ratio: float = 0.25
+    site: bool = False
+    force: bool = False
+    look: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, data_path: str = "", **more: bool) -> DataRequest:
+        """Return what a run asks for. data_path: where a site's own data lie, for dataset `node`. more: `force` and `look`."""
+        site = config.dataset == NODE
+        return cls(
+            config.dataset,
+            absolute(data_path if site else path_in("dataset", config.dataset)),
+            data_root(config),
+            split_names(config.classes),
+            config.image_size,
+            config.task,
+            config.target,
+            config.client,
+            config.test_ratio,
+            site,
+            **more,
+        )
+
+    @property
+    def of_task(self) -> Task:
+        """The task."""
+        return tasks.named(self.task)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the columns that hold the targets."""
+        return split_names(self.target)
+
+
+def absolute(path: str) -> Path:
+    """Return a path of the user's as an absolute one; none stays none."""
+    return Path(path).expanduser().resolve() if path else Path()
 
 
 @dataclass(frozen=True)
@@ -136,25 +197,24 @@ def data_root(config: RunConfig) -> Path:
 
 
 def open_or_convert(
-    root: Path,
+    request: DataRequest,
     name: str,
     parts: Sequence[Any],
     convert: Callable[[Path], Sequence[str]],
-    force: bool,
     files: Callable[[], str] | None = None,
-    look: bool = False,
 ) -> Prepared:
-    """Open <root>/datasets/<key>, the key made of a readable name and `parts`, which JSON must hold.
+    """Open <root>/datasets/<key>, converting the data first if no process has yet, or if the request says so.
 
-    convert: writes the four arrays into a directory (see `save`) and returns the class names; called if no process has yet.
-    files: a hash of what the files are like now. look: compare it, and convert them again if it was another then.
+    name, parts: what the key is made of, a readable word and all that defines the data, which JSON must hold. convert: writes the
+    four arrays into a directory (see `save`) and returns the class names. files: a hash of what the files are like, which `look`
+    compares with what they were like then.
     """
     key = cache_key(name, [FORMAT, *parts])
-    directory = root / "datasets" / key
+    directory = request.root / "datasets" / key
     now = functools.cache(files) if files else None
 
     def build(fresh: Path) -> None:
-        if directory.is_dir() and not force:
+        if directory.is_dir() and not request.force:
             log.warning("%s: files have changed since they were converted; they are converted again", name)
         if now:
             (fresh / FILES).write_text(now())
@@ -170,11 +230,13 @@ def open_or_convert(
         (fresh / "info.json").write_text(info.to_json())
 
     def stale(there: Path) -> bool:
-        return look and now is not None and not ((there / FILES).is_file() and (there / FILES).read_text() == now())
+        if not request.look or now is None:
+            return False
+        return not (there / FILES).is_file() or (there / FILES).read_text() != now()
 
-    build_once(directory, build, key="data-dir", force=force, stale=stale)
+    build_once(directory, build, key="data-dir", force=request.force, stale=stale)
     info, arrays, groups = _open(directory)
-    return Prepared(root, info, key, *arrays, groups)
+    return Prepared(request.root, info, key, *arrays, groups)
 
 
 def save(directory: Path, arrays: Arrays, groups: Groups | None = None) -> None:

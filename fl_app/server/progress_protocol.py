@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_app.errors import plain
+from fl_app.metrics import moments
 
 log = logging.getLogger("corolla")
 
@@ -133,7 +134,8 @@ def error_lines(error: Exception) -> Iterator[str]:
 
 def round_line(record: Mapping[str, Any], total: int, metric: str = "accuracy", ratio: bool = True) -> str:
     """Return the line that ends a round: a sentence for people, then the same as data. record: as in metrics.jsonl."""
-    before, after, loss = (_short(record[name]) for name in (f"{metric}-before", f"{metric}-after", "loss"))
+    name_before, name_after = moments(metric)
+    before, after, loss = (_short(record[name]) for name in (name_before, name_after, "loss"))
     seconds = {phase: round(seconds, 3) for phase, seconds in record["seconds"].items()}
     everyone = _short(record.get("evaluation", {}).get(metric))
     return _write(
@@ -141,9 +143,9 @@ def round_line(record: Mapping[str, Any], total: int, metric: str = "accuracy", 
             record["round"],
             total,
             before,
-            _deviation(record, f"{metric}-before"),
+            _deviation(record, name_before),
             after,
-            _deviation(record, f"{metric}-after"),
+            _deviation(record, name_after),
             loss,
             len(record["clients"]),
             record["upload-bytes"],

@@ -14,43 +14,30 @@ import numpy as np
 from fl_app import tasks, wire
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
-from fl_app.tasks import ACCURACY, Metric
+from fl_app.metrics import COUNTED, FINETUNED, POOLED, Metric, Reports, of_evaluation, of_training
+from fl_app.tasks import ACCURACY
 from fl_app.wire import Upload, WireError
 
 Record = dict[str, Any]
 
-FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
-
-
-REPORTED = (  # numbers that every method's clients report of a round, beside the task's metrics
-    "loss",
-    "loss-before",
-    "loss-after",
-    "test-samples",
-    "dp-epsilon",
-    "dp-noise",
-    *(f"seconds-{phase}" for phase in ("prepare", "merge", "evaluate", "train", "score", "state")),
-)
+UNSEEN = "unseen"
 SHA256 = "sha256"
+_OF_THE_PROTOCOL = (wire.STATE_VERSION, wire.STATE_USED, wire.PRIVATE, SHA256)  # no metrics
 
 
 def check_upload(
     upload: Upload,
-    own: tuple[str, ...] = (),
+    own: Reports | None = None,
     declared: Mapping[str, Scalar] | None = None,
     version: str = "",
     headline: Metric = ACCURACY,
 ) -> dict[str, Scalar]:
     """Return what a client reported with its upload. Raises WireError for numbers that cannot be.
 
-    own: names of the numbers the method's client half reports. declared: the client's properties, whose samples the upload must
-    have. version: the generation of client state that the message makes; the client's must be this one, or none.
+    own: what the method's client half reports. declared: the client's properties, whose samples the upload must have. version: the
+    generation of client state that the message makes; the client's must be this one, or none.
     """
     metrics = upload.metrics
-    for name in moments(headline):
-        wire.number(metrics, name, *headline.range)
-    for name in ("loss", "loss-before", "loss-after"):
-        wire.number(metrics, name, 0)
     if type(metrics.get("test-samples")) is not int or not 0 <= int(metrics["test-samples"]) < 2**53:
         raise WireError(f"test-samples must be an integer >= 0, got {reprlib.repr(metrics.get('test-samples'))}")
     if upload.num_examples < 1:
@@ -59,7 +46,7 @@ def check_upload(
     named = metrics.get(wire.STATE_VERSION, "")
     if version and named not in ("", version):
         raise WireError(f"{wire.STATE_VERSION} must be {version} or empty, got {reprlib.repr(named)}")
-    return known(metrics, (*moments(headline), *own))
+    return known(metrics, of_training(headline), own)
 
 
 def check_evaluation(
@@ -67,18 +54,11 @@ def check_evaluation(
     test_samples: int = 0,
     declared: Mapping[str, Scalar] | None = None,
     measured: Sequence[Metric] = (ACCURACY,),
+    own: Reports | None = None,
 ) -> dict[str, Scalar]:
     """Return what a client reported of an evaluation. Raises WireError for metrics that cannot be, and as `check_upload`."""
-    names = {f"{metric.name}{end}": metric for metric in measured for end in ("", FINETUNED)}
-    for name in names.keys() & metrics.keys():
-        wire.number(metrics, name, *names[name].range)
     check_samples(declared, None, test_samples)
-    return known(metrics, tuple(names))
-
-
-def moments(headline: Metric) -> tuple[str, str]:
-    """Names of the headline metric before and after a round's training."""
-    return f"{headline.name}-before", f"{headline.name}-after"
+    return known(metrics, of_evaluation(measured), own)
 
 
 def check_samples(declared: Mapping[str, Scalar] | None, train_samples: int | None, test_samples: int) -> None:
@@ -93,17 +73,17 @@ def check_samples(declared: Mapping[str, Scalar] | None, train_samples: int | No
             )
 
 
-def known(metrics: Mapping[str, Scalar], own: tuple[str, ...] = ()) -> dict[str, Scalar]:
-    """Return of what a client reported that which somebody knows: numbers of REPORTED and of its own, its state's versions.
+def known(metrics: Mapping[str, Scalar], table: Iterable[Metric] = (), own: Reports | None = None) -> dict[str, Scalar]:
+    """Return what a client reported, as far as `table` and the method declare it, and the versions of its state.
 
-    own: names beside REPORTED: of the task's metrics, of the method's numbers. All else would lie in every record and every
-    checkpoint. Raises WireError for one that is not what it must be.
+    All else would lie in every record and every checkpoint; it is left out, and `own` names it in the log. Raises WireError for a
+    value that is not what it must be.
     """
+    rows = {metric.name: metric for metric in (*table, *(own.metrics if own else ()))}
     kept: dict[str, Scalar] = {}
     for name, value in metrics.items():
-        if name in REPORTED or name in own:
-            if value not in (math.inf, -math.inf):  # of a loss out of range; recorded as none
-                wire.number(metrics, name)
+        if name in rows:
+            wire.number(metrics, name, *rows[name].range)
             kept[name] = value
         elif name in (wire.STATE_VERSION, wire.STATE_USED):
             if not isinstance(value, str) or not re.fullmatch(r"(\d{6}-\d{6})?", value, re.ASCII):
@@ -111,6 +91,8 @@ def known(metrics: Mapping[str, Scalar], own: tuple[str, ...] = ()) -> dict[str,
             kept[name] = value
         elif name == SHA256 and re.fullmatch("[0-9a-f]{64}", str(value)):
             kept[name] = value
+    if own:
+        own.warn_of_undeclared(name for name in metrics if name not in rows and name not in _OF_THE_PROTOCOL)
     return kept
 
 
@@ -135,20 +117,33 @@ def round_record(
     notes: Mapping[str, object],
     failures: list[Record],
     headline: Metric = ACCURACY,
+    own: Reports | None = None,
 ) -> Record:
     """A round's record. clients: entries of those whose uploads were used; sent_bytes: downloads, to failed ones too."""
     rows = list(clients.values())
-    record: Record = {"round": round}
-    for name in moments(headline):
-        record[name], record[f"{name}{POOLED}"] = mean_and_pooled(rows, name)
-    for name in ("loss", "loss-before", "loss-after"):
-        record[name] = mean_and_pooled(rows, name)[0]
-    if spent := [row["dp-epsilon"] for row in rows if row.get("dp-epsilon") is not None]:
-        record["dp-epsilon"] = max(spent)
-    record["upload-bytes"] = sum(row["upload-bytes"] for row in rows)
-    record["download-bytes"] = sent_bytes
+    record: Record = {"round": round, **reduced(rows, of_training(headline))}
+    record |= reduced(rows, COUNTED) | {"download-bytes": sent_bytes}
+    record |= reduced(rows, own.metrics if own else ())
     record |= {name: clean(value) for name, value in notes.items()}
     return {**record, "failures": failures, "clients": {str(i): row for i, row in clients.items()}}
+
+
+def reduced(rows: list[Record], table: Iterable[Metric]) -> Record:
+    """Return what a record holds of all clients' numbers; a largest one only if any client has one."""
+    found: Record = {}
+    for metric in table:
+        if metric.reduce in ("mean", "mean-and-pooled"):
+            mean, pooled = mean_and_pooled(rows, metric.name)
+            found[metric.name] = mean
+            if metric.reduce == "mean-and-pooled":
+                found[metric.name + POOLED] = pooled
+            continue
+        values = [row[metric.name] for row in rows if row.get(metric.name) is not None]
+        if metric.reduce == "sum":
+            found[metric.name] = clean(sum(values))
+        elif metric.reduce == "max" and values:
+            found[metric.name] = clean(max(values))
+    return found
 
 
 def evaluation_record(
@@ -165,22 +160,14 @@ def evaluation_record(
     """
     rows = {str(i): clients[i] for i in sorted(clients)}
     absent = sorted(set(range(num_clients)) - set(clients))
+    table = of_evaluation(measured)
     record: Record = {"download-bytes": sent_bytes, "failures": failures, "absent": absent, "clients": rows}
-    record |= means([row for i, row in rows.items() if int(i) not in unseen], measured)
+    record |= reduced([row for i, row in rows.items() if int(i) not in unseen], table)
     if unseen:
         apart = {i: row for i, row in rows.items() if int(i) in unseen}
-        record[UNSEEN] = {**means(list(apart.values()), measured), "ids": sorted(map(int, apart))}
+        record[UNSEEN] = {**reduced(list(apart.values()), table), "ids": sorted(map(int, apart))}
     record["digest"] = None if absent else digest(str(row["sha256"]) for row in rows.values())
     return record
-
-
-def means(rows: list[Record], measured: Sequence[Metric]) -> Record:
-    """Mean and pooled mean over clients of everything measured."""
-    first, *others = (metric.name for metric in measured)
-    found: Record = {}
-    for name in (first, f"{first}{FINETUNED}", "loss", *(name + end for name in others for end in ("", FINETUNED))):
-        found[name], found[f"{name}{POOLED}"] = mean_and_pooled(rows, name)
-    return found
 
 
 def clean(value: object) -> object:

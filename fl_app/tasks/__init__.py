@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from fl_app import extras, plugins
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError
+from fl_app.metrics import Metric
 from fl_app.tasks.classification import ACCURACY, Classification
 from fl_app.tasks.multi_label import MultiLabel
 from fl_app.tasks.regression import Regression
-from fl_app.tasks.task import Metric, Task
+from fl_app.tasks.task import Task
 
 if TYPE_CHECKING:
     from fl_app.config import RunConfig

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from fl_app.tasks.task import Metric, Task
+from fl_app.metrics import Metric
+from fl_app.tasks.task import Task
 from fl_app.tasks.torchmetrics_part import functional
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.tasks.task import Metric, Task
+from fl_app.metrics import Metric
+from fl_app.tasks.task import Task
 from fl_app.tasks.torchmetrics_part import functional
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from fl_app.tasks.task import Metric, Task
+from fl_app.metrics import Metric
+from fl_app.tasks.task import Task
 from fl_app.tasks.torchmetrics_part import functional
 
 if TYPE_CHECKING:

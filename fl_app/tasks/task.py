@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.metrics import Metric
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A metric: its name, its direction, and the numbers it can be. ratio: in [0, 1], shown in per cent."""
-
-    name: str
-    higher_is_better: bool = True
-    ratio: bool = False
-    low: float | None = None
-    high: float | None = None
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """The lowest and the highest number it can be."""
-        if self.ratio:
-            return 0.0, 1.0
-        return -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
-
-    @property
-    def best(self) -> Callable[[Iterable[float]], float]:
-        """What finds the best of several values."""
-        return max if self.higher_is_better else min
-
-    @property
-    def title(self) -> str:
-        """Its name as headings print it: accuracy, RMSE."""
-        return self.name if self.ratio else self.name.upper() if len(self.name) <= 4 else self.name
-
-    def text(self, value: float, digits: int = 2) -> str:
-        """Write a value: a ratio in per cent with so many digits, anything else with four that count."""
-        return f"{100 * value:.{digits}f}" if self.ratio else f"{value:.4g}"
 
 
 class Task:

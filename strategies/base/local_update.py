@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.layout import Layout, Model, Vector
+from fl_app.metrics import Metric
 from fl_app.tasks import Task
 from fl_app.wire import Upload
 
@@ -77,8 +78,16 @@ class Trainer(Protocol):
     weights: Tensor  # float32 [d]
     gradient: Tensor  # float32 [d]
     statistics: Tensor  # float32 [b]
-    steps: int  # taken since the last `train` or `batches` began
-    epoch: int  # of the current batch, from 1
+
+    @property
+    def steps(self) -> int:
+        """Steps taken since the last `train` or `batches` began."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """The current batch's epoch, from 1."""
+        ...
 
     @property
     def learning_rate(self) -> float:
@@ -247,10 +256,11 @@ class RoundContext(Generic[P]):
 class LocalUpdate(Generic[P]):
     """The client half of FedAvg, and of every method that only keeps some tensors local. Stateless; see RoundContext.
 
-    reports: names of the numbers that `upload` adds to its metrics; the server keeps no others, but for those that figures draw.
+    reports: the numbers that `upload` adds to its metrics. A Metric says what the round's record, trackers and reports make of one;
+    a name alone stands in the clients' entries. The server keeps no others, but for those that figures draw.
     """
 
-    reports: ClassVar[tuple[str, ...]] = ()
+    reports: ClassVar[tuple[str | Metric, ...]] = ()
     local_from_file: ClassVar[bool] = (
         True  # what does not travel starts from `initial-weights`, if given; else from the seed
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from fl_app import rng, tasks, trainable_tensors
+from fl_app import metrics, rng, tasks, trainable_tensors
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.figures import Figure, Scalars
@@ -78,6 +78,11 @@ class Method(Generic[P]):
                 raise UserError(
                     f"{name}: method {config.method} trains a network around the model, which has no such parts"
                 )
+        if taken := metrics.taken_names(metrics.declared(self.local_update.reports), tasks.of(config).headline):
+            raise UserError(
+                f"method {config.method}: reports: every name once, and none that a record has for something else, got "
+                f"{', '.join(taken)}"
+            )
         if self.needs_whole and config.share:
             raise UserError(
                 f"method {config.method}: it is about all parameters that train; say with train which, and leave share unset, "
@@ -121,9 +126,17 @@ class Method(Generic[P]):
         return trainable_tensors.travelling(config, layout, self.shared(layout, config.params))
 
     @property
-    def reports(self) -> tuple[str, ...]:
-        """Names of the numbers that clients may report beside what every method's do."""
-        return (*self.local_update.reports, *(figure.record for figure in self.figures if isinstance(figure, Scalars)))
+    def reports(self) -> tuple[metrics.Metric, ...]:
+        """What clients may report beside what every method's do: what the client half declares, and what figures draw."""
+        own = metrics.declared(self.local_update.reports)
+        drawn = {figure.record for figure in self.figures if isinstance(figure, Scalars)}
+        return (*own, *metrics.declared(sorted(drawn - {metric.name for metric in own})))
+
+    @property
+    def drawn(self) -> tuple[Figure, ...]:
+        """What a report draws of the method's records: its figures, and the pictures of what clients report."""
+        own = [metric.figure for metric in metrics.declared(self.local_update.reports)]
+        return (*self.figures, *(figure for figure in own if figure is not None))
 
     def tested(self, config: RunConfig) -> str:
         """Say which models are tested before and after training where that needs saying (`LocalUpdate.tested`)."""

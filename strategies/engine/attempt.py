@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from fl_app.errors import said
 from fl_app.keys import Scalar
+from fl_app.metrics import Metric, Reports
 from fl_app.server import record as records
 from fl_app.server.exchange import Reply
 from fl_app.server.record import Record
-from fl_app.tasks import Metric
 from fl_app.wire import WireError
 from strategies.base.uploads import Intake
 
@@ -53,8 +53,8 @@ class Attempt:
         """Return the failures, a line each."""
         return [f"client {f['client']}: {f['cause']}" for f in self.failures]
 
-    def record(self, headline: Metric) -> Record:
-        """The round's record; earlier attempts count with their failures and their downloads."""
+    def record(self, headline: Metric, own: Reports) -> Record:
+        """The round's record; earlier attempts count with their failures and their downloads. own: the method's metrics."""
         assert self.intake is not None
         used = self.intake.metrics
         rows = {
@@ -66,7 +66,8 @@ class Attempt:
         }
         failures = [{**f, "attempt": k} for k, attempt in enumerate(self.earlier, 1) for f in attempt.failures]
         sent_bytes = sum(sum(attempt.sent.values()) for attempt in (*self.earlier, self))
-        return records.round_record(self.round, rows, sent_bytes, self.round_notes, failures + self.failures, headline)
+        failures += self.failures
+        return records.round_record(self.round, rows, sent_bytes, self.round_notes, failures, headline, own)
 
 
 class TooFewResults(Exception):

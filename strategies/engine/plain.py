@@ -19,6 +19,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
+from fl_app.metrics import Reports
 from fl_app.server import client_arrays
 from fl_app.server import record as records
 from fl_app.server.exchange import Exchange, Reply
@@ -55,7 +56,7 @@ class Messages(Said, Strategy):
         self.kept_versions: dict[int, tuple[str, ...]] = {}  # generations that durable checkpoints name
         self.round = 0
         self.attempt = Attempt()
-        self.reports: tuple[str, ...] = ()  # numbers that the method's own client half reports
+        self.reports = Reports()  # of the method's own client half
         self.screening = Screening()
         self.strayed: list[Stray] = []  # uploads of the last round that were used though they lay far from the others
 
@@ -187,7 +188,7 @@ class Messages(Said, Strategy):
             try:
                 loss, num_examples, metrics = wire.decode_evaluation(reply.usable())
                 declared = self.attempt.declared.get(reply.client_id)
-                metrics = records.check_evaluation(metrics, num_examples, declared, self.measured)
+                metrics = records.check_evaluation(metrics, num_examples, declared, self.measured, self.reports)
                 warn_of_damage(reply.client_id, metrics, self.versions)
                 row = {name: records.clean(value) for name, value in metrics.items()}
                 self.attempt.clients[reply.client_id] = {

@@ -91,7 +91,9 @@ class Rounds(Private):
                 replies = exchange.ask(what, messages, self.config.round_timeout, len(self.attempt.sent))
                 self.aggregate_train(round, replies, watch)  # type: ignore[arg-type]
                 left_out = exchange.roster.left_out
-                return self.attempt.record(self.measured[0]) | ({"left-out": left_out} if left_out else {})
+                return self.attempt.record(self.measured[0], self.reports) | (
+                    {"left-out": left_out} if left_out else {}
+                )
             except TooFewResults as error:
                 self.attempt.spoilt_by, without = str(error), without | error.absent
                 spoilt.append(self.attempt)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_app import known_names
 from fl_app import partition as part
 from fl_app.config import RunConfig
 from fl_app.data import index_files, named
@@ -137,6 +138,10 @@ def test_blocks_by_hand(clients: int, classes: int, per_client: int, expected: l
 
 
 # whole partitions
+
+
+def test_every_partition_that_a_config_may_name_has_its_rule() -> None:
+    assert set(part.PARTITIONS) == {*known_names.PARTITIONS, known_names.BY_COLUMN}
 
 
 @settings(deadline=None, max_examples=40)

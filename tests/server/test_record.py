@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fl_app.layout import Model
+from fl_app.metrics import Metric, Reports
 from fl_app.server import record as records
 from fl_app.wire import Upload, WireError
 from tests.conftest import f32
@@ -33,7 +34,7 @@ def test_known_numbers_are_kept_and_nothing_else() -> None:
         "state-version": "000002-000000",
     }
     assert records.check_upload(sent) == kept
-    assert records.check_upload(sent, ("alpha",), SAID, "000002-000000") == {**kept, "alpha": 0.25}
+    assert records.check_upload(sent, Reports([Metric("alpha")]), SAID, "000002-000000") == {**kept, "alpha": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_known_numbers_are_kept_and_nothing_else() -> None:
 )
 def test_numbers_that_cannot_be(sent: Upload, words: str) -> None:
     with pytest.raises(WireError, match=words):
-        records.check_upload(sent, (), SAID, "000002-000000")
+        records.check_upload(sent, None, SAID, "000002-000000")
 
 
 def test_no_number_of_a_client_makes_a_mean_that_json_does_not_have() -> None:

@@ -3,8 +3,8 @@
 FedOBP's setting has 100 clients: all 70,000 images divided per class by Dirichlet(0.1), a quarter of each client's images for
 test. A machine of two cores bears 20 of them:
 
-    python benchmarks/fashion_mnist_split.py /tmp/fashion
-    corolla run --set dataset=npz:/tmp/fashion/data.npz --set partition=file:/tmp/fashion/split.npz --clients 20
+    python -m studies.fashion_mnist_split fashion-mnist-split
+    corolla run --set dataset=npz:fashion-mnist-split/data.npz --set partition=file:fashion-mnist-split/split.npz --clients 20
 """
 
 from __future__ import annotations

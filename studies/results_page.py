@@ -1,10 +1,10 @@
-"""Writes the tables and pictures of docs/results.md, between its marks, from the runs in results/ (`make docs`).
+"""Writes the tables and pictures of docs/results.md, between its marks, from the runs in studies/results (`make docs`).
 
-python -m benchmarks.results_page [NAME]    # with a NAME, of a folder in results/: print its tables, write nothing
+python -m studies.results_page [NAME]    # with a NAME, of a folder in studies/results: print its tables, write nothing
 
-A column of a paper's table is a sweep file, sweeps/NAME.toml, and what was collected of its runs, results/NAME; tables of their own
-have the early stage of training and the logs of FedOBP's authors. What of a sweep is not there is named, with the command that runs
-it.
+A column of a paper's table is a sweep file, sweeps/NAME.toml, and what was collected of its runs, results/NAME. The early stage
+of training, the logs of FedOBP's authors and what was tried of FedCAC have tables of their own. Runs of a sweep that are missing
+are named, with the command that makes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 
 from PIL import Image
 
-from benchmarks import differences, fashion_mnist_table
 from corolla import presets
 from corolla.experiments import compare, grouping, paper_metrics, sweep
 from corolla.experiments.compare import Line, Run
@@ -32,9 +31,12 @@ from corolla.report.groups import grouped
 from fl_app import plugins
 from fl_app.tasks import ACCURACY
 from strategies import METHOD_PARAMS
+from studies import differences, fashion_mnist_table
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "results.md"
+STUDIES = Path(__file__).resolve().parent
+RESULTS, SWEEPS = STUDIES / "results", STUDIES / "sweeps"
+DOCS = STUDIES.parent / "docs"
+PAGE = DOCS / "results.md"
 COLUMNS = {  # by sweep, and what a data set of image files counts as
     "fedobp-fashion-mnist": "fashion-mnist",
     "fedobp-fashion-mnist-drawn": "fashion-mnist",
@@ -44,20 +46,18 @@ COLUMNS = {  # by sweep, and what a data set of image files counts as
 CUT = "fedcac-cifar10-cut"
 TRIED = f"{CUT}-tried"  # the run of the column's own method, with one thing changed
 CURVES = {CUT: 10, TRIED: 20}  # curves beside each other, and every how many rounds
-PICTURES = {
-    name: ROOT / "docs" / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", "fedcac-cifar10-cut")
-}
+PICTURES = {name: DOCS / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", "fedcac-cifar10-cut")}
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
-LOGGED = ROOT / "benchmarks" / "fedobp_logs.toml"
+LOGGED = STUDIES / "fedobp_logs.toml"
 REPLAYED = {  # methods of the user's own, beside the sweep: what of the logs they have
     "replayed:METHOD": "the logs' clients",
     "as_logged:METHOD": "the logs' clients, weights, newcomers",
 }
 PERSONAL = {"nothing": "fedavg", "classifier": "fedper"}  # their key `personal`: which method that is
-AS_RUN = "as-run"  # folder of a column's rows by benchmarks/as_run.py
+AS_RUN = "as-run"  # folder of a column's rows by studies/as_run.py
 FAR_POINTS, FAR_STD = 2.0, 2.0  # a figure is far from the published one if it is by more than both
-_BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def far(line: Line) -> bool:
@@ -161,7 +161,7 @@ def small(panel: Panel) -> bytes:
 
 
 def as_run(results: Path) -> list[str]:
-    """Return the lines of the table of benchmarks/as_run.py's rows, none if there are none."""
+    """Return the lines of the table of studies/as_run.py's rows, none if there are none."""
     rows = []
     for path in sorted(results.glob(f"{AS_RUN}/*.json")):
         row = json.loads(path.read_text(encoding="utf-8"))
@@ -174,7 +174,7 @@ def as_run(results: Path) -> list[str]:
     if not rows:
         return []
     head = "| method, as its code runs it | published | before, mean | before, pooled | seed | tests after rounds |"
-    made = "Made by `python -m benchmarks.as_run`, which says what sets them apart."
+    made = "Made by `python -m studies.as_run`, which says what sets them apart."
     return ["", head, "|---" * 6 + "|", *rows, "", made]
 
 
@@ -203,9 +203,9 @@ def beside_the_logs(paths: Sequence[Path]) -> list[str]:
 
 def own_table(name: str, results: Path) -> str:
     """Return what stands between the marks of a table of its own, of the early stage or the logs."""
-    plugins.look_in(ROOT / "sweeps")  # the methods of REPLAYED
+    plugins.look_in(SWEEPS)  # the methods of REPLAYED
     there = len(list(results.glob("*/summary.json")))
-    points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
+    points = sweep.expand(sweep.read(SWEEPS / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
     text = ["", *(OWN_TABLES[name]([results]) if there else []), ""]
     if left := len(points) - there:
         text += [f"{left} of {len(points)} runs are not made yet.", ""]
@@ -247,10 +247,10 @@ def block(name: str, results: Path) -> str:
     """Return what stands between a column's marks."""
     if name in OWN_TABLES:
         return own_table(name, results)
-    points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
+    points = sweep.expand(sweep.read(SWEEPS / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
     lines = lines_of(name, results)
-    command = f"`corolla sweep sweeps/{name}.toml --in-process"
-    after = f"then `corolla runs runs/{name} --collect results/{name}` and `make docs`"
+    command = f"`corolla sweep studies/sweeps/{name}.toml --in-process"
+    after = f"then `corolla runs runs/{name} --collect studies/results/{name}` and `make docs`"
     left = missing(points, lines)
     text = [""]
     if lines:
@@ -284,21 +284,21 @@ def block(name: str, results: Path) -> str:
 
 def page(text: str, results: Path) -> str:
     """Return the page with its blocks made anew."""
-    return _BLOCK.sub(lambda found: f"{found[1]}{block(found[2], results / found[2])}{found[3]}", text)
+    return BLOCK.sub(lambda found: f"{found[1]}{block(found[2], results / found[2])}{found[3]}", text)
 
 
 def main() -> None:
     """Rewrite docs/results.md and its pictures, or print one column's tables."""
-    text, results = PAGE.read_text(encoding="utf-8"), ROOT / "results"
+    text = PAGE.read_text(encoding="utf-8")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", choices=(*COLUMNS, *OWN_TABLES))
     if name := parser.parse_args().name:
-        print(block(name, results / name))
+        print(block(name, RESULTS / name))
         return
-    if (new := page(text, results)) != text:
+    if (new := page(text, RESULTS)) != text:
         PAGE.write_text(new, encoding="utf-8")
     for name, path in PICTURES.items():
-        if panel := over_rounds(name, results / name):
+        if panel := over_rounds(name, RESULTS / name):
             path.write_bytes(small(panel))
 
 

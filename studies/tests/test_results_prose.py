@@ -1,4 +1,4 @@
-"""What the prose of docs/results.md says in figures, against the runs in results/ and the presets' published figures.
+"""What the prose of docs/results.md says in figures, against the runs in studies/results and the presets' published figures.
 
 Every sentence with a figure is one of the `claims` below, with `{}` where the figure stands; a figure that stands in none, and is
 no setting, is refused.
@@ -14,14 +14,14 @@ from collections.abc import Mapping, Set
 from functools import cache
 from typing import Any
 
-from benchmarks import differences, fashion_mnist_table, results_page
 from corolla import presets
 from corolla.experiments import compare, paper_metrics
 from corolla.experiments.compare import Line, Run
 from fl_app import plugins
 from strategies import METHOD_PARAMS
+from studies import differences, fashion_mnist_table, results_page
+from studies.results_page import RESULTS
 
-RESULTS = results_page.ROOT / "results"
 COLUMN, DRAWN, CIFAR, CUT = "fedobp-fashion-mnist", "fedobp-fashion-mnist-drawn", "fedobp-cifar10", "fedcac-cifar10-cut"
 LOGS = tomllib.loads(results_page.LOGGED.read_text(encoding="utf-8"))
 SETTINGS = re.compile(
@@ -73,7 +73,7 @@ def late(run: Run) -> list[float]:
 @cache
 def beside_logs() -> dict[tuple[str, str, float], Run]:
     """The runs beside the authors' logs by (method of the run, method it is, momentum)."""
-    plugins.look_in(results_page.ROOT / "sweeps")
+    plugins.look_in(results_page.SWEEPS)
     runs = compare.load([RESULTS / results_page.LOGS], METHOD_PARAMS)[0]
     return {(run.config.method, is_(run), run.config.momentum): run for run in runs}
 
@@ -554,7 +554,7 @@ def test_no_method_is_measurably_above_fedobp() -> None:
 
 
 def test_every_figure_of_the_prose_comes_from_the_runs() -> None:
-    text = results_page._BLOCK.sub("", results_page.PAGE.read_text(encoding="utf-8"))
+    text = results_page.BLOCK.sub("", results_page.PAGE.read_text(encoding="utf-8"))
     prose = " ".join(re.sub(r"```[\s\S]*?```|`[^`\n]*`|\]\([^)]*\)|^#+ .*$", "", text, flags=re.MULTILINE).split())
     for template, values in claims():
         sentence = template.format(*values)

@@ -1,6 +1,6 @@
 """Rows of FedOBP's Table 6 as its code runs them, which are other methods than those of their names.
 
-python -m benchmarks.as_run apfl|fedala|flute [--seed 0] [--output results/fedobp-fashion-mnist/as-run]
+python -m studies.as_run apfl|fedala|flute [--seed 0] [--output studies/results/fedobp-fashion-mnist/as-run]
 
 Its code base is FL-bench (github.com/KarhouTam/FL-bench). In its serial mode, which this is, one object trains and tests all
 clients, one by one; some of the authors' stored logs are of two such objects side by side. Data, split, first model, clients of a
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from client_app.process import prepare_training
 from client_app.trainer import LocalTrainer
 from corolla import presets
 from corolla.experiments import sweep
@@ -40,7 +41,7 @@ from strategies.base import RoundContext
 from strategies.fedala import head, head_inputs, mix, mixed_from, settled, step
 from strategies.flute import FLUTEUpdate, on_head
 
-SWEEP = Path(__file__).resolve().parent.parent / "sweeps" / "fedobp-fashion-mnist.toml"
+SWEEP = Path(__file__).resolve().parent / "sweeps" / "fedobp-fashion-mnist.toml"
 
 
 class Worker:
@@ -256,6 +257,7 @@ def main() -> None:
     preset = f"fedobp/fashion-mnist-dirichlet-0.1/{options.row}"
     settings = {**presets.read_preset(preset), **sweep.read(SWEEP).settings, "seed": options.seed, "client-threads": 1}
     config = parse(settings, METHOD_PARAMS)
+    prepare_training(config.client_threads)
     started, tests = time.perf_counter(), {}
     for round, found in ROWS[options.row](config).run():
         tests[round] = found

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import differences
 from corolla.experiments import compare
 from strategies import METHOD_PARAMS
+from studies import differences
 from tests.experiments.test_compare import lines, run_folder
 
 FASHION = "fedobp/fashion-mnist-dirichlet-0.1"

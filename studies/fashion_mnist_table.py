@@ -1,6 +1,6 @@
-"""The early stage's table of docs/results.md, from the folders of sweeps/fashion-mnist-methods.toml.
+"""The early stage's table of docs/results.md, from the folders of studies/sweeps/fashion-mnist-methods.toml.
 
-python -m benchmarks.fashion_mnist_table runs/fashion-mnist-methods
+python -m studies.fashion_mnist_table runs/fashion-mnist-methods
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""benchmarks/as_run.py: FedAvg as Corolla has it; each row beside a naive loop of its code's steps."""
+"""studies/as_run.py: FedAvg as Corolla has it; each row beside a naive loop of its code's steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks import as_run
-from benchmarks.as_run import APFL, FLUTE, FedALA, Worker
 from client_app.trainer import LocalTrainer
 from corolla import presets
 from fl_app import rng, weights
@@ -22,6 +20,8 @@ from fl_app.keys import Scalar
 from fl_app.server.run_folder import read_metrics
 from fl_app.weights import load_safetensors
 from strategies import METHOD_PARAMS
+from studies import as_run
+from studies.as_run import APFL, FLUTE, FedALA, Worker
 from tests.conftest import Run, flat
 
 ROUNDS = {"num_server_rounds": 3, "evaluate_every": 1, "fraction_train": 0.5, "local_epochs": 2}  # two of three clients
