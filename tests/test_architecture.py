@@ -14,6 +14,16 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
 COMPOSITION_ROOT = "fl_app.server_app"  # of a run; it alone, of the ground floor, names strategies
 
+BELOW_API = (
+    "fl_app",
+    "strategies",
+    "client_app",
+    "deploy",
+    "corolla.presets",
+    "corolla.experiments",
+    "corolla.report",
+)
+
 # What the files of a floor may import beside their own floor. The longest prefix of a module's name says which floor it is on.
 FLOORS: dict[str, tuple[str, ...]] = {
     "fl_app": (),
@@ -27,6 +37,8 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "corolla.report": ("fl_app", "corolla.experiments"),
     "corolla.method": ("fl_app", "strategies"),
     "corolla.task": ("fl_app",),
+    "corolla.api": BELOW_API,
+    "corolla.cli": (*BELOW_API, "corolla.api"),
     "corolla": PACKAGES,
 }
 

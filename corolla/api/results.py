@@ -75,7 +75,7 @@ class Run:
         The same that `corolla export` writes, compared with the hash that the client told when it was evaluated last. Raises
         UserError if the run is not finished, there is no such client, or the server has not got the model.
         """
-        from corolla.cli.settings import look_for_plugins
+        from corolla.api.settings import look_for_plugins
         from corolla.experiments.exported import run_models
         from strategies import METHODS
 
@@ -103,11 +103,11 @@ class Run:
             return f"<p><code>{escape(str(self.path))}</code>: {escape(str(error))}</p>"
 
     def _table(self) -> str:
-        from corolla.cli.tables import results
+        from corolla.experiments.table import single_runs
 
         folder = self._folder
         if folder.finished:
-            header, row = results([folder])
+            header, row = single_runs([folder])
         else:
             header, row = runs.listing([folder])
             header, row = header[1:], row[1:]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from corolla.cli.settings import console, errors, say_unfinished, warn
+from corolla.api.console import console, errors, say_unfinished, warn
+from corolla.api.waiting import waiting
 from corolla.cli.tables import show_table
-from corolla.cli.waiting import waiting
 from fl_app import extras
 from fl_app.errors import UserError
 from fl_app.sources import SOURCES

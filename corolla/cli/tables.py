@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +10,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from corolla.cli.settings import console
+from corolla.api.console import command, console, nearby
 from corolla.experiments.runs import Run
-from fl_app.tasks import Metric
+from corolla.experiments.table import cell, single_runs
+from corolla.experiments.table import size as size
 
 CAPTION = (
     "{}. final: mean over all clients after the last round, each on its own test data; pooled: weighted by test samples; "
@@ -30,7 +29,7 @@ def show_results(folders: Sequence[Path]) -> None:
     """End with a table of the runs and the folders' paths."""
     runs = [Run(folder) for folder in folders]
     summaries = [run.summary for run in runs]
-    header, *body = fitting(results(runs), console.width if console.is_terminal else 0)
+    header, *body = fitting(single_runs(runs), console.width if console.is_terminal else 0)
     table = Table(*header)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -57,17 +56,6 @@ def show_results(folders: Sequence[Path]) -> None:
         console.print(f"{folder}", soft_wrap=True)
 
 
-def results(runs: Sequence[Run]) -> list[list[str]]:
-    """Return finished runs as a table, header first: headline metric, bytes, seconds."""
-    lines = [["method", "final", "pooled", "best", "upload", "download", "seconds"]]
-    for run in runs:
-        s, metric = run.summary, run.headline
-        keys = (f"final-{metric.name}", f"final-{metric.name}-pooled", f"best-{metric.name}")
-        traffic = (size(s["upload-bytes"]), size(s["download-bytes"]))
-        lines.append([s["method"], *(cell(metric, s[key]) for key in keys), *traffic, f"{s['seconds']:.1f}"])
-    return lines
-
-
 def fitting(lines: list[list[str]], width: int) -> list[list[str]]:
     """Return a table of results with as many columns as a terminal has room for, so that none is cut; width 0: all."""
     for name in ("pooled", "download", "upload", "best"):
@@ -84,21 +72,6 @@ def show_next(runs: Sequence[Path]) -> None:
     console.print(f"\nnext: {escape(' '.join(words))}    # a page with tables and pictures", soft_wrap=True)
 
 
-def command() -> str:
-    """Return how this command was called, as its user would type it."""
-    called = Path(sys.argv[0])
-    found = shutil.which("corolla")
-    if called.name == "corolla" and called.is_file() and not (found and Path(found).samefile(called)):
-        return shlex.quote(nearby(called))
-    return "corolla"
-
-
-def nearby(path: Path) -> str:
-    """Return a path as one types it: relative if it lies under the current directory."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
 def show_table(lines: Sequence[Sequence[str]]) -> None:
     """Print a table whose first line is the header; plain columns when output is not a terminal."""
     header, *body = lines
@@ -111,22 +84,3 @@ def show_table(lines: Sequence[Sequence[str]]) -> None:
     for line in body:
         table.add_row(*map(escape, line))
     console.print(table)
-
-
-def cell(metric: Metric, value: float | None) -> str:
-    """Format a headline metric."""
-    return percent(value) if metric.ratio or value is None else metric.text(value)
-
-
-def percent(value: float | None) -> str:
-    """Format a ratio as a percentage."""
-    return "n/a" if value is None else f"{100 * value:.2f} %"
-
-
-def size(nbytes: float) -> str:
-    """Format bytes."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.3g} {unit}"

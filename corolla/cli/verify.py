@@ -7,7 +7,9 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from corolla.cli.settings import SetOption, absolute_paths, console, parse_set, resolve
+from corolla.api.console import console
+from corolla.api.settings import absolute_paths, resolve
+from corolla.cli.options import SetOption, parse_set
 from corolla.cli.tables import size
 from fl_app import checksums
 from fl_app.errors import UserError

@@ -109,3 +109,30 @@ def write_results(directory: Path, rows: Sequence[Row], title: str, remarks: Seq
     lines += ["", f"{caption(rows).partition(' final:')[0].replace('standard', 'sample standard')}", ""]
     for name, content in (("results.csv", text.getvalue()), ("results.md", "\n".join(lines))):
         (directory / name).write_text(content, encoding="utf-8")
+
+
+def size(nbytes: float) -> str:
+    """Format bytes."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000 or unit == "GB":
+            break
+        nbytes /= 1000
+    return f"{nbytes:.3g} {unit}"
+
+
+def cell(metric: Metric, value: float | None) -> str:
+    """Format a headline metric with its unit."""
+    if value is None:
+        return "n/a"
+    return f"{metric.text(value)} %" if metric.ratio else metric.text(value)
+
+
+def single_runs(runs: Sequence[Run]) -> list[list[str]]:
+    """Return finished runs as text, a row each, header first: headline metric, bytes, seconds."""
+    lines = [["method", "final", "pooled", "best", "upload", "download", "seconds"]]
+    for run in runs:
+        s, metric = run.summary, run.headline
+        keys = (f"final-{metric.name}", f"final-{metric.name}-pooled", f"best-{metric.name}")
+        traffic = (size(s["upload-bytes"]), size(s["download-bytes"]))
+        lines.append([s["method"], *(cell(metric, s[key]) for key in keys), *traffic, f"{s['seconds']:.1f}"])
+    return lines

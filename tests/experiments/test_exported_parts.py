@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from corolla import cli
+from corolla.api.settings import look_for_plugins
 from corolla.experiments.exported.export import export
 from fl_app import models, weights
 from fl_app.errors import UserError
@@ -42,7 +42,7 @@ def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """An adapter and a head on a backbone from a file."""
     (tmp_path / "adapted_model.py").write_text(ADAPTED)
     monkeypatch.chdir(tmp_path)
-    cli.look_for_plugins()
+    look_for_plugins()
     torch.manual_seed(3)
     module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=5)
     weights.save_safetensors(tmp_path / "backbone.safetensors", Layout.of(module), weights.read(module))

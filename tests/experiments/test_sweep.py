@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from corolla import cli
+from corolla.api import runs
 from corolla.experiments import sweep
 from corolla.experiments.runs import Run
 from fl_app.errors import UserError
@@ -374,14 +375,14 @@ def test_a_failed_run_does_not_end_the_sweep(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "s.toml", SMALL.format(rounds=1).replace("seed = [0, 1]", ""))
-    real = cli.runs.run_in_process
+    real = runs.run_in_process
 
     def fails_for_fedavg(config: Any, parsed: Any, until: int) -> Path:
         if parsed.method == "fedavg":
             raise RuntimeError("no such luck")
         return real(config, parsed, until)
 
-    monkeypatch.setattr(cli.runs, "run_in_process", fails_for_fedavg)
+    monkeypatch.setattr(runs, "run_in_process", fails_for_fedavg)
     code, out, err = corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process")
     assert code == 1 and "RuntimeError: no such luck" in err
     results = (tmp_path / "runs" / "s" / "results.md").read_text()

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
-from corolla.cli.live import Display
+from corolla.api.live import Display
 from fl_app.server.run_folder import ask_to_stop
 
 AFTER_ROUND = "stopping after this round; press Ctrl-C again to stop at once"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from corolla.cli.waiting import waiting
+from corolla.api.waiting import waiting
 from fl_app import data, progress
-from tests.cli.test_live import display
+from tests.api.test_live import display
 from tests.data.test_data_folder import write_folder
 
 

@@ -24,8 +24,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from corolla.cli import notebook
-from corolla.cli.waiting import Plain, is_terminal
+from corolla.api import notebook
+from corolla.api.waiting import Plain, is_terminal
 from fl_app.errors import plain
 from fl_app.server import progress_protocol
 from fl_app.server.progress_protocol import LOG_MARK, Failure, Folder, LeftOut, Progress, Resumed, Round, Stopped

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from client_app.client_app import app as client_app
-from corolla.cli import live, waiting
+from corolla.api import live, waiting
 from fl_app import server_app
 from fl_app.config import parse
 from fl_app.server import progress_protocol

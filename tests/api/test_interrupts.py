@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from client_app.client_app import app as client_app
-from corolla.cli import runs
-from corolla.cli.interrupts import AFTER_ROUND, AT_ONCE, answered
-from corolla.cli.live import Display
-from corolla.cli.waiting import waiting
+from corolla.api import runs
+from corolla.api.interrupts import AFTER_ROUND, AT_ONCE, answered
+from corolla.api.live import Display
+from corolla.api.waiting import waiting
 from corolla.experiments.launch import LOST
 from fl_app import server_app
 from fl_app.config import parse
@@ -23,7 +23,7 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.progress_protocol import LOG_MARK, folder_line
 from fl_app.server.run_folder import RUN, STOP, read_metrics
 from strategies import METHOD_PARAMS
-from tests.cli.test_live import display
+from tests.api.test_live import display
 from tests.conftest import Command, Run
 
 
