@@ -160,7 +160,7 @@ class Batches:
             yield self.inputs(images[chosen]), labels[chosen]
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Make of samples what the model is given, as the task and `normalize` say."""
+        """Return the model's inputs for samples, by the task and the key `normalize`."""
         return self._prepared(images).contiguous(memory_format=self._format)
 
 

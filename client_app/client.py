@@ -80,7 +80,7 @@ class CorollaClient(NumPyClient):
             return [], 0, {wire.ERROR: describe(error)}
 
     def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
-        """Evaluate the personalized model; with finetune-epochs also what so many local epochs make of it."""
+        """Evaluate the personalized model; with finetune-epochs also after so many more local epochs."""
         try:
             metrics = self._evaluate(wire.decode_download(parameters, config))
             return float(metrics.pop("loss")), self._reported_count(len(self.data.y_test)), dict(metrics)
@@ -207,7 +207,7 @@ class CorollaClient(NumPyClient):
         return open_client(self.config, self.client_id, data_path=self.data_path)
 
     def _context(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
-        """Load the state, build the run's model, and return what the method's client half is given; last the trainer.
+        """Load the state, build the run's model, and return the context of the method's client half, the state and the trainer.
 
         Raises UserError if the download is not of the model that is here, or if the state was trained without a budget.
         """
@@ -314,7 +314,7 @@ class CorollaClient(NumPyClient):
 
 
 def check_same_model(download: Download, layout: Layout, received: Layout, model: str) -> None:
-    """Raise UserError if a download is not of this client's model. layout: of the model. received: of what travels of it."""
+    """Raise UserError if a download is not of this client's model. layout: of the model. received: of its tensors that travel."""
     theirs = str(download.method.get(trainable_tensors.HASH, ""))
     if layout.constants != theirs:
         raise UserError(
@@ -330,7 +330,7 @@ def check_same_model(download: Download, layout: Layout, received: Layout, model
 
 
 def data_properties(data: ClientData, config: RunConfig) -> Config:
-    """Return what the server gets to know of a client's data: their shape, and their classes where it may."""
+    """Return the properties of a client's data that the server gets: their shape, and their classes where it may."""
     info = data.info
     properties: Config = {
         "in-channels": info.in_channels,

@@ -1,4 +1,4 @@
-"""A client's module and data on its device, and what can be measured of models there."""
+"""A client's module and data on its device, and the measurements of models there."""
 
 from __future__ import annotations
 

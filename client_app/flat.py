@@ -117,7 +117,7 @@ def mask_and_clip(gradient: Tensor, fixed: Tensor | None, clip_norm: float) -> N
 
 
 class SGD:
-    """torch.optim.SGD's step on a flat vector: weight decay, then momentum. fixed: bool [d], what must not change."""
+    """torch.optim.SGD's step on a flat vector: weight decay, then momentum. fixed: bool [d], the parameters that do not change."""
 
     def __init__(
         self, vector: Tensor, *, momentum: float, weight_decay: float, fixed: Tensor | None = None, clip_norm: float = 0
@@ -151,7 +151,7 @@ class SGD:
 
 
 class AdamW:
-    """torch.optim.AdamW's step on a flat vector, with its default betas and epsilon. fixed: bool [d], what must not change."""
+    """torch.optim.AdamW's step on a flat vector, with its default betas and epsilon. fixed: as of SGD."""
 
     def __init__(
         self, vector: Tensor, *, weight_decay: float, fixed: Tensor | None = None, clip_norm: float = 0

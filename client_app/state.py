@@ -121,7 +121,7 @@ class StateStore:
         return version
 
     def delete_before(self, version: str, keep: Collection[str] = ()) -> None:
-        """Delete the generations older than `version`, and what interrupted writes of such left; "" deletes none.
+        """Delete the generations older than `version`, and the remains of interrupted writes of such; "" deletes none.
 
         keep: generations that stay.
         """
@@ -148,7 +148,7 @@ class StateStore:
             raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
 
     def forget(self, *, simulated: bool = False) -> None:
-        """Delete what this client keeps of the experiment, and its directories if they are empty then.
+        """Delete this client's state of the experiment, and its directories if they are empty then.
 
         What its records have spent and which attempts it has answered stays: whoever names the experiment again must find both.
         simulated: nobody is protected by it, and it goes as well.
@@ -194,7 +194,7 @@ def remove(root: Path, experiment: str) -> bool:
 
 
 def _clear(clients: Iterable[Path], *, everything: bool = False) -> None:
-    """Delete what stands in clients' directories and does not stay, and the directories, the experiment's too, if empty then."""
+    """Delete the files in clients' directories, but for budgets and claims, and the directories that are empty then."""
     for directory in list(clients):
         for path in directory.glob("*"):
             if everything or not (path.name.startswith(BUDGET) or path.suffix == _CLAIM):

@@ -190,7 +190,7 @@ class LocalTrainer(LoadedModel):
     def optimizer(self, vector: Tensor, fixed: Tensor | None = None, part: slice = slice(None)) -> Optimizer:
         """Return the run's optimizer for a vector [d] on the device, or a part of it.
 
-        fixed: bool [d], what must not change; default: what the user's model fixes.
+        fixed: bool [d], the parameters that do not change; default: those the user's model fixes.
         """
         if fixed is None:
             fixed = self.flat.freeze(frozenset())

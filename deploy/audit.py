@@ -1,4 +1,4 @@
-"""What a site keeps of every run: a file of JSON lines, each of which carries the hash of the one before it.
+"""A site's audit of every run: a file of JSON lines, each of which carries the hash of the one before it.
 
 A line is an object whose last key is `hash`: the sha256 of the line without it. Its `previous` is the hash of the line before,
 64 zeros in the first. So whoever changes, inserts or removes one byte of a line has to make every later line anew; and the last
@@ -97,7 +97,7 @@ def _head(directory: Path) -> tuple[int, str]:
 class Audit:
     """The audit of one site, written by one process at a time.
 
-    Raises UserError if another process has it, or what is there is not intact: it is never written behind.
+    Raises UserError if another process has it, or the audit that is there is not intact: nothing is appended to it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -136,7 +136,7 @@ class Audit:
         return digest
 
     def _write(self, line: bytes) -> None:
-        """Write behind what this process wrote last, and nothing else."""
+        """Append after this process's last line, at no other place."""
         descriptor = os.open(self.directory / FILE, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             if (size := os.fstat(descriptor).st_size) != self._size:

@@ -101,7 +101,7 @@ def _write_server(
 
 
 def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = None) -> None:
-    """Raise UserError naming what is missing, open to others, expired or does not fit, and the command that mends it.
+    """Raise UserError naming a file that is missing, open to others, expired or does not fit, and the command that mends it.
 
     nodes: whose keys are needed; None: all.
     """

@@ -27,7 +27,7 @@ def config_path() -> Path:
 
 
 def require_free(path: Path, name: str, table: dict[str, Any]) -> None:
-    """Raise UserError if the connection could not be added: one of its name is there already, say."""
+    """Raise UserError if the connection could not be added, as when there is one of its name already."""
     _with_table(path, _text(path), name, table)
 
 
@@ -37,7 +37,7 @@ def add(path: Path, name: str, table: dict[str, Any]) -> None:
 
 
 def remove(path: Path, name: str, table: dict[str, Any]) -> None:
-    """Remove our table if it is still there and still says what we wrote. Raises UserError if it cannot be cut out."""
+    """Remove our table if it is still there as we wrote it. Raises UserError if it cannot be cut out."""
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A site's gate: what lies between a SuperNode's connection and the applications it would start.
+"""A site's gate, between a SuperNode's connection and the applications it would start.
 
 Flower's SuperNode takes its messages from seven functions, its connection to the SuperLink. Here each of them is passed through the
 site's rules: an application that is refused is neither unpacked nor imported, its server gets an answer that names the rule, and
@@ -70,7 +70,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Node:
-    """What a SuperNode gets at its start: which client of how many it is, and where its data lies."""
+    """A SuperNode's --node-config: which client of how many it is, and where its data lies."""
 
     client_id: int
     num_clients: int
@@ -79,7 +79,10 @@ class Node:
 
 @dataclass
 class Judged:
-    """A run and its code, fetched once: what was judged is what is started. refusal: the rule it broke, or ""."""
+    """A run and its code, fetched once, so that the code that was judged is the code that starts.
+
+    refusal: the broken rule, or "". waits: for a person's approval.
+    """
 
     run: Run
     fab: Fab
@@ -90,7 +93,7 @@ class Judged:
 
     @property
     def request(self) -> Request:
-        """What a person is asked about."""
+        """The request that a person of the site answers."""
         return Request(str(self.run.run_id), self.application, self.config)
 
 

@@ -20,7 +20,7 @@ _SECONDS = 120
 
 
 def ask(host: str, python: str, request: Json) -> Json:
-    """Send a request and return the reply. Raises UserError naming the host and what went wrong on the way or there."""
+    """Send a request and return the reply. Raises UserError naming the host and the fault, on the way or there."""
     if host == LOCAL:
         try:
             return node.handle(request)

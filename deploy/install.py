@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def summarize(line: str) -> str:
-    """Return what a line of pip's output says of the installation, in a few words; "" if nothing."""
+    """Return the progress that a line of pip's output shows, in a few words; "" if none."""
     if large := _LARGE.match(line):
         return f"downloading {large[1].split('-')[0]} ({large[2]})"
     if found := _PACKAGES.match(line):
@@ -52,7 +52,7 @@ def summarize(line: str) -> str:
 
 
 def run(command: list[str], doing: str, summary: Callable[[str], str] = lambda line: "") -> None:
-    """Run a command, print what `summary` makes of its lines, and what it is doing when nothing was printed for a while.
+    """Run a command; print the summaries of its lines, and the current step when nothing was printed for a while.
 
     Exits with the end of its output if it fails.
     """

@@ -32,7 +32,7 @@ KEY, PUBLIC, INVITATION, CA = "node.key", "node.pub", "invitation.toml", "ca.crt
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a site needs to know of a cluster: the SuperLink's address and port, which client it is, the CA's certificate."""
+    """A site's view of a cluster: the SuperLink's address and port, which client of how many it is, the CA's certificate."""
 
     superlink: str
     client: int

@@ -195,7 +195,7 @@ _CONNECTED = re.compile(r"SuperNode ID: \d+|Connection successful after")
 
 
 def explain_refusals(name: str, log: str) -> list[str]:
-    """Return what the refusals in a process's log mean, each once. name: superlink, supernode-K, tunnel."""
+    """Return the meanings of the refusals in a process's log, each once. name: superlink, supernode-K, tunnel."""
     kind = name.partition("-")[0]
     known = _MEANINGS.get(kind, ())
     if kind == "supernode":

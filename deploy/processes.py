@@ -1,7 +1,7 @@
 """Processes of a cluster on this machine: started detached, found again by pid and start time, ended with their children.
 
 A cluster's directory holds, for each process, NAME.json (its record) and NAME.log. Whoever else has the same pid later has
-another start time, and is never touched. Children carry the cluster's token in their environment.
+another start time, and is left alone. Children carry the cluster's token in their environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `corolla cluster up` would start, written down: commands for another tool, or for a person; and a Slurm job."""
+"""The commands that `corolla cluster up` would run, as text for another tool or a person; and a Slurm job."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def by_host(inventory: Inventory) -> str:
 
 
 def _host(inventory: Inventory, host: str, python: str, *, superlink: bool) -> list[str]:
-    """Return what starts a host's SuperLink, or its SuperNodes."""
+    """Return the commands that start a host's SuperLink, or its SuperNodes."""
     place, nodes = _place(inventory, host, python), [node for node in inventory.supernodes if node.host == host]
     if superlink:
         processes, keys = [commands.superlink(inventory, place)], [certificates.SERVER, certificates.SERVER_KEY]
@@ -72,7 +72,7 @@ def _place(inventory: Inventory, host: str, python: str) -> Place:
 
 
 def _connection(inventory: Inventory) -> list[str]:
-    """Return what lets this machine's `flwr` and `corolla` find the SuperLink, and it its nodes."""
+    """Return the commands that add the SuperLink to Flower's config here, and register the nodes' keys with it."""
     name, config = inventory.name, connection.config_path()
     trust = f'root-certificates = "{inventory.keys}/{certificates.CA}"' if inventory.secure else "insecure = true"
     table = f'\\n[superlink.{name}]\\naddress = "127.0.0.1:{inventory.superlink.control_port}"\\n{trust}\\n'
@@ -222,7 +222,7 @@ def slurm(inventory: Inventory) -> str:
 
 
 def _case(inventory: Inventory, node: SuperNode, place: Place, python: str) -> str:
-    """Return what a task of one number starts; which GPU it has is Slurm's to say."""
+    """Return the shell case of one task, a SuperNode; Slurm decides which GPU it has."""
     here = dataclasses.replace(node, python=python, gpu=None if node.gpu else node.gpu)
     process = commands.supernode(inventory, here, place, 0)
     return f"{node.client_id}) exec {shell.line(process.command, process.environment)} ;;"

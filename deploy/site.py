@@ -1,4 +1,4 @@
-"""What a site decides about the runs it takes part in: `site.toml`, which no run can override.
+"""A site's rules for the runs it takes part in: `site.toml`, which no run can override.
 
 ```toml
 applications = ["9f2c..."]          # sha256 of the applications that may run here

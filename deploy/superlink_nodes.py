@@ -107,7 +107,7 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
     """Take a SuperNode's key back: the SuperLink answers it no more, its key files go, and its process is ended.
 
     Returns a sentence for each thing that could not be done after that. The node is found by its key among those the SuperLink has
-    registered, whatever it says of itself. Raises UserError if there is nothing to take back.
+    registered, not by a name it gives itself. Raises UserError if there is nothing to take back.
     """
     node = next((n for n in cluster.inventory.supernodes if n.client_id == client_id), None)
     if node is None and client_id not in cluster.inventory.joined:

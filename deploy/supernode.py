@@ -33,7 +33,7 @@ from fl_app.wire import PRIVATE_KEYS
 
 
 def sites_directory() -> Path:
-    """Return the directory of what the sites on this machine keep: keys, audits, approvals."""
+    """Return the directory of the keys, audits and approvals of the sites on this machine."""
     return state_home() / "sites"
 
 
@@ -65,7 +65,7 @@ def run(name: str, rules: str, options: list[str]) -> None:
 
 
 def configure_logging() -> None:
-    """Log what the gate does beside what Flower logs."""
+    """Log the gate's messages beside Flower's."""
     log = logging.getLogger("corolla")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("corolla: %(message)s"))
@@ -141,7 +141,10 @@ def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
 def confinement_of(
     rules: Site, node: Node, writable: Iterable[Path], runtime: str, private_key: str = ""
 ) -> Confinement:
-    """Return what applications may reach. runtime: the SuperNode's address for them. private_key: the node's for private runs."""
+    """Return the confinement of applications.
+
+    runtime: the SuperNode's address for them. private_key: the node's for private runs.
+    """
     read = [*confine.installation(), *(rules.readable_paths or ())]
     if node.data_path:
         read.append(node.data_path)
