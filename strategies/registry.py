@@ -79,6 +79,10 @@ def _check(method: Method[Any], table: str) -> None:
         made_of = getattr(half, "__origin__", half)  # FedAvg[Params] is FedAvg
         if not isinstance(made_of, type) or not issubclass(made_of, base):
             raise UserError(f"{part} must be a class made of {base.__name__}, got {half!r}")
+    if hasattr(method.strategy, "counts_alike"):
+        raise UserError(
+            "strategy: has counts_alike, which nothing asks; what uploads count is said by weights(uploads)"
+        )
     _check_params(method.params, table)
 
 

@@ -292,7 +292,7 @@ OWN_TABLES: Mapping[str, Callable[[Path], Iterable[str]]] = {
 def own_block(name: str, results: Path) -> str:
     """Return what stands between the marks of a table of OWN_TABLES."""
     # for the methods of REPLAYED
-    plugins.look_in(SWEEPS)
+    plugins.reset(SWEEPS)
     made, asked = len(list(results.glob("*/summary.json"))), len(points_of(name, results))
     text = ["", *(OWN_TABLES[name](results) if made else []), ""]
     if made < asked:

@@ -74,9 +74,9 @@ OWN_METHODS = tuple(f"{path.stem}:METHOD" for path in sorted(PLUGINS.glob("*.py"
 @pytest.fixture
 def own_methods() -> Iterator[None]:
     """Let the methods of tests/plugins be found, as beside a config file there."""
-    plugins.look_in(PLUGINS)
+    plugins.reset(PLUGINS)
     yield
-    plugins.look_in()
+    plugins.reset()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -193,3 +193,12 @@ def test_what_corolla_names_is_there() -> None:
 
 def test_types_are_told_to_who_imports_a_package() -> None:
     assert [name for name in PACKAGES if not (ROOT / name / "py.typed").is_file()] == []
+
+
+def test_a_server_half_knows_neither_flower_nor_what_runs_it() -> None:
+    edges, tops = graph(), {name.split(".")[0] for name in imported(ROOT / "strategies" / "base" / "server_half.py")}
+    assert "flwr" not in tops
+    reached = {target for target in edges["strategies.base.server_half"] if target.startswith("strategies.engine")}
+    assert not reached
+    engine = [module for module in edges if module.startswith("strategies.engine.")]
+    assert engine and not [module for module in engine if "strategies.base.strategy" in edges[module]]

@@ -30,7 +30,7 @@ class Scale(StrEnum):
 
 def look_for_plugins(*first: Path) -> None:
     """Look up the user's own files in these directories, then in the current one, then in the app's."""
-    plugins.look_in(*first, Path(), APP_DIRECTORY)
+    plugins.reset(*first, Path(), APP_DIRECTORY)
 
 
 def read_preset(name: str) -> dict[str, Scalar]:

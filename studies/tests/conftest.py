@@ -15,4 +15,4 @@ __all__ = ["data_dir", "own_logging", "raw_config", "run"]
 @pytest.fixture(autouse=True)
 def no_plugins() -> Iterator[None]:
     yield
-    plugins.look_in()
+    plugins.reset()

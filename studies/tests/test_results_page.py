@@ -166,7 +166,7 @@ def test_a_note_says_which_methods_it_is_about(tmp_path: Path) -> None:
 
 
 def test_our_tests_stand_beside_the_logged_ones(tmp_path: Path) -> None:
-    plugins.look_in(SWEEPS)
+    plugins.reset(SWEEPS)
     tests = [
         {"round": t, "evaluation": {"accuracy-pooled": 0.9 + t / 10000, "loss-pooled": 0.25}}
         for t in (100, 200, 300, 400)

@@ -73,7 +73,7 @@ def late(run: Run) -> list[float]:
 @cache
 def beside_logs() -> dict[tuple[str, str, float], Run]:
     """The runs beside the authors' logs by (method of the run, method it is, momentum)."""
-    plugins.look_in(results_page.SWEEPS)
+    plugins.reset(results_page.SWEEPS)
     runs = compare.load([RESULTS / results_page.LOGS], METHOD_PARAMS)[0]
     return {(run.config.method, is_(run), run.config.momentum): run for run in runs}
 

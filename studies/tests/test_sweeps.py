@@ -21,7 +21,7 @@ from tests.experiments.test_paper_metrics import FASHION
 
 @pytest.mark.parametrize("path", sorted(SWEEPS.glob("*.toml")), ids=lambda path: path.stem)
 def test_sweep_files_expand(path: Path) -> None:
-    plugins.look_in(SWEEPS)
+    plugins.reset(SWEEPS)
     plan = sweep.read(path)
     full = sweep.expand(plan, METHOD_PARAMS, Path("/out"), {}, dict)
     assert len(full) > 1
@@ -32,7 +32,7 @@ def test_sweep_files_expand(path: Path) -> None:
 
 def test_the_replayed_clients_are_those_of_the_logs() -> None:
     """Two rounds of the log of FedAvg."""
-    plugins.look_in(SWEEPS)
+    plugins.reset(SWEEPS)
     settings = read_preset(f"{FASHION}/fedper") | {"method": "replayed:METHOD"}
     method = plugins.load("method", "replayed:METHOD")
     config = parse(settings, METHOD_PARAMS)
@@ -48,7 +48,7 @@ def test_the_replayed_clients_are_those_of_the_logs() -> None:
 
 
 def test_newcomers_as_logged_have_what_they_receive_and_later_their_own_classifier() -> None:
-    plugins.look_in(SWEEPS)
+    plugins.reset(SWEEPS)
     method = plugins.load("method", "as_logged:METHOD")
     layout = Layout.of(models.build("cnn", in_channels=1, num_classes=10, image_size=28))
     received, trained = (

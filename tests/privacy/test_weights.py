@@ -62,6 +62,24 @@ def test_a_plug_in_may_weight_by_root(tmp_path: Path, run: Run, monkeypatch: pyt
     np.testing.assert_allclose(global_model(hidden), global_model(plain), rtol=1e-6, atol=2.0**-22)
 
 
+def test_a_plug_in_that_says_it_as_nothing_asks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "alike.py").write_text(
+        "from fl_app.keys import NoParams\n"
+        "from strategies.base import LocalUpdate, Method, all_tensors\n"
+        "from strategies.fedavg import FedAvg\n"
+        "class Alike(FedAvg):\n"
+        "    @classmethod\n"
+        "    def counts_alike(cls, params):\n"
+        "        return True\n"
+        "METHOD = Method('alike', NoParams, Alike, LocalUpdate, all_tensors, sums=True)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        UserError, match="method alike:METHOD: strategy: has counts_alike, which nothing asks; .* weights"
+    ):
+        config(method="alike:METHOD")
+
+
 REFUSED: dict[str, tuple[Weights, str]] = {
     "models": (lambda self, uploads: np.abs(uploads.W).sum(axis=1), "its weights ask for the uploads' W"),
     "metrics": (lambda self, uploads: [m["loss"] for m in uploads.metrics], "its weights ask for the uploads' metrics"),
