@@ -18,6 +18,7 @@ from flwr.clientapp import ClientApp
 from flwr.compat.client.client import Client
 
 from client_app.client import CorollaClient
+from client_app.session import Session
 from fl_app.config import RunConfig
 from fl_app.data import open_client
 from fl_app.layout import NOTHING, Model, Vector
@@ -199,7 +200,7 @@ def client_app(attack: Attack, liars: int, config: RunConfig) -> ClientApp:
             half = overheard(half, heard)
         else:
             half = hostile(half, attack, liars, heard, screenings)
-        client = CorollaClient(config, dataclasses.replace(method, local_update=half), client_id, "")
+        client = CorollaClient(Session(config), dataclasses.replace(method, local_update=half), client_id, "")
         client.data = data(client_id)
         return client.to_client()
 

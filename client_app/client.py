@@ -17,10 +17,11 @@ import numpy as np
 from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
+from client_app.session import Session
 from client_app.state import State, StateStore, state_root
 from fl_app import extras, tasks, trainable_tensors, wire
 from fl_app.config import RunConfig
-from fl_app.data import ClientData, open_client
+from fl_app.data import ClientData
 from fl_app.errors import UserError, diverged
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
@@ -39,18 +40,16 @@ log = logging.getLogger("corolla")
 
 # training on a client's own data does not lead to such a loss, and does not come back from it
 DIVERGED_LOSS = 1e4
-# data sources whose files this process has compared with what was prepared of them
-_verified_sources: set[tuple[str, str, str]] = set()
 
 
 class CorollaClient(NumPyClient):
     """One client of a run. Failures are reported to the server by name instead of raised."""
 
     def __init__(
-        self, config: RunConfig, method: Method[Any], client_id: int, data_path: str, keys: str = "", run: int = 0
+        self, session: Session, method: Method[Any], client_id: int, data_path: str, keys: str = "", run: int = 0
     ) -> None:
-        self.config, self.method, self.client_id, self.data_path, self.keys = config, method, client_id, data_path, keys
-        self.run = run
+        self.session, self.config, self.method = session, session.config, method
+        self.client_id, self.data_path, self.keys, self.run = client_id, data_path, keys, run
         self._seconds: dict[str, float] = {}
         # for the metrics, if the state that the server named is damaged
         self._fallback: dict[str, Scalar] = {}
@@ -60,7 +59,7 @@ class CorollaClient(NumPyClient):
     def get_properties(self, config: Config) -> Config:
         """Return this client's id and the properties of its data, or why it cannot take part. Does not import torch on a CPU.
 
-        This is asked once, when a run starts; the first in a process looks whether files of the data have been overwritten.
+        This is asked once, when a run starts. The first client of a process looks whether files of the data were overwritten.
         """
         try:
             return self._properties()
@@ -138,10 +137,7 @@ class CorollaClient(NumPyClient):
     # Other tasks
 
     def _properties(self) -> Config:
-        source = (self.config.dataset, self.config.data_dir, self.data_path)
-        look = source not in _verified_sources
-        self.data = open_client(self.config, self.client_id, data_path=self.data_path, look=look)
-        _verified_sources.add(source)
+        self.session.look_at_sources(self.data_path)
         if self.config.device.startswith("cuda"):
             from client_app.device_model import resolve_device
 
@@ -204,7 +200,7 @@ class CorollaClient(NumPyClient):
     @cached_property
     def data(self) -> ClientData:
         """This client's part of the data."""
-        return open_client(self.config, self.client_id, data_path=self.data_path)
+        return self.session.data(self.client_id, self.data_path)
 
     def _context(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
         """Load the state, build the run's model, and return the context of the method's client half, the state and the trainer.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 
@@ -13,12 +12,10 @@ from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
 from client_app.client import CorollaClient
-from fl_app import plugins
-from fl_app.config import RunConfig, parse
+from client_app.session import Session
 from fl_app.errors import UserError
-from fl_app.keys import own
 from fl_app.wire import ERROR, PRIVATE_KEYS, SEED_KEYS
-from strategies import METHOD_PARAMS, METHODS
+from strategies import METHODS
 
 # Flower loads this module before it starts Ray, in `flwr run .` too. By default Ray listens on all of a machine's addresses and
 # runs what anybody sends there; the first variable says that no other machine will join. The second gives its clients the
@@ -36,17 +33,15 @@ def client_fn(context: Context) -> Client:
             f"the SuperNode needs --node-config 'partition-id=K num-partitions=N', got {context.node_config}"
         )
     try:
-        plugins.read(str(context.run_config.get("plugins", "")))
-        method = str(context.run_config.get("method", RunConfig.method))
-        config = parse(own(context.run_config, method), METHOD_PARAMS.of(method))
+        session = Session.of(context.run_config, num_clients)
     except UserError as error:
         return Refusal(client_id, str(error)).to_client()
-    config = dataclasses.replace(config, num_clients=num_clients)
     data_path = str(context.node_config.get("data-path", ""))
     keys = str(context.node_config.get(PRIVATE_KEYS, ""))
     if not keys and _simulated():
         keys = SEED_KEYS
-    return CorollaClient(config, METHODS[config.method], client_id, data_path, keys, context.run_id).to_client()
+    method = METHODS[session.config.method]
+    return CorollaClient(session, method, client_id, data_path, keys, context.run_id).to_client()
 
 
 def _simulated() -> bool:

@@ -40,6 +40,25 @@ def compare(directory: Path, *, whole: bool) -> list[str]:
     return [f"{name} {why}" for name, fact in known.items() if (why := _why(directory / name, *fact, whole))]
 
 
+Stamp = tuple[int, int, int]
+"""What changes when a file is replaced or written to: its size, the time of its last change, its inode."""
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Return a file's stamp, None if it is not there."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def stamps_in(*directories: Path) -> dict[Path, Stamp]:
+    """Return the stamps of all files in some directories."""
+    stamps = {path: stamp_of(path) for directory in directories for path in directory.iterdir()}
+    return {path: stamp for path, stamp in stamps.items() if stamp is not None}
+
+
 def refuse_damage(key: str, directory: Path, problems: list[str]) -> None:
     """Raise UserError if there are problems. key: of the configuration."""
     if problems:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,6 +102,21 @@ def admits(value: object, low: float, high: float) -> bool:
     if math.isinf(value):
         return high >= MAX_NUMBER if value > 0 else low <= -MAX_NUMBER
     return max(low, -MAX_NUMBER) <= value <= min(high, MAX_NUMBER)
+
+
+def range_error(name: str, value: object, low: float, high: float) -> str:
+    """Return what is wrong with a reported value, "" if it is a number in [low, high]."""
+    if admits(value, low, high):
+        return ""
+    bounds = f"[{max(low, -MAX_NUMBER):g}, {min(high, MAX_NUMBER):g}]"
+    return f"metric {name} must be a number in {bounds}, got {reprlib.repr(value)}"
+
+
+def range_errors(reported: Mapping[str, object], rows: Mapping[str, Metric]) -> Iterator[str]:
+    """Yield what is wrong with a client's numbers. rows: metrics by their names; what none of them is about is left out."""
+    for name, value in reported.items():
+        if (row := rows.get(name)) is not None and (error := range_error(name, value, *row.range)):
+            yield error
 
 
 # The table ------------------------------------------------------------------------------------------------------------

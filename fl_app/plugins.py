@@ -26,6 +26,7 @@ PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")  # Coroll
 _DIGITS = 16  # of a file's sha256
 _directories: list[Path] = []
 _imported: set[str] = set()
+_resets = 0
 
 
 def is_reference(name: object) -> bool:
@@ -38,10 +39,17 @@ def reset(*directories: Path) -> None:
 
     Their modules leave sys.modules, so that the next use imports a file again, as it is then.
     """
+    global _resets
+    _resets += 1
     _directories[:] = dict.fromkeys(directory.expanduser().resolve() for directory in directories)
     while _imported:
         sys.modules.pop(_imported.pop(), None)
     _content.cache_clear()
+
+
+def generation() -> int:
+    """Return how often `reset` was called: what was made of the user's files is good as long as this stays."""
+    return _resets
 
 
 # Files ----------------------------------------------------------------------------------------------------------------

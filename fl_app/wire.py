@@ -26,7 +26,7 @@ from fl_app.errors import plain
 from fl_app.flower_patches import ReceivedArray
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
-from fl_app.metrics import MAX_NUMBER, admits
+from fl_app.metrics import MAX_NUMBER, range_error
 
 Array = NDArray[np.generic]
 ARRAYS, ERROR = "arrays", "error"
@@ -247,9 +247,8 @@ def one_line(text: object) -> str:
 def number(metrics: Mapping[str, Scalar], name: str, low: float = -MAX_NUMBER, high: float = MAX_NUMBER) -> float:
     """Read a number that a client reported, NaN if it is absent. Raises WireError if the range does not admit it."""
     value = metrics.get(name, math.nan)
-    if not admits(value, low, high):
-        bounds = f"[{max(low, -MAX_NUMBER):g}, {min(high, MAX_NUMBER):g}]"
-        raise WireError(f"metric {name} must be a number in {bounds}, got {reprlib.repr(value)}")
+    if error := range_error(name, value, low, high):
+        raise WireError(error)
     return float(value)
 
 

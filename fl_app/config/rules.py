@@ -27,10 +27,10 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
     if values["method"] not in methods:
         refuse("method", tuple(methods), " or module:METHOD")
     dataset, partition, model, task = (str(values[name]) for name in ("dataset", "partition", "model", "task"))
-    words = tuple(name for name, source in SOURCES.items() if not source.path)
-    forms = ", ".join(source.form for source in SOURCES.values() if source.path)
-    if dataset not in words and not path_in("dataset", dataset):
-        source = SOURCES.get(dataset.removesuffix(":"))
+    source = SOURCES.get(dataset.removesuffix(":"))
+    if not path_in("dataset", dataset) and (source is None or source.path or dataset.endswith(":")):
+        words = tuple(name for name, source in SOURCES.items() if not source.path)
+        forms = ", ".join(source.form for source in SOURCES.values() if source.path)
         if source is not None and source.path:
             problems.append(f"dataset: {source.prefix} needs its path: {source.form}, got {dataset!r}")
         else:

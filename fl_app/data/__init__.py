@@ -1,13 +1,14 @@
 """Data sets, converted once into memory-mapped arrays, and each client's part of them.
 
-`check` prepares everything before a run; `open_client` opens one client's samples in milliseconds. fl_app/sources.py says which
-file here reads a data set. torch, torchvision, scikit-learn and PIL are imported only while converting.
+`check` prepares everything before a run. `open_data` opens what a run's clients share, and `open_client` one client's samples: both
+in milliseconds. fl_app/sources.py says which file here reads a data set. torch, torchvision, scikit-learn and PIL are imported only
+while converting.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.checksums import Stamp, stamp_of, stamps_in
 from fl_app.config import RunConfig
 from fl_app.data import index_files
-from fl_app.data.index_files import partition_of, remarks
+from fl_app.data.index_files import Partition, partition_of, remarks
 from fl_app.data.prepared import DataRequest, DatasetInfo, Prepared, Samples, Targets, absolute, data_root
 from fl_app.errors import UserError
 from fl_app.sources import FOLDER, NODE, SOURCES, Source, path_in, source_of
@@ -26,10 +28,13 @@ __all__ = [
     "ClientData",
     "DataRequest",
     "DatasetInfo",
+    "OpenedData",
     "Prepared",
     "check",
+    "check_client_id",
     "data_root",
     "open_client",
+    "open_data",
     "partition_remarks",
     "prepare",
     "prepare_for",
@@ -48,28 +53,59 @@ class ClientData:
     info: DatasetInfo
 
 
+@dataclass(frozen=True)
+class OpenedData:
+    """A run's data set, opened, and its partition; without one, all of it is one client's. stamps: of the files, when opened."""
+
+    data: Prepared
+    partition: Partition | None
+    stamps: Mapping[Path, Stamp]
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether its files are still those that were opened."""
+        return all(stamp_of(path) == stamp for path, stamp in self.stamps.items())
+
+    def client(self, client_id: int) -> ClientData:
+        """Return one client's samples."""
+        if self.partition is None:
+            site = self.data
+            return ClientData(site.x_train, site.y_train, site.x_test, site.y_test, site.info)
+        train, test = self.partition.client(client_id)
+        return ClientData(*_take(self.data, train), *_take(self.data, test), self.data.info)
+
+
 # A client's part ------------------------------------------------------------------------------------------------------
 
 
-def open_client(config: RunConfig, client_id: int, *, data_path: str = "", look: bool = False) -> ClientData:
-    """Open one client's samples; milliseconds once data set and partition are prepared (`check` does both).
+def open_client(config: RunConfig, client_id: int, *, data_path: str = "") -> ClientData:
+    """Open one client's samples as `open_data` does. Raises UserError for a client_id outside [0, num-clients), and as that."""
+    check_client_id(config, client_id)
+    return open_data(config, data_path).client(client_id)
+
+
+def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> OpenedData:
+    """Open a run's data; milliseconds once data set and partition are prepared (`check` does both).
 
     data_path: the SuperNode's own data, used by dataset `node` alone, whose client holds all of it. look: as in `prepare`.
-    Raises UserError for a client_id outside [0, num-clients) and as `prepare_for` and `partition.split` do.
+    Raises UserError as `prepare_for` and `partition.split` do.
     """
+    if config.dataset != NODE:
+        data = prepare_for(config, look=look)
+        partition = partition_of(config, data)
+        return OpenedData(data, partition, stamps_in(data.directory, partition.directory))
+    if not data_path:
+        raise UserError(
+            "dataset: node needs each SuperNode's own data; start it with --node-config 'data-path=\"/site\"'"
+        )
+    data = prepare_for(config, data_path, look=look)
+    return OpenedData(data, None, stamps_in(data.directory))
+
+
+def check_client_id(config: RunConfig, client_id: int) -> None:
+    """Raise UserError for a client that a run does not have."""
     if not 0 <= client_id < config.num_clients:
         raise UserError(f"client {client_id}: must be >= 0 and below num-clients ({config.num_clients})")
-    if config.dataset == NODE:
-        if not data_path:
-            raise UserError(
-                f"client {client_id}: dataset node needs each SuperNode's own data; start it with "
-                "--node-config 'data-path=\"/site\"'"
-            )
-        site = prepare_for(config, data_path, look=look)
-        return ClientData(site.x_train, site.y_train, site.x_test, site.y_test, site.info)
-    data = prepare_for(config, look=look)
-    train, test = partition_of(config, data).client(client_id)
-    return ClientData(*_take(data, train), *_take(data, test), data.info)
 
 
 def check(config: RunConfig, force: bool = False) -> DatasetInfo:

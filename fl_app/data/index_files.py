@@ -21,10 +21,14 @@ from fl_app.partition import Column, Indices, Share, split
 
 @dataclass(frozen=True)
 class Partition:
-    """All clients' indices: flat int64 [total]; offsets int64 [2N + 1]: training, test of client 0, of client 1, ..."""
+    """All clients' indices: flat int64 [total]; offsets int64 [2N + 1]: training, test of client 0, of client 1, ...
+
+    directory: where its files are.
+    """
 
     flat: Indices
     offsets: Indices
+    directory: Path
 
     @property
     def num_clients(self) -> int:
@@ -89,7 +93,7 @@ def open_partition(
 
     build_once(target, build, key="data-dir", force=force)
     try:
-        shares = Partition(np.load(target / "flat.npy", mmap_mode="r"), np.load(target / "offsets.npy"))
+        shares = Partition(np.load(target / "flat.npy", mmap_mode="r"), np.load(target / "offsets.npy"), target)
         sound = shares.num_clients == config.num_clients and len(shares.flat) == shares.offsets[-1]
         problems = [] if sound else ["flat.npy does not end where offsets.npy says"]
     except Exception as error:

@@ -192,6 +192,16 @@ class Prepared:
     y_test: Targets
     groups: Groups | None = None
 
+    @property
+    def directory(self) -> Path:
+        """Where its files are."""
+        return directory_of(self.root, self.key)
+
+
+def directory_of(root: Path, key: str) -> Path:
+    """Return where the files of a data set are, by the data directory and its key."""
+    return root / "datasets" / key
+
 
 def data_root(config: RunConfig) -> Path:
     """Return `data-dir`, else $COROLLA_DATA_DIR, else corolla under $XDG_CACHE_HOME or ~/.cache."""
@@ -214,7 +224,7 @@ def open_or_convert(
     compares with what they were like then.
     """
     key = cache_key(name, [FORMAT, *parts])
-    directory = request.root / "datasets" / key
+    directory = directory_of(request.root, key)
     now = functools.cache(files) if files else None
 
     def build(fresh: Path) -> None:

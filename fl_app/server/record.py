@@ -14,7 +14,7 @@ import numpy as np
 from fl_app import tasks, wire
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
-from fl_app.metrics import COUNTED, FINETUNED, POOLED, Metric, Reports, of_evaluation, of_training
+from fl_app.metrics import COUNTED, FINETUNED, POOLED, Metric, Reports, of_evaluation, of_training, range_errors
 from fl_app.tasks import ACCURACY
 from fl_app.wire import Upload, WireError
 
@@ -80,10 +80,11 @@ def known(metrics: Mapping[str, Scalar], table: Iterable[Metric] = (), own: Repo
     value that is not what it must be.
     """
     rows = {metric.name: metric for metric in (*table, *(own.metrics if own else ()))}
+    for error in range_errors(metrics, rows):
+        raise WireError(error)
     kept: dict[str, Scalar] = {}
     for name, value in metrics.items():
         if name in rows:
-            wire.number(metrics, name, *rows[name].range)
             kept[name] = value
         elif name in (wire.STATE_VERSION, wire.STATE_USED):
             if not isinstance(value, str) or not re.fullmatch(r"(\d{6}-\d{6})?", value, re.ASCII):

@@ -1,0 +1,55 @@
+"""What a client process keeps from one message of a run to the next: the run's config, and the data that it has opened.
+
+A process of a simulation answers for many clients. A process of a deployment answers one message, and gains nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+
+from fl_app import plugins
+from fl_app.config import RunConfig, parse
+from fl_app.data import ClientData, OpenedData, check_client_id, open_data
+from fl_app.keys import Scalar, own
+from strategies import METHOD_PARAMS
+
+
+class Session:
+    """A run, in a process that answers its messages."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self._opened: dict[str, OpenedData] = {}
+        self._looked: set[str] = set()
+
+    @classmethod
+    def of(cls, run_config: Mapping[str, Scalar], num_clients: int) -> Session:
+        """Return the session of a run config, the last one if it is the same. Raises UserError naming what is wrong with it."""
+        # as JSON: 1, 1.0 and true are three values
+        return _session(json.dumps(dict(run_config)), num_clients, plugins.generation())
+
+    def data(self, client_id: int, data_path: str) -> ClientData:
+        """Open a client's samples: from what is open already, unless files of it have changed. Raises UserError."""
+        check_client_id(self.config, client_id)
+        opened = self._opened.get(data_path)
+        if opened is None or not opened.unchanged:
+            opened = self._opened[data_path] = open_data(self.config, data_path)
+        return opened.client(client_id)
+
+    def look_at_sources(self, data_path: str) -> None:
+        """Prepare the data again if the files that they were made of have been overwritten; once. Raises UserError."""
+        if data_path not in self._looked:
+            self._opened[data_path] = open_data(self.config, data_path, look=True)
+            self._looked.add(data_path)
+
+
+@functools.lru_cache(maxsize=1)
+def _session(run_config: str, num_clients: int, plugins_generation: int) -> Session:
+    raw: dict[str, Scalar] = json.loads(run_config)
+    plugins.read(str(raw.get("plugins", "")))
+    method = str(raw.get("method", RunConfig.method))
+    config = parse(own(raw, method), METHOD_PARAMS.of(method))
+    return Session(dataclasses.replace(config, num_clients=num_clients))
