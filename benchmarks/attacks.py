@@ -200,7 +200,7 @@ def client_app(attack: Attack, liars: int, config: RunConfig) -> ClientApp:
             half = overheard(half, heard)
         else:
             half = hostile(half, attack, liars, heard, screenings)
-        client = CorollaClient(Session(config), dataclasses.replace(method, local_update=half), client_id, "")
+        client = CorollaClient(Session(config, dataclasses.replace(method, local_update=half)), client_id, "")
         client.data = data(client_id)
         return client.to_client()
 

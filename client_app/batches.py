@@ -18,7 +18,7 @@ from client_app.augment import AUGMENTATIONS
 from fl_app import rng, tasks
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
-from fl_app.inputs import Inputs
+from fl_app.tasks.task import Inputs
 
 
 class Batch(NamedTuple):

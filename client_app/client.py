@@ -28,7 +28,7 @@ from fl_app.layout import Layout, Model
 from fl_app.metrics import FINETUNED, MAX_NUMBER, moments
 from fl_app.sources import source_of
 from fl_app.wire import Download, Upload
-from strategies.base import Method, RoundContext
+from strategies.base import RoundContext
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,10 +45,8 @@ DIVERGED_LOSS = 1e4
 class CorollaClient(NumPyClient):
     """One client of a run. Failures are reported to the server by name instead of raised."""
 
-    def __init__(
-        self, session: Session, method: Method[Any], client_id: int, data_path: str, keys: str = "", run: int = 0
-    ) -> None:
-        self.session, self.config, self.method = session, session.config, method
+    def __init__(self, session: Session, client_id: int, data_path: str, keys: str = "", run: int = 0) -> None:
+        self.session, self.config, self.method = session, session.config, session.method
         self.client_id, self.data_path, self.keys, self.run = client_id, data_path, keys, run
         self._seconds: dict[str, float] = {}
         # for the metrics, if the state that the server named is damaged
@@ -107,7 +105,7 @@ class CorollaClient(NumPyClient):
         update.keep_local(trained, state, ctx)
         with self._timed("evaluate"):
             loss_after, metric_after = trainer.evaluate(update.personal(trained, state, ctx))
-        name_before, name_after = moments(trainer.task.headline.name)
+        name_before, name_after = moments(trainer.headline.name)
         measured = {
             name_before: metric_before,
             name_after: metric_after,
@@ -221,14 +219,13 @@ class CorollaClient(NumPyClient):
         # what does not travel is the file's too, and no server sends it
         weights_file = config.initial_weights if config.train or config.share else ""
         module = self._network(weights_file)
-        layout, drawn = Layout.of(module), weights.read(module)
-        shared = method.travelling(config, layout)
-        check_same_model(download, layout, layout.subset(shared), config.model)
+        facts = self.session.facts(module, weights_file)
+        check_same_model(download, facts.layout, facts.shared_layout, config.model)
 
         @functools.cache
         def initial() -> Model:
             if weights_file or not config.initial_weights or not method.local_update.local_from_file:
-                return drawn
+                return facts.initial
             return weights.read(self._network(config.initial_weights))
 
         trainer = LocalTrainer(module, config, self.data, download.round, self.client_id)
@@ -237,8 +234,8 @@ class CorollaClient(NumPyClient):
             config.params,
             download.round,
             self.client_id,
-            layout,
-            shared,
+            facts.layout,
+            facts.shared,
             initial,
             self._with_budget(trainer) if config.dp_epsilon else trainer,
             len(self.data.y_train),
@@ -291,9 +288,13 @@ class CorollaClient(NumPyClient):
             raise diverged(name, measured[name], trainer.learning_rate)
         return dict(measured)
 
+    @cached_property
+    def _tells_counts(self) -> bool:
+        return self.method.tells_counts(self.config)
+
     def _reported_count(self, samples: int) -> int:
         """Return a number of samples as the server gets it: 1 where it need not know."""
-        return samples if self.method.tells_counts(self.config) else 1
+        return samples if self._tells_counts else 1
 
     def _training_error(self, error: UserError, loss_before: float) -> UserError:
         """Return the error of a training, which names the model the client was sent if that was lost already."""

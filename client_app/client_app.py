@@ -15,7 +15,6 @@ from client_app.client import CorollaClient
 from client_app.session import Session
 from fl_app.errors import UserError
 from fl_app.wire import ERROR, PRIVATE_KEYS, SEED_KEYS
-from strategies import METHODS
 
 # Flower loads this module before it starts Ray, in `flwr run .` too. By default Ray listens on all of a machine's addresses and
 # runs what anybody sends there; the first variable says that no other machine will join. The second gives its clients the
@@ -40,8 +39,7 @@ def client_fn(context: Context) -> Client:
     keys = str(context.node_config.get(PRIVATE_KEYS, ""))
     if not keys and _simulated():
         keys = SEED_KEYS
-    method = METHODS[session.config.method]
-    return CorollaClient(session, method, client_id, data_path, keys, context.run_id).to_client()
+    return CorollaClient(session, client_id, data_path, keys, context.run_id).to_client()
 
 
 def _simulated() -> bool:

@@ -61,7 +61,8 @@ class LoadedModel:
             memory_format=self.flat.memory_format,
         )
         self.leave_out = self.data.leave_out
-        self.task, self.num_classes = self.data.task, data.info.num_classes
+        self.task, self.num_classes = self.data.task, len(data.info.classes)
+        self.headline = self.task.headline
 
     @property
     def class_counts(self) -> NDArray[np.int64]:
@@ -156,9 +157,8 @@ class LoadedModel:
 
     def evaluate(self, model: Model) -> tuple[float, float]:
         """Return (mean loss, headline metric) on the test data; NaN where there is none."""
-        headline = self.task.headline.name
-        loss, metrics = self.measure(model, (headline,))
-        return loss, metrics[headline]
+        loss, metrics = self.measure(model, (self.headline.name,))
+        return loss, metrics[self.headline.name]
 
     @torch.no_grad()
     def measure(self, model: Model, names: Sequence[str]) -> tuple[float, dict[str, float]]:

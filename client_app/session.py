@@ -1,4 +1,4 @@
-"""What a client process keeps from one message of a run to the next: the run's config, and the data that it has opened.
+"""What a client process keeps from one message of a run to the next: config, method, opened data, facts of the model.
 
 A process of a simulation answers for many clients. A process of a deployment answers one message, and gains nothing.
 """
@@ -9,19 +9,35 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from fl_app import plugins
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData, OpenedData, check_client_id, open_data
 from fl_app.keys import Scalar, own
-from strategies import METHOD_PARAMS
+from fl_app.layout import Layout, Model
+from strategies import METHOD_PARAMS, METHODS
+from strategies.base.method import AnyMethod
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class ModelFacts(NamedTuple):
+    """What is the same of all networks of a run: layout, initial values, names of the tensors that travel, their layout."""
+
+    layout: Layout
+    initial: Model
+    shared: frozenset[str]
+    shared_layout: Layout
 
 
 class Session:
-    """A run, in a process that answers its messages."""
+    """A run, in a process that answers its messages. method: of its config, or what takes its place."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, method: AnyMethod) -> None:
+        self.config, self.method = config, method
+        self._facts: dict[str, ModelFacts] = {}
         self._opened: dict[str, OpenedData] = {}
         self._looked: set[str] = set()
 
@@ -39,6 +55,22 @@ class Session:
             opened = self._opened[data_path] = open_data(self.config, data_path)
         return opened.client(client_id)
 
+    def facts(self, module: nn.Module, weights_file: str) -> ModelFacts:
+        """Return the facts of the run's network, which `module` is, as it was built. weights_file: gave initial values.
+
+        Raises UserError for a network that the method cannot be used with.
+        """
+        from fl_app import weights
+
+        if weights_file not in self._facts:
+            layout, initial = Layout.of(module), weights.read(module)
+            # all clients of this process start from it
+            for vector in (initial.params, initial.buffers):
+                vector.setflags(write=False)
+            shared = self.method.travelling(self.config, layout)
+            self._facts[weights_file] = ModelFacts(layout, initial, shared, layout.subset(shared))
+        return self._facts[weights_file]
+
     def look_at_sources(self, data_path: str) -> None:
         """Prepare the data again if the files that they were made of have been overwritten; once. Raises UserError."""
         if data_path not in self._looked:
@@ -52,4 +84,4 @@ def _session(run_config: str, num_clients: int, plugins_generation: int) -> Sess
     plugins.read(str(raw.get("plugins", "")))
     method = str(raw.get("method", RunConfig.method))
     config = parse(own(raw, method), METHOD_PARAMS.of(method))
-    return Session(dataclasses.replace(config, num_clients=num_clients))
+    return Session(dataclasses.replace(config, num_clients=num_clients), METHODS[method])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ def stamps_in(*directories: Path) -> dict[Path, Stamp]:
     """Return the stamps of all files in some directories."""
     stamps = {path: stamp_of(path) for directory in directories for path in directory.iterdir()}
     return {path: stamp for path, stamp in stamps.items() if stamp is not None}
+
+
+def unchanged(stamps: Mapping[Path, Stamp]) -> bool:
+    """Tell whether files are still those that were stamped."""
+    return all(stamp_of(path) == stamp for path, stamp in stamps.items())
 
 
 def refuse_damage(key: str, directory: Path, problems: list[str]) -> None:

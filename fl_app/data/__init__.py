@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.checksums import Stamp, stamp_of, stamps_in
+from fl_app.checksums import Stamp, stamps_in, unchanged
 from fl_app.config import RunConfig
 from fl_app.data import index_files
 from fl_app.data.index_files import Partition, partition_of, remarks
@@ -64,7 +64,7 @@ class OpenedData:
     @property
     def unchanged(self) -> bool:
         """Whether its files are still those that were opened."""
-        return all(stamp_of(path) == stamp for path, stamp in self.stamps.items())
+        return unchanged(self.stamps)
 
     def client(self, client_id: int) -> ClientData:
         """Return one client's samples."""

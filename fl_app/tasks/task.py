@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from fl_app.metrics import Metric
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -69,3 +70,36 @@ class Task:
     def predict(self, outputs: Tensor) -> Tensor:
         """Turn a model's outputs into predictions; by default they are that."""
         return outputs
+
+
+class Inputs:
+    """Turns samples [m, ...] of one data set into inputs: the task's, then the key `normalize`. It leaves the samples as they are.
+
+    normalize: as the key of that name; mean, std: of the data set, per channel of images, per feature (the last axis) of anything
+    else, needed by `mean-std` alone. dimensions: of a sample.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        normalize: str,
+        dimensions: int,
+        device: torch.device,
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
+    ) -> None:
+        import torch
+
+        self.task = task
+        shift = {"mean-std": (mean, std), "symmetric": ((0.5,), (0.5,))}.get(normalize)
+        axes = (1, -1, 1, 1) if dimensions == 3 else (*[1] * dimensions, -1)
+        self._shift = shift and [torch.tensor(values, device=device).view(axes) for values in shift]
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        """Return what the model is given, float32 [m, ...] unless the task says otherwise."""
+        x = self.task.inputs(samples)
+        if self._shift is not None:
+            mean, std = self._shift
+            # `sub` copies: the task may have returned the samples themselves
+            x = x.sub(mean).div_(std)
+        return x

@@ -18,10 +18,10 @@ from corolla.experiments.exported.export import export
 from fl_app import data, models, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
-from fl_app.inputs import Inputs
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_config, read_metrics
 from fl_app.tasks import named
+from fl_app.tasks.task import Inputs
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import Command, Run

@@ -28,9 +28,9 @@ from fl_app import data, plugins, tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed, said
 from fl_app.files import publish
-from fl_app.inputs import Inputs
 from fl_app.sources import NODE
 from fl_app.tasks import Task
+from fl_app.tasks.task import Inputs
 
 Predictor = Callable[[NDArray[Any]], tuple[NDArray[np.float32], NDArray[np.float32]]]
 """Samples [n, ...] -> (outputs, predictions), float32 [n, K]."""
