@@ -254,7 +254,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for ROW,seed=SEED.json; default: none")
     options = parser.parse_args()
     preset = f"fedobp/fashion-mnist-dirichlet-0.1/{options.row}"
-    settings = {**presets.read_preset(preset), **sweep.read(SWEEP).settings, "seed": options.seed, "client-threads": 1}
+    settings = {
+        **presets.read_preset(preset),
+        **sweep.read_sweep(SWEEP).settings,
+        "seed": options.seed,
+        "client-threads": 1,
+    }
     config = parse(settings, METHOD_PARAMS)
     started, tests = time.perf_counter(), {}
     for round, found in ROWS[options.row](config).run():

@@ -11,16 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from corolla.experiments.compare import Line, Run
+from corolla.experiments.compare import Line
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.significance import interval
 
 Counts = Mapping[str, tuple[float, int]]  # by client: right answers, test samples
 STAGES = {"before": "accuracy", "fine-tuned": "accuracy-finetuned"}
 
 
-def best_test(run: Run, stage: str) -> Counts | None:
+def best_test(run: RecordedRun, stage: str) -> Counts | None:
     """Return the clients' right answers in the best test of a run, `before` or `fine-tuned`; None if none is known."""
-    tests = list(run.folder.evaluations.values())
+    tests = list(run.evaluations.values())
     if any(test.get(f"{STAGES[stage]}-pooled") is None for test in tests) or not tests:
         return None
     return counts(max(tests, key=lambda test: float(test[f"{STAGES[stage]}-pooled"])), stage) or None

@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from corolla.experiments import compare
-from corolla.experiments.compare import Run
 from corolla.experiments.grouping import mean_std, settings
+from corolla.experiments.runs import RecordedRun
 from fl_app.keys import show
 from strategies import METHOD_PARAMS
 
 LAST = 10  # rounds that before and after are averaged over
 
 
-def names(groups: Sequence[Sequence[Run]]) -> list[str]:
+def names(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
     """Method, and where it has several groups the values of the settings in which they differ."""
     every = [settings(runs[0].config.resolved) for runs in groups]
     out = []
@@ -30,9 +30,9 @@ def names(groups: Sequence[Sequence[Run]]) -> list[str]:
     return out
 
 
-def figures(run: Run) -> list[float]:
+def figures(run: RecordedRun) -> list[float]:
     """Final, final pooled, fine-tuned, and before and after over the last rounds' clients, in percent."""
-    summary, rounds = run.folder.summary, list(run.folder.rounds.values())[-LAST:]
+    summary, rounds = run.summary, list(run.rounds.values())[-LAST:]
     last = [
         [100 * r[f"accuracy-{when}"] for r in rounds if r[f"accuracy-{when}"] is not None]
         for when in ("before", "after")

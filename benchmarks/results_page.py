@@ -23,8 +23,10 @@ from PIL import Image
 from benchmarks import differences, fashion_mnist_table
 from corolla import presets
 from corolla.experiments import compare, grouping, paper_metrics, sweep
-from corolla.experiments.compare import Line, Run
+from corolla.experiments.compare import Line
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import Point
+from corolla.experiments.table import setting
 from corolla.report import accuracy as pictures
 from corolla.report.arrays import read_runs
 from corolla.report.figures import Panel
@@ -78,7 +80,7 @@ def lines_of(name: str, results: Path) -> list[Line]:
     for runs in groups:
         found = compare.beside(runs, METHOD_PARAMS, COLUMNS[name])
         if not found:
-            raise SystemExit(f"{runs[0].folder.path}: no published counterpart")
+            raise SystemExit(f"{runs[0].path}: no published counterpart")
         lines += found[:1]
     return sorted(lines, key=lambda line: -line.preset.published.mean if line.preset.published else 0.0)
 
@@ -97,12 +99,12 @@ def missing(points: Sequence[Point], lines: Sequence[Line]) -> list[str]:
 
 def table(lines: Sequence[Line]) -> Iterator[str]:
     """Yield the lines of a column's table: the candidates, then what they cost."""
-    header, *rows = paper_metrics.table(lines)
+    header, *rows = paper_metrics.figures_table(lines)
     away = rows[len(lines) :]
     yield f"| method | {' | '.join(header[1:])} | seeds | rounds | s a round |"
     yield "|" + "---|" * (len(header) + 3)
     for line, row in zip(lines, rows, strict=False):
-        seconds = [r["seconds"]["round"] for run in line.runs for r in run.folder.rounds.values()]
+        seconds = [r["seconds"]["round"] for run in line.runs for r in run.rounds.values()]
         config = line.runs[0].config
         name = config.method + "†" * bool(line.preset.ran) + "\\*" * far(line)
         cells = [name, *row[1:], str(len(line.runs)), str(config.num_server_rounds)]
@@ -111,7 +113,7 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
         yield f"| {' | '.join(row)} | | | |"
 
 
-def curves(what: str, rows: Sequence[tuple[str, Sequence[Run]]], every: int) -> Iterator[str]:
+def curves(what: str, rows: Sequence[tuple[str, Sequence[RecordedRun]]], every: int) -> Iterator[str]:
     """Yield a table of accuracies before / after training, mean over a round's clients, then over seeds.
 
     what: heads the rows' names; rows: names and runs; every how many rounds, up to a run's last. best: of all its rounds, before
@@ -122,7 +124,7 @@ def curves(what: str, rows: Sequence[tuple[str, Sequence[Run]]], every: int) -> 
     yield from (f"| {what} | {' | '.join(f'round {t}' for t in rounds)} | best |", "|---" * (len(rounds) + 2) + "|")
     for (name, runs), end in zip(rows, ends, strict=True):
         means = [
-            [statistics.mean(100 * run.folder.rounds[t][f"accuracy-{when}"] for run in runs) for t in range(1, end + 1)]
+            [statistics.mean(100 * run.rounds[t][f"accuracy-{when}"] for run in runs) for t in range(1, end + 1)]
             for when in ("before", "after")
         ]
         shown = [*([of[t - 1] for of in means] for t in rounds if t <= end), [max(of) for of in means]]
@@ -140,7 +142,7 @@ def tried(paths: Sequence[Path]) -> Iterator[str]:
     for run in runs:
         pair = (grouping.settings(one.config.resolved) for one in (run, base))
         changed = [d for d in compare.differences(*pair) if d[0] != "num-server-rounds"]
-        rows.append((", ".join(f"{key} {compare.shown(mine)}" for key, mine, _ in changed), [run]))
+        rows.append((", ".join(f"{key} {setting(mine)}" for key, mine, _ in changed), [run]))
     yield from curves("run", rows, CURVES[TRIED])
 
 
@@ -183,7 +185,7 @@ def beside_the_logs(paths: Sequence[Path]) -> list[str]:
     logs = tomllib.loads(LOGGED.read_text(encoding="utf-8"))
     rows = []
     for run in compare.load(paths, METHOD_PARAMS)[0]:
-        config, rounds = run.config, run.folder.rounds
+        config, rounds = run.config, run.rounds
         replayed = REPLAYED.get(config.method)
         name = PERSONAL[config.params.personal] if replayed else config.method
         who = [f"{name}, {replayed}" if replayed else name, f"{config.momentum:g}"]
@@ -191,7 +193,7 @@ def beside_the_logs(paths: Sequence[Path]) -> list[str]:
             first = f"{100 * rounds[1]['accuracy-before-pooled']:.2f}"
             rows.append([*who, "1, before", f"{logs['first-round']:.2f}", first])
         for round, accuracy, loss in logs["tests"][name]:
-            ours = run.folder.evaluations[round]
+            ours = run.evaluations[round]
             pair = f"{100 * ours['accuracy-pooled']:.2f}, {ours['loss-pooled']:.4f}"
             rows.append([*who, str(round), f"{accuracy:.2f}, {loss:.4f}", pair])
         if replayed:
@@ -205,7 +207,7 @@ def own_table(name: str, results: Path) -> str:
     """Return what stands between the marks of a table of its own, of the early stage or the logs."""
     plugins.look_in(ROOT / "sweeps")  # the methods of REPLAYED
     there = len(list(results.glob("*/summary.json")))
-    points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
+    points = sweep.expand(sweep.read_sweep(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
     text = ["", *(OWN_TABLES[name]([results]) if there else []), ""]
     if left := len(points) - there:
         text += [f"{left} of {len(points)} runs are not made yet.", ""]
@@ -227,9 +229,7 @@ def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
     of_whom += [(line.runs[0].config.method, its - common) for line, its in zip(lines, found, strict=True)]
     for whose, keys in of_whom:
         if keys:
-            pairs = (
-                f"{key} {compare.shown(mine)} (paper: {compare.shown(theirs)})" for key, mine, theirs in sorted(keys)
-            )
+            pairs = (f"{key} {setting(mine)} (paper: {setting(theirs)})" for key, mine, theirs in sorted(keys))
             yield f"- {whose}, settings that differ: {', '.join(pairs)}"
 
 
@@ -247,7 +247,7 @@ def block(name: str, results: Path) -> str:
     """Return what stands between a column's marks."""
     if name in OWN_TABLES:
         return own_table(name, results)
-    points = sweep.expand(sweep.read(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
+    points = sweep.expand(sweep.read_sweep(ROOT / "sweeps" / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
     lines = lines_of(name, results)
     command = f"`corolla sweep sweeps/{name}.toml --in-process"
     after = f"then `corolla runs runs/{name} --collect results/{name}` and `make docs`"

@@ -13,8 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from corolla.cli.settings import console
-from corolla.experiments.runs import Run
-from fl_app.tasks import Metric
+from corolla.experiments.runs import RecordedRun
+from corolla.experiments.table import cell, single_runs
+from corolla.experiments.table import size as size
 
 CAPTION = (
     "{}. final: mean over all clients after the last round, each on its own test data; pooled: weighted by test samples; "
@@ -28,9 +29,9 @@ ROUNDS = (
 
 def show_results(folders: Sequence[Path]) -> None:
     """End with a table of the runs and the folders' paths."""
-    runs = [Run(folder) for folder in folders]
+    runs = [RecordedRun(folder) for folder in folders]
     summaries = [run.summary for run in runs]
-    header, *body = fitting(results(runs), console.width if console.is_terminal else 0)
+    header, *body = fitting(single_runs(runs), console.width if console.is_terminal else 0)
     table = Table(*header)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -55,17 +56,6 @@ def show_results(folders: Sequence[Path]) -> None:
         console.print("cut by --scale small: not comparable with the papers' figures")
     for folder in folders:
         console.print(f"{folder}", soft_wrap=True)
-
-
-def results(runs: Sequence[Run]) -> list[list[str]]:
-    """Return finished runs as a table, header first: headline metric, bytes, seconds."""
-    lines = [["method", "final", "pooled", "best", "upload", "download", "seconds"]]
-    for run in runs:
-        s, metric = run.summary, run.headline
-        keys = (f"final-{metric.name}", f"final-{metric.name}-pooled", f"best-{metric.name}")
-        traffic = (size(s["upload-bytes"]), size(s["download-bytes"]))
-        lines.append([s["method"], *(cell(metric, s[key]) for key in keys), *traffic, f"{s['seconds']:.1f}"])
-    return lines
 
 
 def fitting(lines: list[list[str]], width: int) -> list[list[str]]:
@@ -111,22 +101,3 @@ def show_table(lines: Sequence[Sequence[str]]) -> None:
     for line in body:
         table.add_row(*map(escape, line))
     console.print(table)
-
-
-def cell(metric: Metric, value: float | None) -> str:
-    """Format a headline metric."""
-    return percent(value) if metric.ratio or value is None else metric.text(value)
-
-
-def percent(value: float | None) -> str:
-    """Format a ratio as a percentage."""
-    return "n/a" if value is None else f"{100 * value:.2f} %"
-
-
-def size(nbytes: float) -> str:
-    """Format bytes."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
-            break
-        nbytes /= 1000
-    return f"{nbytes:.3g} {unit}"

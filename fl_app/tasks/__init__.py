@@ -33,7 +33,7 @@ __all__ = [
     "measured",
     "named",
     "of",
-    "recorded",
+    "recorded_headline",
 ]
 
 BUILT_IN: Mapping[str, type[Task]] = {
@@ -85,7 +85,7 @@ def measured(config: RunConfig) -> tuple[Metric, ...]:
     return tuple(m for m in task.metrics if m is task.headline or m.name in asked or "all" in asked)
 
 
-def recorded(about: Mapping[str, Any]) -> Metric:
+def recorded_headline(about: Mapping[str, Any]) -> Metric:
     """Return the headline metric that a run's run.json tells; accuracy for runs that tell none."""
     found = about.get("metrics")
     try:

@@ -11,7 +11,8 @@ import pytest
 
 from corolla.experiments import compare, significance
 from corolla.experiments.collect import collect
-from corolla.experiments.runs import Run, find
+from corolla.experiments.runs import RecordedRun, find
+from corolla.experiments.table import text_table
 from corolla.report import arrays
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS
@@ -33,10 +34,11 @@ def test_collected_runs_compare_as_the_runs_do(runs: Path, tmp_path: Path) -> No
     found = []
     for where in (runs, tmp_path / "kept"):
         groups = compare.group(compare.load([where], METHOD_PARAMS)[0])
-        found.append((compare.side_by_side(groups), significance.table(groups), compare.measured(groups)))
+        rows = compare.result_rows(groups)
+        found.append((text_table(rows), significance.differences_table(groups), [row.means for row in rows]))
     assert found[0] == found[1] and len(found[0][0]) == 3
     for before, after in zip(arrays.read_runs([runs]), arrays.read_runs(kept), strict=True):
-        assert before.metric == after.metric and list(before.rounds) == list(after.rounds)
+        assert before.headline == after.headline and list(before.rounds) == list(after.rounds)
         assert before.figures == after.figures and before.classes == after.classes
         for name in ("before", "after", "evaluation"):
             curves = [arrays.curve([one], name) for one in (before, after)]
@@ -60,8 +62,8 @@ def test_no_path_of_the_machine_is_kept_and_the_bytes_are_always_the_same(runs: 
         assert content == (tmp_path / "two" / file).read_bytes()
         text = gzip.decompress(content) if file.suffix == ".gz" else content
         assert str(tmp_path).encode() not in text and b"sha256" not in text.replace(b"frozen-sha256", b""), file
-    assert Run(tmp_path / "one" / "a").settings["dataset"] == "folder:images"
-    assert Run(tmp_path / "one" / "a").summary["dataset"] == "folder:images"
+    assert RecordedRun(tmp_path / "one" / "a").settings["dataset"] == "folder:images"
+    assert RecordedRun(tmp_path / "one" / "a").summary["dataset"] == "folder:images"
 
 
 def test_a_collected_run_is_replaced_by_itself_alone(runs: Path, tmp_path: Path) -> None:
@@ -84,11 +86,11 @@ def test_a_run_is_not_collected_into_itself(runs: Path, tmp_path: Path, command:
 def test_a_packed_file_is_read_as_far_as_it_goes(runs: Path, tmp_path: Path) -> None:
     (kept,) = collect(find([runs / "a"]), tmp_path / "kept")
     packed = (kept / "metrics.jsonl.gz").read_bytes()
-    assert list(Run(kept).rounds) == [1, 2]
+    assert list(RecordedRun(kept).rounds) == [1, 2]
     (kept / "metrics.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    assert list(Run(kept).rounds) in ([], [1])
+    assert list(RecordedRun(kept).rounds) in ([], [1])
     (kept / "metrics.jsonl.gz").write_bytes(b"nothing packed")
-    assert Run(kept).rounds == {}
+    assert RecordedRun(kept).rounds == {}
 
 
 def test_the_command(runs: Path, tmp_path: Path, command: Command) -> None:
