@@ -18,7 +18,7 @@ run: install
 	$(BIN)/corolla demo
 
 # first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them
-MINUTES := tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py
+MINUTES := tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py studies/tests
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 # two files at a time: such tests wait more than they compute
 WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs
@@ -52,7 +52,7 @@ test-next: install
 	{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; pwd; } \
 	  > "$$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pinned.pth"
 	$(NEXT)/bin/python -m pip install --quiet --upgrade 'flwr[simulation]'
-	$(NEXT)/bin/python -m pytest tests/fl_app/test_wire.py tests/fl_app/test_wire_texts.py tests/fl_app/test_received.py \
+	$(NEXT)/bin/python -m pytest tests/fl_app/test_wire.py tests/fl_app/test_wire_texts.py tests/fl_app/test_flower_patches.py \
 	  tests/server/test_exchange.py tests/server/test_roster.py tests/deploy
 	COROLLA_NEXT=$(NEXT)/bin/python $(BIN)/python -m pytest -m next -rs tests/e2e/test_next.py
 
@@ -94,7 +94,7 @@ types: install
 # the reference, and the tables and pictures of docs/results.md; what it writes into pyproject.toml is the run config's defaults, which need no new installation
 docs: install
 	$(BIN)/corolla reference
-	$(BIN)/python -m benchmarks.results_page
+	$(BIN)/python -m studies.results_page
 	touch $(VENV)/.installed
 
 clean:

@@ -129,10 +129,10 @@ def _inside(scene: Scene, params: np.ndarray) -> bool:
     for k, upload in enumerate(uploads):
         intake.accept(k, Upload(Model(upload.model.params, NOTHING.buffers), num_examples=upload.num_examples), {})
     stacks = {"parameters": intake.W}
-    strays = screening.strays(scene.round, intake, stacks, MARGIN * USUAL, lambda k: {"parameters": starts[k]})
+    outliers = screening.outliers(scene.round, intake, stacks, MARGIN * USUAL, lambda k: {"parameters": starts[k]})
     screening.accept(scene.round, intake.ids)
     scene.screenings[scene.round] = screening
-    return all(stray.client_id < len(scene.others) for stray in strays)
+    return all(outlier.client_id < len(scene.others) for outlier in outliers)
 
 
 def _chosen_by_all(scene: Scene, upload: Upload) -> Upload:

@@ -24,6 +24,7 @@ import torch
 from benchmarks.measure import arguments, interleaved, machine
 from benchmarks.training import client_data, configure, ours, plain, relative
 from client_app.device_model import resolve_device
+from client_app.process import prepare_training
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
 from fl_app.config import RunConfig
@@ -166,6 +167,7 @@ def main() -> None:
     if options.device == "auto" and device.type == "cpu":
         print("no GPU: nothing checked")
         return
+    prepare_training(threads=1)
     exact()
     started = time.perf_counter()
     results, wrong = check(device, options.short)

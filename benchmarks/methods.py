@@ -23,6 +23,7 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks.measure import arguments, finish, interleaved
 from benchmarks.training import client_data
+from client_app.process import prepare_training
 from client_app.state import State
 from client_app.trainer import LocalTrainer
 from fl_app import weights
@@ -148,7 +149,7 @@ class Client:
         self.server.sample([0], round)
         upload = local_round(self.method, context, received, self.state)
         intake = Intake.of([0], self.server.expected())
-        intake.accept(0, self.server.complete(0, upload), upload.metrics, upload.nbytes)
+        intake.accept(0, self.server.complete(0, upload), upload.metrics)
         self.server.round = round
         self.server.personalize(round, intake.uploads())
 
@@ -215,7 +216,7 @@ def table(seconds: dict[str, dict[str, float]]) -> tuple[str, dict[str, float]]:
 def main() -> None:
     """Measure, print, check."""
     options = arguments(__doc__).parse_args()
-    torch.set_num_threads(1)
+    prepare_training(threads=1)
     steps, repeats = (2, 1) if options.short else (6, 5)
     seconds = {
         name: measure(name, side, channels, batch, steps, repeats)

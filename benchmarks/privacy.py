@@ -23,7 +23,7 @@ from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
 from fl_app.privacy import keyring, masking, overlaps
 from fl_app.privacy.keyring import PEERS, Keyring, open_keyring
-from fl_app.wire import PRIVATE, SUM, Download, Upload
+from fl_app.wire import PRIVATE, SUM, Download, Upload, payload_bytes, upload_message
 from strategies import aggregate, fedcac, linkage, masks
 
 N = 40
@@ -34,13 +34,13 @@ def site_keys(directory: Path) -> Path:
     lines = []
     for i in range(N):
         path = directory / f"{i}.x25519"
-        path.write_bytes(keyring.make())
+        path.write_bytes(keyring.make_private_key())
         path.chmod(0o600)
         node = ec.generate_private_key(ec.SECP384R1())
         public = (
             node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
         )
-        lines.append(f"{i} {public} {keyring.WORD} {keyring.statement(keyring.read(path), node)}\n")
+        lines.append(f"{i} {public} {keyring.KEY_TYPE} {keyring.statement(keyring.read_private_key(path), node)}\n")
     (directory / PEERS).write_text("".join(lines))
     return directory / "0.x25519"
 
@@ -93,7 +93,7 @@ def main() -> None:
         download = asked(open_keyring(str(path), 0, 0, N))
 
         def client() -> Upload:
-            return Masker.of(download, config, open_keyring(str(path), 0, 0, N)).masked(upload)
+            return Masker.of(download, config, open_keyring(str(path), 0, 0, N)).mask(upload)
 
         sent, words = client(), np.zeros(d, np.uint32)
         W, own, k = np.empty_like(uploads), bits[0], masks.popcount(bits[0])
@@ -113,7 +113,7 @@ def main() -> None:
     by_length = seconds["client"] - seconds["client: keys"] + seconds["client: merge"]
     results["client seconds at d = 1.2 million"] = seconds["client: keys"] + by_length * 1.2e6 / d
     results["server / plain server"] = seconds["server"] / seconds["plain server"]
-    results["bytes more in an upload"] = sent.nbytes - upload.nbytes
+    results["bytes more in an upload"] = payload_bytes(upload_message(sent)) - payload_bytes(upload_message(upload))
     results["upload"] = {SUM: sent.extras[SUM].nbytes, "mask": sent.mask.nbytes}
     finish(
         results,

@@ -96,6 +96,7 @@ def bare_seconds(config: Mapping[str, Scalar], clients: int, processes: int) -> 
 
 
 def _train(config: Config, clients: int, ids: Any, seconds: Any, ready: Any) -> None:
+    from client_app.process import prepare_training
     from client_app.trainer import LocalTrainer
     from fl_app import models, weights
     from fl_app.config import parse
@@ -103,6 +104,7 @@ def _train(config: Config, clients: int, ids: Any, seconds: Any, ready: Any) -> 
     from strategies import METHOD_PARAMS
 
     parsed = parse({**config, "num-clients": clients}, METHOD_PARAMS)
+    prepare_training(parsed.client_threads)
     ready.wait(timeout=120)
     while (client_id := ids.get()) is not None:
         module = models.build(parsed.model, in_channels=3, num_classes=10, image_size=32)

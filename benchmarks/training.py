@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import arguments, finish, interleaved
 from client_app.device_model import resolve_device
+from client_app.process import prepare_training
 from client_app.trainer import LocalTrainer
 from fl_app import models, rng, weights
 from fl_app.config import RunConfig, parse
@@ -77,7 +78,7 @@ def main() -> None:
     last, whose convolutions sum in the same order: there nothing may differ beyond rounding (seen: not a bit).
     """
     options = arguments(__doc__).parse_args()
-    torch.set_num_threads(1)
+    prepare_training(threads=1)
     results: dict[str, Any] = {}
     targets = {}
     for name, side, channels, batch in (("cnn", 28, 1, 32), ("resnet8", 32, 3, 100)):

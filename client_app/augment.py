@@ -1,4 +1,4 @@
-"""Random changes of training images, on the device; what they do is drawn on the CPU with the epoch's order.
+"""Random changes of training images, on the device; their random numbers are drawn on the CPU with the epoch's order.
 
 Images are normalised before: what comes into them from outside is 0 after that.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import grid_sample, pad
 
 MAX_DEGREES = 15
-_PER_DEGREE = 10**6  # angles are drawn in these units
+# angles are drawn in millionths of a degree
+_PER_DEGREE = 10**6
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,8 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     x: float32 [n, C, S, S]; angles: float32 [n], radians. Returns the same shape.
     """
     side = x.shape[-1]
-    from_centre = (
-        2 * torch.arange(side, device=x.device) + 1 - side
-    ) / side  # pixel centres, the image's edges at -1 and 1
+    # pixel centres, the image's edges at -1 and 1
+    from_centre = (2 * torch.arange(side, device=x.device) + 1 - side) / side
     across, down = from_centre[None, None, :], from_centre[None, :, None]
     sin, cos = angles.sin()[:, None, None], angles.cos()[:, None, None]
     # rows run downwards: a pixel of the turned image comes from where it was, turned clockwise

@@ -63,8 +63,10 @@ class Batches:
         if self._x_train.ndim != 4:
             self._format = torch.contiguous_format
 
-        self._evaluation_batch = 128 if device.type == "cpu" else 512  # beyond, a CPU is 1.5 to 2 times as slow
-        self._used: Tensor | None = None  # training samples that batches are made of, on the CPU; None: all
+        # with larger ones a CPU is 1.5 to 2 times as slow
+        self._evaluation_batch = 128 if device.type == "cpu" else 512
+        # training samples that batches are made of, on the CPU; None: all
+        self._used: Tensor | None = None
         # if batches are drawn: each sample's chance, how many batches an epoch has, by what
         self.poisson: tuple[float, int, torch.Generator] | None = None
 
@@ -83,18 +85,20 @@ class Batches:
 
     def epochs(self, epochs: int, purpose: str) -> Iterator[Batch]:
         """Yield the batches of shuffled epochs. purpose: names the random stream."""
-        if self.poisson:  # what happens to a record must not tell, by a seed that others know, who else is in its batch
+        if self.poisson:
+            # with a seed that others know, a record's augmentation would show which others are in its batch
             generator = self.poisson[2]
             seed = int(torch.randint(2**63 - 1, (), generator=generator))
         else:
             seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
             generator = torch.Generator().manual_seed(seed)
-        torch.manual_seed(seed)  # for a user's model with dropout
+        # for a user's model with dropout
+        torch.manual_seed(seed)
         n, augment = self.num_used, AUGMENTATIONS[self.config.augment]
         bounds = self._bounds()
         for _ in range(epochs):
             if self.poisson:
-                order, bounds = _drawn(n, *self.poisson)
+                order, bounds = _poisson_batches(n, *self.poisson)
             else:
                 order = torch.randperm(n, generator=generator)
             plan = (order if self._used is None else self._used[order])[: bounds[-1][1], None]
@@ -110,7 +114,7 @@ class Batches:
                     x = augment.apply(x, plan[start:stop, 1:])
                 yield Batch(batch == 0, x, self.train_labels[chosen], chosen)
 
-    def turns(self, epochs: int, purposes: Iterable[str]) -> Iterator[tuple[str, Batch]]:
+    def alternating_epochs(self, epochs: int, purposes: Iterable[str]) -> Iterator[tuple[str, Batch]]:
         """Yield (purpose, batch): `epochs` times an epoch of every purpose's stream."""
         streams = [(purpose, self.epochs(epochs, purpose)) for purpose in purposes]
         batches_per_epoch = len(self._bounds())
@@ -123,7 +127,8 @@ class Batches:
         """First and last + 1 position of every batch of an epoch; samples beyond the last one's are not used in it."""
         n, size = self.num_used, self.config.batch_size
         bounds = [*range(0, n, size), n]
-        left = n - bounds[-2] if len(bounds) > 2 else size  # of the last batch, if it is not the only one
+        # samples of the last batch, if it is not the only one
+        left = n - bounds[-2] if len(bounds) > 2 else size
         single = left == 1 < size
         if self.config.drop_last and left < size or self.config.drop_single and single:
             del bounds[-1]
@@ -155,11 +160,13 @@ class Batches:
             yield self.inputs(images[chosen]), labels[chosen]
 
     def inputs(self, images: Tensor) -> Tensor:
-        """Make of samples what the model is given, as the task and `normalize` say."""
+        """Return the model's inputs for samples, by the task and the key `normalize`."""
         return self._prepared(images).contiguous(memory_format=self._format)
 
 
-def _drawn(n: int, rate: float, batches: int, generator: torch.Generator) -> tuple[Tensor, list[tuple[int, int]]]:
+def _poisson_batches(
+    n: int, rate: float, batches: int, generator: torch.Generator
+) -> tuple[Tensor, list[tuple[int, int]]]:
     """Draw batches that hold each of n samples with a chance of its own: (samples int64 [m], first and last + 1 of every batch)."""
     parts = [(torch.rand(n, generator=generator) < rate).nonzero()[:, 0] for _ in range(batches)]
     ends = np.cumsum([0, *map(len, parts)]).tolist()

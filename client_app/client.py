@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
+import functools
 import hashlib
 import json
 import logging
 import math
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -18,22 +18,29 @@ from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
 from client_app.state import State, StateStore, state_root
-from fl_app import tasks, wire
+from fl_app import extras, tasks, trainable_tensors, wire
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, open_client
 from fl_app.errors import UserError, diverged
 from fl_app.keys import Scalar
+from fl_app.layout import Layout, Model
 from fl_app.metrics import FINETUNED, MAX_NUMBER, moments
+from fl_app.sources import source_of
 from fl_app.wire import Download, Upload
 from strategies.base import Method, RoundContext
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from client_app.private import Masker
+    from client_app.trainer import LocalTrainer
 
 log = logging.getLogger("corolla")
 
-HOPELESS = 1e4  # a loss from which no training comes back, and to which none on a client's own data leads
-_looked_at: set[tuple[str, str, str]] = set()  # data whose files this process has compared with what they were
+# training on a client's own data does not lead to such a loss, and does not come back from it
+DIVERGED_LOSS = 1e4
+# data sources whose files this process has compared with what was prepared of them
+_verified_sources: set[tuple[str, str, str]] = set()
 
 
 class CorollaClient(NumPyClient):
@@ -44,11 +51,14 @@ class CorollaClient(NumPyClient):
     ) -> None:
         self.config, self.method, self.client_id, self.data_path, self.keys = config, method, client_id, data_path, keys
         self.run = run
-        self._timings: dict[str, float] = {}
-        self._fallback: dict[str, Scalar] = {}  # for the metrics, if the state the server named is damaged
+        self._seconds: dict[str, float] = {}
+        # for the metrics, if the state that the server named is damaged
+        self._fallback: dict[str, Scalar] = {}
+
+    # Messages
 
     def get_properties(self, config: Config) -> Config:
-        """Say who this is and what data it has, or why it cannot take part. Does not import torch on a CPU.
+        """Return this client's id and the properties of its data, or why it cannot take part. Does not import torch on a CPU.
 
         This is asked once, when a run starts; the first in a process looks whether files of the data have been overwritten.
         """
@@ -58,24 +68,96 @@ class CorollaClient(NumPyClient):
             log.debug("properties", exc_info=True)
             return {"client-id": self.client_id, wire.ERROR: describe(error)}
 
+    def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
+        """Train one round ("train"), hand out the personal model ("collect") or remove what is kept of a run ("forget")."""
+        try:
+            download = wire.decode_download(parameters, config)
+            answer = {"collect": self._collect, "forget": self._forget}.get(download.task, self._train)
+            arrays, num_examples, metrics = wire.encode_upload(answer(download))
+            return arrays, num_examples, dict(metrics)
+        except Exception as error:
+            log.exception("client %d failed", self.client_id)
+            return [], 0, {wire.ERROR: describe(error)}
+
+    def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
+        """Evaluate the personalized model; with finetune-epochs also after so many more local epochs."""
+        try:
+            metrics = self._evaluate(wire.decode_download(parameters, config))
+            return float(metrics.pop("loss")), self._reported_count(len(self.data.y_test)), dict(metrics)
+        except Exception as error:
+            log.exception("client %d failed", self.client_id)
+            return 0.0, 0, {wire.ERROR: describe(error)}
+
+    # A client's turn in a round
+
+    def _train(self, download: Download) -> Upload:
+        update = self.method.local_update()
+        with self._timed("prepare"):
+            ctx, state, trainer = self._context(download)
+            masker = self._masker(download)
+        with self._timed("merge"):
+            start = update.merge(download.model, state, ctx)
+        with self._timed("evaluate"):
+            loss_before, metric_before = trainer.evaluate(update.personal(start, state, ctx))
+        with self._timed("train"):
+            try:
+                trained = update.train(start, state, ctx)
+            except UserError as error:
+                raise self._training_error(error, loss_before) from None
+        train_loss = trainer.last_loss
+        update.keep_local(trained, state, ctx)
+        with self._timed("evaluate"):
+            loss_after, metric_after = trainer.evaluate(update.personal(trained, state, ctx))
+        name_before, name_after = moments(trainer.task.headline.name)
+        measured = {
+            name_before: metric_before,
+            name_after: metric_after,
+            "loss": train_loss,
+            "loss-before": loss_before,
+            "loss-after": loss_after,
+        }
+        reported = self._reported(measured, trainer)
+        with self._timed("score"):
+            upload = update.upload(start, trained, state, ctx)
+            if masker:
+                upload = masker.mask(upload)
+        with self._timed("state"):
+            version = self._save(state, download)
+        metrics: dict[str, Scalar] = {
+            **reported,
+            "test-samples": self._reported_count(len(self.data.y_test)),
+            "state-version": version,
+        }
+        if self.config.dp_epsilon:
+            metrics |= {"dp-epsilon": trainer.epsilon, "dp-noise": trainer.plan.noise}
+        metrics |= self._fallback
+        metrics |= {f"seconds-{phase}": seconds for phase, seconds in self._seconds.items()}
+        metrics |= upload.metrics
+        return Upload(upload.model, upload.mask, upload.extras, metrics, self._reported_count(ctx.num_samples))
+
+    # Other tasks
+
     def _properties(self) -> Config:
         source = (self.config.dataset, self.config.data_dir, self.data_path)
-        self.data = open_client(self.config, self.client_id, data_path=self.data_path, look=source not in _looked_at)
-        _looked_at.add(source)
+        look = source not in _verified_sources
+        self.data = open_client(self.config, self.client_id, data_path=self.data_path, look=look)
+        _verified_sources.add(source)
         if self.config.device.startswith("cuda"):
             from client_app.device_model import resolve_device
 
             resolve_device(self.config.device)
+        tasks.require_packages(self.config)
         if self.config.dp_epsilon:
+            extras.require("opacus", "dp-epsilon")
             from client_app.dp import Plan
 
             Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config))
         properties: Config = {
             "client-id": self.client_id,
             "num-clients": self.config.num_clients,
-            "train-samples": self._told_count(len(self.data.y_train)),
-            "test-samples": self._told_count(len(self.data.y_test)),
-            **about(self.data, self.config),
+            "train-samples": self._reported_count(len(self.data.y_train)),
+            "test-samples": self._reported_count(len(self.data.y_test)),
+            **data_properties(self.data, self.config),
         }
         if self.config.private:
             from client_app import private
@@ -85,48 +167,23 @@ class CorollaClient(NumPyClient):
             properties |= private.properties(keys)
         return properties
 
-    def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
-        """Train one round ("train"), hand out the personal model ("collect") or remove what is kept of a run ("forget")."""
-        try:
-            download = wire.decode_download(parameters, config)
-            upload = {"collect": self._collect, "forget": self._forget}.get(download.task, self._train)(download)
-            arrays, num_examples, metrics = wire.encode_upload(upload)
-            return arrays, num_examples, dict(metrics)
-        except Exception as error:
-            log.exception("client %d failed", self.client_id)
-            return [], 0, {wire.ERROR: describe(error)}
-
-    def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
-        """Evaluate the personalized model; with finetune-epochs also what so many local epochs make of it."""
-        try:
-            download = wire.decode_download(parameters, config)
-            ctx, state, trainer = self._context(download)
-            update = self.method.local_update()
-            start = update.merge(download.model, state, ctx)
-            model = update.personal(start, state, ctx)
-            names = [metric.name for metric in tasks.measured(self.config)]
-            loss, found = trainer.measure(model, names)
-            if self.config.finetune_epochs:
-                tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
-                found = {
-                    **found,
-                    **{f"{name}{FINETUNED}": value for name, value in trainer.measure(tuned, names)[1].items()},
-                }
-            measured = self._told({"loss": loss, **found}, trainer.learning_rate)
-            metrics: dict[str, Scalar] = {
-                **measured,
-                "sha256": hashlib.sha256(update.export(model, state, ctx).params.tobytes()).hexdigest(),
-                **self._fallback,
-            }
-            return float(metrics.pop("loss")), self._told_count(len(self.data.y_test)), dict(metrics)
-        except Exception as error:
-            log.exception("client %d failed", self.client_id)
-            return 0.0, 0, {wire.ERROR: describe(error)}
-
-    @cached_property
-    def data(self) -> ClientData:
-        """This client's part of the data."""
-        return open_client(self.config, self.client_id, data_path=self.data_path)
+    def _evaluate(self, download: Download) -> dict[str, Scalar]:
+        ctx, state, trainer = self._context(download)
+        update = self.method.local_update()
+        start = update.merge(download.model, state, ctx)
+        model = update.personal(start, state, ctx)
+        names = [metric.name for metric in tasks.measured(self.config)]
+        loss, measured = trainer.measure(model, names)
+        if self.config.finetune_epochs:
+            tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
+            _, tuned_measured = trainer.measure(tuned, names)
+            measured = measured | {f"{name}{FINETUNED}": value for name, value in tuned_measured.items()}
+        exported = update.export(model, state, ctx)
+        return {
+            **self._reported({"loss": loss, **measured}, trainer),
+            "sha256": hashlib.sha256(exported.params.tobytes()).hexdigest(),
+            **self._fallback,
+        }
 
     def _collect(self, download: Download) -> Upload:
         if self.config.private:
@@ -142,80 +199,69 @@ class CorollaClient(NumPyClient):
         store.forget(simulated=self.keys == wire.SEED_KEYS)
         return Upload(download.model)
 
-    def _train(self, download: Download) -> Upload:
-        ctx, state, trainer = self._timed("prepare", lambda: self._context(download))
-        masker = self._timed("prepare", lambda: self._masker(download))
-        update = self.method.local_update()
-        start = self._timed("merge", lambda: update.merge(download.model, state, ctx))
-        personal = self._timed("evaluate", lambda: update.personal(start, state, ctx))
-        loss_before, before = self._timed("evaluate", lambda: trainer.evaluate(personal))
-        try:
-            trained = self._timed("train", lambda: update.train(start, state, ctx))
-        except UserError as error:
-            if not self.config.report_accuracy or not len(self.data.y_test) or loss_before < HOPELESS:
-                raise
-            raise UserError(f"{error}; the model it was sent had a loss of {loss_before:.3g} already") from None
-        train_loss = trainer.last_loss
-        update.keep_local(trained, state, ctx)
-        used = self._timed("evaluate", lambda: update.personal(trained, state, ctx))
-        loss_after, after = self._timed("evaluate", lambda: trainer.evaluate(used))
-        name_before, name_after = moments(trainer.task.headline.name)
-        measured = {
-            name_before: before,
-            name_after: after,
-            "loss": train_loss,
-            "loss-before": loss_before,
-            "loss-after": loss_after,
-        }
-        told = self._told(measured, trainer.learning_rate)
-        upload = self._timed("score", lambda: update.upload(start, trained, state, ctx))
-        if masker:
-            upload = self._timed("score", lambda: masker.masked(upload))
-        version = self._timed("state", lambda: self._save(state, download))
-        metrics: dict[str, Scalar] = {
-            **told,
-            "test-samples": self._told_count(len(self.data.y_test)),
-            "state-version": version,
-            **({"dp-epsilon": trainer.epsilon, "dp-noise": trainer.plan.noise} if self.config.dp_epsilon else {}),
-            **self._fallback,
-            **{f"seconds-{name}": seconds for name, seconds in self._timings.items()},
-            **upload.metrics,
-        }
-        return Upload(upload.model, upload.mask, upload.extras, metrics, self._told_count(ctx.num_samples))
+    # What a task works with: data, state, the model in a trainer
+
+    @cached_property
+    def data(self) -> ClientData:
+        """This client's part of the data."""
+        return open_client(self.config, self.client_id, data_path=self.data_path)
 
     def _context(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
-        """Build what the method's client half works with."""
-        _import_torch()
-        from client_app.context import build
+        """Load the state, build the run's model, and return the context of the method's client half, the state and the trainer.
 
-        self._store = StateStore(state_root(self.config.state_dir), download.experiment, self.client_id)
+        Raises UserError if the download is not of the model that is here, or if the state was trained without a budget.
+        """
+        from client_app.process import prepare_training
+
+        prepare_training(self.config.client_threads)
+        from client_app.trainer import LocalTrainer
+        from fl_app import weights
+
+        config, method = self.config, self.method
+        self._store = StateStore(state_root(config.state_dir), download.experiment, self.client_id)
         state = self._store.load(download.state_version)
         if state.version != download.state_version:
             self._fallback = {wire.STATE_USED: state.version}
-        place = self._store.directory
-        context = build(self.config, self.method, self.data, download, self.client_id, place, self.keys, self.run)
-        return context, state, context.trainer
+        # what does not travel is the file's too, and no server sends it
+        weights_file = config.initial_weights if config.train or config.share else ""
+        module = self._network(weights_file)
+        layout, drawn = Layout.of(module), weights.read(module)
+        shared = method.travelling(config, layout)
+        check_same_model(download, layout, layout.subset(shared), config.model)
 
-    def _save(self, state: State, download: Download) -> str:
-        read_from = state.version  # a repetition of this round would start from it again
-        version = self._store.save(state, download.round, download.attempt)
-        self._store.delete_before(read_from, download.keep)
-        return version
+        @functools.cache
+        def initial() -> Model:
+            if weights_file or not config.initial_weights or not method.local_update.local_from_file:
+                return drawn
+            return weights.read(self._network(config.initial_weights))
 
-    def _told(self, measured: Mapping[str, float], learning_rate: float) -> dict[str, Scalar]:
-        """What the server is told of losses and metrics: nothing with `report-accuracy = false`.
+        trainer = LocalTrainer(module, config, self.data, download.round, self.client_id)
+        ctx = RoundContext(
+            config,
+            config.params,
+            download.round,
+            self.client_id,
+            layout,
+            shared,
+            initial,
+            self._with_budget(trainer) if config.dp_epsilon else trainer,
+            len(self.data.y_train),
+            download.extras,
+        )
+        return ctx, state, ctx.trainer
 
-        Raises UserError if they say that training diverged.
-        """
-        if not self.config.report_accuracy:
-            return dict.fromkeys(measured, math.nan)
-        if name := beyond(measured):
-            raise diverged(name, measured[name], learning_rate)
-        return dict(measured)
+    def _network(self, weights_file: str) -> nn.Module:
+        return self.method.network(self.config, **self.data.info.model_arguments, initial_weights=weights_file)
 
-    def _told_count(self, samples: int) -> int:
-        """What the server is told of a number of samples: 1 where it need not know."""
-        return samples if self.method.tells_counts(self.config) else 1
+    def _with_budget(self, trainer: LocalTrainer) -> Any:
+        """Return a trainer that looks at records by noisy steps alone, within the budget of this client's records."""
+        # Opacus takes seconds to import
+        from client_app.dp import Budget, NoisyTrainer
+
+        repeatable = self.keys == wire.SEED_KEYS
+        budget = Budget(self._store.directory, self.config, repeatable=repeatable, run=self.run)
+        budget.check_state()
+        return NoisyTrainer(trainer, budget=budget, epochs=self.method.dp_epochs_of(self.config))
 
     def _masker(self, download: Download) -> Masker | None:
         """Claim the attempt of a private round; raises UserError if it must not be answered."""
@@ -229,71 +275,91 @@ class CorollaClient(NumPyClient):
         self._store.claim(wire.state_version(download.round, download.attempt))
         return masker
 
-    def _timed(self, phase: str, work: Callable[[], Any]) -> Any:
+    def _save(self, state: State, download: Download) -> str:
+        # a repetition of this round would start from it again
+        read_from = state.version
+        version = self._store.save(state, download.round, download.attempt)
+        self._store.delete_before(read_from, download.keep)
+        return version
+
+    # What the server gets to know
+
+    def _reported(self, measured: Mapping[str, float], trainer: Any) -> dict[str, Scalar]:
+        """Return losses and metrics as the server gets them: all NaN with `report-accuracy = false`.
+
+        Raises UserError if they show that training diverged.
+        """
+        if not self.config.report_accuracy:
+            return dict.fromkeys(measured, math.nan)
+        if name := diverged_metric(measured):
+            raise diverged(name, measured[name], trainer.learning_rate)
+        return dict(measured)
+
+    def _reported_count(self, samples: int) -> int:
+        """Return a number of samples as the server gets it: 1 where it need not know."""
+        return samples if self.method.tells_counts(self.config) else 1
+
+    def _training_error(self, error: UserError, loss_before: float) -> UserError:
+        """Return the error of a training, which names the model the client was sent if that was lost already."""
+        may_tell = self.config.report_accuracy and len(self.data.y_test) > 0
+        if not may_tell or loss_before < DIVERGED_LOSS:
+            return error
+        return UserError(f"{error}; the model it was sent had a loss of {loss_before:.3g} already")
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
-        result = work()
-        self._timings[phase] = self._timings.get(phase, 0.0) + time.perf_counter() - started
-        return result
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
-class Refusal(NumPyClient):
-    """A client that cannot take part, and says why, whatever it is asked."""
-
-    def __init__(self, client_id: int, why: str) -> None:
-        self.client_id, self.answer = client_id, {wire.ERROR: why}
-
-    def get_properties(self, config: Config) -> Config:
-        """Say who this is, and why not."""
-        return {"client-id": self.client_id, **self.answer}
-
-    def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
-        """Say why not."""
-        return [], 0, {**self.answer}
-
-    def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
-        """Say why not."""
-        return 0.0, 0, {**self.answer}
+def check_same_model(download: Download, layout: Layout, received: Layout, model: str) -> None:
+    """Raise UserError if a download is not of this client's model. layout: of the model. received: of its tensors that travel."""
+    theirs = str(download.method.get(trainable_tensors.HASH, ""))
+    if layout.constants != theirs:
+        raise UserError(
+            f"train: the tensors of model {model} that do not train are not the server's (sha256 "
+            f"{layout.constants[:12] or 'of none'}, the server's {theirs[:12] or 'of none'}); every node needs the same file"
+        )
+    params, buffers = download.model.params.size, download.model.buffers.size
+    if download.model.nbytes and (params, buffers) != (received.d, received.b):
+        raise UserError(
+            f"received {params} parameters and {buffers} buffer elements, this "
+            f"client's model {model} shares {received.d} and {received.b}: is it the server's model?"
+        )
 
 
-def _import_torch() -> None:
-    """Import torch without the garbage collector, whose passes over what stays anyway are a fifth of the import's time.
-
-    In a deployment every message pays for the import.
-    """
-    if "torch" in sys.modules or not gc.isenabled():
-        return
-    gc.disable()
-    try:
-        import torch  # noqa: F401
-
-        gc.freeze()  # nor any pass later
-    finally:
-        gc.enable()
-
-
-def about(data: ClientData, config: RunConfig) -> Config:
-    """What a client tells of its data: their shape, and their classes where it may."""
+def data_properties(data: ClientData, config: RunConfig) -> Config:
+    """Return the properties of a client's data that the server gets: their shape, and their classes where it may."""
     info = data.info
-    told: Config = {"in-channels": info.in_channels, "image-size": info.image_size, "num-classes": info.num_classes}
-    if info.shape:  # not square images
-        told["input-shape"] = ",".join(map(str, info.shape))
-    if config.report_class_counts or config.dataset.startswith(("npz:", "table:", "hf:")):
-        told["class-names"] = json.dumps(
-            info.classes
-        )  # to read the outputs by; of labels that were strings, the mapping
+    properties: Config = {
+        "in-channels": info.in_channels,
+        "image-size": info.image_size,
+        "num-classes": info.num_classes,
+    }
+    # not square images
+    if info.shape:
+        properties["input-shape"] = ",".join(map(str, info.shape))
+    # a model's outputs are read by them
+    if config.report_class_counts or source_of(config.dataset).tells_classes:
+        properties["class-names"] = json.dumps(info.classes)
     if config.report_class_counts and not config.private and not config.dp_epsilon and tasks.of(config).has_classes:
-        told["class-counts"] = ",".join(map(str, np.bincount(data.y_train, minlength=info.num_classes)))
-    return told
+        counts = np.bincount(data.y_train, minlength=info.num_classes)
+        properties["class-counts"] = ",".join(map(str, counts))
+    return properties
 
 
-def beyond(measured: Mapping[str, float]) -> str:
-    """Return which of the losses and metrics says that training diverged, "" if none: one larger than the server takes, or the
-    loss after training, if that is infinite, or no number where there was one before.
+def diverged_metric(measured: Mapping[str, float]) -> str:
+    """Return the name of a loss or metric that shows that training diverged, "" if none does.
+
+    That is one larger than the server takes, or a loss after training that is infinite, or NaN where it was a number before.
     """
-    if large := next((name for name, value in measured.items() if MAX_NUMBER < abs(value) < math.inf), ""):
-        return large
-    before, after = (measured.get(f"loss-{moment}", 0.0) for moment in ("before", "after"))
-    return "loss-after" if after == math.inf or (math.isnan(after) and not math.isnan(before)) else ""
+    for name, value in measured.items():
+        if MAX_NUMBER < abs(value) < math.inf:
+            return name
+    before, after = measured.get("loss-before", 0.0), measured.get("loss-after", 0.0)
+    became_nan = math.isnan(after) and not math.isnan(before)
+    return "loss-after" if after == math.inf or became_nan else ""
 
 
 def describe(error: Exception) -> str:

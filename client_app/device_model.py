@@ -1,26 +1,25 @@
-"""A client's module and data on its device, and what can be measured of models there."""
+"""A client's module and data on its device, and the measurements of models there."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
-from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from client_app.batches import Batches
-from client_app.evaluation import features, loss_gradient, sample_losses, tested
-from client_app.fisher import fisher
+from client_app.fisher import fisher_diagonal
 from client_app.flat import FlatModule
-from client_app.malloc import keep_freed_memory
+from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError
 from fl_app.layout import Model, Vector
+from fl_app.tasks import Task
 
 
 def resolve_device(name: str) -> torch.device:
@@ -34,11 +33,9 @@ def resolve_device(name: str) -> torch.device:
 
 
 class LoadedModel:
-    """One client's module, as flat vectors, with its data: loads models, and measures them."""
+    """One client's module, as flat vectors, with its data: loads models and measures them."""
 
     def __init__(self, module: nn.Module, config: RunConfig, data: ClientData, round: int, client_id: int) -> None:
-        torch.set_num_threads(config.client_threads)
-        keep_freed_memory()
         self.config, self.round, self.client_id = config, round, client_id
         self.device = resolve_device(config.device)
         self.flat = FlatModule(module, self.device)
@@ -52,8 +49,8 @@ class LoadedModel:
         )
         norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
         frozen: frozenset[str] = getattr(module, "frozen_names", frozenset())
-        self._fixed = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
-        self._batchnorms = [m for m in norms.values() if m not in self._fixed]
+        self._frozen_batchnorms = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
+        self._batchnorms = [m for m in norms.values() if m not in self._frozen_batchnorms]
         self.data = Batches(
             config,
             data,
@@ -63,7 +60,7 @@ class LoadedModel:
             avoid_single=bool(self._batchnorms),
             memory_format=self.flat.memory_format,
         )
-        self.leave_out, self.sample_losses = self.data.leave_out, partial(sample_losses, self)
+        self.leave_out = self.data.leave_out
         self.task, self.num_classes = self.data.task, data.info.num_classes
 
     @property
@@ -73,7 +70,10 @@ class LoadedModel:
 
     def samples(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         """Return (x, y) of chosen training samples, nothing augmented."""
-        return self.data.chosen(torch.from_numpy(np.asarray(indices, np.int64)).to(self.device))
+        return self.data.chosen(self._indices(indices))
+
+    def _indices(self, indices: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(np.asarray(indices, np.int64)).to(self.device)
 
     def network(self, model: Model) -> nn.Module:
         """Return a second network with a model's values: evaluation mode, without gradients."""
@@ -102,32 +102,87 @@ class LoadedModel:
             hook.remove()
         return seen[-1].flatten(1).float(), logits
 
-    def showing(self, model: Model) -> Self:
-        """Load a model in evaluation mode; return self."""
+    def load_for_evaluation(self, model: Model) -> None:
+        """Put a model's values into the module, in evaluation mode."""
         self.load(model)
         self.module.eval()
-        return self
 
+    @torch.no_grad()
     def features(self, model: Model) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return (features float32 [n, f], labels int64 [n]) of all training data: evaluation mode, nothing augmented."""
-        return features(self.showing(model))
+        self.load_for_evaluation(model)
+        features, labels = [], []
+        for x, y in self.data.train():
+            features.append(self.forward(self.module, x)[0])
+            labels.append(y)
+        return torch.cat(features).cpu().numpy(), torch.cat(labels).cpu().numpy()
+
+    @torch.no_grad()
+    def sample_losses(
+        self, model: Model, samples: NDArray[np.int64] | None = None, module: nn.Module | None = None
+    ) -> NDArray[np.float32]:
+        """Return each training sample's loss at a model, in evaluation mode, float32 [n].
+
+        samples: which ones, default all; module: what of the network gives the logits, default all of it.
+        """
+        self.load_for_evaluation(model)
+        network = self.module if module is None else module
+        chosen = None if samples is None else self._indices(samples)
+        losses = [losses_by_sample(self.task, self.logits(network, x), y) for x, y in self.data.train(chosen)]
+        return torch.cat(losses).cpu().numpy()
 
     def fisher(self, model: Model, samples: int = 0) -> Vector:
-        """Return the mean over training samples of the squared gradient of each one's loss, float32 [d]."""
-        return fisher(self.showing(model), samples)
+        """Return the mean over training samples of the squared gradient of each one's loss, float32 [d].
+
+        samples: how many, drawn without replacement from the stream "fisher"; 0: all.
+        """
+        self.load_for_evaluation(model)
+        n = len(self.data.train_labels)
+        indices = np.arange(n)
+        if 0 < samples < n:
+            stream = rng.generator(self.config.seed, "fisher", self.round, self.client_id)
+            indices = np.sort(stream.choice(n, samples, replace=False))
+        return fisher_diagonal(self.module, self.task, indices, self.samples)
 
     def loss_gradient(self, model: Model) -> Vector:
-        """Return the gradient of the mean loss over all training data at `model`, float32 [d]."""
-        return loss_gradient(self.showing(model))
+        """Return the gradient of the mean loss over all training data at `model`, float32 [d]; evaluation mode."""
+        self.load_for_evaluation(model)
+        self.gradient.zero_()
+        n = len(self.data.train_labels)
+        for x, y in self.data.train():
+            loss = self.task.total(self.logits(self.module, x), y) / n
+            loss.backward()  # type: ignore[no-untyped-call]
+        return self.vector(self.gradient)
 
     def evaluate(self, model: Model) -> tuple[float, float]:
         """Return (mean loss, headline metric) on the test data; NaN where there is none."""
         headline = self.task.headline.name
-        loss, found = self.measure(model, (headline,))
-        return loss, found[headline]
+        loss, metrics = self.measure(model, (headline,))
+        return loss, metrics[headline]
 
+    @torch.no_grad()
     def measure(self, model: Model, names: Sequence[str]) -> tuple[float, dict[str, float]]:
-        """Return the mean loss and the named metrics on the test data; NaN where there is none."""
-        if not len(self.data.test_labels):
+        """Return the mean loss and the named metrics on the test data, in evaluation mode; NaN where there is none.
+
+        Raises UserError if the task does not measure what it names.
+        """
+        targets = self.data.test_labels
+        if not len(targets):
             return math.nan, dict.fromkeys(names, math.nan)
-        return tested(self.showing(model), names)
+        self.load_for_evaluation(model)
+        loss = torch.zeros((), device=self.device, dtype=torch.float64)
+        outputs = []
+        for x, y in self.data.test():
+            outputs.append(self.module(x).float())
+            loss += self.task.total(outputs[-1], y).double()
+        metrics = self.task.measure(torch.cat(outputs), targets, names)
+        if missing := [name for name in names if name not in metrics]:
+            raise UserError(f"task {self.config.task}: measure did not return {missing[0]}")
+        return float(loss) / len(targets), {name: float(metrics[name]) for name in names}
+
+
+def losses_by_sample(task: Task, outputs: Tensor, y: Tensor) -> Tensor:
+    """Return the losses of a batch's samples, float32 [n]; outputs: float32 [n, ...]; y: the targets."""
+    if task.cross_entropy:
+        return cross_entropy(outputs, y, reduction="none")
+    return torch.stack([task.loss(outputs[i : i + 1], y[i : i + 1]) for i in range(len(y))])

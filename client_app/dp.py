@@ -1,4 +1,4 @@
-"""Differential privacy of one site's records: DP-SGD with Opacus, whose accountant says what a training spends of the budget.
+"""Differential privacy of one site's records: DP-SGD with Opacus, whose accountant computes what a training spends of the budget.
 
 Every training record is in a batch by chance; its gradient is cut to a norm of `dp-clip`, and Gaussian noise is added to the sum.
 What a model says of any one record is bounded by (`dp-epsilon`, `dp-delta`), over all rounds together. Abadi et al., CCS 2016.
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -26,13 +26,12 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
-from torch import Tensor, nn
+from torch import Tensor
 
 from client_app.state import BUDGET, SUFFIX
 from client_app.trainer import LocalTrainer
 from fl_app import rng
 from fl_app.config import RunConfig
-from fl_app.data import ClientData
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory, publish
 from fl_app.layout import Model
@@ -40,9 +39,12 @@ from strategies.base import Correction, Objective
 
 log = logging.getLogger("corolla")
 
-FILE = f"{BUDGET}.json"  # beside the client's state: what its records have spent in this experiment
-RUNS = ".runs"  # under the state directory: in which experiment each run spends (no experiment is called so)
-SLACK = 1e-6  # relative, of the sums of an accountant
+# beside the client's state: what its records have spent in this experiment
+FILE = f"{BUDGET}.json"
+# under the state directory: the experiment in which each run spends (no experiment has this name)
+RUNS = ".runs"
+# relative, for the rounding in an accountant's sums
+SLACK = 1e-6
 
 Spent = tuple[str, float, float, int]
 """A training: its name, noise multiplier, sampling rate, steps."""
@@ -96,28 +98,28 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int) -> float:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep back Opacus's hints: that its table of orders ends near the best one, when what it says is a bound all the same."""
+    """Suppress Opacus's warning that its table of orders ends near the best one: its result is a bound all the same."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class Budget:
-    """What a client's records may spend in one experiment, and have spent: a file in the client's directory, never turned back.
+    """The budget of a client's records in one experiment, and what is spent of it: a file in the client's directory.
 
-    repeatable: noise follows from the seed, so that a training that is repeated tells what it told before and costs nothing more.
+    repeatable: noise follows from the seed: a training that is repeated gives the same result and costs nothing more.
     """
 
     def __init__(self, directory: Path, config: RunConfig, *, repeatable: bool, run: int = 0) -> None:
         self.path, self.config, self.repeatable, self.run = directory / FILE, config, repeatable, run
 
-    def check(self) -> None:
-        """Raise UserError if what the client keeps of the experiment was made without a budget."""
+    def check_state(self) -> None:
+        """Raise UserError if the client's state of the experiment was trained without a budget."""
         if not self.path.exists() and any(self.path.parent.glob(f"*{SUFFIX}")):
             raise UserError(f"dp-epsilon: what {self.path.parent} keeps was trained without a budget, and is not told")
 
-    def read(self) -> list[Spent]:
-        """Return the trainings so far. Raises UserError if the file cannot be read: what was spent is then unknown."""
+    def trainings(self) -> list[Spent]:
+        """Read the trainings so far. Raises UserError if the file cannot be read: what was spent is then unknown."""
         try:
             return [(str(a), float(b), float(c), int(d)) for a, b, c, d in json.loads(self.path.read_text())]
         except FileNotFoundError:
@@ -146,7 +148,7 @@ class Budget:
             raise UserError(f"dp-epsilon: cannot note what is spent in {self.path}: {error.strerror}") from None
 
     def _spend(self, name: str, plan: Plan, steps: int) -> float:
-        before = self.read()
+        before = self.trainings()
         if self.repeatable and name in (training[0] for training in before):
             return self.epsilon(before)
         after = [*before, (name, plan.noise, plan.rate, steps)]
@@ -178,56 +180,49 @@ class Budget:
             yield
 
 
-class NoisyTrainer(LocalTrainer):
-    """A trainer that looks at training records only by noisy steps, each within the budget."""
+class NoisyTrainer:
+    """A strategies.base.Trainer that looks at training records only by noisy steps, each within the budget.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        config: RunConfig,
-        data: ClientData,
-        round: int,
-        client_id: int,
-        *,
-        budget: Budget,
-        epochs: int,
-    ) -> None:
-        super().__init__(module, config, data, round, client_id)
-        self.budget, self._epochs, self._trainings = budget, epochs, 0
-        self.epsilon = math.nan  # spent when the last training ended
-        self._views = [(p, p.grad) for p in self.module.parameters()]
-        self._noisy: DPOptimizer | None = None
-        for name in (
-            "samples",
-            "sample_losses",
-            "leave_out",
-            "features",
-            "fisher",
-            "loss_gradient",
-            "alternate",
-            "step",
-        ):
-            setattr(self, name, self._looks)
+    It hands on what a LocalTrainer offers beside training records, trains with it, and refuses everything else.
+    """
+
+    def __init__(self, local: LocalTrainer, *, budget: Budget, epochs: int) -> None:
+        self._local, self.budget, self._epochs, self._trainings = local, budget, epochs, 0
+        # epsilon spent when the last training ended
+        self.epsilon = math.nan
+        self.task, self.module, self.learning_rate = local.task, local.module, local.learning_rate
+        self.weights, self.gradient, self.statistics = local.weights, local.gradient, local.statistics
+        self.load, self.read, self.network = local.load, local.read, local.network
+        self.tensor, self.vector, self.optimizer = local.tensor, local.vector, local.optimizer
+        self.classifier, self.logits, self.forward, self.loss = (
+            local.classifier,
+            local.logits,
+            local.forward,
+            local.loss,
+        )
+        self.evaluate, self.measure = local.evaluate, local.measure
+        # each parameter's part of `gradient`
+        self._gradients = [(p, p.grad) for p in self.module.parameters()]
 
     @functools.cached_property
     def plan(self) -> Plan:
         """How the budget is spent."""
-        return Plan.of(self.config, self.data.num_used, self._epochs)
+        return Plan.of(self._local.config, self._local.data.num_used, self._epochs)
 
     @property
-    def class_counts(self) -> NDArray[np.int64]:
-        """Not to be had."""
-        self._looks()
+    def steps(self) -> int:
+        """Steps taken since the last training began."""
+        return self._local.steps
+
+    @property
+    def epoch(self) -> int:
+        """The current batch's epoch, from 1."""
+        return self._local.epoch
 
     @property
     def last_loss(self) -> float:
-        """NaN: a mean over records as they are."""
+        """NaN: the training loss is a mean over records without noise."""
         return math.nan
-
-    def check_loss(self) -> None:
-        """Raise UserError if a weight is not finite."""
-        if not bool(self.weights.isfinite().all()):
-            raise UserError(f"training diverged (learning-rate {self.learning_rate:g})")
 
     def train(
         self,
@@ -242,88 +237,115 @@ class NoisyTrainer(LocalTrainer):
     ) -> Model:
         """Train by noisy steps, which are noted as spent before the first."""
         if objective is not None or max_batches:
-            self._refuse("an objective of its own, or parts of epochs")
-        steps = self.plan.steps * (self.config.local_epochs if epochs is None else epochs)
-        stream = self._generator(purpose)
+            raise self._refusal("an objective of its own, or parts of epochs")
+        local, config, plan = self._local, self._local.config, self.plan
+        steps = plan.steps * (config.local_epochs if epochs is None else epochs)
+        sampling = self._generator(purpose)
         self._trainings += 1
-        self.epsilon = self.budget.spend(f"{self.round}-{self._trainings}-{purpose}", self.plan, steps)
-        log.debug("client %d: epsilon %.4g of %g spent", self.client_id, self.epsilon, self.config.dp_epsilon)
-        self.data.poisson = self.plan.rate, self.plan.steps, stream
-        self.flat.hold(
-            frozen
-        )  # of what is frozen no gradients are taken, record by record, that would count in their norms
+        self.epsilon = self.budget.spend(f"{local.round}-{self._trainings}-{purpose}", plan, steps)
+        log.debug("client %d: epsilon %.4g of %g spent", local.client_id, self.epsilon, config.dp_epsilon)
+        # a frozen parameter gets no gradient: in a record's gradient it would count in the norm
+        local.flat.freeze(frozen)
+        local.data.poisson = plan.rate, plan.steps, sampling
         try:
-            with quiet(), self._by_record():
-                self._noisy = DPOptimizer(
+            with quiet(), self._gradients_by_record():
+                noise = DPOptimizer(
                     torch.optim.SGD(self.module.parameters(), lr=0.0),
-                    noise_multiplier=self.plan.noise,
-                    max_grad_norm=self.config.dp_clip,
-                    expected_batch_size=max(1, round(self.plan.rate * self.data.num_used)),
-                    generator=self._generator(f"{purpose}-noise", self.device),
+                    noise_multiplier=plan.noise,
+                    max_grad_norm=config.dp_clip,
+                    expected_batch_size=max(1, round(plan.rate * local.data.num_used)),
+                    generator=self._generator(f"{purpose}-noise", local.device),
                 )
-                return super().train(start, epochs=epochs, purpose=purpose, correction=correction, frozen=frozen)
+                trained = local.train(
+                    start,
+                    epochs=epochs,
+                    purpose=purpose,
+                    correction=correction,
+                    frozen=frozen,
+                    differentiate=functools.partial(self._noisy_gradient, noise),
+                )
         finally:
-            self._noisy, self.data.poisson = None, None
+            local.data.poisson = None
+        if not bool(self.weights.isfinite().all()):
+            raise UserError(f"training diverged (learning-rate {self.learning_rate:g})")
+        return trained
 
     def differentiate(
         self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True
-    ) -> Tensor:
-        """Leave the noisy mean of the records' clipped gradients in `gradient`; return 0. x, y: a batch, which may be empty."""
-        noisy = self._noisy
-        if noisy is None:
-            self._refuse("a loop of its own")
-        noisy.zero_grad()
+    ) -> NoReturn:
+        """Refused: nothing would note as spent what a method's own loop learns of records."""
+        raise self._refusal("a loop of its own")
+
+    def batches(self, epochs: int | None = None, purpose: str = "train") -> NoReturn:
+        """Refused, as `differentiate` is."""
+        raise self._refusal("a loop of its own")
+
+    @property
+    def class_counts(self) -> NoReturn:
+        """Refused, as is everything else that looks at training records."""
+        raise self._refusal("more than steps")
+
+    samples = indices = sample_losses = leave_out = features = class_counts
+    fisher = loss_gradient = alternate = step = class_counts
+
+    def _noisy_gradient(self, noise: DPOptimizer, x: Tensor, y: Tensor) -> None:
+        """Leave the noisy mean of the records' clipped gradients in `gradient`. x, y: a batch, which may be empty."""
+        noise.zero_grad()
         if len(y):
-            super().differentiate(x, y, counted=False)
-        for p in noisy.params:
-            if p.grad_sample is None:  # nobody is in the batch, or the parameter had no part in it
+            self._local.differentiate(x, y, counted=False)
+        for p in noise.params:
+            # an empty batch, or a parameter that had no part in it
+            if p.grad_sample is None:
                 p.grad_sample = p.new_zeros((len(y), *p.shape))
-            p.grad_sample = p.grad_sample.nan_to_num(
-                0.0, 0.0, 0.0
-            )  # a NaN of one record's would be in the sum, whatever its norm
-        noisy.pre_step()
-        for p, view in self._views:  # Opacus puts a new tensor in the gradient's place
-            if p.grad is not None and view is not None and p.grad is not view:
-                view.copy_(p.grad)
-                p.grad = view
-        return self.weights.new_zeros(())
+            # a NaN of one record's would be in the sum, whatever its norm
+            p.grad_sample = p.grad_sample.nan_to_num(0.0, 0.0, 0.0)
+        noise.pre_step()
+        # Opacus puts a new tensor in the gradient's place
+        for p, gradient in self._gradients:
+            if p.grad is not None and gradient is not None and p.grad is not gradient:
+                gradient.copy_(p.grad)
+                p.grad = gradient
 
     @contextlib.contextmanager
-    def _by_record(self) -> Iterator[None]:
+    def _gradients_by_record(self) -> Iterator[None]:
         """Have backward passes leave each record's gradient, `grad_sample`, with every parameter that trains."""
+        model = self._local.config.model
         try:
             wrapped = GradSampleModule(self.module, loss_reduction="mean")
         except NotImplementedError as error:
-            raise UserError(f"dp-epsilon: model {self.config.model} does not keep records apart: {error}") from None
+            raise UserError(f"dp-epsilon: model {model} does not keep records apart: {error}") from None
         try:
-            self._check_apart()
+            self._check_records_are_apart()
             yield
         finally:
             wrapped.to_standard_module()
 
     @torch.no_grad()
-    def _check_apart(self) -> None:
-        """Raise UserError if what the module says of one sample changes with another one in the batch; both are made up."""
-        self.train_mode()
-        said = []
+    def _check_records_are_apart(self) -> None:
+        """Raise UserError if the module's output for a sample changes with another one in the batch; both are made up."""
+        data = self._local.data
+        self._local.train_mode()
+        outputs = []
         for other in (0, 1):
-            samples = self.data.blank(2)
+            samples = data.blank(2)
             samples[1] = other
-            torch.manual_seed(0)  # for dropout
-            said.append(self.logits(self.module, self.data.inputs(samples))[0])
-        if not torch.allclose(said[0], said[1], equal_nan=True):
+            # for dropout
+            torch.manual_seed(0)
+            outputs.append(self.logits(self.module, data.inputs(samples))[0])
+        if not torch.allclose(outputs[0], outputs[1], equal_nan=True):
             raise UserError(
-                f"dp-epsilon: model {self.config.model} does not keep records apart: what it says of one changes with others"
+                f"dp-epsilon: model {self._local.config.model} does not keep records apart: what it says of one changes with others"
             )
 
     def _generator(self, purpose: str, device: torch.device | None = None) -> torch.Generator:
-        repeatable = self.budget.repeatable
-        own = rng.torch_seed(self.config.seed, f"dp-{purpose}", self.round, self.client_id)
-        seed = own if repeatable else secrets.randbits(63)
+        local = self._local
+        if self.budget.repeatable:
+            seed = rng.torch_seed(local.config.seed, f"dp-{purpose}", local.round, local.client_id)
+        else:
+            seed = secrets.randbits(63)
         return torch.Generator(device or "cpu").manual_seed(seed)
 
-    def _refuse(self, what: str) -> NoReturn:
-        raise UserError(f"dp-epsilon: method {self.config.method} looks at records by {what}, which no noise covers")
-
-    def _looks(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse("more than steps")
+    def _refusal(self, way: str) -> UserError:
+        return UserError(
+            f"dp-epsilon: method {self._local.config.method} looks at records by {way}, which no noise covers"
+        )

@@ -8,55 +8,55 @@ sample. Any other model is differentiated by torch.func, which takes several tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import batch_norm, group_norm, unfold
 
-from fl_app import rng
 from fl_app.layout import Vector
 from fl_app.tasks import Classification, Task
 
-if TYPE_CHECKING:
-    from client_app.device_model import LoadedModel
-
-_GRADIENT_BYTES = 2**28  # of the per-sample gradients that are held at a time
-_CHUNK = 64  # samples at a time, at most
+# per-sample gradients held at a time: bytes, and samples
+_MAX_GRADIENT_BYTES = 2**28
+_MAX_SAMPLES = 64
 
 _CROSS_ENTROPY = Classification()
 
 Squares = Callable[[Any, Tensor, Tensor], list[Tensor]]
 
 
-def fisher(trainer: LoadedModel, samples: int = 0) -> Vector:
-    """Mean over training samples of (d loss(x, y) / d w)^2 at the loaded model in evaluation mode, float32 [d].
+def fisher_diagonal(
+    module: nn.Module,
+    task: Task,
+    indices: NDArray[np.int64],
+    samples: Callable[[NDArray[np.int64]], tuple[Tensor, Tensor]],
+) -> Vector:
+    """Mean over samples of (d loss(x, y) / d w)^2 at a module in evaluation mode, float32 [d] in named_parameters order.
 
-    samples: how many, drawn without replacement from the stream "fisher"; 0: all.
+    indices: int64 [n], of the samples. samples: returns the (x, y) of some of them.
     """
-    n = len(trainer.data.train_labels)
-    chosen = np.arange(n)
-    if 0 < samples < n:
-        stream = rng.generator(trainer.config.seed, "fisher", trainer.round, trainer.client_id)
-        chosen = np.sort(stream.choice(n, samples, replace=False))
-    module = trainer.module
-    kinds = known_kinds(module)
-    sums = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in module.parameters()]
-    largest = max((p.numel() for p in module.parameters()), default=1) if kinds else trainer.layout.d
-    step = max(1, min(_CHUNK, _GRADIENT_BYTES // max(4 * largest, 1)))
-    for start in range(0, len(chosen), step):
-        x, y = trainer.samples(chosen[start : start + step])
-        squares = by_layer(module, kinds, x, y, trainer.task) or one_by_one(module, x, y, trainer.task)
+    layers = known_layers(module)
+    parameters = list(module.parameters())
+    sums = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in parameters]
+    # layer by layer the largest parameter's gradients are held at once, otherwise those of all parameters
+    sizes = [p.numel() for p in parameters]
+    held = max(sizes, default=1) if layers else sum(sizes)
+    step = max(1, min(_MAX_SAMPLES, _MAX_GRADIENT_BYTES // max(4 * held, 1)))
+    for start in range(0, len(indices), step):
+        x, y = samples(indices[start : start + step])
+        squares = by_layer(module, layers, x, y, task) or by_sample(module, x, y, task)
         for total, part in zip(sums, squares, strict=True):
             total += part
-    vector = torch.cat([total.reshape(-1) for total in sums]) / max(len(chosen), 1)
+    vector = torch.cat([total.reshape(-1) for total in sums]) / max(len(indices), 1)
     mean: Vector = vector.float().cpu().numpy()
     return mean
 
 
-def one_by_one(module: nn.Module, x: Tensor, y: Tensor, task: Task = _CROSS_ENTROPY) -> list[Tensor]:
+def by_sample(module: nn.Module, x: Tensor, y: Tensor, task: Task = _CROSS_ENTROPY) -> list[Tensor]:
     """Return the sum of the samples' squared gradients, by parameter, of any module that torch.func can differentiate."""
     parameters = {name: p.detach() for name, p in module.named_parameters()}
 
@@ -68,45 +68,46 @@ def one_by_one(module: nn.Module, x: Tensor, y: Tensor, task: Task = _CROSS_ENTR
 
 
 def by_layer(
-    module: nn.Module, kinds: dict[nn.Module, Squares], x: Tensor, y: Tensor, task: Task = _CROSS_ENTROPY
+    module: nn.Module, layers: dict[nn.Module, Squares], x: Tensor, y: Tensor, task: Task = _CROSS_ENTROPY
 ) -> list[Tensor]:
-    """Return the same from the layers' inputs and outputs; nothing if they, or how they are used, are not of the known kinds."""
-    passes = watched(module, kinds, x) if kinds else None
-    if passes is None:
+    """Return the same from the layers' inputs and outputs; [] if a layer, or how it is used, is not of the known kinds."""
+    recorded = forward_recorded(module, layers, x) if layers else None
+    if recorded is None:
         return []
-    logits, seen = passes
-    slopes = torch.autograd.grad(task.total(logits.float(), y), [output for _, output in seen.values()])
-    slope_of = dict(zip(seen, slopes, strict=True))
-    found: list[Tensor] = []
+    logits, passes = recorded
+    slopes = torch.autograd.grad(task.total(logits.float(), y), [output for _, output in passes.values()])
+    slope_of = dict(zip(passes, slopes, strict=True))
+    squares: list[Tensor] = []
     with torch.no_grad():
-        for layer, squares in kinds.items():
-            found += squares(layer, seen[layer][0], slope_of[layer])
-    return found
+        for layer, squares_of in layers.items():
+            squares += squares_of(layer, passes[layer][0], slope_of[layer])
+    return squares
 
 
-def watched(
+def forward_recorded(
     module: nn.Module, layers: Iterable[nn.Module], x: Tensor
 ) -> tuple[Tensor, dict[nn.Module, tuple[Tensor, Tensor]]] | None:
     """Return the logits, and each layer's input and output; None unless each is used once, a Linear one on a vector per sample.
 
     What follows a layer gets a copy of its output, which it may overwrite.
     """
-    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+    passes: dict[nn.Module, tuple[Tensor, Tensor]] = {}
     uses: list[nn.Module] = []
 
-    def note(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        seen[layer] = inputs[0].detach(), output
+    def record(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        passes[layer] = inputs[0].detach(), output
         uses.append(layer)
         return output.clone()
 
-    hooks = [layer.register_forward_hook(note) for layer in layers]
+    hooks = [layer.register_forward_hook(record) for layer in layers]
     try:
         logits: Tensor = module(x.detach().requires_grad_())
     finally:
         for hook in hooks:
             hook.remove()
-    flat = all(z.ndim == 2 for layer, (z, _) in seen.items() if isinstance(layer, nn.Linear))
-    return (logits, seen) if flat and len(uses) == len(seen) == len(hooks) else None
+    flat = all(z.ndim == 2 for layer, (z, _) in passes.items() if isinstance(layer, nn.Linear))
+    used_once = len(uses) == len(passes) == len(hooks)
+    return (logits, passes) if flat and used_once else None
 
 
 def _linear(layer: nn.Linear, z: Tensor, slope: Tensor) -> list[Tensor]:
@@ -126,7 +127,8 @@ def _squared_products(a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda:
         return (a @ b).square_().sum(0)
     product, total = a.new_empty(a.shape[1], b.shape[2]), a.new_zeros(a.shape[1], b.shape[2])
-    for left, right in zip(a, b, strict=True):  # one by one they stay in the cache: five times as fast
+    # one sample at a time stays in the cache: five times as fast
+    for left, right in zip(a, b, strict=True):
         torch.mm(left, right, out=product)
         total.addcmul_(product, product)
     return total
@@ -155,7 +157,7 @@ _KINDS: dict[type[nn.Module], Squares] = {
 }
 
 
-def known_kinds(module: nn.Module) -> dict[nn.Module, Squares]:
+def known_layers(module: nn.Module) -> dict[nn.Module, Squares]:
     """Return the layers that own parameters, in order, and how their squares are computed; nothing if one is of another kind."""
     layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
     owned = [id(p) for layer in layers for p in layer.parameters(recurse=False)]

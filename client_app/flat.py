@@ -87,45 +87,50 @@ class FlatModule:
                     own.copy_(torch.from_numpy(np.array(tensors[name])))
         return module.requires_grad_(False).eval()
 
-    def hold(self, frozen: frozenset[str] | NDArray[np.bool_]) -> Tensor | None:
-        """Keep what is frozen, and what the user's model froze, from training; autograd skips what need not be computed.
+    def freeze(self, frozen: frozenset[str] | NDArray[np.bool_]) -> Tensor | None:
+        """Keep these parameters, and those the user's model froze, from training; autograd skips what need not be computed.
 
         frozen: tensors by name, or parameters by position, bool [d]. Returns bool [d] in the device's order, True where
         nothing may change, or None if everything may.
         """
-        names = frozen if isinstance(frozen, frozenset) else frozenset()
-        still = self.layout.indices(names) if isinstance(frozen, frozenset) else np.array(frozen, bool)
+        by_name = isinstance(frozen, frozenset)
+        fixed = np.zeros(self.layout.d, bool) if by_name else np.array(frozen, bool)
         for slot, parameter, trainable in zip(
             self.layout.params, self.module.parameters(), self._trainable, strict=True
         ):
-            held = slot.name in names or bool(still[slot.start : slot.stop].all())
-            parameter.requires_grad_(trainable and not held)
-            still[slot.start : slot.stop] |= not trainable  # no weight decay either
-        return self.tensor(still) if still.any() else None
+            part = fixed[slot.start : slot.stop]
+            if by_name and slot.name in frozen:
+                part[:] = True
+            parameter.requires_grad_(trainable and not part.all())
+            # what does not train has no weight decay either
+            part |= not trainable
+        return self.tensor(fixed) if fixed.any() else None
 
 
 @torch.no_grad()
-def prepared(gradient: Tensor, still: Tensor | None, clip_norm: float) -> None:
-    """Zero what must not move, and scale the rest down to a norm as torch.nn.utils.clip_grad_norm_ does (0: leave it)."""
-    if still is not None:
-        gradient.masked_fill_(still, 0)
+def mask_and_clip(gradient: Tensor, fixed: Tensor | None, clip_norm: float) -> None:
+    """Zero the gradient of what is fixed; scale the rest down to a norm (0: do not), as torch.nn.utils.clip_grad_norm_ does."""
+    if fixed is not None:
+        gradient.masked_fill_(fixed, 0)
     if clip_norm:
         gradient.mul_((clip_norm / (gradient.norm() + 1e-6)).clamp(max=1.0))
 
 
 class SGD:
-    """torch.optim.SGD's step on a flat vector: weight decay, then momentum. still: bool [d], what must not move."""
+    """torch.optim.SGD's step on a flat vector: weight decay, then momentum. fixed: bool [d], the parameters that do not change."""
 
     def __init__(
-        self, vector: Tensor, *, momentum: float, weight_decay: float, still: Tensor | None = None, clip_norm: float = 0
+        self, vector: Tensor, *, momentum: float, weight_decay: float, fixed: Tensor | None = None, clip_norm: float = 0
     ) -> None:
         moving = range(len(vector))
-        if still is not None:  # of a large part that stands still nothing need be computed
-            free = (~still).nonzero()
+        # of a large part that is fixed nothing need be computed
+        if fixed is not None:
+            free = (~fixed).nonzero()
             moving = range(int(free[0]), int(free[-1]) + 1) if len(free) else range(0)
-            still = still[moving.start : moving.stop]
-            still = still if bool(still.any()) else None
-        self._momentum, self._weight_decay, self._still, self._clip_norm = momentum, weight_decay, still, clip_norm
+            fixed = fixed[moving.start : moving.stop]
+            if not bool(fixed.any()):
+                fixed = None
+        self._momentum, self._weight_decay, self._fixed, self._clip_norm = momentum, weight_decay, fixed, clip_norm
         self._part = slice(moving.start, moving.stop)
         self._vector = vector[self._part]
         self._velocity = torch.zeros_like(self._vector) if momentum else None
@@ -134,35 +139,35 @@ class SGD:
     def step(self, gradient: Tensor, learning_rate: float) -> None:
         """Move the vector; `gradient` may be overwritten."""
         gradient = gradient[self._part]
-        prepared(gradient, self._still, self._clip_norm)
+        mask_and_clip(gradient, self._fixed, self._clip_norm)
         update = gradient
         if self._weight_decay:
             update = update.add(self._vector, alpha=self._weight_decay)
-            if self._still is not None:
-                update.masked_fill_(self._still, 0)
+            if self._fixed is not None:
+                update.masked_fill_(self._fixed, 0)
         if self._velocity is not None:
             update = self._velocity.mul_(self._momentum).add_(update)
         self._vector.add_(update, alpha=-learning_rate)
 
 
 class AdamW:
-    """torch.optim.AdamW's step on a flat vector, with its default betas and epsilon. still: bool [d], what must not move."""
+    """torch.optim.AdamW's step on a flat vector, with its default betas and epsilon. fixed: as of SGD."""
 
     def __init__(
-        self, vector: Tensor, *, weight_decay: float, still: Tensor | None = None, clip_norm: float = 0
+        self, vector: Tensor, *, weight_decay: float, fixed: Tensor | None = None, clip_norm: float = 0
     ) -> None:
-        self._vector, self._weight_decay, self._still, self._clip_norm = vector, weight_decay, still, clip_norm
+        self._vector, self._weight_decay, self._fixed, self._clip_norm = vector, weight_decay, fixed, clip_norm
         self._first, self._second = torch.zeros_like(vector), torch.zeros_like(vector)
         self._steps = 0
 
     @torch.no_grad()
     def step(self, gradient: Tensor, learning_rate: float) -> None:
         """Move the vector; `gradient` may be overwritten."""
-        prepared(gradient, self._still, self._clip_norm)
+        mask_and_clip(gradient, self._fixed, self._clip_norm)
         self._steps += 1
         if self._weight_decay:
             shrunk = self._vector * (1 - learning_rate * self._weight_decay)
-            self._vector.copy_(shrunk if self._still is None else torch.where(self._still, self._vector, shrunk))
+            self._vector.copy_(shrunk if self._fixed is None else torch.where(self._fixed, self._vector, shrunk))
         self._first.lerp_(gradient, 1 - BETA1)
         self._second.mul_(BETA2).addcmul_(gradient, gradient, value=1 - BETA2)
         size = self._second.sqrt().div_(math.sqrt(1 - BETA2**self._steps)).add_(EPSILON)

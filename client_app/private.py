@@ -1,4 +1,4 @@
-"""A client's side of a private round (docs/privacy.md): it masks what it sends, if what it is asked for hides it."""
+"""A client's side of a private round (docs/privacy.md): it masks its upload, unless the request would not hide it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ log = logging.getLogger("corolla")
 
 
 def properties(keys: Keyring) -> dict[str, Scalar]:
-    """What a client says of itself for private runs: which list of keys it holds, and the sketches' key, sealed for each client."""
+    """Return a client's properties for private runs: the list of keys it holds, and the sketches' key, sealed for each client."""
     return {f"{PRIVATE}-list": keys.fingerprint, f"{PRIVATE}-sealed": ",".join(keys.seal())}
 
 
 @dataclass(frozen=True)
 class Masker:
-    """What masks one answer: this client's keys, with whom it shares masks, what it counts among how many clients.
+    """Masks one upload: with this client's keys, for the partners it shares masks with.
 
-    sealed: the sketches' key, by its sender; "" where no masks are sent.
+    weight: of the client in the sum. clients: of the whole sum. sealed: the sketches' key, encrypted by client `sealer`; "" where
+    the method sends no masks.
     """
 
     keys: Keyring
@@ -46,11 +47,11 @@ class Masker:
     @classmethod
     def of(cls, download: Download, config: RunConfig, keys: Keyring) -> Masker:
         """Read what the server asks for. Raises UserError if the answer would not be hidden."""
-        said, me = download.method, keys.client_id
+        asked, me = download.method, keys.client_id
         try:
-            members = [int(word) for word in str(said[f"{PRIVATE}-members"]).split(",")]
-            weight, clients = float(said[f"{PRIVATE}-weight"]), int(said[f"{PRIVATE}-clients"])
-            sealed, sealer = str(said.get(f"{PRIVATE}-sealed", "")), int(said.get(f"{PRIVATE}-sealer", 0))
+            members = [int(word) for word in str(asked[f"{PRIVATE}-members"]).split(",")]
+            weight, clients = float(asked[f"{PRIVATE}-weight"]), int(asked[f"{PRIVATE}-clients"])
+            sealed, sealer = str(asked.get(f"{PRIVATE}-sealed", "")), int(asked.get(f"{PRIVATE}-sealer", 0))
         except (KeyError, ValueError):
             raise UserError("private: the server does not say with whom to mask") from None
         if len(set(members)) != len(members) or me not in members or not set(members) <= set(range(keys.num_clients)):
@@ -64,15 +65,15 @@ class Masker:
         partners = tuple(i for i in members if i != me)
         return cls(keys, download, partners, weight, clients, config.private_sketch, sealed, sealer)
 
-    def masked(self, upload: Upload) -> Upload:
-        """Return what is sent: the model in fixed point under masks, its mask's sketch. Raises UserError if there is more.
+    def mask(self, upload: Upload) -> Upload:
+        """Return the upload that is sent: the model in fixed point under masks, and its mask's sketch.
 
-        Numbers that the method would report stay away.
+        The method's own metrics are left out. Raises UserError if the method would send other arrays.
         """
         if upload.extras:
             raise UserError(f"private: the method would send {', '.join(upload.extras)} as they are")
-        params = self._fixed("parameters", upload.model.params, PARAMS_RANGE)
-        words = np.concatenate([params, self._fixed("buffers", upload.model.buffers, BUFFERS_RANGE)])
+        params = self._fixed_point("parameters", upload.model.params, PARAMS_RANGE)
+        words = np.concatenate([params, self._fixed_point("buffers", upload.model.buffers, BUFFERS_RANGE)])
         round, attempt, experiment = self.download.round, self.download.attempt, self.download.experiment
         masking.mask(words, self.keys.client_id, self.keys.masks(self.partners, experiment, round, attempt))
         hidden = None
@@ -82,7 +83,7 @@ class Masker:
             hidden = sketch.sketch(upload.mask, d, overlaps.length(d, self.sketch_bits), key)
         return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: state_version(round, attempt)}, upload.num_examples)
 
-    def _fixed(self, what: str, values: Vector, limit: float) -> Words:
+    def _fixed_point(self, what: str, values: Vector, limit: float) -> Words:
         try:
             words = masking.encode(values, self.weight, self.clients, limit)
         except ValueError as error:

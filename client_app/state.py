@@ -29,7 +29,8 @@ log = logging.getLogger("corolla")
 
 SUFFIX = ".state"
 _CLAIM = ".answered"
-BUDGET = "budget"  # what begins so is of client_app/dp.py: what the experiment has spent of its privacy stays
+# files of client_app/dp.py begin so: what the experiment has spent of its privacy budget stays
+BUDGET = "budget"
 
 
 class _Damaged(UserError):
@@ -74,9 +75,9 @@ class StateStore:
             return self._read(version)
         except _Damaged as error:
             damaged = error
-        for earlier in sorted(
-            (p.stem for p in self.directory.glob(f"*{SUFFIX}") if p.stem[:6] < version[:6]), reverse=True
-        ):
+        # a version begins with its round, six digits
+        rounds_before = [p.stem for p in self.directory.glob(f"*{SUFFIX}") if p.stem[:6] < version[:6]]
+        for earlier in sorted(rounds_before, reverse=True):
             with contextlib.suppress(_Damaged):
                 state = self._read(earlier)
                 log.warning("%s; used instead: %s", damaged, earlier)
@@ -120,7 +121,7 @@ class StateStore:
         return version
 
     def delete_before(self, version: str, keep: Collection[str] = ()) -> None:
-        """Delete the generations older than `version`, and what interrupted writes of such left; "" deletes none.
+        """Delete the generations older than `version`, and the remains of interrupted writes of such; "" deletes none.
 
         keep: generations that stay.
         """
@@ -147,7 +148,7 @@ class StateStore:
             raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
 
     def forget(self, *, simulated: bool = False) -> None:
-        """Delete what this client keeps of the experiment, and its directories if they are empty then.
+        """Delete this client's state of the experiment, and its directories if they are empty then.
 
         What its records have spent and which attempts it has answered stays: whoever names the experiment again must find both.
         simulated: nobody is protected by it, and it goes as well.
@@ -173,12 +174,11 @@ def stored(root: Path) -> list[StoredExperiment]:
     found = []
     for directory in root.iterdir() if root.is_dir() else []:
         files = list(directory.glob(f"client-*/*{SUFFIX}"))
-        if files:
-            stats = [f.stat() for f in files]
-            clients = len({f.parent for f in files})
-            found.append(
-                StoredExperiment(directory.name, clients, sum(s.st_size for s in stats), max(s.st_mtime for s in stats))
-            )
+        if not files:
+            continue
+        stats = [file.stat() for file in files]
+        nbytes, modified = sum(s.st_size for s in stats), max(s.st_mtime for s in stats)
+        found.append(StoredExperiment(directory.name, len({file.parent for file in files}), nbytes, modified))
     return sorted(found, key=lambda e: e.modified)
 
 
@@ -194,7 +194,7 @@ def remove(root: Path, experiment: str) -> bool:
 
 
 def _clear(clients: Iterable[Path], *, everything: bool = False) -> None:
-    """Delete what stands in clients' directories and does not stay, and the directories, the experiment's too, if empty then."""
+    """Delete the files in clients' directories, but for budgets and claims, and the directories that are empty then."""
     for directory in list(clients):
         for path in directory.glob("*"):
             if everything or not (path.name.startswith(BUDGET) or path.suffix == _CLAIM):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 from client_app.batches import Batch
 from client_app.device_model import LoadedModel
 from client_app.flat import SGD, AdamW
-from client_app.turns import alternate
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError, diverged
@@ -34,7 +34,8 @@ class LocalTrainer(LoadedModel):
         super().__init__(module, config, data, round, client_id)
         self.steps = self.epoch = 0
         self.indices = torch.zeros(0, dtype=torch.int64, device=self.device)
-        self._reported: Tensor | None = None  # the task's loss of the current batch, if an objective asked for it
+        # the task's loss of the current batch, if an objective asked for it
+        self._reported: Tensor | None = None
         self._plain: SGD | None = None
         self._epoch_loss, self._counted = torch.zeros((), device=self.device), 0
 
@@ -58,27 +59,60 @@ class LocalTrainer(LoadedModel):
         correction: Correction | None = None,
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
         max_batches: int = 0,
+        differentiate: Callable[[Tensor, Tensor], object] | None = None,
     ) -> Model:
-        """Train locally and return the trained model; `last_loss` is the last epoch's mean training loss."""
+        """Train locally and return the trained model; `last_loss` is the last epoch's mean training loss.
+
+        differentiate: (x, y) of a batch; leaves what a step goes along in `gradient`, in place of the objective's gradient.
+        """
+        if differentiate is None:
+            differentiate = partial(self.differentiate, objective=objective)
         self.load(start)
-        optimizer = self.optimizer(self.weights, still=self.flat.hold(frozen))
-        for x, y in self.batches(max_batches or epochs, purpose, max_batches):  # an epoch has one at least
-            self.differentiate(x, y, objective)
+        optimizer, learning_rate = self.optimizer(self.weights, fixed=self.flat.freeze(frozen)), self.learning_rate
+        # an epoch has one batch at least: as many epochs as batches are enough
+        for x, y in self.batches(max_batches or epochs, purpose, max_batches):
+            differentiate(x, y)
             if correction is not None:
                 with torch.no_grad():
                     correction(self.weights, self.gradient)
-            optimizer.step(self.gradient, self.learning_rate)
+            optimizer.step(self.gradient, learning_rate)
             self.steps += 1
-        still = frozen if isinstance(frozen, frozenset) else frozenset()  # statistics of frozen layers too
-        return self.layout.put(self.trained(), self.layout.take(start, still), still) if still else self.trained()
+        trained = self.finish()
+        # statistics of frozen layers stay too
+        if isinstance(frozen, frozenset) and frozen:
+            trained = self.layout.put(trained, self.layout.take(start, frozen), frozen)
+        return trained
 
     def alternate(self, start: Model, sides: Mapping[str, NDArray[np.bool_]], *, epochs: int | None = None) -> Model:
-        """Run local SGD on sides of the parameters in turn, an epoch each, and return the trained model."""
-        return alternate(self, start, sides, self.config.local_epochs if epochs is None else epochs)
+        """Run local SGD on sides of the parameters in turn, an epoch each, and return the trained model.
 
-    def trained(self) -> Model:
-        """End a training: nothing is frozen any more. Returns the model."""
-        self.flat.hold(frozenset())
+        sides: the parameters that are frozen, bool [d] in named_parameters order, by the purpose that names the side's random
+        stream. Momentum is a side's own, over all its epochs. epochs: on every side; default local-epochs.
+        """
+        self.load(start)
+        self.train_mode()
+        self.steps = self.epoch = 0
+        parameters = list(self.module.parameters())
+        learning_rate = self.learning_rate
+        optimizers, differentiated = {}, {}
+        for purpose, frozen in sides.items():
+            optimizers[purpose] = self.optimizer(self.weights, fixed=self.flat.freeze(frozen))
+            differentiated[purpose] = [parameter.requires_grad for parameter in parameters]
+        epochs = self.config.local_epochs if epochs is None else epochs
+        for purpose, batch in self.data.alternating_epochs(epochs, sides):
+            if batch.first:
+                for parameter, needed in zip(parameters, differentiated[purpose], strict=True):
+                    parameter.requires_grad_(needed)
+            x, y = self.begin_batch(batch)
+            self.differentiate(x, y)
+            optimizers[purpose].step(self.gradient, learning_rate)
+            self.steps += 1
+        self.check_loss()
+        return self.finish()
+
+    def finish(self) -> Model:
+        """End a training: nothing is frozen any more. Returns the trained model."""
+        self.flat.freeze(frozenset())
         return self.read()
 
     def batches(
@@ -92,16 +126,16 @@ class LocalTrainer(LoadedModel):
         self.steps = self.epoch = 0
         batches = self.data.epochs(self.config.local_epochs if epochs is None else epochs, purpose)
         for batch in islice(batches, max_batches or None):
-            yield self.opened(batch)
+            yield self.begin_batch(batch)
         self.check_loss()
 
     def train_mode(self) -> None:
         """Put the module into training mode, but for BatchNorm whose statistics are frozen."""
         self.module.train()
-        for layer in self._fixed:
+        for layer in self._frozen_batchnorms:
             layer.eval()
 
-    def opened(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def begin_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return a batch's (x, y), noting its `indices`; an epoch's first starts the mean loss anew."""
         if batch.first:
             self._epoch_loss, self._counted = torch.zeros((), device=self.device), 0
@@ -110,7 +144,7 @@ class LocalTrainer(LoadedModel):
         return batch.x, batch.y
 
     def check_loss(self) -> None:
-        """Raise UserError if the last epoch's mean training loss is not finite, or larger than the server takes if it is told."""
+        """Raise UserError if the last epoch's mean training loss is not finite, or larger than the server takes."""
         largest = MAX_NUMBER if self.config.report_accuracy else sys.float_info.max
         if self._counted and not abs(self.last_loss) <= largest:
             raise diverged("loss", self.last_loss, self.learning_rate)
@@ -132,7 +166,8 @@ class LocalTrainer(LoadedModel):
         if not isinstance(value, Tensor) or value.ndim:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UserError(f"objective: must return a scalar tensor, the batch's mean, got {got}")
-        if value.requires_grad:  # not so when everything the user's model trains is frozen
+        # without a gradient: everything that the user's model trains is frozen
+        if value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
         for layer in self._batchnorms if alone else []:
             layer.train()
@@ -146,24 +181,26 @@ class LocalTrainer(LoadedModel):
     def step(self, learning_rate: float | None = None) -> None:
         """One gradient step on `weights`, with weight decay and without momentum; default: this round's learning rate."""
         if self._plain is None:
-            still = self.flat.hold(frozenset())
+            fixed = self.flat.freeze(frozenset())
             decay, clip = self.config.weight_decay, self.config.clip_norm
-            self._plain = SGD(self.weights, momentum=0, weight_decay=decay, still=still, clip_norm=clip)
+            self._plain = SGD(self.weights, momentum=0, weight_decay=decay, fixed=fixed, clip_norm=clip)
         self._plain.step(self.gradient, self.learning_rate if learning_rate is None else learning_rate)
         self.steps += 1
 
-    def optimizer(self, vector: Tensor, still: Tensor | None = None, part: slice = slice(None)) -> Optimizer:
+    def optimizer(self, vector: Tensor, fixed: Tensor | None = None, part: slice = slice(None)) -> Optimizer:
         """Return the run's optimizer for a vector [d] on the device, or a part of it.
 
-        still: bool [d], what must not move; default: what the user's model holds fixed.
+        fixed: bool [d], the parameters that do not change; default: those the user's model fixes.
         """
-        still = self.flat.hold(frozenset()) if still is None else still
-        still = still if still is None else still[part]
+        if fixed is None:
+            fixed = self.flat.freeze(frozenset())
+        if fixed is not None:
+            fixed = fixed[part]
         vector, config = vector[part], self.config
         if config.optimizer == "adamw":
-            return AdamW(vector, weight_decay=config.weight_decay, still=still, clip_norm=config.clip_norm)
+            return AdamW(vector, weight_decay=config.weight_decay, fixed=fixed, clip_norm=config.clip_norm)
         return SGD(
-            vector, momentum=config.momentum, weight_decay=config.weight_decay, still=still, clip_norm=config.clip_norm
+            vector, momentum=config.momentum, weight_decay=config.weight_decay, fixed=fixed, clip_norm=config.clip_norm
         )
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:

@@ -1,6 +1,64 @@
-"""Corolla: personalized federated learning on Flower. `from corolla import run, load, compare`: docs/notebook.md."""
+"""Corolla: personalized federated learning on Flower. `from corolla import run, load, compare`: docs/notebook.md.
 
-from corolla.api import Run, compare, load, run
-from fl_app.errors import RunFailed, UserError
+Importing this package imports nothing else: what it names is loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from corolla.api import Run, compare, load, run
+    from fl_app.errors import RunFailed, UserError
 
 __all__ = ["Run", "RunFailed", "UserError", "compare", "load", "run"]
+
+_HOMES = {
+    "Run": "corolla.api",
+    "compare": "corolla.api",
+    "load": "corolla.api",
+    "run": "corolla.api",
+    "RunFailed": "fl_app.errors",
+    "UserError": "fl_app.errors",
+}
+_BESIDE = ("fl_app", "strategies", "client_app", "deploy")
+_HERE = Path(__file__).resolve().parent.parent
+
+
+def __getattr__(name: str) -> Any:
+    """Load what is asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _refuse_foreign_packages() -> None:
+    """Raise ImportError naming a file that is imported in place of a package of Corolla's.
+
+    A working directory often has a deploy.py or a folder of that name, and Python imports from there first.
+    """
+    for name in _BESIDE:
+        loaded = sys.modules.get(name)
+        spec = importlib.util.find_spec(name) if loaded is None else loaded.__spec__
+        origin = spec.origin if spec else None
+        if origin is not None and Path(origin).resolve().parent != _HERE / name:
+            raise ImportError(
+                f"{origin} is imported in place of Corolla's package {name}: rename it, or start Python in another "
+                "directory; the command `corolla` does not look into the current one",
+                name=name,
+            )
+
+
+# `python -m corolla` comes here too, before corolla/__main__.py, which takes the current directory out of the way.
+if not (sys.argv[0] == "-m" and "corolla" in sys.orig_argv):
+    _refuse_foreign_packages()

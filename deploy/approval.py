@@ -1,6 +1,6 @@
-"""Runs that wait for a site's approval: what `site.toml` with `approval = "ask"` leads to, and `corolla node approve` answers.
+"""Runs that wait for a site's approval, with `approval = "ask"` in `site.toml`; `corolla node approve` answers them.
 
-A directory per site: `waiting/RUN.json` says what asks to run, `decided/RUN.json` what was answered. An answer holds for this
+A directory per site: `waiting/RUN.json` is the request, `decided/RUN.json` the answer. An answer holds for this
 application with this config alone.
 """
 
@@ -30,7 +30,7 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """What an answer is about."""
+        """Sha256 of the request, which its answer names."""
         return hashlib.sha256(
             json.dumps([self.run, self.application, dict(self.config)], sort_keys=True).encode()
         ).hexdigest()
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a person of the site has answered."""
+    """A site's answer to a request, and the user who gave it."""
 
     digest: str
     approved: bool
@@ -54,7 +54,7 @@ def ask(directory: Path, request: Request) -> None:
 
 
 def answer(directory: Path, request: Request) -> Answer | None:
-    """Return what was answered about a run, None if nothing was, or about another application or config."""
+    """Return the answer to a request; None if there is none, or only one about another application or config."""
     try:
         found = Answer(**json.loads((directory / DECIDED / f"{request.run}.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

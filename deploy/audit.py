@@ -1,4 +1,4 @@
-"""What a site keeps of every run: a file of JSON lines, each of which carries the hash of the one before it.
+"""A site's audit of every run: a file of JSON lines, each of which carries the hash of the one before it.
 
 A line is an object whose last key is `hash`: the sha256 of the line without it. Its `previous` is the hash of the line before,
 64 zeros in the first. So whoever changes, inserts or removes one byte of a line has to make every later line anew; and the last
@@ -48,7 +48,7 @@ def verify(directory: Path) -> Chain:
         content = b""
     hashes = [_FIRST]
     for number, line in enumerate(content.splitlines(keepends=True) if content else [], 1):
-        hashes.append(_check(line, hashes[-1], f"{path}: line {number}"))
+        hashes.append(_verify_line(line, hashes[-1], f"{path}: line {number}"))
     chain = Chain(tuple(hashes[1:]))
     count, head = _head(directory)
     # a process that was killed between a line and its note in the head leaves the head one line behind
@@ -68,7 +68,7 @@ def verify(directory: Path) -> Chain:
     return chain
 
 
-def _check(line: bytes, previous: str, where: str) -> str:
+def _verify_line(line: bytes, previous: str, where: str) -> str:
     body, tail = line[:-_TAIL] + b"}", line[-_TAIL:]
     digest = hashlib.sha256(body).hexdigest()
     if tail != f'{_HASH_KEY}{digest}"}}\n'.encode():
@@ -97,7 +97,7 @@ def _head(directory: Path) -> tuple[int, str]:
 class Audit:
     """The audit of one site, written by one process at a time.
 
-    Raises UserError if another process has it, or what is there is not intact: it is never written behind.
+    Raises UserError if another process has it, or the audit that is there is not intact: nothing is appended to it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -119,11 +119,11 @@ class Audit:
         self._size = path.stat().st_size if (path := directory / FILE).exists() else 0
         self._lock = threading.Lock()
 
-    def append(self, kind: str, **what: Any) -> str:
+    def append(self, kind: str, **fields: Any) -> str:
         """Write one line, durable when this returns, and return its hash. Raises UserError if the file cannot be written."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with self._lock:
-            entry = {"n": self._count + 1, "time": now, "kind": kind, **what, "previous": self._last}
+            entry = {"n": self._count + 1, "time": now, "kind": kind, **fields, "previous": self._last}
             body = json.dumps(entry, separators=(",", ":"))
             digest = hashlib.sha256(body.encode()).hexdigest()
             line = f'{body[:-1]}{_HASH_KEY}{digest}"}}\n'.encode()
@@ -136,7 +136,7 @@ class Audit:
         return digest
 
     def _write(self, line: bytes) -> None:
-        """Write behind what this process wrote last, and nothing else."""
+        """Append after this process's last line, at no other place."""
         descriptor = os.open(self.directory / FILE, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             if (size := os.fstat(descriptor).st_size) != self._size:
@@ -149,7 +149,8 @@ class Audit:
                     done += os.pwrite(descriptor, line[done:], self._size + done)
                 os.fsync(descriptor)
             except OSError:
-                os.ftruncate(descriptor, self._size)  # a full disk must not leave half a line
+                # a full disk must not leave half a line
+                os.ftruncate(descriptor, self._size)
                 raise
         finally:
             os.close(descriptor)

@@ -3,7 +3,7 @@
 All in one directory (mode 0700): `ca.crt`, `server.crt`, `supernode-K.pub` and `peers.txt` are public, `ca.key`, `server.key`,
 `supernode-K.key` and `supernode-K.x25519` (for private runs, deploy/peers.py) private (0600). Nodes get `ca.crt`, `peers.txt` and
 their own keys, nothing else; `ca.key` is needed only to make another
-server certificate and is best kept off the cluster. Git is told to leave all of it alone. Nothing that exists is overwritten
+server certificate and is best kept off the cluster. A .gitignore keeps all of it out of Git. Nothing that exists is overwritten
 unless forced.
 """
 
@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from deploy import lifetimes, peers
+from deploy import peers
 from deploy.inventory import LOCAL, Inventory, SuperNode
 from fl_app.errors import UserError
 from fl_app.files import publish
@@ -28,7 +28,10 @@ from fl_app.files import publish
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 IGNORE = ".gitignore"
 _CA_DAYS, _SERVER_DAYS = 3650, 825
-_ALWAYS = ("localhost", "127.0.0.1", "::1")  # the control API, which only listens on loopback
+# days before its end from which on a certificate is warned of
+WARNING_DAYS = 30
+# names of the control API, which only listens on loopback
+_ALWAYS = ("localhost", "127.0.0.1", "::1")
 
 
 def server_names(inventory: Inventory) -> tuple[str, ...]:
@@ -63,10 +66,10 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
             key = ec.generate_private_key(ec.SECP384R1())
             _write(private, _openssh(key), 0o600, written)
             _write(public, _openssh_public(key), 0o644, written)
-            private.with_suffix(peers.END).unlink(missing_ok=True)
-        written += [path for path in peers.make(private, public) if path not in written]
-    check(inventory)
-    peers.write(inventory)
+            private.with_suffix(peers.KEY_SUFFIX).unlink(missing_ok=True)
+        written += [path for path in peers.make_key(private, public) if path not in written]
+    require_usable(inventory)
+    peers.write_list(inventory)
     return written
 
 
@@ -82,7 +85,7 @@ def renew(inventory: Inventory) -> list[Path]:
     _private_directory(directory)
     written: list[Path] = []
     ca_key, ca = _load_authority(directory)
-    if lifetimes.days_left(ca) < lifetimes.WARNING_DAYS:
+    if days_left(ca) < WARNING_DAYS:
         _, ca = _authority(inventory.name, ca_key)
         _write(directory / CA, ca.public_bytes(serialization.Encoding.PEM), 0o644, written)
     _write_server(inventory, ca_key, ca, written)
@@ -97,30 +100,27 @@ def _write_server(
     _write(Path(inventory.keys) / SERVER, certificate.public_bytes(serialization.Encoding.PEM), 0o644, written)
 
 
-def check(inventory: Inventory, nodes: Sequence[SuperNode] | None = None) -> None:
-    """Raise UserError naming what is missing, open to others, expired or does not fit, and the command that mends it.
+def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = None) -> None:
+    """Raise UserError naming a file that is missing, open to others, expired or does not fit, and the command that mends it.
 
     nodes: whose keys are needed; None: all.
     """
     directory = Path(inventory.keys)
     names = [CA, SERVER, SERVER_KEY]
-    names += [
-        f"{node.name}.{end}" for node in (inventory.supernodes if nodes is None else nodes) for end in ("key", "pub")
-    ]
+    for node in inventory.supernodes if nodes is None else nodes:
+        names += [f"{node.name}.key", f"{node.name}.pub"]
     if missing := [name for name in names if not (directory / name).is_file()]:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise UserError(
             f"keys: {directory} has no {some}; `corolla cluster keys CLUSTER.yaml` makes them "
             "(TLS and authentication are off with --insecure)"
         )
-    _refuse_open(
-        [path for name in (CA_KEY, SERVER_KEY, *names) if (path := directory / name).suffix == ".key"]
-        + sorted(directory.glob(f"*{peers.END}"))
-    )
+    private = [directory / name for name in (CA_KEY, SERVER_KEY, *names) if name.endswith(".key")]
+    _refuse_open([*private, *sorted(directory.glob(f"*{peers.KEY_SUFFIX}"))])
     again = "`corolla cluster keys --renew CLUSTER.yaml` makes another one"
-    ca, certificate = (lifetimes.read(directory / name) for name in (CA, SERVER))
+    ca, certificate = (read_certificate(directory / name) for name in (CA, SERVER))
     for name, each in ((CA, ca), (SERVER, certificate)):
-        if lifetimes.days_left(each) < 0:
+        if days_left(each) < 0:
             raise UserError(f"keys: {directory / name} expired on {each.not_valid_after_utc:%Y-%m-%d}; {again}")
     held = subject_names(certificate)
     if lacking := [name for name in server_names(inventory) if name not in held]:
@@ -128,17 +128,45 @@ def check(inventory: Inventory, nodes: Sequence[SuperNode] | None = None) -> Non
         raise UserError(f"keys: {directory / SERVER} is {what}; {again}")
     try:
         certificate.verify_directly_issued_by(ca)
-    except Exception:  # InvalidSignature, ValueError, TypeError: all say the same to a user
+    # InvalidSignature, ValueError, TypeError: all mean the same to a user
+    except Exception:
         raise UserError(f"keys: {directory / SERVER} was not signed by {directory / CA}; {again}") from None
 
 
-def warnings(inventory: Inventory) -> list[str]:
-    """Return, in words, which of the certificates that are there have expired or are about to."""
+def expiry_warnings(inventory: Inventory) -> list[str]:
+    """Return a warning for each certificate that is there and has expired or is about to."""
     again = "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
-    paths = [path for name in (CA, SERVER) if (path := Path(inventory.keys) / name).is_file()]
-    return [
-        f"warning: keys: {path} {words}; {again}" for path in paths if (words := lifetimes.words(lifetimes.read(path)))
-    ]
+    found = []
+    for path in (Path(inventory.keys) / CA, Path(inventory.keys) / SERVER):
+        if path.is_file() and (expires := expiry_warning(read_certificate(path))):
+            found.append(f"warning: keys: {path} {expires}; {again}")
+    return found
+
+
+def now() -> datetime.datetime:
+    """Return the time a certificate's end is compared with, UTC."""
+    return datetime.datetime.now(datetime.UTC)
+
+
+def days_left(certificate: x509.Certificate) -> float:
+    """Return how many days a certificate still holds; negative if it has expired."""
+    return (certificate.not_valid_after_utc - now()) / datetime.timedelta(days=1)
+
+
+def expiry_warning(certificate: x509.Certificate) -> str:
+    """Return "expired on DATE" or "expires on DATE, in N days" if that is soon, else ""."""
+    days, end = days_left(certificate), f"{certificate.not_valid_after_utc:%Y-%m-%d}"
+    if days < 0:
+        return f"expired on {end}"
+    return f"expires on {end}, in {int(days)} days" if days < WARNING_DAYS else ""
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    """Read a certificate. Raises UserError if the file holds none."""
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"keys: {path} is not a certificate: {error}") from None
 
 
 def subject_names(certificate: x509.Certificate) -> set[str]:
@@ -154,7 +182,8 @@ def _private_directory(directory: Path) -> None:
         raise UserError(
             f"keys: {directory} must be closed to others (mode 700), it is {mode:o}; `chmod 700 {directory}`"
         )
-    if not (directory / IGNORE).exists():  # `git add .` must not take a key
+    # `git add .` must not take a key
+    if not (directory / IGNORE).exists():
         publish(directory / IGNORE, lambda temporary: temporary.write_text("*\n"))
 
 
@@ -189,7 +218,7 @@ def _server(
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
-    builder = _builder(subject, ca.subject, key.public_key(), min(_SERVER_DAYS, int(lifetimes.days_left(ca))))
+    builder = _builder(subject, ca.subject, key.public_key(), min(_SERVER_DAYS, int(days_left(ca))))
     builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(n) for n in names]), critical=False)
     builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     builder = builder.add_extension(_usage(sign_certificates=False), critical=True)
@@ -202,15 +231,16 @@ def _server(
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
 ) -> x509.CertificateBuilder:
-    now = datetime.datetime.now(datetime.UTC)
+    issued = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))  # nodes' clocks may be behind
-        .not_valid_after(now + datetime.timedelta(days=days))
+        # nodes' clocks may be behind
+        .not_valid_before(issued - datetime.timedelta(hours=1))
+        .not_valid_after(issued + datetime.timedelta(days=days))
     )
 
 
@@ -243,7 +273,7 @@ def _load_authority(directory: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.C
             f"keys: {directory / CA_KEY}: {error.strerror}; it is needed to make a server certificate"
         ) from None
     assert isinstance(key, ec.EllipticCurvePrivateKey)
-    return key, lifetimes.read(directory / CA)
+    return key, read_certificate(directory / CA)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

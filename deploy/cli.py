@@ -28,13 +28,13 @@ def up(
     timeout: Annotated[float, typer.Option(help="Seconds the SuperLink, then the SuperNodes, may take.", min=1)] = 90,
 ) -> None:
     """Start the SuperLink and all SuperNodes, and return when they are connected."""
-    from deploy import cluster
     from deploy import inventory as inventories
+    from deploy import lifecycle
 
-    found = inventories.read(inventory, insecure)
+    found = inventories.read_inventory(inventory, insecure)
     if not found.secure and not inventories.is_loopback(found.superlink.fleet_address):
         _say("note: insecure: anyone on the network can read the models and join as a SuperNode")
-    running = cluster.up(found, _say, timeout)
+    running = lifecycle.up(found, _say, timeout)
     nodes, clients = len(running.inventory.supernodes), running.inventory.num_clients
     if joined := running.inventory.joined:
         _say(
@@ -46,7 +46,7 @@ def up(
 
 
 @app.command("commands")
-def written_commands(
+def print_commands(
     inventory: InventoryFile,
     insecure: Insecure = False,
     slurm: Annotated[
@@ -57,7 +57,7 @@ def written_commands(
     from deploy import inventory as inventories
     from deploy import render
 
-    found = inventories.read(inventory, insecure)
+    found = inventories.read_inventory(inventory, insecure)
     typer.echo(render.slurm(found) if slurm else render.by_host(found), nl=False)
 
 
@@ -71,7 +71,7 @@ def status(inventory: Running) -> None:
 
     running = _running(inventory)
     found, failures = running.status()
-    online = superlink_nodes.seen_by_superlink(running)
+    status_by_id = superlink_nodes.status_by_node_id(running)
     nodes = {node.name: node for node in running.inventory.supernodes}
     table = Table("node", "client", "host", "GPU", "pid", "state", "health", "SuperLink says")
     good = not failures
@@ -82,21 +82,21 @@ def status(inventory: Running) -> None:
             if not state:
                 table.add_row(name, client, host, gpu, "", "unknown", "", "")
                 continue
-            said = online.get(state["node-id"], "unknown") if node else ""
-            good = good and cluster.is_ready(name, state) and (not node or said == "online")
-            lives, healthy = ("alive" if state["alive"] else "ended"), ("serving" if state["healthy"] else "no answer")
-            table.add_row(
-                name, client, host, gpu, str(state["pid"] or ""), lives, healthy if state["alive"] else "", said
-            )
-    for client_id, said in superlink_nodes.joined(running).items():
-        admitted = "admitted" if said else "not admitted yet"
-        table.add_row(f"supernode-{client_id}", str(client_id), "joins", "", "", admitted, "", said)
+            connected = status_by_id.get(state["node-id"], "unknown") if node else ""
+            good = good and cluster.is_ready(name, state) and (not node or connected == "online")
+            lives = "alive" if state["alive"] else "ended"
+            healthy = "serving" if state["healthy"] else "no answer"
+            pid = str(state["pid"] or "")
+            table.add_row(name, client, host, gpu, pid, lives, healthy if state["alive"] else "", connected)
+    for client_id, connected in superlink_nodes.status_of_joined(running).items():
+        admitted = "admitted" if connected else "not admitted yet"
+        table.add_row(f"supernode-{client_id}", str(client_id), "joins", "", "", admitted, "", connected)
     Console(width=None if Console().is_terminal else 140).print(table)
-    for words in [
-        *map(str, failures.values()),
-        *(certificates.warnings(running.inventory) if running.inventory.secure else []),
-    ]:
-        typer.echo(words, err=True)
+    problems = [str(error) for error in failures.values()]
+    if running.inventory.secure:
+        problems += certificates.expiry_warnings(running.inventory)
+    for problem in problems:
+        typer.echo(problem, err=True)
     if not good:
         raise typer.Exit(1)
 
@@ -121,9 +121,9 @@ def restart(
     timeout: Annotated[float, typer.Option(help="Seconds it may take.", min=1)] = 90,
 ) -> None:
     """Start one SuperNode again, after its machine came back; a run that waits goes on with it."""
-    from deploy import cluster
+    from deploy import lifecycle
 
-    cluster.restart(_running(inventory), node, _say, timeout)
+    lifecycle.restart(_running(inventory), node, _say, timeout)
     _say(f"{node} is connected")
 
 
@@ -133,9 +133,9 @@ def revoke(
     client: Annotated[int, typer.Argument(metavar="CLIENT", help="Client id: the K of supernode-K.")],
 ) -> None:
     """Take one SuperNode's key back: it is locked out at once and for good, and the others go on."""
-    from deploy import revoke as revoking
+    from deploy import superlink_nodes
 
-    problems = revoking.revoke(_running(inventory), client)
+    problems = superlink_nodes.revoke(_running(inventory), client)
     _say(f"client {client}: the SuperLink takes its key no more; `corolla cluster keys` would make it another one")
     if problems:
         typer.echo("\n".join(problems), err=True)
@@ -148,10 +148,10 @@ def down(
     forget: Annotated[bool, typer.Option("--forget", help="Take hosts that cannot be reached as ended.")] = False,
 ) -> None:
     """End exactly what `up` started, on all hosts, with all children."""
-    from deploy import cluster
+    from deploy import lifecycle
 
     running = _running(inventory)
-    problems = cluster.down(running, forget=forget)
+    problems = lifecycle.down(running, forget=forget)
     if problems:
         typer.echo("\n".join(problems), err=True)
         typer.echo(
@@ -176,7 +176,7 @@ def keys(
     from deploy import certificates
     from deploy import inventory as inventories
 
-    found = inventories.read(inventory)
+    found = inventories.read_inventory(inventory)
     if force and renew:
         raise UserError(
             "--force and --renew exclude each other: --force makes everything anew, --renew the certificates"
@@ -208,7 +208,7 @@ def admit(
     from deploy.peers import fingerprint
     from fl_app.privacy.keyring import PEERS
 
-    found = inventories.read(inventory)
+    found = inventories.read_inventory(inventory)
     invitation = joining.admit(found, client, public)
     if cluster.record_path(found.name).exists():
         superlink_nodes.register_key(cluster.load(found.name), f"supernode-{client}")
@@ -228,7 +228,7 @@ def _running(inventory: str) -> Cluster:
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
             raise UserError(f"{path}: there is no such file; a running cluster's name works too")
-        return cluster.load(inventories.read(path).name)
+        return cluster.load(inventories.read_inventory(path).name)
     return cluster.load(inventory)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from deploy.certificates import CA, SERVER, SERVER_KEY
 from deploy.inventory import Inventory, SuperLink, SuperNode, is_loopback
-from deploy.peers import END
+from deploy.peers import KEY_SUFFIX
 from fl_app.wire import PRIVATE_KEYS
 
 SUPERLINK, TUNNEL = "superlink", "tunnel"
@@ -17,13 +17,13 @@ SUPERLINK, TUNNEL = "superlink", "tunnel"
 class Place:
     """Where a cluster lives on one host: its state directory, where Flower's commands are, free ports (all on that host).
 
-    In a script they may be its variables (fl_app.shell).
+    In a script they may be its variables (fl_app.shell). own_keys: where the key files lie if they are not copied.
     """
 
     directory: str
     scripts: str
     ports: tuple[int | str, ...]
-    own_keys: str = ""  # where the key files lie if not copied
+    own_keys: str = ""
 
     @property
     def keys(self) -> str:
@@ -33,14 +33,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Process:
-    """One process to start: its name, command line, added environment, and where its health is asked for."""
+    """One process to start: its name, command line and added environment.
+
+    health: its gRPC health service, host:port. http: a URL that answers 200 when it is well; ca: the CA's certificate for it.
+    """
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    health: str = ""  # gRPC health service, host:port
-    http: str = ""  # URL that answers 200
-    ca: str = ""  # certificate of the CA for `http`
+    health: str = ""
+    http: str = ""
+    ca: str = ""
 
 
 def host_port(host: str, port: int) -> str:
@@ -78,7 +81,7 @@ def superlink(inventory: Inventory, place: Place) -> Process:
 def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -> Process:
     """Return a SuperNode behind its site's gate. index: its place among its host's SuperNodes, for the ports."""
     runtime, health = str(place.ports[2 * index + 1]), f"127.0.0.1:{place.ports[2 * index + 2]}"
-    private = f"{place.keys}/{node.name}{END}" if inventory.secure else ""
+    private = f"{place.keys}/{node.name}{KEY_SUFFIX}" if inventory.secure else ""
     config = node_config(node.client_id, inventory.num_clients, node.data_path, private)
     command = [node.python, "-P", "-m", "deploy.supernode", "--name", f"{inventory.name}/{node.name}"]
     command += [*(["--site", node.site] if node.site else []), "--"]
@@ -96,10 +99,10 @@ def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -
 
 
 def node_config(client_id: int, num_clients: int, data_path: str, private_keys: str) -> str:
-    """Return what a SuperNode tells its client: who it is, of how many, where its own data lies, and its key for private runs."""
+    """Return --node-config, which reaches the client: its id, the number of clients, its own data, its key for private runs."""
     paths = {"data-path": data_path, PRIVATE_KEYS: private_keys}
-    told = "".join(f' {name}="{path}"' for name, path in paths.items() if path)
-    return f"partition-id={client_id} num-partitions={num_clients}{told}"
+    given = "".join(f' {name}="{path}"' for name, path in paths.items() if path)
+    return f"partition-id={client_id} num-partitions={num_clients}{given}"
 
 
 def tunnel(inventory: Inventory, ca: str) -> Process:

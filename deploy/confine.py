@@ -19,17 +19,13 @@ from pathlib import Path
 
 from fl_app.errors import UserError
 
-_CREATE, _ADD, _RESTRICT = 444, 445, 446  # the system calls, by the same numbers on all architectures
+# the system calls, by the same numbers on all architectures
+_CREATE, _ADD, _RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
-_ON_FILES = (
-    _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
-)  # the rights that a file can have; the others are directories'
-_ALL = {
-    1: (1 << 13) - 1,
-    2: (1 << 14) - 1,
-    3: (1 << 15) - 1,
-    4: (1 << 15) - 1,
-}  # by the kernel's version of Landlock; later:
+# the rights that a file can have; the others are directories'
+_ON_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
+# all rights, by the kernel's version of Landlock; later versions have the last
+_ALL = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
 _LATEST = (1 << 16) - 1
 _BIND, _CONNECT = 1, 2
 _PATH, _PORT = 1, 2
@@ -52,19 +48,19 @@ def installation() -> tuple[str, ...]:
     return tuple(dict.fromkeys(place for place in places if place.startswith("/") and place != "/"))
 
 
-def version() -> int:
+def landlock_version() -> int:
     """Return the kernel's version of Landlock; 0: it has none."""
     return max(0, int(_libc().syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
-def wrapped(confinement: Confinement, command: Sequence[str]) -> list[str]:
-    """Return a command line that takes the confinement on itself and becomes the command."""
+def confined_command(confinement: Confinement, command: Sequence[str]) -> list[str]:
+    """Return a command line that confines its process and then becomes the command."""
     return [sys.executable, "-P", "-m", "deploy.confine", json.dumps(asdict(confinement)), "--", *command]
 
 
-def take_on(confinement: Confinement) -> None:
+def confine_process(confinement: Confinement) -> None:
     """Confine this process and all it will start, for ever. Raises UserError where the kernel does not."""
-    libc, supported = _libc(), version()
+    libc, supported = _libc(), landlock_version()
     if not supported:
         raise UserError("confine: this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)")
     handled = _ALL.get(supported, _LATEST)
@@ -73,7 +69,8 @@ def take_on(confinement: Confinement) -> None:
     ruleset = _call(libc, _CREATE, words, ctypes.c_size_t(ctypes.sizeof(words)), ctypes.c_uint32(0))
     reading, writing = handled & (_EXECUTE | _READ | _LIST), handled
     devices = handled & (_READ | _WRITE | _LIST | _IOCTL | _TRUNCATE)
-    shared = ("/dev/shm",)  # OpenMP libraries make files there, and some end the process if they cannot
+    # OpenMP libraries make files there, and some end the process if they cannot
+    shared = ("/dev/shm",)
     for places, rights in ((confinement.read, reading), ((*confinement.write, *shared), writing), (("/dev",), devices)):
         for place in places:
             _allow(libc, ruleset, place, rights)
@@ -89,8 +86,9 @@ def take_on(confinement: Confinement) -> None:
 def _allow(libc: ctypes.CDLL, ruleset: int, place: str, rights: int) -> None:
     try:
         descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
+    # what is not there needs no right
     except OSError:
-        return  # what is not there needs no right
+        return
     if not Path(place).is_dir():
         rights &= _ON_FILES
     rule = ctypes.create_string_buffer(rights.to_bytes(8, sys.byteorder) + descriptor.to_bytes(4, sys.byteorder), 12)
@@ -112,10 +110,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def main() -> None:
-    """Take the confinement on and become the command."""
+    """Confine this process, and become the command."""
     rules, _, *command = sys.argv[1:]
     try:
-        take_on(Confinement(**{name: tuple(values) for name, values in json.loads(rules).items()}))
+        confine_process(Confinement(**{name: tuple(values) for name, values in json.loads(rules).items()}))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -26,8 +26,8 @@ def config_path() -> Path:
     return path
 
 
-def check(path: Path, name: str, table: dict[str, Any]) -> None:
-    """Raise UserError if the connection could not be added."""
+def require_free(path: Path, name: str, table: dict[str, Any]) -> None:
+    """Raise UserError if the connection could not be added, as when there is one of its name already."""
     _with_table(path, _text(path), name, table)
 
 
@@ -37,7 +37,7 @@ def add(path: Path, name: str, table: dict[str, Any]) -> None:
 
 
 def remove(path: Path, name: str, table: dict[str, Any]) -> None:
-    """Remove our table if it is still there and still says what we wrote. Raises UserError if it cannot be cut out."""
+    """Remove our table if it is still there as we wrote it. Raises UserError if it cannot be cut out."""
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8")
@@ -51,7 +51,8 @@ def remove(path: Path, name: str, table: dict[str, Any]) -> None:
         if re.fullmatch(rf"""\s*\[\s*superlink\s*\.\s*["']?{re.escape(name)}["']?\s*\]\s*(#.*)?""", line.strip()):
             inside = True
             if kept and not kept[-1].strip():
-                kept.pop()  # the empty line that `add` put before
+                # the empty line that `add` put before
+                kept.pop()
         elif inside and (not line.strip() or line.lstrip().startswith(("[", "#"))):
             inside = False
         if not inside:
@@ -65,9 +66,9 @@ def remove(path: Path, name: str, table: dict[str, Any]) -> None:
 
 
 def bad_certificate(name: str, seconds: float = 5) -> str:
-    """Say what is wrong with the certificate that a connection's SuperLink shows; "" if nothing is, or if nobody answers.
+    """Return the fault of the certificate that a connection's SuperLink shows; "" if it has none, or if nobody answers.
 
-    Flower's own commands call that a network that does not work.
+    Flower's own commands report it as a network that does not work.
     """
     path = config_path()
     table = _parse(path, _text(path)).get("superlink", {}).get(name, {})

@@ -1,4 +1,4 @@
-"""A site's gate: what lies between a SuperNode's connection and the applications it would start.
+"""A site's gate, between a SuperNode's connection and the applications it would start.
 
 Flower's SuperNode takes its messages from seven functions, its connection to the SuperLink. Here each of them is passed through the
 site's rules: an application that is refused is neither unpacked nor imported, its server gets an answer that names the rule, and
@@ -48,8 +48,10 @@ from fl_app.plugins import is_reference
 
 log = logging.getLogger("corolla")
 
-_CONTENT_SECONDS = 600  # how long an application may take from announcing a reply to handing it over
-_HELD = 1000  # messages of runs that wait for approval
+# how long an application may take from announcing a reply to handing it over
+_CONTENT_SECONDS = 600
+# messages of runs that wait for approval
+_MAX_HELD = 1000
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Node:
-    """What a SuperNode is told at its start: which client of how many it is, and where its data lies."""
+    """A SuperNode's --node-config: which client of how many it is, and where its data lies."""
 
     client_id: int
     num_clients: int
@@ -77,7 +79,10 @@ class Node:
 
 @dataclass
 class Judged:
-    """A run and its code, fetched once: what was judged is what is started. refusal: the rule it broke, or ""."""
+    """A run and its code, fetched once, so that the code that was judged is the code that starts.
+
+    refusal: the broken rule, or "". waits: for a person's approval.
+    """
 
     run: Run
     fab: Fab
@@ -88,7 +93,7 @@ class Judged:
 
     @property
     def request(self) -> Request:
-        """What a person is asked about."""
+        """The request that a person of the site answers."""
         return Request(str(self.run.run_id), self.application, self.config)
 
 
@@ -104,7 +109,8 @@ class Gate:
     _inner: Connection = field(init=False)
     _judged: dict[int, Judged] = field(default_factory=dict)
     _held: list[tuple[Message, ObjectTree]] = field(default_factory=list)
-    _open: dict[str, Message] = field(default_factory=dict)  # received and not answered yet, by message id
+    # received and not answered yet, by message id
+    _open: dict[str, Message] = field(default_factory=dict)
     _pulled: int = 0
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
@@ -135,13 +141,15 @@ class Gate:
             if judged.waits and self._undecided(judged):
                 self._hold(received)
                 return None
-        except (UserError, OSError) as error:  # nothing runs that cannot be written down
+        # a run that cannot be noted does not start
+        except (UserError, OSError) as error:
             self._answer(message, str(error))
             return None
         if judged.refusal:
             self._refuse(message, judged.refusal)
             return None
-        self._open = {message.metadata.message_id: message}  # Flower's loop has one at a time
+        # Flower's loop has one at a time
+        self._open = {message.metadata.message_id: message}
         self._pulled = 0
         return received
 
@@ -156,7 +164,8 @@ class Gate:
 
     def confirm_message_received(self, run_id: int, message_id: str) -> None:
         """Note a download that is complete."""
-        with contextlib.suppress(UserError):  # the reply's line will fail, too, and the reply be refused for it
+        # noting the reply will fail, too, and then the reply is refused
+        with contextlib.suppress(UserError):
             self._note("download", run_id, self._open[message_id], self._pulled, message_id)
         self._inner.confirm_message_received(run_id, message_id)
 
@@ -189,7 +198,8 @@ class Gate:
 
     def _refuse(self, message: Message, why: str) -> None:
         """Note a refusal and answer a message with the rule that was broken."""
-        with contextlib.suppress(UserError):  # a refusal gives nothing away: it is sent even if it cannot be noted
+        # a refusal gives nothing away: it is sent even if it cannot be noted
+        with contextlib.suppress(UserError):
             self._note("refusal", message.metadata.run_id, message, 0, "", why=why)
         self._answer(message, why)
 
@@ -211,13 +221,14 @@ class Gate:
             for object_id, part in parts.items():
                 if object_id in wanted:
                     self._inner.push_object(run_id, session, object_id, part.deflate())
-        except Exception:  # as Flower's loop does with a reply that cannot be sent: the SuperNode goes on
+        # as Flower's loop does with a reply that cannot be sent: the SuperNode goes on
+        except Exception:
             log.exception("run %d: the refusal could not be sent", run_id)
 
     def _note(self, kind: str, run_id: int, message: Message, size: int, sha256: str, **more: Any) -> None:
-        what = {"message": message.metadata.message_type, "round": message.metadata.group_id}
+        about = {"message": message.metadata.message_type, "round": message.metadata.group_id}
         application = self._judge(run_id).application
-        self.audit.append(kind, run=str(run_id), application=application, **what, bytes=size, sha256=sha256, **more)
+        self.audit.append(kind, run=str(run_id), application=application, **about, bytes=size, sha256=sha256, **more)
 
     # Judging
 
@@ -233,11 +244,13 @@ class Gate:
             judged.refusal = self._refusal(judged)
         except grpc.RpcError:
             raise
-        except Exception as error:  # whatever a server may have sent
+        # whatever a server may have sent
+        except Exception as error:
             log.warning("run %d", run_id, exc_info=True)
-            judged.refusal = (
-                str(error) if isinstance(error, UserError) else f"application: cannot be read ({said(error)})"
-            )
+            if isinstance(error, UserError):
+                judged.refusal = str(error)
+            else:
+                judged.refusal = f"application: cannot be read ({said(error)})"
         config = dict(judged.config)
         outcome = judged.refusal or ("waits for approval" if judged.waits else "")
         self.audit.append("run", run=str(run_id), application=application, config=config, refusal=outcome)
@@ -276,7 +289,7 @@ class Gate:
     def _hold(self, received: tuple[Message, ObjectTree]) -> None:
         judged = self._judge(received[0].metadata.run_id)
         approval.ask(self.directory, judged.request)
-        if len(self._held) < _HELD:
+        if len(self._held) < _MAX_HELD:
             log.warning("run %s waits: corolla node approve %s", judged.request.run, judged.request.run)
             self._held.append(received)
 
@@ -286,7 +299,8 @@ class Gate:
             judged = self._judge(held[0].metadata.run_id)
             try:
                 decided = not judged.waits or not self._undecided(judged)
-            except (UserError, OSError) as error:  # it waits on: nothing runs that cannot be written down
+            # it waits on: a run that cannot be noted does not start
+            except (UserError, OSError) as error:
                 log.error("run %s: %s", judged.request.run, error)
                 continue
             if decided:
@@ -303,7 +317,8 @@ def train_samples(config: Mapping[str, Scalar], node: Node) -> int:
         spec.name for spec in specs(RunConfig) if spec.about == "data" or spec.name in ("task", "seed", "data-dir")
     }
     raw = {name: value for name, value in config.items() if name in wanted}
-    parsed = parse({**raw, "method": "any"}, {"any": NoParams})  # a method's own code does not run here
+    # a method's own code does not run here
+    parsed = parse({**raw, "method": "any"}, {"any": NoParams})
     data = open_client(
         dataclasses.replace(parsed, num_clients=node.num_clients), node.client_id, data_path=node.data_path
     )

@@ -20,7 +20,7 @@ _SECONDS = 120
 
 
 def ask(host: str, python: str, request: Json) -> Json:
-    """Send a request and return the reply. Raises UserError naming the host and what went wrong on the way or there."""
+    """Send a request and return the reply. Raises UserError naming the host and the fault, on the way or there."""
     if host == LOCAL:
         try:
             return node.handle(request)
@@ -34,29 +34,30 @@ def ask(host: str, python: str, request: Json) -> Json:
         raise UserError(f"{host}: there is no ssh command on this machine") from None
     except subprocess.TimeoutExpired:
         raise UserError(f"{host}: no reply over ssh within {_SECONDS} s") from None
-    for line in reversed(done.stdout.splitlines()):  # whatever a login shell prints comes before
+    # whatever a login shell prints comes before
+    for line in reversed(done.stdout.splitlines()):
         if line.startswith(REPLY_MARK):
             reply: Json = json.loads(line.removeprefix(REPLY_MARK))
             if "error" in reply:
                 raise UserError(_prefixed(host, reply["error"]))
             return reply
-    raise UserError(f"{host}: {_why(done, python)}")
+    raise UserError(f"{host}: {_failure(done, python)}")
 
 
 def _prefixed(host: str, message: str) -> str:
     return "\n".join(f"{host}: {line}" for line in message.splitlines())
 
 
-def _why(done: subprocess.CompletedProcess[str], python: str) -> str:
-    """Say what an ssh that brought no reply means."""
-    said = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
+def _failure(done: subprocess.CompletedProcess[str], python: str) -> str:
+    """Return the reason why an ssh brought no reply."""
+    output = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
     if done.returncode == 255:
-        return f"ssh failed: {said}"
+        return f"ssh failed: {output}"
     if done.returncode in (126, 127):
-        return f"cannot run {python} there; is `python` right? {said}"
-    if "No module named" in said:
-        return f"{python} has no Corolla of this version (`make install` there): {said}"
-    return f"{python} -m deploy.node ended with code {done.returncode}: {said}"
+        return f"cannot run {python} there; is `python` right? {output}"
+    if "No module named" in output:
+        return f"{python} has no Corolla of this version (`make install` there): {output}"
+    return f"{python} -m deploy.node ended with code {done.returncode}: {output}"
 
 
 def each(work: Callable[[str], T], hosts: Iterable[str]) -> dict[str, T]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 OLDEST = (3, 11)
-SILENCE = 8.0  # seconds
+SILENCE_SECONDS = 8.0
 _LARGE = re.compile(r"\s*Downloading (?:\S*/)?([^\s/]+\.(?:whl|tar\.gz)) \((\d+(?:\.\d+)? [MG]B)\)")
 _PACKAGES = re.compile(r"\s*Installing collected packages: (.+)")
 
@@ -32,14 +32,18 @@ def main() -> None:
     else:
         print(f"1/3 the virtual environment {venv} is there", flush=True)
     print("2/3 fetching and installing packages (PyTorch among them: up to 5 GB, minutes)", flush=True)
-    run([python, "-m", "pip", "install", "--progress-bar", "off", "--editable", ".[dev]"], "looking up packages", told)
+    run(
+        [python, "-m", "pip", "install", "--progress-bar", "off", "--editable", ".[dev]"],
+        "looking up packages",
+        summarize,
+    )
     print("3/3 trying it out", flush=True)
     run([python, "-c", "import corolla.cli"], "importing Corolla for the first time")
     print(f"installed: {venv / 'bin' / 'corolla'} --help", flush=True)
 
 
-def told(line: str) -> str:
-    """Return what a line of pip's says of the installation in a few words, "" if nothing."""
+def summarize(line: str) -> str:
+    """Return the progress that a line of pip's output shows, in a few words; "" if none."""
     if large := _LARGE.match(line):
         return f"downloading {large[1].split('-')[0]} ({large[2]})"
     if found := _PACKAGES.match(line):
@@ -47,32 +51,32 @@ def told(line: str) -> str:
     return ""
 
 
-def run(command: list[str], doing: str, words: Callable[[str], str] = lambda line: "") -> None:
-    """Run a command, print what `words` makes of its lines, and what it is doing when nothing was said for a while.
+def run(command: list[str], doing: str, summary: Callable[[str], str] = lambda line: "") -> None:
+    """Run a command; print the summaries of its lines, and the current step when nothing was printed for a while.
 
     Exits with the end of its output if it fails.
     """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     assert process.stdout is not None
     lines: deque[str] = deque(maxlen=40)
-    said = since = time.monotonic()
+    printed = since = time.monotonic()
 
     def watch() -> None:
-        nonlocal said
+        nonlocal printed
         while process.poll() is None:
             time.sleep(0.2)
             now = time.monotonic()
-            if now - said > SILENCE:
-                said = now
+            if now - printed > SILENCE_SECONDS:
+                printed = now
                 print(f"    {doing} ({now - since:.0f} s)", flush=True)
 
     threading.Thread(target=watch, daemon=True).start()
     for line in process.stdout:
         lines.append(line)
-        if word := words(line):
-            doing, said = word, time.monotonic()
-            since = said
-            print(f"    {word}", flush=True)
+        if text := summary(line):
+            doing, printed = text, time.monotonic()
+            since = printed
+            print(f"    {text}", flush=True)
     if process.wait():
         sys.exit(f"{''.join(lines)}\nthe command failed: {' '.join(command)}")
 

@@ -36,7 +36,7 @@ _DNS_NAME = r"[A-Za-z0-9]([\w-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([\w-]*[A-Za-z0-9])?)
 
 @dataclass(frozen=True)
 class Form:
-    """What a value must be, in words, and the test of it: a Rule for values that YAML or TOML has and a run's config has not."""
+    """A rule for a value of YAML or TOML, beyond those of a run's config: a description, and the test."""
 
     words: str
     admits: Callable[[Any], bool]
@@ -64,23 +64,22 @@ def _is_address(text: Any) -> bool:
 
 
 def _are_gpus(value: Any) -> bool:
-    def is_gpu(one: Any) -> bool:  # a number, or one of CUDA's names
+    # a number, or one of CUDA's names
+    def is_gpu(one: Any) -> bool:
         named = isinstance(one, str) and re.fullmatch(r"(GPU|MIG)-[\w/-]+", one) is not None
         return named or (type(one) is int and one >= 0)
 
-    return value is None or (
-        isinstance(value, list) and all(map(is_gpu, value)) and len(set(map(str, value))) == len(value)
-    )
+    if value is None:
+        return True
+    return isinstance(value, list) and all(map(is_gpu, value)) and len(set(map(str, value))) == len(value)
 
 
 def _are_variables(value: Any) -> bool:
-    def is_pair(name: Any, text: Any) -> bool:  # as the kernel takes it
-        return (
-            isinstance(name, str)
-            and isinstance(text, str)
-            and bool(re.fullmatch(r"[^=\0]+", name))
-            and "\0" not in text
-        )
+    # as the kernel takes it
+    def is_pair(name: Any, text: Any) -> bool:
+        if not isinstance(name, str) or not isinstance(text, str):
+            return False
+        return bool(re.fullmatch(r"[^=\0]+", name)) and "\0" not in text
 
     return isinstance(value, dict) and all(is_pair(*pair) for pair in value.items())
 
@@ -192,15 +191,16 @@ def is_loopback(address: str) -> bool:
         return address.lower() == "localhost"
 
 
-def read(path: Path, insecure: bool = False) -> Inventory:
-    """Read CLUSTER.yaml. insecure: as if it said `insecure: true`. Raises UserError with all problems."""
+def read_inventory(path: Path, insecure: bool = False) -> Inventory:
+    """Read CLUSTER.yaml. insecure: as if it had `insecure: true`. Raises UserError with all problems."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except RecursionError:
         raise UserError(f"{path}: not valid YAML: nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a date or number that is none
+    # ValueError: not UTF-8, or what looks like a date or a number and is none
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: not valid YAML: {error}") from None
     if isinstance(raw, dict) and insecure:
         raw = {**raw, "insecure": True}
@@ -210,7 +210,9 @@ def read(path: Path, insecure: bool = False) -> Inventory:
 def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
     """Check a loaded inventory. directory: what a relative `keys` is relative to. Raises UserError with all problems."""
     problems: list[str] = []
-    top = _read("", {"name": default_name, "hosts": None, **raw} if isinstance(raw, dict) else raw, _File, problems)
+    top = _parse_mapping(
+        "", {"name": default_name, "hosts": None, **raw} if isinstance(raw, dict) else raw, _File, problems
+    )
     if top.name in ("default", LOCAL):
         problems.append(f"name: must not be {top.name!r}, Flower's config file uses it; give the cluster a `name`")
     superlink = _superlink(top.superlink, problems)
@@ -229,7 +231,7 @@ def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
     return Inventory(top.name, superlink, supernodes, str((directory / keys).resolve()), secure, joined)
 
 
-def _read(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
+def _parse_mapping(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
     """Read one mapping of the inventory as a dataclass of keys; a wrong value is noted, and counts as its default."""
     known = {spec.name: spec for spec in specs(cls)}
     if not isinstance(raw, dict):
@@ -256,12 +258,13 @@ def _shown(value: Any) -> str:
     try:
         text = words.repr(value)
         return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-    except ValueError:  # of an integer with thousands of digits
+    # an integer with thousands of digits
+    except ValueError:
         return f"a very long {type(value).__name__}"
 
 
 def _superlink(raw: Any, problems: list[str]) -> SuperLink:
-    entry = _read("superlink", raw, SuperLink, problems)
+    entry = _parse_mapping("superlink", raw, SuperLink, problems)
     address = entry.fleet_address.strip("[]")
     if address in ("0.0.0.0", "::"):
         problems.append(f"superlink.fleet-address: must be the address SuperNodes connect to, got {address!r}")
@@ -276,7 +279,7 @@ def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperN
     joined: list[int] = []
     for index, item in enumerate(raw):
         label = f"hosts[{index}]"
-        entry = _read(label, item, _Host, problems)
+        entry = _parse_mapping(label, item, _Host, problems)
         if isinstance(item, dict) and "host" not in item:
             problems.append(f"{label}.host: missing; local or user@host")
         if entry.host == JOINS:
@@ -293,7 +296,10 @@ def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperN
             )
         python = _python(label, entry, problems)
         for k in range(count):
-            gpu = None if gpus is None else gpus[k % len(gpus)] if gpus else ""
+            if gpus is None:
+                gpu = None
+            else:
+                gpu = gpus[k % len(gpus)] if gpus else ""
             client_id = len(nodes) + len(joined)
             nodes.append(
                 SuperNode(

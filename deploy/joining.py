@@ -32,7 +32,7 @@ KEY, PUBLIC, INVITATION, CA = "node.key", "node.pub", "invitation.toml", "ca.crt
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a site needs to know of a cluster: the SuperLink's address and port, which client it is, the CA's certificate."""
+    """A site's view of a cluster: the SuperLink's address and port, which client of how many it is, the CA's certificate."""
 
     superlink: str
     client: int
@@ -55,12 +55,12 @@ def make_key(directory: Path) -> Path:
         publish(private, lambda path: path.write_bytes(text))
         encoded = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
         publish(public, lambda path: path.write_bytes(encoded + b"\n"), 0o644)
-    peers.make(private, public)
+    peers.make_key(private, public)
     return public
 
 
-def hold(directory: Path, given: Path) -> str:
-    """Keep the list of all sites' keys for private runs that is given; the sha256 by which sites compare theirs."""
+def keep_peers(directory: Path, given: Path) -> str:
+    """Keep a copy of the list of all sites' keys for private runs; return the sha256 by which sites compare theirs."""
     try:
         content = given.read_bytes()
     except OSError as error:
@@ -69,7 +69,7 @@ def hold(directory: Path, given: Path) -> str:
     return peers.fingerprint(directory / PEERS)
 
 
-def accept(directory: Path, given: Path | None) -> Invitation:
+def accept_invitation(directory: Path, given: Path | None) -> Invitation:
     """Keep the invitation that is given, and return it, or the one kept before. Raises UserError if there is none."""
     path = given or directory / INVITATION
     if given is None and not path.exists():
@@ -85,7 +85,7 @@ def accept(directory: Path, given: Path | None) -> Invitation:
     return Invitation(**raw)
 
 
-def options(directory: Path, invitation: Invitation, data_path: str) -> list[str]:
+def supernode_options(directory: Path, invitation: Invitation, data_path: str) -> list[str]:
     """Return flower-supernode's options for a site. Raises UserError if its key is missing or open to others."""
     private = directory / KEY
     if not private.exists():
@@ -98,7 +98,7 @@ def options(directory: Path, invitation: Invitation, data_path: str) -> list[str
     words = ["--root-certificates", str(directory / CA), "--auth-supernode-private-key", str(private)]
     words += ["--superlink", invitation.superlink, "--host", "127.0.0.1", "--port", str(runtime)]
     words += ["--health-server-address", f"127.0.0.1:{health}", "--node-config"]
-    private_keys = str(private.with_suffix(peers.END))
+    private_keys = str(private.with_suffix(peers.KEY_SUFFIX))
     return [*words, commands.node_config(invitation.client, invitation.clients, data_path, private_keys)]
 
 
@@ -113,7 +113,7 @@ def admit(inventory: Inventory, client: int, public: Path) -> Path:
     if client not in inventory.joined:
         there = ", ".join(map(str, inventory.joined)) or "none; write an entry `{host: joins}`"
         raise UserError(f"client {client}: does not join by itself in {inventory.name} (clients that do: {there})")
-    certificates.check(inventory)
+    certificates.require_usable(inventory)
     text = _public_key(public)
     directory = Path(inventory.keys)
     kept = directory / f"supernode-{client}.pub"
@@ -122,9 +122,9 @@ def admit(inventory: Inventory, client: int, public: Path) -> Path:
             raise UserError(f"{public}: is {path.name} already; every client needs a key of its own")
     if kept.exists() and _public_key(kept) != text:
         raise UserError(f"client {client}: has another key, {kept}; remove that file to give its place to this one")
-    said = f" {words}" if (words := peers.comment(public)) else ""
-    publish(kept, lambda path: path.write_bytes(text + said.encode() + b"\n"), 0o644)
-    peers.write(inventory)
+    line = b" ".join(filter(None, [text, peers.statement_in(public).encode()]))
+    publish(kept, lambda path: path.write_bytes(line + b"\n"), 0o644)
+    peers.write_list(inventory)
     link, ca = inventory.superlink, (directory / certificates.CA).read_text()
     address = commands.host_port(link.fleet_address, link.fleet_port)
     lines = [f"superlink = {json.dumps(address)}", f"client = {client}", f"clients = {inventory.num_clients}"]
@@ -139,7 +139,8 @@ def _public_key(path: Path) -> bytes:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except Exception:  # ValueError, UnsupportedAlgorithm: all say the same to a user
+    # ValueError, UnsupportedAlgorithm: all mean the same to a user
+    except Exception:
         raise UserError(f"{path}: is no public key (one line that begins with ecdsa-sha2-nistp384)") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
         raise UserError(f"{path}: must be an ECDSA P-384 key, as `corolla node join` makes it")

@@ -1,12 +1,12 @@
-"""What the launcher does on one host: `python -m deploy.node` reads a request (JSON) from standard input and prints a reply.
+"""One host's side of `corolla cluster`: `python -m deploy.node` reads a request (JSON) from standard input and prints a reply.
 
 The same `handle` serves this machine directly and a remote one over ssh (deploy/hosts.py). Requests:
 
 - prepare: check versions, paths and ports; make the cluster's directory; write key files; return directory, ports
 - start: start processes
-- clock: what this host's clock says
+- clock: the time on this host
 - status: each process's pid, whether it lives, its health, the node id it got from the SuperLink
-- logs: the end of a process's log, and what refusals in it mean
+- logs: the end of a process's log, and the meaning of refusals in it
 - stop: end processes; clear: remove key files
 """
 
@@ -18,11 +18,12 @@ import re
 import shutil
 import socket
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from deploy import clocks, explain, health, processes
+from deploy import health, processes
 from fl_app.errors import UserError
 from fl_app.files import publish_text
 from fl_app.processes import free_ports
@@ -54,15 +55,15 @@ def handle(request: Json) -> Json:
                 processes.start(directory, token, **process)
             return {}
         case "clock":
-            return {"clock": clocks.now()}
+            return {"clock": now()}
         case "status":
             return {"processes": _status(directory, token)}
         case "logs":
             name = request["name"]
-            means = explain.meanings(name, processes.log_end(directory, name, sys.maxsize))
+            means = explain_refusals(name, processes.log_end(directory, name, sys.maxsize))
             record = processes.read_record(directory, name)
             if record and not processes.alive(record):
-                means = [explain.ENDED, *(meaning for meaning in means if not meaning.startswith("not connected"))]
+                means = [ENDED, *(meaning for meaning in means if not meaning.startswith("not connected"))]
             return {"text": processes.log_end(directory, name, request["lines"]), "means": means}
         case "stop":
             names = request["names"]
@@ -82,7 +83,7 @@ def _prepare(directory: Path, token: str, request: Json) -> Json:
         if record.token != token and processes.alive(record):
             problems.append(f"{record.name} of a cluster {request['cluster']!r} is running already (pid {record.pid})")
     for address, port in request["free"]:
-        if why := _taken(address, port):
+        if why := _port_problem(address, port):
             problems.append(f"port {port}: {why}")
     if problems:
         raise UserError("\n".join(problems))
@@ -101,6 +102,11 @@ def _prepare(directory: Path, token: str, request: Json) -> Json:
     }
 
 
+def now() -> float:
+    """Read this host's clock: seconds since 1970."""
+    return time.time()
+
+
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
@@ -108,7 +114,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _taken(address: str, port: int) -> str:
+def _port_problem(address: str, port: int) -> str:
     """Return why a TCP port cannot be listened on, or ""."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
@@ -151,6 +157,52 @@ def _node_id(directory: Path, name: str) -> str:
     except FileNotFoundError:
         pass
     return ""
+
+
+# What refusals in Flower's and gRPC's logs mean ------------------------------------------------------------------------
+
+ENDED = "ended: it is not running any more; the lines above are its last"
+
+# a pattern in the log of the process, and what it means
+_MEANINGS = {
+    "superlink": (
+        ("No SuperNode found with the given public key", "a SuperNode was refused: its key is not registered here"),
+        ("WRONG_VERSION_NUMBER", "a connection was refused: it spoke plaintext to the TLS port"),
+    ),
+    "supernode": (
+        (
+            r"\[code: 2004\]",
+            "refused: its key is not registered with the SuperLink (or still counts as connected, for a minute)",
+        ),
+        (
+            r"\[code: 2001\]",
+            "refused: the SuperLink wants authentication, and this SuperNode was started without a key",
+        ),
+        ("CERTIFICATE_VERIFY_FAILED", "not connected: its ca.crt did not sign the SuperLink's certificate (wrong CA)"),
+        (
+            "Connection attempt failed",
+            "not connected: nobody answers at the fleet address, or plaintext meets TLS there (the SuperLink's log would say so)",
+        ),
+        (
+            "SuperNode terminated gracefully",
+            "ended: it was told to, or the SuperLink refused it: its clock is more than 5 s ahead of the SuperLink's or 305 s "
+            "behind, or its key was taken back (`corolla cluster revoke`)",
+        ),
+    ),
+}
+# what a SuperNode's log says before this does not count: it was connected, or connected again after a cut
+_CONNECTED = re.compile(r"SuperNode ID: \d+|Connection successful after")
+
+
+def explain_refusals(name: str, log: str) -> list[str]:
+    """Return the meanings of the refusals in a process's log, each once. name: superlink, supernode-K, tunnel."""
+    kind = name.partition("-")[0]
+    known = _MEANINGS.get(kind, ())
+    if kind == "supernode":
+        log = log[max((sign.end() for sign in _CONNECTED.finditer(log)), default=0) :]
+    found = [meaning for pattern, meaning in known if re.search(pattern, log)]
+    # gRPC retries after a failed handshake: the first meaning is the reason, the retries follow from it
+    return found[:1] if name != "superlink" else found
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def start(
     directory = _directory(name)
     if peers:
         typer.echo(
-            f"{peers}: sha256 {joining.hold(directory, peers)}; ask the other sites for theirs, it must be the same"
+            f"{peers}: sha256 {joining.keep_peers(directory, peers)}; ask the other sites for theirs, it must be the same"
         )
-    options = joining.options(directory, joining.accept(directory, invitation), data_path)
+    options = joining.supernode_options(directory, joining.accept_invitation(directory, invitation), data_path)
     os.environ.update(flower_environment(directory / "flwr"))
     (directory / "flwr").mkdir(mode=0o700, exist_ok=True)
     supernode.run(name, site, options)
@@ -124,21 +124,25 @@ def application() -> None:
 
 
 def _directory(name: str) -> Path:
-    from deploy.supernode import sites
+    from deploy.supernode import sites_directory
 
     if not name or any(part in ("", ".", "..") for part in name.split("/")):
         raise UserError(f"{name!r}: is no name of a site")
-    return sites() / name
+    return sites_directory() / name
 
 
 def _sites(name: str | None) -> dict[str, Path]:
     """Return the sites on this machine that have run, by name, or the one that is named. Raises UserError if there is none."""
     from deploy.audit import FILE
-    from deploy.supernode import sites
+    from deploy.supernode import sites_directory
 
-    found = {str(path.parent.relative_to(sites())): path.parent for path in sorted(sites().rglob(FILE))}
+    found = {
+        str(path.parent.relative_to(sites_directory())): path.parent for path in sorted(sites_directory().rglob(FILE))
+    }
     if name is not None:
         found = {site: path for site, path in found.items() if site == name}
     if not found:
-        raise UserError(f"{name or 'no site'}: there is no audit under {sites()}; has its SuperNode been started?")
+        raise UserError(
+            f"{name or 'no site'}: there is no audit under {sites_directory()}; has its SuperNode been started?"
+        )
     return found

@@ -17,41 +17,49 @@ from fl_app.files import publish, publish_text
 from fl_app.privacy import keyring
 from fl_app.privacy.keyring import PEERS
 
-END = ".x25519"
+KEY_SUFFIX = ".x25519"
 _WORDS = 5
 
 
-def make(node_key: Path, public: Path) -> list[Path]:
-    """Make a node's key for private runs, unless it is there, and say its public half in the node's own; the files written."""
-    private = node_key.with_suffix(END)
+def make_key(node_key: Path, public: Path) -> list[Path]:
+    """Make a node's key for private runs, unless it is there, and state its public half in the node's public key.
+
+    Returns the files written.
+    """
+    private = node_key.with_suffix(KEY_SUFFIX)
     if private.exists() and len(public.read_text().split()) == _WORDS:
         return []
     signer = serialization.load_ssh_private_key(node_key.read_bytes(), password=None)
     assert isinstance(signer, ec.EllipticCurvePrivateKey)
     made = [public] if private.exists() else [private, public]
     if not private.exists():
-        publish(private, lambda path: path.write_bytes(keyring.make()))
-    words = [*public.read_text().split()[:2], keyring.WORD, keyring.statement(keyring.read(private), signer)]
+        publish(private, lambda path: path.write_bytes(keyring.make_private_key()))
+    words = [
+        *public.read_text().split()[:2],
+        keyring.KEY_TYPE,
+        keyring.statement(keyring.read_private_key(private), signer),
+    ]
     publish_text(public, " ".join(words) + "\n", 0o644)
     return made
 
 
-def comment(public: Path) -> str:
-    """Return what a public key says of private runs, checked; "" if nothing. Raises UserError if its node key has not signed it."""
+def statement_in(public: Path) -> str:
+    """Return the statement in a node's public key, verified; "" if none. Raises UserError if the node key has not signed it."""
     words = public.read_text().split()
-    if words[2:3] != [keyring.WORD]:
+    if words[2:3] != [keyring.KEY_TYPE]:
         return ""
-    keyring.check(public, " ".join(words))
+    keyring.verify_statement(public, " ".join(words))
     return " ".join(words[2:_WORDS])
 
 
-def write(inventory: Inventory) -> Path | None:
+def write_list(inventory: Inventory) -> Path | None:
     """Write the list of all clients' keys, beside them; None as long as not all are there."""
     directory = Path(inventory.keys)
     publics = [directory / f"supernode-{k}.pub" for k in range(inventory.num_clients)]
     path = directory / PEERS
     if not all(public.is_file() and len(public.read_text().split()) == _WORDS for public in publics):
-        path.unlink(missing_ok=True)  # of other keys
+        # a list that is there is of other keys
+        path.unlink(missing_ok=True)
         return None
     text = "".join(f"{k} {public.read_text().strip()}\n" for k, public in enumerate(publics))
     if not path.is_file() or path.read_text() != text:

@@ -1,7 +1,7 @@
 """Processes of a cluster on this machine: started detached, found again by pid and start time, ended with their children.
 
 A cluster's directory holds, for each process, NAME.json (its record) and NAME.log. Whoever else has the same pid later has
-another start time, and is never touched. Children carry the cluster's token in their environment.
+another start time, and is left alone. Children carry the cluster's token in their environment.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from fl_app.processes import LAUNCH, end_processes, flower_environment, processe
 
 @dataclass(frozen=True)
 class Record:
-    """A started process: pid and start mark together name it for as long as the machine runs."""
+    """A started process: pid and start mark together name it for as long as the machine runs.
+
+    token: of the `up` that started it.
+    """
 
     name: str
-    token: str  # of the `up` that started it
+    token: str
     pid: int
     started: str
     health: str
@@ -118,7 +121,8 @@ def stop(directory: Path, token: str, name: str, seconds: float = 20) -> bool:
             children = main[0].children(recursive=True)
     end_processes(main, seconds)
     end_processes(children, 5)
-    for _ in range(3):  # a child may have started another one meanwhile
+    # a child may have started another one meanwhile
+    for _ in range(3):
         left = processes_with(f"{LAUNCH}={token}/{name}")
         if not left:
             break

@@ -1,4 +1,4 @@
-"""What `corolla cluster up` would start, written down: commands for another tool, or for a person; and a Slurm job."""
+"""The commands that `corolla cluster up` would run, as text for another tool or a person; and a Slurm job."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from deploy import certificates, commands, connection
 from deploy.commands import Place
 from deploy.inventory import LOCAL, Inventory, SuperNode, is_loopback
-from deploy.peers import END
+from deploy.peers import KEY_SUFFIX
 from deploy.processes import cluster_directory
 from fl_app import shell
 from fl_app.errors import UserError
 from fl_app.privacy.keyring import PEERS
 from fl_app.processes import FLOWER, LAUNCH, script
 
-_THERE = ".local/state/corolla/clusters"  # under the home of another host's user
+# under the home of another host's user
+_THERE = ".local/state/corolla/clusters"
 
 # Host by host ---------------------------------------------------------------------------------------------------------
 
@@ -38,14 +39,14 @@ def by_host(inventory: Inventory) -> str:
 
 
 def _host(inventory: Inventory, host: str, python: str, *, superlink: bool) -> list[str]:
-    """Return what starts a host's SuperLink, or its SuperNodes."""
+    """Return the commands that start a host's SuperLink, or its SuperNodes."""
     place, nodes = _place(inventory, host, python), [node for node in inventory.supernodes if node.host == host]
     if superlink:
         processes, keys = [commands.superlink(inventory, place)], [certificates.SERVER, certificates.SERVER_KEY]
     else:
         processes = [commands.supernode(inventory, node, place, k) for k, node in enumerate(nodes)]
         keys = [f"{node.name}.key" for node in nodes]
-        private = [PEERS, *(f"{node.name}{END}" for node in nodes)]
+        private = [PEERS, *(f"{node.name}{KEY_SUFFIX}" for node in nodes)]
         keys += [name for name in private if (Path(inventory.keys) / name).is_file()]
     lines = [f"# {host}: {', '.join(process.name for process in processes)}"]
     if inventory.secure and host != LOCAL:
@@ -71,7 +72,7 @@ def _place(inventory: Inventory, host: str, python: str) -> Place:
 
 
 def _connection(inventory: Inventory) -> list[str]:
-    """Return what lets this machine's `flwr` and `corolla` find the SuperLink, and it its nodes."""
+    """Return the commands that add the SuperLink to Flower's config here, and register the nodes' keys with it."""
     name, config = inventory.name, connection.config_path()
     trust = f'root-certificates = "{inventory.keys}/{certificates.CA}"' if inventory.secure else "insecure = true"
     table = f'\\n[superlink.{name}]\\naddress = "127.0.0.1:{inventory.superlink.control_port}"\\n{trust}\\n'
@@ -92,6 +93,7 @@ def _run(inventory: Inventory) -> list[str]:
         )
     run = [
         sys.executable,
+        "-P",
         "-m",
         "corolla",
         "run",
@@ -124,14 +126,14 @@ mkdir -m 700 "$work" "$work/flwr"
 export python work PATH={scripts}:$PATH {flower} FLWR_HOME="$work/flwr" COROLLA_STATE_HOME="$work/state" {launch}="$work"
 address={address}
 export address
-health=$("$python" -c 'from fl_app.processes import free_ports; print(*free_ports(1))')
+health=$("$python" -P -c 'from fl_app.processes import free_ports; print(*free_ports(1))')
 superlink= nodes= run=
 finish() {{
   trap - EXIT TERM INT
   for process in $run $nodes $superlink; do
     kill "$process" 2> /dev/null && wait "$process" || true
   done
-  "$python" -c {end} "$work"  # and what they have started
+  "$python" -P -c {end} "$work"  # and what they have started
   rm -rf "$work/keys" "$work/flwr"
   exit "$1"
 }}
@@ -147,14 +149,14 @@ done
 printf {connection} > "$FLWR_HOME/config.toml"
 {register}
 cat > "$work/supernode.sh" << 'END'
-read -r runtime health < <("$python" -c 'from fl_app.processes import free_ports; print(*free_ports(2))')
+read -r runtime health < <("$python" -P -c 'from fl_app.processes import free_ports; print(*free_ports(2))')
 case $SLURM_PROCID in
 {nodes}
 esac
 END
 srun --ntasks={count} --output="$work/supernode-%t.log" bash "$work/supernode.sh" &
 nodes=$!
-"$python" -m corolla run --superlink {name} --clients {count} "$@" &
+"$python" -P -m corolla run --superlink {name} --clients {count} "$@" &
 run=$!
 wait $run
 """
@@ -165,7 +167,7 @@ tls: true
 superlink: {{fleet-address: "$address"}}
 hosts: [{{host: local, supernodes: {count}}}]
 END
-"$python" -m corolla cluster keys "$work/lab.yaml\""""
+"$python" -P -m corolla cluster keys "$work/lab.yaml\""""
 _REGISTER = """for key in "$work"/keys/supernode-*.pub; do
   flwr supernode register "$key" {name} --name "$(basename "$key" .pub)"
 done"""
@@ -210,7 +212,7 @@ def slurm(inventory: Inventory) -> str:
         address=shell.word(address) if alone else "$(hostname -f)",
         keys=_KEYS.format(name=inventory.name, count=count) if inventory.secure else "",
         superlink=shell.line(process.command, process.environment),
-        answers=shell.line([python, "-c", check, process.http, *ca]),
+        answers=shell.line([python, "-P", "-c", check, process.http, *ca]),
         connection=shell.word(table) + (' "$work"' if inventory.secure else ""),
         register=_REGISTER.format(name=inventory.name) if inventory.secure else "",
         end=shell.word(end),
@@ -220,7 +222,7 @@ def slurm(inventory: Inventory) -> str:
 
 
 def _case(inventory: Inventory, node: SuperNode, place: Place, python: str) -> str:
-    """Return what a task of one number starts; which GPU it has is Slurm's to say."""
+    """Return the shell case of one task, a SuperNode; Slurm decides which GPU it has."""
     here = dataclasses.replace(node, python=python, gpu=None if node.gpu else node.gpu)
     process = commands.supernode(inventory, here, place, 0)
     return f"{node.client_id}) exec {shell.line(process.command, process.environment)} ;;"

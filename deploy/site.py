@@ -1,4 +1,4 @@
-"""What a site decides about the runs it takes part in: `site.toml`, which no run can override.
+"""A site's rules for the runs it takes part in: `site.toml`, which no run can override.
 
 ```toml
 applications = ["9f2c..."]          # sha256 of the applications that may run here
@@ -14,7 +14,7 @@ local-epochs = {max = 10}
 device = {one-of = ["cpu"]}
 ```
 
-A rule that is not given allows everything. docs/deployment.md lists every key, docs/security.md says whom they bind.
+A rule that is not given allows everything. docs/deployment.md lists every key, docs/security.md says what they protect from whom.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from deploy.inventory import Form
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, bears_on, key, nearest, specs
-from fl_app.known_names import PATH_DATASETS
+from fl_app.sources import path_in
 from fl_app.toml import read_toml
 
 ASK = "ask"
-PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir")  # what of a run's config names a path on the node
+# the keys of a run's config that name a path on the node
+PATH_KEYS = ("dataset", "partition", "data-dir", "state-dir")
 
 
 def _texts(words: str, pattern: str) -> Form:
@@ -65,7 +66,7 @@ _BOUNDS = Form(
 
 @dataclass(frozen=True)
 class Site:
-    """The rules of one site. None: everything is allowed."""
+    """The rules of one site, from the file `source`. None: everything is allowed."""
 
     applications: tuple[str, ...] | None = key(
         None,
@@ -94,7 +95,7 @@ class Site:
     bounds: Mapping[str, Mapping[str, Any]] = key(
         {}, "Smallest and largest values, or the only ones, of run-config keys: `local-epochs = {max = 10}`", _BOUNDS
     )
-    source: str = ""  # the file
+    source: str = ""
 
 
 def find(given: str = "") -> Path | None:
@@ -105,7 +106,7 @@ def find(given: str = "") -> Path | None:
     return usual if usual.exists() else None
 
 
-def read(path: Path) -> Site:
+def read_site(path: Path) -> Site:
     """Read site.toml. Raises UserError with all problems, also if others than its owner may write it."""
     raw = read_toml(path)
     mode = stat.S_IMODE(path.stat().st_mode)
@@ -185,16 +186,13 @@ def _unreadable(site: Site, config: Mapping[str, Scalar]) -> str:
         path = Path(text).expanduser()
         if not path.is_absolute():
             return f"readable-paths: {name} must be an absolute path, got {text}"
-        if not any(
-            path.resolve().is_relative_to(place) for place in allowed
-        ):  # symbolic links and .. are followed first
+        # symbolic links and .. are followed first
+        resolved = path.resolve()
+        if not any(resolved.is_relative_to(place) for place in allowed):
             return f"readable-paths: {name} names {text}, which is not under {', '.join(map(str, allowed)) or 'any'}"
     return ""
 
 
 def _path(name: str, value: str) -> str:
     """Return the path in a value of one of PATH_KEYS, or ""."""
-    if name not in ("dataset", "partition"):
-        return value
-    prefixes = PATH_DATASETS if name == "dataset" else ("file:",)
-    return next((value.removeprefix(prefix) for prefix in prefixes if value.startswith(prefix)), "")
+    return path_in(name, value) if name in ("dataset", "partition") else value

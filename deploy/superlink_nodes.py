@@ -1,4 +1,4 @@
-"""The nodes a cluster's SuperLink has registered: asked and told on its control port."""
+"""The SuperNodes a cluster's SuperLink has registered: registered, listed and revoked through its control port."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from cryptography.hazmat.primitives import serialization
 
+from deploy.cluster import Cluster
+from deploy.peers import KEY_SUFFIX
 from fl_app.errors import UserError
+from fl_app.privacy.keyring import PEERS
 from fl_app.processes import flower_environment, script
 
 if TYPE_CHECKING:
     from flwr.proto.node_pb2 import NodeInfo
 
-    from deploy.cluster import Cluster
 
-
-def register(cluster: Cluster) -> list[str]:
+def register_all(cluster: Cluster) -> list[str]:
     """Register every public key that is there, those of sites that joined included; return the names of the SuperNodes."""
     names = [node.name for node in cluster.inventory.supernodes]
     joined = (f"supernode-{client_id}" for client_id in cluster.inventory.joined)
@@ -33,9 +34,9 @@ def register_key(cluster: Cluster, name: str) -> None:
     """Register a SuperNode's public key with the SuperLink; one that a kept database has already is fine."""
     public = Path(cluster.inventory.keys) / f"{name}.pub"
     done = flwr(cluster, "supernode", "register", str(public), cluster.inventory.name, "--name", name)
-    said = done.stdout + done.stderr
-    if done.returncode != 0 and "already in use" not in said:
-        raise UserError(f"{name}: its key {public} could not be registered:\n{said.strip()[-1000:]}")
+    output = done.stdout + done.stderr
+    if done.returncode != 0 and "already in use" not in output:
+        raise UserError(f"{name}: its key {public} could not be registered:\n{output.strip()[-1000:]}")
 
 
 def flwr(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -45,15 +46,15 @@ def flwr(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
-def seen_by_superlink(cluster: Cluster) -> dict[str, str]:
-    """Return what the SuperLink says of its nodes: node id -> online, offline, ...; empty if it does not answer."""
+def status_by_node_id(cluster: Cluster) -> dict[str, str]:
+    """Return the SuperLink's status of its nodes, online or offline, by node id; {} if it does not answer."""
     done = flwr(cluster, "supernode", "list", cluster.inventory.name, "--format", "json")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return {str(node["node-id"]): str(node["status"]) for node in json.loads(done.stdout)["nodes"]}
     return {}
 
 
-def nodes(cluster: Cluster) -> list[NodeInfo]:
+def list_nodes(cluster: Cluster) -> list[NodeInfo]:
     """Ask the SuperLink for its nodes, with their public keys, which `flwr supernode list` does not show. Raises UserError."""
     from flwr.cli.typing import SuperLinkConnection
     from flwr.cli.utils import init_http_client_from_connection
@@ -69,25 +70,71 @@ def nodes(cluster: Cluster) -> list[NodeInfo]:
             return list(client.ListNodes(ListNodesRequest()).nodes_info)
         finally:
             client.close()
-    except Exception as error:  # whatever stands between: TLS, HTTP, the SuperLink itself
+    # whatever stands between: TLS, HTTP, the SuperLink itself
+    except Exception as error:
         raise UserError(
             f"cluster {cluster.inventory.name}: its SuperLink does not say which nodes it has: {error}"
         ) from None
 
 
-def joined(cluster: Cluster) -> dict[int, str]:
-    """Return what the SuperLink says of the clients whose sites start them, found by their keys; "" for one without a key."""
-    paths = {
-        client_id: Path(cluster.inventory.keys) / f"supernode-{client_id}.pub" for client_id in cluster.inventory.joined
+def status_of_joined(cluster: Cluster) -> dict[int, str]:
+    """Return the SuperLink's status, by client id, of the clients whose sites start them; "" for one without a key.
+
+    They are found by their keys.
+    """
+    keys: dict[int, bytes] = {}
+    for client_id in cluster.inventory.joined:
+        path = Path(cluster.inventory.keys) / f"supernode-{client_id}.pub"
+        if path.exists():
+            keys[client_id] = public_bytes(path)
+    status_by_key: dict[bytes, str] = {}
+    if keys:
+        with contextlib.suppress(UserError):
+            status_by_key = {info.public_key: info.status for info in list_nodes(cluster)}
+    return {
+        client_id: status_by_key.get(keys[client_id], "unknown") if client_id in keys else ""
+        for client_id in cluster.inventory.joined
     }
-    held = {client_id: public_bytes(path) for client_id, path in paths.items() if path.exists()}
-    known: dict[bytes, str] = {}
-    with contextlib.suppress(UserError):
-        known = {info.public_key: info.status for info in nodes(cluster)} if held else {}
-    return {client_id: known.get(held[client_id], "unknown") if client_id in held else "" for client_id in paths}
 
 
 def public_bytes(path: Path) -> bytes:
     """Read a public key file as the SuperLink keeps it."""
     key = serialization.load_ssh_public_key(path.read_bytes())
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def revoke(cluster: Cluster, client_id: int) -> list[str]:
+    """Take a SuperNode's key back: the SuperLink answers it no more, its key files go, and its process is ended.
+
+    Returns a sentence for each thing that could not be done after that. The node is found by its key among those the SuperLink has
+    registered, not by a name it gives itself. Raises UserError if there is nothing to take back.
+    """
+    node = next((n for n in cluster.inventory.supernodes if n.client_id == client_id), None)
+    if node is None and client_id not in cluster.inventory.joined:
+        clients = sorted([*(n.client_id for n in cluster.inventory.supernodes), *cluster.inventory.joined])
+        known = ", ".join(map(str, clients))
+        raise UserError(f"client {client_id}: cluster {cluster.inventory.name} has clients {known}")
+    name = f"supernode-{client_id}"
+    if not cluster.inventory.secure:
+        raise UserError(
+            f"client {client_id}: without authentication there is no key to take back (`tls: true` in the inventory)"
+        )
+    public = Path(cluster.inventory.keys) / f"{name}.pub"
+    if not public.is_file():
+        raise UserError(f"client {client_id}: there is no {public}; it was revoked before, or never had a key")
+    key = public_bytes(public)
+    ids = [info.node_id for info in list_nodes(cluster) if info.public_key == key and info.status != "unregistered"]
+    for node_id in ids:
+        done = flwr(cluster, "supernode", "unregister", str(node_id), cluster.inventory.name)
+        if done.returncode != 0:
+            raise UserError(f"{name}: its key could not be taken back:\n{(done.stdout + done.stderr).strip()[-1000:]}")
+    for path in (public, public.with_suffix(".key"), public.with_suffix(KEY_SUFFIX), public.with_name(PEERS)):
+        path.unlink(missing_ok=True)
+    # its own site ends the process of a client that joined
+    if node is None:
+        return []
+    try:
+        left = cluster.ask(node.host, "stop", names=[node.name])["left"]
+    except UserError as error:
+        return [f"{error}: its process may still be there, but the SuperLink does not know it any more"]
+    return [f"{node.host}: {name} could not be ended, but the SuperLink does not know it any more" for name in left]

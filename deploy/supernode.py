@@ -32,8 +32,8 @@ from fl_app.privacy.keyring import PEERS
 from fl_app.wire import PRIVATE_KEYS
 
 
-def sites() -> Path:
-    """Return the directory of what the sites on this machine keep: keys, audits, approvals."""
+def sites_directory() -> Path:
+    """Return the directory of the keys, audits and approvals of the sites on this machine."""
     return state_home() / "sites"
 
 
@@ -55,17 +55,17 @@ def run(name: str, rules: str, options: list[str]) -> None:
     """Become a SuperNode with these options of flower-supernode. Raises UserError before it starts."""
     configure_logging()
     path = site.find(rules)
-    read = site.read(path) if path else Site()
-    directory = sites() / name
+    found = site.read_site(path) if path else Site()
+    directory = sites_directory() / name
     audit = Audit(directory)
-    command = install(read, audit, directory)
-    audit.append("start", site=read.source, rules=path.read_text(encoding="utf-8") if path else "")
+    command = install(found, audit, directory)
+    audit.append("start", site=found.source, rules=path.read_text(encoding="utf-8") if path else "")
     sys.argv = ["flower-supernode", *options]
     command()
 
 
 def configure_logging() -> None:
-    """Log what the gate does beside what Flower logs."""
+    """Log the gate's messages beside Flower's."""
     log = logging.getLogger("corolla")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("corolla: %(message)s"))
@@ -82,9 +82,9 @@ def install(rules: Site, audit: Audit, directory: Path) -> Any:
         start, connect = command.start_client_internal, loop._init_connection
     except AttributeError as error:
         raise UserError(f"this Flower has no place for a site's gate ({error}): the SuperNode is not started") from None
-    if rules.confine and not confine.version():
+    if rules.confine and not confine.landlock_version():
         raise UserError("confine: this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)")
-    written = own_places(directory, rules.source) if rules.confine else {}
+    writable = writable_directories(directory, rules.source) if rules.confine else {}
 
     def start_behind_gate(**given: Any) -> None:
         config = given["node_config"]
@@ -99,24 +99,23 @@ def install(rules: Site, audit: Audit, directory: Path) -> Any:
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 
         def start_confined(words: Sequence[str]) -> subprocess.Popen[bytes]:
-            confinement = confined(
-                rules, node, written.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
+            confinement = confinement_of(
+                rules, node, writable.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
             )
-            environment = os.environ | {name: str(place) for name, place in written.items()}
-            return subprocess.Popen(confine.wrapped(confinement, words), env=environment)
+            environment = os.environ | {name: str(place) for name, place in writable.items()}
+            return subprocess.Popen(confine.confined_command(confinement, words), env=environment)
 
         loop._init_connection = connect_behind_gate
         if rules.confine:
-            loop.subprocess = types.SimpleNamespace(
-                Popen=start_confined
-            )  # Flower starts what starts applications with it
+            # Flower starts what starts applications with it
+            loop.subprocess = types.SimpleNamespace(Popen=start_confined)
         start(**given)
 
     command.start_client_internal = start_behind_gate
     return command.flower_supernode
 
 
-def own_places(directory: Path, rules: str) -> dict[str, Path]:
+def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
     """Make the directories that confined applications may write, and return them by the variables that name them.
 
     Raises UserError if what they must not change lies in one of them: the site's own directory, its file of rules.
@@ -139,15 +138,20 @@ def own_places(directory: Path, rules: str) -> dict[str, Path]:
     return places
 
 
-def confined(rules: Site, node: Node, written: Iterable[Path], runtime: str, private_key: str = "") -> Confinement:
-    """Return what applications may reach. runtime: the SuperNode's address for them. private_key: the node's for private runs."""
-    keys = (
-        [path for path in (Path(private_key), Path(private_key).with_name(PEERS)) if path.is_file()]
-        if private_key
-        else []
-    )
-    read = [*confine.installation(), *(rules.readable_paths or ()), *filter(None, [node.data_path]), *map(str, keys)]
-    return Confinement(tuple(read), tuple(map(str, written)), (int(runtime.rpartition(":")[2]),))
+def confinement_of(
+    rules: Site, node: Node, writable: Iterable[Path], runtime: str, private_key: str = ""
+) -> Confinement:
+    """Return the confinement of applications.
+
+    runtime: the SuperNode's address for them. private_key: the node's for private runs.
+    """
+    read = [*confine.installation(), *(rules.readable_paths or ())]
+    if node.data_path:
+        read.append(node.data_path)
+    if private_key:
+        keys = (Path(private_key), Path(private_key).with_name(PEERS))
+        read += [str(path) for path in keys if path.is_file()]
+    return Confinement(tuple(read), tuple(map(str, writable)), (int(runtime.rpartition(":")[2]),))
 
 
 if __name__ == "__main__":

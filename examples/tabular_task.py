@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from fl_app.tasks import Metric, Task
+from corolla.task import Metric, Task
 
 if TYPE_CHECKING:
     from torch import Tensor

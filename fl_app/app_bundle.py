@@ -23,17 +23,16 @@ from fl_app.keys import Scalar
 from fl_app.toml import read_toml
 
 APP_DIRECTORY = Path(fl_app.__file__).resolve().parent.parent
+PROJECT = "pyproject.toml"
 
 
 @contextlib.contextmanager
 def bundle(config: Mapping[str, Scalar], parent: str | None = None) -> Iterator[Path]:
-    """Yield a directory with the app for a run with this config; it is removed in the end. parent: where it is made, else as usual.
+    """Yield a directory with the app for a run with this config, which is removed in the end.
 
-    Raises UserError if Corolla was not installed from a clone, which has the app's pyproject.toml.
+    parent: where it is made, else where temporary files are.
     """
-    if not (APP_DIRECTORY / "pyproject.toml").is_file():
-        raise UserError(f"{APP_DIRECTORY} has no pyproject.toml: install Corolla from a clone (`make install`)")
-    project = read_toml(APP_DIRECTORY / "pyproject.toml")
+    project = read_toml(project_file())
     known = project["tool"]["flwr"]["app"]["config"]
     for name, value in config.items():
         table, _, key = name.rpartition(".")
@@ -43,8 +42,19 @@ def bundle(config: Mapping[str, Scalar], parent: str | None = None) -> Iterator[
         for package in plugins.PACKAGES:
             shutil.copytree(APP_DIRECTORY / package, directory / package, ignore=_all_but_python)
         plugins.write(plugins.files(config), directory)
-        (directory / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
+        (directory / PROJECT).write_text(tomli_w.dumps(project), encoding="utf-8")
         yield directory
+
+
+def project_file() -> Path:
+    """Return the app's pyproject.toml: the copy that a wheel has among fl_app's files, or a clone's own.
+
+    Raises UserError if there is none.
+    """
+    for path in (APP_DIRECTORY / "fl_app" / PROJECT, APP_DIRECTORY / PROJECT):
+        if path.is_file():
+            return path
+    raise UserError(f"{APP_DIRECTORY} has no {PROJECT}, neither a clone's nor a wheel's: install Corolla again")
 
 
 def application_hash(config: Mapping[str, Scalar]) -> str:

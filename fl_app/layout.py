@@ -170,6 +170,10 @@ class Layout:
         return Model(flat(self.params), flat(self.buffers))
 
 
+NO_TENSORS = Layout((), ())
+"""The layout of `NOTHING`."""
+
+
 def _take(vector: Vector, slots: tuple[Slot, ...], names: frozenset[str]) -> Vector:
     pieces = [vector[s.start : s.stop] for s in slots if s.name in names]
     return np.concatenate(pieces) if pieces else np.zeros(0, np.float32)

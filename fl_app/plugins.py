@@ -1,6 +1,6 @@
 """The user's own Python files, named `module:NAME`: a method, a model or a task.
 
-A module is looked up in the directories `look_in` was told, then wherever Python imports from. The command names the config
+A module is looked up in the directories `reset` was given, then wherever Python imports from. The command names the config
 file's directory and the current one. On a node nothing is named: there the app's directory, into which the command has put the
 files, is the first that Python imports from. A file may import others that lie beside it: they travel with it.
 """
@@ -33,8 +33,11 @@ def is_reference(name: object) -> bool:
     return ":" in str(name)
 
 
-def look_in(*directories: Path) -> None:
-    """Set the directories in which the user's files are looked up first; what came from others is forgotten."""
+def reset(*directories: Path) -> None:
+    """Set the directories in which the user's files are looked up first, and forget all that was read or imported of such files.
+
+    Their modules leave sys.modules, so that the next use imports a file again, as it is then.
+    """
     _directories[:] = dict.fromkeys(directory.expanduser().resolve() for directory in directories)
     while _imported:
         sys.modules.pop(_imported.pop(), None)
@@ -197,6 +200,9 @@ def _import(name: str, path: Path, directory: Path) -> ModuleType:
         if name not in _imported:
             raise UserError(f"{path}: there is a module {name} already, {loaded.__file__}; choose another name")
         del sys.modules[name]
+    # From here on a module of that directory comes first: what Corolla has not imported yet must not be one of them.
+    for package in PACKAGES:
+        importlib.import_module(package)
     sys.path[:] = [str(directory), *(entry for entry in sys.path if entry != str(directory))]
     importlib.invalidate_caches()
     module = importlib.import_module(name)

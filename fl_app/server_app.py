@@ -38,6 +38,7 @@ from fl_app.server.run_folder import FROZEN, SHAPE, TESTED, RunFolder, read_metr
 from fl_app.wire import SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
+from strategies.engine.rounds import Rounds
 
 log = logging.getLogger("corolla")
 app = ServerApp()
@@ -95,9 +96,10 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         folder.write_clients(_facts(roster.properties, counted))
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
         strategy.reports = Reports(method.reports)
+        rounds = strategy.rounds(exchange)
         if config.resume:
             saved = checkpoint.load_latest(folder.path)
-            strategy.restore(saved)
+            rounds.restore(saved)
             if strategy.round > config.num_server_rounds or (
                 strategy.round == config.num_server_rounds and "evaluation" not in saved.meta["record"]
             ):
@@ -111,18 +113,18 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         with trackers.following(here, folder.path, strategy.round, log.warning):
             if tested := method.tested(config):
                 log.info("%s: %s", config.method, tested)
-            strategy.start(exchange)
+            rounds.run()
             folder.write_clients(_facts(roster.properties, counted))  # again: some may have come later
             if strategy.round < config.num_server_rounds:
                 log.info("%s", stopped_line(strategy.round))
                 return folder
-            save_models(strategy, exchange, folder)
+            save_models(strategy, rounds, folder)
             folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
-            stateful = any(strategy.versions.values())
+            stateful = any(rounds.versions.values())
             if not config.keep_state and stateful:
                 folder.note_state_removed()
             if not config.keep_state and (stateful or config.private or config.dp_epsilon):
-                strategy.forget_state(exchange)
+                rounds.forget()
             return folder
     finally:
         folder.close()
@@ -133,14 +135,14 @@ def _facts(properties: Mapping[int, Properties], counted: bool) -> Mapping[int, 
     return {i: {name: said[name] for name in said if counted or name not in SAMPLES} for i, said in properties.items()}
 
 
-def save_models(strategy: PersonalizedStrategy[Any], exchange: Exchange, folder: RunFolder) -> None:
+def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: RunFolder) -> None:
     """Write the final models: global, per client where the server holds them, and collected personal models."""
     config = strategy.config
     if strategy.has_global_model():
         folder.save_model("global", strategy.exported_layout(strategy.layout), strategy.exported_global())
     if config.collect_personal_models:
         whole = strategy.exported_layout(strategy.full_layout)
-        for client_id, model in strategy.collect(exchange, config.num_server_rounds).items():
+        for client_id, model in rounds.collect(config.num_server_rounds).items():
             folder.save_model(f"client-{client_id}", whole, model)
     else:
         layout = strategy.exported_layout(strategy.layout)

@@ -16,9 +16,16 @@ from fl_app.keys import Scalar
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raises UserError if there is none, or it is not TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
+    return parse_toml(content, path)
+
+
+def parse_toml(content: bytes, path: Path) -> dict[str, Any]:
+    """Parse the content of a TOML file. path: where it lies, for errors. Raises UserError if it is not TOML."""
+    try:
+        return tomllib.loads(content.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
 

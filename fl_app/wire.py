@@ -19,13 +19,13 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ConfigRecord, RecordDict
 from flwr.compat.common import recorddict_compat as compat
-from flwr.compat.common.typing import Config, EvaluateIns, FitIns, GetPropertiesIns, Parameters
+from flwr.compat.common.typing import Code, Config, EvaluateIns, FitIns, FitRes, GetPropertiesIns, Parameters, Status
 from numpy.typing import NDArray
 
 from fl_app.errors import plain
 from fl_app.flower_patches import ReceivedArray
 from fl_app.keys import Scalar
-from fl_app.layout import Model
+from fl_app.layout import Layout, Model
 from fl_app.metrics import MAX_NUMBER, admits
 
 Array = NDArray[np.generic]
@@ -39,6 +39,9 @@ SIMULATION = "COROLLA_SIMULATION"  # set in the environment where all clients ta
 PRIVATE_KEYS = "private-keys"  # of a node's config: its key for private runs
 SEED_KEYS = "seed"  # as such: from the run's seed, where all clients are on one machine
 MAX_TEXT = 2**20  # characters of a name or a text among the scalars; class counts of 100,000 classes fit
+# The dtype in which clients send parameters and statistics; the server computes with float32. A private run's masked sums
+# are integers whatever it is.
+UPLOADED = "<f4"
 _LINE = 500
 _HEADER = re.compile(
     rb"{'descr': '([<|>][A-Za-z]\d{0,9})', 'fortran_order': (True|False), 'shape': \((\d{1,18},|\d{1,18}(?:, \d{1,18})+|)\), } *\n"
@@ -71,11 +74,6 @@ class Download:
     extras: Mapping[str, Array] = field(default_factory=dict)
     method: Mapping[str, Scalar] = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays, without framing."""
-        return self.model.nbytes + sum(a.nbytes for a in self.extras.values())
-
 
 @dataclass(frozen=True)
 class Upload:
@@ -86,12 +84,6 @@ class Upload:
     extras: Mapping[str, Array] = field(default_factory=dict)
     metrics: Mapping[str, Scalar] = field(default_factory=dict)
     num_examples: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays, without framing."""
-        mask = 0 if self.mask is None else self.mask.nbytes
-        return self.model.nbytes + mask + sum(a.nbytes for a in self.extras.values())
 
 
 @dataclass(frozen=True)
@@ -108,14 +100,38 @@ class Expected:
     num_selected: int = -1
     extras: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
+    @classmethod
+    def of(
+        cls,
+        layout: Layout,
+        *,
+        num_params: int = 0,
+        num_selected: int = -1,
+        extras: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+    ) -> Expected:
+        """Say that an upload holds the tensors of a layout, and what else a method sends."""
+        return cls(layout.d, layout.b, num_params, num_selected, extras or {})
+
     @property
     def sends_mask(self) -> bool:
         """Whether a mask is part of the upload."""
         return self.num_params > 0
 
+    def blank(self) -> Upload:
+        """Return an upload that looks so, all zeros but for the ones that its mask must have."""
+        mask = None
+        if self.sends_mask:
+            ones = np.arange(self.num_params) < max(0, self.num_selected)
+            mask = np.packbits(ones, bitorder="little")
+        model = Model(np.zeros(self.d, np.float32), np.zeros(self.b, np.float32))
+        return Upload(model, mask, {name: np.zeros(shape, dtype) for name, (dtype, shape) in self.extras.items()})
+
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape per array name, in wire order; empty arrays do not travel."""
-        out: dict[str, tuple[str, tuple[int, ...]]] = {"params": ("<f4", (self.d,)), "buffers": ("<f4", (self.b,))}
+        out: dict[str, tuple[str, tuple[int, ...]]] = {
+            "params": (UPLOADED, (self.d,)),
+            "buffers": (UPLOADED, (self.b,)),
+        }
         if self.num_params:
             out["mask"] = ("|u1", (-(-self.num_params // 8),))
         out |= self.extras
@@ -152,9 +168,15 @@ def encode_download(download: Download) -> RecordDict:
     return compat.fitins_to_recorddict(FitIns(parameters, config), keep_input=False)
 
 
-def size(content: RecordDict) -> int:
-    """Bytes of a message's arrays."""
-    return sum(record.count_bytes() for record in content.array_records.values())
+def payload_bytes(content: RecordDict) -> int:
+    """Bytes of a message's arrays, without their headers and all framing: what a round's record counts as sent."""
+    total = 0
+    for record in content.array_records.values():
+        for name, array in record.items():
+            if name != compat.EMPTY_TENSOR_KEY:
+                pieces = _pieces(array)
+                total += sum(map(len, pieces)) - _header_bytes(_first(pieces, 10))
+    return total
 
 
 def encode_query() -> RecordDict:
@@ -194,9 +216,9 @@ def decode_upload(content: RecordDict, expected: Expected) -> Upload:
     mask = arrays.get("mask")
     if mask is not None:
         _check_mask(mask.view(np.uint8), expected)
-    params, buffers = (arrays.get(n, np.zeros(0, np.float32)) for n in ("params", "buffers"))
+    params, buffers = (np.asarray(arrays.get(n, ()), np.float32) for n in ("params", "buffers"))
     extras = {n: arrays[n] for n in expected.extras if n in arrays}
-    return Upload(Model(params.view("<f4"), buffers.view("<f4")), mask, extras, metrics, num_examples)  # type: ignore[arg-type]
+    return Upload(Model(params, buffers), mask, extras, metrics, num_examples)  # type: ignore[arg-type]
 
 
 def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar]]:
@@ -287,7 +309,20 @@ def decode_download(arrays: Sequence[Array], config: Mapping[str, object]) -> Do
 def encode_upload(upload: Upload) -> tuple[list[Array], int, dict[str, Scalar]]:
     """Encode as NumPyClient.fit returns it: arrays, number of training samples, metrics."""
     arrays = _arrays(upload.model, upload.mask, upload.extras)
+    for name in {"params", "buffers"} & arrays.keys():
+        # The server refuses what a method gives in another dtype than it must.
+        if arrays[name].dtype == np.float32:
+            arrays[name] = arrays[name].astype(UPLOADED, copy=False)
     return list(arrays.values()), upload.num_examples, {ARRAYS: ",".join(arrays), **upload.metrics}
+
+
+def upload_message(upload: Upload) -> RecordDict:
+    """Return the reply that Flower makes of an upload."""
+    arrays, num_examples, metrics = encode_upload(upload)
+    parameters = Parameters([_dump(a) for a in arrays], "numpy.ndarray")
+    return compat.fitres_to_recorddict(
+        FitRes(Status(Code.OK, ""), parameters, num_examples, dict(metrics)), keep_input=False
+    )
 
 
 # Arrays as bytes: NumPy's own format, as NumPyClient reads and writes it ----------------------------------------------
@@ -302,7 +337,7 @@ def _dump(array: Array) -> bytes:
 
 def _load(name: str, sent: FlowerArray, dtype: str, shape: tuple[int, ...]) -> Array:
     """View the bytes of one array; its header must name exactly this dtype and shape, and floats must be finite."""
-    pieces = sent.pieces if isinstance(sent, ReceivedArray) else [memoryview(sent.data)]
+    pieces = _pieces(sent)
     try:
         got_dtype, got_shape, fortran, offset = _header(_first(pieces, 256))
     except (ValueError, TypeError) as error:
@@ -331,12 +366,22 @@ def _header(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
         raise ValueError(f"begins with {start[:6]!r}")
     if start[6:8] != b"\1\0":
         raise ValueError(f"format version {tuple(start[6:8])}")
-    end = 10 + int.from_bytes(start[8:10], "little")
+    end = _header_bytes(start)
     found = _HEADER.fullmatch(start, 10, end)
     if found is None or end > len(start):
         raise ValueError(f"header {start[10:end]!r}")
     dtype, order, shape = (group.decode() for group in found.groups())
     return np.dtype(dtype), tuple(map(int, filter(None, shape.split(",")))), order == "True", end
+
+
+def _header_bytes(start: bytes) -> int:
+    """Return how long a header of NumPy's format 1.0 is, by its first ten bytes."""
+    return 10 + int.from_bytes(start[8:10], "little")
+
+
+def _pieces(array: FlowerArray) -> Sequence[memoryview]:
+    """Return an array's bytes, header included, as they came in."""
+    return array.pieces if isinstance(array, ReceivedArray) else [memoryview(array.data)]
 
 
 def _first(pieces: Sequence[memoryview], count: int) -> bytes:

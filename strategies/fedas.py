@@ -89,11 +89,12 @@ class FedAS(FedAvg[FedASParams]):
         if type(value) is not float or not 0 <= value < math.inf:
             raise WireError(f"{INFORMATION} must be a number >= 0, got {value!r}")
 
-    def personalize(self, round: int, uploads: Uploads) -> None:
-        """Mean weighted by information; `max-size-weight` bounds it as it does samples: it is a client's own word, too."""
-        traces, mean = np.array([float(m[INFORMATION]) for m in uploads.metrics]), self.averaging.mean
-        shares = fisher_weights(capped(traces, self.config.max_size_weight) if self.config.max_size_weight else traces)
-        self.global_model = Model(mean(uploads.W, shares), mean(uploads.B, shares))
+    def weights(self, uploads: Uploads) -> NDArray[np.float64]:
+        """By information; `max-size-weight` bounds it as it does samples: it is a client's own word, too."""
+        traces = np.array([float(metrics[INFORMATION]) for metrics in uploads.metrics])
+        if self.config.max_size_weight:
+            traces = capped(traces, self.config.max_size_weight)
+        return fisher_weights(traces)
 
 
 class FedASUpdate(LocalUpdate[FedASParams]):

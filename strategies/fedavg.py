@@ -32,9 +32,9 @@ class FedAvg(PersonalizedStrategy[P]):
     robust = RULES
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Mean weighted by training samples, or what the key `robust` puts in its place."""
-        mean = self.averaging.mean
-        self.global_model = Model(mean(uploads.W, uploads.sizes), mean(uploads.B, uploads.sizes))
+        """Mean weighted by training samples (`weights`), or what the key `robust` puts in its place."""
+        mean, weights = self.averaging.mean, self.weights(uploads)
+        self.global_model = Model(mean(uploads.W, weights), mean(uploads.B, weights))
 
 
 METHOD = Method(

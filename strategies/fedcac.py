@@ -207,12 +207,14 @@ def mask_overlap(W: aggregate.Stack, bits: masks.Bits) -> NDArray[np.float64]:
     n, d = W.shape
     if bits.shape != (n, -(-d // 8)) or bits.dtype != np.uint8:
         raise ValueError(f"masks must be uint8 {(n, -(-d // 8))} for W {W.shape}, got {bits.dtype} {bits.shape}")
-    common = masks.common_ones(bits)
-    sizes = set(common.diagonal().tolist())
-    if len(sizes) > 1:
-        raise ValueError(f"masks must have equally many ones, got {sorted(sizes)}")
-    num_critical = sizes.pop()
-    return common / num_critical if num_critical else np.eye(n)
+    num_critical = masks.popcount(bits[0])
+    if not num_critical and not bits.any():
+        return np.eye(n)
+    overlap = masks.overlap(bits, max(1, num_critical))
+    if (overlap.diagonal() != 1).any():
+        sizes = sorted({masks.popcount(own) for own in bits})
+        raise ValueError(f"masks must have equally many ones, got {sizes}")
+    return overlap
 
 
 class FedCAC(PersonalizedStrategy[FedCACParams]):
@@ -229,11 +231,15 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         """K, equal for all clients."""
         return masks.num_selected(self.layout.sizes, self.params.tau)
 
+    def weights(self, uploads: Uploads) -> NDArray[np.float64]:
+        """By samples, or all alike; also in a private run, there within groups too."""
+        return uploads.sizes if self.params.weighting == "samples" else np.ones_like(uploads.sizes)
+
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Equations 7-11, for the round's participants."""
         assert uploads.bits is not None
         p, n = self.params, len(uploads.ids)
-        weights = uploads.sizes if p.weighting == "samples" else np.ones(n)
+        weights = self.weights(uploads)
         overlap = mask_overlap(uploads.W, uploads.bits)
         chosen = self.choose(overlap, round)
         mean, personalized = personalize(
@@ -258,11 +264,6 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         self.note_round("overlap", np.round(overlap, 6).tolist())
 
     # Private runs: a partition instead of neighbourhoods (strategies/linkage.py)
-
-    @classmethod
-    def counts_alike(cls, params: FedCACParams) -> bool:
-        """Whether all uploads count the same, in the global mean and in groups'."""
-        return params.weighting == "uniform"
 
     def sum_groups(self, ids: list[int]) -> Mapping[int, list[int]]:
         """The partition of the last regrouping; before there is one all are alike, unless nobody collaborates."""

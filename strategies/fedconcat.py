@@ -27,7 +27,7 @@ from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.figures import Groups
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
-from fl_app.layout import NOTHING, Layout, Model, Vector
+from fl_app.layout import NO_TENSORS, NOTHING, Layout, Model, Vector
 from fl_app.server.run_folder import client_facts
 from fl_app.wire import Expected, Upload
 from strategies import components
@@ -43,7 +43,7 @@ from strategies.base import (
     all_but_classifier,
 )
 from strategies.base.uploads import Intake
-from strategies.ifca import means_by
+from strategies.ifca import cluster_means
 from strategies.kmeans import centres_of, kmeans, squared_distances
 from strategies.robust import RULES
 
@@ -249,9 +249,9 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
 
     def expected(self) -> Expected:
         """A model, then a classifier."""
-        return (
-            Expected(0, 0, extras={CLASSIFIER: ("<f4", self.classifier().shape)}) if self.grown else super().expected()
-        )
+        if not self.grown:
+            return super().expected()
+        return Expected.of(NO_TENSORS, extras={CLASSIFIER: ("<f4", self.classifier().shape)})
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
         """Classifiers; models of different clusters differ."""
@@ -269,9 +269,9 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
             for client_id, k in zip(uploads.ids, chosen, strict=True):
                 self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([True]))
         else:
-            before = self.models()
-            params = means_by(mean, uploads.W, uploads.sizes, chosen, np.stack([m.params for m in before]))
-            buffers = means_by(mean, uploads.B, uploads.sizes, chosen, np.stack([m.buffers for m in before]))
+            before, weights = self.models(), self.weights(uploads)
+            params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in before]), mean)
+            buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in before]), mean)
             self.memory |= {"models": params, "statistics": buffers}
         for client_id, k in zip(uploads.ids, chosen.tolist(), strict=True):
             self.note(client_id, "cluster", k)

@@ -173,8 +173,6 @@ class FedOBP(FedAvg[FedOBPParams]):
 
     def expected(self) -> Expected:
         """The counts of personal parameters per layer, and a mask with any number of ones if asked for."""
-        if self.config.private:
-            return super().expected()
         num_params = self.layout.d if self.params.upload_mask else 0
         return dataclasses.replace(
             super().expected(), num_params=num_params, extras={COUNTS: ("<i8", (len(self.layout.params),))}
@@ -182,8 +180,6 @@ class FedOBP(FedAvg[FedOBPParams]):
 
     def check(self, upload: Upload) -> None:
         """Refuse counts beyond a layer's size, and others than those of the mask."""
-        if self.config.private:
-            return
         counts = upload.extras[COUNTS]
         for count, slot in zip(counts.tolist(), self.layout.params, strict=True):
             if not 0 <= count <= slot.size:

@@ -159,10 +159,14 @@ class FedSelect(PersonalizedStrategy[FedSelectParams]):
         """The global model, as in `compared`."""
         return {"parameters": self.global_model.params, "BatchNorm statistics": self.global_model.buffers}
 
+    def weights(self, uploads: Uploads) -> NDArray[np.float64]:
+        """By samples, or all alike."""
+        return uploads.sizes if self.params.weighting == "samples" else np.ones_like(uploads.sizes)
+
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average what is shared; note how many parameters of every tensor are personal."""
         assert uploads.bits is not None
-        weights = uploads.sizes if self.params.weighting == "samples" else np.ones(len(uploads.ids))
+        weights = self.weights(uploads)
         used = masks.unpack(uploads.bits, self.layout.d)
         params = aggregate(uploads.W, used, weights, self.global_model.params)
         self.global_model = Model(params, weighted_mean(uploads.B, weights))

@@ -52,23 +52,17 @@ class IFCAParams:
 
 
 def cluster_means(
-    W: NDArray[np.floating[Any]], sizes: ArrayLike, chosen: ArrayLike, models: NDArray[np.floating[Any]]
-) -> NDArray[np.floating[Any]]:
-    """Next models [K, d]: the mean, weighted by sizes, over those who chose each; one that nobody chose stays.
-
-    W: [N, d], trained models; sizes: [N]; chosen: [N], which one each is, in 0..K-1; models: [K, d], before.
-    """
-    return means_by(weighted_mean, W, sizes, chosen, models)
-
-
-def means_by(
-    mean: Callable[..., NDArray[np.floating[Any]]],
     W: NDArray[np.floating[Any]],
     sizes: ArrayLike,
     chosen: ArrayLike,
     models: NDArray[np.floating[Any]],
+    mean: Callable[..., NDArray[np.floating[Any]]] = weighted_mean,
 ) -> NDArray[np.floating[Any]]:
-    """`cluster_means` by another mean of (rows, weights)."""
+    """Next models [K, d]: the mean, weighted by sizes, over those who chose each; one that nobody chose stays.
+
+    W: [N, d], trained models; sizes: [N]; chosen: [N], which one each is, in 0..K-1; models: [K, d], before; mean: of (rows,
+    weights).
+    """
     means = np.array(models, dtype=np.result_type(np.asarray(models).dtype, np.float32))
     stack, weights, which = np.asarray(W), np.asarray(sizes, np.float64), np.asarray(chosen)
     for k in np.unique(which).tolist():
@@ -103,8 +97,7 @@ class IFCA(FedAvg[IFCAParams]):
 
     def expected(self) -> Expected:
         """One of the models, and which."""
-        one = components.alone(self.layout, 0)
-        return Expected(one.d, one.b, extras={CLUSTER: ("<i4", (1,))})
+        return Expected.of(components.alone(self.layout, 0), extras={CLUSTER: ("<i4", (1,))})
 
     def check(self, upload: Upload) -> None:
         """The choice must be one of the models."""
@@ -117,12 +110,13 @@ class IFCA(FedAvg[IFCAParams]):
         layout, chosen, mean = self.layout, uploads.extras[CLUSTER][:, 0], self.averaging.mean
         names = [components.tensors_of(layout, k) for k in range(self.params.clusters)]
         models = [layout.take(self.global_model, own) for own in names]
-        params = means_by(mean, uploads.W, uploads.sizes, chosen, np.stack([m.params for m in models]))
-        buffers = means_by(mean, uploads.B, uploads.sizes, chosen, np.stack([m.buffers for m in models]))
+        weights = self.weights(uploads)
+        params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in models]), mean)
+        buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in models]), mean)
         if self.params.share_body:
             one = layout.subset(names[0])
             body = frozenset(name for name in one.names if components.component_of(name) is None)
-            everybody = Model(mean(uploads.W, uploads.sizes), mean(uploads.B, uploads.sizes))
+            everybody = Model(mean(uploads.W, weights), mean(uploads.B, weights))
             mixed = [
                 one.put(Model(p, b), one.take(everybody, body), body) for p, b in zip(params, buffers, strict=True)
             ]

@@ -125,8 +125,7 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
 
     def expected_from(self, client_id: int) -> Expected:
         """The tensors that a client trains."""
-        sent = self.layout.subset(sent_tensors(self.layout, self.masks[client_id]))
-        return Expected(sent.d, sent.b)
+        return Expected.of(self.layout.subset(sent_tensors(self.layout, self.masks[client_id])))
 
     def complete(self, client_id: int, upload: Upload) -> Upload:
         """Fill in what a client did not train, which is not looked at."""
@@ -138,14 +137,14 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
         layers, before = layers_of(self.layout), self.global_model.params
         owners = [layers.index(slot.name.rpartition(".")[0]) for slot in self.layout.params]
         layer_of = np.repeat(owners, self.layout.sizes)
-        masks, params = self.masks[uploads.ids], np.empty_like(before)
+        masks, params, weights = self.masks[uploads.ids], np.empty_like(before), self.weights(uploads)
 
         def block(start: int, stop: int) -> None:
             at = slice(start, stop)
-            params[at] = masked_mean(uploads.W[:, at], masks[:, layer_of[at]], uploads.sizes, before[at])
+            params[at] = masked_mean(uploads.W[:, at], masks[:, layer_of[at]], weights, before[at])
 
         for_blocks(block, before.size)
-        self.global_model = Model(params, weighted_mean(uploads.B, uploads.sizes))
+        self.global_model = Model(params, weighted_mean(uploads.B, weights))
 
 
 def sent_tensors(layout: Layout, mask: NDArray[np.bool_]) -> frozenset[str]:

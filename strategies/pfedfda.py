@@ -270,7 +270,7 @@ class PFedFDA(FedAvg[PFedFDAParams]):
         """Average bodies, means and covariances."""
         super().personalize(round, uploads)
         for name, stack in uploads.extras.items():
-            mean = self.averaging.mean(stack.reshape(len(stack), -1), uploads.sizes)
+            mean = self.averaging.mean(stack.reshape(len(stack), -1), self.weights(uploads))
             self.memory[name] = mean.reshape(stack.shape[1:])
 
 

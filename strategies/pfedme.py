@@ -25,6 +25,9 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, key
 from fl_app.layout import Model, Vector
@@ -67,9 +70,18 @@ class PFedMeParams:
             )
 
 
-def mix(previous: Vector, W: Stack, beta: float, averaging: Averaging = PLAIN) -> Vector:
-    """Server step (1 - beta) w_g + beta mean_i w_i (Algorithm 1); W: float32 [N, d]. Returns float32 [d]."""
-    step: Vector = (1 - beta) * previous + beta * averaging.mean(W)
+def mix(
+    previous: Vector,
+    W: Stack,
+    beta: float,
+    averaging: Averaging = PLAIN,
+    weights: NDArray[np.float64] | None = None,
+) -> Vector:
+    """Server step (1 - beta) w_g + beta mean_i w_i (Algorithm 1). Returns float32 [d].
+
+    W: float32 [N, d]; weights: float64 [N] of the mean, None for uniform.
+    """
+    step: Vector = (1 - beta) * previous + beta * averaging.mean(W, weights)
     return step
 
 
@@ -92,15 +104,15 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
         if self.config.momentum:
             log.warning("pfedme: momentum %g is not used, inner steps are plain gradient steps", self.config.momentum)
 
-    @classmethod
-    def counts_alike(cls, params: PFedMeParams) -> bool:
+    def weights(self, uploads: Uploads) -> NDArray[np.float64]:
         """All uploads count the same."""
-        return True
+        return np.ones_like(uploads.sizes)
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Step towards the unweighted mean; plain mean of the statistics."""
-        params = mix(self.global_model.params, uploads.W, self.params.beta, self.averaging)
-        self.global_model = Model(params, self.averaging.mean(uploads.B))
+        weights = self.weights(uploads)
+        params = mix(self.global_model.params, uploads.W, self.params.beta, self.averaging, weights)
+        self.global_model = Model(params, self.averaging.mean(uploads.B, weights))
 
 
 class PFedMeUpdate(LocalUpdate[PFedMeParams]):

@@ -28,12 +28,12 @@ class Methods(Mapping[str, Method[Any]]):
 
     def __getitem__(self, name: str) -> Method[Any]:
         """Raise KeyError for an unknown name, UserError for a reference to what is no method."""
+        if name in self._names:
+            method: Method[Any] = importlib.import_module(_module(name)).METHOD
+            return method
         if plugins.is_reference(name):
             return self._from_outside(name)
-        if name not in self._names:
-            raise KeyError(name)
-        method: Method[Any] = importlib.import_module(_module(name)).METHOD
-        return method
+        raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the built-in methods' names."""
@@ -79,6 +79,10 @@ def _check(method: Method[Any], table: str) -> None:
         made_of = getattr(half, "__origin__", half)  # FedAvg[Params] is FedAvg
         if not isinstance(made_of, type) or not issubclass(made_of, base):
             raise UserError(f"{part} must be a class made of {base.__name__}, got {half!r}")
+    if hasattr(method.strategy, "counts_alike"):
+        raise UserError(
+            "strategy: has counts_alike, which nothing asks; what uploads count is said by weights(uploads)"
+        )
     _check_params(method.params, table)
 
 

@@ -15,6 +15,7 @@ from flwr.clientapp import ClientApp
 from hypothesis import settings
 
 from client_app.client_app import app as client_app
+from client_app.process import prepare_training
 from corolla import cli
 from fl_app import plugins, server_app
 from fl_app.config import RunConfig, parse
@@ -73,9 +74,15 @@ OWN_METHODS = tuple(f"{path.stem}:METHOD" for path in sorted(PLUGINS.glob("*.py"
 @pytest.fixture
 def own_methods() -> Iterator[None]:
     """Let the methods of tests/plugins be found, as beside a config file there."""
-    plugins.look_in(PLUGINS)
+    plugins.reset(PLUGINS)
     yield
-    plugins.look_in()
+    plugins.reset()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Train with one thread, as clients do unless they are told otherwise: bits depend on the number."""
+    prepare_training(threads=1)
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,21 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
 COMPOSITION_ROOT = "fl_app.server_app"  # of a run; it alone, of the ground floor, names strategies
+
+BELOW_API = (
+    "fl_app",
+    "strategies",
+    "client_app",
+    "deploy",
+    "corolla.presets",
+    "corolla.experiments",
+    "corolla.report",
+)
 
 # What the files of a floor may import beside their own floor. The longest prefix of a module's name says which floor it is on.
 FLOORS: dict[str, tuple[str, ...]] = {
@@ -23,6 +35,10 @@ FLOORS: dict[str, tuple[str, ...]] = {
     "corolla.experiments": ("fl_app", "corolla.presets"),
     "corolla.tracking": ("fl_app", "corolla.experiments"),
     "corolla.report": ("fl_app", "corolla.experiments"),
+    "corolla.method": ("fl_app", "strategies"),
+    "corolla.task": ("fl_app",),
+    "corolla.api": BELOW_API,
+    "corolla.cli": (*BELOW_API, "corolla.api"),
     "corolla": PACKAGES,
 }
 
@@ -73,17 +89,116 @@ def test_imports_point_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_nothing_but_the_studies_imports_them() -> None:
+    for folder in (*PACKAGES, "benchmarks", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            assert "studies" not in {name.split(".")[0] for name in imported(path)}, path
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one module (Tarjan, 1972), each sorted by name."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        path.append(module)
+        for target in sorted(edges[module]):
+            if target not in index:
+                visit(target)
+                low[module] = min(low[module], low[target])
+            elif target in path:
+                low[module] = min(low[module], index[target])
+        if low[module] == index[module]:
+            component = path[path.index(module) :]
+            del path[path.index(module) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for module in sorted(edges):
+        if module not in index:
+            visit(module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("edges", "found"),
+    [
+        ({"a": {"b"}, "b": {"c"}, "c": set()}, []),
+        ({"a": {"b"}, "b": {"a"}}, [["a", "b"]]),
+        ({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}, [["a", "b", "c"]]),
+        ({"a": {"b", "c"}, "b": {"a"}, "c": {"d"}, "d": {"c"}}, [["c", "d"], ["a", "b"]]),
+    ],
+)
+def test_circles_are_found(edges: dict[str, set[str]], found: list[list[str]]) -> None:
+    assert circles(edges) == found
+
+
+def test_no_files_import_each_other() -> None:
+    known = modules()
+    files = [", ".join(str(known[module].relative_to(ROOT)) for module in circle) for circle in circles(graph())]
+    assert not files, "these files import each other:\n" + "\n".join(files)
+
+
 def test_kernels_do_not_import_flower_or_torch() -> None:
     for name in ("masks", "scores", "aggregate", "robust"):
         tops = {module.split(".")[0] for module in imported(ROOT / "strategies" / f"{name}.py")}
         assert not tops & {"flwr", "torch", "fl_app"}, f"strategies/{name}.py imports {sorted(tops)}"
 
 
+def loaded_by(code: str) -> set[str]:
+    """The modules that a process of its own has loaded after some code."""
+    command = [sys.executable, "-c", f"{code}\nimport sys; print(' '.join(sys.modules))"]
+    return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+
+
 def test_the_client_process_does_not_import_what_it_does_not_use() -> None:
-    code = "import sys, client_app.client_app; print(' '.join(sys.modules))"
-    loaded = set(
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    )
+    loaded = loaded_by("import client_app.client_app")
     unwanted = {"torchvision", "sklearn", "scipy", "ray", "datasets", "flwr_datasets", "matplotlib", "torch", "psutil"}
     unwanted |= {"pandas", "IPython", "ipykernel", "nbclient", "mlflow", "wandb", "tensorboard"}
     assert not unwanted & loaded, f"a client process imports {sorted(unwanted & loaded)}"
+
+
+PLUGIN = """
+from dataclasses import dataclass
+from corolla.method import FedAvg, LocalUpdate, Method, NoParams, all_tensors
+from corolla.task import Metric, Task
+"""
+
+
+def test_a_plugin_loads_no_more_of_corolla_than_its_methods_are_made_of() -> None:
+    plain, own = (loaded_by(f"import client_app.client_app\n{plugin}") for plugin in ("", PLUGIN))
+    more = {module for module in own - plain if not module.startswith(("strategies.", "fl_app."))}
+    assert more == {"corolla", "corolla.method", "corolla.task"}
+
+
+def test_importing_corolla_loads_nothing_else() -> None:
+    loaded = loaded_by("import corolla")
+    ours = {module for module in loaded if module.partition(".")[0] in PACKAGES}
+    assert ours == {"corolla"} and not {"numpy", "flwr", "torch"} & loaded
+    assert "corolla.api" in loaded_by("from corolla import run")
+
+
+def test_what_corolla_names_is_there() -> None:
+    import corolla
+    import corolla.method
+    import corolla.task
+
+    for package in (corolla, corolla.method, corolla.task):
+        assert set(package.__all__) <= set(dir(package))
+        assert all(getattr(package, name) is not None for name in package.__all__)
+
+
+def test_types_are_told_to_who_imports_a_package() -> None:
+    assert [name for name in PACKAGES if not (ROOT / name / "py.typed").is_file()] == []
+
+
+def test_a_server_half_knows_neither_flower_nor_what_runs_it() -> None:
+    edges, tops = graph(), {name.split(".")[0] for name in imported(ROOT / "strategies" / "base" / "server_half.py")}
+    assert "flwr" not in tops
+    reached = {target for target in edges["strategies.base.server_half"] if target.startswith("strategies.engine")}
+    assert not reached
+    engine = [module for module in edges if module.startswith("strategies.engine.")]
+    assert engine and not [module for module in engine if "strategies.base.strategy" in edges[module]]

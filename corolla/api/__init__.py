@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from corolla.api.results import Run, folder, load
+from fl_app import extras
 
 if TYPE_CHECKING:
     import pandas
@@ -67,6 +68,7 @@ def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run) -> pandas.DataFrame:
     row's runs: `pairs`, `seeds`, `difference`, the ends of its 95 % intervals, the share of `clients-better`, the `verdict`.
     Unfinished runs are named on standard error. Raises UserError for a path that holds no run, and if none is finished.
     """
+    extras.require("pandas", "corolla.compare, whose result is a data frame,")
     from corolla.api import comparing
 
     several = [runs] if isinstance(runs, (str, os.PathLike, Run)) or not isinstance(runs, Iterable) else list(runs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas
 
-from corolla.cli.settings import say_unfinished
+from corolla.api.console import say_unfinished
 from corolla.experiments import compare, significance
 from corolla.experiments.table import columns
 from strategies import METHOD_PARAMS

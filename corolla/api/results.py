@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corolla.experiments.runs import RecordedRun, find, listing
+from fl_app import extras
 from fl_app.errors import UserError, listed
 from fl_app.server.run_folder import CLIENTS, METRICS, PLUGINS, SUMMARY
 
@@ -49,6 +50,7 @@ class Run:
     @cached_property
     def metrics(self) -> pandas.DataFrame:
         """One row per round (the index): every number of metrics.jsonl, those of `evaluation` and `seconds` with this prefix."""
+        extras.require("pandas", "a run's metrics as a data frame")
         import pandas
 
         from corolla.report.csv_files import round_lines
@@ -59,6 +61,7 @@ class Run:
     @cached_property
     def clients(self) -> pandas.DataFrame:
         """One row per round and client that took part or was evaluated (the index): their numbers, as in `metrics`."""
+        extras.require("pandas", "a run's clients as a data frame")
         import pandas
 
         from corolla.report.csv_files import client_lines
@@ -72,7 +75,7 @@ class Run:
         The same that `corolla export` writes, compared with the hash that the client told when it was evaluated last. Raises
         UserError if the run is not finished, there is no such client, or the server has not got the model.
         """
-        from corolla.cli.settings import look_for_plugins
+        from corolla.api.settings import look_for_plugins
         from corolla.experiments.exported import run_models
         from strategies import METHODS
 
@@ -83,6 +86,7 @@ class Run:
 
     def report(self, output: str | os.PathLike[str] | None = None) -> Path:
         """Write report.html and its pictures, as `corolla report` does, into `output` or the run folder; the page's path."""
+        extras.require("matplotlib", "a run's report")
         from corolla.report.page import write_report
 
         return write_report([self._recorded.path], self._recorded.path if output is None else Path(output))[0]

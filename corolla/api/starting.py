@@ -1,4 +1,4 @@
-"""Runs started from Python: keywords become a flat run config and the command's options; the command's code does the rest."""
+"""Runs started from Python: keywords become a flat run config and options, checked as the command checks its own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-import typer
-import typer.main
 
-from corolla.cli import runs, settings
-from corolla.cli.runs import How
-from corolla.cli.settings import Scale
+from corolla.api import runs
+from corolla.api.console import console
+from corolla.api.runs import OPTION_TYPES, How
+from corolla.api.settings import Scale, look_for_plugins
 from fl_app.errors import RunFailed, UserError
 from fl_app.keys import Scalar, table_of
 from strategies import METHODS
@@ -33,7 +32,7 @@ def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any
             "output_dir": None if options["output_dir"] is None else os.fspath(options["output_dir"]),
         }
     )
-    settings.look_for_plugins()
+    look_for_plugins()
     with quiet(not progress), own_threads() if how.in_process else contextlib.nullcontext():
         config, parsed = runs.configure(preset, given, how)
         path = runs.start(config, parsed, how)
@@ -47,17 +46,13 @@ def checked(options: Mapping[str, Any]) -> None:
     for name in ("in_process", "verbose", "progress"):
         if type(options[name]) is not bool:
             raise UserError(f"{name}: must be True or False, got {options[name]!r}")
-    app = typer.Typer()
-    app.command()(runs.run)
-    for parameter in typer.main.get_command(app).params:
-        value = options.get(str(parameter.name))
-        if value is not None:
-            try:
-                parameter.type.convert(
-                    os.fspath(value) if isinstance(value, os.PathLike) else str(value), parameter, None
-                )
-            except click.BadParameter as error:
-                raise UserError(error.format_message().replace(parameter.opts[0], str(parameter.name))) from None
+    for name, kind in OPTION_TYPES.items():
+        if (value := options[name]) is None:
+            continue
+        try:
+            kind.convert(str(value), None, None)
+        except click.BadParameter as error:
+            raise UserError(f"Invalid value for {name!r}: {error.message}") from None
 
 
 def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:
@@ -96,11 +91,11 @@ def plain(value: Any) -> Scalar:
 @contextlib.contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
     """Show nothing on standard output within it; warnings go to standard error all the same."""
-    before, settings.console.quiet = settings.console.quiet, wanted or settings.console.quiet
+    before, console.quiet = console.quiet, wanted or console.quiet
     try:
         yield
     finally:
-        settings.console.quiet = before
+        console.quiet = before
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ from rich.markup import escape
 
 import deploy.cli
 import deploy.node_cli
+from corolla.api.console import errors
+from corolla.api.settings import look_for_plugins
 from corolla.cli import listings, products, results, runs, sweeps, verify
-from corolla.cli.settings import errors, look_for_plugins
 from fl_app.errors import RunFailed, UserError
 
 app = typer.Typer(

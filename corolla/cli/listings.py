@@ -14,29 +14,20 @@ from numpy.typing import NDArray
 from rich.markup import escape
 from rich.table import Table
 
-from corolla.cli.settings import (
-    DEFAULT_CLIENTS,
-    PresetArgument,
-    Scale,
-    ScaleOption,
-    SetOption,
-    absolute_paths,
-    console,
-    parse_set,
-    read_preset,
-    resolve,
-    scaled,
-    warn_of_data,
-    with_clients,
-)
+from corolla.api.checks import warn_of_data
+from corolla.api.console import console
+from corolla.api.runs import CLIENTS
+from corolla.api.settings import DEFAULT_CLIENTS, Scale, absolute_paths, read_preset, resolve, scaled, with_clients
+from corolla.api.waiting import waiting
+from corolla.cli.options import PresetArgument, ScaleOption, SetOption, parse_set
 from corolla.cli.tables import size
-from corolla.cli.waiting import waiting
 from corolla.experiments.runs import by_experiment
 from fl_app import plugins
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.keys import nearest, specs, without_others
 from fl_app.known_names import BY_COLUMN
+from fl_app.sources import NODE
 from strategies import METHOD_PARAMS, METHODS, overview
 
 if TYPE_CHECKING:
@@ -46,7 +37,9 @@ data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
 state_app = typer.Typer(help="Client state left on this machine's disk, with its size; without a command: the list.")
 
 TARGETS = "training targets, mean ± standard deviation"
-ClientsOption = Annotated[int | None, typer.Option(help="Clients the data is divided over (default 10).", min=1)]
+ClientsOption = Annotated[
+    int | None, typer.Option(help="Clients the data is divided over (default 10).", click_type=CLIENTS)
+]
 StateDirOption = Annotated[str, typer.Option(help="State directory.")]
 
 
@@ -177,7 +170,7 @@ def data_config(preset: str | None, pairs: list[str], clients: int | None, scale
     flat = absolute_paths(without_others({**base, **given}, [str(base.get("method"))]))
     flat["num-clients"] = flat.get("num-clients") or DEFAULT_CLIENTS
     config = resolve(flat)
-    if config.dataset == "node":
+    if config.dataset == NODE:
         raise UserError("dataset: node data is prepared on its own SuperNode")
     return config
 

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from corolla.cli.settings import console, errors, look_for_plugins
+from corolla.api.console import console, errors
+from corolla.api.settings import look_for_plugins
+from corolla.api.waiting import waiting
 from corolla.cli.tables import show_table, size
-from corolla.cli.waiting import waiting
 from fl_app.server.run_folder import PLUGINS
 from strategies import METHODS
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from corolla.cli.settings import console, errors, say_unfinished, warn
+from corolla.api.console import console, errors, say_unfinished, warn
+from corolla.api.waiting import waiting
 from corolla.cli.tables import show_table
-from corolla.cli.waiting import waiting
+from fl_app import extras
 from fl_app.errors import UserError
-from fl_app.known_names import DATASETS
+from fl_app.sources import SOURCES
 from strategies import METHOD_PARAMS, METHODS
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def compare(
     from corolla.experiments import grouping, paper_metrics
 
     if dataset and not (grouping.named(dataset) and paper):
-        raise UserError(f"--dataset {dataset}: with --paper, what your own data are to count as: {', '.join(DATASETS)}")
+        known = ", ".join(name for name, source in SOURCES.items() if source.known)
+        raise UserError(f"--dataset {dataset}: with --paper, what your own data are to count as: {known}")
     found, unfinished = comparing.load(runs, METHOD_PARAMS)
     say_unfinished(unfinished)
     groups = comparing.group(found)
@@ -120,6 +122,7 @@ def report(
     tables: Annotated[Path | None, typer.Option(help="Directory for rounds.csv and clients.csv.")] = None,
 ) -> None:
     """Write a page with tables and pictures of one or more runs, and the pictures as PNG."""
+    extras.require("matplotlib", "corolla report")
     declared = {name: method.figures for name, method in METHODS.items()}
     with waiting(errors) as shown:  # standard output has the paths alone
         shown.step("reading the runs", brief=True)

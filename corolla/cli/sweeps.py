@@ -12,27 +12,13 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from corolla.cli import runs
-from corolla.cli.settings import (
-    CpusOption,
-    GpusOption,
-    Scale,
-    ScaleOption,
-    SetOption,
-    VerboseOption,
-    check_locally,
-    check_resources,
-    console,
-    errors,
-    look_for_plugins,
-    name_plugins,
-    parse_set,
-    ready,
-    resolve,
-    warn_of_settings,
-)
+from corolla.api import runs
+from corolla.api.checks import check_locally, check_resources, warn_of_settings
+from corolla.api.console import console, errors
+from corolla.api.settings import Scale, look_for_plugins, name_plugins, ready, resolve
+from corolla.api.waiting import simulated
+from corolla.cli.options import CpusOption, GpusOption, ScaleOption, SetOption, VerboseOption, parse_set
 from corolla.cli.tables import show_next, show_table
-from corolla.cli.waiting import simulated
 from corolla.experiments import forecast as forecasting
 from corolla.experiments import sweep as sweeping
 from corolla.experiments import table as sweep_table

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from corolla.cli.settings import console
+from corolla.api.console import command, console, nearby
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.table import cell, single_runs
 from corolla.experiments.table import size as size
@@ -72,21 +70,6 @@ def show_next(runs: Sequence[Path]) -> None:
     """Say what to do next: the command that writes a report of exactly these runs, or folders of runs, as it can be typed here."""
     words = [command(), "report", *(shlex.quote(nearby(run)) for run in runs)]
     console.print(f"\nnext: {escape(' '.join(words))}    # a page with tables and pictures", soft_wrap=True)
-
-
-def command() -> str:
-    """Return how this command was called, as its user would type it."""
-    called = Path(sys.argv[0])
-    found = shutil.which("corolla")
-    if called.name == "corolla" and called.is_file() and not (found and Path(found).samefile(called)):
-        return shlex.quote(nearby(called))
-    return "corolla"
-
-
-def nearby(path: Path) -> str:
-    """Return a path as one types it: relative if it lies under the current directory."""
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def show_table(lines: Sequence[Sequence[str]]) -> None:

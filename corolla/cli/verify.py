@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 from rich.markup import escape
 
-from corolla.cli.settings import SetOption, absolute_paths, console, parse_set, resolve
+from corolla.api.console import console
+from corolla.api.settings import absolute_paths, resolve
+from corolla.cli.options import SetOption, parse_set
 from corolla.cli.tables import size
+from fl_app import checksums
 from fl_app.errors import UserError
 
 
 def data_verify(set_: SetOption = None) -> None:
     """Read all prepared data sets and partitions of the data directory (of --set, only data-dir counts) against their checksums."""
     from fl_app.data import data_root
-    from fl_app.data.verify import verify
 
     root = data_root(resolve(absolute_paths(parse_set(set_ or []))))
     damaged: dict[str, str] = {}
     sound = 0
-    for directory, nbytes, problems in verify(root):
+    for directory, nbytes, problems in checked(root):
         sound += not problems
         words = "; ".join(problems) or "sound"
         console.print(escape(f"{directory.relative_to(root)}: {words} ({size(nbytes)})"), soft_wrap=True)
@@ -28,3 +33,11 @@ def data_verify(set_: SetOption = None) -> None:
         remedy = "prepare it again by `corolla data prepare --force` with the run's settings, or remove it"
         raise UserError("\n".join([*lines, remedy]))
     console.print(escape(f"{sound} prepared data sets and partitions under {root} are sound"), soft_wrap=True)
+
+
+def checked(root: Path) -> Iterator[tuple[Path, int, list[str]]]:
+    """Yield every prepared data set and partition under a data directory, its bytes, and what is wrong with it, in words."""
+    for kind in ("datasets", "partitions"):
+        for directory in sorted((root / kind).glob("[!.]*/")):
+            nbytes = sum(path.stat().st_size for path in directory.iterdir())
+            yield directory, nbytes, checksums.compare(directory, whole=True)

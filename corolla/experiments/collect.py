@@ -1,14 +1,16 @@
-"""Finished runs as what a repository keeps of them (`corolla runs --collect`): config, run.json, summary, rounds packed.
+"""Finished runs as what a repository keeps of them (`corolla runs --collect`): summary.json, and all else in run.tar.xz.
 
-`corolla compare` and `corolla report` read such folders as any others. Of clients' entries the headline metric and the number of
-test samples stay; of a round's other figures numbers, seconds and failures. Paths of the machine the run was on are left out.
+All commands read such folders as any others. Of the config the keys of the run's own method stay; of clients' entries the
+headline metric and the number of test samples; of a round's other figures numbers, seconds and failures. Paths of the machine the
+run was on are left out.
 """
 
 from __future__ import annotations
 
 import functools
-import gzip
+import io
 import json
+import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from fl_app.errors import UserError
 from fl_app.files import make_directory, publish, publish_text, room
 from fl_app.keys import Scalar, own, specs
 from fl_app.metrics import Record
-from fl_app.server.run_folder import CONFIG, METRICS_PACKED, RUN, SUMMARY, read_about
+from fl_app.server.run_folder import CONFIG, METRICS, PACKED, RUN, SUMMARY, read_about
 from fl_app.toml import to_toml
 
 DIGITS, SECONDS_DIGITS = 6, 3  # of clients' metrics; of seconds
@@ -29,7 +31,7 @@ _PATHS = ("dataset", "partition")  # keys that may hold one, `kind:/path`
 def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
     """Write what is kept of finished runs into folders of their names; the folders, of which those of the same runs are replaced.
 
-    Raises UserError before anything is written if a name is taken by another run, or by the run itself.
+    Raises UserError before anything is written if a name is taken by another run, by the run itself, or by one not collected.
     """
     targets: dict[Path, RecordedRun] = {}
     for run in runs:
@@ -38,6 +40,10 @@ def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
             raise UserError(
                 f"--collect: {target} is the run itself, of which the rest would be lost; choose another directory"
             )
+        if (target / METRICS).exists():
+            raise UserError(
+                f"--collect: {target} is a run that was not collected, of which the rest would be lost; choose another directory"
+            )
         taken = targets[target].about if target in targets else read_about(target)
         if (taken or target.exists()) and taken.get("experiment") != run.about.get("experiment"):
             raise UserError(
@@ -45,20 +51,37 @@ def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
             )
         targets[target] = run
     for target, run in targets.items():
-        text = "".join(json.dumps(rounded(record, run.headline.name)) + "\n" for record in run.rounds.values())
-        packed = gzip.compress(text.encode(), mtime=0)
+        rounds = "".join(json.dumps(rounded(record, run.headline.name)) + "\n" for record in run.rounds.values())
+        config = to_toml(settings(run.settings, target.name))
+        files = {CONFIG: config, RUN: json.dumps(run.about) + "\n", METRICS: rounds}
+        summary = json.dumps(without_path(run.summary), indent=2) + "\n"
         with room("--collect", directory):
             make_directory(target)
-            publish_text(target / CONFIG, to_toml(settings(run.settings, target.name)))
-            publish_text(target / RUN, json.dumps(run.about) + "\n")
-            publish(target / METRICS_PACKED, functools.partial(Path.write_bytes, data=packed))
-            publish_text(target / SUMMARY, json.dumps(without_path(run.summary), indent=2) + "\n")
+            publish(target / PACKED, functools.partial(Path.write_bytes, data=packed(files)))
+            publish_text(target / SUMMARY, summary)
+            # what an earlier version of Corolla collected would be read first
+            for name in (CONFIG, RUN, f"{METRICS}.gz"):
+                (target / name).unlink(missing_ok=True)
     return list(targets)
 
 
+def packed(files: Mapping[str, str]) -> bytes:
+    """Return texts as a compressed archive, in the order given; the same texts are the same bytes."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:xz", format=tarfile.USTAR_FORMAT) as members:
+        for name, text in files.items():
+            content = text.encode()
+            # owner and time are those of TarInfo: none
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            members.addfile(member, io.BytesIO(content))
+    return archive.getvalue()
+
+
 def settings(config: Mapping[str, Scalar], name: str) -> dict[str, Scalar]:
-    """Return the keys of a flat config that bear on its run, with the defaults of those that say where files lie, and names
-    instead of other paths.
+    """Return the keys of a run's flat config that bear on it, with the defaults of keys that say where files lie.
+
+    What else is a path is cut to its name.
     """
     places = {spec.name: spec.default for spec in specs(RunConfig) if spec.about == "place"}
     kept = own(config, str(config.get("method")))

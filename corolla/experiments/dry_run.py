@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from fl_app import wire
 from fl_app.config import RunConfig
-from fl_app.known_names import DATASETS
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
+from fl_app.sources import named_data
 from fl_app.toml import to_toml
 
 Shape = Mapping[str, Any]  # what a model is built with
@@ -30,7 +30,7 @@ class RoundBytes:
 
 def known_shape(config: RunConfig) -> Shape | None:
     """Return what a model for a data set known by name is built with; None for the user's own."""
-    data = DATASETS.get(config.dataset.partition(":")[0])
+    data = named_data(config.dataset)
     if data is None:
         return None
     size = config.image_size or data.image_size
@@ -52,11 +52,12 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
         config.num_server_rounds - 1,
         config.num_server_rounds,
     )  # those behind it, and it
-    arrays = strategy.expected().shapes().values()
+    upload = strategy.protocol.expected().blank()
+    download = strategy.download_for(0, config.num_server_rounds, "train")
     return RoundBytes(
         participants=len(strategy.sample(list(range(config.num_clients)), 1)),
-        upload=sum(math.prod(dims) * np.dtype(dtype).itemsize for dtype, dims in arrays),
-        download=strategy.download_for(0, config.num_server_rounds, "train").nbytes,
+        upload=wire.payload_bytes(wire.upload_message(upload)),
+        download=wire.payload_bytes(wire.encode_download(download)),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from fl_app.config import RunConfig
 from fl_app.keys import KeySpec, Scalar, bears_on, specs
-from fl_app.known_names import DATASETS
+from fl_app.sources import named_data
 
 T = TypeVar("T")
 _KEYS = {key.name: key for key in specs(RunConfig)}
@@ -57,7 +57,7 @@ def kind(dataset: str) -> str:
 
 def named(dataset: str) -> bool:
     """Tell whether a data set has a name, and is not the user's own."""
-    return dataset.partition(":")[0] in DATASETS
+    return named_data(dataset) is not None
 
 
 def by_settings(runs: Iterable[T], settings: Callable[[T], Mapping[str, Scalar]]) -> list[list[T]]:

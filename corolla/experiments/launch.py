@@ -85,7 +85,7 @@ class SimulationSuperLink:
             end_processes(left)
         self._say("starting a SuperLink for the simulation")
         self._supervisor = subprocess.Popen(
-            [sys.executable, "-m", superlink_supervisor.__name__, str(self.home)],
+            [sys.executable, "-P", "-m", superlink_supervisor.__name__, str(self.home)],
             env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -101,7 +101,7 @@ class SimulationSuperLink:
             self.__exit__(None, None, None)
             raise
         if not answer["shared"]:
-            self.inside = [sys.executable, "-m", namespace.__name__, str(self._supervisor.pid)]
+            self.inside = [sys.executable, "-P", "-m", namespace.__name__, str(self._supervisor.pid)]
         elif not self._ray:  # which is reached by the network
             log.warning(
                 "no network of its own for the simulation (%s): docs/security.md says who can reach it",

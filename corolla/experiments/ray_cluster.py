@@ -94,7 +94,7 @@ def _problems(node: Mapping[str, Any], tokens: Mapping[str, Path], shared: Mappi
 
 def _ask(address: str, paths: Any) -> list[dict[str, Any]]:
     """Return what every machine of the cluster says."""
-    command = [sys.executable, "-m", __name__, address, *map(str, paths)]
+    command = [sys.executable, "-P", "-m", __name__, address, *map(str, paths)]
     try:
         done = subprocess.run(
             command,

@@ -23,10 +23,11 @@ from fl_app.server.run_folder import (
     CONFIG,
     LOCK,
     METRICS,
+    PACKED,
     PLUGINS,
-    RUN,
     SUMMARY,
     TESTED,
+    is_run,
     read_about,
     read_clients,
     read_config,
@@ -34,7 +35,7 @@ from fl_app.server.run_folder import (
     read_summary,
 )
 
-WRITTEN = (CONFIG, METRICS, SUMMARY)
+WRITTEN = (CONFIG, METRICS, PACKED, SUMMARY)
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def find(paths: Iterable[Path], methods: Mapping[str, type] | None = None) -> li
     found: dict[Path, RecordedRun] = {}
     problems: list[str] = []
     for path in paths:
-        folders = [path] if (path / CONFIG).is_file() else sorted(p.parent for p in path.glob(f"*/{CONFIG}"))
+        folders = [path] if is_run(path) else run_folders(path, 1)
         if not folders:
             what = f"holds no run (no {CONFIG}), nor does a folder in it" if path.is_dir() else "does not exist"
             problems.append(f"{path}: this run folder {what}")
@@ -173,14 +174,19 @@ def find(paths: Iterable[Path], methods: Mapping[str, type] | None = None) -> li
 
 def by_experiment(root: Path) -> dict[str, RecordedRun]:
     """Return runs by their experiment's id: those directly under a directory, and those of sweeps in it."""
-    found = [RecordedRun(path.parent) for path in sorted([*root.glob(f"*/{RUN}"), *root.glob(f"*/*/{RUN}")])]
+    found = [RecordedRun(path) for path in run_folders(root, 1, 2)]
     return {str(run.about["experiment"]): run for run in found if "experiment" in run.about}
 
 
 def below(directory: Path) -> list[RecordedRun]:
     """Return the runs in a directory, in it and one level deeper (a sweep's), by path; it may be a run folder itself."""
-    found = [directory / CONFIG, *directory.glob(f"*/{CONFIG}"), *directory.glob(f"*/*/{CONFIG}")]
-    return [RecordedRun(path.parent) for path in sorted(found) if path.is_file()]
+    return [RecordedRun(path) for path in run_folders(directory, 0, 1, 2)]
+
+
+def run_folders(directory: Path, *depths: int) -> list[Path]:
+    """Return the run folders so many levels below a directory, by path. 0: the directory itself."""
+    patterns = ["*/" * depth + name for depth in depths for name in (CONFIG, PACKED)]
+    return sorted({path.parent for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
 
 
 def listing(found: Iterable[RecordedRun]) -> list[list[str]]:
@@ -217,4 +223,4 @@ def inside(directory: Path, methods: Mapping[str, type] | None = None) -> list[R
         return all(inner.name.startswith(".") or inner.name == PLUGINS for inner in folder.iterdir())
 
     folders = sorted(p for p in directory.iterdir() if p.is_dir())
-    return [RecordedRun(p, methods or {}) for p in folders if (p / CONFIG).is_file() or begun(p)]
+    return [RecordedRun(p, methods or {}) for p in folders if is_run(p) or begun(p)]

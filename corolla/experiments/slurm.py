@@ -50,7 +50,7 @@ def write_array(
         title=title,
         runs="\n".join(f"  {shell.word(point.name)}" for point in points),
         here=shell.word(str(Path.cwd())),
-        command=shell.line([sys.executable, "-m", "corolla", "sweep", *words, "--only"]),
+        command=shell.line([sys.executable, "-P", "-m", "corolla", "sweep", *words, "--only"]),
     )
     publish_text(path, text)
     return path

@@ -83,7 +83,7 @@ def _second(home: Path) -> subprocess.Popen[bytes]:
     """Start who stands behind this process, without the marks of what is to be ended."""
     environment = {name: value for name, value in os.environ.items() if name not in (LAUNCH, LAUNCHER)}
     return subprocess.Popen(
-        [sys.executable, "-m", "corolla.experiments.superlink_supervisor", str(home), os.environ[LAUNCHER]],
+        [sys.executable, "-P", "-m", "corolla.experiments.superlink_supervisor", str(home), os.environ[LAUNCHER]],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

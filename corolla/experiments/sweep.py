@@ -341,7 +341,7 @@ def run_parallel(
         config.write_text(to_toml(point.config), encoding="utf-8")
         plugins.write(plugins.files(point.config), logs)
         with log.open("wb") as file:
-            command = [sys.executable, "-m", "corolla.cli", "run", str(config), *options]
+            command = [sys.executable, "-P", "-m", "corolla", "run", str(config), *options]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
             active.append(process)
             process.wait()

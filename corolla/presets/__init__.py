@@ -24,6 +24,7 @@ from typing import Any
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, own
+from fl_app.known_names import OWN_PARTITION
 from fl_app.toml import flatten, read_toml
 
 PRESETS = Path(__file__).parent
@@ -171,7 +172,7 @@ def small(config: RunConfig) -> dict[str, Scalar]:
     most 20; `dirichlet`, which deals out all data, becomes `dirichlet-client`, which deals out as little as it is told.
     Raises UserError for a `file:` partition, whose clients are given.
     """
-    if config.partition.startswith("file:"):
+    if config.partition.startswith(OWN_PARTITION):
         raise UserError(f"--scale small: the clients of {config.partition} cannot be cut; give a smaller file")
     rounds = min(config.num_server_rounds, SMALL_ROUNDS)
     clients = min(config.num_clients or SMALL_CLIENTS, SMALL_CLIENTS)

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, Rule, key
-from fl_app.known_names import DATASETS, FIXED_SIZES, MODELS, OVER_CLASSES, PARTITIONS, TASKS
+from fl_app.known_names import BY_COLUMN, FIXED_SIZES, MODELS, OVER_CLASSES, OWN_PARTITION, PARTITIONS, TASKS
+from fl_app.sources import NODE, either, sources_that
+
+
+def _listed(**has: bool) -> str:
+    """Return the data sources with these properties as a key's sentence names them."""
+    return either(f"`{source.prefix}{':' * bool(source.path)}`" for source in sources_that(**has))
 
 
 @dataclass(frozen=True)
@@ -66,41 +72,40 @@ class ExperimentKeys:
     # data
     dataset: str = key(
         "digits",
-        ", ".join(f"`{name}:/path`" if data.has_path else f"`{name}`" for name, data in DATASETS.items())
-        + ", `folder:/path`, `npz:/path`, `table:/path.csv` (or `.parquet`), `hf:/path` (saved by `datasets`) or `node` (each "
-        "SuperNode's own `data-path`).",
+        f"{either(f'`{source.form}` {source.note}'.rstrip() for source in sources_that())}.",
         about="data",
         headline=True,
     )
     classes: str = key(
         "",
-        "Comma-separated class names in label order; required by `node`, optional for `folder:`. Empty: sorted names.",
+        "Comma-separated class names in label order; required by `node`, optional for the user's own data. Empty: sorted names.",
         about="data",
         compared=False,
     )
     image_size: int = key(
         0,
-        "Side in pixels to which the images of a `folder:`, `tiny-imagenet:` or `node` folder are resized (short side) "
-        "and centre-cropped; 0: as they are, all equal and square.",
+        f"Side in pixels to which the images of {_listed(resizes=True)} are resized (short side) and centre-cropped; "
+        "0: as they are, all equal and square.",
         Rule(low=0, high=512),
         about="data",
     )
     target: str = key(
         "",
-        "Column of a table or of `hf:` that is to be learned; several numbers with commas. All other columns are features.",
+        f"Column of {_listed(has_columns=True)} that is to be learned; several numbers with commas. All other columns are "
+        "features.",
         about="data",
         compared=False,
     )
     client: str = key(
         "",
-        "Column that says whose each sample is (a hospital, a device), for the partition `by-column`; of an `npz:` the arrays "
-        "NAME_train and NAME_test. It is no feature.",
+        "Column that says whose each sample is (a hospital, a device), for the partition `by-column`. It is no feature "
+        "([how each source has it](tasks.md#data)).",
         about="data",
         compared=False,
     )
     partition: str = key(
         "dirichlet-client",
-        "`dirichlet-client`, `dirichlet`, `dirichlet-fl-bench`, `pathological`, `iid`, `by-column` or `file:/path.npz`.",
+        f"{either(f'`{name}`' for name in (*PARTITIONS, BY_COLUMN, f'{OWN_PARTITION}/path.npz'))}.",
         about="data",
         headline=True,
     )
@@ -157,11 +162,11 @@ class ExperimentKeys:
     )
     test_ratio: float = key(
         0.25,
-        "Part of each client's samples used for test in the `dirichlet` partitions, and of the rows of a table (or of `hf:`) "
-        "that has no test part of its own.",
+        "Part of each client's samples used for test in the `dirichlet` partitions, and of the rows of "
+        f"{_listed(has_columns=True)} that have no test part of their own.",
         BELOW_ONE,
         about="data",
-        partitions=(*OVER_CLASSES, "table", "hf", "node"),
+        partitions=(*OVER_CLASSES, *(source.prefix for source in sources_that(has_columns=True)), NODE),
     )
     normalize: Literal["unit", "mean-std", "symmetric"] = key(
         "unit",

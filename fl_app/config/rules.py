@@ -9,7 +9,8 @@ from typing import Any
 
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, nearest
-from fl_app.known_names import BY_COLUMN, DATASETS, MODELS, NODE, PARTITIONS, PATH_DATASETS, TASKS, TRACKERS
+from fl_app.known_names import BY_COLUMN, MODELS, OWN_PARTITION, PARTITIONS, TASKS, TRACKERS
+from fl_app.sources import NODE, SOURCES, path_in, path_prefixes, source_of
 
 LONGEST_NAME = 200  # bytes of a run's name: file systems take 255, of which files named after a run need some
 
@@ -26,13 +27,16 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
     if values["method"] not in methods:
         refuse("method", tuple(methods), " or module:METHOD")
     dataset, partition, model, task = (str(values[name]) for name in ("dataset", "partition", "model", "task"))
-    words = (*(name for name, data in DATASETS.items() if not data.has_path), NODE)
-    if dataset in DATASETS and DATASETS[dataset].has_path:
-        problems.append(f"dataset: {dataset} needs its folder: {dataset}:/path/to/it")
-    elif dataset not in words and not _has_path(dataset, PATH_DATASETS):
-        refuse("dataset", words, " or folder:/path, npz:/path, table:/path, hf:/path", PATH_DATASETS)
-    if partition not in (*PARTITIONS, BY_COLUMN) and not _has_path(partition, ("file:",)):
-        refuse("partition", (*PARTITIONS, BY_COLUMN), " or file:/path.npz", ("file:",))
+    words = tuple(name for name, source in SOURCES.items() if not source.path)
+    forms = ", ".join(source.form for source in SOURCES.values() if source.path)
+    if dataset not in words and not path_in("dataset", dataset):
+        source = SOURCES.get(dataset.removesuffix(":"))
+        if source is not None and source.path:
+            problems.append(f"dataset: {source.prefix} needs its path: {source.form}, got {dataset!r}")
+        else:
+            refuse("dataset", words, f" or {forms}", path_prefixes("dataset"))
+    if partition not in (*PARTITIONS, BY_COLUMN) and not path_in("partition", partition):
+        refuse("partition", (*PARTITIONS, BY_COLUMN), f" or {OWN_PARTITION}/path.npz", (OWN_PARTITION,))
     if model not in MODELS and not re.fullmatch(r"[\w.]+:\w+", model):
         refuse("model", tuple(MODELS), " or module:factory")
     if task not in TASKS and not re.fullmatch(r"[\w.]+:\w+", task):
@@ -69,10 +73,6 @@ def refuse_files(raw: Mapping[str, Scalar]) -> None:
     )
 
 
-def _has_path(value: str, prefixes: tuple[str, ...]) -> bool:
-    return any(value.startswith(p) and len(value) > len(p) for p in prefixes)
-
-
 def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
     """Add a line to `problems` for every value that does not go with another's."""
     if values["min-available-clients"] > values["num-clients"] > 0:
@@ -80,8 +80,7 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
             f"min-available-clients: must be at most num-clients ({values['num-clients']}), "
             f"got {values['min-available-clients']}"
         )
-    columns = str(values["dataset"]).partition(":")[0] in ("table", "hf")
-    if columns and not values["target"]:
+    if source_of(str(values["dataset"])).has_columns and not values["target"]:
         problems.append(f"target: {values['dataset']} needs the name of the column to learn")
     if values["partition"] == BY_COLUMN and not values["client"]:
         problems.append("client: partition by-column needs the name of the column that says whose a sample is")

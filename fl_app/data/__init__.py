@@ -1,15 +1,30 @@
 """Data sets, converted once into memory-mapped arrays, and each client's part of them.
 
-`check` prepares everything before a run; `open_client` opens one client's samples in milliseconds. torch, torchvision,
-scikit-learn and PIL are imported only while converting.
+`check` prepares everything before a run; `open_client` opens one client's samples in milliseconds. fl_app/sources.py says which
+file here reads a data set. torch, torchvision, scikit-learn and PIL are imported only while converting.
 """
 
-from fl_app.data.clients import ClientData, check, open_client, partition_remarks, repeated
-from fl_app.data.prepared import DatasetInfo, Prepared, data_root
-from fl_app.data.sources import prepare, prepare_for
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.config import RunConfig
+from fl_app.data import index_files
+from fl_app.data.index_files import partition_of, remarks
+from fl_app.data.prepared import DataRequest, DatasetInfo, Prepared, Samples, Targets, absolute, data_root
+from fl_app.errors import UserError
+from fl_app.sources import FOLDER, NODE, SOURCES, Source, path_in, source_of
 
 __all__ = [
     "ClientData",
+    "DataRequest",
     "DatasetInfo",
     "Prepared",
     "check",
@@ -20,3 +35,155 @@ __all__ = [
     "prepare_for",
     "repeated",
 ]
+
+
+@dataclass(frozen=True)
+class ClientData:
+    """One client's samples x [n, ...] and targets y [n] or [n, k]; `info` describes the whole data set."""
+
+    x_train: Samples
+    y_train: Targets
+    x_test: Samples
+    y_test: Targets
+    info: DatasetInfo
+
+
+# A client's part ------------------------------------------------------------------------------------------------------
+
+
+def open_client(config: RunConfig, client_id: int, *, data_path: str = "", look: bool = False) -> ClientData:
+    """Open one client's samples; milliseconds once data set and partition are prepared (`check` does both).
+
+    data_path: the SuperNode's own data, used by dataset `node` alone, whose client holds all of it. look: as in `prepare`.
+    Raises UserError for a client_id outside [0, num-clients) and as `prepare_for` and `partition.split` do.
+    """
+    if not 0 <= client_id < config.num_clients:
+        raise UserError(f"client {client_id}: must be >= 0 and below num-clients ({config.num_clients})")
+    if config.dataset == NODE:
+        if not data_path:
+            raise UserError(
+                f"client {client_id}: dataset node needs each SuperNode's own data; start it with "
+                "--node-config 'data-path=\"/site\"'"
+            )
+        site = prepare_for(config, data_path, look=look)
+        return ClientData(site.x_train, site.y_train, site.x_test, site.y_test, site.info)
+    data = prepare_for(config, look=look)
+    train, test = partition_of(config, data).client(client_id)
+    return ClientData(*_take(data, train), *_take(data, test), data.info)
+
+
+def check(config: RunConfig, force: bool = False) -> DatasetInfo:
+    """Prepare data set and partition in full, so that everything wrong with them shows before a run starts.
+
+    force: prepare them again if they are there. Not for dataset `node`, whose data only the SuperNodes can see. Raises UserError.
+    """
+    assert config.dataset != NODE
+    data = prepare_for(config, force=force, look=True)
+    partition_of(config, data, force)
+    return data.info
+
+
+def partition_remarks(config: RunConfig) -> list[str]:
+    """Say which samples several clients hold, one holds repeatedly, or nobody holds. Raises UserError as `check` does."""
+    data = prepare_for(config)
+    return remarks(partition_of(config, data), data.info.num_train, data.info.num_test, data.info.samples)
+
+
+def repeated(config: RunConfig) -> list[str]:
+    """Say which clients hold a sample more than once. Raises UserError as `check` does."""
+    data = prepare_for(config)
+    return index_files.repeated(partition_of(config, data), data.info.samples)
+
+
+def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]:
+    """Copy samples by their index into [train; test]."""
+    n = data.info.num_train
+    in_train = indices < n
+    if in_train.all():
+        return data.x_train[indices], data.y_train[indices]
+    x = np.empty((len(indices), *data.x_train.shape[1:]), data.x_train.dtype)
+    y = np.empty((len(indices), *data.y_train.shape[1:]), data.y_train.dtype)
+    x[in_train], y[in_train] = data.x_train[indices[in_train]], data.y_train[indices[in_train]]
+    x[~in_train], y[~in_train] = data.x_test[indices[~in_train] - n], data.y_test[indices[~in_train] - n]
+    return x, y
+
+
+# A whole data set -----------------------------------------------------------------------------------------------------
+
+
+def prepare_for(config: RunConfig, data_path: str = "", *, force: bool = False, look: bool = False) -> Prepared:
+    """Open a run's data set, or, for dataset `node`, the site's own at `data_path`.
+
+    A site may lack classes, and its test set may be missing or empty. force, look: as in `prepare`. Raises UserError as `prepare`
+    does, and for a site that has no training samples, or a class that is not in `classes`.
+    """
+    return _prepare(DataRequest.of(config, data_path, force=force, look=look))
+
+
+def prepare(dataset: str, root: Path, **more: Any) -> Prepared:
+    """Open a data set, converting it first if no process has yet.
+
+    dataset: as in the run config, but not `node`. root: the data directory. more: other fields of DataRequest. Raises UserError
+    naming what is wrong with the data.
+    """
+    return _prepare(DataRequest(dataset, absolute(path_in("dataset", dataset)), root, **more))
+
+
+def prepare_site(request: DataRequest) -> Prepared:
+    """Open a site's own data: an image folder, an .npz file, a table, or what another source of files reads."""
+    fitting = _sources_reading(request.path)
+    if fitting:
+        source = fitting[0]
+    else:
+        # these two have the clearest errors for what is no data, or not there
+        source = SOURCES["npz"] if request.path.is_file() else SOURCES["folder"]
+    return _ask(source, request)
+
+
+def _prepare(request: DataRequest) -> Prepared:
+    source = source_of(request.dataset)
+    if source.path:
+        _refuse_another_kind(source, request.path)
+    return _ask(source, request)
+
+
+def _ask(source: Source, request: DataRequest) -> Prepared:
+    """Let a source prepare data. Raises UserError for settings that mean nothing to it."""
+    where = str(request.path) if request.site else request.dataset
+    if source.labels_only and not request.of_task.has_classes:
+        raise UserError(f"task: {where} has labels of classes, got {request.task}")
+    if not request.site:
+        # the sites of a run may be of several kinds, some of which have columns
+        if source.labels_only and request.client:
+            raise UserError(f"client: {where} has no columns, got {request.client!r}")
+        if request.target and not source.has_columns:
+            why = f"has its targets in {source.targets}; leave it unset" if source.targets else "has no columns"
+            raise UserError(f"target: {where} {why}, got {request.target!r}")
+    if source.known and request.classes:
+        raise UserError(f"classes: {where} has its own; leave it unset, got {','.join(request.classes)!r}")
+    if source.known and request.image_size and not source.resizes:
+        raise UserError(f"image-size: {where} has its own; leave it unset, got {request.image_size!r}")
+    module, _, name = source.prepare.partition(":")
+    function: Callable[[DataRequest], Prepared] = getattr(importlib.import_module(module), name)
+    return function(request)
+
+
+def _sources_reading(path: Path) -> list[Source]:
+    """Return the sources that read what has a path's suffix, or a directory if there is one."""
+    kind = FOLDER if path.is_dir() else path.suffix.lower()
+    return [source for source in SOURCES.values() if kind in source.reads]
+
+
+def _refuse_another_kind(source: Source, path: Path) -> None:
+    """Raise UserError if there is something at a path that other sources read, and this one does not."""
+    fitting = _sources_reading(path) if path.exists() else []
+    if not source.reads or not fitting or source in fitting:
+        return
+    first, *others = fitting
+    meant = f"{first.prefix}:{path}"
+    if first.has_columns:
+        meant += " with target=COLUMN, the one to learn"
+    for other in others:
+        meant += f", or {other.prefix}:{path} {other.note}"
+    what = "folder" if path.is_dir() else path.suffix
+    raise UserError(f"dataset: {source.prefix}: takes no {what}, got {path}; did you mean {meant}?")

@@ -13,7 +13,8 @@ from fl_app.data.prepared import Arrays, Groups, Labels, Samples, Targets, at_le
 from fl_app.errors import UserError
 from fl_app.tasks import Task
 
-Side = tuple[str, NDArray[Any]]  # an array with its name in errors
+Side = tuple[str, NDArray[Any]]
+"""The training or the test array, with its name in errors before it."""
 
 
 def refuse(path: Path, name: str, rule: str, value: object) -> None:
@@ -24,8 +25,8 @@ def refuse(path: Path, name: str, rule: str, value: object) -> None:
 def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
     """Return samples as they are stored: [n, ...].
 
-    uint8 [n, H, W] and [n, H, W, C] are images: uint8 [n, C, H, W]; [n, H, W, C] of any other dtype becomes [n, C, H, W] too. Other
-    integers are int64, other numbers float32, and [n] is [n, 1].
+    uint8 [n, H, W] and [n, H, W, C] are images and become uint8 [n, C, H, W]. [n, H, W, C] of any other dtype becomes [n, C, H, W]
+    too, and [n] becomes [n, 1]. Other integers become int64, other numbers float32. Raises UserError for what is no finite number.
     """
     if x.dtype.kind not in "biuf":
         refuse(path, name, "hold numbers", x.dtype)
@@ -33,7 +34,10 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
         refuse(path, name, "have shape [n, ...], nothing of length 0 but n", list(x.shape))
     if x.dtype == np.uint8 and x.ndim == 3:
         return x[:, None]
-    x = x[:, None] if x.ndim == 1 else x.transpose(0, 3, 1, 2) if x.ndim == 4 else x
+    if x.ndim == 1:
+        x = x[:, None]
+    elif x.ndim == 4:
+        x = x.transpose(0, 3, 1, 2)
     if x.dtype == np.uint8 and x.ndim == 4:
         return x
     if x.dtype.kind in "iu" and x.dtype != np.uint8:
@@ -42,8 +46,9 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
         out = x.astype(np.float32)
     if not np.isfinite(out).all():
         wrong = np.argwhere(~np.isfinite(out))
-        more = f", and {len(wrong) - 1} more such" * (len(wrong) > 1)
-        refuse(path, name, "hold finite float32 numbers", f"{x[tuple(wrong[0])]} in sample {wrong[0][0]}{more}")
+        first = f"{x[tuple(wrong[0])]} in sample {wrong[0][0]}"
+        more = f", and {len(wrong) - 1} more such" if len(wrong) > 1 else ""
+        refuse(path, name, "hold finite float32 numbers", first + more)
     return out
 
 
@@ -52,8 +57,9 @@ def targets(
 ) -> tuple[Targets, Targets, Sequence[str]]:
     """Return training and test targets as the task wants them, and the names of the model's outputs.
 
-    Labels int64 [n] for a task with classes, whose names are `classes`, the strings that stand for them, or "0" .. "max"; else
-    float32 [n, k]. what: the samples, in errors. Raises UserError.
+    A task with classes gets labels, int64 [n]. Their names are `classes`, or the strings that are the labels, or "0" .. "max".
+    Another task gets float32 [n, k]. site: whether they are one site's, which may lack classes. what: samples are called so in
+    errors. Raises UserError.
     """
     if task.has_classes:
         return _labels(path, train, test, classes, site, what)
@@ -73,10 +79,12 @@ def _numbers(path: Path, name: str, y: NDArray[Any], task: Task) -> Targets:
         refuse(path, name, "hold numbers", y.dtype)
     if y.ndim not in (1, 2):
         refuse(path, name, "have shape [n] or [n, k]", list(y.shape))
-    out = y.astype(np.float32).reshape(len(y), -1 if y.size else max(1, *y.shape[1:], 1))
+    # reshape cannot infer the number of columns of an empty array
+    columns = -1 if y.size else max(1, *y.shape[1:], 1)
+    out = y.astype(np.float32).reshape(len(y), columns)
     if rule := task.check(out):
-        wrong = next((value for value in np.unique(out) if task.check(np.array([[value]], np.float32))), "others")
-        refuse(path, name, rule, wrong)
+        single = (value for value in np.unique(out) if task.check(np.array([[value]], np.float32)))
+        refuse(path, name, rule, next(single, "others"))
     return out
 
 
@@ -100,9 +108,9 @@ def _labels(
         if y.min(initial=0) < 0:
             refuse(path, name, "hold labels >= 0", y.min())
     top = int(max(y_train.max(initial=0), y_test.max(initial=0)))
-    hint = (
-        f"; labels start at 0: subtract 1 from {train[0]} and {test[0]}" if len(y_train) and y_train.min() == 1 else ""
-    )
+    hint = ""
+    if len(y_train) and y_train.min() == 1:
+        hint = f"; labels start at 0: subtract 1 from {train[0]} and {test[0]}"
     if classes:
         if top >= len(classes):
             raise UserError(
@@ -120,8 +128,8 @@ def _labels(
 def _named(
     path: Path, train: Side, test: Side, classes: Sequence[str], site: bool
 ) -> tuple[Labels, Labels, Sequence[str]]:
-    """Labels that are strings: their place among the sorted names, or in `classes`."""
-    words = [[str(word.decode() if isinstance(word, bytes) else word) for word in y] for _, y in (train, test)]
+    """Return labels that are strings as their places among the sorted strings, or in `classes`."""
+    words = [list(map(_word, y)) for _, y in (train, test)]
     if site and not classes:
         raise UserError("classes: dataset node needs the class names in label order")
     names = list(classes) or sorted(set(words[0]))
@@ -133,14 +141,21 @@ def _named(
     return y_train, y_test, at_least_two(names, path)
 
 
+def _word(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
 def groups(train: NDArray[Any], test: NDArray[Any]) -> Groups:
-    """Number the groups that a column's values make of the samples, in the order of the values, sorted."""
+    """Return whose each sample is by a column's values, which are numbered in sorted order."""
     values = np.unique(np.concatenate([train, test]) if len(test) else train)
     return Groups(np.searchsorted(values, train), np.searchsorted(values, test), tuple(str(value) for value in values))
 
 
 def stored(x_train: Samples, y_train: Targets, x_test: Samples, y_test: Targets) -> Arrays:
-    """Return the four arrays, both sides' samples in one dtype."""
-    dtype = np.result_type(x_train, x_test) if len(x_test) and x_test.dtype != x_train.dtype else x_train.dtype
-    dtype = np.dtype(np.float32) if dtype == np.float64 else dtype
+    """Return the four arrays, with training and test samples in one dtype."""
+    dtype = x_train.dtype
+    if len(x_test) and x_test.dtype != dtype:
+        dtype = np.result_type(x_train, x_test)
+    if dtype == np.float64:
+        dtype = np.dtype(np.float32)
     return x_train.astype(dtype, copy=False), y_train, x_test.astype(dtype, copy=False), y_test

@@ -16,15 +16,17 @@ import numpy as np
 from PIL import Image
 
 from fl_app import progress
-from fl_app.data.folder import Listing
 from fl_app.data.prepared import Images
 from fl_app.errors import UserError
+
+Listing = list[tuple[Path, int]]
+"""Image files with their labels."""
 
 DECODE_BATCH = 64
 
 
 class _ColourFound(Exception):
-    """An image is not grayscale where the first one was."""
+    """An image is in colour, and the first one was grayscale."""
 
 
 def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> None:
@@ -52,7 +54,7 @@ def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> N
 
 
 def _reserve(path: Path) -> None:
-    """Take the room a file will need: on a full disk that is an OSError, and later, under a memory map, the process's end."""
+    """Allocate a file's blocks, so that a full disk is an OSError here. Under a memory map it would end the process."""
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
@@ -68,16 +70,15 @@ def _decode_into(out: Images, files: list[Path], like: Path | None) -> None:
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
         starts = range(0, len(files), DECODE_BATCH)
-        for start, _ in zip(
-            starts, pool.map(batch, starts), strict=True
-        ):  # in order: the first bad file is the one reported
+        # results come in order, so that the first bad file is the one reported
+        for start, _ in zip(starts, pool.map(batch, starts), strict=True):
             progress.tell("decoding images", min(start + DECODE_BATCH, len(files)), len(files))
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _pixels(file: Path, channels: int, side: int, like: Path | None) -> Images:
-    """Return one image, uint8 [channels, side, side]; `like`: the image whose size all must have, None: resize."""
+    """Return one image, uint8 [channels, side, side]. like: the image whose size all must have; None: resize them."""
     with _reading(file) as image:
         gray, eight_bit = _rule(image)
         if channels == 1 and not gray:
@@ -135,7 +136,7 @@ def _resize(image: Image.Image, side: int) -> Image.Image:
 # Modes ----------------------------------------------------------------------------------------------------------------
 
 
-def _as_it_is(image: Image.Image) -> Image.Image:
+def _unchanged(image: Image.Image) -> Image.Image:
     return image
 
 
@@ -158,13 +159,13 @@ def _scaled(image: Image.Image) -> Image.Image:
 
 
 Rule = tuple[bool, Callable[[Image.Image], Image.Image]]
+"""Whether a mode is grayscale, and what makes 8 bits of it, which PIL converts to L or RGB."""
 
-# per PIL mode: whether it is grayscale, and how it becomes one that PIL converts to L or RGB
 MODES: dict[str, Rule] = {
-    **dict.fromkeys(("1", "L", "LA"), (True, _as_it_is)),
+    **dict.fromkeys(("1", "L", "LA"), (True, _unchanged)),
     **dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N", "I"), (True, _high_byte)),
     "F": (True, _scaled),
-    **dict.fromkeys(("P", "PA", "RGB", "RGBX", "RGBA", "RGBa", "CMYK", "YCbCr", "HSV"), (False, _as_it_is)),
+    **dict.fromkeys(("P", "PA", "RGB", "RGBX", "RGBA", "RGBa", "CMYK", "YCbCr", "HSV"), (False, _unchanged)),
 }
 
 

@@ -1,7 +1,7 @@
 """Data sets as image folders: train/<class>/* and test/<class>/*.
 
-The key rests on the modification times of the directories, which every client process can afford to read. Whether files have been
-overwritten in place is seen by who looks at all of them: `look`, before a run and once in every process of a client.
+The key is made of the directories' modification times, which every client process can afford to read. They do not change when a
+file is overwritten in place. `look` compares all files: before a run, and once in every process of a client.
 """
 
 from __future__ import annotations
@@ -10,33 +10,32 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fl_app.data.prepared import Prepared, at_least_two, listed, open_or_convert
+from fl_app.data.prepared import DataRequest, Prepared, at_least_two, listed, open_or_convert
 from fl_app.errors import UserError
 
-Listing = list[tuple[Path, int]]  # image files with their labels
-RULES = 2  # by which files become arrays; others are converted again
+if TYPE_CHECKING:
+    from fl_app.data.decode import Listing
+
+RULES = 2
+"""Version of the rules by which files become arrays; conversions of other versions are not used."""
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".pnm", ".gif", ".tif", ".tiff"}
 
 
-def prepare(
-    path: Path, root: Path, classes: tuple[str, ...], image_size: int, force: bool, *, site: bool, look: bool = False
-) -> Prepared:
-    """Open an image folder. site: a site's own, which may lack classes and test/; else as `sources.prepare`.
-
-    look: at every file, and convert them again if one has another size or time than when they were converted.
-    """
-    path = path.expanduser().resolve()
+def prepare(request: DataRequest) -> Prepared:
+    """Open an image folder. A site's own may lack classes and test/."""
+    path, site = request.path, request.site
     train = _class_directories(path, "train")
     test = _class_directories(path, "test", required=not site)
-    names = classes or tuple(train)
-    _check_class_directories(path, names, train, test, explicit=bool(classes), site=site)
-    # not the folder's own time: a data directory inside it would change it
+    names = request.classes or tuple(train)
+    _check_class_directories(path, names, train, test, explicit=bool(request.classes), site=site)
+    # the folder's own time is not among them: a data directory inside the folder would change it
     stamps = [stamp(d) for d in (path / "train", path / "test", *train.values(), *test.values())]
 
     def convert(directory: Path) -> Sequence[str]:
-        from fl_app.data.decode import decode  # and what it needs
+        from fl_app.data.decode import decode
 
         listings: list[Listing] = []
         for side in (train, test):
@@ -47,13 +46,14 @@ def prepare(
             listings.append([(file, names.index(name)) for name, files in images.items() for file in files])
         if not listings[0]:
             raise UserError(f"dataset: no images in the class directories of {path / 'train'}")
-        decode(directory, listings[0], listings[1], image_size)
+        decode(directory, listings[0], listings[1], request.image_size)
         return names
 
-    parts = [RULES, str(path), stamps, names, image_size, site]
-    return open_or_convert(
-        root, f"folder-{path.name}", parts, convert, force, lambda: _files_hash([*train.values(), *test.values()]), look
-    )
+    def files() -> str:
+        return _files_hash([*train.values(), *test.values()])
+
+    parts = [RULES, str(path), stamps, names, request.image_size, site]
+    return open_or_convert(request, f"folder-{path.name}", parts, convert, files)
 
 
 def _class_directories(path: Path, side: str, required: bool = True) -> dict[str, Path]:

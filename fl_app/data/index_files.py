@@ -1,4 +1,4 @@
-"""Partitions as index files: computed and written once, the same in every process."""
+"""Partitions as index files: each is computed and written once, and every process reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fl_app.config import RunConfig
 from fl_app.data.prepared import Prepared
 from fl_app.errors import UserError, listed, said
 from fl_app.files import build_once, cache_key
-from fl_app.known_names import BY_CLASS, PARTITIONS
+from fl_app.known_names import BY_CLASS, OWN_PARTITION, PARTITIONS
 from fl_app.partition import Column, Indices, Share, split
 
 
@@ -92,16 +92,17 @@ def open_partition(
         shares = Partition(np.load(target / "flat.npy", mmap_mode="r"), np.load(target / "offsets.npy"))
         sound = shares.num_clients == config.num_clients and len(shares.flat) == shares.offsets[-1]
         problems = [] if sound else ["flat.npy does not end where offsets.npy says"]
-    except Exception as error:  # of reading damaged bytes, which numpy may raise anything for
+    except Exception as error:
+        # numpy may raise anything for damaged bytes
         problems = [said(error)]
     refuse_damage("data-dir", target, problems)
     return shares
 
 
 def remarks(partition: Partition, num_train: int, num_test: int, what: str = "images") -> list[str]:
-    """Say what a partition does with the samples: how many several clients hold, one holds repeatedly, nobody holds.
+    """Say how many samples several clients hold, how many one client holds repeatedly, and how many nobody holds.
 
-    num_train, num_test: samples of the data set; what: they are called.
+    num_train, num_test: samples of the data set. what: samples are called so.
     """
     lines = []
     total = num_train + num_test
@@ -127,15 +128,18 @@ def remarks(partition: Partition, num_train: int, num_test: int, what: str = "im
 
 
 def repeated(partition: Partition, what: str = "images") -> list[str]:
-    """Say which clients hold samples more than once, as an own partition's may. what: samples are called."""
-    sides = zip(*(partition.client(i) for i in range(partition.num_clients)), strict=True)
-    return [line for hands, name in zip(sides, ("training", "test"), strict=True) for line in _again(hands, name, what)]
+    """Say which clients hold samples more than once, which only the user's own partition allows. what: samples are called so."""
+    lines = []
+    for part, name in enumerate(("training", "test")):
+        hands = [partition.client(i)[part] for i in range(partition.num_clients)]
+        lines += _again(hands, name, what)
+    return lines
 
 
 def _again(hands: Sequence[Indices], name: str, what: str) -> list[str]:
-    again = {i: n for i, hand in enumerate(hands) if (n := len(hand) - len(np.unique(hand)))}
-    who = listed([f"client {i}: {n} of {len(hands[i])}" for i, n in again.items()])
-    return [f"{name}: {what} that a client holds already, counted again: {who}"] if again else []
+    repetitions = [len(hand) - len(np.unique(hand)) for hand in hands]
+    who = [f"client {i}: {n} of {len(hands[i])}" for i, n in enumerate(repetitions) if n]
+    return [f"{name}: {what} that a client holds already, counted again: {listed(who)}"] if who else []
 
 
 def _key(config: RunConfig, dataset_key: str) -> str:
@@ -144,9 +148,9 @@ def _key(config: RunConfig, dataset_key: str) -> str:
     seeds = ("seed", "partition-seed")
     parts += [value for key, value in config.own_keys() if config.partition in key.partitions and key.name not in seeds]
     name = config.partition
-    if config.partition.startswith("file:"):
+    if config.partition.startswith(OWN_PARTITION):
         name = "file"
-        path = Path(config.partition.removeprefix("file:")).expanduser()
+        path = Path(config.partition.removeprefix(OWN_PARTITION)).expanduser()
         if not path.is_file():
             raise UserError(f"partition: no file {path}")
         parts += [str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size]

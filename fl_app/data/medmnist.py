@@ -13,9 +13,9 @@ import numpy as np
 
 from fl_app.data.arrays import refuse, samples, targets
 from fl_app.data.npz import members
-from fl_app.data.prepared import Arrays, Prepared, Samples, Targets, open_or_convert, save
+from fl_app.data.prepared import Arrays, DataRequest, Prepared, Samples, Targets, open_or_convert, save
 from fl_app.errors import UserError
-from fl_app.known_names import DATASETS
+from fl_app.sources import named_data
 from fl_app.tasks import Classification
 
 CLASSES = (
@@ -34,29 +34,33 @@ CLASSES = (
 SPLITS = ("train", "val", "test")
 
 
-def prepare(dataset: str, root: Path, force: bool) -> Prepared:
-    """Open `medmnist-a` or `medmnist-c`. root: the data directory, which holds the file. Raises UserError."""
-    path = (root / DATASETS[dataset].file).resolve()
+def prepare(request: DataRequest) -> Prepared:
+    """Open `medmnist-a` or `medmnist-c`, whose file lies in the data directory. Raises UserError."""
+    known = named_data(request.dataset)
+    assert known is not None
+    path = (request.root / known.file).resolve()
     if not path.is_file():
         raise UserError(
-            f"dataset: {dataset} needs the file {path.name} in the data directory: no {path}. It is MedMNIST's (28 x 28 "
+            f"dataset: {request.dataset} needs the file {path.name} in the data directory: no {path}. It is MedMNIST's (28 x 28 "
             "pixels), to be had at medmnist.com or by the Python package medmnist"
         )
 
     def convert(directory: Path) -> Sequence[str]:
-        save(directory, _read(path, DATASETS[dataset].image_size))
+        save(directory, _read_splits(path, known.image_size))
         return CLASSES
 
-    return open_or_convert(root, dataset, [str(path), path.stat().st_mtime_ns, path.stat().st_size], convert, force)
+    parts = [str(path), path.stat().st_mtime_ns, path.stat().st_size]
+    return open_or_convert(request, request.dataset, parts, convert)
 
 
-def _read(path: Path, side: int) -> Arrays:
+def _read_splits(path: Path, side: int) -> Arrays:
     arrays = members(path, [f"{split}_{kind}" for split in SPLITS for kind in ("images", "labels")])
     parts: list[tuple[Samples, Targets]] = []
     for split in SPLITS:
         x_name, y_name = f"{split}_images", f"{split}_labels"
         x, y = arrays[x_name], arrays[y_name]
-        y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y  # one column, for tasks with several
+        # MedMNIST has a column per task, here one
+        y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
         if x.dtype != np.uint8:
             refuse(path, x_name, "be uint8 with values 0 .. 255", x.dtype)
         if x.shape[1:] != (side, side):

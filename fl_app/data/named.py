@@ -11,29 +11,44 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data.folder import Listing, images_in, stamp
-from fl_app.data.prepared import Arrays, Images, Labels, Prepared, open_or_convert, save
+from fl_app.data.folder import images_in, stamp
+from fl_app.data.prepared import Arrays, DataRequest, Images, Labels, Prepared, open_or_convert, save
 from fl_app.errors import UserError
-from fl_app.known_names import DATASETS
+from fl_app.sources import NamedData, named_data
 
-DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")  # package dataset-fashion-mnist
+if TYPE_CHECKING:
+    from fl_app.data.decode import Listing
+
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package dataset-fashion-mnist has the files."""
+
 DOWNLOAD_TIMEOUT_SECONDS = 30
 
 
-def prepare(dataset: str, root: Path, force: bool) -> Prepared:
-    """Open `digits` or a data set of torchvision, whose files are kept in <root>/downloads."""
+def prepare_digits(request: DataRequest) -> Prepared:
+    """Open scikit-learn's digits."""
+    return _open(request, _digits)
 
+
+def prepare_torchvision(request: DataRequest) -> Prepared:
+    """Open a data set of torchvision, whose files are kept in <root>/downloads."""
+    known = named_data(request.dataset)
+    assert known is not None
+    return _open(request, lambda: _torchvision(request.dataset, known, request.root / "downloads"))
+
+
+def _open(request: DataRequest, load: Callable[[], tuple[Arrays, Sequence[str]]]) -> Prepared:
     def convert(directory: Path) -> Sequence[str]:
-        arrays, names = _digits() if dataset == "digits" else _torchvision(dataset, root / "downloads")
+        arrays, names = load()
         save(directory, arrays)
         return names
 
-    return open_or_convert(root, dataset, [dataset], convert, force)
+    return open_or_convert(request, request.dataset, [request.dataset], convert)
 
 
 def _digits() -> tuple[Arrays, Sequence[str]]:
@@ -48,21 +63,18 @@ def _digits() -> tuple[Arrays, Sequence[str]]:
     return (x[train], y[train], x[test], y[test]), [str(k) for k in range(10)]
 
 
-def _torchvision(dataset: str, downloads: Path) -> tuple[Arrays, Sequence[str]]:
+def _torchvision(dataset: str, known: NamedData, downloads: Path) -> tuple[Arrays, Sequence[str]]:
     """Load a torchvision data set, downloading it on first use."""
     if dataset == "fashion-mnist" and DEBIAN_FASHION_MNIST.is_dir():
         return _debian_fashion_mnist(DEBIAN_FASHION_MNIST)
     from torchvision import datasets
 
-    described = DATASETS[dataset]
-    factory: Callable[..., Any] = getattr(datasets, described.torchvision)
+    factory: Callable[..., Any] = getattr(datasets, known.torchvision)
     timeout = socket.getdefaulttimeout()
     socket.setdefaulttimeout(DOWNLOAD_TIMEOUT_SECONDS)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            train, test = (
-                factory(root=str(downloads), download=True, **side) for side in (described.train, described.test)
-            )
+            train, test = (factory(root=str(downloads), download=True, **side) for side in (known.train, known.test))
     except (OSError, RuntimeError, EOFError) as error:
         reason = str(error).strip().splitlines()
         raise UserError(
@@ -81,32 +93,35 @@ def _channels_first(side: Any, dataset: str) -> tuple[Images, Labels]:
     """Return images uint8 [n, C, S, S] and labels int64 [n] of a torchvision data set."""
     x = np.asarray(side.data)
     y = np.asarray(side.labels if dataset == "svhn" else side.targets, np.int64)
-    if dataset == "emnist":  # its files hold the images transposed
+    if dataset == "emnist":
+        # its files hold the images transposed
         x = x.transpose(0, 2, 1)
     if x.ndim == 3:
         return x[:, None], y
-    return (x if dataset == "svhn" else x.transpose(0, 3, 1, 2)), y
+    if dataset != "svhn":
+        x = x.transpose(0, 3, 1, 2)
+    return x, y
 
 
 def _debian_fashion_mnist(folder: Path) -> tuple[Arrays, Sequence[str]]:
     from torchvision.datasets import FashionMNIST
 
-    def read(name: str, header: int) -> NDArray[np.uint8]:
+    def read_idx(name: str, header: int) -> NDArray[np.uint8]:
         try:
             return np.frombuffer(gzip.decompress((folder / name).read_bytes()), np.uint8, offset=header)
         except (OSError, EOFError, ValueError) as error:
             raise UserError(f"dataset: {folder / name} cannot be read ({error})") from error
 
     def side(name: str) -> tuple[Images, Labels]:
-        y = read(f"{name}-labels-idx1-ubyte.gz", 8).astype(np.int64)
-        return read(f"{name}-images-idx3-ubyte.gz", 16).reshape(len(y), 1, 28, 28), y
+        y = read_idx(f"{name}-labels-idx1-ubyte.gz", 8).astype(np.int64)
+        return read_idx(f"{name}-images-idx3-ubyte.gz", 16).reshape(len(y), 1, 28, 28), y
 
     return (*side("train"), *side("t10k")), FashionMNIST.classes
 
 
-def prepare_tiny_imagenet(path: Path, root: Path, image_size: int, force: bool) -> Prepared:
+def prepare_tiny_imagenet(request: DataRequest) -> Prepared:
     """Open Tiny-ImageNet as distributed: its validation images are the test set; classes are named by WordNet id."""
-    path = path.expanduser().resolve()
+    path = request.path
     parts_of_it = [path / "wnids.txt", path / "train", path / "val" / "images", path / "val" / "val_annotations.txt"]
     for part in parts_of_it:
         if not part.exists():
@@ -130,8 +145,8 @@ def prepare_tiny_imagenet(path: Path, root: Path, image_size: int, force: bool) 
             if name not in label:
                 raise UserError(f"dataset: {parts_of_it[3]}: class {name!r} of {file!r} is not in wnids.txt")
             test.append((path / "val" / "images" / file, label[name]))
-        decode(directory, train, sorted(test), image_size)
+        decode(directory, train, sorted(test), request.image_size)
         return names
 
-    parts = [str(path), [stamp(p) for p in parts_of_it], image_size]
-    return open_or_convert(root, "tiny-imagenet", parts, convert, force)
+    parts = [str(path), [stamp(p) for p in parts_of_it], request.image_size]
+    return open_or_convert(request, "tiny-imagenet", parts, convert)

@@ -12,37 +12,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.data import arrays
-from fl_app.data.prepared import ARRAYS, Arrays, Groups, Prepared, open_or_convert, save
-from fl_app.data.source_options import Reading
+from fl_app.data.prepared import ARRAYS, Arrays, DataRequest, Groups, Prepared, open_or_convert, save
 from fl_app.errors import UserError
 
 
-def prepare(path: Path, root: Path, reading: Reading, force: bool, *, site: bool) -> Prepared:
-    """Open an .npz file. site: a site's own, which may lack classes and test samples; else as `sources.prepare`."""
-    path = path.expanduser().resolve()
+def prepare(request: DataRequest) -> Prepared:
+    """Open an .npz file. A site's own may lack classes and test samples."""
+    path = request.path
     if not path.is_file():
         raise UserError(f"dataset: no file {path}")
     stat = path.stat()
 
     def convert(directory: Path) -> Sequence[str]:
-        found, names, groups = _read(path, reading, site)
+        found, names, groups = _read_arrays(request)
         side = found[0].shape[2] if found[0].dtype == np.uint8 else 0
-        if reading.image_size not in (0, side):
+        if request.image_size not in (0, side):
             what = f"{side} pixels" if side else "no images"
-            raise UserError(f"image-size: npz images are not resized; {path} has {what}, got {reading.image_size}")
+            raise UserError(f"image-size: npz images are not resized; {path} has {what}, got {request.image_size}")
         save(directory, found, groups)
         return names
 
-    parts = [
-        str(path),
-        stat.st_mtime_ns,
-        stat.st_size,
-        reading.classes,
-        reading.image_size,
-        site,
-        *reading.beyond_labels,
-    ]
-    return open_or_convert(root, f"npz-{path.stem}", parts, convert, force)
+    parts = [str(path), stat.st_mtime_ns, stat.st_size, request.classes, request.image_size, request.site]
+    # keys of labels without a column for clients name neither task nor client
+    if not request.of_task.has_classes:
+        parts.append(request.task)
+    if request.client:
+        parts.append({"client": request.client})
+    return open_or_convert(request, f"npz-{path.stem}", parts, convert)
 
 
 def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
@@ -61,21 +57,21 @@ def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> di
         raise UserError(f"dataset: {path} is not a readable npz file of plain arrays ({error})") from error
 
 
-def _read(path: Path, reading: Reading, site: bool) -> tuple[Arrays, Sequence[str], Groups | None]:
-    column = [f"{reading.client}_train", f"{reading.client}_test"] if reading.client else []
+def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | None]:
+    """Read the four arrays, the names of the model's outputs, and whose the samples are if a column says it."""
+    path, site = request.path, request.site
+    column = [f"{request.client}_train", f"{request.client}_test"] if request.client else []
     found = members(path, (*ARRAYS, *column), (*ARRAYS[2:], *column[1:]) if site else ())
     x_train, y_train = found["x_train"], found["y_train"]
     x_test, y_test = found.get("x_test", x_train[:0]), found.get("y_test", y_train[:0])
-    what = (
-        "images" if x_train.ndim == 4 or (x_train.ndim == 3 and x_train.dtype == np.uint8) else "samples"
-    )  # in errors
+    are_images = x_train.ndim == 4 or (x_train.ndim == 3 and x_train.dtype == np.uint8)
+    what = "images" if are_images else "samples"
     if not len(np.atleast_1d(x_train)):
         raise UserError(f"dataset: {path}: x_train has no {what}")
     if not len(np.atleast_1d(x_test)) and not len(np.atleast_1d(y_test)):
         x_test, y_test = x_train[:0], y_train[:0]
-    stored_train, stored_test = (
-        arrays.samples(path, name, x) for name, x in (("x_train", x_train), ("x_test", x_test))
-    )
+    stored_train = arrays.samples(path, "x_train", x_train)
+    stored_test = arrays.samples(path, "x_test", x_test)
     if stored_test.shape[1:] != stored_train.shape[1:]:
         raise UserError(
             f"dataset: {path}: x_test must have {what} like x_train's {x_train.shape[1:]}, got {x_test.shape[1:]}"
@@ -83,9 +79,8 @@ def _read(path: Path, reading: Reading, site: bool) -> tuple[Arrays, Sequence[st
     for name, x, y in (("y_train", x_train, y_train), ("y_test", x_test, y_test)):
         if y.ndim and len(x) != len(y):
             arrays.refuse(path, name, f"have one label for each of the {len(x)} {what}", len(y))
-    task = reading.of_task
     y_train, y_test, names = arrays.targets(
-        path, task, ("y_train", y_train), ("y_test", y_test), reading.classes, site=site, what=what
+        path, request.of_task, ("y_train", y_train), ("y_test", y_test), request.classes, site=site, what=what
     )
     groups = None
     if column:

@@ -2,8 +2,9 @@
 
 A data set becomes <root>/datasets/<key>/ with x_train.npy, x_test.npy (images uint8 [n, C, H, W], or float32 or int64 [n, ...]),
 y_train.npy, y_test.npy (labels int64 [n], or float32 [n, k]) and info.json; groups_train.npy, groups_test.npy (int64 [n]) where a
-column says whose each sample is. The key names what defines the data; a client process computes it again. The conversion is under a
-lock and ends in a rename: many processes at once do it exactly once, and an interrupted one leaves nothing that would be used.
+column says whose each sample is. The key is made of all that defines the data, so that every client process finds it without being
+told. A conversion holds a lock and ends in a rename: many processes at once do it exactly once, and an interrupted one leaves
+nothing that would be used.
 """
 
 from __future__ import annotations
@@ -21,24 +22,88 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app import checksums
+from fl_app import checksums, tasks
 from fl_app.config import RunConfig
+from fl_app.config.rules import split_names
 from fl_app.errors import UserError, said
 from fl_app.files import build_once, cache_key
+from fl_app.sources import NODE, path_in
+from fl_app.tasks import Task
 
 log = logging.getLogger("corolla")
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
-Samples = NDArray[Any]  # uint8 [n, C, H, W], float32 or int64 [n, ...]
-Targets = NDArray[Any]  # int64 [n] or float32 [n, k]
+Samples = NDArray[Any]
+"""uint8 [n, C, H, W], float32 or int64 [n, ...]."""
+Targets = NDArray[Any]
+"""int64 [n] or float32 [n, k]."""
 Arrays = tuple[Samples, Targets, Samples, Targets]
 
 FORMAT = 1
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
-FILES = "files.sha256"  # beside the arrays: what the files they were made of were like
+FILES = "files.sha256"
+"""Beside the arrays: a hash of the files they were made of."""
 GROUPS = "groups.json"
 STATISTICS_BATCH = 1024
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """What a source of data is asked to prepare.
+
+    dataset: as in the run config. path: where the user's data lie, absolute; of no meaning to a source without a path. root: the
+    data directory. classes: names in label order; empty: the source's own order. image_size: pixels, 0: as the images are. task:
+    says what targets are. target: the columns they stand in, with commas. client: the column that says whose a sample is.
+    test_ratio: part of the rows for test, of columns that have no test part. site: whether they are one site's own, which may lack
+    classes and test samples. force: convert them again. look: convert them again if files have been overwritten since.
+    """
+
+    dataset: str
+    path: Path
+    root: Path
+    classes: tuple[str, ...] = ()
+    image_size: int = 0
+    task: str = "classification"
+    target: str = ""
+    client: str = ""
+    test_ratio: float = 0.25
+    site: bool = False
+    force: bool = False
+    look: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, data_path: str = "", **more: bool) -> DataRequest:
+        """Return what a run asks for. data_path: where a site's own data lie, for dataset `node`. more: `force` and `look`."""
+        site = config.dataset == NODE
+        return cls(
+            config.dataset,
+            absolute(data_path if site else path_in("dataset", config.dataset)),
+            data_root(config),
+            split_names(config.classes),
+            config.image_size,
+            config.task,
+            config.target,
+            config.client,
+            config.test_ratio,
+            site,
+            **more,
+        )
+
+    @property
+    def of_task(self) -> Task:
+        """The task."""
+        return tasks.named(self.task)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the columns that hold the targets."""
+        return split_names(self.target)
+
+
+def absolute(path: str) -> Path:
+    """Return a path of the user's as an absolute one; none stays none."""
+    return Path(path).expanduser().resolve() if path else Path()
 
 
 @dataclass(frozen=True)
@@ -136,25 +201,24 @@ def data_root(config: RunConfig) -> Path:
 
 
 def open_or_convert(
-    root: Path,
+    request: DataRequest,
     name: str,
     parts: Sequence[Any],
     convert: Callable[[Path], Sequence[str]],
-    force: bool,
     files: Callable[[], str] | None = None,
-    look: bool = False,
 ) -> Prepared:
-    """Open <root>/datasets/<key>, the key made of a readable name and `parts`, which JSON must hold.
+    """Open <root>/datasets/<key>, converting the data first if no process has yet, or if the request says so.
 
-    convert: writes the four arrays into a directory (see `save`) and returns the class names; called if no process has yet.
-    files: a hash of what the files are like now. look: compare it, and convert them again if it was another then.
+    name, parts: what the key is made of, a readable word and all that defines the data, which JSON must hold. convert: writes the
+    four arrays into a directory (see `save`) and returns the class names. files: a hash of what the files are like, which `look`
+    compares with what they were like then.
     """
     key = cache_key(name, [FORMAT, *parts])
-    directory = root / "datasets" / key
+    directory = request.root / "datasets" / key
     now = functools.cache(files) if files else None
 
     def build(fresh: Path) -> None:
-        if directory.is_dir() and not force:
+        if directory.is_dir() and not request.force:
             log.warning("%s: files have changed since they were converted; they are converted again", name)
         if now:
             (fresh / FILES).write_text(now())
@@ -170,17 +234,22 @@ def open_or_convert(
         (fresh / "info.json").write_text(info.to_json())
 
     def stale(there: Path) -> bool:
-        return look and now is not None and not ((there / FILES).is_file() and (there / FILES).read_text() == now())
+        if not request.look or now is None:
+            return False
+        return not (there / FILES).is_file() or (there / FILES).read_text() != now()
 
-    build_once(directory, build, key="data-dir", force=force, stale=stale)
+    build_once(directory, build, key="data-dir", force=request.force, stale=stale)
     info, arrays, groups = _open(directory)
-    return Prepared(root, info, key, *arrays, groups)
+    return Prepared(request.root, info, key, *arrays, groups)
 
 
 def save(directory: Path, arrays: Arrays, groups: Groups | None = None) -> None:
-    """Write the four arrays a conversion ends in: samples as they are, targets int64 or float32; and whose the samples are."""
+    """Write the four arrays of a data set, samples as they are and targets as int64 or float32, and whose the samples are."""
     for name, array in zip(ARRAYS, arrays, strict=True):
-        dtype = array.dtype if name.startswith("x") else np.float32 if array.dtype.kind == "f" else np.int64
+        if name.startswith("x"):
+            dtype = array.dtype
+        else:
+            dtype = np.dtype(np.float32 if array.dtype.kind == "f" else np.int64)
         np.save(directory / f"{name}.npy", np.ascontiguousarray(array, dtype))
     if groups is not None:
         np.save(directory / "groups_train.npy", groups.train.astype(np.int64))
@@ -189,7 +258,7 @@ def save(directory: Path, arrays: Arrays, groups: Groups | None = None) -> None:
 
 
 def _as_image(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Channels and side of a sample, as a model is told: [C, S, S]; of [T, C] its features and its length, else features and 1."""
+    """Return what a model is built with: channels and side of [C, S, S], features and length of [T, C], else features and 1."""
     if len(shape) == 3:
         return shape[0], shape[1] if shape[1] == shape[2] else max(shape[1:])
     if len(shape) == 2:
@@ -206,13 +275,18 @@ def _open(directory: Path) -> tuple[DatasetInfo, Arrays, Groups | None]:
         for name, array in zip(ARRAYS, arrays, strict=True):
             n = info.num_train if name.endswith("train") else info.num_test
             inputs = name.startswith("x")
-            shape, dtype = (info.input_shape, arrays[0].dtype) if inputs else (arrays[1].shape[1:], arrays[1].dtype)
-            if (array.shape, array.dtype) != ((n, *shape), dtype) or (inputs and not info.shape and dtype != np.uint8):
+            of_train = arrays[0] if inputs else arrays[1]
+            shape = info.input_shape if inputs else of_train.shape[1:]
+            fits = array.shape == (n, *shape) and array.dtype == of_train.dtype
+            if inputs and not info.shape:
+                fits = fits and array.dtype == np.uint8
+            if not fits:
                 problems.append(f"{name}.npy is not as info.json says")
         if info.groups:
             train, test = (np.load(directory / f"groups_{side}.npy", mmap_mode="r") for side in ("train", "test"))
             groups = Groups(train, test, info.groups)
-    except Exception as error:  # of reading damaged bytes, which numpy may raise anything for
+    except Exception as error:
+        # numpy may raise anything for damaged bytes
         problems = [said(error)]
     checksums.refuse_damage("data-dir", directory, problems)
     return info, arrays, groups
@@ -240,8 +314,8 @@ def _statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
 
 def _moments(x: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and population std per channel of [n, C, H, W], per feature (last axis) of anything else."""
-    kept = 1 if x.ndim == 4 else x.ndim - 1
-    axes = tuple(axis for axis in range(x.ndim) if axis != kept)
+    channel = 1 if x.ndim == 4 else x.ndim - 1
+    axes = tuple(axis for axis in range(x.ndim) if axis != channel)
     mean = np.asarray(np.mean(x, axes, dtype=np.float64))
     std = np.asarray(np.std(x, axes, dtype=np.float64))
     std = np.where(std > 1e-12 * np.maximum(1, np.abs(mean)), std, 1.0)

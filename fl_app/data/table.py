@@ -1,76 +1,102 @@
 """Data sets of columns: a table, `table:/path.csv` or `.parquet`, or a data set that Hugging Face's `datasets` saved, `hf:/path`.
 
-One column or more are the targets, one may say whose each row is, all others are features. What has no test part of its own is
-divided: `test-ratio` of each client's rows, or of all, drawn from a stream that no run's seed changes. pandas and datasets are
-imported only while converting.
+One column or more are the targets, one may say whose each row is, and all others are features. Data without a test part are
+divided: `test-ratio` of each client's rows, or of all rows, are for test, drawn from a stream that no run's seed changes. pandas
+and datasets are imported only while converting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app import rng
+from fl_app import extras, rng
 from fl_app.data import arrays
-from fl_app.data.prepared import Prepared, open_or_convert, save
-from fl_app.data.source_options import Reading
+from fl_app.data.prepared import DataRequest, Prepared, open_or_convert, save
 from fl_app.errors import UserError
 
 SUFFIXES = (".csv", ".parquet")
-VERSION = 2  # of how columns are read: conversions of other versions are not used
+VERSION = 2
+"""Version of how columns are read; conversions of other versions are not used."""
+
 Columns = Mapping[str, NDArray[Any]]
+"""Values by the name of their column."""
+
+Read = tuple[Sequence[Columns], Sequence[str]]
+"""Columns of the training part, and of the test part if there is one; names of the classes, if the data have them."""
 
 
-def prepare(path: Path, root: Path, reading: Reading, force: bool, *, site: bool, saved: bool = False) -> Prepared:
-    """Open a table, or, if `saved`, what `datasets` saved. site: as in npz.prepare."""
-    path = path.expanduser().resolve()
-    if not (path.is_dir() if saved else path.is_file()):
-        raise UserError(f"dataset: no {'folder' if saved else 'file'} {path}")
-    if not saved and path.suffix not in SUFFIXES:
+def prepare(request: DataRequest) -> Prepared:
+    """Open a table. A site's own may lack classes."""
+    path = request.path
+    if not path.is_file():
+        raise UserError(f"dataset: no file {path}")
+    if path.suffix not in SUFFIXES:
         raise UserError(f"dataset: a table must be a {' or '.join(SUFFIXES)} file, got {path}")
-    if not reading.targets:
+    needs = ("pandas", "pyarrow") if path.suffix == ".parquet" else ("pandas",)
+    return open_columns(request, "table", [path], lambda: ([_read_table(path)], ()), needs)
+
+
+def prepare_saved(request: DataRequest) -> Prepared:
+    """Open what `datasets` saved."""
+    path = request.path
+    if not path.is_dir():
+        raise UserError(f"dataset: no folder {path}")
+    return open_columns(request, "hf", sorted(path.rglob("*")), lambda: _read_saved(request), ("pandas", "datasets"))
+
+
+def open_columns(
+    request: DataRequest, kind: str, files: Sequence[Path], read: Callable[[], Read], needs: Sequence[str] = ()
+) -> Prepared:
+    """Open a data set of columns, converting it first if no process has yet.
+
+    kind: the source's prefix. files: those the data lie in; they are converted again when one changes. read: returns the columns of
+    the training part, those of the test part if there is one, and the names of the classes if the data have them. needs: the
+    packages that it reads with.
+    """
+    path = request.path
+    if not request.targets:
         raise UserError(f"target: {path} needs the name of the column to learn (several with commas)")
-    if reading.image_size:
-        raise UserError(f"image-size: {path} holds columns, whose images are not resized; got {reading.image_size}")
-    files = sorted(path.rglob("*")) if saved else [path]
-    stamps = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    if request.image_size:
+        raise UserError(f"image-size: {path} holds columns, whose images are not resized; got {request.image_size}")
 
     def convert(directory: Path) -> Sequence[str]:
-        parts, known = _saved(path, reading) if saved else ([_table(path)], ())
-        return _convert(path, parts, reading, known, directory, site)
+        for package in needs:
+            extras.require(package, f"dataset: {path}")
+        parts, known = read()
+        return _convert(request, parts, known, directory)
 
-    about = [reading.classes, reading.target, reading.client, reading.test_ratio, reading.task, site, VERSION]
-    return open_or_convert(
-        root, f"{'hf' if saved else 'table'}-{path.stem}", [str(path), stamps, *about], convert, force
-    )
+    stamps = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    settings = [request.classes, request.target, request.client, request.test_ratio, request.task, request.site]
+    return open_or_convert(request, f"{kind}-{path.stem}", [str(path), stamps, *settings, VERSION], convert)
 
 
-def _table(path: Path) -> Columns:
+def _read_table(path: Path) -> Columns:
     import pandas
 
     try:
-        # low_memory reads in parts and guesses a column's type in each: 1 here would be "01" there
+        # low_memory would read in parts and guess a column's type in each: 01 would be "01" in one and 1 in another
         frame = pandas.read_csv(path, low_memory=False) if path.suffix == ".csv" else pandas.read_parquet(path)
     except (OSError, ValueError, pandas.errors.ParserError) as error:
         raise UserError(f"dataset: {path} is not a readable table ({error})") from error
     names = [str(name) for name in frame.columns]
-    if path.suffix == ".csv":  # pandas numbers what is there twice
-        names = [
-            str(name) for name in pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False).iloc[0]
-        ]
+    if path.suffix == ".csv":
+        # pandas numbers a name that is there twice: the header as it stands has it
+        header = pandas.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False)
+        names = [str(name) for name in header.iloc[0]]
     if twice := next((name for name in names if name and names.count(name) > 1), ""):
         raise UserError(f"dataset: {path} must have every column once, got {names.count(twice)} named {twice!r}")
     return {str(name): np.asarray(frame[name]) for name in frame.columns}
 
 
-def _saved(path: Path, reading: Reading) -> tuple[list[Columns], Sequence[str]]:
-    """Training part, test part if there is one; and the names of the classes, if the data set has them."""
+def _read_saved(request: DataRequest) -> Read:
     from datasets import ClassLabel, Dataset, DatasetDict, load_from_disk
 
+    path = request.path
     try:
         found = load_from_disk(str(path))
     except (OSError, ValueError) as error:
@@ -82,7 +108,7 @@ def _saved(path: Path, reading: Reading) -> tuple[list[Columns], Sequence[str]]:
     else:
         sets = [found]
     features = sets[0].features
-    labels = features.get(reading.targets[0])
+    labels = features.get(request.targets[0])
 
     def columns(part: Dataset) -> Columns:
         return {name: np.asarray(values) for name, values in part.with_format("numpy")[:].items()}
@@ -90,22 +116,21 @@ def _saved(path: Path, reading: Reading) -> tuple[list[Columns], Sequence[str]]:
     return [columns(part) for part in sets], labels.names if isinstance(labels, ClassLabel) else ()
 
 
-def _convert(
-    path: Path, parts: Sequence[Columns], reading: Reading, known: Sequence[str], directory: Path, site: bool
-) -> Sequence[str]:
+def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str], directory: Path) -> Sequence[str]:
     """Write the arrays; return the names of the outputs."""
-    wanted = (*reading.targets, *([reading.client] if reading.client else ()))
+    path = request.path
+    wanted = (*request.targets, *([request.client] if request.client else ()))
     for name in wanted:
         if missing := [part for part in parts if name not in part]:
-            key = "client" if name == reading.client else "target"
+            key = "client" if name == request.client else "target"
             raise UserError(f"{key}: {path} has no column {name!r}; it has {', '.join(missing[0])}")
         for part in parts:
             _refuse_missing(path, name, part[name])
     if not len(parts[0][wanted[0]]):
         raise UserError(f"dataset: {path} has no rows")
-    sides = [_side(path, part, reading) for part in parts]
+    sides = [_side(request, part) for part in parts]
     if len(sides) == 1:
-        train, test = _divide(sides[0][2], len(sides[0][0]), reading.test_ratio)
+        train, test = _divide(sides[0][2], len(sides[0][0]), request.test_ratio)
         x, y, whose = sides[0]
         sides = [(x[of], y[of], whose[of]) for of in (train, test)]
     (x_train, y_train, whose_train), (x_test, y_test, whose_test) = sides
@@ -113,28 +138,25 @@ def _convert(
         raise UserError(
             f"dataset: {path}: test must have the columns of train, {x_train.shape[1:]}, got {x_test.shape[1:]}"
         )
-    task = reading.of_task
-    classes = reading.classes or tuple(known)
-    if task.has_classes and not classes and y_train.dtype.kind in "iub" and not site:
+    task = request.of_task
+    classes = request.classes or tuple(known)
+    if task.has_classes and not classes and y_train.dtype.kind in "iub" and not request.site:
         classes, y_train, y_test = _codes(y_train, y_test)
+    column = f"column {request.target}"
     y_train, y_test, names = arrays.targets(
-        path,
-        task,
-        (f"column {reading.target}", y_train),
-        (f"column {reading.target}", y_test),
-        classes,
-        site=site,
-        what="rows",
+        path, task, (column, y_train), (column, y_test), classes, site=request.site, what="rows"
     )
-    names = reading.targets if not task.has_classes and not reading.classes else names
-    groups = arrays.groups(whose_train, whose_test) if reading.client else None
+    if not task.has_classes and not request.classes:
+        names = request.targets
+    groups = arrays.groups(whose_train, whose_test) if request.client else None
     save(directory, arrays.stored(x_train, y_train, x_test, y_test), groups)
     return names
 
 
-def _side(path: Path, part: Columns, reading: Reading) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Samples, raw targets and whose each row is, of one part."""
-    features = {name: values for name, values in part.items() if name not in (*reading.targets, reading.client)}
+def _side(request: DataRequest, part: Columns) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Return the samples, the raw targets and whose each row is, of one part."""
+    path = request.path
+    features = {name: values for name, values in part.items() if name not in (*request.targets, request.client)}
     if not features:
         raise UserError(f"dataset: {path} has no columns but {', '.join(part)}: nothing to learn from")
     for name, values in features.items():
@@ -153,8 +175,8 @@ def _side(path: Path, part: Columns, reading: Reading) -> tuple[NDArray[Any], ND
         raise UserError(f"dataset: {path}: {names} must be the only feature, or hold one number per row")
     else:
         x = np.stack([values.astype(np.float32) for values in features.values()], axis=1)
-    y = [part[name] for name in reading.targets]
-    whose = part[reading.client] if reading.client else np.zeros(len(x))
+    y = [part[name] for name in request.targets]
+    whose = part[request.client] if request.client else np.zeros(len(x))
     return x, y[0] if len(y) == 1 else np.stack(y, axis=1), whose
 
 
@@ -170,7 +192,7 @@ def _no_number(values: NDArray[Any]) -> str:
 
 
 def _refuse_missing(path: Path, name: str, values: NDArray[Any]) -> None:
-    """Raise UserError if a row has no target, or nobody it belongs to: neither is a value like others."""
+    """Raise UserError if a row has no value in the target's column, or in that of the clients."""
     import pandas
 
     missing = np.flatnonzero(pandas.isna(values).any(axis=tuple(range(1, values.ndim))))
@@ -190,6 +212,6 @@ def _divide(whose: NDArray[Any], rows: int, test_ratio: float) -> tuple[NDArray[
 
 
 def _codes(y_train: NDArray[Any], y_test: NDArray[Any]) -> tuple[tuple[str, ...], NDArray[np.int64], NDArray[np.int64]]:
-    """Labels that are integers of any kind, as places among those there are."""
+    """Return the names of integer labels in order, and the labels as places among them."""
     values = np.unique(np.concatenate([y_train, y_test]))
     return tuple(str(value) for value in values), np.searchsorted(values, y_train), np.searchsorted(values, y_test)

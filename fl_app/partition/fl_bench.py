@@ -1,7 +1,8 @@
 """FL-bench's Dirichlet partition, draw for draw as its generate_data.py makes it (KarhouTam/FL-bench, early 2025).
 
-With its default seed, 42, it is the split of everybody who ran it with the same data set, number of clients and concentration:
-54 accuracies of 19 clients in FedOBP's stored log of Local on Fashion-MNIST are all fractions of these clients' test sets.
+With FL-bench's default seed, 42, it is the split of everybody who ran FL-bench with the same data set, number of clients and
+concentration. FedOBP's stored log of Local on Fashion-MNIST shows it: 54 accuracies of 19 clients are all fractions of the sizes of
+these clients' test sets.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
-DRAWS = 1000  # FL-bench goes on for ever
-LARGEST_SEED = 2**32 - 1  # of numpy's legacy generator
+
+DRAWS = 1000
+"""Draws after which `split` gives up; FL-bench never does."""
+
+LARGEST_SEED = 2**32 - 1
+"""Largest seed of numpy's legacy generator, which FL-bench draws with."""
 
 
 def split(
@@ -19,9 +24,9 @@ def split(
 ) -> list[tuple[Indices, Indices]]:
     """Return per client (train, test), int64 indices in the order drawn; nothing if no draw gave everybody `min_samples`.
 
-    Each class is shuffled and cut at the cumulative shares of a Dirichlet(alpha) draw, rounded down, all of it again while a
-    client has too few; then each client's samples are shuffled, and the first n test_ratio of them, rounded down, are its test
-    set. labels: int64 [n], training set first.
+    Each class is shuffled and cut at the cumulative shares of a Dirichlet(alpha) draw, rounded down. All classes are drawn again
+    while a client has fewer than `min_samples`. Then each client's samples are shuffled; the first n test_ratio of them, rounded
+    down, are its test set. labels: int64 [n], training set first.
     """
     rng = np.random.RandomState(seed)
     of_class = [np.flatnonzero(labels == k) for k in range(num_classes)]
@@ -29,9 +34,8 @@ def split(
         pieces = []
         for indices in of_class:
             rng.shuffle(indices)
-            shares = np.nan_to_num(
-                rng.dirichlet(np.full(num_clients, alpha)), posinf=0.0
-            )  # for tiny alpha all underflow
+            # for a tiny alpha all shares underflow, and their quotients are no numbers
+            shares = np.nan_to_num(rng.dirichlet(np.full(num_clients, alpha)), posinf=0.0)
             ends = (np.cumsum(shares) * len(indices)).astype(int)
             pieces.append(np.split(indices, ends[:-1]))
         parts = [np.concatenate(part) for part in zip(*pieces, strict=True)]

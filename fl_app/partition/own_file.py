@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from fl_app.errors import UserError
 
 
-def read(
+def read_shares(
     path: Path, sides: Sequence[tuple[str, str, NDArray[np.int64], int]], num_clients: int, dataset: str
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Read every client's (train, test) indices into [train; test], int64, in the file's order.

@@ -29,9 +29,10 @@ from fl_app.privacy.masking import derived
 from fl_app.wire import SEED_KEYS
 
 PEERS = "peers.txt"
-WORD = "x25519"  # begins what a node's public key says of private runs
+# the first word of the statement that a node's public key carries as its comment
+KEY_TYPE = "x25519"
 _NONCE = 12
-_SAID = b"corolla x25519 "
+_SIGNED_PREFIX = b"corolla x25519 "
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,9 @@ def open_keyring(where: str, seed: int, client_id: int, num_clients: int) -> Key
             "private: this SuperNode has no key for private runs; `corolla node start`, `corolla cluster up` and compose.tls.yaml "
             "name it, others need --node-config private-keys=FILE (docs/privacy.md)"
         )
-    return (
-        _from_seed(seed, client_id, num_clients)
-        if where == SEED_KEYS
-        else _from_file(Path(where), client_id, num_clients)
-    )
+    if where == SEED_KEYS:
+        return _from_seed(seed, client_id, num_clients)
+    return _from_file(Path(where), client_id, num_clients)
 
 
 def _from_seed(seed: int, client_id: int, num_clients: int) -> Keyring:
@@ -102,7 +101,7 @@ def _from_seed(seed: int, client_id: int, num_clients: int) -> Keyring:
 
 
 def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
-    private = read(path)
+    private = read_private_key(path)
     peers = path.parent / PEERS
     try:
         entries = dict(map(_entry, peers.read_text(encoding="utf-8").splitlines()))
@@ -110,11 +109,11 @@ def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
         raise UserError(f"private: the list of all sites' keys cannot be read: {peers}: {error.strerror}") from None
     except ValueError:
         raise UserError(
-            f"private: {peers} must have a line per client: its number, node key, {WORD}, key, signature"
+            f"private: {peers} must have a line per client: its number, node key, {KEY_TYPE}, key, signature"
         ) from None
     if sorted(entries) != list(range(num_clients)):
         raise UserError(f"private: {peers} must have the clients 0 to {num_clients - 1}, it has {len(entries)}")
-    keys = {i: _signed(peers, f"client {i}'s", *said) for i, said in entries.items()}
+    keys = {i: _verified(peers, f"client {i}'s", *fields) for i, fields in entries.items()}
     if keys[client_id] != _raw(private):
         raise UserError(f"private: {path} is not the key that {peers} has for client {client_id}")
     if len(set(keys.values())) < num_clients:
@@ -122,7 +121,7 @@ def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
     return Keyring(client_id, num_clients, private, keys.__getitem__, os.urandom(32))
 
 
-def read(path: Path) -> X25519PrivateKey:
+def read_private_key(path: Path) -> X25519PrivateKey:
     """Read a private key. Raises UserError if it is missing, open to others or no such key."""
     try:
         mode, content = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
@@ -134,7 +133,8 @@ def read(path: Path) -> X25519PrivateKey:
         )
     try:
         key = serialization.load_pem_private_key(content, password=None)
-    except Exception:  # ValueError, TypeError, UnsupportedAlgorithm: all say the same to a user
+    # ValueError, TypeError, UnsupportedAlgorithm: all mean the same to a user
+    except Exception:
         key = None
     if not isinstance(key, X25519PrivateKey):
         raise UserError(f"private: {path} is no X25519 private key")
@@ -144,8 +144,8 @@ def read(path: Path) -> X25519PrivateKey:
 # What is made at a site, and listed at the server -----------------------------------------------------------------------
 
 
-def make() -> bytes:
-    """Make a private key, as a file holds it."""
+def make_private_key() -> bytes:
+    """Make a private key; returns the content of its file."""
     return X25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
@@ -154,21 +154,21 @@ def make() -> bytes:
 def statement(private: X25519PrivateKey, node_key: ec.EllipticCurvePrivateKey) -> str:
     """Return a key's public half and the node key's signature of it, as text."""
     raw = _raw(private)
-    return f"{_text(raw)} {_text(node_key.sign(_SAID + raw, ec.ECDSA(hashes.SHA384())))}"
+    return f"{_text(raw)} {_text(node_key.sign(_SIGNED_PREFIX + raw, ec.ECDSA(hashes.SHA384())))}"
 
 
-def check(path: Path, public: str) -> None:
-    """Raise UserError unless what a node's public key says of private runs is signed by that key. path: named in the error."""
+def verify_statement(path: Path, public: str) -> None:
+    """Raise UserError unless the statement in a node's public key is signed by that key. path: named in the error."""
     try:
-        _, said = _entry(f"0 {public}")
+        _, fields = _entry(f"0 {public}")
     except ValueError:
-        raise UserError(f"private: {path} must be a node key, {WORD}, key, signature") from None
-    _signed(path, "its", *said)
+        raise UserError(f"private: {path} must be a node key, {KEY_TYPE}, key, signature") from None
+    _verified(path, "its", *fields)
 
 
 def _entry(line: str) -> tuple[int, tuple[str, bytes, bytes]]:
     client_id, kind, node, word, public, signature = line.split()
-    if not re.fullmatch(r"\d{1,9}", client_id, re.ASCII) or word != WORD:
+    if not re.fullmatch(r"\d{1,9}", client_id, re.ASCII) or word != KEY_TYPE:
         raise ValueError(line)
     return int(client_id), (
         f"{kind} {node}",
@@ -177,12 +177,12 @@ def _entry(line: str) -> tuple[int, tuple[str, bytes, bytes]]:
     )
 
 
-def _signed(path: Path, whose: str, node: str, public: bytes, signature: bytes) -> bytes:
+def _verified(path: Path, whose: str, node: str, public: bytes, signature: bytes) -> bytes:
     """Return a client's public half. Raises UserError unless its node key has signed it."""
     try:
         key = serialization.load_ssh_public_key(node.encode())
         assert isinstance(key, ec.EllipticCurvePublicKey) and len(public) == 32
-        key.verify(signature, _SAID + public, ec.ECDSA(hashes.SHA384()))
+        key.verify(signature, _SIGNED_PREFIX + public, ec.ECDSA(hashes.SHA384()))
     except (ValueError, AssertionError, InvalidSignature):
         raise UserError(f"private: {path}: {whose} key for private runs is not signed by its node key") from None
     return public

@@ -86,7 +86,8 @@ class Exchange:
                 while unsent and sum(size for _, size in waiting.values()) < self.in_flight:
                     message = next(requests)
                     unsent -= 1
-                    client_id, size = client_of_node[message.metadata.dst_node_id], wire.size(message.content)
+                    client_id = client_of_node[message.metadata.dst_node_id]
+                    size = wire.payload_bytes(message.content) if self.in_flight < math.inf else 0
                     message_id = next(iter(self.grid.push_messages([message])), None)
                     if message_id:
                         waiting[message_id] = client_id, size

@@ -19,7 +19,7 @@ from typing import Literal
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_app.errors import said
+from fl_app.errors import said as in_words
 from fl_app.server import superlink
 from fl_app.wire import WireError, one_line
 
@@ -55,7 +55,7 @@ class Inbox:
         self._link = link
         self._expected: dict[str, tuple[float, float]] = {}  # message id -> timeout, deadline, both in seconds
         self._fetching: set[str] = set()
-        self._come: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self._rested = 0.0  # when the next look may be taken
 
     def expect(self, message_id: str, timeout: float) -> None:
@@ -93,9 +93,9 @@ class Inbox:
         """Take what is in the queue, after up to `wait` seconds; replies that nobody waits for any more are left out."""
         found: list[Answer] = []
         with contextlib.suppress(queue.Empty):
-            found.append(self._come.get(timeout=wait) if wait else self._come.get_nowait())
+            found.append(self._received.get(timeout=wait) if wait else self._received.get_nowait())
             while True:
-                found.append(self._come.get_nowait())
+                found.append(self._received.get_nowait())
         return [answer for answer in found if answer.message_id in self._expected]
 
     def _look(self) -> None:
@@ -103,7 +103,7 @@ class Inbox:
         if self._link is None:
             for message in self._grid.pull_messages(list(self._expected)):
                 name = str(message.metadata.reply_to_message_id)
-                self._come.put(_answer(name, lambda message=message: message))  # type: ignore[misc]
+                self._received.put(_answer(name, lambda message=message: message))  # type: ignore[misc]
             return
         started = time.monotonic()
         if started < self._rested:
@@ -120,7 +120,7 @@ class Inbox:
         except superlink.RUN_ENDED:
             raise
         except Exception as error:  # what the SuperLink says of this reply, and of no other one, cannot be read
-            self._come.put(_malformed(name, error))
+            self._received.put(_malformed(name, error))
             return
         if found is not None:
             self._fetching.add(name)
@@ -130,7 +130,7 @@ class Inbox:
 
             def fetch() -> None:
                 with contextlib.suppress(TimeoutError):  # its deadline: `take` says so
-                    self._come.put(_answer(name, lambda: link.fetch(found, deadline)))
+                    self._received.put(_answer(name, lambda: link.fetch(found, deadline)))
 
             threading.Thread(target=fetch, name=f"reply {name[:8]}", daemon=True).start()
 
@@ -151,5 +151,5 @@ def _answer(name: str, fetch: Callable[[], Message]) -> Answer:
 
 
 def _malformed(name: str, error: Exception) -> Answer:
-    text = str(error) if isinstance(error, WireError) else said(error)[:_SHORT]
+    text = str(error) if isinstance(error, WireError) else in_words(error)[:_SHORT]
     return Answer(name, None, str(WireError(f"malformed reply: {text}")), "malformed")

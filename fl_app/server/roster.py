@@ -20,12 +20,12 @@ from fl_app import wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, plain
 from fl_app.keys import Scalar
-from fl_app.server import properties as told
+from fl_app.server import properties
 from fl_app.server.identity import Holders, Identity
 from fl_app.server.progress_protocol import left_out_line
 from fl_app.server.properties import Properties, Shape
 from fl_app.server.replies import Answer, Inbox
-from fl_app.server.superlink import SuperLink, never_changes
+from fl_app.server.superlink import SuperLink, has_fixed_nodes
 
 log = logging.getLogger("corolla")
 
@@ -59,10 +59,10 @@ class Roster:
         self._inbox = Inbox(grid, link)
         self._asked: dict[str, int] = {}  # id of a pending query -> node id
         self._queries: dict[int, int] = {}  # node id -> how often it was asked
-        self._answers: dict[int, Properties] = {}  # what connected nodes said, in the order in which they did
+        self._answers: dict[int, Properties] = {}  # what connected nodes said, in the order of their answers
         self._who: dict[int, Identity] = {}
         self._refused: dict[int, tuple[str, str]] = {}  # node id -> who it says it is, why it cannot take part
-        self._told: set[tuple[int, str]] = set()  # refusals that were logged
+        self._logged: set[tuple[int, str]] = set()  # refusals that were logged
         self._again: dict[int, float] = {}  # node id -> when a node that answered with an error is asked again
         self._holders = Holders()
         self._started = False
@@ -102,7 +102,7 @@ class Roster:
                 why = "the machine is busy" if os.environ.get(wire.SIMULATION) else "a site may have to approve the run"
                 log.info("%d SuperNodes have not said yet who they are: %s", len(self._asked), why)
             limit = max(self.config.available_timeout, self.config.round_timeout if pending else 0)
-            if waited > limit or (self._refused and not pending and not self._started and never_changes(self.grid)):
+            if waited > limit or (self._refused and not pending and not self._started and has_fixed_nodes(self.grid)):
                 raise UserError(self._too_few(waited))
             if not answered:
                 time.sleep(POLL_SECONDS)
@@ -111,7 +111,9 @@ class Roster:
         """Take in nodes that came or went since the last round; waits only if fewer than `minimum` are left."""
         self._take_in()
         until = time.monotonic() + _ARRIVAL
-        while self._inbox.arriving and time.monotonic() < until:  # who has answered takes part in this round
+        while (
+            self._asked and self._inbox.arriving and time.monotonic() < until
+        ):  # who has answered takes part in this round
             time.sleep(POLL_SECONDS / 10)
             self._take_in()
         self._warn_of_refused()
@@ -126,7 +128,7 @@ class Roster:
                 f"min-available-clients: {self.minimum} clients must be connected, {len(self.node_of)} were after "
                 f"{waited:.0f} s (client ids {self.client_ids})"
             )
-        if shapes := told.differing_shapes(self._answers.values()):
+        if shapes := properties.differing_shapes(self._answers.values()):
             return f"clients' data must have the same channels, classes and image size:\n{shapes}"
         return "clients that cannot take part:\n" + "\n".join(
             f"  {who}: {why}" for who, why in sorted(self._refused.values())
@@ -134,8 +136,8 @@ class Roster:
 
     def _warn_of_refused(self) -> None:
         for node, (who, why) in self._refused.items():
-            if (node, why) not in self._told:
-                self._told.add((node, why))
+            if (node, why) not in self._logged:
+                self._logged.add((node, why))
                 log.warning("%s", left_out_line(who, why))
 
     @property
@@ -171,7 +173,7 @@ class Roster:
         self._ask(online - set(self._answers) - set(self._refused) - set(self._asked.values()) - set(self._again))
         answers = self._inbox.take(0) if self._asked else []
         for answer in answers:
-            self._hear(self._asked.pop(answer.message_id), answer)
+            self._receive(self._asked.pop(answer.message_id), answer)
         self._seat_all()
         return bool(answers)
 
@@ -189,7 +191,7 @@ class Roster:
                 self._asked[message_id] = node
                 self._inbox.expect(message_id, self.config.round_timeout)
 
-    def _hear(self, node: int, answer: Answer) -> None:
+    def _receive(self, node: int, answer: Answer) -> None:
         """Take in what a node said about itself, or why it did not."""
         if answer.kind in ("error", "late") and self._queries[node] < _QUERIES:
             pause = min(_PAUSE, self.config.available_timeout / 10)
@@ -199,11 +201,11 @@ class Roster:
         try:
             if answer.content is None:
                 raise wire.WireError(answer.cause if answer.kind == "malformed" else f"no properties: {answer.reason}")
-            said = told.known(wire.decode_properties(answer.content))
-            who = claimed(said)
-            if said.get(wire.ERROR):
-                raise wire.WireError(wire.one_line(said[wire.ERROR]))
-            self._answers[node] = said
+            given = properties.known(wire.decode_properties(answer.content))
+            who = claimed(given)
+            if given.get(wire.ERROR):
+                raise wire.WireError(wire.one_line(given[wire.ERROR]))
+            self._answers[node] = given
         except wire.WireError as error:
             self._refused[node] = who, str(error)
 
@@ -213,40 +215,40 @@ class Roster:
         """Give every node that answered the client id it names, or note why not; before the start all anew, after every answer."""
         if not self._started:
             self.num_clients = (
-                self.config.num_clients or most_common(told.num_clients(p) for p in self._answers.values()) or 0
+                self.config.num_clients or most_common(properties.num_clients(p) for p in self._answers.values()) or 0
             )
-            self.shape = most_common(told.shape(p) for p in self._answers.values())
-            self.key_list = most_common(told.key_list(p) for p in self._answers.values())
+            self.shape = most_common(properties.shape(p) for p in self._answers.values())
+            self.key_list = most_common(properties.key_list(p) for p in self._answers.values())
             self.node_of, self.properties, self._holders = {}, {}, Holders()
         seated = set(self.node_of.values())
-        for node, said in self._answers.items():
+        for node, given in self._answers.items():
             if node not in seated:
                 try:
                     self._refused.pop(node, None)
-                    self._seat(node, said)
+                    self._seat(node, given)
                 except wire.WireError as error:
-                    self._refused[node] = claimed(said), str(error)
+                    self._refused[node] = claimed(given), str(error)
 
-    def _seat(self, node: int, said: Properties) -> None:
-        client_id = told.check(said, self.num_clients)
-        if told.shape(said) != self.shape:
+    def _seat(self, node: int, given: Properties) -> None:
+        client_id = properties.check(given, self.num_clients)
+        if properties.shape(given) != self.shape:
             raise wire.WireError(
-                f"its data have {told.in_words(told.shape(said))}, the others' {told.in_words(self.shape)}"
+                f"its data have {properties.in_words(properties.shape(given))}, the others' {properties.in_words(self.shape)}"
             )
         if self.config.private:
-            told.check_keys(said, self.key_list, self.num_clients)
+            properties.check_keys(given, self.key_list, self.num_clients)
         self._holders.claim(client_id, self._who[node], client_id in self.node_of)
         if client_id in self.properties and self._started:
             log.warning("client %d is now another SuperNode", client_id)
         if client_id in self.node_of:
             self._refused[self.node_of[client_id]] = f"client {client_id}", "two SuperNodes carry this partition-id"
         self.node_of[client_id] = node
-        self.properties[client_id] = said
+        self.properties[client_id] = given
 
 
-def claimed(said: Properties) -> str:
+def claimed(given: Properties) -> str:
     """Say which client a node says it is."""
-    return f"client {wire.one_line(said.get('client-id', '?'))[:40]}"
+    return f"client {wire.one_line(given.get('client-id', '?'))[:40]}"
 
 
 def most_common(values: Iterable[T | None]) -> T | None:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import gzip
 import itertools
 import json
 import logging
+import lzma
 import os
+import tarfile
 import time
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, cast
 
 from fl_app import plugins, tasks
 from fl_app.config import RunConfig
@@ -22,14 +28,13 @@ from fl_app.files import FILE_MODE, lock, make_directory, opener, publish_text, 
 from fl_app.keys import Scalar, own, table_of
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
-from fl_app.toml import flatten, read_toml, to_toml
+from fl_app.toml import flatten, parse_toml, to_toml
 
 log = logging.getLogger("corolla")
 
 CONFIG = "config.toml"
 LOCK = ".lock"
 METRICS = "metrics.jsonl"
-METRICS_PACKED = "metrics.jsonl.gz"  # of runs that were collected (corolla/experiments/collect.py)
 SUMMARY = "summary.json"
 RUN = "run.json"
 CLIENTS = "clients.json"
@@ -43,6 +48,8 @@ STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = (
     "tested",
     "made-with",
 )  # in run.json
+# instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
+PACKED = "run.tar.xz"
 LONGEST_NAME = 200  # characters of a class's name
 
 
@@ -239,14 +246,66 @@ def folder_names(config: RunConfig) -> Iterator[str]:
     yield from itertools.chain([first], (f"{first}-{k}" for k in range(2, 1000)))
 
 
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def is_run(folder: Path) -> bool:
+    """Tell whether a folder is a run's, as the run wrote it or as it was collected."""
+    return any((folder / name).is_file() for name in (CONFIG, PACKED))
+
+
+@contextmanager
+def open_file(run: Path, name: str) -> Iterator[IO[bytes]]:
+    """Open a file of a run folder for reading, wherever it is: by itself, or compressed in a collected run.
+
+    Raises FileNotFoundError if the run has no such file, and ValueError, also while it is read, if what it is compressed in is
+    damaged or ends early; whatever comes before that can be read.
+    """
+    plain, archive, compressed = run / name, run / PACKED, run / f"{name}.gz"
+    try:
+        if plain.exists():
+            with open(plain, "rb") as file:
+                yield file
+        elif archive.exists():
+            with tarfile.open(archive, "r:xz") as members:
+                yield _member(members, name)
+        elif compressed.exists():
+            with gzip.open(compressed) as unpacked:
+                yield cast(IO[bytes], unpacked)
+        else:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(plain))
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error) as error:
+        raise ValueError(f"{name} in {run} is damaged: {error}") from None
+
+
+def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
+    """Return a file of an archive. Raises FileNotFoundError if there is none of that name.
+
+    Members are asked one after the other: a look-up by name reads the whole archive first, which fails if its end is missing.
+    """
+    for member in archive:
+        file = archive.extractfile(member) if member.name == name else None
+        if file is not None:
+            return file
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+
+
+def read_file(run: Path, name: str) -> bytes:
+    """Read a file of a run folder; raises as `open_file` does."""
+    with open_file(run, name) as file:
+        return file.read()
+
+
 def read_config(run: Path) -> dict[str, Scalar]:
     """Read a run folder's resolved config, flat. Raises UserError if there is none.
 
     Folders of earlier versions also hold the tables of other methods, and the key `tensorboard`; here it is part of `track`.
     """
     try:
-        saved: dict[str, Scalar] = flatten(read_toml(run / CONFIG))
-    except UserError as error:
+        saved: dict[str, Scalar] = flatten(parse_toml(read_file(run, CONFIG), run / CONFIG))
+    except OSError as error:
+        raise UserError(f"{run} is not a run folder: {run / CONFIG}: {error.strerror}") from None
+    except (UserError, ValueError) as error:
         raise UserError(f"{run} is not a run folder: {error}") from None
     if saved.pop("tensorboard", False):
         trackers = split_names(str(saved.get("track", "")))
@@ -279,33 +338,26 @@ def check_state(run: Path) -> None:
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the rounds of a run folder; lines that are none, such as half a line after a crash, are skipped and logged."""
-    path = next((path for path in (run / METRICS, run / METRICS_PACKED) if path.is_file()), None)
-    if path is None:
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(_lines(file, path), 1):
-            try:
-                record = json.loads(line.decode("utf-8", "replace"))
-            except ValueError:
-                record = None
-            if _is_record(record):
-                yield record
-            else:
-                log.warning("%s: line %d is not a round's record; skipped", path, number)
+    for number, line in enumerate(_lines(run, METRICS), 1):
+        try:
+            record = json.loads(line.decode("utf-8", "replace"))
+        except ValueError:
+            record = None
+        if _is_record(record):
+            yield record
+        else:
+            log.warning("%s: line %d is not a round's record; skipped", run / METRICS, number)
 
 
-def _lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, of a packed one as far as it can be read."""
-    if path.name != METRICS_PACKED:
-        yield from file
-        return
-    import gzip
-    import zlib
-
+def _lines(run: Path, name: str) -> Iterator[bytes]:
+    """Yield the lines of a file of a run folder, none if there is none, as far as it can be read."""
     try:
-        yield from gzip.open(file)
-    except (OSError, EOFError, zlib.error) as error:
-        log.warning("%s cannot be read to its end: %s", path, error)
+        with open_file(run, name) as file:
+            yield from file
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        log.warning("%s cannot be read to its end: %s", run / name, error)
 
 
 _PARTS: dict[str, type] = {
@@ -379,7 +431,7 @@ def read_about(run: Path) -> dict[str, Any]:
     Empty if it cannot be read.
     """
     try:
-        about = json.loads((run / RUN).read_text(encoding="utf-8"))
+        about = json.loads(read_file(run, RUN))
     except (OSError, ValueError):
         return {}
     return about if isinstance(about, dict) else {}

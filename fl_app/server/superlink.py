@@ -43,7 +43,7 @@ class Found:
     tree: ObjectTree
 
 
-def never_changes(grid: Grid) -> bool:
+def has_fixed_nodes(grid: Grid) -> bool:
     """Tell whether a grid's nodes are there from the beginning: those of one process, and of a simulation."""
     from flwr.superlink.grid import InMemoryGrid  # a second that clients, who import this too, need not spend
 
@@ -52,7 +52,7 @@ def never_changes(grid: Grid) -> bool:
 
 def connect(grid: Grid) -> SuperLink | None:
     """Return a grid's way to its SuperLink; None where there is none (one process, Ray) or where Flower has changed it."""
-    if never_changes(grid):
+    if has_fixed_nodes(grid):
         return None
     try:
         return SuperLink(grid)
@@ -87,7 +87,7 @@ class SuperLink:
         self._free = threading.BoundedSemaphore(_AT_ONCE)
 
     def find(self, message_id: str) -> Found | None:
-        """Ask for the reply to one message: a reply that cannot be told is told with no other one."""
+        """Ask for the reply to one message: an unreadable reply then spoils no other one."""
         response = self._client.PullMessages(self._request(message_ids=[message_id]))
         for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             if message.metadata.reply_to_message_id == message_id:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fl_app import plugins
+from fl_app import extras, plugins
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError
 from fl_app.metrics import Metric
@@ -34,6 +34,7 @@ __all__ = [
     "named",
     "of",
     "recorded_headline",
+    "require_packages",
 ]
 
 BUILT_IN: Mapping[str, type[Task]] = {
@@ -53,7 +54,7 @@ def of(config: RunConfig) -> Task:
 
 def named(name: str) -> Task:
     """Return a task by its name, or the user's own by `module:Class`. Raises UserError if that is no task."""
-    if not plugins.is_reference(name):
+    if name in BUILT_IN or not plugins.is_reference(name):
         return BUILT_IN[name]()
     found = plugins.load("task", name)
     if not isinstance(found, type) or not issubclass(found, Task):
@@ -83,6 +84,13 @@ def measured(config: RunConfig) -> tuple[Metric, ...]:
         if name not in known and name != "all":
             raise UserError(f"metrics: must be all, or some of {', '.join(known)}, got {name!r}")
     return tuple(m for m in task.metrics if m is task.headline or m.name in asked or "all" in asked)
+
+
+def require_packages(config: RunConfig) -> None:
+    """Raise UserError, naming the metric and the extra, if a run's metrics cannot be computed by a client here."""
+    computed = of(config).by_torchmetrics
+    if name := next((metric.name for metric in measured(config) if metric.name in computed), ""):
+        extras.require("torchmetrics", f"metrics: {name} of task {config.task}")
 
 
 def recorded_headline(about: Mapping[str, Any]) -> Metric:

@@ -32,6 +32,7 @@ class Classification(Task):
         Metric("auc", ratio=True),
     )
     usual: ClassVar[tuple[str, ...]] = ("accuracy",)
+    by_torchmetrics: ClassVar[frozenset[str]] = frozenset({"balanced-accuracy", "macro-f1", "auc"})
     has_classes: ClassVar[bool] = True
 
     @property

@@ -26,6 +26,7 @@ class MultiLabel(Task):
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (Metric("auc", ratio=True), Metric("f1", ratio=True))
+    by_torchmetrics: ClassVar[frozenset[str]] = frozenset({"auc", "f1"})
 
     def check(self, y: NDArray[Any]) -> str:
         """Want zeros and ones."""

@@ -26,6 +26,7 @@ class Regression(Task):
         Metric("mae", higher_is_better=False, low=0),
         Metric("r2", high=1),
     )
+    by_torchmetrics: ClassVar[frozenset[str]] = frozenset({"mae", "r2"})
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the squared error, mean over samples and targets."""

@@ -18,12 +18,13 @@ class Task:
     """One kind of learning.
 
     metrics: the first is the headline, what rounds are judged by. usual: names of those an evaluation measures unless the key
-    `metrics` says otherwise; empty: all. has_classes: targets are labels, int64 [n]; otherwise numbers, float32 [n, k].
-    input_dtype: of what the model is given.
+    `metrics` says otherwise; empty: all. by_torchmetrics: names of those that torchmetrics, an optional package, computes.
+    has_classes: targets are labels, int64 [n]; otherwise numbers, float32 [n, k]. input_dtype: of what the model is given.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = ()
     usual: ClassVar[tuple[str, ...]] = ()
+    by_torchmetrics: ClassVar[frozenset[str]] = frozenset()
     has_classes: ClassVar[bool] = False
     input_dtype: ClassVar[str] = "float32"
 

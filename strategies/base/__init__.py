@@ -22,8 +22,7 @@ from strategies.base.method import (
     no_tensors,
 )
 from strategies.base.strategy import PersonalizedStrategy
-from strategies.base.uploads import Uploads
-from strategies.engine.private import Sums
+from strategies.base.uploads import Sums, Uploads
 
 __all__ = [
     "OWN_MODEL",

@@ -78,8 +78,16 @@ class Trainer(Protocol):
     weights: Tensor  # float32 [d]
     gradient: Tensor  # float32 [d]
     statistics: Tensor  # float32 [b]
-    steps: int  # taken since the last `train` or `batches` began
-    epoch: int  # of the current batch, from 1
+
+    @property
+    def steps(self) -> int:
+        """Steps taken since the last `train` or `batches` began."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """The current batch's epoch, from 1."""
+        ...
 
     @property
     def learning_rate(self) -> float:

@@ -93,19 +93,13 @@ class Method(Generic[P]):
             what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
             raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
         if config.private:
-            chooses = self.strategy.sample is not PersonalizedStrategy.sample
-            why_not = (
-                "it chooses the clients of a round itself (sample), and a private run asks whole companies"
-                if chooses
-                else ""
-            )
-            private.check(config, why_not if self.sums else self.not_private)
+            private.check(config, self.strategy, "" if self.sums else self.not_private)
         if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
             raise UserError("dp-epsilon: finetune-epochs would look at records beside the budget; leave it 0")
 
     def tells_counts(self, config: RunConfig) -> bool:
-        """Whether clients tell how many samples they have: not in a private run whose means count all alike."""
-        return not (config.private and self.strategy.counts_alike(config.params))
+        """Whether clients tell how many samples they have: not in a private run whose weights do not depend on it."""
+        return not config.private or private.weighs_by_size(self.strategy, config)
 
     def dp_epochs_of(self, config: RunConfig) -> int:
         """How many epochs of noisy steps a round is for a client. Raises UserError if it cannot run with `dp-epsilon`."""

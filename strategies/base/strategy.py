@@ -1,133 +1,98 @@
-"""The server half of a method: a Flower Strategy whose rounds are run by rounds.py; here is what a method writes and may call."""
+"""The class of which a method's server half is made: hooks, and what Flower asks of a Strategy."""
 
 from __future__ import annotations
 
-import logging
-from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import Any, Generic, TypeVar
 
-from numpy.typing import NDArray
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
 
-from fl_app.layout import Layout, Model
-from fl_app.wire import Expected, Upload
-from strategies.aggregate import Stack
-from strategies.base.uploads import Intake, Uploads
-from strategies.engine.rounds import Rounds
-from strategies.robust import Averaging
+from fl_app.server.exchange import Exchange, Reply
+from strategies.base.server_half import ServerHalf
+from strategies.engine.attempt import Attempt
+from strategies.engine.plain import PlainRounds
+from strategies.engine.private import PrivateRounds
+from strategies.engine.rounds import RoundProtocol, Rounds
 
-log = logging.getLogger("corolla")
 P = TypeVar("P")
 
 
-class PersonalizedStrategy(Rounds, Generic[P]):
-    """The server half of a method: it writes `personalize`, and overrides what its paper changes.
+class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
+    """The server half of a method as a Flower Strategy; strategies/engine/rounds.py runs its rounds."""
 
-    What a subclass remembers lies in three places, all of which are in checkpoints: global_model, what a client without anything
-    of its own is sent; personal, arrays kept per client id (`keep_for`); memory, arrays of no client. layout: of the tensors that
-    travel; full_layout: of the whole model. params: the method's parameters.
-    """
+    _rounds: Rounds | None = None
 
-    params: P
-    compared_extras: ClassVar[
-        Mapping[str, str]
-    ] = {}  # float arrays of uploads that must not lie far apart: in words, their names
-    robust: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # what the key `robust` may be beside none: `RULES` if means are by `averaging`
+    @cached_property
+    def protocol(self) -> RoundProtocol:
+        """What the run's rounds send and take in: models, or masked sums (key `private`)."""
+        return PrivateRounds(self) if self.config.private else PlainRounds(self)
 
-    @property
-    def averaging(self) -> Averaging:
-        """The mean over clients that the key `robust` asks for."""
-        return Averaging(self.config.robust, self.config.robust_liars)
+    def rounds(self, exchange: Exchange) -> Rounds:
+        """Return what runs the rounds over an exchange: one object as long as it is the same exchange."""
+        if self._rounds is None or self._rounds.exchange is not exchange:
+            self._rounds = Rounds(self, exchange, self.folder, self.protocol)
+        return self._rounds
 
-    @abstractmethod
-    def personalize(self, round: int, uploads: Uploads) -> None:
-        """Turn a round's uploads into the next models: set `global_model`, `personal` and `memory`."""
+    def start(  # type: ignore[override]
+        self,
+        grid: Exchange,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int | None = None,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run all rounds (`Rounds.run`).
 
-    def model_for(self, client_id: int) -> Model:
-        """Return the model a client starts its next round from (the tensors that travel)."""
-        return self.global_model
-
-    def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Arrays a client is sent beside its model, by name; its half finds them in the context's `extras`."""
-        return {}
-
-    def expected(self) -> Expected:
-        """What every upload of the round must look like: lengths, mask, the method's extra arrays."""
-        return Expected(self.layout.d, self.layout.b)
-
-    def expected_from(self, client_id: int) -> Expected:
-        """What one client's upload must look like, where they differ; `complete` then makes it `expected`."""
-        return self.expected() if self.attempt.intake is None else self.attempt.intake.expected
-
-    def complete(self, client_id: int, upload: Upload) -> Upload:
-        """Return a checked upload as the round's stacks hold it."""
-        return upload
-
-    def check(self, upload: Upload) -> None:
-        """Check what of an upload only the method understands; raise WireError to drop it."""
-
-    def compared(self, intake: Intake) -> Mapping[str, Stack]:
-        """What of a round's uploads must not lie far apart (key `max-update-norm`): stacks [N, ...] by a name in the plural."""
-        more = {what: intake.extras[name] for what, name in self.compared_extras.items() if name in intake.extras}
-        return {"parameters": intake.W, "BatchNorm statistics": intake.B, **more}
-
-    def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """What a client was sent of what is `compared`, by the same names: what the server made of it is not held against it."""
-        model, extras = self.model_for(client_id), self.download_extras(client_id) if self.compared_extras else {}
-        own = {what: extras.get(name, model.params) for what, name in self.compared_extras.items()}
-        return {"parameters": model.params, "BatchNorm statistics": model.buffers, **own}
-
-    def sample(self, client_ids: list[int], round: int) -> list[int]:
-        """Choose the round's clients: fraction-train of those connected, at least one, sorted. A private run draws companies."""
-        return self.drawn(client_ids, round)
-
-    def personal_model(self, client_id: int) -> Model | None:
-        """Return what the server holds of a client's personal model, for the run folder; by default what the client is sent."""
-        return self.model_for(client_id)
-
-    def exported_global(self) -> Model:
-        """Return the global model for the run folder."""
-        return self.global_model
-
-    def exported_layout(self, layout: Layout) -> Layout:
-        """Return how models of a layout leave the run, in files and from clients (`LocalUpdate.export`): as they are, or, where the
-        method wraps the user's network, as that network.
+        The model, the number of rounds and the timeouts come from the run config; Flower's other arguments are not used.
         """
-        return layout
+        self.rounds(grid).run()
+        return Result()
 
-    def has_global_model(self) -> bool:
-        """Tell whether `global_model` is a result of the method."""
-        return self.layout.d > 0
+    # Flower's hooks, for whoever runs rounds by them. `grid` is an Exchange, and replies are its replies.
 
-    def keep_for(self, client_id: int, **arrays: NDArray[Any]) -> None:
-        """Remember a client's arrays in `personal`; rows of this round's stacks may be given as they are."""
-        self.personal[client_id] = arrays
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Sample clients by id and build their messages one at a time, as they are sent."""
+        rounds = self._over(grid)
+        rounds.begin(Attempt(server_round, generation=rounds.generation()))
+        return rounds.messages(rounds.sample(), "train")
 
-    def last_personal(self, client_id: int) -> Model:
-        """Return the model kept for a client as `params` and `buffers`; the global one if there is none."""
-        mine = self.personal.get(client_id)
-        return self.global_model if mine is None else Model(mine["params"], mine["buffers"])
+    def aggregate_train(  # type: ignore[override]
+        self, server_round: int, replies: Iterator[Reply]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Check and take in replies as they arrive, drop bad ones by name, then personalize.
 
-    def note(self, client_id: int, name: str, value: object) -> None:
-        """Add a value to the client's entry in this round's metrics."""
-        self.attempt.client_notes.setdefault(client_id, {})[name] = value
+        Raises TooFewResults if fewer uploads than `min-results` could be used; nothing has changed then.
+        """
+        rounds = self._over()
+        for reply in replies:
+            rounds.receive(reply)
+        rounds.personalize(rounds.screen())
+        return None, None
 
-    def note_round(self, name: str, value: object) -> None:
-        """Add a value to this round's metrics."""
-        self.attempt.round_notes[name] = value
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Address every connected client."""
+        rounds = self._over(grid)
+        rounds.begin(Attempt(server_round, generation=rounds.attempt.generation))
+        return rounds.messages(rounds.exchange.client_ids, "evaluate")
 
-    def summary(self) -> None:
-        """Log what runs."""
-        c = self.config
-        log.info(
-            "%s: %d clients, %d rounds, model %s with %d parameters (%d travel), %s",
-            c.method,
-            c.num_clients,
-            c.num_server_rounds,
-            c.model,
-            self.full_layout.d,
-            self.layout.d,
-            ", ".join(f"{key.name}={value}" for key, value in c.own_keys() if "." in key.name) or "no parameters",
-        )
+    def aggregate_evaluate(self, server_round: int, replies: Iterator[Reply]) -> MetricRecord | None:  # type: ignore[override]
+        """Collect metrics and hashes per client."""
+        rounds = self._over()
+        for reply in replies:
+            rounds.receive_evaluation(reply)
+        return None
+
+    def _over(self, grid: Any = None) -> Rounds:
+        if grid is not None:
+            return self.rounds(grid)
+        assert self._rounds is not None, "Flower's configure hook comes first"
+        return self._rounds

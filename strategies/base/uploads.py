@@ -1,15 +1,17 @@
-"""A round's uploads as stacks, and the stacks that replies are decoded into."""
+"""A round's uploads as stacks, the stacks that replies are decoded into, and what a private round has instead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.errors import UserError
 from fl_app.keys import Scalar
+from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
 
 
@@ -37,6 +39,40 @@ class Uploads:
         return Uploads(ids, self.W[chosen], self.B[chosen], self.sizes[chosen], bits, extras, metrics)
 
 
+class DeclaredSizes(Uploads):
+    """What the server of a private round knows of uploads when it says what each counts: whose they are, and their sizes.
+
+    sizes: float64 [N], as clients declared them. Anything else raises UserError with the method's name.
+    """
+
+    def __init__(self, method: str, ids: list[int], sizes: Sequence[float]) -> None:
+        # The parent is frozen, and its other fields stay unset.
+        vars(self).update({"_method": method, "ids": ids, "sizes": np.array(sizes, np.float64)})
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what does not arrive in a private run."""
+        raise UserError(
+            f"private: method {self._method} cannot run private: its weights ask for the uploads' {name}, "
+            "and the server has ids and sizes alone"
+        )
+
+
+@dataclass(frozen=True)
+class Sums:
+    """A private round's result. ids: whose uploads are in it, sorted. groups: who was summed up with whom; means: theirs, weighted.
+
+    mean: over all, weighted. bits: the sketches of masks, uint8 [N, ceil(m/8)] in the order of ids, if the method sends masks;
+    sketch_bits: m.
+    """
+
+    ids: list[int]
+    groups: Mapping[int, list[int]]
+    means: Mapping[int, Model]
+    mean: Model
+    bits: NDArray[np.uint8] | None
+    sketch_bits: int
+
+
 @dataclass
 class Intake:
     """Stacks that replies are decoded into, row by sampled client."""
@@ -53,28 +89,29 @@ class Intake:
 
     @classmethod
     def of(cls, ids: list[int], expected: Expected) -> Intake:
-        """Room for the uploads of these clients; memory is taken as it is written."""
+        """Allocate stacks for the uploads of these clients; memory is taken as it is written."""
         n, mask_bytes = len(ids), -(-expected.num_params // 8)
         return cls(
             ids,
             expected,
             W=np.empty((n, expected.d), np.float32),
             B=np.empty((n, expected.b), np.float32),
-            bits=np.empty((n, mask_bytes), np.uint8) if expected.sends_mask else None,
+            bits=np.empty((n, mask_bytes), np.uint8) if mask_bytes else None,
             extras={name: np.empty((n, *shape), dtype) for name, (dtype, shape) in expected.extras.items()},
             sizes=np.zeros(n),
         )
 
-    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int | None = None) -> None:
-        """Copy an upload into its client's row. nbytes: what travelled, default all of it."""
+    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
+        """Copy an upload into its client's row. nbytes: what travelled."""
         row = self.ids.index(client_id)
         self.W[row], self.B[row] = upload.model.params, upload.model.buffers
         self.sizes[row] = upload.num_examples
         if self.bits is not None and upload.mask is not None:
             self.bits[row] = upload.mask
-        for name, array in upload.extras.items():  # arrays of size 0 do not travel
+        # Arrays of size 0 do not travel.
+        for name, array in upload.extras.items():
             self.extras[name][row] = array
-        self.metrics[client_id], self.upload_bytes[client_id] = metrics, upload.nbytes if nbytes is None else nbytes
+        self.metrics[client_id], self.upload_bytes[client_id] = metrics, nbytes
 
     @property
     def rows(self) -> list[int]:
@@ -86,24 +123,22 @@ class Intake:
         del self.metrics[client_id], self.upload_bytes[client_id]
 
     def uploads(self) -> Uploads:
-        """What came in; the rows of those who sent nothing usable are closed up."""
-        ids = [i for i in self.ids if i in self.metrics]
-        bits = None if self.bits is None else self._rows(self.bits)
-        extras = {name: self._rows(stack) for name, stack in self.extras.items()}
-        sizes, metrics = self.sizes[[i in self.metrics for i in self.ids]], [self.metrics[i] for i in ids]
-        return Uploads(ids, self._rows(self.W), self._rows(self.B), sizes, bits, extras, metrics)
+        """Return what came in; the rows of those who sent nothing usable are closed up."""
+        rows = self.rows
+        ids = [self.ids[row] for row in rows]
 
-    def samples(self, client_id: int) -> int:
-        """Training samples a client reported."""
-        return int(self.sizes[self.ids.index(client_id)])
+        def closed(stack: NDArray[Any]) -> NDArray[Any]:
+            for to, row in enumerate(rows):
+                if to != row:
+                    stack[to] = stack[row]
+            return stack[: len(rows)]
+
+        bits = None if self.bits is None else closed(self.bits)
+        extras = {name: closed(stack) for name, stack in self.extras.items()}
+        metrics = [self.metrics[i] for i in ids]
+        return Uploads(ids, closed(self.W), closed(self.B), self.sizes[rows], bits, extras, metrics)
 
     def forget_stacks(self) -> None:
         """Let go of the stacks: from now on they are the method's alone."""
         nothing = np.empty((0, 0), np.float32)
         self.W, self.B, self.bits, self.extras = nothing, nothing, None, {}
-
-    def _rows(self, stack: NDArray[Any]) -> NDArray[Any]:
-        for to, row in enumerate(self.rows):
-            if to != row:
-                stack[to] = stack[row]
-        return stack[: len(self.metrics)]

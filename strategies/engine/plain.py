@@ -1,215 +1,129 @@
-"""What goes out to clients and what comes in: Flower's configure and aggregate hooks, for training and for evaluation."""
+"""Plain rounds: the server sees every client's model, leaves outliers out by name, and hands the others to the method."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Strategy
 from numpy.typing import NDArray
 
-from fl_app import tasks, trainable_tensors, wire
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.layout import Layout, Model
-from fl_app.metrics import Reports
 from fl_app.server import client_arrays
-from fl_app.server import record as records
-from fl_app.server.exchange import Exchange, Reply
-from fl_app.server.run_folder import RunFolder
-from fl_app.stopwatch import Stopwatch
-from fl_app.wire import Download
-from strategies.base.uploads import Intake
+from fl_app.wire import Expected, Upload
+from strategies.base.server_half import ServerHalf
+from strategies.base.uploads import Intake, Uploads
 from strategies.engine.attempt import Attempt, TooFewResults
-from strategies.engine.said import Said
-from strategies.engine.screening import USUAL, Screening, Stray
+from strategies.engine.screening import USUAL, Outlier, Screening
 from strategies.robust import capped
 
 log = logging.getLogger("corolla")
 
 
-class Messages(Said, Strategy):
-    """A Flower Strategy that sends every client one message per round, and takes in each reply by itself."""
+class PlainRounds:
+    """What is special about rounds in which single models arrive (strategies/engine/rounds.py, Protocol)."""
 
-    spread: ClassVar[float] = (
-        1.0  # how many times as far apart as others' a method's honest uploads lie; inf: no bound on them
-    )
-
-    def __init__(
-        self, config: RunConfig, params: Any, layout: Layout, initial: Model, shared: frozenset[str], folder: RunFolder
-    ) -> None:
-        self.config, self.params, self.full_layout, self.shared, self.folder = config, params, layout, shared, folder
-        self.measured = tasks.measured(config)
-        self.layout = layout.subset(shared)
-        self._told: dict[str, Scalar] = {trainable_tensors.HASH: layout.constants} if layout.constants else {}
-        self.global_model = layout.take(initial, shared)
-        self.personal: dict[int, dict[str, NDArray[Any]]] = {}
-        self.memory: dict[str, NDArray[Any]] = {}
-        self.versions: dict[int, str] = {}  # generation of client state accepted last
-        self.kept_versions: dict[int, tuple[str, ...]] = {}  # generations that durable checkpoints name
-        self.round = 0
-        self.attempt = Attempt()
-        self.reports = Reports()  # of the method's own client half
+    def __init__(self, server: ServerHalf[Any]) -> None:
+        self.server, self.config = server, server.config
         self.screening = Screening()
-        self.strayed: list[Stray] = []  # uploads of the last round that were used though they lay far from the others
+        # Uploads of the last round that were used though they lay far from the others.
+        self.outliers: list[Outlier] = []
 
-    # Messages out
+    def announcements(self) -> list[str]:
+        """Say what differential privacy covers, where the run has any."""
+        return privacy_budget(self.config)
 
-    def download_for(self, client_id: int, round: int, task: str) -> Download:
-        """Everything one client is sent."""
-        return Download(
-            task=task,
-            round=round,
-            attempt=self.attempt.generation,
-            experiment=self.folder.experiment,
-            model=_sendable(self.model_for(client_id), self.layout, self.config.method),
-            state_version=self.versions.get(client_id, ""),
-            keep=self.kept_versions.get(client_id, ()),
-            extras=self.download_extras(client_id),
-            method=self.told(client_id, task),
-        )
+    def sample(self, attempt: Attempt, connected: list[int]) -> list[int]:
+        """Let the method choose."""
+        return self.server.sample(connected, attempt.round)
 
-    def told(self, client_id: int, task: str) -> dict[str, Scalar]:
-        """Return the scalars a client is sent beside its model."""
-        return self._told
+    def expected(self) -> Expected:
+        """What the method says."""
+        return self.server.expected()
 
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Sample clients by id and build their messages one at a time, as they are sent."""
-        exchange: Exchange = grid  # type: ignore[assignment]
-        self.attempt.declared = dict(exchange.roster.properties)
-        ids = self.participants(sorted(set(exchange.client_ids) - self.config.unseen), server_round)
-        self.attempt.intake = self.room_for(ids)
-        self.attempt.sent = dict.fromkeys(ids, 0)
-        return (self._message(exchange, i, "train", "train", server_round) for i in ids)
+    def open(self, attempt: Attempt, ids: list[int]) -> Intake:
+        """Allocate the round's stacks."""
+        attempt.expected = self.expected()
+        return Intake.of(ids, attempt.expected)
 
-    def participants(self, connected: list[int], round: int) -> list[int]:
-        """Choose whom an attempt asks."""
-        return self.sample(connected, round)
+    def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
+        """Nothing is said beside the model."""
+        return {}
 
-    def room_for(self, ids: list[int]) -> Intake:
-        """Return room for the uploads of an attempt's clients."""
-        return Intake.of(ids, self.expected())
+    def expected_from(self, client_id: int) -> Expected:
+        """What the method says of this client."""
+        return self.server.expected_from(client_id)
 
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Address every connected client."""
-        exchange: Exchange = grid  # type: ignore[assignment]
-        self.attempt = Attempt(server_round, self.attempt.generation, declared=dict(exchange.roster.properties))
-        return (self._message(exchange, i, "evaluate", "evaluate", server_round) for i in exchange.client_ids)
+    def check(self, client_id: int, upload: Upload) -> Upload:
+        """Let the method check what it alone understands."""
+        self.server.check(upload)
+        return self.server.complete(client_id, upload)
 
-    def _message(self, exchange: Exchange, client_id: int, task: str, kind: str, round: int) -> Message:
-        """Build a client's message and note its bytes."""
-        download = self.download_for(client_id, round, task)
-        self.attempt.sent[client_id] = self.attempt.sent.get(client_id, 0) + download.nbytes
-        message = exchange.message(client_id, wire.encode_download(download), kind, round)
-        client_arrays.release(self.personal.get(client_id, {}))
-        return message
-
-    # Replies in
-
-    def aggregate_train(  # type: ignore[override]
-        self, server_round: int, replies: Iterator[Reply], watch: Stopwatch | None = None
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Check and take in replies as they arrive, drop bad ones by name, then personalize.
-
-        Raises TooFewResults if fewer uploads than `min-results` could be used; nothing has changed then.
-        """
-        watch = watch or Stopwatch()
-        intake = self.attempt.intake
-        assert intake is not None
-        version = wire.state_version(server_round, self.attempt.generation)
-        for reply in replies:
-            watch.lap("wait")
-            try:
-                upload = wire.decode_upload(reply.usable(), self.expected_from(reply.client_id))
-                declared = self.attempt.declared.get(reply.client_id)
-                metrics = records.check_upload(upload, self.reports, declared, version, self.measured[0])
-                self.check(upload)
-                intake.accept(reply.client_id, self.complete(reply.client_id, upload), metrics, upload.nbytes)
-                warn_of_damage(reply.client_id, metrics, self.versions)
-            except Exception as error:  # one client's reply, whatever it is, ends nothing
-                self.attempt.fail(reply, f"round {server_round}", "dropped", error)
-            watch.lap("take-in")
-        watch.lap("wait")
-        self.use(server_round, intake)
-        for client_id, reported in intake.metrics.items():
-            self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
-        watch.lap("personalize")
-        return None, None
-
-    def use(self, round: int, intake: Intake) -> None:
-        """Personalize with what came in. Raises TooFewResults, and has changed nothing then."""
-        strayed = self._screen(round, intake)
+    def screen(self, attempt: Attempt) -> Uploads:
+        """Leave out outliers by name. Raises TooFewResults with less than `min-results`, and has changed nothing then."""
+        intake = attempt.intake
+        outliers = self._outliers(attempt, intake)
         require(intake, self.config.min_results, 1)
-        self.strayed = [stray for stray in strayed if stray.client_id in intake.metrics]
-        refused = [stray.client_id for stray in strayed if stray.client_id not in intake.metrics]
-        self.screening.accept(round, intake.metrics, refused)
+        self.outliers = [outlier for outlier in outliers if outlier.client_id in intake.metrics]
+        refused = [outlier.client_id for outlier in outliers if outlier.client_id not in intake.metrics]
+        self.screening.accept(attempt.round, intake.metrics, refused)
         uploads = intake.uploads()
         if self.config.max_size_weight:
             uploads = dataclasses.replace(uploads, sizes=capped(uploads.sizes, self.config.max_size_weight))
         intake.forget_stacks()
-        self.round = round
-        self.personalize(round, uploads)
-        client_arrays.settle(self.personal, uploads.ids, self.config.server_memory_limit * 1e9, self.folder.path)
+        return uploads
 
-    def _screen(self, round: int, intake: Intake) -> list[Stray]:
+    def personalize(self, round: int, accepted: Any) -> None:
+        """Let the method make the next models; what is beyond `server-memory-limit` goes to the disk."""
+        server = self.server
+        server.personalize(round, accepted)
+        client_arrays.settle(server.personal, accepted.ids, self.config.server_memory_limit * 1e9, server.folder.path)
+
+    def suspects(self) -> list[str]:
+        """Name the outliers of the last round that were used: they may be why no client can train on."""
+        return [
+            f"client {outlier.client_id} was used though {outlier}: it is the likely cause, and "
+            f"max-update-norm = {USUAL:g} drops such uploads"
+            for outlier in self.outliers
+        ]
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return what a checkpoint holds of the screening."""
+        return self.screening.saved()
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Undo `saved`; {} for a run that began without."""
+        self.screening = Screening.restored(saved)
+
+    def _outliers(self, attempt: Attempt, intake: Intake) -> list[Outlier]:
         """Return what lies far from the others, and leave it out by name, unless nothing is refused."""
-        if math.isinf(self.spread):
+        spread = self.server.spread
+        if math.isinf(spread):
             return []
-        limit = self.config.max_update_norm * self.spread
-        strayed = self.screening.strays(round, intake, self.compared(intake), limit or USUAL * self.spread, self._sent)
-        for stray in strayed:
+        limit = self.config.max_update_norm * spread
+        stacks = self.server.compared(intake)
+        outliers = self.screening.outliers(attempt.round, intake, stacks, limit or USUAL * spread, self._sent)
+        for outlier in outliers:
             if limit:
-                intake.reject(stray.client_id)
-                self.attempt.fail(Reply(stray.client_id, None), f"round {round}", "dropped", stray.refusal())
+                intake.reject(outlier.client_id)
+                attempt.fail(outlier.client_id, f"round {attempt.round}", "dropped", outlier.refusal())
             else:
-                log.warning("round %d: client %d is used (max-update-norm is 0), but %s", round, stray.client_id, stray)
-        return strayed
+                log.warning(
+                    "round %d: client %d is used (max-update-norm is 0), but %s",
+                    attempt.round,
+                    outlier.client_id,
+                    outlier,
+                )
+        return outliers
 
     def _sent(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """What a client was sent of what is compared; read again where it is kept on disk."""
-        sent = self.compared_with(client_id)
-        client_arrays.release(self.personal.get(client_id, {}))
+        """Return what a client was sent of what is compared; it is read again where it is kept on disk."""
+        sent = self.server.compared_with(client_id)
+        client_arrays.release(self.server.personal.get(client_id, {}))
         return sent
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterator[Reply]) -> MetricRecord | None:  # type: ignore[override]
-        """Collect metrics and hashes per client."""
-        for reply in replies:
-            try:
-                loss, num_examples, metrics = wire.decode_evaluation(reply.usable())
-                declared = self.attempt.declared.get(reply.client_id)
-                metrics = records.check_evaluation(metrics, num_examples, declared, self.measured, self.reports)
-                warn_of_damage(reply.client_id, metrics, self.versions)
-                row = {name: records.clean(value) for name, value in metrics.items()}
-                self.attempt.clients[reply.client_id] = {
-                    **row,
-                    "loss": records.clean(loss),
-                    "test-samples": num_examples,
-                }
-            except Exception as error:
-                self.attempt.fail(reply, "evaluation", "failed", error)
-        return None
-
-
-def _sendable(model: Model, layout: Layout, method: str) -> Model:
-    """Return a method's model, or nothing. Raises UserError if a client could not take it: it is the method's mistake."""
-    if not model.nbytes:
-        return model
-    for name, array, length in (("params", model.params, layout.d), ("buffers", model.buffers, layout.b)):
-        if array.dtype != np.float32 or array.shape != (length,):
-            got = f"{array.dtype} {list(array.shape)}"
-            raise UserError(f"method {method}: the {name} of a model must be float32 [{length}], got {got}")
-    return model
 
 
 def require(intake: Intake, min_results: float, least: int) -> None:
@@ -219,8 +133,11 @@ def require(intake: Intake, min_results: float, least: int) -> None:
         raise TooFewResults(f"{len(intake.metrics)} of {len(intake.ids)} uploads usable, {needed} needed")
 
 
-def warn_of_damage(client_id: int, metrics: Mapping[str, Scalar], versions: Mapping[int, str]) -> None:
-    """Log it if a client's state was damaged. versions: of the states that the server named."""
-    if used := metrics.get(wire.STATE_USED):
-        named = versions.get(client_id, "")
-        log.warning("client %d: its state of %s is damaged, it went on from %s", client_id, named, wire.one_line(used))
+def privacy_budget(config: RunConfig) -> list[str]:
+    """Say what `dp-epsilon` covers, and what not; nothing where it is 0."""
+    if not config.dp_epsilon:
+        return []
+    return [
+        f"dp-epsilon: training records are covered within ({config.dp_epsilon:g}, {config.dp_delta:g}) over all rounds; test "
+        "records, and how many there are of both, are not (docs/privacy.md)"
+    ]

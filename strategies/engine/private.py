@@ -8,10 +8,10 @@ together: strategies/engine/cohorts.py.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,31 +21,16 @@ from fl_app import rng
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.layout import Layout, Model
+from fl_app.layout import NO_TENSORS, Layout, Model
 from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Expected, Upload, WireError, state_version
-from strategies.base.uploads import Intake, Uploads
+from strategies.base.server_half import ServerHalf
+from strategies.base.uploads import DeclaredSizes, Intake, Sums
 from strategies.engine import cohorts
-from strategies.engine.attempt import TooFewResults
-from strategies.engine.cohorts import Book
-from strategies.engine.plain import Messages, require
+from strategies.engine.attempt import Attempt, TooFewResults
+from strategies.engine.cohorts import CohortStore
+from strategies.engine.plain import privacy_budget, require
 
 log = logging.getLogger("corolla")
-
-
-@dataclass(frozen=True)
-class Sums:
-    """A private round's result. ids: whose uploads are in it, sorted. groups: who was summed up with whom; means: theirs, weighted.
-
-    mean: over all, weighted. bits: the sketches of masks, uint8 [N, ceil(m/8)] in the order of ids, if the method sends masks;
-    sketch_bits: m.
-    """
-
-    ids: list[int]
-    groups: Mapping[int, list[int]]
-    means: Mapping[int, Model]
-    mean: Model
-    bits: NDArray[np.uint8] | None
-    sketch_bits: int
 
 
 @dataclass(kw_only=True)
@@ -53,7 +38,7 @@ class MaskedIntake(Intake):
     """Sums that uploads are added to as they come.
 
     version: of the client states that the attempt makes. weights: what each upload counts, N in all; totals: uint32 [G, d + b], by
-    group.
+    group; group_of: the row of `totals` that a client is summed up in.
     """
 
     version: str
@@ -63,7 +48,7 @@ class MaskedIntake(Intake):
     totals: NDArray[np.uint32]
     group_of: Mapping[int, int]
 
-    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int | None = None) -> None:
+    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
         """Add an upload to its group's sum; it is nowhere kept. Raises WireError if it was made for another attempt."""
         if (made_for := upload.metrics.get(PRIVATE, "")) != self.version:
             raise WireError(
@@ -93,78 +78,61 @@ class MaskedIntake(Intake):
             ) from None
 
 
-def sums_of(intake: Intake | None) -> list[list[int]]:
-    """Whose sums the server has of a private attempt, whether it counts or not: of groups of which all have answered."""
+def complete_groups(intake: Intake) -> list[list[int]]:
+    """Return whose sums the server has of a private attempt, whether it counts or not: groups of which all have answered."""
     if not isinstance(intake, MaskedIntake):
         return []
     return [own for own in intake.groups.values() if all(i in intake.metrics for i in own)]
 
 
-class Private(Messages):
-    """What a method whose Method says `sums` may change of private rounds, and what becomes of them.
+class PrivateRounds:
+    """What is special about rounds in which masked sums arrive (strategies/engine/rounds.py, Protocol)."""
 
-    All of it is only called where the key `private` is set.
-    """
+    def __init__(self, server: ServerHalf[Any]) -> None:
+        self.server, self.config = server, server.config
+        server.cohorts = self
 
-    @classmethod
-    def counts_alike(cls, params: Any) -> bool:
-        """Whether all uploads count the same in means, with these parameters: then no client tells how many samples it has."""
-        return False
-
-    def sum_groups(self, ids: list[int]) -> Mapping[int, list[int]]:
-        """Who is summed up with whom: disjoint groups of at least three that cover `ids`, by a number."""
-        return {0: ids}
-
-    def personalize_sums(self, round: int, sums: Sums) -> None:
-        """Likewise `personalize`: by default with the mean as the only upload, which is nobody's."""
-        one = Uploads([], sums.mean.params[None], sums.mean.buffers[None], np.ones(1), None, {}, [])
-        self.personalize(round, one)
-
-    # An attempt
-
-    @functools.cached_property
-    def book(self) -> Book:
-        """The companies of a private run, and what its clients count (strategies/engine/cohorts.py)."""
+    @cached_property
+    def store(self) -> CohortStore:
+        """The run's cohorts, and the sizes that its clients count with; read when they are first needed."""
         n, some = self.config.num_clients, self.config.fraction_train < 1
         ids = sorted(set(range(n)) - self.config.unseen)
-        # not by the run's seed: runs of the same clients have the same companies
-        return Book(
-            self.folder.path, cohorts.drawn(ids, n, rng.generator(0, "companies")) if some else cohorts.one(ids, n)
-        )
+        # Not by the run's seed: runs of the same clients have the same cohorts.
+        first = cohorts.drawn(ids, n, rng.generator(0, "companies")) if some else cohorts.one(ids, n)
+        return CohortStore(self.server.folder.path, first)
 
     def keep_together(
         self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
     ) -> NDArray[np.int64]:
-        """Return whom a new grouping sums up together so that no company splits into parts below three (companies.grouped).
-
-        labels: int64 [N], a group by client id; overlap: float64 [n, n] of the clients `ids`, int64 [n].
-        """
+        """See ServerHalf.keep_together."""
         similarity = np.eye(len(labels))
         similarity[np.ix_(ids, ids)] = overlap
-        parted, labels = cohorts.grouped(self.book.companies, labels, similarity)
-        self.book.part(parted)
+        parted, labels = cohorts.grouped(self.store.cohorts, labels, similarity)
+        self.store.part(parted)
         return labels
 
-    def participants(self, connected: list[int], round: int) -> list[int]:
-        """Whom an attempt asks: in a private round whole companies, or what is left of them, and nobody who dropped out of it.
+    # An attempt
 
-        Of a company that an earlier attempt of the round has in a sum it asks the same ones, or nobody. With `private-absent =
-        company` companies may split. Raises TooFewResults if nobody is left.
+    def sample(self, attempt: Attempt, connected: list[int]) -> list[int]:
+        """Choose whole cohorts, or what is left of them, and nobody who dropped out of the round.
+
+        Of a cohort that an earlier attempt of the round has in a sum it asks the same ones, or nobody. With `private-absent =
+        company` cohorts may split. Raises TooFewResults if nobody is left.
         """
-        if not self.config.private:
-            return super().participants(connected, round)
-        here = set(connected) - self.attempt.without
-        if whole := self.config.private_absent == "company":
-            self.book.part(cohorts.split(self.book.companies, here))
-        all_of = cohorts.members(self.book.companies)
-        able = [own for own in all_of if here.issuperset(own)] if whole else cohorts.left(self.book.companies, here)
-        known = [own for earlier in self.attempt.earlier for own in sums_of(earlier.intake)]
-        able = [own for own in able if not cohorts.unlike(self.book.companies, own, known)]
+        here = set(connected) - attempt.without
+        whole = self.config.private_absent == "company"
+        if whole:
+            self.store.part(cohorts.split(self.store.cohorts, here))
+        all_of = cohorts.members(self.store.cohorts)
+        able = [own for own in all_of if here.issuperset(own)] if whole else cohorts.present(self.store.cohorts, here)
+        known = [own for earlier in attempt.earlier for own in complete_groups(earlier.intake)]
+        able = [own for own in able if not cohorts.differs(self.store.cohorts, own, known)]
         if idle := sorted(here.difference(*able) - self.config.unseen):
-            log.info("round %d: clients %s are not asked: others of their companies are away", round, idle)
-        if self.config.fraction_train < 1:  # in an order that does not depend on who is there
-            order = rng.generator(self.config.seed, "sampling", round).permutation(self.config.num_clients)
-            able.sort(key=lambda own: int(order[self.book.companies[own[0]]]))
+            log.info("round %d: clients %s are not asked: others of their companies are away", attempt.round, idle)
+        if self.config.fraction_train < 1:
+            # In an order that does not depend on who is there.
+            order = rng.generator(self.config.seed, "sampling", attempt.round).permutation(self.config.num_clients)
+            able.sort(key=lambda own: int(order[self.store.cohorts[own[0]]]))
             able = able[: self.config.drawn(len(all_of))]
         if not able:
             why = "of a company that nobody is away from (private-absent)" if whole else "of a company"
@@ -174,91 +142,106 @@ class Private(Messages):
             )
         return sorted(i for own in able for i in own)
 
-    def room_for(self, ids: list[int]) -> Intake:
-        """Return room for an attempt's uploads, or for their sums."""
-        if not self.config.private:
-            return super().room_for(ids)
-        alike = self.counts_alike(self.config.params)
-        sizes = {i: 1.0 if alike else max(1.0, float(self.attempt.declared[i]["train-samples"])) for i in ids}
-        self.book.count(sizes, self.config.max_size_weight)
-        whole = sum(self.book.counts[i] for i in ids)
-        weights = {i: len(ids) * self.book.counts[i] / whole for i in ids}
-        groups = self.sum_groups(ids)
-        length = self.layout.d + self.layout.b
-        empty = np.empty((len(ids), 0), np.float32)
-        expected = Expected(0, 0, self._sketch_bits(), extras={SUM: ("<u4", (length,))})
-        bits = np.empty((len(ids), -(-expected.num_params // 8)), np.uint8) if expected.sends_mask else None
-        group_of = {i: row for row, own in enumerate(groups.values()) for i in own}
-        totals = np.zeros((len(groups), length), np.uint32)
-        version = state_version(self.attempt.round, self.attempt.generation)
+    def expected(self) -> Expected:
+        """A masked sum as long as the model, and the sketch of the method's mask if it sends one."""
+        length = self.server.layout.d + self.server.layout.b
+        return Expected.of(NO_TENSORS, num_params=self._sketch_bits(), extras={SUM: ("<u4", (length,))})
+
+    def open(self, attempt: Attempt, ids: list[int]) -> Intake:
+        """Say what each upload counts and who is summed up with whom; start the sums at 0."""
+        # A client that the server may not count says that it has one sample.
+        declared = {i: max(1.0, float(attempt.declared[i]["train-samples"])) for i in ids}
+        self.store.count(declared, self.config.max_size_weight)
+        sizes = [self.store.counts[i] for i in ids]
+        counts = evaluated(self.server, DeclaredSizes(self.config.method, ids, sizes)).tolist()
+        whole = sum(counts)
+        groups = self.server.sum_groups(ids)
+        n, expected = len(ids), self.expected()
+        empty = np.empty((n, 0), np.float32)
+        attempt.expected = expected
         return MaskedIntake(
             ids,
             expected,
-            empty,
-            empty,
-            bits,
-            {},
-            np.zeros(len(ids)),
-            version=version,
+            W=empty,
+            B=empty,
+            bits=np.empty((n, -(-expected.num_params // 8)), np.uint8) if expected.sends_mask else None,
+            extras={},
+            sizes=np.zeros(n),
+            version=state_version(attempt.round, attempt.generation),
             groups=groups,
-            weights=weights,
-            totals=totals,
-            group_of=group_of,
+            weights={i: n * count / whole for i, count in zip(ids, counts, strict=True)},
+            totals=np.zeros((len(groups), self.server.layout.d + self.server.layout.b), np.uint32),
+            group_of={i: row for row, own in enumerate(groups.values()) for i in own},
         )
 
-    def told(self, client_id: int, task: str) -> dict[str, Scalar]:
-        """What a client is told beside its model: in a private round with whom it masks, what it counts, the sketches' key."""
-        intake = self.attempt.intake
-        if task != "train" or not isinstance(intake, MaskedIntake):
-            return super().told(client_id, task)
+    def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
+        """Return with whom a client masks, what it counts, and where masks are sent the sealed key of their sketches."""
+        intake = attempt.intake
+        if not isinstance(intake, MaskedIntake):
+            return {}
         members = list(intake.groups.values())[intake.group_of[client_id]]
-        said: dict[str, Scalar] = {
+        scalars: dict[str, Scalar] = {
             f"{PRIVATE}-members": ",".join(map(str, members)),
             f"{PRIVATE}-weight": intake.weights[client_id],
             f"{PRIVATE}-clients": len(intake.ids),
         }
         if intake.expected.sends_mask:
-            sealer = min(self.attempt.declared)
-            sealed = str(self.attempt.declared[sealer][f"{PRIVATE}-sealed"]).split(",")[client_id]
-            said |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealed": sealed}
-        return super().told(client_id, task) | said
+            sealer = min(attempt.declared)
+            sealed = str(attempt.declared[sealer][f"{PRIVATE}-sealed"]).split(",")[client_id]
+            scalars |= {f"{PRIVATE}-sealer": sealer, f"{PRIVATE}-sealed": sealed}
+        return scalars
 
-    def use(self, round: int, intake: Intake) -> None:
-        """Personalize with what came in, or with its sums."""
-        if not isinstance(intake, MaskedIntake):
-            return super().use(round, intake)
+    def expected_from(self, client_id: int) -> Expected:
+        """The same of everybody."""
+        return self.server.attempt.expected or self.expected()
+
+    def check(self, client_id: int, upload: Upload) -> Upload:
+        """Take it as it is: nothing of it can be understood."""
+        return upload
+
+    def screen(self, attempt: Attempt) -> Sums:
+        """Unmask the sums. Raises TooFewResults if somebody dropped out, and has changed nothing then."""
+        intake = attempt.intake
+        assert isinstance(intake, MaskedIntake)
         require(intake, self.config.min_results, GROUP_MIN)
         if absent := [i for i in intake.ids if i not in intake.metrics]:
             raise TooFewResults(
                 f"clients {absent} dropped out: what the others sent is masked, they are asked again", absent
             )
-        sums = intake.sums(self.layout)
+        sums = intake.sums(self.server.layout)
         intake.forget_stacks()
-        self.round = round
-        self.personalize_sums(round, sums)
-        return None
+        return sums
 
-    # What is said of it
+    def personalize(self, round: int, accepted: Any) -> None:
+        """Let the method make the next models of sums."""
+        self.server.personalize_sums(round, accepted)
+
+    def suspects(self) -> list[str]:
+        """Nobody: no single upload was seen."""
+        return []
+
+    def saved(self) -> Mapping[str, Any]:
+        """A checkpoint holds nothing of it: the cohorts are in a file of their own."""
+        return {}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """There is nothing to restore."""
+
+    # What the server learns
 
     def _sketch_bits(self) -> int:
         """Bits of the sketch that stands for a method's mask; 0 if it sends none."""
         from fl_app.privacy import overlaps
 
-        d = self.expected().num_params
+        d = self.server.expected().num_params
         return overlaps.length(d, self.config.private_sketch) if d else 0
 
-    def what_leaks(self) -> list[str]:
-        """Return, in words, what the server learns of single clients all the same."""
+    def announcements(self) -> list[str]:
+        """Say what the server learns of single clients all the same."""
         config = self.config
-        records = [
-            f"dp-epsilon: training records are covered within ({config.dp_epsilon:g}, {config.dp_delta:g}) over all rounds; test "
-            "records, and how many there are of both, are not (docs/privacy.md)"
-        ]
-        if not config.private:
-            return records if config.dp_epsilon else []
         groups = ["which clients agree on their masks, and how far (overlaps)", "groups"] if self._sketch_bits() else []
         noise = ["sample counts, by the noise that dp-epsilon takes"] if config.dp_epsilon else []
-        counts = noise if self.counts_alike(config.params) else ["sample counts"]
+        counts = ["sample counts"] if weighs_by_size(type(self.server), config) else noise
         accuracies = ["losses and accuracies (report-accuracy = false: not)"] if config.report_accuracy else []
         alone = config.private_absent == "alone"
         away = ["of who was away for a round roughly its model (private-absent = company: not)"] if alone else []
@@ -269,13 +252,75 @@ class Private(Messages):
         ]
         if self.config.max_update_norm:
             lines.append("private: max-update-norm leaves nobody out: there is no single upload to measure")
-        return lines + (records if config.dp_epsilon else [])
+        return lines + privacy_budget(config)
 
 
-def check(config: RunConfig, why_not: str) -> None:
+# Weights, of sizes alone ----------------------------------------------------------------------------------------------
+
+# Samples of four clients, for which a method's weights are tried before a run starts.
+_SIZES = [1.0, 2.0, 4.0, 9.0]
+
+
+def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.float64]:
+    """Return what a method's hook `weights` says each upload counts, float64 [N].
+
+    Raises UserError, with the method's name, unless it is a positive number for each size.
+    """
+    method, n = server.config.method, len(uploads.sizes)
+    try:
+        weights = np.asarray(server.weights(uploads), np.float64)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"private: method {method} cannot run private: its weights must follow from the uploads' ids and sizes, config "
+            f"and params alone, got {type(error).__name__}: {error}"
+        ) from error
+    if weights.shape != (n,) or not (np.isfinite(weights).all() and (weights > 0).all()):
+        raise UserError(
+            f"private: method {method} cannot run private: its weights must be a positive number for each of the {n} "
+            f"uploads' sizes, got {weights.tolist()}"
+        )
+    return weights
+
+
+def weighs_by_size(half: type[ServerHalf[Any]], config: RunConfig) -> bool:
+    """Tell whether a method's weights depend on how many samples clients have: only then do these say so in a private run."""
+    server, ids = half.of_settings(config), [0, 1, 2, 3]
+    unequal, equal = (evaluated(server, DeclaredSizes(config.method, ids, sizes)) for sizes in (_SIZES, [1.0] * 4))
+    return not alike(unequal, equal)
+
+
+def alike(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
+    """Tell whether two rows of weights, float64 [N], give the same means."""
+    return bool(np.allclose(a / a[0], b / b[0], rtol=1e-9, atol=0))
+
+
+def check_weights(half: type[ServerHalf[Any]], config: RunConfig) -> None:
+    """Raise UserError unless a method's weights are such that sums of a private run can honour them.
+
+    A client counts the same beside the others of its cohort in all sums of a run, so its weight must not depend on whoever
+    else is there, nor on the round. The mean over all is nobody's: it comes with a size and without an id.
+    """
+    server = half.of_settings(config)
+    whole = evaluated(server, DeclaredSizes(config.method, [0, 1, 2, 3], _SIZES))
+    for chosen in ([0, 1, 2], [1, 2, 3], [0, 2, 3]):
+        part = evaluated(server, DeclaredSizes(config.method, chosen, [_SIZES[i] for i in chosen]))
+        if not alike(part, whole[chosen]):
+            raise UserError(
+                f"private: method {config.method} cannot run private: its weights of the same clients differ with who else "
+                "is there, and then sums of several rounds would tell single models"
+            )
+    evaluated(server, DeclaredSizes(config.method, [], [1.0]))
+
+
+def check(config: RunConfig, half: type[ServerHalf[Any]], why_not: str) -> None:
     """Raise UserError if a run cannot be private. why_not: what its method has against it, "" if nothing."""
+    if not why_not and half.sample is not ServerHalf.sample:
+        why_not = "it chooses the clients of a round itself (sample), and a private run asks whole companies"
     if why_not:
         raise UserError(f"private: method {config.method} cannot run private: {why_not}")
+    check_weights(half, config)
     if config.robust != "none":
         raise UserError(
             f"private: the server sees no single upload that {config.robust} could choose among; set robust = none"

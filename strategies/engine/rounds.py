@@ -1,65 +1,125 @@
-"""How the rounds of every method run: sample, send, take in, personalize, record; repeat, resume, evaluate, collect."""
+"""One run on the server: its rounds from beginning to end, then evaluation, and what is done with clients after the last round.
+
+A round: sample, send, receive and check, screen, personalize, record. It is repeated where too few uploads can be used. What
+differs between plain and private rounds is in `RoundProtocol`; what a method changes is in its server half (strategies/base).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
-from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
-from flwr.serverapp.strategy import Result
+from flwr.app import Message
 
-from fl_app import rng, wire
+from fl_app import tasks, wire
 from fl_app.errors import UserError
-from fl_app.layout import NOTHING, Model
+from fl_app.keys import Scalar
+from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.server import checkpoint, client_arrays, progress_protocol
 from fl_app.server import record as records
-from fl_app.server.exchange import Exchange
+from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.record import Record
-from fl_app.stopwatch import Stopwatch
-from fl_app.wire import Download, Expected, WireError
+from fl_app.server.run_folder import RunFolder
+from fl_app.wire import Download, Expected, Upload, WireError
+from strategies.base.server_half import ServerHalf
+from strategies.base.uploads import Intake
 from strategies.engine.attempt import Attempt, TooFewResults
-from strategies.engine.plain import warn_of_damage
-from strategies.engine.private import Private
-from strategies.engine.screening import USUAL, Screening
 
 log = logging.getLogger("corolla")
 
 _FORGET_SECONDS = 60.0
-_ATTEMPTS_PER_START = 100  # generations of client state tell apart attempts and restarts of the server
+# Generations of client state tell apart attempts and restarts of the server.
+_ATTEMPTS_PER_START = 100
 
 
-class Rounds(Private):
-    """Whole-round control, which Flower's own loop does not give: retries, checkpoints, a record of every round as it ends."""
+class RoundProtocol(Protocol):
+    """What plain rounds (plain.py) and private ones (private.py) do each in their way."""
 
-    # The run
+    def announcements(self) -> list[str]:
+        """Return what is said before the first round about what the server learns."""
+        ...
 
-    def start(  # type: ignore[override]
-        self,
-        grid: Exchange,
-        initial_arrays: ArrayRecord | None = None,
-        num_rounds: int | None = None,
-        timeout: float | None = None,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-    ) -> Result:
-        """Run all rounds, then evaluate all clients; every round is recorded when it ends. Ends after a round if asked to stop.
+    def sample(self, attempt: Attempt, connected: list[int]) -> list[int]:
+        """Choose whom an attempt asks, sorted. Raises TooFewResults if that can be nobody."""
+        ...
 
-        The model, the number of rounds and the timeouts come from the run config; Flower's other arguments are not used.
-        """
-        self.summary()
-        for line in self.what_leaks():
+    def expected(self) -> Expected:
+        """Return what an upload must look like as it travels."""
+        ...
+
+    def open(self, attempt: Attempt, ids: list[int]) -> Intake:
+        """Return what the uploads of an attempt's clients are decoded into."""
+        ...
+
+    def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
+        """Return what a client is told beside the model it trains."""
+        ...
+
+    def expected_from(self, client_id: int) -> Expected:
+        """Return what one client's upload must look like as it travels."""
+        ...
+
+    def check(self, client_id: int, upload: Upload) -> Upload:
+        """Return a decoded upload as it is taken in. Raises WireError to drop it."""
+        ...
+
+    def screen(self, attempt: Attempt) -> Any:
+        """Return what all uploads together give `personalize`. Raises TooFewResults, and has changed nothing then."""
+        ...
+
+    def personalize(self, round: int, accepted: Any) -> None:
+        """Let the method make its next models."""
+        ...
+
+    def suspects(self) -> list[str]:
+        """Say which uploads of the last round may be why no client can train on its models."""
+        ...
+
+    def saved(self) -> Mapping[str, Any]:
+        """Return what it remembers, as JSON can hold it."""
+        ...
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Undo `saved`; {} of a run that began without."""
+        ...
+
+
+class Rounds:
+    """Whole-round control, which Flower's own loop does not give: retries, checkpoints, a record of every round as it ends.
+
+    versions: by client, the generation of its state that was accepted last. kept_versions: generations that durable checkpoints
+    name.
+    """
+
+    def __init__(self, server: ServerHalf[Any], exchange: Exchange, folder: RunFolder, protocol: RoundProtocol) -> None:
+        self.server, self.exchange, self.folder, self.protocol = server, exchange, folder, protocol
+        self.config = server.config
+        self.measured = tasks.measured(server.config)
+        self.versions: dict[int, str] = {}
+        self.kept_versions: dict[int, tuple[str, ...]] = {}
+        self.attempt = Attempt()
+
+    # A run
+
+    def run(self) -> None:
+        """Run all rounds, then evaluate all clients; every round is recorded when it ends. Ends after a round if asked to stop."""
+        self.server.summary()
+        for line in self.protocol.announcements():
             log.info("%s", line)
         if not checkpoint.rounds(self.folder.path):
             self.save_checkpoint({})
         total, headline = self.config.num_server_rounds, self.measured[0]
         watch = Stopwatch()
-        for round in range(self.round + 1, total + 1):
-            watch.start_round("record")  # of the round before: its checkpoint and its metrics
-            record = self.train_round(grid, round, watch)
+        for round in range(self.server.round + 1, total + 1):
+            # The time since the last lap belongs to the round before: its checkpoint and its metrics.
+            watch.start_round("record")
+            record = self.train(round, watch)
             if self.config.evaluates_after(round):
-                record["evaluation"] = self.evaluate_all(grid, round)
+                record["evaluation"] = self.evaluate(round)
                 watch.lap("evaluate")
             record["seconds"] = dict(watch.laps)
             stopping = round < total and self.folder.asked_to_stop()
@@ -69,10 +129,11 @@ class Rounds(Private):
             log.info("%s", progress_protocol.round_line(record, total, headline.name, headline.ratio))
             if stopping:
                 break
-        return Result()
 
-    def train_round(self, exchange: Exchange, round: int, watch: Stopwatch) -> Record:
-        """Run one round: sample, send, take in replies as they come, personalize. Returns its metrics.
+    # A round, and its repetitions
+
+    def train(self, round: int, watch: Stopwatch) -> Record:
+        """Run one round, and return its record.
 
         With fewer usable replies than `min-results` the round is repeated, up to `round-retries` times, from the same
         models. Raises UserError after the last attempt.
@@ -80,59 +141,155 @@ class Rounds(Private):
         spoilt: list[Attempt] = []
         without: frozenset[int] = frozenset()
         for retry in range(self.config.round_retries + 1):
-            self.attempt = Attempt(
-                round, self.folder.starts * _ATTEMPTS_PER_START + retry, earlier=[*spoilt], without=without
-            )
-            exchange.refresh()
-            watch.lap("prepare")
-            what = f"round {round}/{self.config.num_server_rounds}" + (f", attempt {retry + 1}" if retry else "")
+            attempt = Attempt(round, generation=self.generation(retry), earlier=[*spoilt], without=without)
             try:
-                messages = self.configure_train(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
-                replies = exchange.ask(what, messages, self.config.round_timeout, len(self.attempt.sent))
-                self.aggregate_train(round, replies, watch)  # type: ignore[arg-type]
-                left_out = exchange.roster.left_out
-                return self.attempt.record(self.measured[0], self.reports) | (
-                    {"left-out": left_out} if left_out else {}
-                )
+                return self.train_once(attempt, watch)
             except TooFewResults as error:
-                self.attempt.spoilt_by, without = str(error), without | error.absent
-                spoilt.append(self.attempt)
+                attempt.spoilt_by, without = str(error), without | error.absent
+                spoilt.append(attempt)
                 log.error("round %d, attempt %d: %s", round, retry + 1, error)
-        lines = [f"  {line}" for attempt in spoilt for line in attempt.told()][-5:]
-        causes = "\n".join(lines if spoilt[-1].failures else [*lines, f"  {spoilt[-1].spoilt_by}"])
-        blame = "".join(
-            f"\nthe models came out of round {self.round}, where client {stray.client_id} was used though {stray}: "
-            f"it is the likely cause, and max-update-norm = {USUAL:g} drops such uploads"
-            for stray in self.strayed
-        )
-        raise UserError(f"round {round} failed in {len(spoilt)} attempts (round-retries)\n{causes}{blame}")
+        raise UserError(self._why_it_failed(round, spoilt))
 
-    def evaluate_all(self, exchange: Exchange, round: int) -> Record:
+    def train_once(self, attempt: Attempt, watch: Stopwatch) -> Record:
+        """Make one attempt at a round. Raises TooFewResults if it does not count; then nothing has changed."""
+        self.exchange.roster.refresh()
+        self.begin(attempt)
+        watch.lap("prepare")
+
+        ids = self.sample()
+        for reply in self.exchange.ask(self._name(), self.messages(ids, "train"), self.config.round_timeout, len(ids)):
+            watch.lap("wait")
+            self.receive(reply)
+            watch.lap("take-in")
+        watch.lap("wait")
+        self.personalize(self.screen())
+        watch.lap("personalize")
+        return self.record()
+
+    # Its steps
+
+    def generation(self, retry: int = 0) -> int:
+        """Number the client states that an attempt makes: another one after every retry and every restart."""
+        return self.folder.starts * _ATTEMPTS_PER_START + retry
+
+    def begin(self, attempt: Attempt) -> None:
+        """Begin an attempt at a round, or what follows the round; the method sees it too."""
+        attempt.declared = dict(self.exchange.roster.properties)
+        self.attempt = self.server.attempt = attempt
+
+    def sample(self) -> list[int]:
+        """Choose whom the attempt asks, and prepare for their uploads."""
+        attempt = self.attempt
+        connected = sorted(set(self.exchange.roster.client_ids) - self.config.unseen)
+        ids = self.protocol.sample(attempt, connected)
+        attempt.intake = self.protocol.open(attempt, ids)
+        attempt.sent = dict.fromkeys(ids, 0)
+        return ids
+
+    def messages(self, ids: Iterable[int], task: str) -> Iterator[Message]:
+        """Build clients' messages one at a time, as they are sent, and count their bytes."""
+        attempt = self.attempt
+        kind = "evaluate" if task == "evaluate" else "train"
+        for client_id in ids:
+            download = self.server.download_for(client_id, attempt.round, task)
+            scalars = self.protocol.scalars(attempt, client_id) if task == "train" else {}
+            content = wire.encode_download(
+                dataclasses.replace(
+                    download,
+                    attempt=attempt.generation,
+                    state_version=self.versions.get(client_id, ""),
+                    keep=self.kept_versions.get(client_id, ()),
+                    method={**download.method, **scalars},
+                )
+            )
+            attempt.sent[client_id] = attempt.sent.get(client_id, 0) + wire.payload_bytes(content)
+            if client_id in self.server.personal:
+                client_arrays.release(self.server.personal[client_id])
+            yield self.exchange.message(client_id, content, kind, attempt.round)
+
+    def receive(self, reply: Reply) -> None:
+        """Check a client's upload and take it in; a bad one is dropped by name, and ends nothing."""
+        attempt, client_id = self.attempt, reply.client_id
+        try:
+            content = reply.usable()
+            upload = wire.decode_upload(content, self.protocol.expected_from(client_id))
+            nbytes = wire.payload_bytes(content)
+            metrics = records.check_upload(
+                upload,
+                self.server.reports,
+                attempt.declared.get(client_id),
+                wire.state_version(attempt.round, attempt.generation),
+                self.measured[0],
+            )
+            upload = self.protocol.check(client_id, upload)
+            attempt.intake.accept(client_id, upload, metrics, nbytes)
+            self._warn_of_damage(client_id, metrics)
+        except Exception as error:
+            attempt.fail(client_id, f"round {attempt.round}", "dropped", error)
+
+    def screen(self) -> Any:
+        """Leave out what cannot be used, now that all uploads are there. Raises TooFewResults."""
+        return self.protocol.screen(self.attempt)
+
+    def personalize(self, accepted: Any) -> None:
+        """Let the method make the next models; the states that clients made of these are the current ones."""
+        self.server.round = self.attempt.round
+        self.protocol.personalize(self.attempt.round, accepted)
+        for client_id, reported in self.attempt.intake.metrics.items():
+            self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
+
+    def record(self) -> Record:
+        """Return the round's record."""
+        record = self.attempt.record(self.measured[0], self.server.reports)
+        left_out = self.exchange.roster.left_out
+        return record | {"left-out": left_out} if left_out else record
+
+    # Evaluation
+
+    def evaluate(self, round: int) -> Record:
         """Evaluate every connected client's personalized model, without training."""
-        exchange.refresh()
-        messages = self.configure_evaluate(round, ArrayRecord(), ConfigRecord(), exchange)  # type: ignore[arg-type]
-        replies = exchange.ask("evaluation", messages, self.config.round_timeout, len(exchange.client_ids))
-        self.aggregate_evaluate(round, replies)
-        sent = sum(self.attempt.sent.values())
+        self.exchange.roster.refresh()
+        self.begin(Attempt(round, generation=self.attempt.generation))
+        ids = self.exchange.client_ids
+        messages = self.messages(ids, "evaluate")
+        for reply in self.exchange.ask("evaluation", messages, self.config.round_timeout, len(ids)):
+            self.receive_evaluation(reply)
         return records.evaluation_record(
             self.attempt.clients,
             self.config.num_clients,
-            sent,
+            sum(self.attempt.sent.values()),
             self.attempt.failures,
             self.measured,
             self.config.unseen,
         )
 
-    def collect(self, exchange: Exchange, round: int) -> dict[int, Model]:
+    def receive_evaluation(self, reply: Reply) -> None:
+        """Check a client's metrics and the hash of its model, and take them in."""
+        attempt, client_id = self.attempt, reply.client_id
+        try:
+            loss, num_examples, metrics = wire.decode_evaluation(reply.usable())
+            metrics = records.check_evaluation(
+                metrics, num_examples, attempt.declared.get(client_id), self.measured, self.server.reports
+            )
+            self._warn_of_damage(client_id, metrics)
+            row = {name: records.clean(value) for name, value in metrics.items()}
+            attempt.clients[client_id] = {**row, "loss": records.clean(loss), "test-samples": num_examples}
+        except Exception as error:
+            attempt.fail(client_id, "evaluation", "failed", error)
+
+    # After the last round
+
+    def collect(self, round: int) -> dict[int, Model]:
         """Ask every client for its personal model (all tensors, as exported); those that fail are logged."""
-        layout = self.exported_layout(self.full_layout)
-        expected = Expected(layout.d, layout.b)
-        messages = (self._message(exchange, i, "collect", "train", round) for i in exchange.client_ids)
+        self.begin(Attempt(round, generation=self.attempt.generation))
+        ids = self.exchange.client_ids
+        expected = Expected.of(self.server.exported_layout(self.server.full_layout))
         models: dict[int, Model] = {}
-        for reply in exchange.ask("collecting models", messages, self.config.round_timeout, len(exchange.client_ids)):
+        messages = self.messages(ids, "collect")
+        for reply in self.exchange.ask("collecting models", messages, self.config.round_timeout, len(ids)):
             try:
                 upload = wire.decode_upload(reply.usable(), expected)
-                warn_of_damage(reply.client_id, records.known(upload.metrics), self.versions)
+                self._warn_of_damage(reply.client_id, records.known(upload.metrics))
                 models[reply.client_id] = upload.model
             except Exception as error:
                 log.error(
@@ -140,17 +297,15 @@ class Rounds(Private):
                 )
         return models
 
-    def forget_state(self, exchange: Exchange) -> None:
+    def forget(self) -> None:
         """Let the connected clients remove what they keep of a run that is finished; those that do not are logged."""
-        download = Download("forget", self.round, self.attempt.generation, self.folder.experiment, NOTHING)
-        content = (wire.encode_download(download) for _ in exchange.client_ids)
-        messages = (
-            exchange.message(i, c, "train", self.round) for i, c in zip(exchange.client_ids, content, strict=True)
-        )
+        ids, round = self.exchange.client_ids, self.server.round
+        download = Download("forget", round, self.attempt.generation, self.folder.experiment, NOTHING)
+        messages = (self.exchange.message(i, wire.encode_download(download), "train", round) for i in ids)
         seconds = min(_FORGET_SECONDS, self.config.round_timeout)
-        for reply in exchange.ask("removing client state", messages, seconds, len(exchange.client_ids)):
+        for reply in self.exchange.ask("removing client state", messages, seconds, len(ids)):
             try:
-                wire.decode_upload(reply.usable(), Expected(0, 0))
+                wire.decode_upload(reply.usable(), Expected.of(NO_TENSORS))
             except WireError as error:
                 log.warning("client %d: its state of this run stays: %s", reply.client_id, error)
 
@@ -158,49 +313,81 @@ class Rounds(Private):
 
     def save_checkpoint(self, record: Record) -> None:
         """Make everything the next round depends on durable, with the metrics line of the round it follows."""
-        arrays = {"global.params": self.global_model.params, "global.buffers": self.global_model.buffers}
-        for name, array in self.memory.items():
+        server = self.server
+        arrays = {"global.params": server.global_model.params, "global.buffers": server.global_model.buffers}
+        for name, array in server.memory.items():
             if not isinstance(array, np.ndarray):
                 got = type(array).__name__
                 raise UserError(f"method {self.config.method}: memory[{name!r}] must be a NumPy array, got {got}")
             arrays[f"memory.{name}"] = array
-        for client_id, own in self.personal.items():
+        for client_id, own in server.personal.items():
             arrays |= {f"client.{client_id}.{name}": array for name, array in own.items()}
         meta = {
             "versions": {str(i): v for i, v in self.versions.items()},
-            "screening": self.screening.saved(),
+            "screening": self.protocol.saved(),
             "record": record,
         }
-        checkpoint.save(self.folder.path, self.round, arrays, meta)
-        for own in self.personal.values():
+        checkpoint.save(self.folder.path, server.round, arrays, meta)
+        for own in server.personal.values():
             client_arrays.release(own)
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
-        """Continue from a checkpoint."""
-        arrays = saved.arrays  # emptied, so that nothing else holds what is put on disk
-        self.global_model = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
+        """Continue from a checkpoint, whose arrays are taken out of it, so that nothing else holds what is put on disk."""
+        server, arrays = self.server, saved.arrays
+        server.global_model = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
         for name in list(arrays):
             whose, _, key = name.partition(".")
             if whose == "memory":
-                self.memory[key] = arrays.pop(name)
+                server.memory[key] = arrays.pop(name)
             else:
                 client_id, _, key = key.partition(".")
-                self.personal.setdefault(int(client_id), {})[key] = arrays.pop(name)
-        client_arrays.settle(
-            self.personal, list(self.personal), self.config.server_memory_limit * 1e9, self.folder.path
-        )
+                server.personal.setdefault(int(client_id), {})[key] = arrays.pop(name)
+        limit = self.config.server_memory_limit * 1e9
+        client_arrays.settle(server.personal, list(server.personal), limit, self.folder.path)
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
-        self.screening = Screening.restored(saved.meta.get("screening", {}))
-        self.round = saved.meta["round"]
+        self.protocol.restore(saved.meta.get("screening", {}))
+        server.round = saved.meta["round"]
 
-    # Sampling
+    # What is said
 
-    def drawn(self, client_ids: list[int], round: int) -> list[int]:
-        """Draw fraction-train of the clients, at least one, sorted."""
-        count = self.config.drawn(len(client_ids))
-        if count >= len(client_ids):
-            return client_ids
-        chosen = rng.generator(self.config.seed, "sampling", round).choice(client_ids, count, replace=False)
-        return sorted(int(i) for i in chosen)
+    def _name(self) -> str:
+        """Name the attempt where its progress is shown."""
+        name, repeated = f"round {self.attempt.round}/{self.config.num_server_rounds}", len(self.attempt.earlier)
+        return f"{name}, attempt {repeated + 1}" if repeated else name
+
+    def _why_it_failed(self, round: int, spoilt: list[Attempt]) -> str:
+        lines = [f"  {line}" for attempt in spoilt for line in attempt.failure_lines()][-5:]
+        if not spoilt[-1].failures:
+            lines.append(f"  {spoilt[-1].spoilt_by}")
+        lines += [f"the models came out of round {self.server.round}, where {who}" for who in self.protocol.suspects()]
+        return f"round {round} failed in {len(spoilt)} attempts (round-retries)\n" + "\n".join(lines)
+
+    def _warn_of_damage(self, client_id: int, metrics: Mapping[str, Scalar]) -> None:
+        """Log it if a client's state was damaged: it went on from another generation than the server named."""
+        if used := metrics.get(wire.STATE_USED):
+            named = self.versions.get(client_id, "")
+            log.warning(
+                "client %d: its state of %s is damaged, it went on from %s", client_id, named, wire.one_line(used)
+            )
+
+
+class Stopwatch:
+    """Seconds by phase, without gaps between rounds; `round` is their sum."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self.laps: dict[str, float] = {"round": 0.0}
+
+    def start_round(self, phase: str) -> None:
+        """Begin a round with the time since the last lap, spent in `phase`."""
+        self.laps = {"round": 0.0}
+        self.lap(phase)
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap to a phase."""
+        now = time.perf_counter()
+        self.laps[phase] = self.laps.get(phase, 0.0) + now - self._last
+        self.laps["round"] += now - self._last
+        self._last = now

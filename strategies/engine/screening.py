@@ -29,17 +29,22 @@ from strategies.aggregate import Stack, squared_distance
 from strategies.base.uploads import Intake
 from strategies.robust import distances_to_median
 
-USUAL = 3.0  # times what is usual: an honest client is rarely farther away (docs/security.md)
-_MANY, _FEW_ROOM = 5, 3.0  # uploads, below which medians say less; how much wider the bound is then
-_LARGEST = 10.0  # median clients, that one's samples count: they are its own word
-_OF_MOST, _OF_LENGTH = 0.1, 0.01  # of the most there was, of the length of what was sent: less is not usual
+# Times what is usual: an honest client is rarely farther away (docs/security.md).
+USUAL = 3.0
+# Uploads below which medians say less, and how much wider the bound is then.
+_MANY, _FEW_FACTOR = 5, 3.0
+# Median clients, as many as one client's samples count at most: they are its own word.
+_LARGEST = 10.0
+# Of the most there was, and of the length of what was sent: less is not usual.
+_OF_MOST, _OF_LENGTH = 0.1, 0.01
 
 Distances = dict[str, NDArray[np.float64]]
-Sent = Callable[[int], Mapping[str, NDArray[Any]]]  # what a client was sent of what is compared, by the same names
+# What a client was sent of what is compared, by the same names.
+Sent = Callable[[int], Mapping[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True)
-class Stray:
+class Outlier:
     """How far a client's upload lies from the others: `what` of it, the farthest, in times what is usual, of which so many are
     allowed.
     """
@@ -69,7 +74,9 @@ class Screening:
     seen: dict[int, int] = field(default_factory=dict)
     _now: dict[str, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
 
-    def strays(self, round: int, intake: Intake, stacks: Mapping[str, Stack], limit: float, sent: Sent) -> list[Stray]:
+    def outliers(
+        self, round: int, intake: Intake, stacks: Mapping[str, Stack], limit: float, sent: Sent
+    ) -> list[Outlier]:
         """Find the clients that are farther from the others than `limit` times what is usual, the farthest first.
 
         stacks: float32 [N, ...] by name, with a row for every row of the intake's. sent: rows like theirs; what has another
@@ -77,12 +84,12 @@ class Screening:
         """
         rows, ids = intake.rows, [intake.ids[row] for row in intake.rows]
         sizes = intake.sizes[rows]
-        room = np.clip(sizes / np.median(sizes), 1, _LARGEST) if rows else sizes
+        allowed = np.clip(sizes / np.median(sizes), 1, _LARGEST) if rows else sizes
         if len(rows) < _MANY:
-            limit *= _FEW_ROOM
+            limit *= _FEW_FACTOR
         stacks = {what: stack.reshape(len(stack), -1) for what, stack in stacks.items() if stack.size and len(rows) > 2}
         moved, lengths = _moved(stacks, rows, ids, sent)
-        found = dict[int, Stray]()
+        found = dict[int, Outlier]()
         self._now = {}
         for what, stack in stacks.items():
             apart = distances_to_median(stack, rows)
@@ -93,7 +100,7 @@ class Screening:
                 for of in (apart, moved.get(what, 0.0), _OF_LENGTH * lengths.get(what, np.zeros(1)))
             )
             usual[round] = max(least, *medians)
-            far = np.minimum(apart, moved.get(what, np.inf)) / room
+            far = np.minimum(apart, moved.get(what, np.inf)) / allowed
             self._now[what] = dict(zip(ids, far.tolist(), strict=True))
             for client_id, distance in self._now[what].items():
                 since = max(m for r, m in usual.items() if self.seen.get(client_id, 0) < r <= round)
@@ -103,8 +110,8 @@ class Screening:
                     and distance > limit * scale
                     and distance / scale > getattr(found.get(client_id), "times", 0)
                 ):
-                    found[client_id] = Stray(client_id, what, distance / scale, limit)
-        return sorted(found.values(), key=lambda stray: -stray.times)
+                    found[client_id] = Outlier(client_id, what, distance / scale, limit)
+        return sorted(found.values(), key=lambda outlier: -outlier.times)
 
     def accept(self, round: int, client_ids: Iterable[int], refused: Iterable[int] = ()) -> None:
         """Remember whose uploads were used, and whose were too far."""

@@ -67,7 +67,7 @@ def test_the_notebook_runs_and_shows_what_it_promises(executed: Any) -> None:
 
 
 def test_a_drawing_is_html_and_text() -> None:
-    from corolla.cli.notebook import Drawing
+    from corolla.api.notebook import Drawing
 
     shown = Drawing(Text("a < b", style="bold red"))._repr_mimebundle_()
     assert "a &lt; b" in shown["text/html"] and "style=" in shown["text/html"] and shown["text/plain"] == "a < b\n"

@@ -16,9 +16,9 @@ import pytest
 import torch
 from PIL import Image
 
-from corolla import cli
+from corolla.api.settings import name_plugins
+from corolla.cli.options import parse_set
 from corolla.cli.reference import config_page, pyproject_with_defaults
-from corolla.cli.settings import name_plugins
 from fl_app import models
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS, METHODS
@@ -39,11 +39,11 @@ def test_set_values_are_toml_and_bare_words_are_strings() -> None:
         "h": 1e-3,
         "i": "7",
     }
-    assert cli.settings.parse_set(words) == expected
+    assert parse_set(words) == expected
     with pytest.raises(UserError, match="expected KEY=VALUE"):
-        cli.settings.parse_set(["tau"])
+        parse_set(["tau"])
     with pytest.raises(UserError, match="must be a string, a number"):
-        cli.settings.parse_set(["a=[1, 2]"])
+        parse_set(["a=[1, 2]"])
 
 
 def write_npz(path: Path, num_train: int = 40, classes: int = 4, **replace: object) -> Path:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from client_app.fisher import by_layer, known_kinds, one_by_one
+from client_app.fisher import by_layer, by_sample, known_layers
 from fl_app import models, weights
 from fl_app.layout import Model
 from tests.client_app.test_train import CLASSES, mlp, trainer, with_batchnorm
@@ -99,23 +99,23 @@ def test_layer_by_layer_is_one_by_one(make: Callable[[], nn.Module]) -> None:
     for parameter in list(module.parameters())[:2]:
         parameter.requires_grad_(False)  # as a user's model may
     x, y = torch.rand(5, 1, 8, 8), torch.tensor([0, 1, 2, 1, 0])
-    layers = by_layer(module, known_kinds(module), x.clone(), y)
+    layers = by_layer(module, known_layers(module), x.clone(), y)
     assert len(layers) == len(list(module.parameters()))
-    for got, want in zip(layers, one_by_one(module, x, y), strict=True):
+    for got, want in zip(layers, by_sample(module, x, y), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
 
 
 def test_what_is_not_done_layer_by_layer() -> None:
     x, y = torch.rand(5, 1, 8, 8), torch.tensor([0, 1, 2, 1, 0])
-    assert not known_kinds(Own(True)) and not known_kinds(nn.Conv2d(4, 4, 3, groups=2))
-    assert not known_kinds(nn.BatchNorm2d(4, track_running_stats=False)) and not known_kinds(
+    assert not known_layers(Own(True)) and not known_layers(nn.Conv2d(4, 4, 3, groups=2))
+    assert not known_layers(nn.BatchNorm2d(4, track_running_stats=False)) and not known_layers(
         nn.Conv2d(1, 1, 3, padding="same")
     )
     tied = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
-    assert not known_kinds(tied)
+    assert not known_layers(tied)
     for module in (Twice(), Own(False)):
-        assert known_kinds(module) and not by_layer(module, known_kinds(module), x, y)
+        assert known_layers(module) and not by_layer(module, known_layers(module), x, y)
 
 
 def test_chosen_samples_and_chunks() -> None:

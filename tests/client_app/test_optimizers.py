@@ -41,7 +41,7 @@ def test_a_hundred_steps_are_torchs(name: str, clip: float, weight_decay: float)
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_adamw_leaves_what_is_frozen(weight_decay: float) -> None:
     flat, still = torch.ones(4), torch.tensor([True, False, True, False])
-    optimizer = AdamW(flat, weight_decay=weight_decay, still=still, clip_norm=1.0)
+    optimizer = AdamW(flat, weight_decay=weight_decay, fixed=still, clip_norm=1.0)
     for _ in range(5):
         optimizer.step(torch.full((4,), 2.0), 0.1)
     assert flat[still].tolist() == [1, 1] and (flat[~still] < 1).all()

@@ -17,7 +17,7 @@ from deploy.gate import Node
 from deploy.site import Site
 from fl_app.errors import UserError
 
-pytestmark = pytest.mark.skipif(not confine.version(), reason="this kernel has no Landlock")
+pytestmark = pytest.mark.skipif(not confine.landlock_version(), reason="this kernel has no Landlock")
 
 TRIES = """
 import json, os, socket, subprocess, sys
@@ -52,13 +52,13 @@ def test_a_confined_process_reaches_what_was_named_and_nothing_else(tmp_path: Pa
         listening.listen()
         port = int(listening.getsockname()[1])
         rules = Confinement((*confine.installation(), str(tmp_path / "read")), (str(tmp_path / "write"),), (port,))
-        command = confine.wrapped(
+        command = confine.confined_command(
             rules, [sys.executable, "-P", "-c", TRIES, str(tmp_path), str(os.getpid()), str(port)]
         )
         done = subprocess.run(command, capture_output=True, text=True, cwd="/")
     found = json.loads(done.stdout)
     other = found.pop("other port")
-    assert other == "denied" or confine.version() < 4
+    assert other == "denied" or confine.landlock_version() < 4
     assert found == {
         "read": "done",
         "write there": "denied",
@@ -77,14 +77,14 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("COROLLA_DATA_DIR", str(tmp_path / "prepared"))
     monkeypatch.delenv("COROLLA_STATE_DIR", raising=False)
     site, rules = tmp_path / "sites" / "a", Site(readable_paths=("/data",), confine=True)
-    places = supernode.own_places(site, "/etc/site.toml")
+    places = supernode.writable_directories(site, "/etc/site.toml")
     assert places == {
         "TMPDIR": site / "tmp",
         "COROLLA_STATE_DIR": site / "state",
         "FLWR_HOME": tmp_path / "flwr",
         "COROLLA_DATA_DIR": tmp_path / "prepared",
     }
-    found = supernode.confined(rules, Node(0, 2, "/own"), places.values(), "127.0.0.1:7777")
+    found = supernode.confinement_of(rules, Node(0, 2, "/own"), places.values(), "127.0.0.1:7777")
     assert (
         set(found.write) == set(map(str, places.values()))
         and {"/data", "/own"} <= set(found.read)
@@ -94,7 +94,7 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(
         UserError, match="confine: COROLLA_STATE_DIR: applications would write .*, in which .*sites/a lies"
     ):
-        supernode.own_places(site, "/etc/site.toml")
+        supernode.writable_directories(site, "/etc/site.toml")
     monkeypatch.delenv("COROLLA_STATE_DIR")
     with pytest.raises(UserError, match="in which .*flwr/site.toml lies"):
-        supernode.own_places(site, str(tmp_path / "flwr" / "site.toml"))
+        supernode.writable_directories(site, str(tmp_path / "flwr" / "site.toml"))

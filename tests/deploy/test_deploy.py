@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from deploy import commands, inventory
-from deploy.cluster import Cluster, _key_files, load, record_path
+from deploy.cluster import Cluster, load, record_path
 from deploy.commands import Place
 from deploy.inventory import Inventory
+from deploy.lifecycle import _key_files
 from fl_app.errors import UserError
 from fl_app.keys import specs
 
@@ -89,8 +90,8 @@ def test_everything_but_loopback_is_secure_unless_insecure_is_asked_for(
 def test_insecure_option_counts_as_the_key(tmp_path: Path) -> None:
     path = tmp_path / "lab.yaml"
     path.write_text("superlink: {fleet-address: 10.0.0.1}\nhosts: [{host: local}]\n")
-    assert inventory.read(path).secure and not inventory.read(path, insecure=True).secure
-    assert inventory.read(path).keys == str(tmp_path / "lab-keys")
+    assert inventory.read_inventory(path).secure and not inventory.read_inventory(path, insecure=True).secure
+    assert inventory.read_inventory(path).keys == str(tmp_path / "lab-keys")
 
 
 def test_all_problems_are_reported_together() -> None:
@@ -178,9 +179,9 @@ def test_files_that_are_no_inventory(tmp_path: Path) -> None:
     ):
         (tmp_path / "x.yaml").write_text(content)
         with pytest.raises(UserError, match=expected):
-            inventory.read(tmp_path / "x.yaml")
+            inventory.read_inventory(tmp_path / "x.yaml")
     with pytest.raises(UserError, match="No such file"):
-        inventory.read(tmp_path / "none.yaml")
+        inventory.read_inventory(tmp_path / "none.yaml")
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -218,7 +219,7 @@ def test_hostile_files_are_refused_in_a_few_words(tmp_path: Path, text: str, exp
     path = tmp_path / "lab.yaml"
     path.write_text(text)
     with pytest.raises(UserError) as error:
-        inventory.read(path)
+        inventory.read_inventory(path)
     assert expected in str(error.value) and len(str(error.value)) < 5000
 
 
@@ -354,14 +355,14 @@ def test_a_host_gets_its_own_keys_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_a_record_is_read_back_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deploy.cluster import _save_new
+    from deploy.cluster import save_new
 
     monkeypatch.setenv("COROLLA_STATE_HOME", str(tmp_path))
     cluster = Cluster(parsed(), "t0ken", "/home/u/.flwr/config.toml", "2026-01-01 00:00:00")
-    _save_new(cluster)
+    save_new(cluster)
     assert load("lab") == cluster
     assert record_path("lab").stat().st_mode & 0o777 == 0o600
     with pytest.raises(UserError, match="already up .since 2026-01-01 00:00:00.; `corolla cluster down lab` ends it"):
-        _save_new(cluster)
+        save_new(cluster)
     with pytest.raises(UserError, match="cluster other is not up"):
         load("other")

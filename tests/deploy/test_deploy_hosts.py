@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deploy import clocks, hosts, inventory, versions
-from deploy.cluster import Cluster, _compare_clocks
+from deploy import host_checks, hosts, inventory, node
+from deploy.cluster import Cluster
+from deploy.lifecycle import _compare_clocks
 from fl_app.errors import UserError
 
 
@@ -18,21 +19,21 @@ def found(flwr: str = "1.39.0", torch: str = "2.11.0") -> dict[str, str]:
 
 
 def test_hosts_have_the_same_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    versions.compare({"local": found(), "node2": found(torch="2.12.0")}, print)
+    host_checks.compare_versions({"local": found(), "node2": found(torch="2.12.0")}, print)
     assert "note: torch is 2.12.0 on node2 and 2.11.0 on local" in capsys.readouterr().out
     with pytest.raises(UserError, match="flwr is 1.39.1 on node2 and 1.39.0 on local; install the same version"):
-        versions.compare({"local": found(), "node2": found("1.39.1")}, print)
+        host_checks.compare_versions({"local": found(), "node2": found("1.39.1")}, print)
 
 
 @pytest.mark.parametrize("flwr", ["1.40.0", "1.42.0", "1.43.0.dev20261026", "2.0.0"])
 def test_a_newer_flower_is_refused_by_name(flwr: str) -> None:
     with pytest.raises(UserError, match=f"local: flwr {flwr} is newer than 1.39: .* one port .* without a login"):
-        versions.compare({"local": found(flwr), "node2": found(flwr)}, print)
+        host_checks.compare_versions({"local": found(flwr), "node2": found(flwr)}, print)
 
 
 def test_the_pinned_flower_is_the_newest_that_is_started() -> None:
-    project = Path(versions.__file__).parent.parent / "pyproject.toml"
-    assert f'"flwr[simulation]=={versions.NEWEST[0]}.{versions.NEWEST[1]}.*"' in project.read_text()
+    project = Path(host_checks.__file__).parent.parent / "pyproject.toml"
+    assert f'"flwr[simulation]=={host_checks.NEWEST[0]}.{host_checks.NEWEST[1]}.*"' in project.read_text()
 
 
 @pytest.mark.parametrize(
@@ -41,13 +42,13 @@ def test_the_pinned_flower_is_the_newest_that_is_started() -> None:
 def test_a_clock_whose_supernodes_would_be_refused(off: float, words: str) -> None:
     rule = "SuperLink's host \\(local\\)\n.* 5 s ahead or 305 s behind"
     with pytest.raises(UserError, match=f"^node2: its clock is {words} .*{rule}"):
-        clocks.compare({"local": 10.0, "node2": 10.0 + off, "node3": 11.0}, "local", refused=True)
-    assert len(clocks.compare({"local": 10.0, "node2": 10.0 + off}, "local", refused=False)) == 1
+        host_checks.compare_clocks({"local": 10.0, "node2": 10.0 + off, "node3": 11.0}, "local", authenticated=True)
+    assert len(host_checks.compare_clocks({"local": 10.0, "node2": 10.0 + off}, "local", authenticated=False)) == 1
 
 
 def test_small_differences_are_said_or_nothing() -> None:
-    assert clocks.compare({"local": 0.0, "a": 1.9, "b": -1.9}, "local", refused=True) == []
-    (note,) = clocks.compare({"local": 0.0, "a": -60.0}, "local", refused=True)
+    assert host_checks.compare_clocks({"local": 0.0, "a": 1.9, "b": -1.9}, "local", authenticated=True) == []
+    (note,) = host_checks.compare_clocks({"local": 0.0, "a": -60.0}, "local", authenticated=True)
     assert note == "note: a: its clock is 60.0 s behind that of the SuperLink's host (local)"
 
 
@@ -66,7 +67,7 @@ def test_a_real_answer_holds_the_other_sides_clock(tmp_path: Path, monkeypatch: 
     said: list[str] = []
     _compare_clocks(lab, ["node2"], said.append)
     assert said == []
-    monkeypatch.setattr(clocks, "now", lambda: time.time() - 30)
+    monkeypatch.setattr(node, "now", lambda: time.time() - 30)
     with pytest.raises(UserError, match=r"node2: its clock is (29\.|30\.)\d s ahead"):
         _compare_clocks(lab, ["node2"], said.append)
     assert hosts.ask("local", "", {"action": "clock", "cluster": "lab", "token": ""})["clock"] < time.time() - 29

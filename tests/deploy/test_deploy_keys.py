@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from flwr.cli.supernode.register import try_load_public_key
 
-from deploy import certificates, inventory, lifetimes
-from deploy.cluster import Cluster, restart, up
+from deploy import certificates, inventory
+from deploy.cluster import Cluster
 from deploy.inventory import Inventory
-from deploy.revoke import revoke
-from deploy.superlink_nodes import public_bytes
+from deploy.lifecycle import restart, up
+from deploy.superlink_nodes import public_bytes, revoke
 from fl_app.errors import UserError
 
 
@@ -118,21 +118,21 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
 def test_a_certificate_for_other_names_is_refused_with_the_way_out(tmp_path: Path) -> None:
     certificates.make(cluster(tmp_path))
     other = cluster(tmp_path, address="new.example.org")
-    for act in (certificates.make, certificates.check):
+    for act in (certificates.make, certificates.require_usable):
         with pytest.raises(
             UserError, match="server.crt is not for new.example.org but for .*`corolla cluster keys --renew"
         ):
             act(other)
     before = contents(tmp_path)
     assert {path.name for path in certificates.renew(other)} == {"server.crt", "server.key"}
-    certificates.check(other)
+    certificates.require_usable(other)
     changed = {name for name, content in contents(tmp_path).items() if content != before[name]}
     assert changed == {"server.crt", "server.key"}  # the same CA: nodes need nothing new
 
 
 def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no ca.crt, server.crt, server.key, supernode-0.key, supernode-0.pub, ..."):
-        certificates.check(cluster(tmp_path))
+        certificates.require_usable(cluster(tmp_path))
     certificates.make(cluster(tmp_path))
     foreign = inventory.parse(
         {"superlink": {"fleet-address": "lab"}, "hosts": [{"host": "local"}], "keys": str(tmp_path / "other")},
@@ -142,7 +142,7 @@ def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
     certificates.make(foreign)
     (tmp_path / "keys" / "ca.crt").write_bytes((tmp_path / "other" / "ca.crt").read_bytes())
     with pytest.raises(UserError, match="was not signed by"):
-        certificates.check(cluster(tmp_path))
+        certificates.require_usable(cluster(tmp_path))
     (tmp_path / "keys" / "ca.crt").unlink()
     with pytest.raises(UserError, match="ca.crt is missing beside files made with it"):
         certificates.make(cluster(tmp_path))
@@ -150,8 +150,8 @@ def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
 
 def later(monkeypatch: pytest.MonkeyPatch, days: float) -> None:
     """Let certificates be looked at some days from now."""
-    then = lifetimes.now() + datetime.timedelta(days=days)
-    monkeypatch.setattr(lifetimes, "now", lambda: then)
+    then = certificates.now() + datetime.timedelta(days=days)
+    monkeypatch.setattr(certificates, "now", lambda: then)
 
 
 def test_an_expired_certificate_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,25 +163,25 @@ def test_an_expired_certificate_is_named(tmp_path: Path, monkeypatch: pytest.Mon
             with pytest.raises(
                 UserError, match=f"{name} expired on 20..-..-..; `corolla cluster keys --renew CLUSTER.yaml`"
             ):
-                certificates.check(lab)
-            assert any(f"{name} expired on" in warning for warning in certificates.warnings(lab))
+                certificates.require_usable(lab)
+            assert any(f"{name} expired on" in warning for warning in certificates.expiry_warnings(lab))
 
 
 def test_a_month_before_the_end_there_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab = cluster(tmp_path)
     certificates.make(lab)
-    assert certificates.warnings(lab) == []
+    assert certificates.expiry_warnings(lab) == []
     later(monkeypatch, 825 - 31)
-    assert certificates.warnings(lab) == []
+    assert certificates.expiry_warnings(lab) == []
     later(monkeypatch, 2.5)
-    certificates.check(lab)
-    (warning,) = certificates.warnings(lab)
+    certificates.require_usable(lab)
+    (warning,) = certificates.expiry_warnings(lab)
     assert re.search(
         "^warning: keys: .*server.crt expires on 20..-..-.., in 28 days; `corolla cluster keys --renew", warning
     )
     certificates.renew(lab)
     monkeypatch.undo()
-    assert certificates.warnings(lab) == []
+    assert certificates.expiry_warnings(lab) == []
 
 
 def test_renewing_near_the_end_of_the_ca_keeps_its_key_and_the_nodes(
@@ -190,14 +190,14 @@ def test_renewing_near_the_end_of_the_ca_keeps_its_key_and_the_nodes(
     lab = cluster(tmp_path)
     monkeypatch.setattr(certificates, "_CA_DAYS", 20)
     certificates.make(lab)
-    ca, server = (lifetimes.read(tmp_path / "keys" / name) for name in ("ca.crt", "server.crt"))
+    ca, server = (certificates.read_certificate(tmp_path / "keys" / name) for name in ("ca.crt", "server.crt"))
     assert server.not_valid_after_utc <= ca.not_valid_after_utc
-    assert len(certificates.warnings(lab)) == 2
+    assert len(certificates.expiry_warnings(lab)) == 2
     monkeypatch.setattr(certificates, "_CA_DAYS", 3650)
     before = contents(tmp_path)
     assert {path.name for path in certificates.renew(lab)} == {"ca.crt", "server.crt", "server.key"}
-    assert certificates.warnings(lab) == []
-    lifetimes.read(tmp_path / "keys" / "server.crt").verify_directly_issued_by(
+    assert certificates.expiry_warnings(lab) == []
+    certificates.read_certificate(tmp_path / "keys" / "server.crt").verify_directly_issued_by(
         ca
     )  # nodes with the old ca.crt go on until its end
     assert all(
@@ -215,19 +215,19 @@ def test_renewing_needs_the_ca(tmp_path: Path) -> None:
         certificates.renew(lab)
     (tmp_path / "keys" / "ca.crt").write_text("no certificate")
     with pytest.raises(UserError, match="ca.crt is not a certificate"):
-        certificates.check(lab)
+        certificates.require_usable(lab)
 
 
 @pytest.mark.parametrize(("name", "mode"), [("server.key", 0o644), ("supernode-1.key", 0o640), ("ca.key", 0o602)])
 def test_a_key_that_others_may_read_is_refused(tmp_path: Path, name: str, mode: int) -> None:
     lab = cluster(tmp_path)
     certificates.make(lab)
-    certificates.check(lab)
+    certificates.require_usable(lab)
     (tmp_path / "keys" / name).chmod(mode)
     with pytest.raises(UserError, match=f"{name} must be its owner's alone \\(mode 600\\), it is {mode:o}"):
-        certificates.check(lab)
+        certificates.require_usable(lab)
     (tmp_path / "keys" / name).chmod(0o400)
-    certificates.check(lab)
+    certificates.require_usable(lab)
 
 
 def test_up_refuses_an_open_key_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from corolla.cli import runs
+from corolla.api import runs
 from deploy import certificates, inventory
 from deploy.connection import bad_certificate
 from fl_app.errors import UserError

@@ -19,7 +19,7 @@ TWO_JOIN = "[{host: local}, {host: joins, supernodes: 2}, {host: local}]"
 def lab(directory: Path, hosts: str = TWO_JOIN, tls: str = "true") -> Inventory:
     path = directory / "lab.yaml"
     path.write_text(f"tls: {tls}\nsuperlink: {{fleet-address: 127.0.0.1, fleet-port: 9999}}\nhosts: {hosts}\n")
-    return inventory.read(path)
+    return inventory.read_inventory(path)
 
 
 def test_clients_that_join_are_counted_with_the_others(tmp_path: Path) -> None:
@@ -55,10 +55,10 @@ def test_the_private_half_stays_and_the_invitation_leads_there(tmp_path: Path) -
     assert joining.admit(found, 1, public) == invitation  # again is no harm
     assert "PRIVATE" not in "".join(path.read_text() for path in (public, invitation))
     assert (Path(found.keys) / "supernode-1.pub").read_text().split()[:2] == public.read_text().split()[:2]
-    accepted = joining.accept(here, invitation)
+    accepted = joining.accept_invitation(here, invitation)
     assert (accepted.superlink, accepted.client, accepted.clients) == ("127.0.0.1:9999", 1, 4)
     assert (here / joining.CA).read_bytes() == (Path(found.keys) / certificates.CA).read_bytes()
-    words = joining.options(here, joining.accept(here, None), "/data x")
+    words = joining.supernode_options(here, joining.accept_invitation(here, None), "/data x")
     assert words[words.index("--auth-supernode-private-key") + 1] == str(here / joining.KEY)
     assert parse_config_args([words[-1]]) == {
         "partition-id": 1,
@@ -68,7 +68,7 @@ def test_the_private_half_stays_and_the_invitation_leads_there(tmp_path: Path) -
     }
     (here / joining.KEY).chmod(0o644)
     with pytest.raises(UserError, match="must be its owner's alone"):
-        joining.options(here, accepted, "")
+        joining.supernode_options(here, accepted, "")
 
 
 def test_what_is_not_admitted(tmp_path: Path) -> None:
@@ -89,9 +89,11 @@ def test_what_is_not_admitted(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=expected):
             joining.admit(found, client, public)
     with pytest.raises(UserError, match="has no invitation yet"):
-        joining.accept(tmp_path / "a", None)
+        joining.accept_invitation(tmp_path / "a", None)
     with pytest.raises(UserError, match="must be an invitation with superlink"):
-        joining.accept(tmp_path / "a", tmp_path / "lab.toml" if (tmp_path / "lab.toml").write_text("x = 1") else None)
+        joining.accept_invitation(
+            tmp_path / "a", tmp_path / "lab.toml" if (tmp_path / "lab.toml").write_text("x = 1") else None
+        )
 
 
 def test_the_list_of_all_sites_keys(tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def test_the_list_of_all_sites_keys(tmp_path: Path) -> None:
     assert not listed.exists()  # one is missing
     joining.admit(found, 2, publics[1])
     for site in here:
-        assert joining.hold(site, listed) == hashlib.sha256(listed.read_bytes()).hexdigest()
+        assert joining.keep_peers(site, listed) == hashlib.sha256(listed.read_bytes()).hexdigest()
         assert (site / "node.x25519").stat().st_mode & 0o777 == 0o600
     rings = [open_keyring(str(site / "node.x25519"), 0, client, 4) for site, client in zip(here, (1, 2), strict=True)]
     rings.append(open_keyring(str(Path(found.keys) / "supernode-3.x25519"), 0, 3, 4))

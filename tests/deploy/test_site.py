@@ -35,15 +35,17 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "device": {"one-of": ["cpu"]},
         "fedcac.tau": {"min": 0.1, "max": 0.9},
     }
-    assert site.read(path) == Site((HASH,), ("fedcac",), 50, 20_000_000, ("/data",), True, "ask", bounds, str(path))
-    assert site.read(written(tmp_path, "")) == Site(source=str(path))
+    assert site.read_site(path) == Site(
+        (HASH,), ("fedcac",), 50, 20_000_000, ("/data",), True, "ask", bounds, str(path)
+    )
+    assert site.read_site(written(tmp_path, "")) == Site(source=str(path))
 
 
 def test_problems_are_reported_together(tmp_path: Path) -> None:
     text = 'method = ["x"]\nmin-samples = 0\napproval = "maybe"\nreadable-paths = ["data"]\napplications = ["12"]\n'
     text += "[bounds]\ntau = 3\n"
     with pytest.raises(UserError) as error:
-        site.read(written(tmp_path, text))
+        site.read_site(written(tmp_path, text))
     for expected in (
         "method: unknown key; did you mean methods?",
         "min-samples: must be an integer >= 1, got 0",
@@ -57,7 +59,7 @@ def test_problems_are_reported_together(tmp_path: Path) -> None:
 
 def test_a_file_that_others_may_change_is_no_rule(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="others may change it .mode 664."):
-        site.read(written(tmp_path, "", 0o664))
+        site.read_site(written(tmp_path, "", 0o664))
 
 
 def test_where_the_file_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.explain import meanings
+from deploy.node import explain_refusals
 from tests.e2e.conftest import Cluster, Run, replay, rounds, summary, wait_for
 from tests.e2e.test_faults import COMMON, EVERY_REPLY, causes, failures
 
@@ -117,7 +117,7 @@ def test_cut_of_20_seconds_loses_nothing(network: Network, apart: Cluster, tmp_p
     assert all(sorted(r["clients"]) == ["0", "1", "2"] for r in rounds(run.folder))
     assert rounds(run.folder)[1]["seconds"]["round"] > 20
     assert summary(run.folder)["digest"] == replay(run, tmp_path) is not None
-    assert meanings("supernode-2", apart.log("supernode-2")) == []  # whether gRPC said anything or waited
+    assert explain_refusals("supernode-2", apart.log("supernode-2")) == []  # whether gRPC said anything or waited
 
 
 @pytest.mark.nightly
@@ -131,4 +131,4 @@ def test_cut_of_80_seconds_repeats_the_round(network: Network, apart: Cluster, t
     assert "Node Unavailable" in causes(run)
     assert all(sorted(r["clients"]) == ["0", "1", "2"] for r in rounds(run.folder))
     assert summary(run.folder)["digest"] == replay(run, tmp_path) is not None
-    assert meanings("supernode-2", apart.log("supernode-2")) == []
+    assert explain_refusals("supernode-2", apart.log("supernode-2")) == []

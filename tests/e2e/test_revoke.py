@@ -7,7 +7,7 @@ import shutil
 import psutil
 import pytest
 
-from deploy import explain
+from deploy import node
 from tests.e2e.conftest import Lab, Run, rounds, summary, wait_for
 from tests.e2e.test_security import Intruders
 
@@ -48,7 +48,7 @@ def test_a_revoked_node_is_out_whoever_has_its_key(lab: Lab) -> None:
         psutil.pid_exists(pid) for pid in pids.values()
     )
     wait_for(lambda: "[code: 2004]" in thief.log("thief"), 300, every=0.5)
-    assert "its key is not registered" in explain.meanings("supernode-1", thief.log("thief"))[0]
+    assert "its key is not registered" in node.explain_refusals("supernode-1", thief.log("thief"))[0]
     thief.end()
 
     renewed = lab.cluster("keys", "--renew")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from deploy import explain
+from deploy import node
 from fl_app.processes import end_processes, free_ports, processes_with, script
 from tests.e2e.conftest import Lab, Run, rounds, summary, wait_for
 
@@ -97,8 +97,8 @@ def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: L
     told = lab.cluster("logs", "superlink").stdout
     for name, (_, meaning, superlink) in REFUSALS.items():
         assert "SuperNode ID" not in intruders.log(name), name
-        assert any(meaning in said for said in explain.meanings("supernode-2", intruders.log(name))), intruders.log(
-            name
+        assert any(meaning in said for said in node.explain_refusals("supernode-2", intruders.log(name))), (
+            intruders.log(name)
         )
         assert superlink in told, (name, told)
     status = lab.cluster("status")

@@ -115,7 +115,7 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
 def test_a_reply_that_is_too_large_stays_at_the_site(cluster: Cluster, tmp_path: Path) -> None:
     """Client 2 may not send it; client 0 trains with the kernel's leave to reach little else than its own directories."""
     cluster.start_superlink()
-    confined = "confine = true\nreadable-paths = []\n" * bool(confine.version())
+    confined = "confine = true\nreadable-paths = []\n" * bool(confine.landlock_version())
     for client_id, text in enumerate([confined, "", "max-upload = 3000\n"]):
         cluster.start_site(client_id, 3, text)
     run = Run(cluster, tmp_path / "r", 3, CONFIG)

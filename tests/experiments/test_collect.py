@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
+import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from corolla.experiments import compare, significance
-from corolla.experiments.collect import collect
+from corolla import load
+from corolla.experiments import compare, grouping, significance
+from corolla.experiments import runs as folders
+from corolla.experiments.collect import collect, packed
 from corolla.experiments.runs import RecordedRun, find
 from corolla.experiments.table import text_table
 from corolla.report import arrays
 from fl_app.errors import UserError
+from fl_app.server.run_folder import read_file
 from strategies import METHOD_PARAMS
 from tests.conftest import Command
 
@@ -30,7 +36,7 @@ def runs(run: Any, tmp_path: Path) -> Path:
 def test_collected_runs_compare_as_the_runs_do(runs: Path, tmp_path: Path) -> None:
     kept = collect(find([runs]), tmp_path / "kept")
     assert kept == [tmp_path / "kept" / name for name in "abc"]
-    assert {p.name for p in kept[0].iterdir()} == {"config.toml", "run.json", "summary.json", "metrics.jsonl.gz"}
+    assert {p.name for p in kept[0].iterdir()} == {"summary.json", "run.tar.xz"}
     found = []
     for where in (runs, tmp_path / "kept"):
         groups = compare.group(compare.load([where], METHOD_PARAMS)[0])
@@ -56,11 +62,11 @@ def test_no_path_of_the_machine_is_kept_and_the_bytes_are_always_the_same(runs: 
     collect(find([runs]), tmp_path / "one")
     collect(find([runs]), tmp_path / "two")
     files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").glob("*/*"))
-    assert len(files) == 12
+    assert len(files) == 6
     for file in files:
         content = (tmp_path / "one" / file).read_bytes()
         assert content == (tmp_path / "two" / file).read_bytes()
-        text = gzip.decompress(content) if file.suffix == ".gz" else content
+        text = lzma.decompress(content) if file.suffix == ".xz" else content
         assert str(tmp_path).encode() not in text and b"sha256" not in text.replace(b"frozen-sha256", b""), file
     assert RecordedRun(tmp_path / "one" / "a").settings["dataset"] == "folder:images"
     assert RecordedRun(tmp_path / "one" / "a").summary["dataset"] == "folder:images"
@@ -83,14 +89,88 @@ def test_a_run_is_not_collected_into_itself(runs: Path, tmp_path: Path, command:
     assert {p: p.read_bytes() for p in (runs / "a").rglob("*") if p.is_file()} == before
 
 
-def test_a_packed_file_is_read_as_far_as_it_goes(runs: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_not_collected_is_not_replaced(runs: Path, tmp_path: Path) -> None:
+    shutil.copytree(runs / "a", tmp_path / "kept" / "a")
+    with pytest.raises(UserError, match="kept/a is a run that was not collected, of which the rest would be lost"):
+        collect(find([runs / "a"]), tmp_path / "kept")
+
+
+def unpack_as_before(folder: Path) -> None:
+    """Make a collected run what earlier versions wrote: config.toml and run.json by themselves, the rounds alone compressed."""
+    with tarfile.open(folder / "run.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    (folder / "run.tar.xz").unlink()
+    rounds = folder / "metrics.jsonl"
+    (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(rounds.read_bytes()))
+    rounds.unlink()
+
+
+def everything(run: RecordedRun) -> tuple[Any, ...]:
+    return run.settings, run.about, run.rounds, run.summary, run.state, run.clients
+
+
+def test_what_earlier_versions_collected_is_read_and_replaced(runs: Path, tmp_path: Path) -> None:
+    kept = collect(find([runs]), tmp_path / "kept")
+    before = [everything(run) for run in find([tmp_path / "kept"])]
+    packed = [(folder / "run.tar.xz").read_bytes() for folder in kept]
+    for folder in kept:
+        unpack_as_before(folder)
+        assert {p.name for p in folder.iterdir()} == {"config.toml", "run.json", "summary.json", "metrics.jsonl.gz"}
+    assert [everything(run) for run in find([tmp_path / "kept"])] == before
+    collect(find([runs]), tmp_path / "kept")
+    assert [(folder / "run.tar.xz").read_bytes() for folder in kept] == packed
+    assert {p.name for folder in kept for p in folder.iterdir()} == {"summary.json", "run.tar.xz"}
+
+
+def test_of_the_config_the_keys_of_the_runs_own_method_are_kept(runs: Path, tmp_path: Path) -> None:
+    for folder in collect(find([runs]), tmp_path / "kept"):
+        run, before = (RecordedRun(path, METHOD_PARAMS) for path in (folder, runs / folder.name))
+        tables = {key.partition(".")[0] for key in run.settings if "." in key}
+        assert tables == {run.settings["method"]}
+        assert run.config.params == before.config.params
+        assert grouping.settings(run.settings) == grouping.settings(before.settings)
+
+
+def test_collected_runs_are_found_wherever_runs_are(runs: Path, tmp_path: Path) -> None:
+    kept = collect(find([runs]), tmp_path / "all" / "kept")
+    assert [run.path for run in folders.below(tmp_path / "all")] == kept
+    assert [run.path for run in folders.below(kept[0])] == kept[:1]
+    assert [run.path for run in folders.inside(tmp_path / "all" / "kept")] == kept
+    ids = folders.by_experiment(tmp_path / "all")
+    assert ids.keys() == folders.by_experiment(runs).keys() and [ids[i].path for i in ids] == kept
+    (_, *before), (_, *after) = folders.listing(find([runs])), folders.listing(find(kept))
+    assert [row[1:-1] for row in after] == [row[1:-1] for row in before]
+
+
+def test_a_collected_run_loads(runs: Path, tmp_path: Path) -> None:
     (kept,) = collect(find([runs / "a"]), tmp_path / "kept")
-    packed = (kept / "metrics.jsonl.gz").read_bytes()
+    run, before = load(kept), load(runs / "a")
+    assert run.state == "finished" and run.summary == before.summary
+    assert list(run.metrics["accuracy-before"]) == list(before.metrics["accuracy-before"])
+    assert run.config["fedobp.quantile"] == before.config["fedobp.quantile"]
+
+
+def test_a_packed_file_is_read_as_far_as_it_goes(runs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (kept,) = collect(find([runs / "a"]), tmp_path / "kept")
+    archive = kept / "run.tar.xz"
     assert list(RecordedRun(kept).rounds) == [1, 2]
-    (kept / "metrics.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    assert list(RecordedRun(kept).rounds) in ([], [1])
-    (kept / "metrics.jsonl.gz").write_bytes(b"nothing packed")
-    assert RecordedRun(kept).rounds == {}
+    files = {name: read_file(kept, name).decode() for name in ("config.toml", "run.json", "metrics.jsonl")}
+    first = json.loads(files["metrics.jsonl"].splitlines()[0])
+    files["metrics.jsonl"] = "".join(json.dumps(first | {"round": t, "loss": t**0.5}) + "\n" for t in range(1, 400))
+    archive.write_bytes(whole := packed(files))
+    assert list(RecordedRun(kept).rounds) == list(range(1, 400)) and not caplog.records
+    archive.write_bytes(whole[: len(whole) * 3 // 4])
+    cut = RecordedRun(kept)
+    assert cut.settings and cut.about and 0 < len(cut.rounds) < 399
+    assert list(cut.rounds) == list(range(1, len(cut.rounds) + 1))
+    assert "metrics.jsonl cannot be read to its end" in caplog.text
+    archive.write_bytes(b"nothing packed")
+    assert RecordedRun(kept).rounds == {} and RecordedRun(kept).about == {}
+    with pytest.raises(UserError, match="a is not a run folder: config.toml in .*a is damaged"):
+        find([kept])
+    archive.write_bytes(packed({"run.json": files["run.json"]}))
+    with pytest.raises(UserError, match="a is not a run folder: .*config.toml: No such file"):
+        find([kept])
 
 
 def test_the_command(runs: Path, tmp_path: Path, command: Command) -> None:

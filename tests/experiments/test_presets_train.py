@@ -16,10 +16,10 @@ from client_app.client_app import app
 from corolla import presets
 from fl_app.config import parse
 from fl_app.keys import Scalar
-from fl_app.known_names import DATASETS
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics, read_summary
 from fl_app.server_app import run
+from fl_app.sources import named_data
 from strategies import METHOD_PARAMS
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
@@ -47,7 +47,8 @@ def cell(paper: str, method: str) -> presets.Preset:
 
 def stand_in(directory: Path, dataset: str) -> str:
     """Write random images like those of a named data set, which every class has some of, and return the run's `dataset`."""
-    named = DATASETS[dataset.partition(":")[0]]
+    named = named_data(dataset)
+    assert named is not None
     labels = np.repeat(np.arange(named.num_classes), PER_CLASS)
     images = np.random.default_rng(0).integers(
         0, 256, (len(labels), named.image_size, named.image_size, named.in_channels), np.uint8

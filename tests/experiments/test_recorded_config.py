@@ -8,8 +8,8 @@ from corolla.experiments import compare, sweep
 from corolla.experiments.collect import collect
 from corolla.experiments.runs import find
 from fl_app.config import parse
-from fl_app.server.run_folder import read_config, read_metrics
-from fl_app.toml import flatten, read_toml, to_toml
+from fl_app.server.run_folder import CONFIG, read_config, read_file, read_metrics
+from fl_app.toml import flatten, parse_toml, to_toml
 from strategies import METHOD_PARAMS
 from tests.conftest import Run
 
@@ -23,7 +23,11 @@ def as_before(folder: Path) -> None:
 
 
 def tables(folder: Path) -> set[str]:
-    return {name.partition(".")[0] for name in flatten(read_toml(folder / "config.toml")) if "." in name}
+    return {
+        name.partition(".")[0]
+        for name in flatten(parse_toml(read_file(folder, CONFIG), folder / CONFIG))
+        if "." in name
+    }
 
 
 def test_a_config_holds_the_keys_of_its_method_alone(run: Run, tmp_path: Path) -> None:
@@ -31,7 +35,7 @@ def test_a_config_holds_the_keys_of_its_method_alone(run: Run, tmp_path: Path) -
     assert (tables(fedavg), tables(fedcac)) == ({"fedavg"}, {"fedcac"})
     as_before(fedcac)
     (kept,) = collect(find([fedcac]), tmp_path / "kept")
-    assert tables(kept) == {"fedcac"} and "tensorboard" not in (kept / "config.toml").read_text()
+    assert tables(kept) == {"fedcac"} and b"tensorboard" not in read_file(kept, CONFIG)
 
 
 def test_a_config_of_an_earlier_version_is_the_same_run(run: Run, tmp_path: Path) -> None:

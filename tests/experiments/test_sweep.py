@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from corolla import cli
+from corolla.api import runs
 from corolla.experiments import sweep
 from corolla.experiments.runs import RecordedRun
-from fl_app import plugins
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS
 
@@ -163,13 +163,11 @@ def test_wrong_files_are_refused_with_all_their_problems(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("file", sorted(p.name for p in (ROOT / "sweeps").glob("*.toml")))
 def test_sweep_files_expand(file: str) -> None:
-    plugins.look_in(ROOT / "sweeps")
     plan = sweep.read_sweep(ROOT / "sweeps" / file)
     full = sweep.expand(plan, METHOD_PARAMS, Path("/out"), {}, dict)
     assert len(full) > 1
-    if not str(plan.settings.get("partition", "")).startswith("file:"):
-        small = sweep.expand(dataclasses.replace(plan, scale="small"), METHOD_PARAMS, Path("/out"), {}, dict)
-        assert {p.parsed.scale for p in small} == {"small"}
+    small = sweep.expand(dataclasses.replace(plan, scale="small"), METHOD_PARAMS, Path("/out"), {}, dict)
+    assert {p.parsed.scale for p in small} == {"small"}
 
 
 def test_problems_of_all_combinations_are_reported_before_anything_is_written(
@@ -377,14 +375,14 @@ def test_a_failed_run_does_not_end_the_sweep(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "s.toml", SMALL.format(rounds=1).replace("seed = [0, 1]", ""))
-    real = cli.runs.run_in_process
+    real = runs.run_in_process
 
     def fails_for_fedavg(config: Any, parsed: Any, until: int) -> Path:
         if parsed.method == "fedavg":
             raise RuntimeError("no such luck")
         return real(config, parsed, until)
 
-    monkeypatch.setattr(cli.runs, "run_in_process", fails_for_fedavg)
+    monkeypatch.setattr(runs, "run_in_process", fails_for_fedavg)
     code, out, err = corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process")
     assert code == 1 and "RuntimeError: no such luck" in err
     results = (tmp_path / "runs" / "s" / "results.md").read_text()

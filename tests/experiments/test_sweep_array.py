@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from corolla.cli.settings import ready
+from corolla.api.settings import ready
 from corolla.cli.sweeps import run_points
 from corolla.experiments import sweep
 from fl_app.errors import UserError

@@ -133,7 +133,7 @@ def test_data_state_and_run_folders_are_closed_to_others(tmp_path: Path) -> None
         "local-epochs": 1,
         "device": "cpu",
         "collect-personal-models": True,
-        "tensorboard": find_spec("tensorboard") is not None,
+        "track": "tensorboard" if find_spec("tensorboard") else "",
         "data-dir": str(tmp_path / "data"),
         "output-dir": str(tmp_path / "runs"),
         "state-dir": str(tmp_path / "state"),

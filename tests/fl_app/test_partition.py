@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_app import known_names
 from fl_app import partition as part
 from fl_app.config import RunConfig
 from fl_app.data import index_files, named
@@ -139,6 +140,10 @@ def test_blocks_by_hand(clients: int, classes: int, per_client: int, expected: l
 # whole partitions
 
 
+def test_every_partition_that_a_config_may_name_has_its_rule() -> None:
+    assert set(part.PARTITIONS) == {*known_names.PARTITIONS, known_names.BY_COLUMN}
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     counts=st.lists(st.integers(0, 60), min_size=2, max_size=8).filter(lambda c: sum(c) >= 20),
@@ -244,6 +249,19 @@ def test_iid_properties(clients: int, train: int, test: int, seed: int) -> None:
         assert everything.min() >= offset and everything.max() < offset + n
         sizes = [len(h) for h in hands]
         assert (set(sizes) == {size}) if size else (max(sizes) - min(sizes) <= 1)
+
+
+def test_iid_is_flowers_partitioner_on_shuffled_data() -> None:
+    from datasets import Dataset
+    from flwr_datasets.partitioner import IidPartitioner
+
+    for clients, samples in ((3, 0), (7, 0), (7, 20)):
+        result = split("iid", num_clients=clients, train_samples=samples, test_samples=0, seed=3)
+        order = generator(3, "partition-train").permutation(len(Y_TRAIN))[: samples * clients or None]
+        theirs = IidPartitioner(clients)
+        theirs.dataset = Dataset.from_dict({"index": order})
+        for client, (train, _) in enumerate(result):
+            assert train.tolist() == sorted(theirs.load_partition(client)["index"][:])
 
 
 @pytest.mark.parametrize("assignment", ["random", "blocks"])

@@ -109,7 +109,7 @@ def test_a_part_of_torchmetrics_measures_as_the_whole() -> None:
 
 def test_the_users_own_task(tmp_path: Path) -> None:
     (tmp_path / "own_task.py").write_text(OWN)
-    plugins.look_in(tmp_path)
+    plugins.reset(tmp_path)
     try:
         task = tasks.of(config(task="own_task:Median", partition="iid"))
         assert task.headline == Metric("mae", higher_is_better=False, low=0) and not task.cross_entropy
@@ -118,7 +118,7 @@ def test_the_users_own_task(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="task own_task:NOT_ONE: must be a class made of fl_app.tasks.Task, got 3"):
             tasks.named("own_task:NOT_ONE")
     finally:
-        plugins.look_in()
+        plugins.reset()
 
 
 def test_what_is_measured() -> None:

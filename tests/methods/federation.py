@@ -107,7 +107,7 @@ class Federation:
         for i in chosen:
             upload = self.upload(i)
             self.server.check(upload)
-            intake.accept(i, self.server.complete(i, upload), upload.metrics, upload.nbytes)
+            intake.accept(i, self.server.complete(i, upload), upload.metrics)
         uploads = intake.uploads()
         kept = uploads.rows(list(range(len(chosen))))
         self.server.round = self.rounds

@@ -16,6 +16,7 @@ from hypothesis.extra import numpy as hnp
 from client_app.state import State
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder
+from fl_app.wire import payload_bytes, upload_message
 from strategies.base import RoundContext, Uploads
 from strategies.fedamp import METHOD, FedAMP, FedAMPParams, FedAMPUpdate, attention
 from tests.conftest import config, f32, flat_layout
@@ -194,4 +195,4 @@ def test_training_pulls_to_the_cloud_model(lam: float, alpha: float, mu: float) 
     assert again.params.tolist() == [3, 4] and again.buffers.tolist() == [3]
     assert FedAMPUpdate().personal(received, state, ctx).params.tolist() == [3, 4]
     upload = FedAMPUpdate().upload(start, after, State(), ctx)
-    assert upload.mask is None and upload.nbytes == 4 * 3 and upload.num_examples == 12
+    assert upload.mask is None and payload_bytes(upload_message(upload)) == 4 * 3 and upload.num_examples == 12

@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from client_app.state import State
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
+from fl_app.wire import payload_bytes, upload_message
 from strategies import aggregate, masks, scores
 from strategies.base import RoundContext, Uploads
 from strategies.fedcac import (
@@ -199,7 +200,7 @@ def test_upload_by_hand() -> None:
     assert upload.mask.tolist() == [0b10110010]  # parameters 1, 4, 5, 7: |-8|, |-5|, 6, 7
     assert upload.model.params.tolist() == AFTER.params.tolist() and upload.model.buffers.tolist() == [1, 2]
     assert upload.num_examples == 12
-    assert upload.nbytes == 4 * (8 + 2) + 1
+    assert payload_bytes(upload_message(upload)) == 4 * (8 + 2) + 1
 
 
 def test_selection_is_per_layer() -> None:

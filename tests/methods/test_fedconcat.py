@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_app import rng, weights
 from fl_app.layout import Layout, Model
+from fl_app.wire import encode_download, payload_bytes
 from strategies import components
 from strategies.fedconcat import clusters
 from strategies.kmeans import centres_of, squared_distances
@@ -263,7 +264,7 @@ def test_encoders_are_sent_to_who_has_none(tmp_path: Path) -> None:
     encoders = 2 * 4 * (layout.d - (5 * 3 + 3) + layout.b)
 
     def sent(client_id: int) -> int:
-        return f.server.download_for(client_id, f.rounds, "evaluate").nbytes  # type: ignore[no-any-return]
+        return payload_bytes(encode_download(f.server.download_for(client_id, f.rounds, "evaluate")))
 
     f.round()
     assert [sent(i) for i in range(3)] == [4 * (layout.d + layout.b)] * 3

@@ -12,6 +12,7 @@ from client_app.state import State
 from fl_app.layout import Layout, Model
 from fl_app.server import client_arrays
 from fl_app.server.run_folder import RunFolder
+from fl_app.wire import payload_bytes, upload_message
 from strategies import aggregate, masks
 from strategies.base import RoundContext, Uploads
 from strategies.feddac import (
@@ -170,7 +171,7 @@ def test_upload(guidance: str) -> None:
     assert upload.mask is not None and upload.mask.tolist() == [0b10000010]  # |-8| and 7
     assert upload.model is after and upload.num_examples == 12
     extra = 4 * 8 if guidance == "one-step" else 0
-    assert upload.nbytes == 4 * (8 + 2) + 1 + extra
+    assert payload_bytes(upload_message(upload)) == 4 * (8 + 2) + 1 + extra
     if extra:
         assert upload.extras["guidance"].tolist() == (after.params + 1).tolist()
         assert trainer.calls == [{"epochs": 1, "purpose": "feddac.guidance"}]

@@ -15,11 +15,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.keys import BELOW_ONE, NOT_NEGATIVE, key
-from fl_app.layout import Model
-from fl_app.wire import Expected, Upload
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_tensors
-from strategies.fedavg import FedAvg
+from corolla.method import (
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    ClientState,
+    Expected,
+    FedAvg,
+    LocalUpdate,
+    Method,
+    Model,
+    RoundContext,
+    Upload,
+    Uploads,
+    all_tensors,
+    key,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -9,10 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fl_app.keys import NOT_NEGATIVE, key
-from fl_app.layout import Model
-from strategies.base import OWN_MODEL, ClientState, LocalUpdate, Method, RoundContext, all_tensors
-from strategies.fedavg import FedAvg
+from corolla.method import (
+    NOT_NEGATIVE,
+    OWN_MODEL,
+    ClientState,
+    FedAvg,
+    LocalUpdate,
+    Method,
+    Model,
+    RoundContext,
+    all_tensors,
+    key,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from scipy.stats import rankdata
 
-from strategies.engine.private import MaskedIntake, Private, sums_of
+from strategies.engine.attempt import Attempt
+from strategies.engine.private import MaskedIntake, PrivateRounds, complete_groups
 
 Sum = tuple[int, dict[int, float]]  # round; what each client counts in it
 
@@ -58,12 +59,13 @@ class Attack:
 def sums_seen(patch: pytest.MonkeyPatch) -> Iterator[list[Sum]]:
     """Every sum that a server in this process can form, of attempts that do not count, too: of groups that all of have answered."""
     seen: list[Sum] = []
-    use = Private.use
+    screen = PrivateRounds.screen
 
-    def noted(self: Any, round: int, intake: Any) -> None:
-        if isinstance(intake, MaskedIntake):
-            seen.extend((round, {i: intake.weights[i] for i in own}) for own in sums_of(intake))
-        use(self, round, intake)
+    def noted(self: PrivateRounds, attempt: Attempt) -> Any:
+        intake = attempt.intake
+        assert isinstance(intake, MaskedIntake)
+        seen.extend((attempt.round, {i: intake.weights[i] for i in own}) for own in complete_groups(intake))
+        return screen(self, attempt)
 
-    patch.setattr(Private, "use", noted)
+    patch.setattr(PrivateRounds, "screen", noted)
     yield seen

@@ -17,13 +17,13 @@ def make(directory: Path, count: int) -> list[Path]:
     for i in range(count):
         (directory / str(i)).mkdir(parents=True)
         paths.append(directory / str(i) / "node.x25519")
-        paths[-1].write_bytes(keyring.make())
+        paths[-1].write_bytes(keyring.make_private_key())
         paths[-1].chmod(0o600)
         node = ec.generate_private_key(ec.SECP384R1())
         public = (
             node.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH).decode()
         )
-        lines.append(f"{i} {public} {keyring.WORD} {keyring.statement(keyring.read(paths[-1]), node)}")
+        lines.append(f"{i} {public} {keyring.KEY_TYPE} {keyring.statement(keyring.read_private_key(paths[-1]), node)}")
     for path in paths:
         (path.parent / PEERS).write_text("\n".join(lines) + "\n")
     return paths

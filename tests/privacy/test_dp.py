@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from client_app.dp import Budget, NoisyTrainer, Plan
 from client_app.state import State, StateStore
+from client_app.trainer import LocalTrainer
 from fl_app import models, weights
 from fl_app.errors import UserError
 from fl_app.layout import Layout
@@ -80,14 +81,14 @@ def test_what_is_spent_stays_spent(tmp_path: Path) -> None:
     again = Budget(place(tmp_path), wanted, repeatable=False)
     with pytest.raises(UserError, match=r"dp-epsilon: 2 of 2 is spent, and 13 steps more would make it 2\.\d"):
         again.spend("3-1-train", plan, plan.steps)
-    assert len(again.read()) == 3  # what was refused is not noted
+    assert len(again.trainings()) == 3  # what was refused is not noted
 
 
 def test_a_repetition_with_the_same_noise_costs_nothing(tmp_path: Path) -> None:
     wanted = config(dp_epsilon=2.0, num_server_rounds=3)
     plan, budget = Plan.of(wanted, 100, 1), Budget(place(tmp_path), wanted, repeatable=True)
     assert budget.spend("1-1-train", plan, plan.steps) == budget.spend("1-1-train", plan, plan.steps)
-    assert budget.spend("1-2-train", plan, plan.steps) > budget.epsilon(budget.read()[:1])
+    assert budget.spend("1-2-train", plan, plan.steps) > budget.epsilon(budget.trainings()[:1])
 
 
 @pytest.mark.parametrize("content", ["", "[[1]]", "{}x", "[1]"])
@@ -122,20 +123,20 @@ def test_a_budget_outlasts_the_state(tmp_path: Path) -> None:
     budget.spend("1", plan, plan.steps)
     store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
     store.forget()
-    assert not list(store.directory.glob("*.state")) and len(budget.read()) == 1
+    assert not list(store.directory.glob("*.state")) and len(budget.trainings()) == 1
 
 
 def test_state_that_was_trained_without_a_budget_is_not_told(tmp_path: Path) -> None:
     store, wanted = StateStore(tmp_path, "abc", 1), config(dp_epsilon=2.0)
     budget, plan = Budget(store.directory, wanted, repeatable=False), Plan(0.1, 10, 5.0)
-    budget.check()
+    budget.check_state()
     store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
     with pytest.raises(UserError, match="trained without a budget"):
-        budget.check()
+        budget.check_state()
     store.forget()
     budget.spend("1", plan, plan.steps)
     store.save(State({"personal": np.zeros(3, np.float32)}), 1, 0)
-    budget.check()
+    budget.check_state()
 
 
 # the steps
@@ -152,9 +153,8 @@ def convolution() -> nn.Module:
 
 def noisy(tmp_path: Path, make: Callable[[], nn.Module], plan: Plan, n: int = 12, **changes: Any) -> NoisyTrainer:
     wanted = config(dp_epsilon=1e40, learning_rate=0.5, **{"batch_size": n, **changes})
-    trainer = NoisyTrainer(
-        make(), wanted, data_of(n), 1, 0, budget=Budget(place(tmp_path), wanted, repeatable=True), epochs=1
-    )
+    budget = Budget(place(tmp_path), wanted, repeatable=True)
+    trainer = NoisyTrainer(LocalTrainer(make(), wanted, data_of(n), 1, 0), budget=budget, epochs=1)
     trainer.plan = plan
     return trainer
 
@@ -171,7 +171,7 @@ def test_a_step_is_the_mean_of_clipped_gradients(
     still = layout.classifier if frozen else frozenset()
     after = trainer.train(start, epochs=1, frozen=still)
 
-    x, y = trainer.data.chosen(torch.arange(12))
+    x, y = trainer._local.data.chosen(torch.arange(12))
     parameters = {name: p.detach() for name, p in module.named_parameters()}
 
     def loss(values: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -195,8 +195,8 @@ def test_the_noise_has_the_size_it_should(tmp_path: Path) -> None:
 def test_batches_are_drawn_and_may_be_empty(tmp_path: Path) -> None:
     trainer = noisy(tmp_path, convolution, Plan(0.02, 400, 1.0))
     seen: list[int] = []
-    inputs = trainer.data.inputs
-    trainer.data.inputs = lambda images: seen.append(len(images)) or inputs(images)  # type: ignore[func-returns-value,method-assign]
+    inputs = trainer._local.data.inputs
+    trainer._local.data.inputs = lambda images: seen.append(len(images)) or inputs(images)  # type: ignore[func-returns-value,method-assign]
     start = weights.read(convolution())
     after = trainer.train(start, epochs=1)
     assert seen[:2] == [2, 2]  # made up, to see whether the model keeps records apart
@@ -222,14 +222,14 @@ def test_a_record_whose_gradient_is_no_number_counts_nothing(tmp_path: Path) -> 
     results = []
     for broken in (True, False):
         trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 1e-13))
-        inputs = trainer.data.inputs
+        inputs = trainer._local.data.inputs
 
         def fourth(images: torch.Tensor, inputs: Any = inputs, broken: bool = broken) -> torch.Tensor:
             x = inputs(images).clone()
             x[3:4] = torch.inf if broken else 0.0
             return x
 
-        trainer.data.inputs = fourth  # type: ignore[method-assign]
+        trainer._local.data.inputs = fourth  # type: ignore[method-assign]
         results.append(trainer.train(weights.read(mlp()), epochs=1).params - weights.read(mlp()).params)
     assert np.isfinite(results[0]).all()
     assert 0 < np.linalg.norm(results[0] - results[1]) <= 0.5 * 1.0 / 12 + 1e-5  # rate, clip, records
@@ -243,8 +243,10 @@ def test_what_befalls_a_record_is_as_secret_as_who_is_in_a_batch(tmp_path: Path,
     for run in seen:
         trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 1.0), augment="crop-flip")
         trainer.budget.repeatable = repeatable
-        trainer.data.poisson = 1.0, 1, trainer._generator("train")
-        run.extend((batch.x.numpy().tobytes(), float(torch.rand(()))) for batch in trainer.data.epochs(1, "train"))
+        trainer._local.data.poisson = 1.0, 1, trainer._generator("train")
+        run.extend(
+            (batch.x.numpy().tobytes(), float(torch.rand(()))) for batch in trainer._local.data.epochs(1, "train")
+        )
     (images, dropout), (images_again, dropout_again) = seen[0][0], seen[1][0]
     assert (images == images_again) is (dropout == dropout_again) is repeatable
 
@@ -259,8 +261,13 @@ def test_records_are_looked_at_by_steps_alone(tmp_path: Path) -> None:
         lambda: trainer.sample_losses(start),
         lambda: trainer.loss_gradient(start),
         lambda: trainer.samples(np.arange(2)),
+        lambda: trainer.indices,
+        lambda: trainer.leave_out(np.arange(2)),
+        lambda: trainer.alternate(start, {}),
+        lambda: trainer.step(),
         lambda: trainer.train(start, objective=lambda module, x, y: module(x).sum()),
-        lambda: [trainer.differentiate(x, y) for x, y in trainer.batches()],
+        lambda: next(iter(trainer.batches())),
+        lambda: trainer.differentiate(*trainer._local.data.chosen(torch.arange(2))),
     ]
     for look in looks:
         with pytest.raises(UserError, match="dp-epsilon: method fedavg looks at records by"):

@@ -135,7 +135,7 @@ def test_a_client_answers_no_attempt_twice(run: Run, monkeypatch: pytest.MonkeyP
     said = [reply.content.config_records["fitres.metrics"].get(wire.ERROR, "") for reply in answers]
     assert len(said) == 5 and all("private: attempt 000001-000000 was answered before" in str(text) for text in said)
     assert all(
-        not list(reply.content.array_records["fitres.parameters"]) or wire.size(reply.content) < 100
+        not list(reply.content.array_records["fitres.parameters"]) or wire.payload_bytes(reply.content) < 100
         for reply in answers
     )
 

@@ -17,6 +17,7 @@ from fl_app.layout import Layout
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
 from strategies import METHODS
+from strategies.engine.private import PrivateRounds
 from tests.conftest import Run, config
 from tests.privacy.runs import PRIVATE, rounds
 
@@ -211,10 +212,8 @@ def test_what_leaks_is_said_at_the_start(run: Run, caplog: pytest.LogCaptureFixt
 def test_a_client_sends_nothing_that_would_not_be_hidden(
     run: Run, monkeypatch: pytest.MonkeyPatch, said: dict[str, Any], expected: str
 ) -> None:
-    told = METHODS["fedcac"].strategy.told
-    monkeypatch.setattr(
-        METHODS["fedcac"].strategy, "told", lambda self, i, task: told(self, i, task) | said if said else {}
-    )
+    scalars = PrivateRounds.scalars
+    monkeypatch.setattr(PrivateRounds, "scalars", lambda *given: {**scalars(*given), **said} if said else {})
     with pytest.raises(UserError, match=expected):
         run(method="fedcac", **PRIVATE)
 

@@ -40,9 +40,9 @@ def plug_in(tmp_path: Path) -> Iterator[Path]:
     """A directory in which a method of the user's own is looked up."""
     directory = tmp_path / "own"
     directory.mkdir()
-    plugins.look_in(directory)
+    plugins.reset(directory)
     yield directory
-    plugins.look_in()
+    plugins.reset()
 
 
 def test_a_declared_client_metric_is_in_record_csv_report_and_tracker(run: Run, plug_in: Path, tmp_path: Path) -> None:

@@ -212,5 +212,5 @@ def test_flower_s_own_way_is_taken_where_its_insides_have_changed(
 
 def test_one_process_has_no_superlink(caplog: pytest.LogCaptureFixture) -> None:
     grid: Any = InProcessGrid(None, {}, 0)  # type: ignore[arg-type]
-    assert superlink.connect(grid) is None and superlink.never_changes(grid) and not caplog.text
+    assert superlink.connect(grid) is None and superlink.has_fixed_nodes(grid) and not caplog.text
     assert threading.active_count() < 50

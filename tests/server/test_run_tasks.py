@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from corolla.cli.live import log_to
+from corolla.api.live import log_to
 from fl_app import models
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_about, read_metrics, read_summary
-from tests.cli.test_live import display, drawn
+from tests.api.test_live import display, drawn
 from tests.conftest import Run
 from tests.report.builders import write
 from tests.tracking.test_tensorboard import read

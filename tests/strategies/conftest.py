@@ -18,9 +18,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = sys.path[:]
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    plugins.look_in(Path())
+    plugins.reset(Path())
     yield tmp_path / "here"
-    plugins.look_in()
+    plugins.reset()
     sys.path[:] = path
 
 

@@ -90,7 +90,7 @@ def test_a_model_in_the_current_directory_wins_over_any_importable_one(
         (directory / "mymodel.py").write_text(f"def {attribute}(): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert plugins.load("model", "mymodel:small").__name__ == "small"
-    plugins.look_in()
+    plugins.reset()
     sys.path.remove(str(here))
     with pytest.raises(UserError, match="model mymodel:small: mymodel .* has no small"):
         plugins.load("model", "mymodel:small")

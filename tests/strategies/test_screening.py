@@ -36,14 +36,14 @@ def found(
     sizes: Sequence[int] | None = None,
     limit: float = USUAL,
 ) -> dict[int, float]:
-    """Strays, and how far they are."""
+    """Outliers, and how far they are."""
     intake = intake_of(places, sizes)
     stacks = {"parameters": intake.W, "BatchNorm statistics": intake.B}
     starts = (
         np.zeros((len(places), 0), np.float32) if sent is None else np.array(sent, np.float32).reshape(len(places), -1)
     )
-    strays = screening.strays(round, intake, stacks, limit, lambda i: {"parameters": starts[i]})
-    return {stray.client_id: float(f"{stray.times:.6g}") for stray in strays}
+    outliers = screening.outliers(round, intake, stacks, limit, lambda i: {"parameters": starts[i]})
+    return {outlier.client_id: float(f"{outlier.times:.6g}") for outlier in outliers}
 
 
 # by hand

@@ -29,6 +29,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed, said
 from fl_app.files import publish
 from fl_app.inputs import Inputs
+from fl_app.sources import NODE
 from fl_app.tasks import Task
 
 Predictor = Callable[[NDArray[Any]], tuple[NDArray[np.float32], NDArray[np.float32]]]
@@ -77,7 +78,7 @@ def described(trained: Trained, data_path: str) -> Card:
     config, task = trained.config, tasks.of(trained.config)
     shape = list(trained.shape.get("input_shape") or (trained.shape["in_channels"], *[trained.shape["image_size"]] * 2))
     info, dtype = None, "int64" if task.input_dtype == "int64" else "uint8" if len(shape) == 3 else "float32"
-    if config.dataset != "node" or data_path:
+    if config.dataset != NODE or data_path:
         try:
             found = data.prepare_for(config, data_path)
             info, dtype = found.info, str(found.x_train.dtype)

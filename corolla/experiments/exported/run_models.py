@@ -14,6 +14,7 @@ from corolla.experiments.runs import RecordedRun
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.server.run_folder import FROZEN, MODELS, SHAPE
+from fl_app.sources import NODE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -167,7 +168,7 @@ def shape_of(run: RecordedRun, config: RunConfig) -> Shape:
         return {**told, "input_shape": tuple(told.get("input_shape", ()))}
     if (shape := known_shape(config)) is not None:
         return shape
-    if config.dataset == "node":
+    if config.dataset == NODE:
         raise UserError(f"{run.path} does not tell what its nodes' data are like: it was made by an earlier version")
     from fl_app import data
 

@@ -1,0 +1,95 @@
+"""What a method's file imports, in one line: docs/methods-howto.md teaches it.
+
+The two halves of a method and what they are given, its registration, the declaration of its keys, and what it may let a report
+draw. The file travels to the nodes, so nothing here loads torch, Flower's commands or the `corolla` command.
+"""
+
+from __future__ import annotations
+
+from fl_app.config import RunConfig
+from fl_app.errors import UserError
+from fl_app.figures import Groups, Layers, Links, Matrix, Scalars
+from fl_app.keys import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    POSITIVE_RATIO,
+    RATIO,
+    NoParams,
+    Rule,
+    key,
+)
+from fl_app.layout import NOTHING, Layout, Model, Slot
+from fl_app.wire import Expected, Upload
+from strategies.aggregate import weighted_mean
+from strategies.base import (
+    OWN_MODEL,
+    ClientState,
+    Correction,
+    Drawings,
+    LocalUpdate,
+    Method,
+    Objective,
+    Optimizer,
+    PersonalizedStrategy,
+    RoundContext,
+    Sums,
+    Trainer,
+    Uploads,
+    all_but_classifier,
+    all_but_local_statistics,
+    all_tensors,
+    all_where_features_are,
+    local_epochs,
+    no_tensors,
+)
+from strategies.fedavg import FedAvg
+from strategies.robust import RULES
+
+__all__ = [
+    "AT_LEAST_ONE",
+    "BELOW_ONE",
+    "NOTHING",
+    "NOT_NEGATIVE",
+    "OWN_MODEL",
+    "POSITIVE",
+    "POSITIVE_RATIO",
+    "RATIO",
+    "RULES",
+    "ClientState",
+    "Correction",
+    "Drawings",
+    "Expected",
+    "FedAvg",
+    "Groups",
+    "Layers",
+    "Layout",
+    "Links",
+    "LocalUpdate",
+    "Matrix",
+    "Method",
+    "Model",
+    "NoParams",
+    "Objective",
+    "Optimizer",
+    "PersonalizedStrategy",
+    "RoundContext",
+    "Rule",
+    "RunConfig",
+    "Scalars",
+    "Slot",
+    "Sums",
+    "Trainer",
+    "Upload",
+    "Uploads",
+    "UserError",
+    "all_but_classifier",
+    "all_but_local_statistics",
+    "all_tensors",
+    "all_where_features_are",
+    "key",
+    "local_epochs",
+    "no_tensors",
+    "weighted_mean",
+]

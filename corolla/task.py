@@ -1,0 +1,8 @@
+"""What a task's file imports, in one line: docs/tasks.md teaches it. Nothing here loads torch."""
+
+from __future__ import annotations
+
+from fl_app.errors import UserError
+from fl_app.tasks import Classification, Metric, MultiLabel, Regression, Task
+
+__all__ = ["Classification", "Metric", "MultiLabel", "Regression", "Task", "UserError"]

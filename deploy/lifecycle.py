@@ -1,0 +1,227 @@
+"""A cluster's life: up, restart, down. What was started is recorded, so `down` ends exactly that."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from deploy import certificates, commands, connection, host_checks, hosts, peers, superlink_nodes
+from deploy.cluster import Cluster, is_ready, record_path, save_new
+from deploy.commands import SUPERLINK, TUNNEL, Place, Process
+from deploy.inventory import LOCAL, Inventory
+from deploy.node import Json
+from fl_app.errors import UserError
+from fl_app.privacy.keyring import PEERS
+
+Say = Callable[[str], None]
+_LOG_LINES = 15
+
+# Up -------------------------------------------------------------------------------------------------------------------
+
+
+def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
+    """Start everything and return when all of it answers and is connected; after a failure nothing is left.
+
+    seconds: how long the SuperLink, and then the SuperNodes, may take. Raises UserError with the end of the failing logs.
+    """
+    if inventory.secure:
+        certificates.require_usable(inventory)
+        for warning in certificates.expiry_warnings(inventory):
+            say(warning)
+    cluster = Cluster(
+        inventory, secrets.token_hex(16), str(connection.config_path()), time.strftime("%Y-%m-%d %H:%M:%S")
+    )
+    if not record_path(inventory.name).exists():
+        connection.require_free(Path(cluster.config), inventory.name, cluster.connection)
+    save_new(cluster)
+    places: dict[str, Place] = {}
+    try:
+        _prepare(cluster, places, say)
+        _start_superlink(cluster, places, seconds)
+        connection.add(Path(cluster.config), inventory.name, cluster.connection)
+        say(f"SuperLink on {inventory.superlink.host}: serving, connection {inventory.name} is in {cluster.config}")
+        if inventory.secure:
+            say(f"{len(superlink_nodes.register_all(cluster))} SuperNode keys registered")
+        _start_supernodes(cluster, places, seconds)
+    except BaseException as error:
+        # nothing was started on hosts that were not prepared
+        problems = down(cluster, set(places))
+        if problems and isinstance(error, UserError):
+            raise UserError(f"{error}\nand while cleaning up:\n" + "\n".join(problems)) from None
+        raise
+    return cluster
+
+
+def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
+    """Check all hosts, copy each one its key files, and learn where things are there; fills `places` as far as it gets."""
+    link = cluster.inventory.superlink
+
+    def prepare(host: str) -> Json:
+        free: list[tuple[str, int]] = []
+        if host == link.host:
+            free += [(commands.bind_address(link), link.fleet_port), ("127.0.0.1", link.control_port)]
+        elif host == LOCAL:
+            # the tunnel's end
+            free += [("127.0.0.1", link.control_port)]
+        return _prepare_host(cluster, host, free)
+
+    replies, failures = hosts.attempt_each(prepare, cluster.placement)
+    places |= {host: _place(reply) for host, reply in replies.items()}
+    if failures:
+        raise UserError("\n".join(str(error) for error in failures.values()))
+    host_checks.compare_versions({host: reply["versions"] for host, reply in replies.items()}, say)
+    _compare_clocks(cluster, (node.host for node in cluster.inventory.supernodes), say)
+
+
+def _prepare_host(cluster: Cluster, host: str, free: list[tuple[str, int]]) -> Json:
+    """Check a host's paths and the ports that must be free, copy its key files, and ask where things are there."""
+    inventory = cluster.inventory
+    paths = [node.data_path for node in inventory.supernodes if node.host == host and node.data_path]
+    if host == inventory.superlink.host and inventory.superlink.database:
+        paths += [str(Path(inventory.superlink.database).parent)]
+    files = _key_files(inventory, host) if inventory.secure else {}
+    ports = commands.num_ports(inventory, host)
+    return cluster.ask(host, "prepare", paths=sorted(set(paths)), free=free, files=files, ports=ports)
+
+
+def _place(reply: Json) -> Place:
+    return Place(reply["directory"], reply["scripts"], tuple(reply["ports"]))
+
+
+def _key_files(inventory: Inventory, host: str) -> dict[str, str]:
+    """Return the key files a host needs: the CA's certificate, its SuperNodes' keys and all clients' list, the server's keys."""
+    here = [node.name for node in inventory.supernodes if node.host == host]
+    names = [certificates.CA] + [f"{name}.key" for name in here]
+    private = [PEERS, *(f"{name}{peers.KEY_SUFFIX}" for name in here)] if here else []
+    names += [name for name in private if (Path(inventory.keys) / name).is_file()]
+    if host == inventory.superlink.host:
+        names += [certificates.SERVER, certificates.SERVER_KEY]
+    return {name: (Path(inventory.keys) / name).read_text() for name in names}
+
+
+def _compare_clocks(cluster: Cluster, others: Iterable[str], say: Say) -> None:
+    """Compare hosts' clocks with the SuperLink's. Raises UserError if SuperNodes would be refused for it."""
+
+    def ahead(host: str) -> float:
+        reading: float = cluster.ask(host, "clock")["clock"]
+        # over ssh the command starts late: its reading is nearest to the answer's arrival
+        return reading - time.time()
+
+    link = cluster.inventory.superlink.host
+    there = dict.fromkeys([link, *others])
+    if len(there) > 1:
+        for note in host_checks.compare_clocks(hosts.each(ahead, there), link, cluster.inventory.secure):
+            say(note)
+
+
+def _start_superlink(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
+    inventory = cluster.inventory
+    host = inventory.superlink.host
+    _start(cluster, host, [commands.superlink(inventory, places[host])])
+    _wait(cluster, [SUPERLINK], seconds)
+    if host != LOCAL:
+        ca = str(Path(inventory.keys) / certificates.CA) if inventory.secure else ""
+        _start(cluster, LOCAL, [commands.tunnel(inventory, ca)])
+        _wait(cluster, [TUNNEL], seconds)
+
+
+def _start_supernodes(cluster: Cluster, places: dict[str, Place], seconds: float) -> None:
+    inventory = cluster.inventory
+
+    def start(host: str) -> None:
+        nodes = [node for node in inventory.supernodes if node.host == host]
+        _start(cluster, host, [commands.supernode(inventory, node, places[host], k) for k, node in enumerate(nodes)])
+
+    hosts.each(start, {node.host: None for node in inventory.supernodes})
+    _wait(cluster, [node.name for node in inventory.supernodes], seconds)
+
+
+def _start(cluster: Cluster, host: str, processes: Iterable[Process]) -> None:
+    cluster.ask(host, "start", processes=[dataclasses.asdict(process) for process in processes])
+
+
+def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
+    """Return when all named processes are ready. Raises UserError with their logs' ends if one ends or the time is over."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found, failures = cluster.status()
+        if failures:
+            raise UserError("\n".join(str(error) for error in failures.values()))
+        waiting = [name for name in names if not is_ready(name, found[name])]
+        ended = [name for name in waiting if not found[name]["alive"]]
+        if not waiting:
+            return
+        if ended or time.monotonic() > deadline:
+            failing = ended or waiting
+            what = "ended" if ended else f"not ready after {seconds:g} s"
+            logs = [f"{name}: the end of its log:\n{cluster.log_end(name, _LOG_LINES)}" for name in failing[:3]]
+            raise UserError("\n".join([f"{', '.join(failing)}: {what}", *logs]))
+        time.sleep(0.5)
+
+
+def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
+    """End a SuperNode of a running cluster if it is still there, start it again, and return when it is connected.
+
+    Checks keys and clocks as `up` does, before anything is ended. Raises UserError.
+    """
+    nodes = {node.name: node for node in cluster.inventory.supernodes}
+    if name not in nodes:
+        raise UserError(f"{name}: one of {', '.join(nodes)} can be restarted")
+    node = nodes[name]
+    if cluster.inventory.secure:
+        certificates.require_usable(cluster.inventory, [node])
+    _compare_clocks(cluster, [node.host], say)
+    before = cluster.ask(node.host, "status")["processes"].get(name, {}).get("node-id", "")
+    if cluster.ask(node.host, "stop", names=[name])["left"]:
+        raise UserError(f"{node.host}: {name} could not be ended")
+    # a SuperNode that was killed counts as connected until its heartbeats are missed, and its key is refused until then
+    deadline = time.monotonic() + seconds
+    while superlink_nodes.status_by_node_id(cluster).get(before) == "online":
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{name}: the SuperLink still takes its last connection for alive after {seconds:g} s; try again"
+            )
+        time.sleep(2)
+    place = _place(_prepare_host(cluster, node.host, []))
+    index = [n.name for n in nodes.values() if n.host == node.host].index(name)
+    _start(cluster, node.host, [commands.supernode(cluster.inventory, node, place, index)])
+    _wait(cluster, [name], seconds)
+
+
+# Down -----------------------------------------------------------------------------------------------------------------
+
+
+def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -> list[str]:
+    """End everything `up` started: SuperNodes, then the SuperLink, then the tunnel. Returns what could not be ended.
+
+    The record stays while something is left, so that `down` can be tried again. only: hosts to ask (all). forget: take hosts
+    that cannot be reached as ended.
+    """
+    inventory = cluster.inventory
+    problems: list[str] = []
+    there = [host for host in cluster.placement if only is None or host in only]
+    stages = [[node.name for node in inventory.supernodes], [SUPERLINK], [TUNNEL]]
+    for stage in stages:
+        asked = [host for host in there if set(stage) & set(cluster.placement[host])]
+        replies, failures = hosts.attempt_each(functools.partial(_stop, cluster, stage), asked)
+        problems += [str(error) for error in failures.values() if not forget]
+        problems += [f"{host}: {name} could not be ended" for host, reply in replies.items() for name in reply["left"]]
+    if not problems:
+        _, failures = hosts.attempt_each(lambda host: cluster.ask(host, "clear"), there)
+        problems += [str(error) for error in failures.values() if not forget]
+    try:
+        connection.remove(Path(cluster.config), inventory.name, cluster.connection)
+    except UserError as error:
+        problems.append(str(error))
+    if not problems:
+        record_path(inventory.name).unlink(missing_ok=True)
+    return list(dict.fromkeys(problems))
+
+
+def _stop(cluster: Cluster, stage: list[str], host: str) -> Json:
+    """Have a host end those of its processes that a stage names."""
+    return cluster.ask(host, "stop", names=[name for name in cluster.placement[host] if name in stage])

@@ -1,0 +1,163 @@
+"""The registry of data sources: what a run's config may name as its `dataset`, and what Corolla knows of each.
+
+A source is a file in fl_app/data/ and a line in REGISTERED. The run config and every client process ask this file, so it imports
+nothing heavy: a source's own module is imported when its data are opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from fl_app.errors import UserError
+from fl_app.known_names import OWN_PARTITION
+
+FOLDER = "/"
+"""In Source.reads: a directory."""
+
+
+@dataclass(frozen=True)
+class NamedData:
+    """What the name of a data set says of it: its images are [in_channels, image_size, image_size].
+
+    torchvision: its class in torchvision.datasets, if it is there; train, test: that class's arguments for either part.
+    file: its name in the data directory, where the user puts it.
+    """
+
+    in_channels: int
+    num_classes: int
+    image_size: int
+    torchvision: str = ""
+    train: Mapping[str, str | bool] = field(default_factory=lambda: {"train": True})
+    test: Mapping[str, str | bool] = field(default_factory=lambda: {"train": False})
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source of data. All that the rest of Corolla knows of it stands here; a file in fl_app/data/ reads it.
+
+    prefix: names it in the key `dataset`, `prefix:/path`, or `prefix` alone if it has no path.
+    prepare: `module:function` of a function that takes a DataRequest and returns a Prepared (fl_app/data/prepared.py).
+    path: what documentation and errors write behind the colon; "" if the source has no path.
+    note: what documentation and errors add to that.
+    reads: suffixes of its files in lower case, or FOLDER. They find the source of a node's data, and show a wrong prefix.
+    has_columns: the key `target` names the columns to learn, and `test-ratio` divides rows that have no test part.
+    labels_only: its targets are labels of classes, and the key `client` names nothing in it.
+    targets: where its targets stand, if the key `target` does not say it.
+    tells_classes: clients send the names of its classes even with `report-class-counts = false`.
+    resizes: the key `image-size` resizes its images.
+    known: what its name says of it; its classes, and its image size unless it resizes, are not the user's to set.
+    """
+
+    prefix: str
+    prepare: str
+    path: str = ""
+    note: str = ""
+    reads: tuple[str, ...] = ()
+    has_columns: bool = False
+    labels_only: bool = False
+    targets: str = ""
+    tells_classes: bool = False
+    resizes: bool = False
+    known: NamedData | None = None
+
+    @property
+    def form(self) -> str:
+        """How it is written in the key `dataset`."""
+        return f"{self.prefix}:{self.path}" if self.path else self.prefix
+
+
+def _named(prefix: str, prepare: str, known: NamedData, path: str = "", resizes: bool = False) -> Source:
+    return Source(prefix, prepare, path, labels_only=True, resizes=resizes, known=known)
+
+
+_DIGITS, _TORCHVISION = "fl_app.data.named:prepare_digits", "fl_app.data.named:prepare_torchvision"
+_MEDMNIST, _TINY_IMAGENET = "fl_app.data.medmnist:prepare", "fl_app.data.named:prepare_tiny_imagenet"
+_BYCLASS_TRAIN: Mapping[str, str | bool] = {"split": "byclass", "train": True}
+_BYCLASS_TEST: Mapping[str, str | bool] = {"split": "byclass", "train": False}
+
+NODE = "node"
+"""The data set that every SuperNode has for itself."""
+
+REGISTERED: tuple[Source, ...] = (
+    _named("digits", _DIGITS, NamedData(1, 10, 8)),
+    _named("mnist", _TORCHVISION, NamedData(1, 10, 28, "MNIST")),
+    _named("fashion-mnist", _TORCHVISION, NamedData(1, 10, 28, "FashionMNIST")),
+    _named("emnist", _TORCHVISION, NamedData(1, 62, 28, "EMNIST", _BYCLASS_TRAIN, _BYCLASS_TEST)),
+    _named("svhn", _TORCHVISION, NamedData(3, 10, 32, "SVHN", {"split": "train"}, {"split": "test"})),
+    _named("cifar10", _TORCHVISION, NamedData(3, 10, 32, "CIFAR10")),
+    _named("cifar100", _TORCHVISION, NamedData(3, 100, 32, "CIFAR100")),
+    _named("medmnist-a", _MEDMNIST, NamedData(1, 11, 28, file="organamnist.npz")),
+    _named("medmnist-c", _MEDMNIST, NamedData(1, 11, 28, file="organcmnist.npz")),
+    _named("tiny-imagenet", _TINY_IMAGENET, NamedData(3, 200, 64), "/path", resizes=True),
+    Source("folder", "fl_app.data.folder:prepare", "/path", reads=(FOLDER,), labels_only=True, resizes=True),
+    Source(
+        "npz",
+        "fl_app.data.npz:prepare",
+        "/path",
+        reads=(".npz",),
+        targets="y_train and y_test",
+        tells_classes=True,
+    ),
+    Source(
+        "table",
+        "fl_app.data.table:prepare",
+        "/path.csv",
+        "(or `.parquet`)",
+        reads=(".csv", ".parquet"),
+        has_columns=True,
+        tells_classes=True,
+    ),
+    Source(
+        "hf",
+        "fl_app.data.table:prepare_saved",
+        "/path",
+        "(saved by `datasets`)",
+        reads=(FOLDER,),
+        has_columns=True,
+        tells_classes=True,
+    ),
+    Source(NODE, "fl_app.data:prepare_site", note="(each SuperNode's own `data-path`)", resizes=True),
+)
+SOURCES: dict[str, Source] = {source.prefix: source for source in REGISTERED}
+
+
+def source_of(dataset: str) -> Source:
+    """Return the source of a data set. Raises UserError if none has this prefix."""
+    prefix = dataset.partition(":")[0]
+    if prefix not in SOURCES:
+        raise UserError(f"dataset: {dataset!r} has no source; there are {', '.join(SOURCES)}")
+    return SOURCES[prefix]
+
+
+def named_data(dataset: str) -> NamedData | None:
+    """Return what the name of a data set says of it, wherever it lies; None for the user's own, and for unknown ones."""
+    source = SOURCES.get(dataset.partition(":")[0])
+    return source.known if source else None
+
+
+def sources_that(**has: bool) -> list[Source]:
+    """Return the sources with these properties, in the registry's order: `sources_that(has_columns=True)`."""
+    return [source for source in SOURCES.values() if all(getattr(source, name) == value for name, value in has.items())]
+
+
+def either(words: Iterable[str]) -> str:
+    """Return words as a sentence lists them: a, b or c."""
+    *first, last = words
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+# Paths in values ------------------------------------------------------------------------------------------------------
+
+
+def path_prefixes(key: str) -> tuple[str, ...]:
+    """Return the prefixes, with their colon, behind which a value of `dataset` or `partition` has a path."""
+    if key == "partition":
+        return (OWN_PARTITION,)
+    return tuple(f"{source.prefix}:" for source in SOURCES.values() if source.path)
+
+
+def path_in(key: str, value: str) -> str:
+    """Return the path in a value of `dataset` or `partition`, "" if it has none."""
+    return next((value.removeprefix(prefix) for prefix in path_prefixes(key) if value.startswith(prefix)), "")

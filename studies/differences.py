@@ -1,0 +1,107 @@
+"""How far methods lie apart over all test samples, with an interval: the second table of a column of docs/results.md.
+
+A row's figure is the best of its tests of all clients over all test samples, before fine-tuning or after it. Differences are of the
+same clients, which hold the same samples in all runs of a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from corolla.experiments.compare import Line
+from corolla.experiments.runs import RecordedRun
+from corolla.experiments.significance import interval
+
+# by client: right answers, test samples
+Counts = Mapping[str, tuple[float, int]]
+STAGES = {"before": "accuracy", "fine-tuned": "accuracy-finetuned"}
+
+
+def best_test(run: RecordedRun, stage: str) -> Counts | None:
+    """Return the clients' right answers in the best test of a run, `before` or `fine-tuned`; None if none is known."""
+    tests = list(run.evaluations.values())
+    pooled = f"{STAGES[stage]}-pooled"
+    if not tests or any(test.get(pooled) is None for test in tests):
+        return None
+    best = max(tests, key=lambda test: float(test[pooled]))
+    return counts(best, stage) or None
+
+
+def counts(test: Mapping[str, Any], stage: str) -> Counts:
+    """Return the clients' right answers in a test, `before` or `fine-tuned`."""
+    found = {}
+    for i, row in test["clients"].items():
+        samples = row["test-samples"]
+        found[i] = (row[STAGES[stage]] * samples, samples)
+    return found
+
+
+def difference(pairs: Sequence[tuple[Counts, Counts]]) -> tuple[float, float]:
+    """Return the difference of the shares of right answers, over all samples of all pairs of tests, and half its interval at 95 %.
+
+    The interval is that of a ratio estimated from clients (linearized): another draw of clients would give another difference.
+    A client's samples count together, in all pairs (seeds) that it is in.
+    """
+    gains: dict[str, float] = {}
+    sizes: dict[str, int] = {}
+    for ours, theirs in pairs:
+        if {i: size for i, (_, size) in ours.items()} != {i: size for i, (_, size) in theirs.items()}:
+            raise ValueError("the tests are not of the same samples")
+        for i, (right, size) in ours.items():
+            gains[i] = gains.get(i, 0.0) + right - theirs[i][0]
+            sizes[i] = sizes.get(i, 0) + size
+    gained, held = np.array(list(gains.values())), np.array(list(sizes.values()))
+    mean = float(gained.sum() / held.sum())
+    found = interval((gained - mean * held) / held.mean())
+    half = found[1] if found else float("nan")
+    return mean, half
+
+
+def beside(line: Line, first: Line, stage: str) -> tuple[float, float] | None:
+    """Return how far a row is from the first row before fine-tuning, over the seeds that both have, and half its interval.
+
+    None if they have no seed in common, or if a run of such a seed was not tested.
+    """
+    theirs = {run.config.seed: best_test(run, "before") for run in first.runs}
+    pairs = []
+    for run in line.runs:
+        if run.config.seed in theirs:
+            ours, other = best_test(run, stage), theirs[run.config.seed]
+            if ours is None or other is None:
+                return None
+            pairs.append((ours, other))
+    return difference(pairs) if pairs else None
+
+
+def table(lines: Sequence[Line]) -> Iterator[str]:
+    """Yield the lines of the table, best first: all against the first of `lines`. Nothing if that was not tested."""
+    first = lines[0]
+    tested = best_test(first.runs[0], "before")
+    if tested is None:
+        return
+    stages = [stage for stage in STAGES if any(beside(line, first, stage) for line in lines)]
+    name = first.runs[0].config.method
+    yield from (
+        f"| method | {' | '.join(f'{stage}: from {name} before' for stage in stages)} |",
+        "|---" * (len(stages) + 1) + "|",
+    )
+    rows = []
+    for line in lines:
+        found = [beside(line, first, stage) for stage in stages]
+        cells = [f"{100 * one[0]:+.2f} ± {100 * one[1]:.2f}" if one else "n/a" for one in found]
+        if line is first:
+            cells[0] = "–"
+        ahead = found[0][0] if found[0] else 0.0
+        rows.append((ahead, f"| {line.runs[0].config.method} | {' | '.join(cells)} |"))
+    rows.sort(key=lambda row: -row[0])
+    yield from (text for _, text in rows)
+    samples = sum(size for _, size in tested.values())
+    yield from (
+        "",
+        f"Points between best tests, over all {samples:,} test samples and the seeds that both have; ±: 95 % over the "
+        f"{len(tested)} clients. What other seeds or another split would change is not in it.",
+        "",
+    )

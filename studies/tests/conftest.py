@@ -1,0 +1,18 @@
+"""The fixtures of Corolla's own tests that these use; plug-ins are looked up nowhere once a test is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fl_app import plugins
+from tests.conftest import data_dir, own_logging, raw_config, run
+
+__all__ = ["data_dir", "own_logging", "raw_config", "run"]
+
+
+@pytest.fixture(autouse=True)
+def no_plugins() -> Iterator[None]:
+    yield
+    plugins.reset()

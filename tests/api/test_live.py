@@ -1,0 +1,341 @@
+"""The live display: fed with a run's log lines, drawn on a console of fixed width."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from client_app.client_app import app as client_app
+from corolla.api import live, waiting
+from fl_app import server_app
+from fl_app.config import parse
+from fl_app.server import progress_protocol
+from fl_app.server.inprocess import InProcessGrid
+from strategies import METHOD_PARAMS
+
+
+def record(number: int = 1, **changes: Any) -> dict[str, Any]:
+    """A round as metrics.jsonl has it."""
+    clients = {
+        "0": {"accuracy-before": 0.016, "accuracy-after": 0.88},
+        "1": {"accuracy-before": 0.248, "accuracy-after": 0.984},
+    }
+    return {
+        "round": number,
+        "accuracy-before": 0.132,
+        "accuracy-after": 0.932,
+        "loss": 0.179,
+        "upload-bytes": 700_000,
+        "download-bytes": 600_000,
+        "seconds": {"round": 2.5, "wait": 2.1, "personalize": 0.4, "record": 0.01},
+        "failures": [{"client": 7, "cause": "no reply within 5 s"}],
+        "clients": clients,
+        **changes,
+    }
+
+
+SENTENCE = (
+    "round 1/3: accuracy  13.2% ± 16.4 before,  93.2% ± 7.4 after training, loss 0.179, 2 clients, 0.7 MB up, 0.6 MB down, "
+    "2.5 s (wait 2.1, personalize 0.4); 1 failed"
+)
+LINES = [
+    "fedcac: 10 clients, 3 rounds, model mlp with 17226 parameters (17226 travel), fedcac.tau=0.5",
+    "run folder: /runs/x",
+    'progress: ["round 1/3", 0, 10]',
+    'progress: ["round 1/3", 4, 10]',
+    "round 1/3: client 7 dropped: no reply within 5 s",
+    progress_protocol.round_line(record(), 3),
+    'progress: ["round 2/3", 6, 10]',
+]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def display(terminal: bool = True, width: int = 100, height: int = 30) -> tuple[live.Display, Console]:
+    file = Terminal() if terminal else io.StringIO()
+    options: dict[str, Any] = {"width": width, "height": height, "highlight": False, "color_system": None}
+    console = Console(file=file, force_terminal=True, _environ={"TERM": "xterm"}, **options)
+    return live.Display("fedcac", console, 3), console
+
+
+def drawn(shown: live.Display, width: int = 100, height: int = 30) -> list[str]:
+    """What the panel looks like now."""
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(shown._panel)
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
+
+
+def row(lines: list[str], number: int) -> list[str]:
+    return next(words for line in lines if (words := line.strip("│ ").split())[:1] == [str(number)])
+
+
+def test_the_panel_shows_what_arrived() -> None:
+    shown, _ = display()
+    for line in LINES:
+        shown.raw(progress_protocol.LOG_MARK + line)
+    lines = drawn(shown)
+    text = "\n".join(lines)
+    assert "1/3 done" in text and "round 2/3" in text and "6/10 replies" in text
+    assert row(lines, 1) == ["1", "13.2", "±", "16.4", "93.2", "±", "7.4", "0.179", "0.7", "0.6", "2.5", "1"]
+    assert "seconds of round 1: wait 2.1, personalize 0.4" in text and "failures so far: 1" in text
+    assert "fedcac" in lines[0] and max(map(len, lines)) <= 97
+
+
+@pytest.mark.parametrize(("width", "height"), [(30, 24), (45, 16), (60, 24), (72, 14), (80, 24), (200, 60)])
+def test_it_fits_the_terminal(width: int, height: int) -> None:
+    shown, _ = display(width=width, height=height)
+    for k in range(1, 31):
+        shown.line(progress_protocol.round_line(record(k, evaluation={"accuracy": 0.987}), 40))
+    lines = drawn(shown, width, height)
+    assert len(lines) <= height and max(map(len, lines)) <= width - live.ECHO
+    assert row(lines, 30) and not [line for line in lines if line.strip("│ ").startswith("21 ")]
+    assert "…" not in "".join(lines) and "about 0:00:00 left" not in lines[-1]
+
+
+def test_a_small_models_bytes_are_told_in_kilobytes() -> None:
+    shown, _ = display(width=60)
+    line = progress_protocol.round_line(record(**{"upload-bytes": 5_240, "download-bytes": 0}), 3)
+    assert ", 5.2 kB up, 0.0 MB down, " in line
+    shown.line(line)
+    lines = drawn(shown)
+    assert row(lines, 1)[-4:] == ["5.2", "0.0", "2.5", "1"] and "kB up, down" in "".join(lines)
+
+
+def test_a_narrow_panel_leaves_out_what_it_has_no_room_for() -> None:
+    shown, _ = display()
+    shown.line(progress_protocol.round_line(record(evaluation={"accuracy": 0.987}), 3))
+    assert row(drawn(shown, 60), 1) == ["1", "13.2", "93.2", "98.7", "0.179", "0.7", "0.6", "1"]
+    assert row(drawn(shown, 45), 1) == ["1", "13.2", "93.2", "98.7", "0.179", "1"]
+
+
+def test_a_runs_own_round_lines_are_read(raw_config: dict[str, Any]) -> None:
+    """The panel is fed with the lines that a run logs; tests/test_all_methods.py reads those of every method's records."""
+    told: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    handler, log = Keep(), logging.getLogger("corolla")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        config = parse(raw_config, METHOD_PARAMS)
+        server_app.run(
+            InProcessGrid(client_app, raw_config, config.num_clients), config, lambda what, done, total: None
+        )
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    rounds = [found for line in told if (found := progress_protocol.read_round(line))]
+    assert [(r.number, r.total) for r in rounds] == [(1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "tail"),
+    [
+        ({"failures": []}, " (wait 2.1, personalize 0.4)"),
+        ({"failures": [], "seconds": {"round": 2.5}}, ""),
+        ({"failures": [], "evaluation": {"accuracy": None}}, " (wait 2.1, personalize 0.4); all clients   n/a"),
+        ({"evaluation": {"accuracy": 0.5}}, " (wait 2.1, personalize 0.4); all clients  50.0%; 1 failed"),
+    ],
+)
+def test_parts_of_a_round_line(changes: dict[str, Any], tail: str) -> None:
+    line = progress_protocol.round_line(record(2, **changes), 9)
+    found = progress_protocol.read_round(line)
+    assert found is not None and (found.number, found.total, found.before) == (2, 9, 0.132)
+    assert line.startswith(f"{progress_protocol.sentence(found)} | ") and progress_protocol.sentence(found).endswith(
+        f"2.5 s{tail}"
+    )
+
+
+def test_a_round_without_any_accuracy() -> None:
+    nobody = {"accuracy-before": None, "accuracy-after": None, "loss": None, "clients": {"4": {}}, "failures": []}
+    found = progress_protocol.read_round(progress_protocol.round_line(record(**nobody), 3))
+    assert found is not None
+    text = progress_protocol.sentence(found)
+    assert text.startswith("round 1/3: accuracy   n/a before,   n/a after training, loss n/a, 1 clients, 0.7 MB up")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "round 2/9: 3/10",
+        "client 3 dropped: 5/10",
+        "resumed after round two",
+        "progress: 3",
+        'progress: {"a": 1}',
+        "client 3 dropped: x" + LINES[5].removeprefix(SENTENCE),
+        LINES[5].replace("13.2%", "99.9%"),
+        SENTENCE,
+        SENTENCE + " | data: {}",
+        SENTENCE + " | data: [",
+        LINES[5].replace('"seconds":{', '"seconds":[{'),
+    ],
+)
+def test_a_line_that_only_looks_like_data_is_none(line: str) -> None:
+    assert progress_protocol.read_line(line) is None
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    shown, console = display(terminal=False)
+    with shown:
+        for line in LINES:
+            shown.raw(progress_protocol.LOG_MARK + line)
+        shown.raw(progress_protocol.LOG_MARK + progress_protocol.resumed_line(2))
+        shown.raw("INFO : Flower's own line")
+    expected = [LINES[0], LINES[4], SENTENCE, "resumed after round 2"]
+    assert console.file.getvalue() == "".join(f"{line}\n" for line in expected)  # type: ignore[attr-defined]
+
+
+def test_plain_output_has_words_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+    shown, console = display(terminal=False)
+    shown.step("sending the app to the SuperLink")
+    shown.raw("Successfully started run 123")
+    shown.raw("INFO :  Starting Flower Simulation")
+    for done in (0, 1, 2, 3):
+        shown.progress("clients connected", done, 3)
+        clock[0] += 4
+        shown._plain.remind()
+    expected = [
+        "sending the app to the SuperLink",
+        "starting the run's process",
+        "unpacking the app, starting Ray",
+        "  clients connected: 1/3 (8 s)",
+        "  clients connected: 3/3 (16 s)",
+    ]
+    assert console.file.getvalue() == "".join(f"{line}\n" for line in expected)  # type: ignore[attr-defined]
+
+
+def test_a_note_is_seen_whatever_happens_meanwhile(capfd: pytest.CaptureFixture[str]) -> None:
+    shown, _ = display()
+    shown.note("stopping after this round")
+    assert "stopping after this round" in "".join(drawn(shown)) and capfd.readouterr().err == ""
+    display(terminal=False)[0].note("stopping after this round")
+    assert capfd.readouterr().err == "stopping after this round\n"
+
+
+def test_who_is_left_out_stays_on_the_panel() -> None:
+    why = "refused by its site: methods: fedcac is not among fedobp"
+    line = progress_protocol.left_out_line("client 2", why)
+    assert progress_protocol.read_line(line) == progress_protocol.LeftOut("client 2", why)
+    assert progress_protocol.read_line("round 1: client 2 dropped: client 3 cannot take part: x") is None
+    shown, _ = display()
+    shown.line(line)
+    shown.line(progress_protocol.round_line(record(), 2))
+    assert any(f"client 2 takes no part: {why}" in drawn_line for drawn_line in drawn(shown))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_control_characters_never_reach_the_terminal(terminal: bool) -> None:
+    """Not even those that JSON spells out; a client may have written the causes, a node's own code any other line."""
+    odd = "\x1b[2J\x9b2J\x1b]0;title\x07words"
+    _, console = display(terminal)
+    shown = live.Display("fedcac", console, 3, verbose=True)
+    with shown:
+        shown.raw(f"INFO : Flower's own, {odd}")
+        for line in (
+            f"round 1/3: client 7 dropped: {odd}",
+            progress_protocol.left_out_line("client 2", odd),
+            *progress_protocol.error_lines(ValueError(odd)),
+            progress_protocol.round_line(record(), 3),
+            f"progress: {json.dumps([odd, 1, 3])}",
+        ):
+            shown.raw(progress_protocol.LOG_MARK + line)
+            shown.line(line)
+        step = "".join(drawn(shown))
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    harmless = "[2J2J]0;titlewords"
+    assert all(
+        f"{what}{harmless}" in out for what in ("own, ", "dropped: ", "takes no part: " if terminal else "take part: ")
+    )
+    assert harmless in step and shown.errors == [harmless, harmless]
+    for text in (out, step):
+        assert not any(code in text for code in ("\x1b[2J", "\x1b]", "\x9b", "\x07"))
+
+
+def test_a_resumed_run_begins_where_it_was() -> None:
+    shown, _ = display()
+    for line in (
+        progress_protocol.folder_line(Path("/runs/x")),
+        progress_protocol.resumed_line(2),
+        'progress: ["round 3/3", 1, 10]',
+    ):
+        shown.line(line)
+    text = "\n".join(drawn(shown))
+    assert "2/3 done" in text and "round 3/3" in text and "1/10 replies" in text
+
+
+def test_what_is_not_shown_is_kept() -> None:
+    shown, _ = display(terminal=False)
+    shown.raw(progress_protocol.LOG_MARK + progress_protocol.folder_line(Path("/runs/x")))
+    for line in progress_protocol.error_lines(ValueError("no data")):
+        shown.raw(progress_protocol.LOG_MARK + line)
+    assert str(shown.folder) == "/runs/x" and shown.errors == ["no data"]
+    for k in range(100):
+        shown.raw(f"line {k}")
+    assert list(shown.lines) == [f"line {k}" for k in range(60, 100)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_terminal_is_left_as_it_was(error: type[BaseException]) -> None:
+    shown, console = display()
+    with pytest.raises(error), shown:
+        for line in LINES:
+            shown.line(line)
+        raise error
+    out = console.file.getvalue()  # type: ignore[attr-defined]
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") == 1 and out.rindex("\x1b[?25h") > out.rindex("╰")
+    assert "client 7 dropped: no reply" in out and "6/10 replies" in out.rpartition("╭")[2]
+    assert SENTENCE not in out
+
+
+@dataclass
+class Lines:
+    """Progress as log lines, at a time of its own."""
+
+    caplog: pytest.LogCaptureFixture
+    now: float = 100.0
+    progress: progress_protocol.LineProgress = field(default_factory=progress_protocol.LineProgress)
+
+    @property
+    def told(self) -> list[progress_protocol.Line | None]:
+        return [progress_protocol.read_line(message) for message in self.caplog.messages]
+
+
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Lines:
+    found = Lines(caplog)
+    monkeypatch.setattr(progress_protocol.time, "monotonic", lambda: found.now)
+    monkeypatch.setattr(progress_protocol.log, "propagate", True)
+    caplog.set_level(logging.INFO, logger="corolla")
+    return found
+
+
+def test_progress_lines_are_few(lines: Lines) -> None:
+    for k in range(1001):
+        lines.progress("round 1/2", k, 1000)
+        lines.now += 0.001
+    assert lines.told == [progress_protocol.Progress("round 1/2", k, 1000) for k in (0, 250, 500, 750, 1000)]
+
+
+def test_a_wait_shows_the_last_number(lines: Lines) -> None:
+    for done in (0, 1, 2, 3):  # three replies at once, then none for a second
+        lines.progress("round 1/2", done, 4)
+    for _ in range(10):
+        lines.now += 0.1
+        lines.progress("round 1/2", 3, 4)
+    assert lines.told == [progress_protocol.Progress("round 1/2", k, 4) for k in (0, 3)]

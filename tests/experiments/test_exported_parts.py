@@ -1,0 +1,101 @@
+"""Exports of runs that train or share a part of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from corolla.api.settings import look_for_plugins
+from corolla.experiments.exported.export import export
+from fl_app import models, weights
+from fl_app.errors import UserError
+from fl_app.layout import Layout
+from strategies import METHODS
+from tests.conftest import Run
+from tests.experiments.test_exported import TINY, answers
+
+ADAPTED = """
+import torch
+from torch import nn
+
+class Adapted(nn.Module):
+    def __init__(self, inputs, classes):
+        super().__init__()
+        self.backbone, self.adapter = nn.Linear(inputs, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, classes)
+
+    def forward(self, x):
+        h = self.backbone(x.flatten(1)).relu()
+        return self.head(h + self.adapter(h))
+
+def build(in_channels, num_classes, image_size):
+    return Adapted(in_channels * image_size**2, num_classes)
+"""
+
+
+@pytest.fixture
+def adapted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """An adapter and a head on a backbone from a file."""
+    (tmp_path / "adapted_model.py").write_text(ADAPTED)
+    monkeypatch.chdir(tmp_path)
+    look_for_plugins()
+    torch.manual_seed(3)
+    module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=5)
+    weights.save_safetensors(tmp_path / "backbone.safetensors", Layout.of(module), weights.read(module))
+    return {
+        "model": "adapted_model:build",
+        "train": "adapter.*,head.*",
+        "initial_weights": str(tmp_path / "backbone.safetensors"),
+    }
+
+
+@pytest.mark.parametrize("onnx", [False, True], ids=["pt", "onnx"])
+def test_what_did_not_train_is_in_the_file_too(run: Run, tmp_path: Path, adapted: dict[str, Any], onnx: bool) -> None:
+    if onnx:
+        pytest.importorskip("onnxruntime")
+    folder = run(method="fedavg", **adapted, **TINY)
+    file, _ = export(folder.path, METHODS, None, tmp_path / ("x.onnx" if onnx else "x.pt"), onnx=onnx)
+    module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=9)
+    weights.write(module, weights.initial_model(module, adapted["initial_weights"]))
+    trained, layout = Layout.of(module), weights.names_in(folder.path / "models" / "global.safetensors")
+    assert layout == {"adapter.weight", "adapter.bias", "head.weight", "head.bias"}
+    part = weights.load_safetensors(folder.path / "models" / "global.safetensors", trained.subset(layout))
+    weights.write(module, trained.put(weights.read(module), part, layout))
+    if not onnx:
+        module.load_state_dict(torch.load(file), strict=True)
+    samples = np.random.default_rng(0).integers(0, 256, (5, 1, 8, 8), np.uint8)
+    with torch.no_grad():
+        want = module(torch.from_numpy(samples).float() / 255)
+    np.testing.assert_allclose(answers(file, samples)[0], want.numpy(), atol=1e-5)
+
+
+def test_another_backbone_is_refused(run: Run, tmp_path: Path, adapted: dict[str, Any]) -> None:
+    folder = run(method="fedavg", **adapted, **TINY)
+    module = models.build("adapted_model:build", in_channels=1, num_classes=10, image_size=8, seed=6)
+    weights.save_safetensors(tmp_path / "backbone.safetensors", Layout.of(module), weights.read(module))
+    with pytest.raises(
+        UserError, match="tensors of model adapted_model:build that did not train are not those of the run"
+    ):
+        export(folder.path, METHODS, None, tmp_path / "x.pt")
+    assert not (tmp_path / "x.pt").exists()
+
+
+@pytest.mark.parametrize("keys", [{"method": "fedper"}, {"method": "fedavg", "share": "fc*"}], ids=["fedper", "share"])
+def test_half_a_model_predicts_nothing(run: Run, tmp_path: Path, keys: dict[str, str]) -> None:
+    folder = run(collect_personal_models=True, **keys, **TINY)
+    pytest.importorskip("onnxruntime")
+    with pytest.raises(
+        UserError, match="leaves classifier.bias, classifier.weight on the clients: global alone predicts"
+    ):
+        export(folder.path, METHODS, None, tmp_path / "g.onnx", onnx=True)
+    file, told = export(folder.path, METHODS, None, tmp_path / "g.pt")
+    assert set(torch.load(file)) == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
+    assert told["missing"] == ["classifier.bias", "classifier.weight"]
+    with pytest.raises(UserError, match="lacks classifier.bias, classifier.weight, which stayed on the clients"):
+        answers(file, np.zeros((1, 1, 8, 8), np.uint8))
+    whole, _ = export(folder.path, METHODS, 1, tmp_path / "c.pt")
+    assert answers(whole, np.zeros((1, 1, 8, 8), np.uint8))[0].shape == (1, 10)

@@ -1,0 +1,122 @@
+"""A package that is not installed is named, with the extra that brings it, before anything is done."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import corolla
+from client_app.client_app import app
+from fl_app import extras, server_app
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.keys import Scalar
+from fl_app.server.inprocess import InProcessGrid
+from strategies import METHOD_PARAMS
+from tests.conftest import SMALL, Command, Run
+
+ROOT = Path(__file__).resolve().parents[2]
+Without = Callable[[str], None]
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Without:
+    """Let a package seem not to be installed."""
+    find = importlib.util.find_spec
+
+    def missing(package: str) -> None:
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest)
+        )
+
+    return missing
+
+
+def test_every_extra_brings_its_packages() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for package, extra in extras.EXTRAS.items():
+        names = [re.split(r"[<>=!\[ ]", word)[0] for word in declared["optional-dependencies"][extra]]
+        assert package.replace("_", "-") in names
+        assert not any(
+            re.split(r"[<>=!\[ ]", word)[0] == package.replace("_", "-") for word in declared["dependencies"]
+        )
+    (everything,) = declared["optional-dependencies"]["all"]
+    assert set(extras.EXTRAS.values()) == set(everything.removeprefix("corolla[").removesuffix("]").split(","))
+
+
+NEEDS: dict[str, tuple[dict[str, Scalar], str, str]] = {
+    "dp-epsilon": ({"dp-epsilon": 8.0}, "opacus", "dp-epsilon needs opacus, .* 'corolla[dp]'"),
+    "a metric": ({"metrics": "auc"}, "torchmetrics", "metrics: auc of task classification needs .* 'corolla[metrics]'"),
+    "a partition": ({"partition": "dirichlet"}, "flwr_datasets", "partition: dirichlet needs .* 'corolla[partitions]'"),
+}
+
+
+@pytest.mark.parametrize("case", NEEDS)
+def test_a_run_that_needs_more_is_refused_before_it_starts(
+    case: str, command: Command, without: Without, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys, package, words = NEEDS[case]
+    without(package)
+    sets = [
+        word for k, v in (SMALL | keys | {"data-dir": str(tmp_path / "data")}).items() for word in ("--set", f"{k}={v}")
+    ]
+    code, _, err = command("run", "--in-process", *sets)
+    assert code == 2 and re.search(words.replace("[", r"\["), err), err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("case", NEEDS)
+def test_a_node_without_it_is_named_before_the_run_starts(
+    case: str, raw_config: dict[str, Scalar], without: Without, tmp_path: Path
+) -> None:
+    keys, package, words = NEEDS[case]
+    raw = {**raw_config, **keys, "data-dir": str(tmp_path / "data")}
+    without(package)
+    with pytest.raises(UserError, match="client 0: " + words.replace("[", r"\[")):
+        server_app.run(InProcessGrid(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None)
+    assert not Path(str(raw["output-dir"])).exists()
+
+
+def test_what_needs_nothing_more_runs_without(run: Run, without: Without) -> None:
+    without("torchmetrics")
+    assert run(num_server_rounds=1).path.is_dir()
+    assert run(num_server_rounds=1, run_name="iid", partition="iid").path.is_dir()
+
+
+@pytest.mark.parametrize(("suffix", "package"), [(".csv", "pandas"), (".parquet", "pyarrow")])
+def test_a_table_names_its_packages(
+    command: Command, without: Without, tmp_path: Path, suffix: str, package: str
+) -> None:
+    table = tmp_path / f"table{suffix}"
+    table.write_text("a,b\n1,2\n")
+    without(package)
+    code, _, err = command("data", "show", "--set", f"dataset=table:{table}", "--set", "target=b")
+    assert code == 2 and f"dataset: {table} needs {package}, " in err and "pip install 'corolla[tables]'" in err
+
+
+def test_reports_and_data_frames(command: Command, without: Without, run: Run, tmp_path: Path) -> None:
+    found = corolla.load(run().path)
+    without("matplotlib")
+    code, _, err = command("report", found.path, "--output", tmp_path / "page")
+    assert code == 2 and "corolla report needs matplotlib, " in err and "pip install 'corolla[report]'" in err
+    with pytest.raises(UserError, match=r"a run's report needs matplotlib, .* 'corolla\[report\]'"):
+        found.report(tmp_path / "page")
+    assert not (tmp_path / "page").exists()
+    without("pandas")
+    asked: tuple[Callable[[], Any], ...] = (
+        lambda: found.metrics,
+        lambda: found.clients,
+        lambda: corolla.compare(found),
+    )
+    for ask in asked:
+        with pytest.raises(
+            UserError, match=r"needs pandas, which is not installed here: pip install 'corolla\[tables\]'"
+        ):
+            ask()

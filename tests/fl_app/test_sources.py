@@ -1,0 +1,48 @@
+"""The registry of data sources: what its lines name is there, and documentation says what they say."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fl_app.errors import UserError
+from fl_app.sources import NODE, SOURCES, Source, path_in, source_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
+def test_every_source_has_a_function_that_takes_a_request(source: Source) -> None:
+    module, _, name = source.prepare.partition(":")
+    signature = inspect.signature(getattr(importlib.import_module(module), name))
+    assert [parameter.annotation for parameter in signature.parameters.values()] == ["DataRequest"]
+    assert signature.return_annotation == "Prepared"
+
+
+def test_paths_in_values() -> None:
+    assert path_in("dataset", "npz:/a:b.npz") == "/a:b.npz" and path_in("partition", "file:p.npz") == "p.npz"
+    for key, value in (("dataset", "digits"), ("dataset", "npz:"), ("dataset", "file:/x"), ("partition", "npz:/x")):
+        assert path_in(key, value) == ""
+    with pytest.raises(UserError, match="dataset: 'nothing:/x' has no source; there are digits, .*, node"):
+        source_of("nothing:/x")
+
+
+def test_documentation_says_what_sources_take_and_tell() -> None:
+    own = {f"`{name}:" for name, source in SOURCES.items() if source.path and not source.known}
+    tasks, privacy = ((DOCS / f"{page}.md").read_text() for page in ("tasks", "privacy"))
+    assert all(f"- {start}" in tasks for start in own) and f"- `{NODE}`" in tasks
+    told = privacy[privacy.index("the names of the classes of") :].partition(";")[0]
+    assert {name for name in SOURCES if f"`{name}:`" in told} == {
+        name for name, source in SOURCES.items() if source.tells_classes
+    }
+
+
+def test_the_registry_imports_nothing_heavy() -> None:
+    code = "import sys, fl_app.sources; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"numpy", "torch", "pandas", "datasets", "PIL", "flwr", "fl_app.data"} & set(done.stdout.split())

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fl_app.config import RunConfig
+from fl_app.wire import Expected
+from strategies.engine import cohorts
+from strategies.engine.attempt import Attempt, TooFewResults
+from strategies.engine.cohorts import OUTSIDE, CohortStore
+from strategies.engine.private import MaskedIntake, PrivateRounds, complete_groups
+from strategies.linkage import ALONE, partition
+from tests.strategies.test_linkage import alike, random_similarity
+
+
+def draws(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+@given(st.integers(3, 40), st.integers(0, 3), st.integers(0, 999))
+def test_drawn_cohorts_are_of_three_to_five_and_cover_who_trains(n: int, unseen: int, seed: int) -> None:
+    ids = sorted(draws(seed).permutation(n + unseen)[:n].tolist())
+    found = cohorts.drawn(ids, n + unseen, draws(seed))
+    own = cohorts.members(found)
+    assert sorted(i for each in own for i in each) == ids and all(3 <= len(each) <= 5 for each in own)
+    assert (found == OUTSIDE).sum() == unseen
+
+
+def test_one_or_two_of_a_cohort_are_not_summed_up() -> None:
+    found = np.array([0, 0, 0, 1, 1, 1, 1, OUTSIDE])
+    assert cohorts.present(found, range(7)) == [[0, 1, 2], [3, 4, 5, 6]]
+    assert cohorts.present(found, {0, 1, 2, 4, 5, 6}) == [[0, 1, 2], [4, 5, 6]]
+    assert cohorts.present(found, {1, 2, 3, 4, 5, 6}) == [[3, 4, 5, 6]] and cohorts.present(found, {1, 2, 5, 6}) == []
+
+
+def test_one_away_takes_two_along_and_only_them_from_then_on() -> None:
+    found = cohorts.split(cohorts.one(range(8), 8), set(range(8)) - {1})
+    assert cohorts.members(found) == [[0, 1, 2], [3, 4, 5, 6, 7]]
+    assert (cohorts.split(found, set(range(8)) - {0, 2}) == found).all()
+    assert (
+        cohorts.split(found, set(range(8)) - {4}) == found
+    ).all()  # two others would be left, too few for themselves
+    assert (cohorts.split(cohorts.one(range(5), 5), {0, 1, 2, 3}) == 0).all()
+    assert (cohorts.split(found, {0, 1, 2}) == found).all()  # a whole company away splits none
+
+
+def test_one_of_a_cohort_in_a_group_goes_to_the_part_it_is_most_like() -> None:
+    some, labels = cohorts.one(range(8), 8), np.array([0, 0, 0, 1, 1, 1, 1, ALONE])
+    similarity = alike(8, (7, 0, 0.9))  # of the group of three, though the other is larger
+    found, moved = cohorts.grouped(some, labels, similarity)
+    assert moved.tolist() == [0, 0, 0, 1, 1, 1, 1, 0] and cohorts.members(found) == [[0, 1, 2, 7], [3, 4, 5, 6]]
+    _, moved = cohorts.grouped(np.array([0, 0, 0, 1, 1, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1, 1, 1]), similarity)
+    assert moved.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
+    found, moved = cohorts.grouped(
+        found, np.array([0, 1, 1, 2, 2, ALONE, ALONE, 2]), similarity
+    )  # none has three: all with most
+    assert moved.tolist() == [1, 1, 1, ALONE, ALONE, ALONE, ALONE, 1]
+    # nobody shares any more: everyone is in one sum, which splits nothing
+    again, moved = cohorts.grouped(found, np.full(8, ALONE), similarity)
+    assert moved.tolist() == [ALONE] * 8 and cohorts.members(again) == cohorts.members(found)
+
+
+@given(st.integers(3, 25), st.integers(0, 999), st.booleans(), st.data())
+def test_over_a_whole_run_everybody_is_in_the_same_sums_as_two_others(
+    n: int, seed: int, some: bool, data: st.DataObject
+) -> None:
+    """Groups that change, clients that are away or drop out with their companies, sums of attempts that do not count."""
+    found = cohorts.drawn(range(n), n, draws(seed)) if some else cohorts.one(range(n), n)
+    summed, sums = np.zeros(n, int), []
+    for k in range(data.draw(st.integers(1, 8))):
+        away = data.draw(st.sets(st.integers(0, n - 1), max_size=2))
+        late = data.draw(st.sets(st.integers(0, n - 1), max_size=2))
+        for here in (set(range(n)) - away, set(range(n)) - away - late):
+            found = cohorts.split(found, here)
+            asked = [i for own in cohorts.members(found) if here.issuperset(own) for i in own]
+            groups = [[i for i in asked if summed[i] == label] for label in np.unique(summed)]
+            sums += [own for own in groups if own and not late.intersection(own)]
+            assert all(len(own) >= 3 for own in groups if own)
+        labels = partition(random_similarity(n, seed + k), data.draw(st.floats(0.2, 0.9)))
+        found, summed = cohorts.grouped(found, labels, random_similarity(n, seed + k))
+    A = np.array([np.isin(np.arange(n), own) for own in sums])
+    if len(A):
+        assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T)
+
+
+class Asking:
+    """A private run's server, as far as it chooses whom to ask; groups change, clients come, go and drop out."""
+
+    def __init__(self, folder: Path, n: int, some: bool, absent: str) -> None:
+        self.config = RunConfig(
+            private=True, private_absent=absent, max_size_weight=0.0, num_clients=n, fraction_train=0.5 if some else 1.0
+        )
+        self.folder = SimpleNamespace(path=folder)
+        self.protocol = PrivateRounds(cast(Any, self))
+        self.summed = np.zeros(n, int)
+
+    def attempts(self, round: int, connected: Sequence[set[int]], dropping: Sequence[set[int]]) -> list[list[int]]:
+        """Whose sums the server has after a round's attempts, in the last of which nobody drops out."""
+        earlier: list[Attempt] = []
+        for here, gone in zip(connected, dropping, strict=True):
+            without = frozenset().union(*(attempt.without for attempt in earlier))
+            attempt = Attempt(round, earlier=[*earlier], without=without)
+            try:
+                asked = self.protocol.sample(attempt, sorted(here))
+            except TooFewResults:
+                break
+            groups = {
+                label: [i for i in asked if self.summed[i] == label] for label in sorted({*self.summed[asked].tolist()})
+            }
+            metrics: dict[int, Any] = {i: {} for i in asked if i not in gone}
+            attempt.intake = MaskedIntake(
+                asked,
+                Expected(0, 0),
+                *[np.empty((0, 0), np.float32)] * 2,
+                None,
+                {},
+                np.zeros(0),
+                metrics,
+                version="",
+                groups=groups,
+                weights={},
+                totals=np.empty((0, 0), np.uint32),
+                group_of={},
+            )
+            attempt.without = without | gone.intersection(asked)
+            earlier.append(attempt)
+            if not gone.intersection(asked):
+                break
+        return [own for attempt in earlier for own in complete_groups(attempt.intake)]
+
+
+@given(st.integers(3, 16), st.integers(0, 9999), st.booleans(), st.sampled_from(["alone", "company"]))
+def test_all_sums_of_a_round_with_its_repetitions_tell_of_nobody_alone(
+    n: int, seed: int, some: bool, absent: str
+) -> None:
+    """Whoever comes, goes and drops out between attempts; with `private-absent = "company"` of all rounds together, too."""
+    random, every = draws(seed), []
+
+    def few() -> set[int]:
+        return set(random.choice(n, random.integers(0, 3), replace=False).tolist())
+
+    with tempfile.TemporaryDirectory() as folder:
+        server = Asking(Path(folder), n, some, absent)
+        for round in range(1, 7):
+            base = set(range(n)) - few()
+            sums = server.attempts(round, [base, base ^ few(), base ^ few()], [few(), few(), set()])
+            every += sums
+            for of in (sums, every if absent == "company" else []):
+                A = np.array([np.isin(np.arange(n), own) for own in of]).reshape(-1, n)
+                assert all((A.T == column).all(axis=1).sum() >= 3 for column in A.T if column.any())
+            if not some:
+                server.summed = server.protocol.keep_together(
+                    np.arange(n), random.integers(0, 3, n), random_similarity(n, seed + round)
+                )
+
+
+def test_what_clients_count_stays(tmp_path: Path) -> None:
+    store = CohortStore(tmp_path, cohorts.one(range(4), 4))
+    store.count({0: 10.0, 1: 20.0, 2: 100.0}, 2.0)
+    assert store.counts == {0: 10, 1: 20, 2: 40}
+    store.count({0: 90.0}, 2.0)
+    store.count({0: 90.0, 3: 500.0}, 2.0)
+    assert store.counts[0] == 10 and store.counts[3] == 40
+    store.part(np.array([0, 0, 0, OUTSIDE]))
+    again = CohortStore(tmp_path, cohorts.one(range(4), 4))
+    assert again.counts == store.counts and again.most == 40 and again.cohorts.tolist() == [0, 0, 0, OUTSIDE]
+    again.path.unlink()
+    unbound = CohortStore(tmp_path, cohorts.one(range(4), 4))
+    unbound.count({0: 1.0, 1: 1e6}, 0.0)
+    assert unbound.counts[1] == pytest.approx(1e6)
