@@ -39,7 +39,7 @@ def lines(paths: Sequence[Path]) -> list[str]:
     for runs in compare.group(compare.load(paths, METHOD_PARAMS)[0]):
         config = runs[0].config
         row = config.dataset, config.train_samples, config.batch_size, config.method
-        finals = [100 * run.folder.summary["final-accuracy"] for run in runs]
+        finals = [100 * run.summary["final-accuracy"] for run in runs]
         found.setdefault(row, {}).setdefault(config.dp_epsilon, []).append(finals)
         alone[row] = [majority(run.config) for run in runs]
     names = ("no noise" if not epsilon else f"epsilon {epsilon:g}" for epsilon in EPSILONS)

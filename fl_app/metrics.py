@@ -22,7 +22,9 @@ from fl_app.figures import Scalars
 log = logging.getLogger("corolla")
 
 MAX_NUMBER = 1e30  # size of a number that a client reports: sums of such are finite
-FINETUNED, POOLED = "-finetuned", "-pooled"
+FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
+
+Record = dict[str, Any]  # a round's, as a line of metrics.jsonl holds it
 
 Reduction = Literal["none", "mean", "mean-and-pooled", "max", "sum"]
 """What a record makes of the clients' numbers.
@@ -177,6 +179,43 @@ def tracked_names(headline: Metric) -> dict[str, str]:
         if metric.tracked:
             names |= {name: metric.tracked + name.removeprefix(metric.name) for name in metric.record_names}
     return names
+
+
+# What rounds come to --------------------------------------------------------------------------------------------------
+
+
+def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
+    """What the rounds of a run come to, by the names that summary.json has for it; None where they do not say.
+
+    rounds: as far as they are recorded; `final-` is of the last evaluation of all clients among them. measured: the headline first.
+    """
+    headline, *others = measured
+    final: Record = next((r["evaluation"] for r in reversed(rounds) if r.get("evaluation")), {})
+    before = moments(headline.name)[0]
+
+    def best(moment: str) -> float | None:
+        values = [r[moment] for r in rounds if r.get(moment) is not None]
+        return headline.best(values) if values else None
+
+    found: Record = {
+        f"final-{headline.name}{end}": final.get(f"{headline.name}{end}")
+        for end in ("", POOLED, FINETUNED, f"{FINETUNED}{POOLED}")
+    }
+    found[f"best-{headline.name}"] = best(before)
+    found[f"best-{headline.name}{POOLED}"] = best(before + POOLED)
+    for metric in others:
+        found |= {f"final-{metric.name}{end}": final.get(f"{metric.name}{end}") for end in ("", FINETUNED)}
+    if UNSEEN in final:
+        found |= {f"unseen-{name}": final[UNSEEN].get(name) for name in (headline.name, headline.name + FINETUNED)}
+    return {
+        **found,
+        "digest": final.get("digest"),
+        "absent": final.get("absent"),
+        "upload-bytes": sum(int(r.get("upload-bytes") or 0) for r in rounds),
+        "download-bytes": sum(int(r.get("download-bytes") or 0) for r in rounds),
+        "failures": sum(len(r.get("failures", [])) for r in rounds),
+        "seconds": round(sum(r.get("seconds", {}).get("round", 0.0) for r in rounds), 3),
+    }
 
 
 # A method's own -------------------------------------------------------------------------------------------------------

@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder for ROW,seed=SEED.json; default: none")
     options = parser.parse_args()
     preset = f"fedobp/fashion-mnist-dirichlet-0.1/{options.row}"
-    settings = {**presets.read_preset(preset), **sweep.read(SWEEP).settings}
+    settings = {**presets.read_preset(preset), **sweep.read_sweep(SWEEP).settings}
     config = parse({**settings, "seed": options.seed, "client-threads": 1}, METHOD_PARAMS)
     prepare_training(config.client_threads)
     started, tests = time.perf_counter(), {}

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from corolla.experiments.compare import Line, Run
+from corolla.experiments.compare import Line
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.significance import interval
 
 # by client: right answers, test samples
@@ -19,9 +20,9 @@ Counts = Mapping[str, tuple[float, int]]
 STAGES = {"before": "accuracy", "fine-tuned": "accuracy-finetuned"}
 
 
-def best_test(run: Run, stage: str) -> Counts | None:
+def best_test(run: RecordedRun, stage: str) -> Counts | None:
     """Return the clients' right answers in the best test of a run, `before` or `fine-tuned`; None if none is known."""
-    tests = list(run.folder.evaluations.values())
+    tests = list(run.evaluations.values())
     pooled = f"{STAGES[stage]}-pooled"
     if not tests or any(test.get(pooled) is None for test in tests):
         return None

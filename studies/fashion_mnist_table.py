@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from corolla.experiments import compare
-from corolla.experiments.compare import Run
 from corolla.experiments.grouping import mean_std, settings
+from corolla.experiments.runs import RecordedRun
 from fl_app.keys import show
 from strategies import METHOD_PARAMS
 
@@ -20,7 +20,7 @@ from strategies import METHOD_PARAMS
 LAST = 10
 
 
-def names(groups: Sequence[Sequence[Run]]) -> list[str]:
+def names(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
     """Return the groups' methods, each with the values of the settings in which groups of the same method differ."""
     every = [settings(runs[0].config.resolved) for runs in groups]
     found = []
@@ -34,11 +34,11 @@ def names(groups: Sequence[Sequence[Run]]) -> list[str]:
     return found
 
 
-def figures(run: Run) -> list[float]:
+def figures(run: RecordedRun) -> list[float]:
     """Return a run's figures in per cent: its final accuracies, then its last rounds' before and after training."""
-    found = [100 * run.folder.summary[f"final-accuracy{kind}"] for kind in ("", "-pooled", "-finetuned")]
+    found = [100 * run.summary[f"final-accuracy{kind}"] for kind in ("", "-pooled", "-finetuned")]
     for name in ("accuracy-before", "accuracy-after"):
-        last = [record[name] for record in list(run.folder.rounds.values())[-LAST:]]
+        last = [record[name] for record in list(run.rounds.values())[-LAST:]]
         found.append(statistics.mean(100 * value for value in last if value is not None))
     return found
 

@@ -22,8 +22,10 @@ from PIL import Image
 
 from corolla import presets
 from corolla.experiments import compare, grouping, paper_metrics, sweep
-from corolla.experiments.compare import Line, Run
+from corolla.experiments.compare import Line
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import Point
+from corolla.experiments.table import setting
 from corolla.report import accuracy as pictures
 from corolla.report.arrays import read_runs
 from corolla.report.figures import Panel
@@ -93,14 +95,14 @@ def lines_of(name: str, results: Path) -> list[Line]:
     for same in compare.group(runs):
         found = compare.beside(same, METHOD_PARAMS, COLUMNS[name])
         if not found:
-            raise SystemExit(f"{same[0].folder.path}: no published counterpart")
+            raise SystemExit(f"{same[0].path}: no published counterpart")
         lines.append(found[0])
     return sorted(lines, key=lambda line: -line.preset.published.mean if line.preset.published else 0.0)
 
 
 def points_of(name: str, results: Path) -> list[Point]:
     """Return the runs that a sweep file asks for."""
-    return sweep.expand(sweep.read(SWEEPS / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
+    return sweep.expand(sweep.read_sweep(SWEEPS / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
 
 
 def missing(points: Sequence[Point], lines: Sequence[Line]) -> list[str]:
@@ -142,11 +144,11 @@ def rule(columns: int) -> str:
 
 def column_table(lines: Sequence[Line]) -> Iterator[str]:
     """Yield the lines of a column's table: every figure that may be the paper's, then what the runs cost."""
-    header, *rows = paper_metrics.table(lines)
+    header, *rows = paper_metrics.figures_table(lines)
     yield row(["method", *header[1:], "seeds", "rounds", "s a round"])
     yield rule(len(header) + 3)
     for line, figures in zip(lines, rows, strict=False):
-        seconds = [record["seconds"]["round"] for run in line.runs for record in run.folder.rounds.values()]
+        seconds = [record["seconds"]["round"] for run in line.runs for record in run.rounds.values()]
         name = method_of(line)
         if line.preset.ran:
             name += "†"
@@ -158,7 +160,7 @@ def column_table(lines: Sequence[Line]) -> Iterator[str]:
         yield f"{row(distances)} | | |"
 
 
-def curves(what: str, rows: Sequence[tuple[str, Sequence[Run]]], every: int) -> Iterator[str]:
+def curves(what: str, rows: Sequence[tuple[str, Sequence[RecordedRun]]], every: int) -> Iterator[str]:
     """Yield a table of accuracies before / after training, mean over a round's clients, then over seeds.
 
     what: heads the rows' names; rows: names and runs; every how many rounds, up to a run's last. best: of all its rounds, before
@@ -175,10 +177,10 @@ def curves(what: str, rows: Sequence[tuple[str, Sequence[Run]]], every: int) -> 
     yield from ("", "Before / after training, mean over the round's clients.", "")
 
 
-def curve(runs: Sequence[Run], figure: str) -> list[float]:
+def curve(runs: Sequence[RecordedRun], figure: str) -> list[float]:
     """Return a figure of each round, mean over runs of as many rounds, in per cent."""
     rounds = range(1, runs[0].config.num_server_rounds + 1)
-    return [statistics.mean(100 * run.folder.rounds[t][figure] for run in runs) for t in rounds]
+    return [statistics.mean(100 * run.rounds[t][figure] for run in runs) for t in rounds]
 
 
 def trials_table(results: Path) -> Iterator[str]:
@@ -191,7 +193,7 @@ def trials_table(results: Path) -> Iterator[str]:
     for trial in trials:
         changed = compare.differences(grouping.settings(trial.config.resolved), own)
         # how long a trial runs is not what was tried
-        names = [f"{key} {compare.shown(value)}" for key, value, _ in changed if key != "num-server-rounds"]
+        names = [f"{key} {setting(value)}" for key, value, _ in changed if key != "num-server-rounds"]
         rows.append((", ".join(names), [trial]))
     yield from curves("run", rows, CURVES[TRIED])
 
@@ -222,7 +224,7 @@ def logs_table(results: Path) -> Iterator[str]:
     yield row(["---"] * len(head))
     logs = tomllib.loads(LOGGED.read_text(encoding="utf-8"))
     for run in compare.load([results], METHOD_PARAMS)[0]:
-        config, rounds = run.config, run.folder.rounds
+        config, rounds = run.config, run.rounds
         replayed = REPLAYED.get(config.method)
         method = PERSONAL[config.params.personal] if replayed else config.method
         about = [f"{method}, {replayed}" if replayed else method, f"{config.momentum:g}"]
@@ -230,7 +232,7 @@ def logs_table(results: Path) -> Iterator[str]:
             first = 100 * rounds[1]["accuracy-before-pooled"]
             yield row([*about, "1, before", f"{logs['first-round']:.2f}", f"{first:.2f}"])
         for round, accuracy, loss in logs["tests"][method]:
-            ours = run.folder.evaluations[round]
+            ours = run.evaluations[round]
             pair = f"{100 * ours['accuracy-pooled']:.2f}, {ours['loss-pooled']:.4f}"
             yield row([*about, str(round), f"{accuracy:.2f}, {loss:.4f}", pair])
         if replayed:
@@ -250,7 +252,7 @@ def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
     for name, settings in differing:
         words = []
         for key, mine, theirs in sorted(settings):
-            words.append(f"{key} {compare.shown(mine)} (paper: {compare.shown(theirs)})")
+            words.append(f"{key} {setting(mine)} (paper: {setting(theirs)})")
         if words:
             yield f"- {name}, settings that differ: {', '.join(words)}"
 

@@ -10,6 +10,7 @@ import pandas
 
 from corolla.api.console import say_unfinished
 from corolla.experiments import compare, significance
+from corolla.experiments.table import columns
 from strategies import METHOD_PARAMS
 
 
@@ -18,12 +19,13 @@ def frame(paths: Sequence[Path]) -> pandas.DataFrame:
     found, unfinished = compare.load(paths, METHOD_PARAMS)
     say_unfinished(unfinished)
     groups = compare.group(found)
-    metrics, means = compare.measured(groups)
+    found_rows = compare.result_rows(groups)
+    shown = columns(found_rows)
     rows: list[dict[str, Any]] = []
-    for varying, runs, known in zip(compare.varying(groups), groups, means, strict=True):
-        row: dict[str, Any] = {**varying, "n": len(runs)}
-        for name in metrics:
-            row[name], row[f"{name}-std"] = known.get(name, (None, None))
+    for one in found_rows:
+        row: dict[str, Any] = {**one.varying, "n": len(one.runs)}
+        for name in shown:
+            row[name], row[f"{name}-std"] = one.by_name.get(name, (None, None))
         rows.append(row)
     others = [significance.paired(runs, groups[0]) for runs in groups[1:]]
     if any(others):

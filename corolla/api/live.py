@@ -268,7 +268,7 @@ class Display:
     def line(self, text: str) -> None:
         """Take one of our log lines."""
         text = plain(text.replace("\t", " "))
-        match progress_protocol.read(text):
+        match progress_protocol.read_line(text):
             case Folder(path):
                 self.folder = path
                 self._panel.begin(0)

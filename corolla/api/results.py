@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corolla.experiments import runs
+from corolla.experiments.runs import RecordedRun, find, listing
 from fl_app import extras
 from fl_app.errors import UserError, listed
 from fl_app.server.run_folder import CLIENTS, METRICS, PLUGINS, SUMMARY
@@ -27,25 +27,25 @@ class Run:
         self.path = Path(path)
 
     @cached_property
-    def _folder(self) -> runs.Run:
+    def _recorded(self) -> RecordedRun:
         if not self.path.is_dir():
             raise UserError(f"the run folder is not on this machine, but on the SuperLink's: {self.path}")
-        return runs.Run(self.path)
+        return RecordedRun(self.path)
 
     @property
     def config(self) -> dict[str, Scalar]:
         """Every key as it was resolved, flat: {"method": "fedcac", "fedcac.tau": 0.5, ...}."""
-        return dict(self._folder.settings)
+        return dict(self._recorded.settings)
 
     @property
     def state(self) -> str:
         """`running`, `finished`, or `interrupted`: `run(resume=...)` continues it."""
-        return self._folder.state
+        return self._recorded.state
 
     @property
     def summary(self) -> dict[str, Any]:
         """What summary.json holds: final-accuracy, best-accuracy, digest, ... Raises UserError if the run is not finished."""
-        return dict(self._folder.summary)
+        return dict(self._recorded.summary)
 
     @cached_property
     def metrics(self) -> pandas.DataFrame:
@@ -53,9 +53,9 @@ class Run:
         extras.require("pandas", "a run's metrics as a data frame")
         import pandas
 
-        from corolla.report import arrays, csv_files
+        from corolla.report.csv_files import round_lines
 
-        lines = csv_files.round_lines(arrays.read_run(self._folder.path))
+        lines = round_lines(self._recorded)
         return pandas.DataFrame(lines, columns=_columns("round", lines=lines)).set_index("round")
 
     @cached_property
@@ -64,9 +64,9 @@ class Run:
         extras.require("pandas", "a run's clients as a data frame")
         import pandas
 
-        from corolla.report import arrays, csv_files
+        from corolla.report.csv_files import client_lines
 
-        lines = csv_files.client_lines(arrays.read_run(self._folder.path))
+        lines = client_lines(self._recorded)
         return pandas.DataFrame(lines, columns=_columns("round", "client", lines=lines)).set_index(["round", "client"])
 
     def model(self, client: int | None = None) -> nn.Module:
@@ -79,8 +79,8 @@ class Run:
         from corolla.experiments.exported import run_models
         from strategies import METHODS
 
-        look_for_plugins(self._folder.path / PLUGINS)
-        model = run_models.load(self._folder.path, client, METHODS)
+        look_for_plugins(self._recorded.path / PLUGINS)
+        model = run_models.load(self._recorded.path, client, METHODS)
         run_models.refuse_parts(model)
         return model.module
 
@@ -89,7 +89,7 @@ class Run:
         extras.require("matplotlib", "a run's report")
         from corolla.report.page import write_report
 
-        return write_report([self._folder.path], self._folder.path if output is None else Path(output))[0]
+        return write_report([self._recorded.path], self._recorded.path if output is None else Path(output))[0]
 
     def __repr__(self) -> str:
         """Name it."""
@@ -105,11 +105,11 @@ class Run:
     def _table(self) -> str:
         from corolla.experiments.table import single_runs
 
-        folder = self._folder
-        if folder.finished:
-            header, row = single_runs([folder])
+        recorded = self._recorded
+        if recorded.finished:
+            header, row = single_runs([recorded])
         else:
-            header, row = runs.listing([folder])
+            header, row = listing([recorded])
             header, row = header[1:], row[1:]
         cells = [
             "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line) for tag, line in (("th", header), ("td", row))
@@ -123,7 +123,7 @@ def load(path: str | os.PathLike[str]) -> Run:
     Raises UserError if it is none, holds several runs, or is damaged: a file that cannot be read, or rounds without a record.
     """
     where = folder(path).expanduser().resolve()
-    found = runs.find([where])
+    found = find([where])
     if [run.path for run in found] != [where]:
         inside = listed([run.path.name for run in found])
         raise UserError(f"{where} is no run folder, but holds some: {inside}; load one of them, or compare them all")

@@ -27,7 +27,7 @@ from corolla.api.settings import (
     with_clients,
 )
 from corolla.api.waiting import Submit, simulated, waiting
-from corolla.experiments.runs import Run
+from corolla.experiments.runs import RecordedRun
 from fl_app.config import RunConfig
 from fl_app.errors import RunFailed, UserError
 from fl_app.keys import Scalar, without_others
@@ -127,7 +127,7 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None
 def saved_config(run: Path) -> dict[str, Scalar]:
     """Read the config an interrupted run is continued with; of the user's own files it has copies."""
     look_for_plugins(run / PLUGINS)
-    return Run(run).settings | {"resume": str(run.resolve())}
+    return RecordedRun(run).settings | {"resume": str(run.resolve())}
 
 
 def warn_of_changed_plugins(copies: Path) -> None:
@@ -140,7 +140,7 @@ def warn_of_changed_plugins(copies: Path) -> None:
 
 def is_finished(run: Path, config: RunConfig) -> bool:
     """Tell whether a run has all its rounds and its summary."""
-    return Run(run).finished and Run(run).summary["rounds"] >= config.num_server_rounds
+    return RecordedRun(run).finished and RecordedRun(run).summary["rounds"] >= config.num_server_rounds
 
 
 def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:

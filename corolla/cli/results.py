@@ -18,7 +18,7 @@ from fl_app.sources import SOURCES
 from strategies import METHOD_PARAMS, METHODS
 
 if TYPE_CHECKING:
-    from corolla.experiments.compare import Run
+    from corolla.experiments.runs import RecordedRun
 
 
 def compare(
@@ -46,15 +46,15 @@ def compare(
     say_unfinished(unfinished)
     groups = comparing.group(found)
     for run, before in comparing.repeated(found):
-        warn(f"{run.folder.path} repeats the settings and the seed of {before.folder.path}: it has a row of its own")
+        warn(f"{run.path} repeats the settings and the seed of {before.path}: it has a row of its own")
     if not paper:
         show_comparison(groups, to)
         return
     lines = [line for group in groups for line in comparing.beside(group, METHOD_PARAMS, dataset)]
     if lines:
-        show_table(comparing.table(lines))
+        show_table(comparing.paper_table(lines))
         typer.echo("accuracies in per cent; ours: mean ± standard deviation over n seeds")
-        if every := paper_metrics.table(lines):
+        if every := paper_metrics.figures_table(lines):
             typer.echo()
             show_table(every)
             typer.echo(paper_metrics.CAPTION)
@@ -63,23 +63,26 @@ def compare(
     matched = {id(run) for line in lines for run in line.runs}
     left = [run for run in found if id(run) not in matched]
     for run in left:
-        typer.echo(f"no published counterpart: {run.folder.path} ({comparing.kind(run.config)})")
+        typer.echo(f"no published counterpart: {run.path} ({comparing.kind(run.config)})")
     if not dataset and not all(grouping.named(run.config.dataset) for run in left):
         typer.echo("--dataset NAME, e.g. cifar10, says what your own data are")
 
 
-def show_comparison(groups: Sequence[Sequence[Run]], to: float | None) -> None:
+def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None) -> None:
     """Print groups of runs side by side, what each took to reach an accuracy, and their paired differences."""
     from corolla.experiments import compare as comparing
     from corolla.experiments import cost_to_target, significance
+    from corolla.experiments.table import text_table
 
-    reached = cost_to_target.table(groups, to) if to is not None else []  # first of all, for what is wrong with `to`
-    show_table(comparing.side_by_side(groups))
+    reached = (
+        cost_to_target.costs_table(groups, to) if to is not None else []
+    )  # first of all, for what is wrong with `to`
+    show_table(text_table(comparing.result_rows(groups)))
     if reached:
         typer.echo()
         show_table(reached)
         typer.echo(cost_to_target.CAPTION)
-    if differences := significance.table(groups):
+    if differences := significance.differences_table(groups):
         typer.echo()
         show_table(differences)
         typer.echo(significance.caption(groups))

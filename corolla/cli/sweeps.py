@@ -23,7 +23,7 @@ from corolla.experiments import forecast as forecasting
 from corolla.experiments import sweep as sweeping
 from corolla.experiments import table as sweep_table
 from corolla.experiments.forecast import Forecast
-from corolla.experiments.runs import Run
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import Point
 from fl_app.errors import RunFailed, UserError
 from fl_app.server.run_folder import check_unchanged
@@ -55,7 +55,7 @@ def sweep(
     """Run all combinations of a sweep file; started again, it does only what is not finished."""
     look_for_plugins(file.parent)
     given = parse_set(set_ or [])
-    plan = sweeping.read(file)
+    plan = sweeping.read_sweep(file)
     if scale is Scale.small:
         plan = dataclasses.replace(plan, scale=scale.value)
     directory = (output_dir or Path("runs") / file.stem).expanduser().resolve()
@@ -84,7 +84,7 @@ def sweep(
             if all(sweeping.identity(point.parsed) in finished for point in points):
                 show_sweep(directory, points, file.stem, plan.scale, {})
         return
-    sweeping.check(points, check_locally)
+    sweeping.check_points(points, check_locally)
     with sweeping.locked(directory):
         todo = unfinished_points(directory, points)
         try:
@@ -119,7 +119,7 @@ def write_array(
     from corolla.experiments import slurm
 
     anywhere = [dataclasses.replace(p, parsed=dataclasses.replace(p.parsed, device="cpu")) for p in points]
-    sweeping.check(anywhere, check_locally)
+    sweeping.check_points(anywhere, check_locally)
     path = slurm.write_array(points, directory, file.name, words, at_once=at_once, cpus=cpus, gpus=gpus)
     console.print(
         f"{len(points)} runs, a task each; now, and again to go on: sbatch {escape(str(path))}", soft_wrap=True
@@ -171,7 +171,7 @@ def continued(point: Point, folder: Path, begun_now: bool = False) -> Point | No
         for spec, value in point.parsed.own_keys()
         if spec.about == "running" or spec.name == "data-dir"
     }
-    config = ready(Run(folder).settings | now | {"resume": str(folder)})
+    config = ready(RecordedRun(folder).settings | now | {"resume": str(folder)})
     parsed = resolve(config)
     check_unchanged(folder, parsed)
     if not begun_now:
@@ -195,7 +195,10 @@ def unfinished_points(directory: Path, points: Sequence[Point]) -> list[Point]:
 
 
 def going_on(
-    points: Sequence[Point], finished: Mapping[str, Run], unfinished: Mapping[Path, str], begun_now: bool = False
+    points: Sequence[Point],
+    finished: Mapping[str, RecordedRun],
+    unfinished: Mapping[Path, str],
+    begun_now: bool = False,
 ) -> list[Point]:
     """Return the runs that are left to do, those with a checkpoint as they go on from it; what is in their way is set aside."""
     todo = {key: point for point in points if (key := sweeping.identity(point.parsed)) not in finished}
@@ -224,9 +227,9 @@ def say_how_long(
     that is worth its time; these runs go on from there.
     """
 
-    def known() -> tuple[dict[str, Run], dict[Path, str], Forecast]:
+    def known() -> tuple[dict[str, RecordedRun], dict[Path, str], Forecast]:
         finished, unfinished = sweeping.scan(directory, METHOD_PARAMS)
-        runs = finished | {key: Run(folder) for folder, key in unfinished.items()}
+        runs = finished | {key: RecordedRun(folder) for folder, key in unfinished.items()}
         return finished, unfinished, Forecast(points, runs)
 
     unmeasured = {sweeping.identity(point.parsed) for point in known()[2].unmeasured()}
@@ -297,10 +300,10 @@ def run_points(
 def show_sweep(directory: Path, points: Sequence[Point], title: str, scale: str, failed: dict[str, str]) -> None:
     """End a sweep with its table, on the terminal and in its directory."""
     finished, _ = sweeping.scan(directory, METHOD_PARAMS)
-    rows = sweep_table.tabulate(points, finished)
+    rows = sweep_table.sweep_rows(points, finished)
     remarks = ["`--scale small`: cut to what a laptop does, not the papers' figures."] if scale == "small" else []
     sweep_table.write_results(directory, rows, title, remarks + [f"{len(failed)} runs failed."] * bool(failed))
-    show_table(sweep_table.table(rows))
+    show_table(sweep_table.text_table(rows))
     console.print("\n".join([sweep_table.caption(rows), *remarks]))
     console.print(f"{directory / 'results.csv'}\n{directory / 'results.md'}", soft_wrap=True)
     if finished:

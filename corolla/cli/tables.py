@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from corolla.api.console import command, console, nearby
-from corolla.experiments.runs import Run
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.table import cell, single_runs
 from corolla.experiments.table import size as size
 
@@ -27,7 +27,7 @@ ROUNDS = (
 
 def show_results(folders: Sequence[Path]) -> None:
     """End with a table of the runs and the folders' paths."""
-    runs = [Run(folder) for folder in folders]
+    runs = [RecordedRun(folder) for folder in folders]
     summaries = [run.summary for run in runs]
     header, *body = fitting(single_runs(runs), console.width if console.is_terminal else 0)
     table = Table(*header)

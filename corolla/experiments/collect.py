@@ -15,11 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from corolla.experiments.runs import Record, Run
+from corolla.experiments.runs import RecordedRun
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish, publish_text, room
 from fl_app.keys import Scalar, own, specs
+from fl_app.metrics import Record
 from fl_app.server.run_folder import CONFIG, METRICS, PACKED, RUN, SUMMARY, read_about
 from fl_app.toml import to_toml
 
@@ -27,12 +28,12 @@ DIGITS, SECONDS_DIGITS = 6, 3  # of clients' metrics; of seconds
 _PATHS = ("dataset", "partition")  # keys that may hold one, `kind:/path`
 
 
-def collect(runs: Iterable[Run], directory: Path) -> list[Path]:
+def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
     """Write what is kept of finished runs into folders of their names; the folders, of which those of the same runs are replaced.
 
     Raises UserError before anything is written if a name is taken by another run, by the run itself, or by one not collected.
     """
-    targets: dict[Path, Run] = {}
+    targets: dict[Path, RecordedRun] = {}
     for run in runs:
         target = directory / run.path.resolve().name
         if target.resolve() == run.path.resolve():

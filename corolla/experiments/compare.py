@@ -14,26 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corolla.experiments import grouping
-from corolla.experiments import runs as run_folders
 from corolla.experiments.grouping import by_settings, mean_std
-from corolla.experiments.table import figures, show
+from corolla.experiments.runs import RecordedRun, find
+from corolla.experiments.table import Row, row_of, setting, show
 from corolla.presets import Preset, all_presets, small
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.keys import show as written
 from fl_app.server.run_folder import SUMMARY
-from fl_app.tasks import Metric
 
 LAST_ROUNDS = 10
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run: its folder and its parsed config."""
-
-    folder: run_folders.Run
-    config: RunConfig
 
 
 @dataclass(frozen=True)
@@ -43,7 +33,7 @@ class Line:
     differences: key, our value, the paper's; None where a key does not concern one of the two.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[RecordedRun]
     preset: Preset
     ours: tuple[float, float | None] | None
     finetuned: tuple[float, float | None] | None
@@ -53,13 +43,13 @@ class Line:
 # Our figures ----------------------------------------------------------------------------------------------------------
 
 
-def _last_rounds(run: Run) -> float | None:
-    values = [r.get("accuracy-before-pooled") for r in run.folder.rounds.values()][-LAST_ROUNDS:]
+def _last_rounds(run: RecordedRun) -> float | None:
+    values = [r.get("accuracy-before-pooled") for r in run.rounds.values()][-LAST_ROUNDS:]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-Measure = Callable[[Run], float | None]
+Measure = Callable[[RecordedRun], float | None]
 
 
 @dataclass(frozen=True)
@@ -77,13 +67,13 @@ class Reading:
 
 
 def _summary(name: str) -> Measure:
-    return lambda run: run.folder.summary.get(name)
+    return lambda run: run.summary.get(name)
 
 
 def _best_test(name: str) -> Measure:
-    def best(run: Run) -> float | None:
-        known = [test[name] for test in run.folder.evaluations.values() if test.get(name) is not None]
-        return max(known, default=run.folder.summary.get(f"final-{name}"))
+    def best(run: RecordedRun) -> float | None:
+        known = [test[name] for test in run.evaluations.values() if test.get(name) is not None]
+        return max(known, default=run.summary.get(f"final-{name}"))
 
     return best
 
@@ -113,7 +103,7 @@ METRICS: dict[str, Reading] = {
 }
 
 
-def measure(runs: Iterable[Run], of: Measure) -> tuple[float, float | None] | None:
+def measure(runs: Iterable[RecordedRun], of: Measure) -> tuple[float, float | None] | None:
     """Mean and std over runs of a figure; None if there are none or one lacks it."""
     values = [of(run) for run in runs]
     known = [value for value in values if value is not None]
@@ -123,31 +113,33 @@ def measure(runs: Iterable[Run], of: Measure) -> tuple[float, float | None] | No
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Run], list[Path]]:
+def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[RecordedRun], list[Path]]:
     """Read run folders, or folders of run folders (a sweep's); returns (finished runs, unfinished folders).
 
     Raises UserError for a path that is neither, and if nothing is finished.
     """
     if not paths:
         raise UserError("no runs to compare: name run folders, or folders of run folders")
-    found = run_folders.find(paths)
+    found = find(paths, methods)
     for run in found:
         if (run.path / SUMMARY).is_file():
             run.summary  # noqa: B018 - read now, for its errors
     if not any(run.finished for run in found):
         raise UserError(f"no finished run (with {SUMMARY}) among {', '.join(map(str, paths))}")
-    finished = [Run(run, run.config(methods)) for run in found if run.finished]
+    finished = [run for run in found if run.finished]
+    for run in finished:
+        run.config  # noqa: B018 - likewise
     return finished, [run.path for run in found if not run.finished]
 
 
-def group(runs: Iterable[Run]) -> list[list[Run]]:
+def group(runs: Iterable[RecordedRun]) -> list[list[RecordedRun]]:
     """Put runs together that differ in the seed alone (and in keys that cannot change a result), each seed once."""
     return by_settings(runs, lambda run: grouping.settings(run.config.resolved))
 
 
-def repeated(runs: Iterable[Run]) -> list[tuple[Run, Run]]:
+def repeated(runs: Iterable[RecordedRun]) -> list[tuple[RecordedRun, RecordedRun]]:
     """Return the runs that have all settings and the seed of one before them, each with that one."""
-    found: dict[tuple[tuple[str, str], ...], Run] = {}
+    found: dict[tuple[tuple[str, str], ...], RecordedRun] = {}
     known = [(run, grouping.settings(run.config.resolved)) for run in runs]
     first = [
         (run, found.setdefault(tuple(sorted((k, repr(v)) for k, v in given.items())), run)) for run, given in known
@@ -182,7 +174,7 @@ def differences(
 # The papers -----------------------------------------------------------------------------------------------------------
 
 
-def beside(runs: Sequence[Run], methods: Mapping[str, type], dataset: str = "") -> list[Line]:
+def beside(runs: Sequence[RecordedRun], methods: Mapping[str, type], dataset: str = "") -> list[Line]:
     """The published counterparts of a group of runs that differ in the seed alone; empty if there are none.
 
     dataset: what the user's own data set (`folder:`, `npz:`) is to count as, e.g. cifar10; one with a name stays what it is.
@@ -228,14 +220,14 @@ def describe(line: Line) -> list[str]:
         f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")
     ]
     reading = METRICS[metric]
-    tests = sorted({str(len(run.folder.evaluations)) for run in line.runs}) if reading.best_test else []
+    tests = sorted({str(len(run.evaluations)) for run in line.runs}) if reading.best_test else []
     text.append("ours: " + f"{metric}, " * bool(metric) + reading.words + f"; tests: {', '.join(tests)}" * bool(tests))
     if line.finetuned:
         text.append(f"ours, fine-tuned: {reading.finetuned_words}")
     if line.runs[0].config.scale != "full":
         text.append("ours was cut by --scale small: not comparable with the paper")
     if line.differences:
-        pairs = [f"{key} {shown(mine)} (paper: {shown(theirs)})" for key, mine, theirs in line.differences]
+        pairs = [f"{key} {setting(mine)} (paper: {setting(theirs)})" for key, mine, theirs in line.differences]
         text.append(f"settings that differ: {', '.join(pairs)}")
     return text + [f"note: {note}" for note in preset.notes]
 
@@ -251,58 +243,35 @@ def described(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
     return [("all rows", common)] * bool(common) + own
 
 
-def shown(value: Scalar | None) -> str:
-    """Return a setting as a table or a sentence has it; a dash for one that does not concern the run."""
-    return "–" if value is None else written(value)
-
-
 def kind(config: RunConfig) -> str:
     """Return what is matched with the papers: method, data set, partition."""
     name, skew = _split(config)
     return f"{config.method}, {grouping.kind(config.dataset)}, {name}" + (f" {skew:g}" if skew else "")
 
 
-def varying(groups: Sequence[Sequence[Run]]) -> list[dict[str, Scalar | None]]:
+def varying(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Scalar | None]]:
     """Return for each group its method and the settings in which groups differ; None for a key that does not concern it."""
     every = [grouping.settings(runs[0].config.resolved) for runs in groups]
-    known = dict.fromkeys(key for one in every for key in one if key != "seed")
-    keys = [key for key in known if key == "method" or len({one[key] for one in every if key in one}) > 1]
-    if "plugins" in keys and len({tuple(one.get(key) for key in keys if key != "plugins") for one in every}) == len(
-        every
-    ):
-        keys.remove("plugins")  # whose method is whose says as much
+    differ = {"method", *grouping.differing_settings(every)} - {"seed"}
+    keys = [key for key in dict.fromkeys(key for one in every for key in one) if key in differ]
+    rest = [key for key in keys if key != "plugins"]
+    if len({tuple(one.get(key) for key in rest) for one in every}) == len(every):
+        keys = rest  # whose method is whose says as much
     return [{key: one.get(key) for key in keys} for one in every]
 
 
-def told_apart(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
+def varying_as_text(groups: Sequence[Sequence[RecordedRun]]) -> list[list[str]]:
     """Return what `varying` does as text: the keys, then for each group its values."""
     found = varying(groups)
-    return [list(found[0]), *([shown(value) for value in one.values()] for one in found)]
+    return [list(found[0]), *([setting(value) for value in one.values()] for one in found)]
 
 
-def measured(groups: Sequence[Sequence[Run]]) -> tuple[dict[str, Metric], list[dict[str, tuple[float, float | None]]]]:
-    """Return what groups of runs are judged by, of which any run has it, and for each group mean and std of what it has."""
-    every_run = [run for runs in groups for run in runs]
-    named = {name: headline for run in every_run for name, headline in figures(run.folder.headline, True).items()}
-    metrics = {m: of for m, of in named.items() if any(run.folder.summary.get(m) is not None for run in every_run)}
-    found = []
-    for runs in groups:
-        values = {m: [v for run in runs if (v := run.folder.summary.get(m)) is not None] for m in metrics}
-        found.append({m: mean_std(known) for m, known in values.items() if known})
-    return metrics, found
+def result_rows(groups: Sequence[Sequence[RecordedRun]]) -> list[Row]:
+    """Return groups of runs as rows of a table of results."""
+    return [row_of(of, runs, runs[0].headline) for of, runs in zip(varying(groups), groups, strict=True)]
 
 
-def side_by_side(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
-    """Return groups of runs as a table, header first: the settings in which they differ, n, metrics, ratios in per cent."""
-    keys, *rows = told_apart(groups)
-    metrics, found = measured(groups)
-    lines = [[*keys, "n", *metrics]]
-    for row, runs, means in zip(rows, groups, found, strict=True):
-        lines.append([*row, str(len(runs)), *(show(means.get(m), of) for m, of in metrics.items())])
-    return lines
-
-
-def table(lines: Sequence[Line]) -> list[list[str]]:
+def paper_table(lines: Sequence[Line]) -> list[list[str]]:
     """Return the table as text, header first, accuracies in per cent."""
     finetuned = any(line.finetuned for line in lines)
     body = []

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from corolla.experiments.compare import Run, told_apart
+from corolla.experiments.compare import varying_as_text
 from corolla.experiments.grouping import mean_std
-from corolla.experiments.runs import Run as Folder
+from corolla.experiments.runs import RecordedRun
 from fl_app.errors import UserError
 
 CAPTION = (
@@ -25,7 +25,7 @@ class Reached:
     seconds: float
 
 
-def reached(run: Folder, target: float) -> Reached | None:
+def reached(run: RecordedRun, target: float) -> Reached | None:
     """Return when a run's headline metric, its clients' mean, first was `target` or better; None if it never was.
 
     target: as recorded, an accuracy in [0, 1]. Before training, clients have what the round before left: the round's downloads
@@ -48,21 +48,21 @@ def reached(run: Folder, target: float) -> Reached | None:
     return None
 
 
-def table(groups: Sequence[Sequence[Run]], target: float) -> list[list[str]]:
+def costs_table(groups: Sequence[Sequence[RecordedRun]], target: float) -> list[list[str]]:
     """Return, header first, what each group of runs that differ in the seed alone needs to be as good as `target`.
 
     Raises UserError for a target that the runs' headline metric cannot be.
     """
-    metrics = dict.fromkeys(run.folder.headline for runs in groups for run in runs)
+    metrics = dict.fromkeys(run.headline for runs in groups for run in runs)
     for metric in metrics:
         if not metric.range[0] <= target <= metric.range[1]:
             low, high = metric.range
             raise UserError(f"--to: {metric.name} is in [{low:g}, {high:g}], got {target:g}")
-    names, *rows = told_apart(groups)
+    names, *rows = varying_as_text(groups)
     bounds = [f"{m.name} {'≥' if m.higher_is_better else '≤'} {target:g}" for m in metrics]
     lines = [[*names, f"reached {', '.join(bounds)}", "rounds", "MB", "seconds"]]
     for row, runs in zip(rows, groups, strict=True):
-        found = [at for run in runs if (at := reached(run.folder, target)) is not None]
+        found = [at for run in runs if (at := reached(run, target)) is not None]
         cells = [
             _show([at.round for at in found]),
             _show([at.nbytes / 1e6 for at in found]),

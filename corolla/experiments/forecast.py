@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from corolla.experiments.grouping import by_settings, settings
-from corolla.experiments.runs import Record, Run
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import Point, identity
 from fl_app.config import RunConfig
+from fl_app.metrics import Record
 
 FIRST = 2  # rounds that are done to be measured
 WORTH = 20  # times as many must be to do with a setting
@@ -28,7 +29,7 @@ class Pace:
     evaluation: float
 
 
-def pace(run: Run, config: RunConfig) -> Pace | None:
+def pace(run: RecordedRun, config: RunConfig) -> Pace | None:
     """Return how fast a run went; None if it has fewer than FIRST rounds."""
     rounds = [record for record in run.rounds.values() if "round" in record.get("seconds", {})]
     if len(rounds) < FIRST:
@@ -58,7 +59,7 @@ def evaluations(config: RunConfig, done: int) -> int:
 class Forecast:
     """What is to do of a sweep, and how fast it goes. known: its runs in the directory, finished or not, by identity."""
 
-    def __init__(self, points: Iterable[Point], known: Mapping[str, Run]) -> None:
+    def __init__(self, points: Iterable[Point], known: Mapping[str, RecordedRun]) -> None:
         self._known = known
         self._groups = by_settings(points, lambda point: settings(point.parsed.resolved))
         self._paces = [self._pace(group) for group in self._groups]

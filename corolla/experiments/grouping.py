@@ -36,6 +36,20 @@ def tells(name: str, config: Mapping[str, Scalar]) -> bool:
     )
 
 
+def differing_settings(every: Sequence[Mapping[str, Scalar]]) -> list[str]:
+    """Return the keys that have several values in the settings of several runs (see `settings`), in their order there.
+
+    A key that bears on some of the runs only is one if these differ in it.
+    """
+    values: dict[str, list[Scalar]] = {}
+    for one in every:
+        for name, value in one.items():
+            found = values.setdefault(name, [])
+            if value not in found:
+                found.append(value)
+    return [name for name, found in values.items() if len(found) > 1]
+
+
 def kind(dataset: str) -> str:
     """Return a data set's name without the path to it, if it has a name; else the path is all there is."""
     return dataset.partition(":")[0] if named(dataset) else dataset

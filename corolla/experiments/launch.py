@@ -84,7 +84,7 @@ class SimulationSuperLink:
             self._say(f"ending what an interrupted run left running ({len(left)} processes)")
             end_processes(left)
         self._say("starting a SuperLink for the simulation")
-        self._keeper = subprocess.Popen(
+        self._supervisor = subprocess.Popen(
             [sys.executable, "-P", "-m", superlink_supervisor.__name__, str(self.home)],
             env=self.environment,
             stdin=subprocess.PIPE,
@@ -92,19 +92,20 @@ class SimulationSuperLink:
             text=True,
             start_new_session=True,
         )
-        assert self._keeper.stdout is not None
+        assert self._supervisor.stdout is not None
         try:
-            said = json.loads(self._keeper.stdout.readline() or '{"error": "the SuperLink\'s keeper ended"}')
-            if "error" in said:
-                raise UserError(said["error"])
+            answer = json.loads(self._supervisor.stdout.readline() or '{"error": "the SuperLink\'s keeper ended"}')
+            if "error" in answer:
+                raise UserError(answer["error"])
         except BaseException:
             self.__exit__(None, None, None)
             raise
-        if not said["shared"]:
-            self.inside = [sys.executable, "-P", "-m", namespace.__name__, str(self._keeper.pid)]
+        if not answer["shared"]:
+            self.inside = [sys.executable, "-P", "-m", namespace.__name__, str(self._supervisor.pid)]
         elif not self._ray:  # which is reached by the network
             log.warning(
-                "no network of its own for the simulation (%s): docs/security.md says who can reach it", said["shared"]
+                "no network of its own for the simulation (%s): docs/security.md says who can reach it",
+                answer["shared"],
             )
         self._say("")
         return self
@@ -115,9 +116,9 @@ class SimulationSuperLink:
         """Let the keeper end it; end and remove what a keeper that was killed has left."""
         self._say("ending the simulation's processes")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._keeper.communicate(timeout=_END_SECONDS)
+            self._supervisor.communicate(timeout=_END_SECONDS)
         end_processes(processes_with(f"{LAUNCH}={self.home}"))
-        self._keeper.wait()
+        self._supervisor.wait()
         shutil.rmtree(self.home, ignore_errors=True)
         if self._ray:
             with contextlib.suppress(OSError):  # another simulation's are there, too

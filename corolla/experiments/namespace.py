@@ -30,9 +30,9 @@ def why_not() -> str:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        said = pipe.read()
+        reason = pipe.read()
     os.waitpid(child, 0)
-    return said
+    return reason
 
 
 def unshare() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from corolla.experiments.compare import LAST_ROUNDS, Line, Run
+from corolla.experiments.compare import LAST_ROUNDS, Line
 from corolla.experiments.grouping import mean_std
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.table import show
 
 Figure = tuple[float, float | None]  # mean and standard deviation over seeds, ratios
@@ -25,14 +26,14 @@ CAPTION = (
 )
 
 
-def figures(run: Run) -> dict[str, float]:
+def figures(run: RecordedRun) -> dict[str, float]:
     """Return a run's figures by name: `before, mean, last` and the like; those it does not have are absent."""
-    rounds, metric = run.folder.rounds, run.folder.headline
+    rounds, metric = run.rounds, run.headline
     found: dict[str, float] = {}
     for stage, when in STAGES.items():
         for end in MEANINGS:
             name = f"{metric.name}{stage}{end}"
-            tests = run.folder.evaluations.values()
+            tests = run.evaluations.values()
             values = [float(test[name]) for test in tests if test.get(name) is not None]
             if values and len(values) == len(tests):
                 how = f"{when}, {end.removeprefix('-') or 'mean'}"
@@ -44,7 +45,7 @@ def figures(run: Run) -> dict[str, float]:
     return found
 
 
-def over_seeds(runs: Sequence[Run]) -> dict[str, Figure]:
+def over_seeds(runs: Sequence[RecordedRun]) -> dict[str, Figure]:
     """Return the figures that all of some runs have, mean and standard deviation over them."""
     every = [figures(run) for run in runs]
     return {name: mean_std([one[name] for one in every]) for name in every[0] if all(name in one for one in every)}
@@ -62,7 +63,7 @@ def distances(lines: Sequence[Line], found: Sequence[Mapping[str, Figure]]) -> d
     return {name: statistics.median(values) for name, values in away.items() if len(values) > 1}
 
 
-def table(lines: Sequence[Line]) -> list[list[str]]:
+def figures_table(lines: Sequence[Line]) -> list[list[str]]:
     """Return every figure of groups of runs beside the published one, header first, in per cent; last / best in one cell.
 
     A last line has the distances, if there are any. Empty if no run has any figure.
@@ -72,7 +73,7 @@ def table(lines: Sequence[Line]) -> list[list[str]]:
     columns = list(dict.fromkeys(name.removesuffix(", last").removesuffix(", best") for name in names))
     if not columns:
         return []
-    several = any(len(run.folder.evaluations) > 1 for line in lines for run in line.runs)
+    several = any(len(run.evaluations) > 1 for line in lines for run in line.runs)
 
     def cell(values: Mapping[str, str], column: str) -> str:
         if column in values or f"{column}, last" not in values:

@@ -110,8 +110,8 @@ def _ask(address: str, paths: Any) -> list[dict[str, Any]]:
         if line.startswith(_MARK):
             found: list[dict[str, Any]] = json.loads(line.removeprefix(_MARK))
             return found
-    said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    raise UserError(f"--ray-address: the Ray cluster at {address} cannot be used from here: {said}")
+    reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    raise UserError(f"--ray-address: the Ray cluster at {address} cannot be used from here: {reason}")
 
 
 def _versions() -> dict[str, str]:

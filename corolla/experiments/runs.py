@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fl_app import config, tasks
-from fl_app.config import RunConfig
+from fl_app import tasks
+from fl_app.config import RunConfig, parse_recorded
+from fl_app.config.rules import split_names
 from fl_app.errors import UserError
 from fl_app.files import lock
 from fl_app.keys import Scalar
+from fl_app.metrics import Metric, Record, moments, outcome
 from fl_app.server.run_folder import (
     CONFIG,
     LOCK,
@@ -32,26 +34,39 @@ from fl_app.server.run_folder import (
     read_metrics,
     read_summary,
 )
-from fl_app.tasks import Metric
 
-Record = dict[str, Any]
 WRITTEN = (CONFIG, METRICS, PACKED, SUMMARY)
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run folder, finished or not; its files are read once, when they are first needed."""
+class RecordedRun:
+    """A run as its folder records it, finished or not; its files are read once, when they are first needed.
+
+    methods: parameter dataclass by method name; `config` alone needs them.
+    """
 
     path: Path
+    methods: Mapping[str, type] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def settings(self) -> dict[str, Scalar]:
         """Its resolved config, flat. Raises UserError if it has none that can be read."""
         return read_config(self.path)
 
-    def config(self, methods: Mapping[str, type]) -> RunConfig:
+    @cached_property
+    def config(self) -> RunConfig:
         """Its config, parsed. Raises UserError if it is not one of this version."""
-        return config.parse_recorded(self.settings, methods)
+        return parse_recorded(self.settings, self.methods)
+
+    @property
+    def method(self) -> str:
+        """Name of its method."""
+        return str(self.settings.get("method", "?"))
+
+    @property
+    def planned(self) -> int:
+        """Rounds it was to have."""
+        return int(self.settings.get("num-server-rounds", 0))
 
     @property
     def finished(self) -> bool:
@@ -82,9 +97,29 @@ class Run:
         return dict(sorted((record["round"], record) for record in read_metrics(self.path)))
 
     @property
+    def missing(self) -> list[int]:
+        """Rounds without a readable record before the last one that has one."""
+        return [t for t in range(1, max(self.rounds, default=0)) if t not in self.rounds]
+
+    @property
     def evaluations(self) -> dict[int, Record]:
         """Its evaluations of all clients by round."""
-        return evaluations(self.rounds)
+        return {t: record["evaluation"] for t, record in self.rounds.items() if record.get("evaluation")}
+
+    @property
+    def last_evaluation(self) -> tuple[int, Record] | None:
+        """Its last evaluation of all clients, with the round."""
+        return next(reversed(self.evaluations.items()), None)
+
+    @property
+    def failures(self) -> list[tuple[int, Record]]:
+        """Clients that failed, with the round."""
+        return [(t, failure) for t, record in self.rounds.items() for failure in record.get("failures", [])]
+
+    @cached_property
+    def outcome(self) -> Record:
+        """What its recorded rounds come to, by the names that summary.json has for it."""
+        return outcome(list(self.rounds.values()), [self.headline])
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -94,7 +129,7 @@ class Run:
     @cached_property
     def headline(self) -> Metric:
         """The metric its rounds were judged by."""
-        return tasks.recorded(self.about)
+        return tasks.recorded_headline(self.about)
 
     @property
     def tested(self) -> str:
@@ -106,18 +141,20 @@ class Run:
         """Facts by client id; empty if there are none."""
         return read_clients(self.path)
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes in label order; empty if unknown."""
+        told = self.about.get("classes")
+        names = told if isinstance(told, list) else split_names(str(self.settings.get("classes", "")))
+        return tuple(str(name).strip() for name in names)
 
-def evaluations(rounds: Mapping[int, Record]) -> dict[int, Record]:
-    """Return the evaluations of all clients in rounds' records, by round."""
-    return {t: record["evaluation"] for t, record in rounds.items() if record.get("evaluation")}
 
-
-def find(paths: Iterable[Path]) -> list[Run]:
+def find(paths: Iterable[Path], methods: Mapping[str, type] | None = None) -> list[RecordedRun]:
     """Return the runs at run folders and directly in folders of them (a sweep's), each once.
 
     Raises UserError naming every path that is neither, and every run without a readable config.
     """
-    found: dict[Path, Run] = {}
+    found: dict[Path, RecordedRun] = {}
     problems: list[str] = []
     for path in paths:
         folders = [path] if is_run(path) else run_folders(path, 1)
@@ -125,7 +162,7 @@ def find(paths: Iterable[Path]) -> list[Run]:
             what = f"holds no run (no {CONFIG}), nor does a folder in it" if path.is_dir() else "does not exist"
             problems.append(f"{path}: this run folder {what}")
         for folder in folders:
-            run = found.setdefault(folder.resolve(), Run(folder))
+            run = found.setdefault(folder.resolve(), RecordedRun(folder, methods or {}))
             try:
                 run.settings  # noqa: B018 - read now, for its errors
             except UserError as error:
@@ -135,15 +172,15 @@ def find(paths: Iterable[Path]) -> list[Run]:
     return list(found.values())
 
 
-def by_experiment(root: Path) -> dict[str, Run]:
+def by_experiment(root: Path) -> dict[str, RecordedRun]:
     """Return runs by their experiment's id: those directly under a directory, and those of sweeps in it."""
-    found = [Run(path) for path in run_folders(root, 1, 2)]
+    found = [RecordedRun(path) for path in run_folders(root, 1, 2)]
     return {str(run.about["experiment"]): run for run in found if "experiment" in run.about}
 
 
-def below(directory: Path) -> list[Run]:
+def below(directory: Path) -> list[RecordedRun]:
     """Return the runs in a directory, in it and one level deeper (a sweep's), by path; it may be a run folder itself."""
-    return [Run(path) for path in run_folders(directory, 0, 1, 2)]
+    return [RecordedRun(path) for path in run_folders(directory, 0, 1, 2)]
 
 
 def run_folders(directory: Path, *depths: int) -> list[Path]:
@@ -152,7 +189,7 @@ def run_folders(directory: Path, *depths: int) -> list[Path]:
     return sorted({path.parent for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
 
 
-def listing(found: Iterable[Run]) -> list[list[str]]:
+def listing(found: Iterable[RecordedRun]) -> list[list[str]]:
     """Return runs as a table, header first: folder, state, rounds, method, data, seed, final accuracy (or what else they
     are judged by), when it was last written.
     """
@@ -168,7 +205,7 @@ def listing(found: Iterable[Run]) -> list[list[str]]:
         last = rounds[-1] if rounds else {}
         metric = run.headline
         metrics.append(metric.title)
-        accuracy = last.get("evaluation", {}).get(metric.name) if run.finished else last.get(f"{metric.name}-before")
+        accuracy = last.get("evaluation", {}).get(metric.name) if run.finished else last.get(moments(metric.name)[0])
         words = [str(settings.get(key, "")) for key in ("method", "dataset", "seed")]
         done = f"{last.get('round', 0)}/{settings.get('num-server-rounds', '?')}"
         share = "" if accuracy is None else f"{metric.text(accuracy)} {'%' if metric.ratio else metric.title}"
@@ -179,11 +216,11 @@ def listing(found: Iterable[Run]) -> list[list[str]]:
     return [["run", "state", "rounds", "method", "dataset", "seed", judged, "written"], *rows]
 
 
-def inside(directory: Path) -> list[Run]:
+def inside(directory: Path, methods: Mapping[str, type] | None = None) -> list[RecordedRun]:
     """Return the runs directly in a directory, with what may be one whose process ended before its config was written."""
 
     def begun(folder: Path) -> bool:
         return all(inner.name.startswith(".") or inner.name == PLUGINS for inner in folder.iterdir())
 
     folders = sorted(p for p in directory.iterdir() if p.is_dir())
-    return [Run(p) for p in folders if is_run(p) or begun(p)]
+    return [RecordedRun(p, methods or {}) for p in folders if is_run(p) or begun(p)]

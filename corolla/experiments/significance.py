@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from corolla.experiments.compare import Run, told_apart
-from corolla.experiments.runs import Record
-from fl_app.metrics import Metric
+from corolla.experiments.compare import varying_as_text
+from corolla.experiments.runs import RecordedRun
+from fl_app.metrics import Metric, Record
 
 LEVEL = 0.95
 SEEDS_NEEDED = 3  # for an interval over seeds: with two, Student's is a dozen deviations wide
@@ -67,30 +67,30 @@ def interval(values: Differences) -> Interval | None:
     return float(values.mean()) - half, float(values.mean()) + half
 
 
-def same_data(ours: Run, theirs: Run) -> bool:
+def same_data(ours: RecordedRun, theirs: RecordedRun) -> bool:
     """Tell whether clients of the same id hold the same samples, given the same seed."""
 
-    def data(run: Run) -> dict[str, object]:
+    def data(run: RecordedRun) -> dict[str, object]:
         kinds = run.config.partition, run.config.dataset
         return {key.name: value for key, value in run.config.own_keys() if key.about == "data" and key.divides(*kinds)}
 
     return data(ours) == data(theirs)
 
 
-def final(run: Run) -> dict[str, float]:
+def final(run: RecordedRun) -> dict[str, float]:
     """Return the headline metric of each client that trains in the last evaluation of all clients."""
-    name = run.folder.headline.name
-    last: Record = next(reversed(run.folder.evaluations.values()), {"clients": {}})
+    name = run.headline.name
+    last: Record = next(reversed(run.evaluations.values()), {"clients": {}})
     apart = set(map(str, last.get("unseen", {}).get("ids", [])))
     return {i: float(row[name]) for i, row in last["clients"].items() if i not in apart and row.get(name) is not None}
 
 
-def paired(ours: Sequence[Run], theirs: Sequence[Run]) -> Comparison | None:
+def paired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> Comparison | None:
     """Compare two groups of runs that differ in the seed alone; None if no client and seed is in both with the same data."""
     other = {run.config.seed: run for run in theirs}
     by_seed: list[Differences] = []
     for seed, run in {run.config.seed: run for run in ours}.items():
-        if seed in other and same_data(run, other[seed]) and run.folder.headline == other[seed].folder.headline:
+        if seed in other and same_data(run, other[seed]) and run.headline == other[seed].headline:
             mine, its = final(run), final(other[seed])
             differences = np.array([mine[i] - its[i] for i in mine if i in its], np.float64)
             by_seed += [differences] * bool(differences.size)
@@ -99,14 +99,14 @@ def paired(ours: Sequence[Run], theirs: Sequence[Run]) -> Comparison | None:
     every = np.concatenate(by_seed)
     means = np.array([differences.mean() for differences in by_seed])
     over_seeds = interval(means) if len(means) >= SEEDS_NEEDED else None
-    metric = ours[0].folder.headline
+    metric = ours[0].headline
     better = np.mean(every > 0 if metric.higher_is_better else every < 0)
     return Comparison(metric, len(every), len(by_seed), float(every.mean()), interval(every), over_seeds, float(better))
 
 
-def table(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
+def differences_table(groups: Sequence[Sequence[RecordedRun]]) -> list[list[str]]:
     """Return, header first, the comparison of each group with the first; empty if there is nothing to compare."""
-    names, first, *rows = told_apart(groups)
+    names, first, *rows = varying_as_text(groups)
     found = [paired(runs, groups[0]) for runs in groups[1:]]
     if not any(found):
         return []
@@ -131,9 +131,9 @@ def table(groups: Sequence[Sequence[Run]]) -> list[list[str]]:
     return lines
 
 
-def caption(groups: Sequence[Sequence[Run]]) -> str:
+def caption(groups: Sequence[Sequence[RecordedRun]]) -> str:
     """Say what the comparison's figures are: of which metrics, and which values of them are good."""
-    metrics = dict.fromkeys(run.folder.headline for runs in groups for run in runs)
+    metrics = dict.fromkeys(run.headline for runs in groups for run in runs)
     notes = {
         m: (["in per cent"] if m.ratio else []) + ([] if m.higher_is_better else ["lower is better"]) for m in metrics
     }

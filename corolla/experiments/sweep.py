@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from corolla.experiments.grouping import tells
-from corolla.experiments.runs import Run, inside
+from corolla.experiments.runs import RecordedRun, inside
 from corolla.presets import read_preset, small
 from fl_app import plugins
 from fl_app.config import RunConfig, parse
@@ -73,7 +73,7 @@ class Point:
 # The file -------------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> Sweep:
+def read_sweep(path: Path) -> Sweep:
     """Read a sweep file. Raises UserError naming everything that is wrong with it."""
     content = read_toml(path)
     problems = []
@@ -217,7 +217,7 @@ class Problems:
             raise UserError("the sweep cannot run:\n" + "\n".join(lines))
 
 
-def check(points: Sequence[Point], check_locally: Callable[[RunConfig], None]) -> None:
+def check_points(points: Sequence[Point], check_locally: Callable[[RunConfig], None]) -> None:
     """Check every run's data, partition and model on this machine. Raises UserError with the problems of all."""
     problems = Problems()
     seen: dict[tuple[Scalar, ...], UserError | None] = {}
@@ -270,18 +270,18 @@ def end_leftovers(directory: Path) -> int:
     return len(left)
 
 
-def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, Run], dict[Path, str]]:
+def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, RecordedRun], dict[Path, str]]:
     """Return the finished runs by identity, and the identities of unfinished ones by folder, directly under a directory.
 
     A config that cannot be read, or is one of another version, is nobody's: its identity is "".
     """
-    finished: dict[str, Run] = {}
+    finished: dict[str, RecordedRun] = {}
     unfinished: dict[Path, str] = {}
-    for run in inside(directory):
+    for run in inside(directory, methods):
         if run.path.name == UNFINISHED:
             continue
         try:
-            whose = identity(run.config(methods))
+            whose = identity(run.config)
         except UserError:
             whose = ""
         if not run.finished:
@@ -297,7 +297,7 @@ def resumable(folder: Path) -> int | None:
 
     Raises UserError if another process runs it.
     """
-    if Run(folder).state == "running":
+    if RecordedRun(folder).state == "running":
         raise UserError(f"{folder} is being run by another process")
     try:
         check_state(folder)

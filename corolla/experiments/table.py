@@ -1,123 +1,154 @@
-"""The table a sweep ends with: mean ± std over seeds, as text, CSV and Markdown."""
+"""The table of results: what groups of runs that differ in the seed alone come to, as text, CSV and Markdown.
+
+`corolla sweep`, `corolla compare`, `corolla.compare`, the end of `corolla run` and the report make their tables of these rows.
+"""
 
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from corolla.experiments.grouping import by_settings, mean_std, settings
-from corolla.experiments.runs import Run
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import Point, identity
 from fl_app import tasks
 from fl_app.keys import Scalar
 from fl_app.keys import show as written
-from fl_app.tasks import ACCURACY, Metric
+from fl_app.metrics import Metric, Record
+from fl_app.tasks import ACCURACY
 
+FIGURES: Mapping[str, str] = {
+    "final": "final-{}",
+    "pooled": "final-{}-pooled",
+    "fine-tuned": "final-{}-finetuned",
+    "best": "best-{}",
+    "best, pooled": "best-{}-pooled",
+    "unseen": "unseen-{}",
+    "unseen, fine-tuned": "unseen-{}-finetuned",
+}
+"""What there is of the headline metric: a short heading, and its name in summary.json, {} being the metric's."""
+COSTS: Mapping[str, str] = {"upload": "upload-bytes", "download": "download-bytes", "seconds": "seconds"}
+IN_TEXT = ("final", "pooled", "fine-tuned", "best")  # of every table of several rows
+UNSEEN = ("unseen", "unseen, fine-tuned")  # beside these, where some clients never train
 CAPTION = (
     "{} mean ± standard deviation over the seeds; n: finished runs. final: all clients after the last round; "
     "pooled: over all samples; best: best round of the mean over its clients, before they train, so it can be below final"
 )
-COSTS = ("upload-bytes", "download-bytes", "seconds")
+
+Mean = tuple[float, float | None]  # over runs, and the sample standard deviation; None for one run
+
+
+def summary_name(heading: str, headline: Metric) -> str:
+    """Return what summary.json calls a figure of a headline metric, or a cost."""
+    return COSTS[heading] if heading in COSTS else FIGURES[heading].format(headline.name)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: the runs that differ in nothing but the seed. means: by name in a summary (mean, std or None);
-    metrics: those of them that are the task's.
+    """Runs that differ in the seed alone. varying: what tells them from other rows; means: by heading, of those there are;
+    headings: those of the headline metric that concern the runs.
     """
 
-    varying: Mapping[str, Scalar]
-    runs: int
-    means: Mapping[str, tuple[float, float | None]]
-    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
+    varying: Mapping[str, Scalar | None]
+    runs: Sequence[RecordedRun]
+    headline: Metric
+    means: Mapping[str, Mean]
+    headings: Sequence[str] = (*IN_TEXT, *UNSEEN)
+
+    @property
+    def by_name(self) -> dict[str, Mean]:
+        """The means by their names in summary.json."""
+        return {summary_name(heading, self.headline): mean for heading, mean in self.means.items()}
 
 
-def tabulate(points: Sequence[Point], finished: Mapping[str, Run]) -> list[Row]:
-    """Average the finished runs over seeds; std is the sample standard deviation (n - 1), None for one run."""
+def row_of(
+    varying: Mapping[str, Scalar | None],
+    runs: Sequence[RecordedRun],
+    headline: Metric,
+    headings: Sequence[str] = (*IN_TEXT, *UNSEEN),
+    figures: Callable[[RecordedRun], Record] = lambda run: run.summary,
+) -> Row:
+    """Average what runs come to; a figure that some runs do not have is the mean of the others.
+
+    figures: what a run comes to, by the names of summary.json.
+    """
+    means = {}
+    for heading in (*FIGURES, *COSTS):
+        name = summary_name(heading, headline)
+        values = [value for run in runs if (value := figures(run).get(name)) is not None]
+        if values:
+            means[heading] = mean_std(values)
+    return Row(varying, runs, headline, means, headings)
+
+
+def sweep_rows(points: Sequence[Point], finished: Mapping[str, RecordedRun]) -> list[Row]:
+    """Return a sweep's rows: its finished runs by identity, put together."""
     rows = []
     for same in by_settings(points, lambda point: settings(point.parsed.resolved)):
         runs = [run for point in same if (run := finished.get(identity(point.parsed))) is not None]
         varying = {key: value for key, value in same[0].varying.items() if key != "seed"}
-        means, metrics = {}, figures(tasks.of(same[0].parsed).headline, same[0].parsed.holdout_clients > 0)
-        for name in (*metrics, *COSTS):
-            values = [run.summary[name] for run in runs if run.summary.get(name) is not None]
-            if values:
-                means[name] = mean_std(values)
-        rows.append(Row(varying, len(runs), means, metrics))
+        config = same[0].parsed
+        headings = (*IN_TEXT, *UNSEEN) if config.holdout_clients > 0 else IN_TEXT
+        rows.append(row_of(varying, runs, tasks.of(config).headline, headings))
     return rows
 
 
-def figures(headline: Metric, unseen: bool = False) -> dict[str, Metric]:
-    """Names of what a summary tells of a headline metric. unseen: some clients never trained."""
-    name = headline.name
-    apart = (f"unseen-{name}", f"unseen-{name}-finetuned") if unseen else ()
-    return dict.fromkeys(
-        (f"final-{name}", f"final-{name}-pooled", f"final-{name}-finetuned", f"best-{name}", *apart), headline
-    )
+def columns(rows: Iterable[Row], every: bool = False) -> dict[str, Metric]:
+    """Return the figures that a table of several rows has, by their names in summary.json: those of any row, or every one."""
+    several = list(rows)
+    named = {summary_name(heading, row.headline): row.headline for row in several for heading in row.headings}
+    if every:
+        return named
+    known = {name for row in several for name in row.by_name}
+    return {name: metric for name, metric in named.items() if name in known}
 
 
-def show(pair: tuple[float, float | None] | None, metric: Metric = ACCURACY) -> str:
+# As text --------------------------------------------------------------------------------------------------------------
+
+
+def show(mean: Mean | None, metric: Metric = ACCURACY) -> str:
     """Format mean and std of a metric, of a ratio in per cent."""
-    if pair is None:
+    if mean is None:
         return "n/a"
-    mean, std = pair
-    return metric.text(mean) + (f" ± {metric.text(std)}" if std is not None else "")
+    value, std = mean
+    return metric.text(value) + (f" ± {metric.text(std)}" if std is not None else "")
+
+
+def setting(value: Scalar | None) -> str:
+    """Return a setting as a table or a sentence has it; a dash for one that does not concern the run."""
+    return "–" if value is None else written(value)
 
 
 def caption(rows: Sequence[Row]) -> str:
     """Say what a table's figures are."""
-    known = dict.fromkeys(metric for row in rows for metric in row.metrics.values())
-    names = [f"{'accuracies' if m == ACCURACY else m.name}{' in per cent' if m.ratio else ''}," for m in known]
+    names = [
+        f"{'accuracies' if metric == ACCURACY else metric.name}{' in per cent' if metric.ratio else ''},"
+        for metric in dict.fromkeys(row.headline for row in rows)
+    ]
     return CAPTION.format(" ".join(names))
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the table as text, header first: what varies, n, metrics, ratios in per cent."""
-    keys = list(dict.fromkeys(key for row in rows for key in row.varying))
-    known = {name: metric for row in rows for name, metric in row.metrics.items()}
-    metrics = {name: metric for name, metric in known.items() if any(name in row.means for row in rows)}
-    header = [*keys, "n", *metrics]
-    body = [
-        [
-            *(written(r.varying.get(k, "–")) for k in keys),
-            str(r.runs),
-            *(show(r.means.get(m), of) for m, of in metrics.items()),
-        ]
-        for r in rows
-    ]
-    return [header, *body]
-
-
-def write_results(directory: Path, rows: Sequence[Row], title: str, remarks: Sequence[str]) -> None:
-    """Write results.csv (ratios, full precision) and results.md (per cent) into a sweep's directory."""
-    keys = list(dict.fromkeys(key for row in rows for key in row.varying))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    known = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    writer.writerow([*keys, "n", *(f"{m}-{s}" for m in known for s in ("mean", "std")), *COSTS])
+def text_table(rows: Sequence[Row]) -> list[list[str]]:
+    """Return rows as text, header first: what varies, n, the headline metric's figures, ratios in per cent."""
+    keys, shown = list(dict.fromkeys(key for row in rows for key in row.varying)), columns(rows)
+    lines = [[*keys, "n", *shown]]
     for row in rows:
-        numbers = [value for m in known for value in row.means.get(m, (None, None))]
-        costs = [row.means.get(m, (None,))[0] for m in COSTS]
-        writer.writerow([*(row.varying.get(k) for k in keys), row.runs, *numbers, *costs])
-    header, *body = table(rows)
-    lines = [f"# {title}", "", *(f"{remark}\n" for remark in remarks)]
-    lines += [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]
-    lines += ["", f"{caption(rows).partition(' final:')[0].replace('standard', 'sample standard')}", ""]
-    for name, content in (("results.csv", text.getvalue()), ("results.md", "\n".join(lines))):
-        (directory / name).write_text(content, encoding="utf-8")
+        means = row.by_name
+        varying = [setting(row.varying.get(key)) for key in keys]
+        lines.append([*varying, str(len(row.runs)), *(show(means.get(name), metric) for name, metric in shown.items())])
+    return lines
 
 
 def size(nbytes: float) -> str:
-    """Format bytes."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000 or unit == "GB":
-            break
+    """Format bytes in decimal units."""
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 999.5:
+            return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
-    return f"{nbytes:.3g} {unit}"
+    return f"{nbytes:.3g} GB"
 
 
 def cell(metric: Metric, value: float | None) -> str:
@@ -127,12 +158,35 @@ def cell(metric: Metric, value: float | None) -> str:
     return f"{metric.text(value)} %" if metric.ratio else metric.text(value)
 
 
-def single_runs(runs: Sequence[Run]) -> list[list[str]]:
+def single_runs(runs: Sequence[RecordedRun]) -> list[list[str]]:
     """Return finished runs as text, a row each, header first: headline metric, bytes, seconds."""
-    lines = [["method", "final", "pooled", "best", "upload", "download", "seconds"]]
+    headings = ("final", "pooled", "best")
+    lines = [["method", *headings, *COSTS]]
     for run in runs:
-        s, metric = run.summary, run.headline
-        keys = (f"final-{metric.name}", f"final-{metric.name}-pooled", f"best-{metric.name}")
-        traffic = (size(s["upload-bytes"]), size(s["download-bytes"]))
-        lines.append([s["method"], *(cell(metric, s[key]) for key in keys), *traffic, f"{s['seconds']:.1f}"])
+        found, metric = run.summary, run.headline
+        figures = [cell(metric, found[summary_name(heading, metric)]) for heading in headings]
+        traffic = [size(found[COSTS[heading]]) for heading in ("upload", "download")]
+        lines.append([found["method"], *figures, *traffic, f"{found['seconds']:.1f}"])
     return lines
+
+
+# As files -------------------------------------------------------------------------------------------------------------
+
+
+def write_results(directory: Path, rows: Sequence[Row], title: str, remarks: Sequence[str]) -> None:
+    """Write results.csv (ratios, full precision) and results.md (per cent) into a sweep's directory."""
+    keys, named = list(dict.fromkeys(key for row in rows for key in row.varying)), columns(rows, every=True)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*keys, "n", *(f"{name}-{part}" for name in named for part in ("mean", "std")), *COSTS.values()])
+    for row in rows:
+        means = row.by_name
+        numbers = [value for name in named for value in means.get(name, (None, None))]
+        costs = [means.get(name, (None,))[0] for name in COSTS.values()]
+        writer.writerow([*(row.varying.get(key) for key in keys), len(row.runs), *numbers, *costs])
+    header, *body = text_table(rows)
+    lines = [f"# {title}", "", *(f"{remark}\n" for remark in remarks)]
+    lines += [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]
+    lines += ["", f"{caption(rows).partition(' final:')[0].replace('standard', 'sample standard')}", ""]
+    for name, content in (("results.csv", text.getvalue()), ("results.md", "\n".join(lines))):
+        (directory / name).write_text(content, encoding="utf-8")

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from corolla.report.arrays import LONG, Curve, Floats, Run, curve
+from corolla.report.arrays import LONG, Curve, Floats, ReportedRun, curve
 from corolla.report.figures import (
     TOGETHER,
     Panel,
@@ -23,7 +23,7 @@ from corolla.report.figures import (
     small_multiples,
     styled,
 )
-from corolla.report.groups import DATA_KEYS, Group, all_clients, differences, long_runs, over_seeds, short
+from corolla.report.groups import DATA_KEYS, Group, all_clients, differing, long_runs, over_seeds, short
 from corolla.report.style import LINES, Look, tone
 from fl_app.tasks import Metric
 
@@ -42,7 +42,7 @@ def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:
     by_metric: dict[Metric, list[Group]] = {}
     for group in groups:
         if group.last_round:
-            by_metric.setdefault(group.first.metric, []).append(group)
+            by_metric.setdefault(group.first.headline, []).append(group)
     for metric, same in by_metric.items():
         yield from _of(metric, same)
 
@@ -95,7 +95,7 @@ def _caption(groups: Sequence[Group]) -> str:
     elif len(groups) > TOGETHER:
         bands = "Their spread is in the next picture."
     firsts = [group.first for group in groups]
-    if {*DATA_KEYS, "seed"} & set(differences(firsts)):
+    if {*DATA_KEYS, "seed"} & set(differing(firsts)):
         other = "The runs do not all have the same test data: see their settings."
     return (
         f"Lines: mean over the round's clients, each on its own test data. {bands} A gap between the pictures is what local "
@@ -204,7 +204,7 @@ def _clients_spread(groups: Sequence[Group], curves: Curves, limits: Limits | No
 
 
 def _single_runs(
-    groups: Sequence[Group], curves: Mapping[int, Sequence[tuple[Run, Curve]]], limits: Limits | None
+    groups: Sequence[Group], curves: Mapping[int, Sequence[tuple[ReportedRun, Curve]]], limits: Limits | None
 ) -> Figure:
     style = styled(groups)
 
@@ -213,7 +213,7 @@ def _single_runs(
             return
         colour = style[group.number].drawn()
         for k, (run, found) in enumerate(curves[group.number]):
-            label, line = f"seed {run.config.get('seed', '?')}", LINES[k % len(LINES)]
+            label, line = f"seed {run.settings.get('seed', '?')}", LINES[k % len(LINES)]
             axes.plot(found.rounds, found.mean, color=colour, linestyle=line, linewidth=1.3, label=label)
         axes.legend(fontsize=8, handlelength=3.2, loc="lower right")
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from corolla.experiments import runs as run_folders
+from corolla.experiments.runs import RecordedRun, find
 from fl_app.figures import Figure, from_json
-from fl_app.keys import Scalar, show
-from fl_app.tasks import ACCURACY, Metric
+from fl_app.keys import show
+from fl_app.metrics import Metric, Record, moments
 
-Record = dict[str, Any]
 Floats = NDArray[np.float64]
 LONG = 80  # curves of as many rounds are drawn as a running mean over a fortieth of them
 
@@ -35,106 +34,62 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run folder as read. rounds: records by round number, ascending; facts: clients.json; figures: what its method declared;
-    classes: names in label order, empty if unknown; number, label: in the report; metric: the headline;
-    tested: which models were, before and after training, if that needs saying.
-    """
+class ReportedRun(RecordedRun):
+    """A run of a report. declared: figures by method, for runs that did not keep theirs; number, label: its names in the report."""
 
-    path: Path
-    config: dict[str, Scalar]
-    rounds: dict[int, Record]
-    facts: dict[str, dict[str, Any]]
-    finished: bool
-    figures: tuple[Figure, ...] = ()
-    classes: tuple[str, ...] = ()
+    declared: Mapping[str, Sequence[Figure]] = field(default_factory=dict, compare=False, repr=False)
     number: str = "1"
     label: str = ""
-    metric: Metric = ACCURACY
-    tested: str = ""
 
-    @property
-    def method(self) -> str:
-        """Name of the method."""
-        return str(self.config.get("method", "?"))
+    @cached_property
+    def figures(self) -> tuple[Figure, ...]:
+        """What its method declared."""
+        return (
+            from_json(self.about["figures"]) if "figures" in self.about else tuple(self.declared.get(self.method, ()))
+        )
 
-    @property
-    def planned(self) -> int:
-        """Rounds the run was to have."""
-        return int(self.config.get("num-server-rounds", 0))
+    def named(self, number: str, label: str) -> ReportedRun:
+        """Return this run under other names; what has been read of it is not read again."""
+        other = replace(self, number=number, label=label)
+        for name, value in vars(self).items():
+            vars(other).setdefault(name, value)
+        return other
 
-    @property
-    def missing(self) -> list[int]:
-        """Rounds without a readable record before the last one that has one."""
-        return [t for t in range(1, max(self.rounds, default=0)) if t not in self.rounds]
-
-    @property
-    def evaluations(self) -> dict[int, Record]:
-        """Evaluations of all clients by round."""
-        return run_folders.evaluations(self.rounds)
-
-    def value(self, name: str) -> str:
+    def setting(self, name: str) -> str:
         """Return a setting as text, a partition with its parameter."""
-        text = show(self.config.get(name, ""))
+        text = show(self.settings.get(name, ""))
         parameter = {"pathological": "classes-per-client"}.get(
             text, "dirichlet-alpha" if text.startswith("dirichlet") else ""
         )
         if name == "partition" and parameter:
-            return f"{text}, {parameter} {show(self.config.get(parameter, '?'))}"
+            return f"{text}, {parameter} {show(self.settings.get(parameter, '?'))}"
         return text
-
-    def total(self, name: str) -> int:
-        """Sum of a count over the recorded rounds."""
-        return sum(int(r.get(name) or 0) for r in self.rounds.values())
-
-    def seconds(self) -> float:
-        """Wall seconds of the recorded rounds."""
-        return float(sum(r.get("seconds", {}).get("round", 0) for r in self.rounds.values()))
-
-    def failures(self) -> list[tuple[int, Record]]:
-        """Failed clients with the round."""
-        return [(t, failure) for t, r in self.rounds.items() for failure in r.get("failures", [])]
-
-    def best(self, name: str) -> float | None:
-        """Best value of a round's metric."""
-        values = [r[name] for r in self.rounds.values() if r.get(name) is not None]
-        return self.metric.best(values) if values else None
 
     def key(self, name: str) -> str:
         """Return how a record names the headline metric `before` or `after` training or in an `evaluation`; others as they are."""
-        metric = self.metric.name
-        return {"before": f"{metric}-before", "after": f"{metric}-after", "evaluation": metric}.get(name, name)
-
-    def final(self) -> tuple[int, Record] | None:
-        """Return the last evaluation of all clients, and its round."""
-        return next(reversed(self.evaluations.items()), None)
+        before, after = moments(self.headline.name)
+        return {"before": before, "after": after, "evaluation": self.headline.name}.get(name, name)
 
 
-def read_runs(paths: Sequence[Path], declared: Mapping[str, Sequence[Figure]] | None = None) -> list[Run]:
+def read_runs(paths: Sequence[Path], declared: Mapping[str, Sequence[Figure]] | None = None) -> list[ReportedRun]:
     """Read run folders, or folders of run folders. Raises UserError naming every path that is neither.
 
     declared: figures by method, for runs of before these were kept in run.json.
     """
-    return [read_run(run.path, declared) for run in run_folders.find(paths)]
+    return [read_run(run.path, declared) for run in find(paths)]
 
 
-def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None) -> Run:
+def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None) -> ReportedRun:
     """Read one run folder, finished or not. Raises UserError if it has no readable config."""
-    run = run_folders.Run(path.resolve())
-    config, about = run.settings, run.about
-    known = tuple((declared or {}).get(str(config.get("method")), ()))
-    figures = from_json(about["figures"]) if "figures" in about else known
-    classes = about["classes"] if isinstance(about.get("classes"), list) else str(config.get("classes", "")).split(",")
-    names = tuple(str(name).strip() for name in classes)
-    return Run(
-        run.path, config, run.rounds, run.clients, run.finished, figures, names, metric=run.headline, tested=run.tested
-    )
+    run = ReportedRun(path.resolve(), declared=declared or {})
+    run.settings  # noqa: B018 - read now, for its errors
+    return run
 
 
 # Arrays ---------------------------------------------------------------------------------------------------------------
 
 
-def curve(runs: Sequence[Run], name: str) -> Curve | None:
+def curve(runs: Sequence[ReportedRun], name: str) -> Curve | None:
     """Mean and quartiles of a metric of the runs' clients over the rounds; name: as `Run.key` takes it."""
     samples: dict[int, list[Floats]] = {}
     for run in runs:
@@ -173,15 +128,17 @@ def numbers(clients: dict[str, Record], name: str) -> Floats:
     return np.array([row[name] for row in clients.values() if row.get(name) is not None], np.float64)
 
 
-def final_accuracies(run: Run) -> tuple[Floats, str]:
+def final_accuracies(run: ReportedRun) -> tuple[Floats, str]:
     """Each client's last known headline metric, sorted from worst to best, and where it comes from."""
-    last, metric, before = run.final(), run.metric.name, run.key("before")
+    last, metric, before = run.last_evaluation, run.headline.name, run.key("before")
     if last and (run.finished or numbers(last[1]["clients"], metric).size):
-        return ranked(numbers(last[1]["clients"], metric), run.metric), f"all clients, after round {last[0]}"
+        return ranked(numbers(last[1]["clients"], metric), run.headline), f"all clients, after round {last[0]}"
     latest: dict[str, float] = {}
     for record in run.rounds.values():
         latest |= {i: row[before] for i, row in record.get("clients", {}).items() if row.get(before) is not None}
-    return ranked(np.array(list(latest.values()), np.float64), run.metric), "each client's last round, before training"
+    return ranked(
+        np.array(list(latest.values()), np.float64), run.headline
+    ), "each client's last round, before training"
 
 
 def ranked(values: Floats, metric: Metric) -> Floats:
@@ -189,7 +146,7 @@ def ranked(values: Floats, metric: Metric) -> Floats:
     return np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
 
 
-def spent(run: Run) -> dict[int, tuple[float, float]]:
+def spent(run: ReportedRun) -> dict[int, tuple[float, float]]:
     """Bytes exchanged until the models of a round were with the clients, and the accuracy these had, by round."""
     out, total = {}, 0.0
     for t, record in run.rounds.items():
@@ -200,12 +157,12 @@ def spent(run: Run) -> dict[int, tuple[float, float]]:
     return out
 
 
-def server_seconds(run: Run) -> dict[str, float]:
+def server_seconds(run: ReportedRun) -> dict[str, float]:
     """Wall seconds per round by phase, mean over the recorded rounds."""
     return _mean_seconds([r.get("seconds", {}) for r in run.rounds.values()], len(run.rounds))
 
 
-def client_seconds(run: Run) -> dict[str, float]:
+def client_seconds(run: ReportedRun) -> dict[str, float]:
     """A client's seconds per round by phase, mean over rounds and clients."""
     rows = [row.get("seconds", {}) for r in run.rounds.values() for row in r.get("clients", {}).values()]
     return _mean_seconds(rows, len(rows))

@@ -12,18 +12,18 @@ from matplotlib.colors import BoundaryNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from corolla.report.arrays import Floats, Run
+from corolla.report.arrays import Floats, ReportedRun
 from corolla.report.figures import Drawn, Panel, new_figure, percent_axis, rounds_axis, thinned
 from corolla.report.matrices import draw_matrix
 from corolla.report.recorded import groups, layers, links, scalars
-from corolla.report.style import COLOURS, COLOURS_OF_VALUES, LINES, MARKERS, Look, looks, never
+from corolla.report.style import COLOURS, COLOURS_OF_VALUES, LINES, MARKERS, Look, empty_cells, looks
 from fl_app import figures
 
 MOST_LINES = 7
 MOST_COLOURS = 12  # so many whole numbers get a colour each
 
 
-def of_run(run: Run) -> Iterator[Panel]:
+def of_run(run: ReportedRun) -> Iterator[Panel]:
     """Yield the pictures that the run's method declared and its records have numbers for."""
     taken: set[str] = set()
     for figure in run.figures:
@@ -41,7 +41,7 @@ def of_run(run: Run) -> Iterator[Panel]:
 # Clients over rounds --------------------------------------------------------------------------------------------------
 
 
-def _links(run: Run, figure: figures.Links) -> Drawn | None:
+def _links(run: ReportedRun, figure: figures.Links) -> Drawn | None:
     found = links(run, figure.record)
     if found is None:
         return None
@@ -58,7 +58,7 @@ def _links(run: Run, figure: figures.Links) -> Drawn | None:
     return figure.title, f"{figure.caption} Above: the mean over the clients. Hatched: not in the round.", draw
 
 
-def _scalars(run: Run, figure: figures.Scalars) -> Drawn | None:
+def _scalars(run: ReportedRun, figure: figures.Scalars) -> Drawn | None:
     found = scalars(run, figure.record)
     if found is None:
         return None
@@ -88,7 +88,7 @@ def _scalars(run: Run, figure: figures.Scalars) -> Drawn | None:
     )
 
 
-def _groups(run: Run, figure: figures.Groups) -> Drawn | None:
+def _groups(run: ReportedRun, figure: figures.Groups) -> Drawn | None:
     found = groups(run, figure.record)
     if found is None:
         return None
@@ -128,7 +128,7 @@ def _clients_over_rounds(ids: list[int], grid: Floats, line: float = 1.1) -> tup
     return picture, top, axes, inches
 
 
-def _mean_line(axes: Axes, grid: Floats, run: Run) -> float:
+def _mean_line(axes: Axes, grid: Floats, run: ReportedRun) -> float:
     """Draw the mean over the rows in the method's colour, at rounds that have any; returns its maximum."""
     present = ~np.isnan(grid).all(axis=0)
     rounds, mean = np.arange(1, grid.shape[1] + 1)[present], np.nanmean(grid[:, present], axis=0)
@@ -138,7 +138,7 @@ def _mean_line(axes: Axes, grid: Floats, run: Run) -> float:
 
 def _heat(axes: Axes, grid: Floats, levels: int = 0, top: float | None = None, low: float | None = 0) -> Any:
     """Rows over rounds 1 .. last; levels: values are whole numbers up to it, and few enough get one colour each."""
-    axes.patch.set(**never())
+    axes.patch.set(**empty_cells())
     axes.grid(visible=False)
     extent = (0.5, grid.shape[1] + 0.5, grid.shape[0] - 0.5, -0.5)
     colours: dict[str, Any] = {"cmap": COLOURS_OF_VALUES, "vmin": low, "vmax": top or levels or None}
@@ -154,7 +154,7 @@ def _heat(axes: Axes, grid: Floats, levels: int = 0, top: float | None = None, l
 Part = tuple[figures.Layers, tuple[list[str], Floats]]  # what is drawn; layers' names and [layers, rounds]
 
 
-def _layers(run: Run, figure: figures.Layers) -> Drawn | None:
+def _layers(run: ReportedRun, figure: figures.Layers) -> Drawn | None:
     chain: list[figures.Layers] = [figure]
     while chain[-1].beside:
         chain.append(chain[-1].beside)
@@ -226,7 +226,7 @@ def _many_shares(figure: figures.Layers, names: list[str], grid: Floats) -> Figu
     return picture
 
 
-DRAW: dict[type[figures.Figure], Callable[[Run, Any], Drawn | None]] = {
+DRAW: dict[type[figures.Figure], Callable[[ReportedRun, Any], Drawn | None]] = {
     figures.Matrix: draw_matrix,
     figures.Links: _links,
     figures.Layers: _layers,

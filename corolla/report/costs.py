@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from corolla.report.arrays import Floats, Run, client_seconds, server_seconds, smooth
+from corolla.report.arrays import Floats, ReportedRun, client_seconds, server_seconds, smooth
 from corolla.report.figures import Panel, legend, metric_axis, new_figure, styled
 from corolla.report.groups import Group, exchanged, long_runs, phases, short
 from corolla.report.style import COLOURS, HATCHES, paper, shown
 
 Points = dict[int, tuple[Floats, Floats]]  # bytes and accuracies by a group's number
-Side = tuple[str, Callable[[Run], dict[str, float]]]
+Side = tuple[str, Callable[[ReportedRun], dict[str, float]]]
 
 
 def costs(groups: Sequence[Group]) -> Iterator[Panel]:
@@ -26,11 +26,11 @@ def costs(groups: Sequence[Group]) -> Iterator[Panel]:
 
 
 def _communication(groups: Sequence[Group]) -> Iterator[Panel]:
-    groups = [group for group in groups if group.first.metric == groups[0].first.metric]
+    groups = [group for group in groups if group.first.headline == groups[0].first.headline]
     points = {group.number: exchanged(group) for group in groups}
     drawn = [group for group in groups if points[group.number][0].size]
     if any(points[group.number][0][-1] > 0 for group in drawn):
-        metric = groups[0].first.metric
+        metric = groups[0].first.headline
         better = "Higher" if metric.higher_is_better else "Lower"
         yield Panel(
             "communication",

@@ -6,7 +6,8 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 
-from corolla.report.arrays import Record, Run
+from corolla.experiments.runs import RecordedRun
+from fl_app.metrics import Record
 
 ROUNDS, CLIENTS = "rounds.csv", "clients.csv"
 _PARTS = ("round", "clients", "evaluation", "failures", "seconds")  # of a round's record, written in their own way
@@ -14,28 +15,28 @@ _PARTS = ("round", "clients", "evaluation", "failures", "seconds")  # of a round
 Line = dict[str, object]
 
 
-def rounds_csv(runs: Sequence[Run]) -> str:
+def rounds_csv(runs: Sequence[RecordedRun]) -> str:
     """One line per run and round: everything the round recorded that is one number."""
     return _csv([_start(run, line) for run in runs for line in round_lines(run)])
 
 
-def clients_csv(runs: Sequence[Run]) -> str:
+def clients_csv(runs: Sequence[RecordedRun]) -> str:
     """One line per run, round and client that took part or was evaluated: everything recorded of it that is one number."""
     return _csv([_start(run, line) for run in runs for line in client_lines(run)])
 
 
-def round_lines(run: Run) -> list[Line]:
+def round_lines(run: RecordedRun) -> list[Line]:
     """What each round of a run recorded that is one number, by name; `round` is its own."""
     return [{"round": t, **_round(record)} for t, record in run.rounds.items()]
 
 
-def client_lines(run: Run) -> list[Line]:
+def client_lines(run: RecordedRun) -> list[Line]:
     """What each round recorded of each client that is one number, by name; `round` and `client` say which."""
     return [{"round": t, **line} for t, record in run.rounds.items() for line in _clients(run, record)]
 
 
-def _start(run: Run, line: Line) -> Line:
-    return {"run": run.path.name, "method": run.method, "seed": run.config.get("seed", ""), **line}
+def _start(run: RecordedRun, line: Line) -> Line:
+    return {"run": run.path.name, "method": run.method, "seed": run.settings.get("seed", ""), **line}
 
 
 def _round(record: Record) -> Line:
@@ -47,11 +48,11 @@ def _round(record: Record) -> Line:
     return {**plain, **evaluation, **unseen, "failures": len(record.get("failures", [])), **seconds}
 
 
-def _clients(run: Run, record: Record) -> Iterator[Line]:
+def _clients(run: RecordedRun, record: Record) -> Iterator[Line]:
     trained, measured = record.get("clients", {}), record.get("evaluation") or {}
     evaluated, unseen = measured.get("clients", {}), measured.get("unseen", {}).get("ids", [])
     for client_id in sorted({*trained, *evaluated}, key=int):
-        row, facts = trained.get(client_id, {}), run.facts.get(client_id, {})
+        row, facts = trained.get(client_id, {}), run.clients.get(client_id, {})
         yield {
             "client": int(client_id),
             "unseen": int(client_id) in unseen,

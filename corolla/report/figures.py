@@ -72,7 +72,7 @@ def percent_axis(axes: Axes, label: str) -> None:
 
 def metric_axis(groups: Sequence[Group]) -> Callable[[Axes], None]:
     """Return what makes y the groups' headline metric, of ratios a percentage."""
-    metric = groups[0].first.metric
+    metric = groups[0].first.headline
 
     def label(axes: Axes) -> None:
         if metric.ratio:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from corolla.experiments.grouping import by_settings, mean_std, settings, tells
-from corolla.report.arrays import Curve, Floats, Run, curve, final_accuracies, ranked, spent, window
+from corolla.experiments.grouping import by_settings, differing_settings, settings
+from corolla.experiments.table import FIGURES, Row, row_of
+from corolla.report.arrays import Curve, Floats, ReportedRun, curve, final_accuracies, ranked, spent, window
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar, show, specs
 
@@ -23,13 +24,13 @@ DATA_KEYS = frozenset(key.name for key in specs(RunConfig) if key.about == "data
 class Group:
     """Runs that differ in the seed alone, often a single one. number, label, settings: in the report, what tells it apart."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ReportedRun, ...]
     number: int = 1
     label: str = ""
     settings: dict[str, Scalar] = field(default_factory=dict)
 
     @property
-    def first(self) -> Run:
+    def first(self) -> ReportedRun:
         """The first of the runs."""
         return self.runs[0]
 
@@ -53,32 +54,31 @@ class Group:
         digits = r"\d*" if any(name[len(stem) :][:1].isdecimal() for name in names) else ""
         return re.sub(rf"[-_.,= ]*(seed|s)?[-_.,= ]*{digits}$", "", stem, flags=re.IGNORECASE)
 
-    def mean(self, of: Callable[[Run], float | None]) -> tuple[float, float | None] | None:
-        """Mean and sample standard deviation of a figure over the runs; None if one lacks it."""
-        values = [of(run) for run in self.runs]
-        known = [value for value in values if value is not None]
-        return mean_std(known) if len(known) == len(values) else None
+    @property
+    def row(self) -> Row:
+        """What the runs come to, as far as they are recorded."""
+        return row_of(self.settings, self.runs, self.first.headline, tuple(FIGURES), lambda run: run.outcome)
 
 
-def given_name(run: Run) -> str:
+def given_name(run: ReportedRun) -> str:
     """The run's name if somebody gave it one; empty if it was made of time, method and data set, or by a sweep."""
-    name = str(run.config.get("run-name", ""))
+    name = str(run.settings.get("run-name", ""))
     made = rf"\d{{8}}-\d{{6}}-{re.escape(run.method)}-.*|(.*=.*|{re.escape(run.method)})-[0-9a-f]{{6}}"
     return "" if re.fullmatch(made, name) else name
 
 
-def grouped(runs: Sequence[Run]) -> list[Group]:
+def grouped(runs: Sequence[ReportedRun]) -> list[Group]:
     """Put runs together that differ in the seed alone, finished ones only, and number and name them."""
 
-    def own(run: Run) -> dict[str, Scalar]:
-        return {**settings(run.config), "method": run.method, "unfinished": "" if run.finished else str(run.path)}
+    def own(run: ReportedRun) -> dict[str, Scalar]:
+        return {**settings(run.settings), "method": run.method, "unfinished": "" if run.finished else str(run.path)}
 
     found = [Group(tuple(same)) for same in by_settings(runs, own)]
-    keys = [key for key in differences([group.first for group in found]) if key != "seed" or len(found) == len(runs)]
+    keys = [key for key in differing([group.first for group in found]) if key != "seed" or len(found) == len(runs)]
     out = []
     for number, group in enumerate(found, 1):
-        first = group.first
-        varying = {key: first.config[key] for key in keys if key in first.config and relevant(key, first)}
+        known = settings(group.first.settings)
+        varying = {key: known[key] for key in keys if key in known}
         words = [f"{key.rpartition('.')[2]} {show(value)}" for key, value in varying.items()]
         label = group.name or ", ".join([group.method, *words])
         label = f"{number} {label}" if len(found) > 1 else label
@@ -86,14 +86,12 @@ def grouped(runs: Sequence[Run]) -> list[Group]:
     return out
 
 
-def _numbered(runs: Sequence[Run], number: int, label: str) -> tuple[Run, ...]:
+def _numbered(runs: Sequence[ReportedRun], number: int, label: str) -> tuple[ReportedRun, ...]:
     if len(runs) == 1:
-        return (replace(runs[0], number=str(number), label=label),)
-    names = [given_name(run) or f"{run.method}, seed {show(run.config.get('seed', '?'))}" for run in runs]
+        return (runs[0].named(str(number), label),)
+    names = [given_name(run) or f"{run.method}, seed {show(run.settings.get('seed', '?'))}" for run in runs]
     tags = [f"{number}.{k}" for k in range(1, len(runs) + 1)]
-    return tuple(
-        replace(run, number=tag, label=f"{tag} {name}") for run, tag, name in zip(runs, tags, names, strict=True)
-    )
+    return tuple(run.named(tag, f"{tag} {name}") for run, tag, name in zip(runs, tags, names, strict=True))
 
 
 def short(label: str, length: int = LABEL_LENGTH) -> str:
@@ -104,17 +102,11 @@ def short(label: str, length: int = LABEL_LENGTH) -> str:
     return f"{whole}, …" if whole else label[: length - 1] + "…"
 
 
-def relevant(key: str, run: Run) -> bool:
-    """Tell whether a key is among a run's settings, beside the method."""
-    return key != "method" and tells(key, run.config)
-
-
-def differences(runs: Sequence[Run]) -> list[str]:
-    """Keys that do not have one value in all runs on which they bear: methods' own first, then by importance."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if relevant(key, run))
-    differ = [k for k in keys if len({show(r.config[k]) for r in runs if k in r.config and relevant(k, r)}) > 1]
+def differing(runs: Sequence[ReportedRun]) -> list[str]:
+    """Keys, beside the method, that have several values in the runs on which they bear: methods' own first, then by importance."""
+    found = differing_settings([settings(run.settings) for run in runs])
     order = dict(zip(KEY_SETTINGS, range(len(KEY_SETTINGS)), strict=True))
-    return sorted(differ, key=lambda k: -1 if "." in k else order.get(k, len(order)))
+    return sorted((k for k in found if k != "method"), key=lambda k: -1 if "." in k else order.get(k, len(order)))
 
 
 # Arrays ---------------------------------------------------------------------------------------------------------------
@@ -131,7 +123,7 @@ def over_seeds(group: Group, name: str) -> Curve | None:
         return None
     values = np.array([c.mean[np.isin(c.rounds, rounds)] for c in curves])
     mean, std = values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
-    low, high = (np.clip(edge, *group.first.metric.range) for edge in (mean - std, mean + std))
+    low, high = (np.clip(edge, *group.first.headline.range) for edge in (mean - std, mean + std))
     return Curve(np.array(rounds, np.int64), mean, low, high)
 
 
@@ -146,7 +138,7 @@ def all_clients(group: Group) -> tuple[Floats, str]:
     """Headline metrics of the clients of all runs, worst to best, and where they come from."""
     found = [final_accuracies(run) for run in group.runs]
     sources = list(dict.fromkeys(source for values, source in found if values.size))
-    return ranked(np.concatenate([values for values, _ in found]), group.first.metric), "; ".join(sources)
+    return ranked(np.concatenate([values for values, _ in found]), group.first.headline), "; ".join(sources)
 
 
 def exchanged(group: Group) -> tuple[Floats, Floats]:
@@ -159,7 +151,7 @@ def exchanged(group: Group) -> tuple[Floats, Floats]:
     return table[:, 0], table[:, 1]
 
 
-def phases(group: Group, of: Callable[[Run], dict[str, float]]) -> dict[str, float]:
+def phases(group: Group, of: Callable[[ReportedRun], dict[str, float]]) -> dict[str, float]:
     """Mean over the runs of seconds by phase."""
     rows = [of(run) for run in group.runs]
     return {phase: float(np.mean([row.get(phase, 0.0) for row in rows])) for row in rows for phase in row}

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from corolla.report.arrays import Floats, Run
+from corolla.report.arrays import Floats, ReportedRun
 from corolla.report.figures import WIDTH, Drawn, clipped, new_figure, thinned
 from corolla.report.recorded import by_likeness, class_counts, class_names, cosine, matrix
-from corolla.report.style import COLOURS_OF_VALUES, VERMILLION, never, shares, shown
+from corolla.report.style import COLOURS_OF_VALUES, VERMILLION, empty_cells, shares, shown
 from fl_app.figures import Matrix
 
 ALIKE = 0.99  # cosine similarity from which two clients' class distributions are called the same
@@ -39,7 +39,7 @@ class _Likeness:
         return bool(self.same.sum() <= (self.same.size - len(self.same)) / 3)
 
 
-def draw_matrix(run: Run, figure: Matrix) -> Drawn | None:
+def draw_matrix(run: ReportedRun, figure: Matrix) -> Drawn | None:
     """Draw the numbers, and beside them whose data is alike and what it is, if the class counts are known."""
     found = matrix(run, figure.record)
     if found is None:
@@ -84,11 +84,11 @@ def _beside(figure: Matrix, ids: list[int], values: Floats, alike: _Likeness) ->
     return picture
 
 
-def _likeness(run: Run, ids: list[int]) -> _Likeness | None:
-    told = class_counts(run)
-    if told is None or not set(ids) <= set(told[0]):
+def _likeness(run: ReportedRun, ids: list[int]) -> _Likeness | None:
+    known = class_counts(run)
+    if known is None or not set(ids) <= set(known[0]):
         return None
-    counts = told[1][[told[0].index(i) for i in ids]]
+    counts = known[1][[known[0].index(i) for i in ids]]
     similarity = cosine(counts)
     same = (similarity >= ALIKE) & ~np.eye(len(ids), dtype=bool)
     return _Likeness(counts, similarity, same, class_names(run, counts.shape[1]))
@@ -114,7 +114,7 @@ def _square(
 ) -> None:
     n, labels = len(ids), [str(ids[k]) for k in order]
     cells = np.where(np.eye(n, dtype=bool), np.nan, values)[np.ix_(order, order)]
-    axes.patch.set(**never())
+    axes.patch.set(**empty_cells())
     image = axes.imshow(
         cells, cmap=COLOURS_OF_VALUES, vmin=limits[0], vmax=limits[1], interpolation="nearest", aspect="equal"
     )

@@ -10,7 +10,7 @@ from html import escape, unescape
 from pathlib import Path
 
 from corolla.report.accuracy import accuracy
-from corolla.report.arrays import Run, read_runs
+from corolla.report.arrays import ReportedRun, read_runs
 from corolla.report.assets import SCRIPT, STYLE
 from corolla.report.by_kind import of_run
 from corolla.report.costs import costs
@@ -155,7 +155,7 @@ def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, lis
             *(figure(panel, drawn) for panel in shared),
         ]
     for group in groups:
-        if any(own[run.number] or run.failures() for run in group.runs):
+        if any(own[run.number] or run.failures for run in group.runs):
             anchor = f"run-{group.number}"
             parts.append(
                 f'<h2 id="{anchor}"><a href="#{anchor}">{swatch(groups, group)}{escape(short(group.label, 60))}</a></h2>'
@@ -176,15 +176,15 @@ def contents(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str,
     if shared:
         items.append(item("pictures", "Pictures", [panel for panel in shared if not panel.folded]))
     for group in groups:
-        if any(own[run.number] or run.failures() for run in group.runs):
+        if any(own[run.number] or run.failures for run in group.runs):
             items.append(item(f"run-{group.number}", short(group.label, 60), own[group.first.number]))
     return f'<nav id="contents"><details open><summary>Contents</summary><ul>{"".join(items)}</ul></details></nav>'
 
 
-def single(run: Run, panels: Sequence[Panel], drawn: Drawn, folded: bool) -> str:
+def single(run: ReportedRun, panels: Sequence[Panel], drawn: Drawn, folded: bool) -> str:
     """Return a run's own pictures and failures; folded: on demand."""
     parts = "\n".join([*(figure(panel, drawn) for panel in panels), failure_list(run)])
-    if not folded or not (panels or run.failures()):
+    if not folded or not (panels or run.failures):
         return parts.strip()
     return f'<details class="folded"><summary>{escape(short(run.label, 60))}</summary>\n{parts}</details>'
 

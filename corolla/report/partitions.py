@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from corolla.report.arrays import Run
+from corolla.report.arrays import ReportedRun
 from corolla.report.figures import WIDTH, Panel, clipped, listed, new_figure, thinned
 from corolla.report.recorded import class_counts, class_names
 from corolla.report.style import BLUE, shown, tone
 
 
-def partitions(runs: Sequence[Run]) -> Iterator[Panel]:
+def partitions(runs: Sequence[ReportedRun]) -> Iterator[Panel]:
     """Yield one picture per split of the data, told by the runs' class counts (FedCAC Fig. 8); of a kind's, one is open."""
-    splits: dict[bytes, list[Run]] = {}
+    splits: dict[bytes, list[ReportedRun]] = {}
     for run in runs:
         if found := class_counts(run):
             key = np.concatenate([found[0], found[1].ravel(), found[1].shape]).astype(np.int64).tobytes()
             splits.setdefault(key, []).append(run)
     seen: set[str] = set()
     for k, same in enumerate(splits.values(), 1):
-        kind = ", ".join(dict.fromkeys(f"{run.value('dataset')}, {run.value('partition')}" for run in same))
+        kind = ", ".join(dict.fromkeys(f"{run.setting('dataset')}, {run.setting('partition')}" for run in same))
         which = "" if len(splits) == 1 else f", {listed([run.number for run in same])}"
         yield Panel(
             f"partition-{k}" if len(splits) > 1 else "partition",
@@ -37,7 +37,7 @@ def partitions(runs: Sequence[Run]) -> Iterator[Panel]:
         seen.add(kind)
 
 
-def _partition(run: Run) -> Figure:
+def _partition(run: ReportedRun) -> Figure:
     ids, counts = class_counts(run) or ([], np.zeros((0, 0), np.int64))
     num_clients, num_classes = counts.shape
     names = class_names(run, num_classes)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from corolla.report.arrays import Floats, Record, Run
+from corolla.report.arrays import Floats, ReportedRun
 from fl_app.figures import Layers
+from fl_app.metrics import Record
 
 Rows = dict[int, dict[str, float]]  # by round and name
 
@@ -21,7 +22,7 @@ def number(value: object) -> float:
     return float(value) if plain else math.nan  # type: ignore[arg-type]
 
 
-def matrix(run: Run, record: str) -> tuple[list[int], Floats] | None:
+def matrix(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
     """Last recorded number of each pair of clients, [N, N], NaN where there is none; and the ids."""
     pairs: dict[tuple[int, int], float] = {}
     for entry in run.rounds.values():
@@ -41,7 +42,7 @@ def matrix(run: Run, record: str) -> tuple[list[int], Floats] | None:
     return (ids, values) if len(ids) > 1 and not np.isnan(values[off]).all() else None
 
 
-def links(run: Run, record: str) -> tuple[list[int], Floats] | None:
+def links(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
     """Number of linked clients, [clients, rounds 1 .. last], NaN where a client took no part; and the ids."""
     return _by_client(
         {
@@ -51,7 +52,7 @@ def links(run: Run, record: str) -> tuple[list[int], Floats] | None:
     )
 
 
-def scalars(run: Run, record: str) -> tuple[list[int], Floats] | None:
+def scalars(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
     """One number per client, [clients, rounds 1 .. last], and the ids; of a number per round one row, and no ids."""
     rows = {t: {i: number(value) for i, value in _noted(entry, record)} for t, entry in run.rounds.items()}
     if found := _by_client(rows):
@@ -61,7 +62,7 @@ def scalars(run: Run, record: str) -> tuple[list[int], Floats] | None:
     return ([], grid) if names else None
 
 
-def groups(run: Run, record: str) -> tuple[list[int], Floats, list[str]] | None:
+def groups(run: ReportedRun, record: str) -> tuple[list[int], Floats, list[str]] | None:
     """Index of each client's group, [clients, rounds 1 .. last], NaN where there is none; the ids; the groups' names."""
     noted: dict[int, dict[str, str]] = {}
     for t, entry in run.rounds.items():
@@ -75,7 +76,7 @@ def groups(run: Run, record: str) -> tuple[list[int], Floats, list[str]] | None:
     return (*found, names) if found else None
 
 
-def layers(run: Run, figure: Layers) -> tuple[list[str], Floats] | None:
+def layers(run: ReportedRun, figure: Layers) -> tuple[list[str], Floats] | None:
     """Return what was recorded by layer, [layers, rounds 1 .. last], and the layers' names.
 
     Of clients' records the mean; of shares the share each layer has of the sum, a layer's weight and bias together, rounds
@@ -138,16 +139,16 @@ def over_rounds(rows: Rows) -> tuple[list[str], Floats]:
     return names, grid
 
 
-def class_counts(run: Run) -> tuple[list[int], NDArray[np.int64]] | None:
+def class_counts(run: ReportedRun) -> tuple[list[int], NDArray[np.int64]] | None:
     """Return the clients that told their class counts, and these, [clients, classes]."""
-    rows = {int(i): facts["class-counts"] for i, facts in run.facts.items() if facts.get("class-counts")}
+    rows = {int(i): facts["class-counts"] for i, facts in run.clients.items() if facts.get("class-counts")}
     if not rows or len({len(row) for row in rows.values()}) != 1:
         return None
     ids = sorted(rows)
     return ids, np.array([rows[i] for i in ids], np.int64)
 
 
-def class_names(run: Run, num_classes: int) -> tuple[str, ...]:
+def class_names(run: ReportedRun, num_classes: int) -> tuple[str, ...]:
     """Return the classes' names in label order; empty if the run does not have one for each."""
     return run.classes if len(run.classes) == num_classes else ()
 

@@ -111,7 +111,7 @@ def shown(colour: str) -> str:
     return ON_DARK[colour] if on_dark() else colour
 
 
-def never() -> dict[str, Any]:
+def empty_cells() -> dict[str, Any]:
     """Look of cells that hold nothing."""
     return {"hatch": "////", "edgecolor": tone(0.7), "facecolor": paper()}
 

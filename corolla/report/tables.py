@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from corolla.report.arrays import Run
+from corolla.experiments.table import COSTS, UNSEEN, Mean, size
+from corolla.report.arrays import ReportedRun
 from corolla.report.figures import styled
-from corolla.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differences, given_name, short
+from corolla.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differing, given_name, short
 from fl_app.errors import plain
 from fl_app.keys import show
-from fl_app.tasks import Metric
+from fl_app.metrics import Metric
 
 BRIEF = 2  # so many settings that differ have a place in the table of results
 SHOWN_FAILURES = 20
+HEADINGS = ("final", "pooled", "fine-tuned", *UNSEEN, "best", "best, pooled")  # of the table of results
 
 Rows = Sequence[Sequence["Cell"]]  # of a group: its own row first, then those of its runs if it has several
 
@@ -31,18 +32,18 @@ class Cell:
 # Sentences ------------------------------------------------------------------------------------------------------------
 
 
-def settings_sentence(runs: Sequence[Run]) -> str:
+def settings_sentence(runs: Sequence[ReportedRun]) -> str:
     """Return the key settings that all runs have in common."""
     parts = {
         name: values.pop()
         for name in KEY_SETTINGS
-        if name != "dirichlet-alpha" and len(values := {run.value(name) for run in runs}) == 1
+        if name != "dirichlet-alpha" and len(values := {run.setting(name) for run in runs}) == 1
     }
     words = [f"{escape(name)} <b>{escape(value)}</b>" for name, value in parts.items()]
     return f"<p>{'All runs: ' if len(runs) > 1 else ''}{', '.join(words)}.</p>" if words else ""
 
 
-def warnings(runs: Sequence[Run]) -> str:
+def warnings(runs: Sequence[ReportedRun]) -> str:
     """Say what is not as a reader would expect: unfinished runs, unreadable records, failures, unequal conditions."""
     lines = []
     for run in runs:
@@ -58,18 +59,18 @@ def warnings(runs: Sequence[Run]) -> str:
             lines.append(
                 f"{name}: metrics.jsonl has no readable record of round {rounds}; sums of bytes, seconds and failures lack it."
             )
-        if run.failures():
-            lines.append(f"{name}: {len(run.failures())} times a client's reply was missing or unusable; see below.")
-    data = [key for key in differences(runs) if key in DATA_KEYS]
+        if run.failures:
+            lines.append(f"{name}: {len(run.failures)} times a client's reply was missing or unusable; see below.")
+    data = [key for key in differing(runs) if key in DATA_KEYS]
     if data:
         keys = escape(", ".join(data))
         lines.append(f"The runs do not have the same data ({keys}): their accuracies do not compare directly.")
     return f'<div class="warn">{"".join(f"<p>{line}</p>" for line in lines)}</div>' if lines else ""
 
 
-def failure_list(run: Run) -> str:
+def failure_list(run: ReportedRun) -> str:
     """Return the run's failures, the first ones."""
-    failures = run.failures()
+    failures = run.failures
     if not failures:
         return ""
     items = [
@@ -84,19 +85,12 @@ def failure_list(run: Run) -> str:
 
 # Results --------------------------------------------------------------------------------------------------------------
 
-FIGURES = {"final": "", "pooled": "-pooled", "fine-tuned": "-finetuned"}  # a column's head, how the record goes on
-
 
 def results_table(groups: Sequence[Group]) -> str:
     """Return the table of results: a row per group, which opens to those of its runs."""
-    finals = [last[1] for group in groups for run in group.runs if (last := run.final())]
-    metrics = list(dict.fromkeys(group.first.metric for group in groups))
-    finetuned = any(final.get(f"{metric.name}-finetuned") is not None for final in finals for metric in metrics)
-    accuracies = {head: end for head, end in FIGURES.items() if finetuned or end != "-finetuned"}
-    if any("unseen" in final for final in finals):
-        accuracies |= {
-            f"unseen{', fine-tuned' * bool(end)}": f"{end} unseen" for end in ("", *["-finetuned"] * finetuned)
-        }
+    metrics = list(dict.fromkeys(group.first.headline for group in groups))
+    known = {heading for group in groups for heading in group.row.means}
+    headings = [h for h in HEADINGS if h in known or h not in ("fine-tuned", *UNSEEN)]
     unit = " (%)" if metrics[0].ratio and len(metrics) == 1 else ""
     brief = 0 < len({key for group in groups for key in group.settings}) <= BRIEF
     seeds = any(len(group.runs) > 1 for group in groups)
@@ -105,17 +99,13 @@ def results_table(groups: Sequence[Group]) -> str:
         "method",
         *["settings that differ"] * brief,
         *["n seeds"] * seeds,
-        *(f"n {name}{unit}" for name in accuracies),
-        f"n best{unit}",
-        f"n best, pooled{unit}",
-        "n upload",
-        "n download",
-        "n seconds",
+        *(f"n {heading}{unit}" for heading in headings),
+        *(f"n {heading}" for heading in COSTS),
         "n rounds",
         "n failures",
         "digest",
     ]
-    rows = [_group_rows(groups, group, accuracies, brief, seeds) for group in groups]
+    rows = [_group_rows(groups, group, headings, brief, seeds) for group in groups]
     text = (
         f"{_headings(metrics)} on test data. final: mean over all clients, each on its own test data, after the last round; "
         "pooled: over all samples; best: best mean over rounds, before local training, so it can be below final. upload, "
@@ -123,7 +113,7 @@ def results_table(groups: Sequence[Group]) -> str:
     )
     if seeds:
         text += " Runs that differ in the seed alone are one row, mean ± sample standard deviation; bytes and seconds are means."
-    return f'<h2 id="results"><a href="#results">Results</a></h2>{table(head, rows)}<p>{text}</p>'
+    return f'<h2 id="results"><a href="#results">Results</a></h2>{sortable_table(head, rows)}<p>{text}</p>'
 
 
 def _headings(metrics: Sequence[Metric]) -> str:
@@ -131,7 +121,7 @@ def _headings(metrics: Sequence[Metric]) -> str:
     return f"{', '.join(names)}{' (ratios in per cent)' if len(metrics) > 1 else ''}"
 
 
-def _group_rows(groups: Sequence[Group], group: Group, accuracies: dict[str, str], brief: bool, seeds: bool) -> Rows:
+def _group_rows(groups: Sequence[Group], group: Group, headings: Sequence[str], brief: bool, seeds: bool) -> Rows:
     settings = ", ".join(f"{key} = {show(value)}" for key, value in group.settings.items())
     number = f"{group.number} " if len(groups) > 1 else ""
     name = group.first.path.name if len(group.runs) == 1 else group.name or group.method
@@ -142,61 +132,50 @@ def _group_rows(groups: Sequence[Group], group: Group, accuracies: dict[str, str
         *[Cell(escape(settings) or "–", settings)] * brief,
         *[Cell(str(len(group.runs)), len(group.runs))] * seeds,
     ]
-    rows = [[*own, *_figures(group, accuracies)]]
+    rows = [[*own, *_outcome_cells(group, headings)]]
     for run in group.runs if len(group.runs) > 1 else ():
-        seed = f"seed {show(run.config.get('seed', '?'))}"
+        seed = f"seed {show(run.settings.get('seed', '?'))}"
         start = [
             Cell(f"{run.number} {escape(run.path.name)}"),
             Cell(escape(seed)),
             *[Cell("")] * brief,
             *[Cell("")] * seeds,
         ]
-        rows.append([*start, *_figures(Group((run,)), accuracies)])
+        rows.append([*start, *_outcome_cells(Group((run,)), headings)])
     return rows
 
 
-def _figures(group: Group, accuracies: dict[str, str]) -> list[Cell]:
-    run, several = group.first, len(group.runs) > 1
-    last = run.final()
+def _outcome_cells(group: Group, headings: Sequence[str]) -> list[Cell]:
+    run, several, means = group.first, len(group.runs) > 1, group.row.means
+    last = run.last_evaluation
     note = f'<br><span class="mark">round {last[0]}</span>' if last and not run.finished else ""
-    digest = str((last[1].get("digest") if last and run.finished and not several else None) or "")
+    digest = str((run.outcome["digest"] if run.finished and not several else None) or "")
     rounds = Cell(str(len(run.rounds)), len(run.rounds))
     if not run.finished:
         rounds = Cell(
             f'<span class="mark" title="not finished">{len(run.rounds)} of {run.planned}</span>', len(run.rounds)
         )
-    metric, before = run.metric, run.key("before")
-    cells = [
-        _mean(group, functools.partial(_final, name=metric.name + end), metric.text, note)
-        for end in accuracies.values()
-    ]
-    cells += [
-        _mean(group, lambda r: r.best(before), metric.text),
-        _mean(group, lambda r: r.best(f"{before}-pooled"), metric.text),
-        _mean(group, lambda r: r.total("upload-bytes"), size, spread=False),
-        _mean(group, lambda r: r.total("download-bytes"), size, spread=False),
-        _mean(group, Run.seconds, lambda value: f"{value:.1f}", spread=False),
-    ]
-    failures = sum(len(r.failures()) for r in group.runs)
+    cells = []
+    for heading in headings:
+        of_evaluation = not heading.startswith("best")
+        cells.append(_mean_cell(means.get(heading), run.headline.text, note if of_evaluation else ""))
+    for heading in COSTS:
+        text = seconds_text if heading == "seconds" else size
+        cells.append(_mean_cell(means.get(heading), text, spread=False))
+    failures = sum(len(r.failures) for r in group.runs)
     code = "" if several else f'<code title="{escape(digest)}">{escape(digest[:8]) or "–"}</code>'
     return [*cells, rounds, Cell(str(failures), failures), Cell(code, digest)]
 
 
-def _final(run: Run, name: str) -> float | None:
-    last = run.final()
-    name, _, unseen = name.partition(" ")
-    told = (last[1].get("unseen") or {} if unseen else last[1]) if last else {}
-    value = told.get(name)
-    return value if isinstance(value, (int, float)) else None
+def seconds_text(value: float) -> str:
+    """Format seconds."""
+    return f"{value:.1f}"
 
 
-def _mean(
-    group: Group, of: Callable[[Run], float | None], text: Callable[[float], str], note: str = "", spread: bool = True
-) -> Cell:
-    pair = group.mean(of)
-    if pair is None:
+def _mean_cell(found: Mean | None, text: Callable[[float], str], note: str = "", spread: bool = True) -> Cell:
+    if found is None:
         return Cell("–" + note)
-    mean, std = pair
+    mean, std = found
     deviation = f'<span class="std">± {text(std)}</span>' if spread and std is not None else ""
     return Cell(text(mean) + deviation + note, mean)
 
@@ -215,10 +194,10 @@ def settings_table(groups: Sequence[Group]) -> str:
             cells.append(Cell("–") if value is None else Cell(escape(show(value)), show(value)))
         rows.append([cells])
     title = '<h2 id="settings"><a href="#settings">Settings in which the runs differ</a></h2>'
-    return f"{title}{table(['run', *keys], rows)}"
+    return f"{title}{sortable_table(['run', *keys], rows)}"
 
 
-def table(head: Sequence[str], groups: Sequence[Rows]) -> str:
+def sortable_table(head: Sequence[str], groups: Sequence[Rows]) -> str:
     """Return a table that can be sorted. head: names of the columns, those of numbers after "n "."""
     kinds = ["n" if name.startswith("n ") else "name" if k == 0 else "" for k, name in enumerate(head)]
     top = "".join(
@@ -247,12 +226,3 @@ def swatch(groups: Sequence[Group], group: Group) -> str:
         return ""
     look = styled(groups)[group.number]
     return f'<span class="swatch" style="--light:{look.on(dark=False)};--dark:{look.on(dark=True)}"></span>'
-
-
-def size(nbytes: float) -> str:
-    """Format bytes in decimal units."""
-    for unit in ("B", "kB", "MB"):
-        if nbytes < 999.5:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} GB"

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from corolla.experiments.runs import Record, Run
+from corolla.experiments.runs import RecordedRun
 from fl_app.errors import said
 from fl_app.keys import Scalar, own
-from fl_app.metrics import Metric, tracked_names
+from fl_app.metrics import Metric, Record, tracked_names
 from fl_app.server.run_folder import CLIENTS, CONFIG, METRICS, MODELS, RUN, SUMMARY
 
 _POLL = 0.3
@@ -44,17 +44,17 @@ def main() -> None:
     """Follow a run until it has ended."""
     path, name, after, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     os.umask(0o077)
-    told = os.fdopen(os.dup(1), "w", buffering=1)
+    out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what packages print is nobody's
     ended = False
 
     def step() -> None:
-        print("{}", file=told)
+        print("{}", file=out)
         if ended:
             signal.setitimer(signal.ITIMER_REAL, seconds)
 
     try:
-        run, last = Run(path), after
+        run, last = RecordedRun(path), after
         store: Store = importlib.import_module(f"corolla.tracking.to_{name}").Store(run, after)
         position = 0
         while not ended:
@@ -72,7 +72,7 @@ def main() -> None:
                 step()
         store.end(run.summary if run.finished else None)
     except Exception as error:
-        print(json.dumps({"error": said(error).splitlines()[0]}), file=told)
+        print(json.dumps({"error": said(error).splitlines()[0]}), file=out)
     signal.setitimer(signal.ITIMER_REAL, seconds)  # for what packages do when a process ends
 
 
@@ -89,7 +89,7 @@ def new_records(path: Path, position: int) -> Iterator[Record]:
             yield {**json.loads(line), "position": position}
 
 
-def settings(run: Run) -> dict[str, Scalar]:
+def settings(run: RecordedRun) -> dict[str, Scalar]:
     """The keys that bear on a run, as it resolved them."""
     return own(run.settings, str(run.settings.get("method")))
 

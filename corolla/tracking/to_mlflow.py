@@ -11,7 +11,7 @@ from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from corolla.experiments.runs import Run
+from corolla.experiments.runs import RecordedRun
 from corolla.tracking.follow import numbers, settings
 from fl_app.files import lock, make_directory
 from fl_app.keys import Scalar, show
@@ -25,7 +25,7 @@ _LONGEST, _AT_ONCE = 6000, 100  # of a parameter, in characters; of parameters i
 class Store:
     """One MLflow run in the experiment MLFLOW_EXPERIMENT_NAME, or `corolla`."""
 
-    def __init__(self, run: Run, after: int) -> None:
+    def __init__(self, run: RecordedRun, after: int) -> None:
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         local = run.path.resolve().parent / DIRECTORY
         if uri:

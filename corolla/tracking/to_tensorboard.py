@@ -14,7 +14,7 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.plugins.text.metadata import create_summary_metadata
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from corolla.experiments.runs import Run
+from corolla.experiments.runs import RecordedRun
 from corolla.tracking.follow import settings
 from fl_app.files import make_directory
 from fl_app.keys import Scalar
@@ -25,7 +25,7 @@ DIRECTORY = "tensorboard"
 class Store:
     """Event files."""
 
-    def __init__(self, run: Run, after: int) -> None:
+    def __init__(self, run: RecordedRun, after: int) -> None:
         make_directory(run.path / DIRECTORY)
         self._writer: Any = EventFileWriter(str(run.path / DIRECTORY))
         start = SessionLog(status=SessionLog.START)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import wandb
 
-from corolla.experiments.runs import Run
+from corolla.experiments.runs import RecordedRun
 from corolla.tracking.follow import settings
 from fl_app.keys import Scalar
 from fl_app.server.run_folder import MODELS
@@ -18,7 +18,7 @@ from fl_app.server.run_folder import MODELS
 class Store:
     """One run in the project WANDB_PROJECT, or `corolla`; its id is the experiment's, so that a resumed run goes on in it."""
 
-    def __init__(self, run: Run, after: int) -> None:
+    def __init__(self, run: RecordedRun, after: int) -> None:
         private = wandb.Settings(  # of the machine it learns nothing
             console="off",
             save_code=False,

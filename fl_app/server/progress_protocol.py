@@ -221,14 +221,14 @@ class LineProgress:
 
     def __init__(self) -> None:
         self._last = 0.0
-        self._said: tuple[str, int, int] | None = None
+        self._last_line: tuple[str, int, int] | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
         """Log one line, unless it says what the last one did."""
         now = time.monotonic()
-        if (what, done, total) != self._said and (done >= total or now - self._last >= PROGRESS_SECONDS):
-            self._last, self._said = now, (what, done, total)
-            log.info("%s%s", _PROGRESS, json.dumps(self._said))
+        if (what, done, total) != self._last_line and (done >= total or now - self._last >= PROGRESS_SECONDS):
+            self._last, self._last_line = now, (what, done, total)
+            log.info("%s%s", _PROGRESS, json.dumps(self._last_line))
 
 
 class PlainFormatter(logging.Formatter):
@@ -242,7 +242,7 @@ class PlainFormatter(logging.Formatter):
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
-def read(text: str) -> Line | None:
+def read_line(text: str) -> Line | None:
     """Read a line of ours back; None for one that is meant for people alone."""
     if text.startswith(_FOLDER):
         return Folder(Path(text.removeprefix(_FOLDER)))

@@ -7,20 +7,17 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from fl_app import tasks, wire
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
-from fl_app.metrics import COUNTED, FINETUNED, POOLED, Metric, Reports, of_evaluation, of_training, range_errors
+from fl_app.metrics import COUNTED, POOLED, UNSEEN, Metric, Reports, of_evaluation, of_training, outcome, range_errors
+from fl_app.metrics import Record as Record
 from fl_app.tasks import ACCURACY
 from fl_app.wire import Upload, WireError
 
-Record = dict[str, Any]
-
-UNSEEN = "unseen"
 SHA256 = "sha256"
 _OF_THE_PROTOCOL = (wire.STATE_VERSION, wire.STATE_USED, wire.PRIVATE, SHA256)  # no metrics
 
@@ -203,13 +200,6 @@ def digest(hashes: Iterable[str]) -> str:
 
 def summarize(config: RunConfig, experiment: str, rounds: list[Record]) -> Record:
     """Summary of a finished run from its rounds."""
-    final, (headline, *others) = rounds[-1]["evaluation"], tasks.measured(config)
-    name = headline.name
-
-    def best(moment: str) -> float | None:
-        values = [r[moment] for r in rounds if r[moment] is not None]
-        return headline.best(values) if values else None
-
     return {
         "method": config.method,
         "dataset": config.dataset,
@@ -219,15 +209,5 @@ def summarize(config: RunConfig, experiment: str, rounds: list[Record]) -> Recor
         "scale": config.scale,
         "experiment": experiment,
         "rounds": len(rounds),
-        **{f"final-{name}{end}": final[f"{name}{end}"] for end in ("", POOLED, FINETUNED, f"{FINETUNED}{POOLED}")},
-        f"best-{name}": best(f"{name}-before"),
-        f"best-{name}-pooled": best(f"{name}-before-pooled"),
-        **{f"final-{m.name}{end}": final[f"{m.name}{end}"] for m in others for end in ("", FINETUNED)},
-        **{f"unseen-{key}": final[UNSEEN][key] for key in (name, f"{name}{FINETUNED}") if UNSEEN in final},
-        "digest": final["digest"],
-        "absent": final["absent"],
-        "upload-bytes": sum(r["upload-bytes"] for r in rounds),
-        "download-bytes": sum(r["download-bytes"] for r in rounds),
-        "failures": sum(len(r["failures"]) for r in rounds),
-        "seconds": round(sum(r["seconds"]["round"] for r in rounds), 3),
+        **outcome(rounds, tasks.measured(config)),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import itertools
@@ -70,7 +71,7 @@ class RunFolder:
         Raises UserError if it exists already or cannot be created.
         """
         files = plugins.read(config.plugins)
-        for name in names(config):
+        for name in folder_names(config):
             path = folder_of(config, name)
             try:
                 make_directory(path, exist_ok=False)
@@ -125,20 +126,21 @@ class RunFolder:
 
     def close(self) -> None:
         """Let others have the folder."""
-        self.asked_to_stop()
+        self.forget_stop()
         self._lock.close()
 
     def asked_to_stop(self) -> bool:
-        """Tell whether somebody wants the run to end after this round (see `ask_to_stop`); the question is then answered."""
-        try:
+        """Tell whether somebody wants the run to end after this round (see `ask_to_stop`)."""
+        return (self.path / STOP).is_file()
+
+    def forget_stop(self) -> None:
+        """Remove what asks the run to stop: it has stopped, or goes on."""
+        with contextlib.suppress(OSError):
             (self.path / STOP).unlink()
-        except OSError:
-            return False
-        return True
 
     def continue_with(self, config: RunConfig) -> None:
         """Record a resumed start, the keys that changed, and with what it goes on if that is something else."""
-        self.asked_to_stop()
+        self.forget_stop()
         made, now = read_about(self.path).get(MADE_WITH, [{}]), made_with()  # older runs: {}, nobody knows
         made = made if made[-1] == now else [*made, now]
         self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made})
@@ -170,8 +172,10 @@ class RunFolder:
         Clients known from before and absent from `properties` stay. The classes' names go into run.json.
         """
         about = read_about(self.path)
-        told = Counter(said for i in sorted(properties) if (said := tuple(told_names(properties[i]))))
-        names = list(told.most_common(1)[0][0]) if told else about.get("classes")  # as most say, of several the first
+        every = (tuple(class_names_of(properties[i])) for i in sorted(properties))
+        counted = Counter(names for names in every if names)
+        # what most clients say; of several that as many say, the first
+        names = list(counted.most_common(1)[0][0]) if counted else about.get("classes")
         if names != about.get("classes"):
             self.note(classes=names)
         known = read_clients(self.path) | {str(i): client_facts(i, p) for i, p in properties.items()}
@@ -231,7 +235,7 @@ def _taken(path: Path) -> UserError:
     return UserError(f"run-name: {path} exists already; choose another name or remove it")
 
 
-def names(config: RunConfig) -> Iterator[str]:
+def folder_names(config: RunConfig) -> Iterator[str]:
     """Yield the names a run's folder may have: `run-name`, or time, method and data set, with a number if others started then."""
     if config.run_name:
         yield config.run_name
@@ -396,7 +400,7 @@ def client_facts(client_id: int, properties: Mapping[str, Scalar]) -> dict[str, 
     return facts
 
 
-def told_names(properties: Mapping[str, Scalar]) -> list[str]:
+def class_names_of(properties: Mapping[str, Scalar]) -> list[str]:
     """Read the names of the classes from a client's properties; empty if there is not one for each."""
     try:
         names = json.loads(str(properties.get("class-names", "[]")))

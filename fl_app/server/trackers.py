@@ -80,21 +80,23 @@ class Follower:
             text=True,
             start_new_session=True,
         )
-        self._said: queue.Queue[bool] = queue.Queue()  # True for a sign of life, False for the end
+        self._signs: queue.Queue[bool] = queue.Queue()  # True for a sign of life, False for the end
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self._said.put(True)
+            self._signs.put(True)
             with contextlib.suppress(ValueError, AttributeError):
                 if why := json.loads(line).get("error"):
-                    self._say(str(why))
+                    self._warn_once(str(why))
         if self._process.wait():
-            self._say(f"it took longer than {SECONDS:g} s" if self._process.returncode < 0 else "its process ended")
-        self._said.put(False)
+            self._warn_once(
+                f"it took longer than {SECONDS:g} s" if self._process.returncode < 0 else "its process ended"
+            )
+        self._signs.put(False)
 
-    def _say(self, why: str) -> None:
+    def _warn_once(self, why: str) -> None:
         if not self._warned:
             self._warned = True
             self._warn(plain(f"warning: track: {self._name} has not got everything of this run: {why}"))
@@ -108,10 +110,10 @@ class Follower:
     def wait(self) -> None:
         """Return when it has ended, which it is made to if it gives no sign of life for longer than it may take."""
         try:
-            while self._said.get(timeout=SECONDS + _MORE):
+            while self._signs.get(timeout=SECONDS + _MORE):
                 pass
         except queue.Empty:
-            self._say(f"it took longer than {SECONDS:g} s")
+            self._warn_once(f"it took longer than {SECONDS:g} s")
         finally:
             self._process.kill()
             self._process.wait()
@@ -151,7 +153,9 @@ def following_log(config: Mapping[str, Scalar], on_line: Callable[[str], None]) 
             followers.extend([Follower(name, folder[0], after, warn) for name in names])
 
     def take(line: str) -> None:
-        found = progress_protocol.read(line.removeprefix(LOG_MARK)) if names and line.startswith(LOG_MARK) else None
+        found = (
+            progress_protocol.read_line(line.removeprefix(LOG_MARK)) if names and line.startswith(LOG_MARK) else None
+        )
         if isinstance(found, Folder):
             folder[:] = [found.path]
             if not config.get("resume"):  # whose rounds after its checkpoint are still there

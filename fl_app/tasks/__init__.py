@@ -33,7 +33,7 @@ __all__ = [
     "measured",
     "named",
     "of",
-    "recorded",
+    "recorded_headline",
     "require_packages",
 ]
 
@@ -93,7 +93,7 @@ def require_packages(config: RunConfig) -> None:
         extras.require("torchmetrics", f"metrics: {name} of task {config.task}")
 
 
-def recorded(about: Mapping[str, Any]) -> Metric:
+def recorded_headline(about: Mapping[str, Any]) -> Metric:
     """Return the headline metric that a run's run.json tells; accuracy for runs that tell none."""
     found = about.get("metrics")
     try:

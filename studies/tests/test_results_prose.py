@@ -16,7 +16,8 @@ from typing import Any
 
 from corolla import presets
 from corolla.experiments import compare, paper_metrics
-from corolla.experiments.compare import Line, Run
+from corolla.experiments.compare import Line
+from corolla.experiments.runs import RecordedRun
 from fl_app import plugins
 from strategies import METHOD_PARAMS
 from studies import differences, fashion_mnist_table, results_page
@@ -56,22 +57,22 @@ def below(method: str, of: str = COLUMN) -> float:
     return printed(method, of) - best(method, of=of)
 
 
-def accuracies(run: Run) -> list[float]:
-    return [100 * test["accuracy-pooled"] for test in run.folder.evaluations.values()]
+def accuracies(run: RecordedRun) -> list[float]:
+    return [100 * test["accuracy-pooled"] for test in run.evaluations.values()]
 
 
-def seed(number: int, method: str, of: str = COLUMN) -> Run:
+def seed(number: int, method: str, of: str = COLUMN) -> RecordedRun:
     (run,) = (run for run in column(of)[method].runs if run.config.seed == number)
     return run
 
 
-def late(run: Run) -> list[float]:
+def late(run: RecordedRun) -> list[float]:
     """What a round's clients have before they train, all their samples together, in rounds 301 to 400."""
-    return [100 * record["accuracy-before-pooled"] for t, record in run.folder.rounds.items() if t > 300]
+    return [100 * record["accuracy-before-pooled"] for t, record in run.rounds.items() if t > 300]
 
 
 @cache
-def beside_logs() -> dict[tuple[str, str, float], Run]:
+def beside_logs() -> dict[tuple[str, str, float], RecordedRun]:
     """The runs beside the authors' logs by (method of the run, method it is, momentum)."""
     plugins.reset(results_page.SWEEPS)
     runs = compare.load([RESULTS / results_page.LOGS], METHOD_PARAMS)[0]
@@ -79,32 +80,32 @@ def beside_logs() -> dict[tuple[str, str, float], Run]:
 
 
 @cache
-def tried() -> dict[tuple[float, float, int], Run]:
+def tried() -> dict[tuple[float, float, int], RecordedRun]:
     """FedCAC's trials by (beta, momentum, seed)."""
     runs = compare.load([RESULTS / results_page.TRIED], METHOD_PARAMS)[0]
     return {(run.config.params.beta, run.config.momentum, run.config.seed): run for run in runs}
 
 
-def received(run: Run) -> list[float]:
+def received(run: RecordedRun) -> list[float]:
     """What a round's clients have before they train, mean over them, in per cent, by round."""
-    return [100 * record["accuracy-before"] for record in run.folder.rounds.values()]
+    return [100 * record["accuracy-before"] for record in run.rounds.values()]
 
 
-def trained(run: Run, first: int, last: int) -> float:
+def trained(run: RecordedRun, first: int, last: int) -> float:
     """What a round's clients have after they trained, mean over them and some rounds, in per cent."""
-    return statistics.mean(100 * run.folder.rounds[t]["accuracy-after"] for t in range(first, last + 1))
+    return statistics.mean(100 * run.rounds[t]["accuracy-after"] for t in range(first, last + 1))
 
 
-def above_fedper(run: Run, last: int) -> list[float]:
+def above_fedper(run: RecordedRun, last: int) -> list[float]:
     """How far the best test of a run's first rounds is above the best of FedPer's, in points, and half the interval."""
-    until = [test for t, test in run.folder.evaluations.items() if t <= last]
+    until = [test for t, test in run.evaluations.items() if t <= last]
     ours = differences.counts(max(until, key=lambda test: float(test["accuracy-pooled"])), "before")
     theirs = differences.best_test(seed(0, "fedper", CUT), "before")
     assert theirs is not None
     return [100 * part for part in differences.difference([(ours, theirs)])]
 
 
-def is_(run: Run) -> str:
+def is_(run: RecordedRun) -> str:
     return (
         results_page.PERSONAL[run.config.params.personal]
         if run.config.method in results_page.REPLAYED
@@ -125,13 +126,13 @@ def as_run(row: str) -> float:
     return max(100 * float(test["accuracy-pooled"]) for test in made["tests"].values())
 
 
-def early_run() -> Run:
+def early_run() -> RecordedRun:
     return compare.load([RESULTS / results_page.EARLY / "seed=0,Local-2e2c77"], METHOD_PARAMS)[0][0]
 
 
 def early_rounds() -> list[int]:
     """In how many rounds each of the early stage's clients takes part."""
-    took = [i for record in early_run().folder.rounds.values() for i in record["clients"]]
+    took = [i for record in early_run().rounds.values() for i in record["clients"]]
     return [took.count(i) for i in set(took)]
 
 
@@ -143,7 +144,7 @@ def samples_of(record: dict[str, Any]) -> int:
 def image_error(method: str) -> float:
     """Standard error of the difference of two figures over other test images each, in points."""
     share = best(method) / 100
-    sizes = [samples_of(seed(0, method, of).folder.rounds[400]["evaluation"]) for of in (COLUMN, DRAWN)]
+    sizes = [samples_of(seed(0, method, of).rounds[400]["evaluation"]) for of in (COLUMN, DRAWN)]
     return float(100 * sum(share * (1 - share) / size for size in sizes) ** 0.5)
 
 
@@ -155,30 +156,30 @@ def early() -> dict[str, list[float]]:
     return {name: [float(value) for value in values[:5]] for name, *values in cells}
 
 
-def last_clients(run: Run) -> list[list[float]]:
+def last_clients(run: RecordedRun) -> list[list[float]]:
     """What the clients of the round before a test have in it, and all others: by test, over their samples, in per cent."""
     found: list[list[float]] = [[], []]
-    for t, test in run.folder.evaluations.items():
-        trained = run.folder.rounds[t]["clients"]
+    for t, test in run.evaluations.items():
+        trained = run.rounds[t]["clients"]
         for figures, took in zip(found, (True, False), strict=True):
             figures.append(over_samples(test["clients"], {i for i in test["clients"] if (i in trained) is took}))
     return found
 
 
-def ahead(runs: list[Run]) -> list[float]:
+def ahead(runs: list[RecordedRun]) -> list[float]:
     """How far the clients of the round before a test are ahead of all others, in points, by test."""
     return [last - others for run in runs for last, others in zip(*last_clients(run), strict=True)]
 
 
-def ahead_otherwise(runs: list[Run]) -> list[float]:
+def ahead_otherwise(runs: list[RecordedRun]) -> list[float]:
     """How far the same clients are ahead in the tests of other rounds, without those who were in the round before such a test."""
     found = []
     for run in runs:
-        drawn = {t: set(run.folder.rounds[t]["clients"]) for t in run.folder.evaluations}
+        drawn = {t: set(run.rounds[t]["clients"]) for t in run.evaluations}
         for t in drawn:
             leads = []
             for other in set(drawn) - {t}:
-                rows = {i: row for i, row in run.folder.evaluations[other]["clients"].items() if i not in drawn[other]}
+                rows = {i: row for i, row in run.evaluations[other]["clients"].items() if i not in drawn[other]}
                 leads.append(over_samples(rows, drawn[t] & set(rows)) - over_samples(rows, set(rows) - drawn[t]))
             found.append(statistics.mean(leads))
     return found
@@ -192,14 +193,14 @@ def over_samples(rows: Mapping[str, dict[str, Any]], clients: Set[str]) -> float
 
 def above_at_the_end(method: str, stage: str, of: str) -> list[float]:
     """As `above`, but of the test after the last round, seed 0."""
-    ours, theirs = (seed(0, name, of).folder.rounds[400]["evaluation"] for name in (method, "fedobp"))
+    ours, theirs = (seed(0, name, of).rounds[400]["evaluation"] for name in (method, "fedobp"))
     pair = (differences.counts(ours, stage), differences.counts(theirs, "before"))
     return [100 * value for value in differences.difference([pair])]
 
 
 def last_row(method: str, client: str, of: str = COLUMN) -> list[float]:
     """A client's accuracy in the last test before and after it fine-tunes, in per cent, and its test samples; seed 0."""
-    row = seed(0, method, of).folder.rounds[400]["evaluation"]["clients"][client]
+    row = seed(0, method, of).rounds[400]["evaluation"]["clients"][client]
     return [100 * row["accuracy"], 100 * row["accuracy-finetuned"], row["test-samples"]]
 
 
@@ -248,7 +249,7 @@ def claims() -> list[tuple[str, list[Any]]]:
         m: [a - b for a, b in zip(accuracies(run), logged(m), strict=True)]
         for m, run in {"local": local, **as_logged}.items()
     }
-    first = as_logged["fedper"].folder.rounds[1]
+    first = as_logged["fedper"].rounds[1]
     samples = samples_of(first)
     moved = [best(method) - best(method, of=DRAWN) for method in column(DRAWN) if method != "fedavg"]
     printed_std = [published(method).std or 0 for method in column(DRAWN) if method != "fedavg"]
@@ -258,18 +259,14 @@ def claims() -> list[tuple[str, list[Any]]]:
     )
     uncut, still, resplit = tried()[100, 0.9, 0], tried()[12, 0.0, 0], tried()[12, 0.9, 1]
     long = received(uncut)
-    groups, groups_cut = (
-        [r["collaborators"] for r in run.folder.rounds.values()] for run in (uncut, seed(0, "fedcac", CUT))
-    )
+    groups, groups_cut = ([r["collaborators"] for r in run.rounds.values()] for run in (uncut, seed(0, "fedcac", CUT)))
     ends = {method: trained(seed(0, method, CUT), 51, 60) for method in column(CUT)}
     own, rounds = early(), early_rounds()
-    sizes = [
-        row["test-samples"] for row in seed(0, "fedavg", CIFAR).folder.rounds[400]["evaluation"]["clients"].values()
-    ]
+    sizes = [row["test-samples"] for row in seed(0, "fedavg", CIFAR).rounds[400]["evaluation"]["clients"].values()]
     return [
         (
             "A test set is some {:,} images, {:,} of CIFAR-10;",
-            [round(samples_of(run.folder.rounds[400]["evaluation"]), -2) for run in (fedavg, seed(0, "fedavg", CIFAR))],
+            [round(samples_of(run.rounds[400]["evaluation"]), -2) for run in (fedavg, seed(0, "fedavg", CIFAR))],
         ),
         ("on CIFAR-10 a client has {} to {} of them.", [min(sizes), max(sizes)]),
         ("on CIFAR-10 {:.1f}, are not told apart.", [above("fedavg", "fine-tuned", CIFAR)[1]]),
@@ -524,7 +521,7 @@ def claims() -> list[tuple[str, list[Any]]]:
         ("Five are {:.1f} to {:.1f} points lower than on the authors' split", [min(moved), max(moved)]),
         ("make a difference of {:.1f} (one standard error).", [image_error("fedobp")]),
         ("its tests have {:.1f}, {:.1f}, {:.1f} and {:.1f}.", accuracies(seed(0, "fedavg", DRAWN))),
-        ("on few test images ({:,})", [samples_of(early_run().folder.rounds[30]["evaluation"])]),
+        ("on few test images ({:,})", [samples_of(early_run().rounds[30]["evaluation"])]),
         (
             "**Fine-tuned, FedAvg ({}) stands beside the best of the personalized methods** (pFedFDA {}, FedOBP {})",
             [own[method][2] for method in ("fedavg", "pfedfda", "fedobp")],

@@ -22,7 +22,7 @@ from tests.experiments.test_paper_metrics import FASHION
 @pytest.mark.parametrize("path", sorted(SWEEPS.glob("*.toml")), ids=lambda path: path.stem)
 def test_sweep_files_expand(path: Path) -> None:
     plugins.reset(SWEEPS)
-    plan = sweep.read(path)
+    plan = sweep.read_sweep(path)
     full = sweep.expand(plan, METHOD_PARAMS, Path("/out"), {}, dict)
     assert len(full) > 1
     if not str(plan.settings.get("partition", "")).startswith("file:"):

@@ -185,7 +185,7 @@ def test_a_round_without_any_accuracy() -> None:
     ],
 )
 def test_a_line_that_only_looks_like_data_is_none(line: str) -> None:
-    assert progress_protocol.read(line) is None
+    assert progress_protocol.read_line(line) is None
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:
@@ -231,8 +231,8 @@ def test_a_note_is_seen_whatever_happens_meanwhile(capfd: pytest.CaptureFixture[
 def test_who_is_left_out_stays_on_the_panel() -> None:
     why = "refused by its site: methods: fedcac is not among fedobp"
     line = progress_protocol.left_out_line("client 2", why)
-    assert progress_protocol.read(line) == progress_protocol.LeftOut("client 2", why)
-    assert progress_protocol.read("round 1: client 2 dropped: client 3 cannot take part: x") is None
+    assert progress_protocol.read_line(line) == progress_protocol.LeftOut("client 2", why)
+    assert progress_protocol.read_line("round 1: client 2 dropped: client 3 cannot take part: x") is None
     shown, _ = display()
     shown.line(line)
     shown.line(progress_protocol.round_line(record(), 2))
@@ -313,7 +313,7 @@ class Lines:
 
     @property
     def told(self) -> list[progress_protocol.Line | None]:
-        return [progress_protocol.read(message) for message in self.caplog.messages]
+        return [progress_protocol.read_line(message) for message in self.caplog.messages]
 
 
 @pytest.fixture

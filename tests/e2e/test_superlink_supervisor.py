@@ -21,7 +21,7 @@ LAUNCHER = """
 import sys
 from corolla.experiments.launch import SimulationSuperLink
 with SimulationSuperLink() as superlink:
-    print(superlink.home, superlink._keeper.pid, flush=True)
+    print(superlink.home, superlink._supervisor.pid, flush=True)
     sys.stdin.read()
 """
 

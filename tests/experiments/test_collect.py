@@ -16,7 +16,8 @@ from corolla import load
 from corolla.experiments import compare, grouping, significance
 from corolla.experiments import runs as folders
 from corolla.experiments.collect import collect, packed
-from corolla.experiments.runs import Run, find
+from corolla.experiments.runs import RecordedRun, find
+from corolla.experiments.table import text_table
 from corolla.report import arrays
 from fl_app.errors import UserError
 from fl_app.server.run_folder import read_file
@@ -39,10 +40,11 @@ def test_collected_runs_compare_as_the_runs_do(runs: Path, tmp_path: Path) -> No
     found = []
     for where in (runs, tmp_path / "kept"):
         groups = compare.group(compare.load([where], METHOD_PARAMS)[0])
-        found.append((compare.side_by_side(groups), significance.table(groups), compare.measured(groups)))
+        rows = compare.result_rows(groups)
+        found.append((text_table(rows), significance.differences_table(groups), [row.means for row in rows]))
     assert found[0] == found[1] and len(found[0][0]) == 3
     for before, after in zip(arrays.read_runs([runs]), arrays.read_runs(kept), strict=True):
-        assert before.metric == after.metric and list(before.rounds) == list(after.rounds)
+        assert before.headline == after.headline and list(before.rounds) == list(after.rounds)
         assert before.figures == after.figures and before.classes == after.classes
         for name in ("before", "after", "evaluation"):
             curves = [arrays.curve([one], name) for one in (before, after)]
@@ -66,8 +68,8 @@ def test_no_path_of_the_machine_is_kept_and_the_bytes_are_always_the_same(runs: 
         assert content == (tmp_path / "two" / file).read_bytes()
         text = lzma.decompress(content) if file.suffix == ".xz" else content
         assert str(tmp_path).encode() not in text and b"sha256" not in text.replace(b"frozen-sha256", b""), file
-    assert Run(tmp_path / "one" / "a").settings["dataset"] == "folder:images"
-    assert Run(tmp_path / "one" / "a").summary["dataset"] == "folder:images"
+    assert RecordedRun(tmp_path / "one" / "a").settings["dataset"] == "folder:images"
+    assert RecordedRun(tmp_path / "one" / "a").summary["dataset"] == "folder:images"
 
 
 def test_a_collected_run_is_replaced_by_itself_alone(runs: Path, tmp_path: Path) -> None:
@@ -103,7 +105,7 @@ def unpack_as_before(folder: Path) -> None:
     rounds.unlink()
 
 
-def everything(run: Run) -> tuple[Any, ...]:
+def everything(run: RecordedRun) -> tuple[Any, ...]:
     return run.settings, run.about, run.rounds, run.summary, run.state, run.clients
 
 
@@ -122,10 +124,10 @@ def test_what_earlier_versions_collected_is_read_and_replaced(runs: Path, tmp_pa
 
 def test_of_the_config_the_keys_of_the_runs_own_method_are_kept(runs: Path, tmp_path: Path) -> None:
     for folder in collect(find([runs]), tmp_path / "kept"):
-        run, before = Run(folder), Run(runs / folder.name)
+        run, before = (RecordedRun(path, METHOD_PARAMS) for path in (folder, runs / folder.name))
         tables = {key.partition(".")[0] for key in run.settings if "." in key}
         assert tables == {run.settings["method"]}
-        assert run.config(METHOD_PARAMS).params == before.config(METHOD_PARAMS).params
+        assert run.config.params == before.config.params
         assert grouping.settings(run.settings) == grouping.settings(before.settings)
 
 
@@ -151,19 +153,19 @@ def test_a_collected_run_loads(runs: Path, tmp_path: Path) -> None:
 def test_a_packed_file_is_read_as_far_as_it_goes(runs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (kept,) = collect(find([runs / "a"]), tmp_path / "kept")
     archive = kept / "run.tar.xz"
-    assert list(Run(kept).rounds) == [1, 2]
+    assert list(RecordedRun(kept).rounds) == [1, 2]
     files = {name: read_file(kept, name).decode() for name in ("config.toml", "run.json", "metrics.jsonl")}
     first = json.loads(files["metrics.jsonl"].splitlines()[0])
     files["metrics.jsonl"] = "".join(json.dumps(first | {"round": t, "loss": t**0.5}) + "\n" for t in range(1, 400))
     archive.write_bytes(whole := packed(files))
-    assert list(Run(kept).rounds) == list(range(1, 400)) and not caplog.records
+    assert list(RecordedRun(kept).rounds) == list(range(1, 400)) and not caplog.records
     archive.write_bytes(whole[: len(whole) * 3 // 4])
-    cut = Run(kept)
+    cut = RecordedRun(kept)
     assert cut.settings and cut.about and 0 < len(cut.rounds) < 399
     assert list(cut.rounds) == list(range(1, len(cut.rounds) + 1))
     assert "metrics.jsonl cannot be read to its end" in caplog.text
     archive.write_bytes(b"nothing packed")
-    assert Run(kept).rounds == {} and Run(kept).about == {}
+    assert RecordedRun(kept).rounds == {} and RecordedRun(kept).about == {}
     with pytest.raises(UserError, match="a is not a run folder: config.toml in .*a is damaged"):
         find([kept])
     archive.write_bytes(packed({"run.json": files["run.json"]}))

@@ -55,7 +55,7 @@ def test_a_run_of_a_preset_is_put_beside_it_without_differences(tmp_path: Path) 
     (line,) = lines(tmp_path)
     assert line.preset.name == "fedcac/cifar10-dirichlet-0.1" and line.differences == []
     assert line.ours == pytest.approx((0.87, 0.02 / 2**0.5))
-    header, row = compare.table([line])
+    header, row = compare.paper_table([line])
     assert dict(zip(header, row, strict=True)) == {
         "preset": "fedcac/cifar10-dirichlet-0.1",
         "scale": "full",
@@ -221,11 +221,11 @@ def test_every_table_puts_the_same_runs_together(tmp_path: Path) -> None:
     runs_of_three_settings(tmp_path)
     runs, _ = compare.load([tmp_path], METHOD_PARAMS)
     together = [["0", "1", "2", "3"], ["4", "5"], ["6"]]
-    assert [[run.folder.path.name for run in group] for group in compare.group(runs)] == together
+    assert [[run.path.name for run in group] for group in compare.group(runs)] == together
     assert [[run.path.name for run in group.runs] for group in grouped(read_runs([tmp_path]))] == together
-    points = [Point(run.folder.path.name, {"seed": run.config.seed}, {}, run.config) for run in runs]
-    rows = table.tabulate(points, {sweep.identity(run.config): run.folder for run in runs})
-    assert [row.runs for row in rows] == [4, 2, 1]
+    points = [Point(run.path.name, {"seed": run.config.seed}, {}, run.config) for run in runs]
+    rows = table.sweep_rows(points, {sweep.identity(run.config): run for run in runs})
+    assert [len(row.runs) for row in rows] == [4, 2, 1]
 
 
 def test_nothing_is_printed_before_a_target_that_cannot_be_is_refused(

@@ -11,16 +11,16 @@ import pytest
 
 from corolla.experiments import sweep
 from corolla.experiments.forecast import Forecast, Pace, duration, evaluations, pace
-from corolla.experiments.runs import Run
+from corolla.experiments.runs import RecordedRun
 from tests.conftest import Command, config
 from tests.experiments.test_sweep import SMALL, points, write
 
 
-def folder(path: Path, seconds: Sequence[dict[str, float]], clients: dict[str, Any] | None = None) -> Run:
+def folder(path: Path, seconds: Sequence[dict[str, float]], clients: dict[str, Any] | None = None) -> RecordedRun:
     path.mkdir(parents=True)
     records = [{"round": t, "seconds": each, "clients": clients or {}} for t, each in enumerate(seconds, 1)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return Run(path)
+    return RecordedRun(path)
 
 
 def test_the_first_round_is_left_out_and_evaluations_stand_apart(tmp_path: Path) -> None:
@@ -91,10 +91,10 @@ def test_a_sweep_says_how_long_it_takes_from_rounds_that_it_keeps(
     said = [out.index(each) for each in (*words, "round 3/40")]
     assert said == sorted(said) and out.count("round 2/40: acc") == 1 and out.count("round 3/40: acc") == 1
     (run,) = (tmp_path / "runs" / "s").glob("fedobp*")
-    assert list(Run(run).rounds) == list(range(1, 41)) and Run(run).about["starts"] == 1
+    assert list(RecordedRun(run).rounds) == list(range(1, 41)) and RecordedRun(run).about["starts"] == 1
 
     assert command("sweep", "s.toml", "--in-process", "--only", run.name, "--output-dir", "plain")[0] == 0
-    assert Run(tmp_path / "plain" / run.name).about["starts"] == 0
-    assert Run(run).summary["digest"] == Run(tmp_path / "plain" / run.name).summary["digest"]
+    assert RecordedRun(tmp_path / "plain" / run.name).about["starts"] == 0
+    assert RecordedRun(run).summary["digest"] == RecordedRun(tmp_path / "plain" / run.name).summary["digest"]
     code, out, _ = command("sweep", "s.toml", "--in-process")
     assert code == 0 and "1 finished before, 0 to do" in out and "about " not in out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from corolla.experiments.runs import Run, by_experiment, find, inside
+from corolla.experiments.runs import RecordedRun, by_experiment, find, inside
 from fl_app.errors import UserError
 
 
@@ -23,7 +23,7 @@ def folder(path: Path, experiment: str = "e", finished: bool = True) -> Path:
 
 
 def test_a_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    done, begun = Run(folder(tmp_path / "a")), Run(folder(tmp_path / "b", finished=False))
+    done, begun = RecordedRun(folder(tmp_path / "a")), RecordedRun(folder(tmp_path / "b", finished=False))
     assert done.settings == {"seed": 3, "fedcac.tau": 0.5}
     assert list(done.rounds) == [1, 2] and done.clients == {}
     assert done.finished and done.summary == {"rounds": 2}
@@ -31,7 +31,7 @@ def test_a_folder_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did not finish"):
         begun.summary  # noqa: B018
     with pytest.raises(UserError, match="is not a run folder"):
-        Run(tmp_path).settings  # noqa: B018
+        RecordedRun(tmp_path).settings  # noqa: B018
 
 
 def test_paths_and_folders_of_runs_are_found_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

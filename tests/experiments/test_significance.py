@@ -11,6 +11,7 @@ import pytest
 
 from corolla import cli
 from corolla.experiments import compare, cost_to_target, significance
+from corolla.experiments.runs import RecordedRun
 from fl_app.config import parse
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS
@@ -34,19 +35,19 @@ def write_run(root: Path, name: str, final: list[float], before: list[float] | N
     return root / name
 
 
-def groups(root: Path) -> list[list[compare.Run]]:
+def groups(root: Path) -> list[list[RecordedRun]]:
     return compare.group(compare.load([root], METHOD_PARAMS)[0])
 
 
 def test_when_an_accuracy_is_reached(tmp_path: Path) -> None:
     write_run(tmp_path, "a", [0.9, 0.9], [0.1, 0.5, 0.8, 0.7])
     (run,) = groups(tmp_path)[0]
-    assert cost_to_target.reached(run.folder, 0.8) == cost_to_target.Reached(3, 5e6, 20.0)
-    assert cost_to_target.reached(run.folder, 0.05) == cost_to_target.Reached(1, 1e6, 0.0)
-    assert cost_to_target.reached(run.folder, 0.85) == cost_to_target.Reached(
+    assert cost_to_target.reached(run, 0.8) == cost_to_target.Reached(3, 5e6, 20.0)
+    assert cost_to_target.reached(run, 0.05) == cost_to_target.Reached(1, 1e6, 0.0)
+    assert cost_to_target.reached(run, 0.85) == cost_to_target.Reached(
         4, 8e6, 40.0
     )  # in the evaluation after the last round
-    assert cost_to_target.reached(run.folder, 0.95) is None
+    assert cost_to_target.reached(run, 0.95) is None
 
 
 def test_the_interval_is_students() -> None:
@@ -96,8 +97,8 @@ def test_clients_with_other_data_are_not_paired(tmp_path: Path) -> None:
     write_run(tmp_path, "c", [0.2, 0.6], method="local", classes_per_client=3)  # which this partition does not have
     one, other, third = groups(tmp_path)
     assert significance.paired(other, one) is None and significance.paired(third, one) is not None
-    assert significance.table(groups(tmp_path))[2][-1] == "other data, clients or seeds"
-    assert significance.table([one]) == [] and significance.table([one, other]) == []
+    assert significance.differences_table(groups(tmp_path))[2][-1] == "other data, clients or seeds"
+    assert significance.differences_table([one]) == [] and significance.differences_table([one, other]) == []
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +133,7 @@ def test_a_metric_whose_low_values_are_good(
         text = (folder / "metrics.jsonl").read_text()
         (folder / "metrics.jsonl").write_text(text.replace('"accuracy', '"rmse'))
     one, other = groups(tmp_path)
-    assert cost_to_target.reached(other[0].folder, 1.6) == cost_to_target.Reached(1, 1e6, 0.0)  # 0.1 before round 1
+    assert cost_to_target.reached(other[0], 1.6) == cost_to_target.Reached(1, 1e6, 0.0)  # 0.1 before round 1
     found = significance.paired(other, one)
     assert (
         found is not None
@@ -140,7 +141,7 @@ def test_a_metric_whose_low_values_are_good(
         and found.share_better == 1
         and found.verdict == "better"
     )
-    assert significance.table([one, other])[2][3] == "-1"
+    assert significance.differences_table([one, other])[2][3] == "-1"
     monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "1.6"])
     with pytest.raises(SystemExit):
         cli.main()

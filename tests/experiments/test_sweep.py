@@ -20,7 +20,7 @@ import pytest
 from corolla import cli
 from corolla.api import runs
 from corolla.experiments import sweep
-from corolla.experiments.runs import Run
+from corolla.experiments.runs import RecordedRun
 from fl_app.errors import UserError
 from strategies import METHOD_PARAMS
 
@@ -50,7 +50,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def points(path: Path, **overrides: Any) -> list[sweep.Point]:
-    return sweep.expand(sweep.read(path), METHOD_PARAMS, path.parent / "out", overrides, lambda raw: raw)
+    return sweep.expand(sweep.read_sweep(path), METHOD_PARAMS, path.parent / "out", overrides, lambda raw: raw)
 
 
 # The file
@@ -141,13 +141,13 @@ seed = [0, 1]
     one = points(write(tmp_path / "s.toml", text.replace("[[grid]]", "[grid]", 1).partition("[[grid]]")[0]))
     assert [p.name for p in one] == [p.name for p in found[:2]]  # a run is the same, whichever grid it is in
     with pytest.raises(UserError, match="grid: must be tables, got 3"):
-        sweep.read(write(tmp_path / "s.toml", "grid = [3]\n"))
+        sweep.read_sweep(write(tmp_path / "s.toml", "grid = [3]\n"))
 
 
 def test_wrong_files_are_refused_with_all_their_problems(tmp_path: Path) -> None:
     text = 'preset = 3\nsede = 1\nscale = "tiny"\n[settings]\nrun-name = "x"\nseed = [1]\n[grid]\nmethod = "fedavg"\n'
     with pytest.raises(UserError) as caught:
-        sweep.read(write(tmp_path / "s.toml", text))
+        sweep.read_sweep(write(tmp_path / "s.toml", text))
     for words in (
         "preset: expected",
         "sede: not a part",
@@ -158,12 +158,12 @@ def test_wrong_files_are_refused_with_all_their_problems(tmp_path: Path) -> None
     ):
         assert words in str(caught.value)
     with pytest.raises(UserError, match="two are named 'a'"):
-        sweep.read(write(tmp_path / "s.toml", '[[variants]]\nname = "a"\n[[variants]]\nname = "a"\nseed = 1\n'))
+        sweep.read_sweep(write(tmp_path / "s.toml", '[[variants]]\nname = "a"\n[[variants]]\nname = "a"\nseed = 1\n'))
 
 
 @pytest.mark.parametrize("file", sorted(p.name for p in (ROOT / "sweeps").glob("*.toml")))
 def test_sweep_files_expand(file: str) -> None:
-    plan = sweep.read(ROOT / "sweeps" / file)
+    plan = sweep.read_sweep(ROOT / "sweeps" / file)
     full = sweep.expand(plan, METHOD_PARAMS, Path("/out"), {}, dict)
     assert len(full) > 1
     small = sweep.expand(dataclasses.replace(plan, scale="small"), METHOD_PARAMS, Path("/out"), {}, dict)
@@ -298,7 +298,7 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
     done = subprocess.run([*words, *now], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     after = recorded()
-    settings = {name: Run(directory / name).settings for name in after}
+    settings = {name: RecordedRun(directory / name).settings for name in after}
     said = {(its["round-timeout"], its["data-dir"]) for its in settings.values()}
     assert said == {(77, str(tmp_path / "data"))}, "what this command says was lost"
     assert all(

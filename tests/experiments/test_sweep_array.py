@@ -127,7 +127,7 @@ def test_a_run_goes_on_under_the_name_that_another_version_gave_it(
     (tmp_path / "s.toml").write_text(SWEEP.replace("60", "3").replace(', "fedavg"', ""))
     monkeypatch.setenv(sweep.VARIABLE, "")
     directory = tmp_path / "runs" / "s"
-    (point,) = sweep.expand(sweep.read(Path("s.toml")), METHOD_PARAMS, directory, {}, ready)
+    (point,) = sweep.expand(sweep.read_sweep(Path("s.toml")), METHOD_PARAMS, directory, {}, ready)
     assert run_points([point], True, 1, 0, False, until=2) == {}
     before = directory / "fedcac-000000"
     (directory / point.name).rename(before)

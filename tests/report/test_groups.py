@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from corolla.experiments import compare
-from corolla.experiments.compare import Run
 from corolla.experiments.grouping import by_settings, mean_std
-from corolla.experiments.runs import Run as Folder
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.sweep import identity
 from corolla.report import groups
 from corolla.report.arrays import read_run, read_runs
@@ -65,7 +64,7 @@ def test_how_and_where_a_run_runs_tells_no_runs_apart(tmp_path: Path) -> None:
             elsewhere[key.name] = "tensorboard" if key.name == "track" else other
     assert {"collect-personal-models", "keep-state", "round-timeout", "state-dir"} <= elsewhere.keys()
     here = [folder(tmp_path / "a", ONE, seed=1), folder(tmp_path / "b", ONE, seed=2, **elsewhere)]
-    runs, folders = [Run(Folder(path), Folder(path).config(METHOD_PARAMS)) for path in here], read_runs(here)
+    runs, folders = [RecordedRun(path, METHOD_PARAMS) for path in here], read_runs(here)
     assert len(compare.group(runs)) == len(groups.grouped(folders)) == 1
     assert {identity(parse({**run.config.resolved, "seed": 1}, METHOD_PARAMS)) for run in runs} == {
         identity(runs[0].config)
@@ -80,7 +79,7 @@ def test_rows_are_named_by_what_differs(tmp_path: Path) -> None:
     ]
     other = folder(tmp_path / "d", ONE, method="fedavg", seed=2)
     runs = read_runs([*paths, tmp_path / "a"])
-    assert groups.differences(runs) == ["fedcac.tau"]
+    assert groups.differing(runs) == ["fedcac.tau"]
     assert [group.label for group in groups.grouped(runs)] == ["1 fedcac, tau 0.5", "2 fedcac, tau 0.25", "3 x"]
     found = groups.grouped(read_runs([tmp_path]))
     assert [group.label for group in found] == ["1 fedcac, tau 0.5", "2 fedcac, tau 0.25", "3 fedavg"]
@@ -125,7 +124,7 @@ def test_the_mean_over_seeds_by_hand(tmp_path: Path) -> None:
     nbytes, accuracy = groups.exchanged(group)
     assert nbytes.tolist() == [40, 180] and accuracy == pytest.approx([0.3, 0.6])
     assert groups.all_clients(group)[0] == pytest.approx([0.5, 0.5, 0.7, 0.7])
-    assert group.mean(lambda run: run.best("accuracy-before")) == (pytest.approx(0.6), pytest.approx(0.0))
+    assert group.row.means["best"] == (pytest.approx(0.6), pytest.approx(0.0))
 
 
 def test_a_band_stays_within_what_an_accuracy_can_be(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from corolla.report.partitions import partitions
 from corolla.report.recorded import class_names
 from fl_app import progress
 from fl_app.errors import UserError
-from fl_app.server.run_folder import read_about, read_clients, told_names
+from fl_app.server.run_folder import class_names_of, read_about, read_clients
 from strategies import METHODS
 from strategies.base import OWN_MODEL
 from tests.conftest import Command
@@ -242,5 +242,5 @@ def test_pictures_have_the_names_of_a_folders_classes(start: Callable[..., Path]
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '["a"]', '["a", 2]', "null", '"ab"', '{"a": 1, "b": 2}'])
 def test_malformed_names_of_classes_are_dropped(text: str) -> None:
-    assert told_names({"class-names": text, "num-classes": 2}) == []
-    assert told_names({"class-names": '["a", "b, c"]', "num-classes": 2}) == ["a", "b, c"]
+    assert class_names_of({"class-names": text, "num-classes": 2}) == []
+    assert class_names_of({"class-names": '["a", "b, c"]', "num-classes": 2}) == ["a", "b, c"]

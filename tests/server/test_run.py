@@ -19,7 +19,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.run_folder import RunFolder, read_config, read_metrics, read_summary
+from fl_app.server.run_folder import RUN, RunFolder, ask_to_stop, read_config, read_metrics, read_summary
 from strategies import masks
 from strategies.fedcac import personalize
 from tests.conftest import Run
@@ -383,3 +383,13 @@ def test_runs_without_a_name_that_start_in_the_same_second_have_a_folder_each(
     name = f"20260101-120000-{unnamed.method}-digits-seed0"
     assert [folder.path.name for folder in folders] == [name, f"{name}-2", f"{name}-3"]
     assert [read_config(folder.path)["run-name"] for folder in folders] == [name, f"{name}-2", f"{name}-3"]
+
+
+def test_asking_whether_to_stop_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / RUN).write_text("{}")
+    folder = RunFolder(tmp_path, "an experiment")
+    assert not folder.asked_to_stop()
+    assert ask_to_stop(tmp_path)
+    assert folder.asked_to_stop() and folder.asked_to_stop()
+    folder.forget_stop()
+    assert not folder.asked_to_stop()

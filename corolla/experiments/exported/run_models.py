@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from corolla.experiments.dry_run import known_shape
-from corolla.experiments.runs import Run
+from corolla.experiments.runs import RecordedRun
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.server.run_folder import FROZEN, MODELS, SHAPE
@@ -30,7 +30,7 @@ class Trained:
     run's evaluations record it.
     """
 
-    run: Run
+    run: RecordedRun
     client: int | None
     config: RunConfig
     shape: Shape
@@ -57,7 +57,7 @@ def load(path: Path, client: int | None, methods: Mapping[str, Any]) -> Trained:
     a network around the user's model (FedEM's mixture) gives that network, any other the user's own. Raises UserError if the run is
     not finished, has no such model, or if what it takes to build it is not what it was.
     """
-    run = Run(path)
+    run = RecordedRun(path, {name: method.params for name, method in methods.items()})
     count = run.summary["num-clients"]
     if client is None:
         return _read(run, None, methods)
@@ -91,13 +91,13 @@ def _check(model: Trained, client: int) -> None:
     )
 
 
-def _read(run: Run, client: int | None, methods: Mapping[str, Any]) -> Trained:
+def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> Trained:
     """Build the network of one of the model files a run holds."""
     from fl_app import weights
     from fl_app.layout import Layout
 
     path = run.path
-    config = run.config({name: method.params for name, method in methods.items()})
+    config = run.config
     file = path / MODELS / f"{file_stem(client)}.safetensors"
     if not file.is_file():
         there = sorted(p.stem for p in (path / MODELS).glob("*.safetensors"))
@@ -161,7 +161,7 @@ def networks(config: RunConfig, shape: Shape, methods: Mapping[str, Any], names:
         yield method.exported(build, names)
 
 
-def shape_of(run: Run, config: RunConfig) -> Shape:
+def shape_of(run: RecordedRun, config: RunConfig) -> Shape:
     """Return what a run's model was built with: as the run tells, or for one of an earlier version as its data are."""
     told = run.about.get(SHAPE)
     if isinstance(told, dict):
