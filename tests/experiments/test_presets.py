@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from corolla import cli, presets
 from corolla.experiments import dry_run
@@ -261,6 +262,8 @@ def test_every_preset_starts_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], paper: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    # Typer builds its commands anew at every call, which takes as long as pricing a preset.
+    monkeypatch.setattr(cli, "app", typer.main.get_command(cli.app))
     for name, preset in ALL.items():
         if paper_of(name) != paper:
             continue
