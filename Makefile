@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 NEXT := .venv-next
 
 .PHONY: install run test test-long test-faults test-nightly test-hostile test-next test-docker cluster-demo soak bench bench-short check lint types \
-  docs clean
+  docs wheel clean
 
 install: $(VENV)/.installed
 
@@ -97,5 +97,9 @@ docs: install
 	$(BIN)/python -m studies.results_page
 	touch $(VENV)/.installed
 
+# dist/corolla-*.whl, for an environment without a clone
+wheel: install
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
 clean:
-	rm -rf $(VENV) $(NEXT) *.egg-info
+	rm -rf $(VENV) $(NEXT) dist *.egg-info
