@@ -21,7 +21,7 @@ from client_app.private import Masker, properties
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Model
-from fl_app.privacy import keyring, masking, overlaps
+from fl_app.privacy import keyring, masking, sketch
 from fl_app.privacy.keyring import PEERS, Keyring, open_keyring
 from fl_app.wire import PRIVATE, SUM, Download, Upload, payload_bytes, upload_message
 from strategies import aggregate, fedcac, linkage, masks
@@ -65,7 +65,7 @@ def server(words: np.ndarray, bits: masks.Bits, d: int, k: int) -> None:
     totals = np.zeros((8, d), np.uint32)
     for i in range(N):
         totals[i // 5] += words
-    found = overlaps.overlaps(masks.common_ones(bits), d, d, k)
+    found = sketch.overlaps(masks.common_ones(bits), d, d, k)
     linkage.partition(found, fedcac.threshold(found, 0.5))
     for total in totals:
         masking.decode(total, 5.0, N, masking.PARAMS_RANGE)

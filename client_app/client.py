@@ -289,12 +289,12 @@ class CorollaClient(NumPyClient):
         return dict(measured)
 
     @cached_property
-    def _tells_counts(self) -> bool:
-        return self.method.tells_counts(self.config)
+    def _reports_counts(self) -> bool:
+        return self.method.reports_counts(self.config)
 
     def _reported_count(self, samples: int) -> int:
         """Return a number of samples as the server gets it: 1 where it need not know."""
-        return samples if self._tells_counts else 1
+        return samples if self._reports_counts else 1
 
     def _training_error(self, error: UserError, loss_before: float) -> UserError:
         """Return the error of a training, which names the model the client was sent if that was lost already."""

@@ -12,7 +12,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Vector
-from fl_app.privacy import masking, overlaps, sketch
+from fl_app.privacy import masking, sketch
 from fl_app.privacy.keyring import Keyring
 from fl_app.privacy.masking import BUFFERS_RANGE, PARAMS_RANGE, Words, derived
 from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Download, Upload, state_version
@@ -80,7 +80,7 @@ class Masker:
         if upload.mask is not None:
             d = upload.model.params.size
             key = derived(self.keys.open(self.sealed, self.sealer), "sketch", experiment, round, attempt)
-            hidden = sketch.sketch(upload.mask, d, overlaps.length(d, self.sketch_bits), key)
+            hidden = sketch.sketch(upload.mask, d, sketch.length(d, self.sketch_bits), key)
         return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: state_version(round, attempt)}, upload.num_examples)
 
     def _fixed_point(self, what: str, values: Vector, limit: float) -> Words:

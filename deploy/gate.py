@@ -42,7 +42,7 @@ from deploy.site import Site
 from fl_app import refusal
 from fl_app.config import RunConfig, parse
 from fl_app.data import open_client
-from fl_app.errors import UserError, said
+from fl_app.errors import UserError, describe
 from fl_app.keys import NoParams, Scalar, specs
 from fl_app.plugins import is_reference
 
@@ -250,7 +250,7 @@ class Gate:
             if isinstance(error, UserError):
                 judged.refusal = str(error)
             else:
-                judged.refusal = f"application: cannot be read ({said(error)})"
+                judged.refusal = f"application: cannot be read ({describe(error)})"
         config = dict(judged.config)
         outcome = judged.refusal or ("waits for approval" if judged.waits else "")
         self.audit.append("run", run=str(run_id), application=application, config=config, refusal=outcome)

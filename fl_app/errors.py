@@ -25,7 +25,7 @@ def listed(names: list[str], separator: str = ", ") -> str:
     return separator.join(names[:_MAX_LISTED]) + more
 
 
-def said(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return an exception's type and message."""
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 

@@ -104,7 +104,7 @@ def is_full(error: OSError) -> bool:
 
 
 @contextmanager
-def room(key: str, directory: Path) -> Iterator[None]:
+def explain_full_disk(key: str, directory: Path) -> Iterator[None]:
     """Let a full disk be a UserError in one line. key: of the configuration; directory: what is being written under."""
     try:
         yield
@@ -157,7 +157,7 @@ def build_once(
         fresh = target.parent / f".{target.name}.tmp-{os.getpid()}"
         make_directory(fresh, exist_ok=False)
         try:
-            with room(key, target.parent):
+            with explain_full_disk(key, target.parent):
                 build(fresh)
                 checksums.write(fresh)
                 for file in fresh.iterdir():

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_app import plugins
-from fl_app.errors import UserError, listed, said
+from fl_app.errors import UserError, describe, listed
 from fl_app.known_names import MODELS
 from fl_app.rng import torch_seed
 
@@ -194,7 +194,7 @@ def _call_factory(
         module = factory(in_channels=in_channels, num_classes=num_classes, image_size=image_size, **more)
     except Exception as error:
         raise UserError(
-            f"model {name}: the factory raised {said(error)}; it is called as factory(in_channels={in_channels}, "
+            f"model {name}: the factory raised {describe(error)}; it is called as factory(in_channels={in_channels}, "
             f"num_classes={num_classes}, image_size={image_size})"
         ) from error
     if not isinstance(module, nn.Module):
@@ -236,7 +236,7 @@ def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: in
             output = module(example)
     except Exception as error:
         raise UserError(
-            f"model {name}: forward raised {said(error)} on a {dtype} batch of shape {list(shape)} in eval mode; it "
+            f"model {name}: forward raised {describe(error)} on a {dtype} batch of shape {list(shape)} in eval mode; it "
             f"must return logits of shape {[shape[0], num_classes]}"
         ) from error
     got = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__qualname__}"

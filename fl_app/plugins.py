@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fl_app.errors import UserError, said
+from fl_app.errors import UserError, describe
 from fl_app.files import make_directory, publish
 from fl_app.keys import Scalar
 
@@ -186,7 +186,7 @@ def load(key: str, reference: str) -> Any:
         raise UserError(f"{key} {reference}: {error}") from None
     except Exception as error:
         raise UserError(
-            f"{key} {reference}: cannot import {module_name} ({said(error)}); its file must lie beside the config file, in the "
+            f"{key} {reference}: cannot import {module_name} ({describe(error)}); its file must lie beside the config file, in the "
             "current directory or in the app directory, or the module be importable on every node"
         ) from error
     try:

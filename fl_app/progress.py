@@ -1,4 +1,4 @@
-"""How far long work on this machine is: whoever does it tells, whoever shows it listens. Nobody has to."""
+"""Progress of long work on this machine: what does the work reports it, what shows it listens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _listeners: list[Listener] = []
 
 
 @contextlib.contextmanager
-def told_to(listener: Listener) -> Iterator[None]:
-    """Let a listener hear of everything that is told meanwhile in this process."""
+def listening(listener: Listener) -> Iterator[None]:
+    """Call a listener with all progress that is reported meanwhile in this process."""
     _listeners.append(listener)
     try:
         yield
@@ -19,7 +19,7 @@ def told_to(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-def tell(what: str, done: int, total: int) -> None:
-    """Tell that `done` of `total` pieces of some work are done; from the thread that listens, for it may draw."""
+def report(what: str, done: int, total: int) -> None:
+    """Report that `done` of `total` pieces of some work are done; from the thread that listens, for it may draw."""
     for listener in _listeners:
         listener(what, done, total)

@@ -92,7 +92,7 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
         folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.drawn, facts)
     try:
         log.info("%s", folder_line(folder.path))
-        counted = method.tells_counts(config)
+        counted = method.reports_counts(config)
         folder.write_clients(_facts(roster.properties, counted))
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
         strategy.reports = Reports(method.reports)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_app.errors import UserError, listed, said
+from fl_app.errors import UserError, describe, listed
 from fl_app.files import publish
 from fl_app.layout import Layout, Model, Vector
 
@@ -117,7 +117,7 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
             if Path(path).suffix == ".safetensors"
             else f"; a PyTorch state dict is one that ends in {' or '.join(_PYTORCH)}"
         )
-        raise UserError(f"{source}: not a readable safetensors file ({said(error)}){other}") from error
+        raise UserError(f"{source}: not a readable safetensors file ({describe(error)}){other}") from error
 
 
 def load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a bad file
         raise UserError(
-            f"{source}: not a readable PyTorch file of tensors alone ({said(error).splitlines()[0]})"
+            f"{source}: not a readable PyTorch file of tensors alone ({describe(error).splitlines()[0]})"
         ) from error
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise UserError(f"{source}: must hold a state dict, tensors by name, got {type(state).__name__}")

@@ -28,7 +28,7 @@ from fl_app.config import RunConfig
 from fl_app.figures import Links, Matrix
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
-from fl_app.privacy.overlaps import overlaps
+from fl_app.privacy.sketch import overlaps
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, masks, scores
 from strategies.base import (

@@ -129,7 +129,7 @@ def waiting(console: Console, interrupted: str = "stopping") -> Iterator[Waiting
     """Say what is waited for within it, the conversion of data included; after Ctrl-C `interrupted`, if anything."""
     shown = Waiting(console)
     try:
-        with progress.told_to(shown.step):
+        with progress.listening(shown.step):
             yield shown
     except KeyboardInterrupt:
         shown.step(interrupted)
@@ -145,6 +145,7 @@ def simulated(
     """Yield what submits runs to a SuperLink of their own, with words for its start and its end. ray: a cluster to use."""
     from corolla.experiments.launch import simulation
 
-    said = waiting(console, interrupted="")  # the simulation says itself that it ends
-    with said as shown, simulation(num_clients, cpus_per_client, gpus_per_client, shown.step, ray) as submit:
+    # the simulation says itself that it ends
+    display = waiting(console, interrupted="")
+    with display as shown, simulation(num_clients, cpus_per_client, gpus_per_client, shown.step, ray) as submit:
         yield submit

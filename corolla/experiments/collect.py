@@ -18,7 +18,7 @@ from typing import Any
 from corolla.experiments.runs import RecordedRun
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
-from fl_app.files import make_directory, publish, publish_text, room
+from fl_app.files import explain_full_disk, make_directory, publish, publish_text
 from fl_app.keys import Scalar, own, specs
 from fl_app.metrics import Record
 from fl_app.server.run_folder import CONFIG, METRICS, PACKED, RUN, SUMMARY, read_about
@@ -55,7 +55,7 @@ def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
         config = to_toml(settings(run.settings, target.name))
         files = {CONFIG: config, RUN: json.dumps(run.about) + "\n", METRICS: rounds}
         summary = json.dumps(without_path(run.summary), indent=2) + "\n"
-        with room("--collect", directory):
+        with explain_full_disk("--collect", directory):
             make_directory(target)
             publish(target / PACKED, functools.partial(Path.write_bytes, data=packed(files)))
             publish_text(target / SUMMARY, summary)

@@ -22,11 +22,11 @@ def settings(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
     one, wherever it lies.
     """
     given = {name: key.default for name, key in _KEYS.items()} | dict(config)
-    found = {name: value for name, value in given.items() if tells(name, given)}
+    found = {name: value for name, value in given.items() if tells_runs_apart(name, given)}
     return found | {"dataset": kind(str(given["dataset"]))}
 
 
-def tells(name: str, config: Mapping[str, Scalar]) -> bool:
+def tells_runs_apart(name: str, config: Mapping[str, Scalar]) -> bool:
     """Tell whether a run with such a flat config is another experiment if it differs in this key alone."""
     key: KeySpec | None = _KEYS.get(name)
     if key is None:

@@ -29,7 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from corolla.experiments.grouping import tells
+from corolla.experiments.grouping import tells_runs_apart
 from corolla.experiments.runs import RecordedRun, inside
 from corolla.presets import read_preset, small
 from fl_app import plugins
@@ -62,7 +62,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep. varying: what tells it from the others; config: flat, as `corolla run` takes it."""
+    """One run of a sweep. varying: what tells_runs_apart it from the others; config: flat, as `corolla run` takes it."""
 
     name: str
     varying: Mapping[str, Scalar]
@@ -141,7 +141,7 @@ def expand(
             continue
         key = identity(parsed)
         if key not in points:
-            shown = {k: parsed.resolved.get(k, v) for k, v in varying.items() if tells(k, parsed.resolved)}
+            shown = {k: parsed.resolved.get(k, v) for k, v in varying.items() if tells_runs_apart(k, parsed.resolved)}
             name = f"{_words(shown)[:MAX_NAME] or parsed.method}-{hashlib.sha256(key.encode()).hexdigest()[:6]}"
             own = {"run-name": name, "output-dir": str(directory)}
             resolved = {**parsed.resolved, **own}
@@ -241,7 +241,8 @@ def identity(config: RunConfig) -> str:
     """What makes two runs the same, as text: the keys that tell runs apart; what has no effect on this one as its default."""
     own = [(key, value) for key, value in config.own_keys() if key.tells_runs_apart]
     return json.dumps(
-        {key.name: value if tells(key.name, config.resolved) else key.default for key, value in own}, sort_keys=True
+        {key.name: value if tells_runs_apart(key.name, config.resolved) else key.default for key, value in own},
+        sort_keys=True,
     )
 
 

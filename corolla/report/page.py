@@ -81,7 +81,7 @@ def _draw(panels: Sequence[Panel], kinds: Sequence[str]) -> Drawn:
     drawn: dict[str, dict[str, bytes]] = {panel.name: {} for panel in panels}
     steps = [(panel, kind) for panel in panels for kind in kinds]
     for done, (panel, kind) in enumerate(steps):
-        progress.tell("drawing pictures", done, len(steps))
+        progress.report("drawing pictures", done, len(steps))
         drawn[panel.name][kind] = panel.render(dark=True) if kind == _DARK else panel.render(kind)
     return drawn
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from corolla.experiments.runs import RecordedRun
-from fl_app.errors import said
+from fl_app.errors import describe
 from fl_app.keys import Scalar, own
 from fl_app.metrics import Metric, Record, tracked_names
 from fl_app.server.run_folder import CLIENTS, CONFIG, METRICS, MODELS, RUN, SUMMARY
@@ -72,7 +72,7 @@ def main() -> None:
                 step()
         store.end(run.summary if run.finished else None)
     except Exception as error:
-        print(json.dumps({"error": said(error).splitlines()[0]}), file=out)
+        print(json.dumps({"error": describe(error).splitlines()[0]}), file=out)
     signal.setitimer(signal.ITIMER_REAL, seconds)  # for what packages do when a process ends
 
 

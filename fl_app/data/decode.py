@@ -72,7 +72,7 @@ def _decode_into(out: Images, files: list[Path], like: Path | None) -> None:
         starts = range(0, len(files), DECODE_BATCH)
         # results come in order, so that the first bad file is the one reported
         for start, _ in zip(starts, pool.map(batch, starts), strict=True):
-            progress.tell("decoding images", min(start + DECODE_BATCH, len(files)), len(files))
+            progress.report("decoding images", min(start + DECODE_BATCH, len(files)), len(files))
     finally:
         pool.shutdown(cancel_futures=True)
 

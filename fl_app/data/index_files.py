@@ -13,7 +13,7 @@ from fl_app import tasks
 from fl_app.checksums import refuse_damage
 from fl_app.config import RunConfig
 from fl_app.data.prepared import Prepared
-from fl_app.errors import UserError, listed, said
+from fl_app.errors import UserError, describe, listed
 from fl_app.files import build_once, cache_key
 from fl_app.known_names import BY_CLASS, OWN_PARTITION, PARTITIONS
 from fl_app.partition import Column, Indices, Share, split
@@ -98,7 +98,7 @@ def open_partition(
         problems = [] if sound else ["flat.npy does not end where offsets.npy says"]
     except Exception as error:
         # numpy may raise anything for damaged bytes
-        problems = [said(error)]
+        problems = [describe(error)]
     refuse_damage("data-dir", target, problems)
     return shares
 

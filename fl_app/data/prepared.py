@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from fl_app import checksums, tasks
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
-from fl_app.errors import UserError, said
+from fl_app.errors import UserError, describe
 from fl_app.files import build_once, cache_key
 from fl_app.sources import NODE, path_in
 from fl_app.tasks import Task
@@ -297,7 +297,7 @@ def _open(directory: Path) -> tuple[DatasetInfo, Arrays, Groups | None]:
             groups = Groups(train, test, info.groups)
     except Exception as error:
         # numpy may raise anything for damaged bytes
-        problems = [said(error)]
+        problems = [describe(error)]
     checksums.refuse_damage("data-dir", directory, problems)
     return info, arrays, groups
 

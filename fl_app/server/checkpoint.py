@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
-from fl_app.files import make_directory, publish, publish_text, room
+from fl_app.files import explain_full_disk, make_directory, publish, publish_text
 
 log = logging.getLogger("corolla")
 
@@ -44,7 +44,7 @@ def save(run: Path, round: int, arrays: Mapping[str, NDArray[Any]], meta: Mappin
     Raises UserError if the disk is full; the checkpoints before are still there then.
     """
     directory = run / DIRECTORY
-    with room("output-dir", run):
+    with explain_full_disk("output-dir", run):
         make_directory(directory)
         for left in directory.glob(".*.tmp"):  # by a killed server
             left.unlink()

@@ -90,7 +90,7 @@ def shape(said: Mapping[str, Scalar]) -> Shape | None:
     return Shape(channels, classes, side, inputs) if channels and classes and side else None
 
 
-def in_words(shape: Shape | None) -> str:
+def describe(shape: Shape | None) -> str:
     """Say a shape."""
     return "no known shape" if shape is None else str(shape)
 
@@ -103,7 +103,7 @@ def differing_shapes(clients: Iterable[Mapping[str, Scalar]]) -> str:
         if found is not None and type(client_id) is int:
             shapes.setdefault(found, []).append(client_id)
     lines = [
-        f"  clients {sorted(ids)}: {in_words(s)}" for s, ids in sorted(shapes.items(), key=lambda item: min(item[1]))
+        f"  clients {sorted(ids)}: {describe(s)}" for s, ids in sorted(shapes.items(), key=lambda item: min(item[1]))
     ]
     return "\n".join(lines) if len(lines) > 1 else ""
 

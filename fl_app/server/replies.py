@@ -19,7 +19,7 @@ from typing import Literal
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_app.errors import said as in_words
+from fl_app.errors import describe
 from fl_app.server import superlink
 from fl_app.wire import WireError, one_line
 
@@ -151,5 +151,5 @@ def _answer(name: str, fetch: Callable[[], Message]) -> Answer:
 
 
 def _malformed(name: str, error: Exception) -> Answer:
-    text = str(error) if isinstance(error, WireError) else in_words(error)[:_SHORT]
+    text = str(error) if isinstance(error, WireError) else describe(error)[:_SHORT]
     return Answer(name, None, str(WireError(f"malformed reply: {text}")), "malformed")

@@ -233,7 +233,7 @@ class Roster:
         client_id = properties.check(given, self.num_clients)
         if properties.shape(given) != self.shape:
             raise wire.WireError(
-                f"its data have {properties.in_words(properties.shape(given))}, the others' {properties.in_words(self.shape)}"
+                f"its data have {properties.describe(properties.shape(given))}, the others' {properties.describe(self.shape)}"
             )
         if self.config.private:
             properties.check_keys(given, self.key_list, self.num_clients)

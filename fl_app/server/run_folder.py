@@ -24,7 +24,7 @@ from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError, plain
 from fl_app.figures import Figure, to_json
-from fl_app.files import FILE_MODE, lock, make_directory, opener, publish_text, room
+from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
 from fl_app.keys import Scalar, own, table_of
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
@@ -83,7 +83,7 @@ class RunFolder:
         else:
             raise _taken(path)
         folder = cls(path, experiment)
-        with room("output-dir", path):
+        with explain_full_disk("output-dir", path):
             folder.lock()
             plugins.write(files, path / PLUGINS)
         folder.write_config(config, {"run-name": name})
@@ -160,7 +160,7 @@ class RunFolder:
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one round to metrics.jsonl."""
         line = json.dumps(record, allow_nan=False) + "\n"
-        with room("output-dir", self.path):
+        with explain_full_disk("output-dir", self.path):
             with open(self.path / METRICS, "a", encoding="utf-8", opener=opener) as file:
                 file.write(line)
                 file.flush()
@@ -184,7 +184,7 @@ class RunFolder:
 
     def write(self, name: str, text: str) -> None:
         """Write a text file atomically."""
-        with room("output-dir", self.path):
+        with explain_full_disk("output-dir", self.path):
             publish_text(self.path / name, text)
 
     def note(self, **facts: Any) -> None:
@@ -204,7 +204,7 @@ class RunFolder:
         from fl_app.weights import save_safetensors
 
         directory = self.path / MODELS
-        with room("output-dir", self.path):
+        with explain_full_disk("output-dir", self.path):
             make_directory(directory)
             save_safetensors(directory / f"{name}.safetensors", layout, model)
 

@@ -97,7 +97,7 @@ class Method(Generic[P]):
         if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
             raise UserError("dp-epsilon: finetune-epochs would look at records beside the budget; leave it 0")
 
-    def tells_counts(self, config: RunConfig) -> bool:
+    def reports_counts(self, config: RunConfig) -> bool:
         """Whether clients tell how many samples they have: not in a private run whose weights do not depend on it."""
         return not config.private or private.weighs_by_size(self.strategy, config)
 

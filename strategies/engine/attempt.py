@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fl_app.errors import said as in_words
+from fl_app.errors import describe
 from fl_app.layout import NO_TENSORS
 from fl_app.metrics import Metric, Reports
 from fl_app.server import record as records
@@ -41,7 +41,7 @@ class Attempt(RoundState):
         # Anything but a WireError is something that no check knew of.
         if not isinstance(error, WireError):
             log.debug("client %d", client_id, exc_info=error)
-            error = WireError(f"malformed reply: {in_words(error)}")
+            error = WireError(f"malformed reply: {describe(error)}")
         # A client's own errors may begin with its name.
         cause = str(error).removeprefix(f"client {client_id}: ")
         self.failures.append({"client": client_id, "cause": cause})

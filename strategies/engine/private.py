@@ -231,10 +231,10 @@ class PrivateRounds:
 
     def _sketch_bits(self) -> int:
         """Bits of the sketch that stands for a method's mask; 0 if it sends none."""
-        from fl_app.privacy import overlaps
+        from fl_app.privacy import sketch
 
         d = self.server.expected().num_params
-        return overlaps.length(d, self.config.private_sketch) if d else 0
+        return sketch.length(d, self.config.private_sketch) if d else 0
 
     def announcements(self) -> list[str]:
         """Say what the server learns of single clients all the same."""

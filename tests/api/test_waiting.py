@@ -14,7 +14,7 @@ def test_decoding_images_has_a_bar_on_a_terminal(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images", {"a": 60, "b": 40}, {"a": 1, "b": 2}, side=4)
     _, console = display()
     told: list[tuple[str, int, int]] = []
-    with waiting(console), progress.told_to(lambda *what: told.append(what)):
+    with waiting(console), progress.listening(lambda *what: told.append(what)):
         data.prepare(f"folder:{folder}", tmp_path / "root")
     assert told == [("decoding images", *numbers) for numbers in ((64, 100), (100, 100), (3, 3))]
     *_, last = console.file.getvalue().rpartition("decoding images")  # type: ignore[attr-defined]

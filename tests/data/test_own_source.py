@@ -178,8 +178,8 @@ def test_the_reference_and_the_keys_list_it(clone: Path, data: Path) -> None:
     }
     assert "`h5:/path.h5`" in rows["dataset"] and "`h5:`" in rows["target"] and "`h5:`" in rows["test-ratio"]
     code = """
-from corolla.experiments.grouping import tells
-print(tells("test-ratio", {"dataset": "h5:/x", "partition": "iid"}))
-print(tells("test-ratio", {"dataset": "npz:/x", "partition": "iid"}))
+from corolla.experiments.grouping import tells_runs_apart
+print(tells_runs_apart("test-ratio", {"dataset": "h5:/x", "partition": "iid"}))
+print(tells_runs_apart("test-ratio", {"dataset": "npz:/x", "partition": "iid"}))
 """
     assert python(clone, data, code).split() == ["True", "False"]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_app.privacy import overlaps, sketch
+from fl_app.privacy import sketch
 from strategies import masks
 
 KEY = b"k" * 32
@@ -21,7 +21,7 @@ def test_all_bits_give_the_overlaps_of_the_masks_exactly(n: int, d: int, data: s
     k = data.draw(st.integers(1, d))
     bits = random_masks(n, d, k, data.draw(st.integers(0, 999)))
     sketches = np.array([sketch.sketch(row, d, d, KEY) for row in bits])
-    found = overlaps.overlaps(masks.common_ones(sketches), d, d, k)
+    found = sketch.overlaps(masks.common_ones(sketches), d, d, k)
     assert (found == masks.overlap(bits, k)).all()  # not approximately
     assert sketches.shape == bits.shape
 
@@ -35,7 +35,7 @@ def test_some_bits_estimate_them() -> None:
     for i in range(40):
         sent = np.array([sketch.sketch(row, d, m, bytes([i]) * 32) for row in bits])
         assert sent.shape == (2, m // 8)
-        off.append(overlaps.overlaps(masks.common_ones(sent), m, d, d // 2)[0, 1] - exact)
+        off.append(sketch.overlaps(masks.common_ones(sent), m, d, d // 2)[0, 1] - exact)
     assert abs(np.mean(off)) < 0.0045 and 0.004 < np.std(off) < 0.011
 
 
@@ -56,4 +56,4 @@ def test_padding_stays_zero_and_bad_lengths_are_refused() -> None:
     for m in (0, 14):
         with pytest.raises(ValueError, match="a sketch of m"):
             sketch.sketch(bits, 13, m, KEY)
-    assert [overlaps.length(100, asked) for asked in (0, 1, 100, 101)] == [100, 1, 100, 100]
+    assert [sketch.length(100, asked) for asked in (0, 1, 100, 101)] == [100, 1, 100, 100]

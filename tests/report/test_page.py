@@ -82,7 +82,7 @@ def test_the_drawing_says_how_far_it_is_and_standard_output_has_the_paths_alone(
     every = {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
     assert {path.name for path in (tmp_path / "figures").iterdir()} == every
     told: list[tuple[str, int, int]] = []
-    with progress.told_to(lambda *what: told.append(what)):
+    with progress.listening(lambda *what: told.append(what)):
         write(tmp_path / "two", fedavg)
     assert told == [("drawing pictures", done, 10) for done in range(10)]
 

@@ -26,7 +26,7 @@ from corolla.experiments.exported.run_models import Trained, networks
 from fl_app import config as configs
 from fl_app import data, plugins, tasks
 from fl_app.config import RunConfig
-from fl_app.errors import UserError, listed, said
+from fl_app.errors import UserError, describe, listed
 from fl_app.files import publish
 from fl_app.sources import NODE
 from fl_app.tasks import Task
@@ -148,7 +148,7 @@ def write_onnx(trained: Trained, facts: Card, output: Path) -> None:
             model = program.model_proto
     except Exception as error:  # torch raises many kinds for what it cannot translate
         raise UserError(
-            f"onnx: model {trained.config.model} cannot be translated: {said(error).splitlines()[0]}"
+            f"onnx: model {trained.config.model} cannot be translated: {describe(error).splitlines()[0]}"
         ) from error
     for name in ("classes", "task", "method", "run"):
         entry = model.metadata_props.add()
@@ -188,7 +188,7 @@ def _session(source: bytes, name: str) -> Any:
     try:
         return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except Exception as error:
-        raise UserError(f"{name}: ONNX Runtime cannot use it: {said(error).splitlines()[0]}") from error
+        raise UserError(f"{name}: ONNX Runtime cannot use it: {describe(error).splitlines()[0]}") from error
 
 
 @contextlib.contextmanager
@@ -251,7 +251,7 @@ def _state_dict(file: Path, card: Card, methods: Mapping[str, Any]) -> Predictor
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise UserError(f"{file}: does not fit model {config.model}: {said(error)}") from None
+        raise UserError(f"{file}: does not fit model {config.model}: {describe(error)}") from None
     product = Product(module.eval(), tasks.of(config), card["input"]).eval()
 
     @torch.no_grad()

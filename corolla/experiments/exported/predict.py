@@ -48,7 +48,7 @@ def _from_npz(path: Path, card: Card) -> tuple[list[str], NDArray[Any], NDArray[
         raise UserError(f"{path}: has neither x nor x_test, samples as in the run's data")
     x, wanted = arrays.samples(path, named[0], found[named[0]]), card["input"]
     if list(x.shape[1:]) != wanted["shape"] or (x.dtype == np.uint8) != (wanted["dtype"] == "uint8"):
-        raise UserError(f"{path}: {named[0]} holds samples {_said(x)}, the model takes {_wanted(card)}")
+        raise UserError(f"{path}: {named[0]} holds samples {_shape_and_type(x)}, the model takes {_wanted(card)}")
     y = found.get(named[1])
     if y is not None and len(np.atleast_1d(y)) != len(x):
         arrays.refuse(path, named[1], f"have one target for each of the {len(x)} samples", len(np.atleast_1d(y)))
@@ -62,7 +62,7 @@ def _from_npz(path: Path, card: Card) -> tuple[list[str], NDArray[Any], NDArray[
     return [f"{path}[{k}]" for k in range(len(x))], x.astype(wanted["dtype"], copy=False), targets
 
 
-def _said(x: NDArray[Any]) -> str:
+def _shape_and_type(x: NDArray[Any]) -> str:
     return f"{x.dtype} {list(x.shape[1:])}"
 
 
