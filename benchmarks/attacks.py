@@ -31,7 +31,8 @@ from strategies.engine.screening import USUAL, Screening
 HUGE = 1e6
 BACKWARDS = 5
 NOISE = 1.0  # standard deviation
-MARGIN = 0.95  # of the bound, that an adaptive liar keeps
+# of the bound, that an adaptive liar keeps
+MARGIN = 0.95
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,8 @@ ATTACKS: Mapping[str, Attack] = {
     "crafted mask": crafted_mask,
     "adaptive": adaptive,
 }
-WITH_MASKS = frozenset({"crafted mask"})  # attacks on methods whose uploads have a mask
+# attacks on methods whose uploads have a mask
+WITH_MASKS = frozenset({"crafted mask"})
 
 
 def _with(scene: Scene, params: np.ndarray, buffers: Vector) -> Upload:
@@ -153,7 +155,8 @@ def _chosen_by_all(scene: Scene, upload: Upload) -> Upload:
 # The client half ------------------------------------------------------------------------------------------------------
 
 
-Heard = dict[int, tuple[Vector, Upload]]  # what honest clients were sent and uploaded last
+# what honest clients were sent and uploaded last
+Heard = dict[int, tuple[Vector, Upload]]
 
 
 def hostile(

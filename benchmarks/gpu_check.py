@@ -90,7 +90,8 @@ def speed(config: RunConfig, data: ClientData, start: Model, repeats: int) -> di
         changed = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]
         cases[f"ours {precision}"] = partial(ours, changed, data, start)
     peaks = {}
-    for name, case in cases.items():  # also a warm-up: cuDNN chooses algorithms, the allocator fills
+    # also a warm-up: cuDNN chooses algorithms, the allocator fills
+    for name, case in cases.items():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         timed(case)

@@ -71,7 +71,8 @@ def main() -> None:
         "fedcac-late": lambda: fedcac.personalize(W, bits, 101, beta=100),
         "feddac": lambda: feddac.personalize(W, bits, 1, alpha=200),
     }
-    if options.short:  # at full size it needs 12 GB
+    # at full size it needs 12 GB
+    if options.short:
         spread["plain"] = lambda: plain(W, bits, 1, beta=100)
     seconds = interleaved(spread, repeats, short=options.short)
     results["seconds"] = dict(seconds)

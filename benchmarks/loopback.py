@@ -17,7 +17,8 @@ from fl_app.keys import Scalar
 from fl_app.processes import end_processes, flower_environment, free_ports, processes_with, wait_for_http
 
 BIN = Path(sys.executable).parent
-NAME = "loopback"  # of the SuperLink connection
+# of the SuperLink connection
+NAME = "loopback"
 
 
 class Loopback:

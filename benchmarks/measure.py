@@ -15,7 +15,8 @@ from typing import Any
 
 from fl_app.machine import made_with
 
-SLACK = 2.0  # a short run fails only beyond this factor of the target
+# a short run fails only beyond this factor of the target
+SLACK = 2.0
 
 
 def interleaved(
@@ -52,7 +53,8 @@ def peak_bytes(case: Callable[[], object]) -> int:
         raise RuntimeError(field)
 
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    # the peak starts again from here
+    Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     result = case()
     peak = status("VmHWM")

@@ -21,7 +21,8 @@ from benchmarks.measure import arguments, finish
 from benchmarks.simulation import write_images
 from fl_app.processes import flower_environment
 
-VECTOR = 4 * 11_173_962  # bytes of ResNet-18's parameters for 10 classes
+# bytes of ResNet-18's parameters for 10 classes
+VECTOR = 4 * 11_173_962
 
 
 def peak(directory: Path, model: str, clients: int, rounds: int) -> dict[str, float]:

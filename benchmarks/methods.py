@@ -68,10 +68,9 @@ def _sum(per_epoch: float, more: float) -> str:
     return " + ".join(parts) or "0"
 
 
+# E - 1 epochs on the head, without a backward pass through the body, then one on the body
 COUNTED = {
-    "fedrep": Passes(
-        1, 0, 0, 1
-    ),  # E - 1 epochs on the head, without a backward pass through the body, then one on the body
+    "fedrep": Passes(1, 0, 0, 1),
     "flute": Passes(1, 0, 0, 1),  # likewise
     "ditto": Passes(2, 2),
     "pfedme": Passes(5, 5),  # inner steps
@@ -80,14 +79,18 @@ COUNTED = {
     "feddpa": Passes(2, 2, 1, 1),  # and Fisher
     "moon": Passes(3, 1),  # two references
     "fedntd": Passes(2, 1),  # one
-    "pfedfda": Passes(1, 1, 2, 0, 80),  # features at two bodies, and at each about 40 solves
+    # features at two bodies, and at each about 40 solves
+    "pfedfda": Passes(1, 1, 2, 0, 80),
     "fedala": Passes(1, 1, 0.8, 0),  # features, to learn A on
     "feddwa": Passes(2, 2),  # the guidance
-    "fedas": Passes(1, 1, 3, 2),  # prototypes; an epoch of alignment; gradients for the information
-    "fedfomo": Passes(0.8, 0.8, 0.6, 0),  # a fifth is held out, on which three models are judged
+    # prototypes; an epoch of alignment; gradients for the information
+    "fedas": Passes(1, 1, 3, 2),
+    # a fifth is held out, on which three models are judged
+    "fedfomo": Passes(0.8, 0.8, 0.6, 0),
     "ifca": Passes(1, 1, 4, 0),  # models to choose from
     "fedem": Passes(3, 3, 3, 0),  # components
-    "fedconcat": Passes(),  # while encoders train; later K forward passes over three batches
+    # while encoders train; later K forward passes over three batches
+    "fedconcat": Passes(),
 }
 """What a method's round costs by its specification, defaults throughout; one that is not named here costs what FedAvg's does."""
 

@@ -33,7 +33,8 @@ from strategies import METHOD_PARAMS, METHODS
 CLIENTS, ROUNDS = 10, 15
 LIARS = (1, 3)
 METHODS_SHOWN = ("fedavg", "fedcac", "feddac")
-WITH_A_MASK = ("fedcac", "feddac")  # methods whose uploads have one
+# methods whose uploads have one
+WITH_A_MASK = ("fedcac", "feddac")
 NOBODY = "nobody lies"
 NO_BOUND: dict[str, Scalar] = {"max-update-norm": 0.0}
 

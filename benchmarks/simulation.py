@@ -172,7 +172,8 @@ def measure(size: Size, directory: Path) -> dict[str, Any]:
     for k in range(size.repeats):
         found = simulate(config, size.clients, directory, f"run-{k}")
         bare.append(bare_seconds(config, size.clients, actors))
-        ratios += [r.wall / statistics.mean(bare[-2:]) for r in found]  # what ran just before and just after
+        # what ran just before and just after
+        ratios += [r.wall / statistics.mean(bare[-2:]) for r in found]
         rounds += found
     clients = [r.client_phases(actors) for r in rounds]
     within = [(r.wall, phases) for r, phases in zip(rounds, clients, strict=True)]

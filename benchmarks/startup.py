@@ -135,7 +135,8 @@ def main() -> None:
         processes, imports = alternate(cluster, 4 if options.short else 12)
     if len(processes) < 2:
         sys.exit("no client process reached its second step")
-    processes = processes[1:]  # the first compiles our modules and the model's
+    # the first compiles our modules and the model's
+    processes = processes[1:]
     results: dict[str, Any] = {
         "seconds to the first step": [p["first step"][0] for p in processes],
         "seconds of import torch": [t[0] for t in imports],

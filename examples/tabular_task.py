@@ -10,7 +10,8 @@ from corolla.task import Metric, Task
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCALE = 100.0  # the targets lie between 25 and 346; the model learns them in hundreds
+# the targets lie between 25 and 346; the model learns them in hundreds
+SCALE = 100.0
 
 
 class Progression(Task):

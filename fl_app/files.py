@@ -89,7 +89,8 @@ def lock(path: Path, *, wait: bool, shared: bool = False) -> IO[bytes]:
 
     shared: others may have it too, but nobody alone. Raises BlockingIOError if another process has it and `wait` is false; OSError.
     """
-    file = open(path, "ab+", opener=opener)  # a network's file system shares only what may be read
+    # a network's file system shares only what may be read
+    file = open(path, "ab+", opener=opener)
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BaseException:
@@ -161,7 +162,8 @@ def build_once(
                 build(fresh)
                 checksums.write(fresh)
                 for file in fresh.iterdir():
-                    file.chmod(FILE_MODE)  # before, the directory's mode closed them
+                    # before, the directory's mode closed them
+                    file.chmod(FILE_MODE)
                     sync(file)
                 sync(fresh)
             if target.is_dir():

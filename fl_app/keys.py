@@ -169,7 +169,8 @@ def specs(cls: type, table: str = "") -> list[KeySpec]:
 
 @functools.lru_cache(
     maxsize=256
-)  # every message to a client parses a config: reading the declarations took most of that
+    # every message to a client parses a config: reading the declarations took most of that
+)
 def _specs(cls: type, table: str) -> tuple[KeySpec, ...]:
     hints, out = get_type_hints(cls), []
     for f in dataclasses.fields(cls):

@@ -21,10 +21,12 @@ from fl_app.figures import Scalars
 
 log = logging.getLogger("corolla")
 
-MAX_NUMBER = 1e30  # size of a number that a client reports: sums of such are finite
+# size of a number that a client reports: sums of such are finite
+MAX_NUMBER = 1e30
 FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
 
-Record = dict[str, Any]  # a round's, as a line of metrics.jsonl holds it
+# a round's, as a line of metrics.jsonl holds it
+Record = dict[str, Any]
 
 Reduction = Literal["none", "mean", "mean-and-pooled", "max", "sum"]
 """What a record makes of the clients' numbers.
@@ -243,7 +245,8 @@ class Reports:
     metrics: those that the method declares.
     """
 
-    MOST_NAMED = 20  # names are the clients' own words: a client that sends thousands fills no log
+    # names are the clients' own words: a client that sends thousands fills no log
+    MOST_NAMED = 20
 
     def __init__(self, metrics: Iterable[Metric] = ()) -> None:
         self.metrics = tuple(metrics)

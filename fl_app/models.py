@@ -177,9 +177,8 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [n, num_classes] for images [n, in_channels, h, w]."""
-        x = F.relu(
-            self.maxpool(self.bn1(self.conv1(x)))
-        )  # He et al. rectify first: the same bits, with four times the values
+        # He et al. rectify first: the same bits, with four times the values
+        x = F.relu(self.maxpool(self.bn1(self.conv1(x))))
         for k in range(self.num_stages):
             x = self.get_submodule(f"layer{k + 1}")(x)
         logits: Tensor = self.fc(x.mean(dim=(2, 3)))

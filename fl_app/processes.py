@@ -19,8 +19,10 @@ import psutil
 
 from fl_app.errors import UserError
 
-LAUNCH = "COROLLA_LAUNCH"  # which launch a process belongs to
-LAUNCHER = "COROLLA_LAUNCHER"  # identity of the command that must end it
+# which launch a process belongs to
+LAUNCH = "COROLLA_LAUNCH"
+# identity of the command that must end it
+LAUNCHER = "COROLLA_LAUNCHER"
 FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -77,7 +79,8 @@ def start_mark(pid: int) -> str | None:
         if Path("/proc/sys/kernel/random/boot_id").exists():
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            return f"{boot}/{fields[19]}"  # field 22, starttime in clock ticks since boot
+            # field 22, starttime in clock ticks since boot
+            return f"{boot}/{fields[19]}"
         return f"{process.create_time():.2f}"
     return None
 

@@ -80,7 +80,8 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     config = dataclasses.replace(
         config, num_clients=roster.num_clients, resolved={**config.resolved, "num-clients": roster.num_clients}
     )
-    method.check(config)  # again: now it is known of how many clients
+    # again: now it is known of how many clients
+    method.check(config)
     assert roster.shape is not None
     module = method.network(config, **roster.shape._asdict(), initial_weights=config.initial_weights)
     layout, initial = Layout.of(module), weights.read(module)
@@ -114,7 +115,8 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
             if tested := method.tested(config):
                 log.info("%s: %s", config.method, tested)
             rounds.run()
-            folder.write_clients(_facts(roster.properties, counted))  # again: some may have come later
+            # again: some may have come later
+            folder.write_clients(_facts(roster.properties, counted))
             if strategy.round < config.num_server_rounds:
                 log.info("%s", stopped_line(strategy.round))
                 return folder

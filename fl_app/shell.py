@@ -6,7 +6,8 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 
-_MARK = "\x01"  # in no path, name or setting
+# in no path, name or setting
+_MARK = "\x01"
 
 
 def variable(name: str) -> str:

@@ -19,7 +19,8 @@ from fl_app.layout import Layout
 if TYPE_CHECKING:
     from torch import nn
 
-HASH = "frozen-sha256"  # in every download of a run with constants
+# in every download of a run with constants
+HASH = "frozen-sha256"
 
 
 def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:

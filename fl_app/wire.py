@@ -30,15 +30,24 @@ from fl_app.metrics import MAX_NUMBER, range_error
 
 Array = NDArray[np.generic]
 ARRAYS, ERROR = "arrays", "error"
-STATE_VERSION = "state-version"  # metric: the generation of state that this message made, "" without any
-STATE_USED = "state-used"  # metric of a client whose state was damaged: the earlier generation it went on from
-PRIVATE = "private"  # scalars of private rounds begin with it; as a metric: the attempt whose masks an upload bears
-SUM = "masked"  # extra array of a private round: params and buffers in fixed point under masks, uint32 [d + b]
-GROUP_MIN = 3  # clients in a sum of a private round: with two, each knows the other's model
-SIMULATION = "COROLLA_SIMULATION"  # set in the environment where all clients take turns on this machine
-PRIVATE_KEYS = "private-keys"  # of a node's config: its key for private runs
-SEED_KEYS = "seed"  # as such: from the run's seed, where all clients are on one machine
-MAX_TEXT = 2**20  # characters of a name or a text among the scalars; class counts of 100,000 classes fit
+# metric: the generation of state that this message made, "" without any
+STATE_VERSION = "state-version"
+# metric of a client whose state was damaged: the earlier generation it went on from
+STATE_USED = "state-used"
+# scalars of private rounds begin with it; as a metric: the attempt whose masks an upload bears
+PRIVATE = "private"
+# extra array of a private round: params and buffers in fixed point under masks, uint32 [d + b]
+SUM = "masked"
+# clients in a sum of a private round: with two, each knows the other's model
+GROUP_MIN = 3
+# set in the environment where all clients take turns on this machine
+SIMULATION = "COROLLA_SIMULATION"
+# of a node's config: its key for private runs
+PRIVATE_KEYS = "private-keys"
+# as such: from the run's seed, where all clients are on one machine
+SEED_KEYS = "seed"
+# characters of a name or a text among the scalars; class counts of 100,000 classes fit
+MAX_TEXT = 2**20
 # The dtype in which clients send parameters and statistics; the server computes with float32. A private run's masked sums
 # are integers whatever it is.
 UPLOADED = "<f4"
@@ -64,7 +73,8 @@ class Download:
     state to load ("" for none). keep: generations that a checkpoint names. method: scalars for the method's client half.
     """
 
-    task: str  # "train", "evaluate", "collect" or "forget": remove the client's state, the run is finished
+    # "train", "evaluate", "collect" or "forget": remove the client's state, the run is finished
+    task: str
     round: int
     attempt: int
     experiment: str

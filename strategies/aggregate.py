@@ -14,9 +14,12 @@ from strategies.masks import Bits
 
 Stack = NDArray[np.float32]
 
-_MEAN_COLUMNS = 4_096  # a block of float64 rows that fits the cache
-_GRAM_CHUNK = 80_000  # float64 values: fit the cache
-_CANCELLED = 1e-8  # share of the norms below which a squared distance has lost half its float64 digits
+# a block of float64 rows that fits the cache
+_MEAN_COLUMNS = 4_096
+# float64 values: fit the cache
+_GRAM_CHUNK = 80_000
+# share of the norms below which a squared distance has lost half its float64 digits
+_CANCELLED = 1e-8
 
 
 def weighted_mean(W: Stack, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
@@ -61,7 +64,8 @@ def mean_block(block: Stack, weights: NDArray[np.float64], total: float) -> NDAr
         np.copyto(part, block[:, start:stop])
         if (weights != 1).any():
             part *= weights[:, None]
-        part.sum(axis=0, out=out[start:stop], initial=-0.0)  # row after row; a mean of -0.0 stays -0.0
+        # row after row; a mean of -0.0 stays -0.0
+        part.sum(axis=0, out=out[start:stop], initial=-0.0)
     out /= total
     return out
 

@@ -105,16 +105,16 @@ class APFLUpdate(LocalUpdate[APFLParams]):
         devices = [w.device] if w.is_cuda else []
         first, eta = True, trainer.learning_rate
         for x, y in trainer.batches():
-            with torch.random.fork_rng(
-                devices
-            ):  # w's forward pass draws what FedAvg's does, and the mixture's the same
+            # w's forward pass draws what FedAvg's does, and the mixture's the same
+            with torch.random.fork_rng(devices):
                 trainer.weights.copy_(mixture(v, w, alpha))
                 trainer.statistics.copy_(mixed_statistics)
                 trainer.differentiate(x, y)
                 mixed_statistics.copy_(trainer.statistics)
             updates = {"round": first, "first-epoch": trainer.epoch == 1, "batch": True, "none": False}[p.alpha_updates]
             following = alpha
-            if updates:  # the one number of a batch that the host waits for
+            # the one number of a batch that the host waits for
+            if updates:
                 g = trainer.gradient.double()
                 following = next_alpha(alpha, v.double(), w.double(), g, learning_rate=eta, decay=p.alpha_decay)
             step_v(trainer.gradient.mul_(alpha), eta)

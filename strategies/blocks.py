@@ -15,7 +15,8 @@ from threadpoolctl import ThreadpoolController
 T = TypeVar("T")
 R = TypeVar("R")
 
-COLUMNS = 32_768  # per block of float32 columns; a multiple of 8, so blocks of packed masks start on a byte
+# per block of float32 columns; a multiple of 8, so blocks of packed masks start on a byte
+COLUMNS = 32_768
 
 
 def blocks(start: int, stop: int, width: int = COLUMNS) -> list[tuple[int, int]]:

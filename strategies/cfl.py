@@ -30,7 +30,8 @@ from strategies import aggregate
 from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors, local_epochs
 from strategies.blocks import blocks, in_order
 
-_SMALLEST = 1e-8  # norm that a cosine divides by at least
+# norm that a cosine divides by at least
+_SMALLEST = 1e-8
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def split(updates: NDArray[np.floating[Any]], eps1: float, eps2: float) -> tuple
 class CFL(PersonalizedStrategy[CFLParams]):
     """Server half. Memory: `models` float32 [K, d] and `statistics` [K, b]. Kept per client: `cluster` int64 [1]."""
 
-    spread = math.inf  # clients of different clusters send different models
+    # clients of different clusters send different models
+    spread = math.inf
 
     def models(self) -> list[Model]:
         """The clusters' models; at first one."""

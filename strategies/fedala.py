@@ -34,10 +34,13 @@ from strategies.fedavg import FedAvg
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    Gradient = Callable[[Tensor], tuple[Tensor, Tensor]]  # values on P -> a batch's mean loss, and its gradient on P
+    # values on P -> a batch's mean loss, and its gradient on P
+    Gradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-_SETTLED = 10  # epochs whose losses must be alike
-_CHUNK = 512  # samples whose features are computed at a time
+# epochs whose losses must be alike
+_SETTLED = 10
+# samples whose features are computed at a time
+_CHUNK = 512
 
 
 @dataclass(frozen=True)

@@ -53,12 +53,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("corolla")
 
 Shares = NDArray[np.float64]
-MODEL, JOINT = "model.", "joint."  # tensors' names begin so: the run's model's, the classifier's on all encoders
-CLASSIFIER = components.CLASSIFIER  # both ways, float32 [KfC + C]
+# tensors' names begin so: the run's model's, the classifier's on all encoders
+MODEL, JOINT = "model.", "joint."
+# both ways, float32 [KfC + C]
+CLASSIFIER = components.CLASSIFIER
+# down once, then on the client's disk: float32 [K, d - h], [K, b]
 ENCODERS, STATISTICS = (
     components.ENCODERS,
     "encoder-statistics",
-)  # down once, then on the client's disk: float32 [K, d - h], [K, b]
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
             self.model = model
             joint = {"weight": torch.zeros(classes, params.clusters * width), "bias": torch.zeros(classes)}
             self.joint = nn.ParameterDict({name: nn.Parameter(zeros) for name, zeros in joint.items()})
-            self.grown: list[nn.Module] = []  # a list: what stands still is none of the module's own tensors
+            # a list: what stands still is none of the module's own tensors
+            self.grown: list[nn.Module] = []
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.grown:
@@ -166,7 +170,8 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
     Kept per client: `cluster` int64 [1], and `equipped` bool [1], whether it has the encoders.
     """
 
-    spread = 2.0  # of classifiers on all encoders, in few batches: 3.1 times was seen
+    # of classifiers on all encoders, in few batches: 3.1 times was seen
+    spread = 2.0
     robust = RULES
 
     @property
@@ -307,7 +312,8 @@ class FedConcatUpdate(LocalUpdate[FedConcatParams]):
         state.arrays.update({name: ctx.extras[name] for name in (ENCODERS, STATISTICS) if name in ctx.extras})
         weight, bias = split(ctx.extras[CLASSIFIER], layout)
         count = weight.shape[1] // components.head(layout).shape[1]
-        none = np.zeros((count, 0), np.float32)  # arrays of size 0 do not travel
+        # arrays of size 0 do not travel
+        none = np.zeros((count, 0), np.float32)
         bodies = zip(*(state.arrays.get(name, none) for name in (ENCODERS, STATISTICS)), strict=True)
         start, names = ctx.initial(), body(layout)
         networks: list[Any] = [trainer.network(layout.put(start, Model(*each), names)) for each in bodies]

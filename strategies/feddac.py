@@ -45,7 +45,8 @@ from strategies.base import (
 from strategies.blocks import for_blocks
 from strategies.fedcac import at_least, mask_overlap, threshold
 
-GUIDANCE = "guidance"  # name of the second vector on the wire
+# name of the second vector on the wire
+GUIDANCE = "guidance"
 _EPSILON = 1e-12  # added to squared distances
 
 

@@ -32,7 +32,8 @@ from strategies import aggregate, feddac
 from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
 
 GUIDANCE = "guidance"  # up, float32 [d]
-STREAM = "feddwa.guidance"  # of the second training's batches
+# of the second training's batches
+STREAM = "feddwa.guidance"
 
 
 @dataclass(frozen=True)

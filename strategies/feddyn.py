@@ -63,8 +63,10 @@ def server_step(W: Floats, w_global: Floats, h: Floats, num_clients: int) -> tup
 class FedDyn(FedAvg[FedDynParams]):
     """Server half. Memory: `h` float32 [d]."""
 
-    spread = 2.0  # what has drifted throws all clients far, now and then: 3.3 times where most have the same class
-    robust = frozenset()  # h must be the mean of what the clients keep, whoever they are
+    # what has drifted throws all clients far, now and then: 3.3 times where most have the same class
+    spread = 2.0
+    # h must be the mean of what the clients keep, whoever they are
+    robust = frozenset()
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Extrapolate the mean by what all clients have drifted so far."""

@@ -32,7 +32,8 @@ from strategies.fedavg import FedAvg
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-WEIGHTS = "pi"  # the mixture's buffer, float32 [M]; it never travels
+# the mixture's buffer, float32 [M]; it never travels
+WEIGHTS = "pi"
 
 
 @dataclass(frozen=True)

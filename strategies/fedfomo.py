@@ -37,11 +37,12 @@ from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrate
 
 log = logging.getLogger("corolla")
 
+# down: float32 [M - 1, d], [M - 1, b]; up: float32 [M]
 MODELS, STATISTICS, SCORES = (
     "models",
     "model-statistics",
     "scores",
-)  # down: float32 [M - 1, d], [M - 1, b]; up: float32 [M]
+)
 
 _APART = 1e-5  # added to distances
 
@@ -206,7 +207,8 @@ def others_sent(received: Model, ctx: RoundContext[FedFomoParams]) -> list[Model
     if not ctx.params.models:
         return []
     more = ctx.extras.get(MODELS, np.zeros((0, 0), np.float32))
-    statistics = ctx.extras.get(STATISTICS, np.zeros((len(more), 0), np.float32))  # arrays of size 0 do not travel
+    # arrays of size 0 do not travel
+    statistics = ctx.extras.get(STATISTICS, np.zeros((len(more), 0), np.float32))
     return [received, *(Model(params, buffers) for params, buffers in zip(more, statistics, strict=True))]
 
 

@@ -38,11 +38,15 @@ from strategies.fedavg import FedAvg, GlobalModelParams
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-COUNTS = "class-counts"  # up, int32 [C]: training samples per class
-GENERATOR, STATISTICS, QUALIFIED = "generator", "generator-statistics", "qualified"  # down: float32, float32, uint8 [C]
+# up, int32 [C]: training samples per class
+COUNTS = "class-counts"
+# down: float32, float32, uint8 [C]
+GENERATOR, STATISTICS, QUALIFIED = "generator", "generator-statistics", "qualified"
 
-_LEAST = 1e-4  # what a decaying weight does not fall below
-_WEIGHT_DECAY, _LEARNING_RATE_DECAY = 0.01, 0.98  # of the generator's Adam; the authors'
+# what a decaying weight does not fall below
+_LEAST = 1e-4
+# of the generator's Adam; the authors'
+_WEIGHT_DECAY, _LEARNING_RATE_DECAY = 0.01, 0.98
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,8 @@ def one_thread() -> Iterator[None]:
 class FedGen(FedAvg[FedGenParams]):
     """Server half: the generator, its optimizer and the qualified labels are in `memory`."""
 
-    spread = 4.0  # generated samples throw single clients far off: 7.2 times was seen where most have the same class
+    # generated samples throw single clients far off: 7.2 times was seen where most have the same class
+    spread = 4.0
 
     def expected(self) -> Expected:
         """Label counts beside the model."""

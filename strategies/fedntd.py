@@ -44,7 +44,8 @@ def not_true_distillation(logits: Tensor, global_logits: Tensor, y: Tensor, *, t
     from torch.nn.functional import log_softmax
 
     other = torch.arange(logits.shape[1] - 1, device=logits.device)
-    other = other + (other >= y[:, None])  # int64 [n, C - 1]: every class but the true one
+    # int64 [n, C - 1]: every class but the true one
+    other = other + (other >= y[:, None])
     log_p = log_softmax(logits.gather(1, other) / temperature, dim=1)
     log_q = log_softmax(global_logits.gather(1, other) / temperature, dim=1)
     divergence: Tensor = (log_q.exp() * (log_q - log_p)).sum(dim=1).mean()

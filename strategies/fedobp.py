@@ -37,7 +37,8 @@ from strategies import masks
 from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_local_statistics
 from strategies.fedavg import FedAvg
 
-COUNTS = "personal-parameters"  # per layer, int64 on the wire
+# per layer, int64 on the wire
+COUNTS = "personal-parameters"
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ def count_by_layer(mask: NDArray[np.bool_], sizes: Sequence[int]) -> list[int]:
 class FedOBP(FedAvg[FedOBPParams]):
     """Server half: FedAvg, and a record of how many parameters of which layers are personal (Fig. 5)."""
 
-    spread = 2.0  # personal parameters are uploaded, too, and drift: 4 times in 30 rounds were seen
+    # personal parameters are uploaded, too, and drift: 4 times in 30 rounds were seen
+    spread = 2.0
 
     def expected(self) -> Expected:
         """The counts of personal parameters per layer, and a mask with any number of ones if asked for."""

@@ -38,10 +38,13 @@ from strategies.blocks import blocks, in_order
 from strategies.fedavg import GlobalModelParams
 from strategies.micro_classes import most_frequent, num_differing
 
-_TINY = 1e-12  # |mean| below it is replaced
-_ROUNDING = 1e-9  # similarities that reach delta but for rounding do reach it
+# |mean| below it is replaced
+_TINY = 1e-12
+# similarities that reach delta but for rounding do reach it
+_ROUNDING = 1e-9
 _BLOCK = 65_536  # columns
-_CHUNK = 80_000  # float64 values: what `measure` works on stays in the cache
+# float64 values: what `measure` works on stays in the cache
+_CHUNK = 80_000
 
 T = TypeVar("T")
 
@@ -150,9 +153,11 @@ class _Layer:
     highest_cv: float = -np.inf
     highest: int = 1  # Micro-Class
     num_high: int = 0
-    differing: NDArray[np.int64] | int = 0  # [N, N], high-dispersion parameters in which two clients' classes differ
+    # [N, N], high-dispersion parameters in which two clients' classes differ
+    differing: NDArray[np.int64] | int = 0
     members: list[NDArray[np.intp]] = field(default_factory=list)  # rows of each Macro-Class
-    votes: NDArray[np.int64] | int = 0  # [s, highest + 1], how often a class is a Macro-Class's most frequent
+    # [s, highest + 1], how often a class is a Macro-Class's most frequent
+    votes: NDArray[np.int64] | int = 0
     weights: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))  # [s, highest + 1] (Eq. 11)
 
 
@@ -184,7 +189,8 @@ class _Aggregation:
             for span in blocks(stop - size, stop, _BLOCK)
         ]
         self.merged, self.cv, self.high = np.empty(d, np.float32), np.empty(d), np.empty(d, dtype=bool)
-        self.classes = np.empty((n, d), np.uint8)  # memory is taken only where it is written: in layers beyond class 1
+        # memory is taken only where it is written: in layers beyond class 1
+        self.classes = np.empty((n, d), np.uint8)
 
     def run(self) -> NDArray[np.float32]:
         """Return the new parameters."""
@@ -235,7 +241,8 @@ class _Aggregation:
             block.highest = max(block.highest, highest)
             if highest > 1:
                 squares *= self.params.num_micro
-                above = (squares > 1).view(np.uint8)  # ceil(x) > bound if and only if x > bound
+                # ceil(x) > bound if and only if x > bound
+                above = (squares > 1).view(np.uint8)
                 for bound in range(2, highest):
                     above += (squares > bound).view(np.uint8)
                 self.classes[:, at] += above
@@ -258,7 +265,8 @@ class _Aggregation:
         if block.highest == 1:
             classes[:] = 1
         if num_high < high.size:
-            classes *= high.view(np.uint8)  # class 0, the same for all clients
+            # class 0, the same for all clients
+            classes *= high.view(np.uint8)
         return num_high, num_differing(classes, layer.highest)
 
     def macro_classes(self, layer: _Layer) -> list[NDArray[np.intp]]:

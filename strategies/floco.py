@@ -55,7 +55,8 @@ log = logging.getLogger("corolla")
 
 Matrix = NDArray[np.float64]
 _TOTALS = np.linspace(1e-4, 1, 1000)  # values of z
-_AHEAD = 64  # alphas that are drawn and moved to the device at a time
+# alphas that are drawn and moved to the device at a time
+_AHEAD = 64
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def project_simplex(v: ArrayLike, total: float) -> Matrix:
     values = np.asarray(v, np.float64)
     falling = -np.sort(-values, axis=-1)
     shifts = (np.cumsum(falling, axis=-1) - total) / np.arange(1, values.shape[-1] + 1)
-    positive = np.maximum((falling > shifts).sum(axis=-1, keepdims=True), 1)  # entries above 0 in the result
+    # entries above 0 in the result
+    positive = np.maximum((falling > shifts).sum(axis=-1, keepdims=True), 1)
     projected: Matrix = np.maximum(values - np.take_along_axis(shifts, positive - 1, axis=-1), 0)
     return projected
 
@@ -199,7 +201,8 @@ def simplex_network(module: nn.Module, params: FLOCOParams, seed: int) -> nn.Mod
             self.alpha = self.centre = torch.full((params.endpoints,), 1 / params.endpoints)
 
         def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast(x.device.type, enabled=False):  # weights are mixed in float32
+            # weights are mixed in float32
+            with torch.autocast(x.device.type, enabled=False):
                 used = (self.alpha if self.training else self.centre) @ self.weight.flatten(1)
             return functional.linear(x, used.view(self.out_features, self.in_features), self.bias)
 
@@ -224,7 +227,8 @@ class FLOCO(FedAvg[FLOCOParams]):
     [M, MCf] and `total` float64 [1], for those who come later.
     """
 
-    _averaged: frozenset[int] = frozenset()  # of the clients of round tau - 1, those that `sample` drew
+    # of the clients of round tau - 1, those that `sample` drew
+    _averaged: frozenset[int] = frozenset()
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
         """Let everybody train in the round before the projection."""

@@ -114,7 +114,8 @@ class FLUTEUpdate(LocalUpdate[FLUTEParams]):
         """Take the server's step on the head, and keep it."""
         import torch
 
-        by_plan = ctx.config.drawn(ctx.config.num_training)  # N if nobody is missing, which every client can tell
+        # N if nobody is missing, which every client can tell
+        by_plan = ctx.config.drawn(ctx.config.num_training)
         rate = ctx.params.head_learning_rate / by_plan
         if rate:
             slot = weight_of(ctx.layout)

@@ -93,7 +93,8 @@ def switch(module: nn.Module) -> Any:
 class IFCA(FedAvg[IFCAParams]):
     """Server half: all models are one, side by side."""
 
-    spread = math.inf  # clients of different clusters send different models
+    # clients of different clusters send different models
+    spread = math.inf
 
     def expected(self) -> Expected:
         """One of the models, and which."""
@@ -153,9 +154,8 @@ class IFCAUpdate(LocalUpdate[IFCAParams]):
         for k in range(ctx.params.clusters if ctx.params.clusters > 1 else 0):
             part.chosen = k
             losses.append(trainer.sample_losses(received).mean(dtype=np.float64))
-        part.chosen = (
-            int(np.argmin(np.nan_to_num(losses, nan=np.inf))) if losses else 0
-        )  # nobody follows what has diverged
+        # nobody follows what has diverged
+        part.chosen = int(np.argmin(np.nan_to_num(losses, nan=np.inf))) if losses else 0
         return received
 
     def others(self, ctx: RoundContext[IFCAParams]) -> frozenset[str]:

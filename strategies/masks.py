@@ -12,7 +12,8 @@ from strategies.blocks import blocks, in_order
 
 Bits = NDArray[np.uint8]
 
-_WORDS = 1024  # uint64 words per client and block: what a client is compared with stays in the cache
+# uint64 words per client and block: what a client is compared with stays in the cache
+_WORDS = 1024
 
 
 def top_k(scores: NDArray[np.floating], sizes: Sequence[int], ratio: float) -> NDArray[np.bool_]:
@@ -82,7 +83,8 @@ def common_ones(bits: Bits) -> NDArray[np.int64]:
         both, ones = np.empty_like(words), np.empty(words.shape, dtype=np.uint8)
         for start, stop in blocks(*span, 8 * _WORDS):
             width = -(-(stop - start) // 8)
-            words[:, width - 1] = 0  # the last word may be filled in part
+            # the last word may be filled in part
+            words[:, width - 1] = 0
             words.view(np.uint8)[:, : stop - start] = bits[:, start:stop]
             for i in range(n):
                 shared, number = both[i:, :width], ones[i:, :width]

@@ -41,7 +41,8 @@ def most_frequent(classes: NDArray[np.uint8], members: Sequence[NDArray[np.intp]
             for j, rows in enumerate(members):
                 count = np.add.reduce(equal if len(rows) == len(equal) else equal[rows], axis=0, dtype=kind)
                 won = (count > most[j]).view(np.uint8)
-                won *= np.uint8(c)  # classes come in increasing order: a later winner is the larger number
+                # classes come in increasing order: a later winner is the larger number
+                won *= np.uint8(c)
                 np.maximum(best[j], won, out=best[j])
                 np.maximum(most[j], count, out=most[j])
     return winner

@@ -34,7 +34,8 @@ from strategies.blocks import for_blocks
 from strategies.fedavg import FedAvg
 from strategies.fedbabu import warn_without_finetuning
 
-LAYERS = "layers"  # down, uint8 [ceil(L/8)]: one bit per layer of the body, packed, where there is a choice
+# down, uint8 [ceil(L/8)]: one bit per layer of the body, packed, where there is a choice
+LAYERS = "layers"
 
 _DRAWS = 1000
 
@@ -98,7 +99,8 @@ def masked_mean(
 class PerFedMask(FedAvg[PerFedMaskParams]):
     """Server half. Masks follow from the seed, and are nowhere kept."""
 
-    robust = frozenset()  # a layer may be one client's alone
+    # a layer may be one client's alone
+    robust = frozenset()
 
     def summary(self) -> None:
         """Log what runs; warn where nothing is personalized."""

@@ -38,7 +38,8 @@ from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uplo
 from strategies.blocks import one_thread
 from strategies.fedavg import FedAvg
 
-_LARGEST = 1e9  # of means and covariances that a client sends
+# of means and covariances that a client sends
+_LARGEST = 1e9
 
 Matrix = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -228,11 +229,11 @@ def body(layout: Layout, params: object) -> frozenset[str]:
 class PFedFDA(FedAvg[PFedFDAParams]):
     """Server half. Memory: `means` float32 [C, k], `covariance` float32 [k(k+1)/2]."""
 
-    spread = (
-        16.0  # most clients keep the Gaussians as they are, who adapts them to its own moves them: 35 times was seen
-    )
+    # most clients keep the Gaussians as they are, who adapts them to its own moves them: 35 times was seen
+    spread = 16.0
     compared_extras = MappingProxyType({"class means": "means", "covariances": "covariance"})
-    robust = frozenset({"krum", "geometric-median"})  # a median per entry of covariances need not be one
+    # a median per entry of covariances need not be one
+    robust = frozenset({"krum", "geometric-median"})
 
     def __init__(
         self,

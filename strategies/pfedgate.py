@@ -36,10 +36,13 @@ from strategies.fedavg import FedAvg
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-NETWORK, GATES = "network.", "g"  # names of the model's tensors begin so; the buffer of g, float32 [L]
+# names of the model's tensors begin so; the buffer of g, float32 [L]
+NETWORK, GATES = "network.", "g"
 
-_LONGEST = 10.0  # norm that gradients are cut to
-_CHUNK = 512  # samples that are gated at a time
+# norm that gradients are cut to
+_LONGEST = 10.0
+# samples that are gated at a time
+_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,8 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
                 linear = nn.Linear(channels * height * width, self.blocks.count)
             self.gate = nn.Sequential(SwitchNorm(channels), nn.Flatten(), linear, nn.BatchNorm1d(self.blocks.count))
             self.register_buffer(GATES, torch.ones(self.blocks.count))
-            self.network = network  # last, so that its last Linear layer is the network's
+            # last, so that its last Linear layer is the network's
+            self.network = network
 
         def gates(self, x: Tensor) -> Tensor:
             """The batch's g [L]."""
@@ -175,7 +179,8 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
             for (name, parameter), sizes in zip(self.network.named_parameters(), self.blocks.sizes, strict=True):
                 own = g[start : start + len(sizes), None].expand(-1, sizes[0]).reshape(-1)[: parameter.numel()]
                 product = parameter * own.view(parameter.shape)
-                kernel = parameter.ndim == 4  # they lie channels last; those of a single channel lose it in the product
+                # they lie channels last; those of a single channel lose it in the product
+                kernel = parameter.ndim == 4
                 used[name] = product.to(memory_format=torch.channels_last) if kernel else product
                 start += len(sizes)
             logits: Tensor = functional_call(self.network, used, (x,))
@@ -202,7 +207,8 @@ def shared(layout: Layout, params: object) -> frozenset[str]:
 class PFedGate(FedAvg[PFedGateParams]):
     """Server half: FedAvg on the model without gates."""
 
-    spread = 2.0  # gates scale what BatchNorm sees: a client of one sample was seen at 39 medians, among three
+    # gates scale what BatchNorm sees: a client of one sample was seen at 39 medians, among three
+    spread = 2.0
 
     def exported_layout(self, layout: Layout) -> Layout:
         """That of the user's own model."""

@@ -28,14 +28,16 @@ from strategies.blocks import blocks, for_blocks, in_order
 Rule = Literal["none", "median", "trimmed-mean", "krum", "geometric-median"]
 RULES: frozenset[str] = frozenset({"median", "trimmed-mean", "krum", "geometric-median"})
 
-ABLE = 3  # vectors from which on one of them can be outvoted
+# vectors from which on one of them can be outvoted
+ABLE = 3
 
-_CHUNK = 160_000  # float32 values: fit the cache
+# float32 values: fit the cache
+_CHUNK = 160_000
 _STEPS = 200  # of Weiszfeld's iteration
-_SETTLED = 1e-12  # largest change of a weight in its last step
-_HOPELESS = (
-    1e12  # squared distance, in medians, beyond which a vector has no weight: float64 could not tell the others apart
-)
+# largest change of a weight in its last step
+_SETTLED = 1e-12
+# squared distance, in medians, beyond which a vector has no weight: float64 could not tell the others apart
+_HOPELESS = 1e12
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("corolla")
 
 Floats = NDArray[np.floating]
-CONTROL, STEPS = "control", "steps"  # down, float32 [d]: c; up, a number: K
+# down, float32 [d]: c; up, a number: K
+CONTROL, STEPS = "control", "steps"
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def round_rate(config: RunConfig, round: int) -> float:
 class SCAFFOLD(FedAvg[SCAFFOLDParams]):
     """Server half. Memory: `control` float32 [d], c."""
 
-    robust = frozenset()  # c must be the mean of what the clients keep, whoever they are
+    # c must be the mean of what the clients keep, whoever they are
+    robust = frozenset()
 
     def summary(self) -> None:
         """Log what runs; warn of momentum."""
@@ -155,9 +157,8 @@ class SCAFFOLDUpdate(LocalUpdate[SCAFFOLDParams]):
         trainer, c = ctx.trainer, ctx.extras[CONTROL]
         sent = ctx.layout.take(start, ctx.shared)
         own = state.arrays.get("scaffold.control", np.zeros_like(sent.params))
-        still = Model(
-            np.zeros_like(start.params), np.zeros_like(start.buffers)
-        )  # what does not travel is not corrected
+        # what does not travel is not corrected
+        still = Model(np.zeros_like(start.params), np.zeros_like(start.buffers))
         shift = ctx.layout.put(still, Model(c - own, sent.buffers), ctx.shared).params
         after = trainer.train(start, correction=shifted(ctx, shift))
         scale = trainer.learning_rate * effective_steps(trainer.steps, ctx.config.momentum)

@@ -26,7 +26,8 @@ from fl_app.server.run_folder import RunFolder
 from strategies import METHOD_PARAMS
 from tests.lines import FileLines
 
-settings.register_profile("corolla", deadline=None, max_examples=50, derandomize=True)  # the same examples everywhere
+# the same examples everywhere
+settings.register_profile("corolla", deadline=None, max_examples=50, derandomize=True)
 settings.load_profile("corolla")
 
 SMALL: dict[str, Scalar] = {
@@ -67,7 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("e2e") is not None)
 
 
-PLUGINS = Path(__file__).parent / "plugins"  # methods as a user brings them
+# methods as a user brings them
+PLUGINS = Path(__file__).parent / "plugins"
 OWN_METHODS = tuple(f"{path.stem}:METHOD" for path in sorted(PLUGINS.glob("*.py")))
 
 

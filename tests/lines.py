@@ -27,7 +27,8 @@ class FileLines:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Iterable[str]) -> None:
-        if not self._total:  # every worker collects the same
+        # every worker collects the same
+        if not self._total:
             self._expect(ids)
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:

@@ -90,12 +90,15 @@ def documented_bytes(method: str, layout: Layout, round: int, participants: int)
         "fedfomo": 4 * 5,
         "ifca": 4,
     }
-    generator = (32 + classes + 3) * 256 + (256 + 1) * width + 2 * 256  # noise 32, hidden 256; and its statistics
+    # noise 32, hidden 256; and its statistics
+    generator = (32 + classes + 3) * 256 + (256 + 1) * width + 2 * 256
+    # as many others as have been seen
     later = {
         "fedgen": 4 * generator + classes,
         "fedfomo": (participants - 2) * whole,
-    }  # as many others as have been seen
-    if method == "fedconcat" and round > 1:  # a classifier on as many encoders as there are clients, all different
+    }
+    # a classifier on as many encoders as there are clients, all different
+    if method == "fedconcat" and round > 1:
         classifier = 4 * (CLIENTS * width * classes + classes)
         return classifier, classifier + CLIENTS * (whole - head)
     sent = {"scaffold": 4 * layout.d, "ifca": 3 * whole} | (later if round > 1 else {})

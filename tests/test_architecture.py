@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
-COMPOSITION_ROOT = "fl_app.server_app"  # of a run; it alone, of the ground floor, names strategies
+# of a run; it alone, of the ground floor, names strategies
+COMPOSITION_ROOT = "fl_app.server_app"
 
 BELOW_API = (
     "fl_app",

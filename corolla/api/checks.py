@@ -40,7 +40,8 @@ def check_locally(config: RunConfig) -> None:
         extras.require("opacus", "dp-epsilon")
     with waiting(console) as shown:
         shown.step("checking the data and the model", brief=True)
-        from client_app.device_model import resolve_device  # here, for torch takes seconds
+        # here, for torch takes seconds
+        from client_app.device_model import resolve_device
 
         resolve_device(config.device)
         if config.state_dir:

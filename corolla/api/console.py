@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-console = Console(highlight=False, emoji=False, force_jupyter=False)  # in a notebook lines are text too
+# in a notebook lines are text too
+console = Console(highlight=False, emoji=False, force_jupyter=False)
 errors = Console(stderr=True, highlight=False, emoji=False, force_jupyter=False)
 
 

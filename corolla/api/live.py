@@ -32,14 +32,19 @@ from fl_app.server.progress_protocol import LOG_MARK, Failure, Folder, LeftOut, 
 from fl_app.server.run_folder import ask_to_stop
 
 ROWS = 8  # of the last rounds
-OTHER_LINES = 7  # of the panel, besides these and its notes
+# of the panel, besides these and its notes
+OTHER_LINES = 7
 WIDTH = 100
-FRAME = 4  # columns of the panel's border
+# columns of the panel's border
+FRAME = 4
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of Flower's own lines
-ECHO = 3  # columns left free: a ^C that the terminal echoes must not start a line
+# columns left free: a ^C that the terminal echoes must not start a line
+ECHO = 3
 REFRESHES = 5  # per second
-LOG_LINES = 40  # kept for when the run fails
-STEPS = {  # of the start, by what a line of Flower's has in it
+# kept for when the run fails
+LOG_LINES = 40
+# of the start, by what a line of Flower's has in it
+STEPS = {
     "Successfully started run": "starting the run's process",
     "Starting Flower Simulation": "unpacking the app, starting Ray",
 }
@@ -57,7 +62,8 @@ class RunPanel:
         self._left_out: dict[str, str] = {}  # who takes no part, and why
         self._note = ""
         self._started = time.monotonic()
-        self._first: tuple[float, int] | None = None  # when the first round shown began, and the rounds before it
+        # when the first round shown began, and the rounds before it
+        self._first: tuple[float, int] | None = None
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Take in that `done` of `total` replies of a step have arrived."""
@@ -218,7 +224,8 @@ class Display:
     def __init__(self, title: str, console: Console, rounds: int, verbose: bool = False, until: int = 0) -> None:
         self.folder: Path | None = None
         self.errors: list[str] = []
-        self.stopped: int | None = None  # after which round, if it was asked to
+        # after which round, if it was asked to
+        self.stopped: int | None = None
         self.interrupted = False  # it was Ctrl-C that asked
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
         self._console, self._verbose, self._until = console, verbose, until
@@ -288,7 +295,8 @@ class Display:
             case Round() as finished:
                 self._panel.add(finished)
                 if self.folder and self._until and finished.number >= self._until - 1:
-                    ask_to_stop(self.folder)  # the run looks after its next round
+                    # the run looks after its next round
+                    ask_to_stop(self.folder)
                 if finished.number == finished.total:
                     self._plain.doing("ending the run")
                 if not self._live:

@@ -65,5 +65,6 @@ class Cell:
 
     def _watch(self) -> None:
         while not self._ended.wait(_SECONDS):
-            with contextlib.suppress(RuntimeError):  # it changed while it was drawn
+            # it changed while it was drawn
+            with contextlib.suppress(RuntimeError):
                 self._shown.update(Drawing(self._what))

@@ -109,7 +109,8 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None
         check_state(how.resume)
     if how.superlink is not None:
         return run_deployed(config, how.superlink, how.verbose)
-    if not parsed.resume:  # a sweep's run goes on by its config
+    # a sweep's run goes on by its config
+    if not parsed.resume:
         check_free(parsed)
     check_locally(parsed)
     if how.in_process:
@@ -181,7 +182,8 @@ def on_cluster(
     with waiting(console) as shown:
         shown.step(f"looking at the Ray cluster at {address}")
         ray_cluster.check(address, shared, cpus_per_client, gpus_per_client)
-    inner = places["output-dir"] / ".corolla" / "simulations"  # deeper than run folders are looked for
+    # deeper than run folders are looked for
+    inner = places["output-dir"] / ".corolla" / "simulations"
     return {**config, **{key: str(path) for key, path in places.items()}}, RayCluster(address, inner)
 
 

@@ -83,5 +83,6 @@ def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
     """Say on standard error which files the user's own methods and models are taken from."""
     used = dict.fromkeys(item for config in configs for item in plugins.references(config).items())
     for key, reference in used:
-        if origin := plugins.origin(reference):  # what is nowhere is an error when it is loaded
+        # what is nowhere is an error when it is loaded
+        if origin := plugins.origin(reference):
             errors.print(f"{key} {escape(reference)}: {escape(origin)}", soft_wrap=True)

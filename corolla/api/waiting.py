@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
 
-SILENCE = (
-    5.0  # seconds after which plain output says again what is going on: never ten without a word, on a busy machine too
-)
+# seconds after which plain output says again what is going on: never ten without a word, on a busy machine too
+SILENCE = 5.0
 _TICK = 0.5
 
 

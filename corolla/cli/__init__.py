@@ -46,7 +46,8 @@ def main() -> None:
     """Run the command; bad input ends with a message and exit code 2, a failed run with 1."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, _interrupt)  # end what we started, as Ctrl-C does
+            # end what we started, as Ctrl-C does
+            signal.signal(number, _interrupt)
     look_for_plugins()
     try:
         app(prog_name="corolla")
@@ -66,9 +67,8 @@ def command() -> None:
         if isinstance(end.code, int) and sys.gettrace() is None and sys.getprofile() is None:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as multiprocessing does at its processes' end
             atexit._run_exitfuncs()
-            with contextlib.suppress(
-                OSError, ValueError, AttributeError
-            ):  # who read the output may be gone, or never was there
+            # who read the output may be gone, or never was there
+            with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(end.code)

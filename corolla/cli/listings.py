@@ -194,7 +194,8 @@ def prepared(config: RunConfig, force: bool) -> DatasetInfo:
             f"{TARGETS}: {escape(target_spread(info.classes, data.prepare_for(config).y_train))}", soft_wrap=True
         )
     if info.samples == "images":
-        spreads = [0.0 if std == 1 else std for std in info.std]  # 1 stands for a channel that never varies
+        # 1 stands for a channel that never varies
+        spreads = [0.0 if std == 1 else std for std in info.std]
         values = "; ".join(f"{mean:.3f} ± {std:.3f}" for mean, std in zip(info.mean, spreads, strict=True))
         console.print(f"pixels from 0 to 1, mean ± standard deviation per channel: {values}", soft_wrap=True)
     warn_of_data(info)

@@ -35,7 +35,8 @@ def export(
     look_for_plugins(run / PLUGINS)
     with waiting(errors) as shown:
         shown.step("writing the model", brief=True)
-        from corolla.experiments.exported.export import export as write  # here, for torch takes seconds
+        # here, for torch takes seconds
+        from corolla.experiments.exported.export import export as write
         from corolla.experiments.exported.export import own_files
 
         path, card = write(run, METHODS, client, output, onnx=onnx, data_path=data_path)

@@ -74,9 +74,8 @@ def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None) -
     from corolla.experiments import cost_to_target, significance
     from corolla.experiments.table import text_table
 
-    reached = (
-        cost_to_target.costs_table(groups, to) if to is not None else []
-    )  # first of all, for what is wrong with `to`
+    # first of all, for what is wrong with `to`
+    reached = cost_to_target.costs_table(groups, to) if to is not None else []
     show_table(text_table(comparing.result_rows(groups)))
     if reached:
         typer.echo()
@@ -124,9 +123,11 @@ def report(
     """Write a page with tables and pictures of one or more runs, and the pictures as PNG."""
     extras.require("matplotlib", "corolla report")
     declared = {name: method.figures for name, method in METHODS.items()}
-    with waiting(errors) as shown:  # standard output has the paths alone
+    # standard output has the paths alone
+    with waiting(errors) as shown:
         shown.step("reading the runs", brief=True)
-        from corolla.report.page import reported, write_report  # here, for matplotlib takes seconds
+        # here, for matplotlib takes seconds
+        from corolla.report.page import reported, write_report
 
         before = reported(output)
         written = write_report(runs, output, declared, figures, tables)

@@ -206,7 +206,8 @@ def going_on(
     begun: dict[str, Point] = {}
     for folder, key in unfinished.items():
         if key not in todo and folder.name not in names:
-            continue  # of no run that is wanted now, or no run at all
+            # of no run that is wanted now, or no run at all
+            continue
         if key not in todo or key in begun:
             set_aside(folder)
         elif (point := continued(todo[key], folder, begun_now)) is not None:

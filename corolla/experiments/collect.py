@@ -24,8 +24,10 @@ from fl_app.metrics import Record
 from fl_app.server.run_folder import CONFIG, METRICS, PACKED, RUN, SUMMARY, read_about
 from fl_app.toml import to_toml
 
-DIGITS, SECONDS_DIGITS = 6, 3  # of clients' metrics; of seconds
-_PATHS = ("dataset", "partition")  # keys that may hold one, `kind:/path`
+# of clients' metrics; of seconds
+DIGITS, SECONDS_DIGITS = 6, 3
+# keys that may hold one, `kind:/path`
+_PATHS = ("dataset", "partition")
 
 
 def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:

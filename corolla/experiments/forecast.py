@@ -17,8 +17,10 @@ from corolla.experiments.sweep import Point, identity
 from fl_app.config import RunConfig
 from fl_app.metrics import Record
 
-FIRST = 2  # rounds that are done to be measured
-WORTH = 20  # times as many must be to do with a setting
+# rounds that are done to be measured
+FIRST = 2
+# times as many must be to do with a setting
+WORTH = 20
 
 
 @dataclass(frozen=True)

@@ -75,12 +75,14 @@ class SimulationSuperLink:
         if ray:
             self.environment |= ray_cluster.environment(ray.address) | {superlink_supervisor.NETWORK: "host"}
         else:
-            self.environment["RAY_TMPDIR"] = str(self.home)  # Ray lets everybody write where its sockets are
+            # Ray lets everybody write where its sockets are
+            self.environment["RAY_TMPDIR"] = str(self.home)
         self.inside: list[str] = []
 
     def __enter__(self) -> SimulationSuperLink:
         """Start it and wait until it answers."""
-        if left := orphans():  # what a killed `corolla run` left would go on training
+        # what a killed `corolla run` left would go on training
+        if left := orphans():
             self._say(f"ending what an interrupted run left running ({len(left)} processes)")
             end_processes(left)
         self._say("starting a SuperLink for the simulation")
@@ -121,7 +123,8 @@ class SimulationSuperLink:
         self._supervisor.wait()
         shutil.rmtree(self.home, ignore_errors=True)
         if self._ray:
-            with contextlib.suppress(OSError):  # another simulation's are there, too
+            # another simulation's are there, too
+            with contextlib.suppress(OSError):
                 os.removedirs(self._ray.directory)
 
 
@@ -144,7 +147,8 @@ def flwr_run(
     inside: words before every command that say where it runs. After Ctrl-C the run is stopped on its SuperLink, unless `private`
     says that this one ends with the command anyway. Raises UserError if Flower did not accept the run.
     """
-    place = environment["FLWR_HOME"] if private else None  # which goes with it, even if this process is killed
+    # which goes with it, even if this process is killed
+    place = environment["FLWR_HOME"] if private else None
     with (
         bundle(config, place) as app,
         tempfile.NamedTemporaryFile("w", suffix=".toml", dir=place, encoding="utf-8") as overrides,

@@ -15,7 +15,8 @@ from corolla.experiments.grouping import mean_std
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.table import show
 
-Figure = tuple[float, float | None]  # mean and standard deviation over seeds, ratios
+# mean and standard deviation over seeds, ratios
+Figure = tuple[float, float | None]
 
 MEANINGS = {"": "mean over clients", "-pooled": "over all test samples"}
 STAGES = {"": "before", "-finetuned": "fine-tuned"}

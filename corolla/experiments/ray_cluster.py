@@ -21,9 +21,8 @@ from typing import Any
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish_text
 
-ENVIRONMENT = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"
-}  # of what joins one; without it our own apps keep Ray on loopback
+# of what joins one; without it our own apps keep Ray on loopback
+ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
 PACKAGES = ("corolla", "flwr", "torch", "ray")
 _SECONDS = 90
 _CONNECT_SECONDS = 5

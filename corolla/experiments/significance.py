@@ -19,13 +19,15 @@ from corolla.experiments.runs import RecordedRun
 from fl_app.metrics import Metric, Record
 
 LEVEL = 0.95
-SEEDS_NEEDED = 3  # for an interval over seeds: with two, Student's is a dozen deviations wide
+# for an interval over seeds: with two, Student's is a dozen deviations wide
+SEEDS_NEEDED = 3
 CAPTION = (
     "difference: a client's final {} minus that of the same client with the same seed in the first row's runs, mean over all pairs "
     "with 95 % confidence intervals; better, worse: every interval shown is on one side of 0"
 )
 
-FIRST, NOTHING_SHARED = "(first)", "other data, clients or seeds"  # verdicts where there is nothing to compare
+# verdicts where there is nothing to compare
+FIRST, NOTHING_SHARED = "(first)", "other data, clients or seeds"
 
 Differences = NDArray[np.float64]
 Interval = tuple[float, float]

@@ -34,10 +34,13 @@ from fl_app.processes import (
     wait_for_http,
 )
 
-NAME = "simulation"  # of the SuperLink's connection in HOME/config.toml
-NETWORK = "COROLLA_SIMULATION_NETWORK"  # `host`: no network of its own, for clients that need the network
+# of the SuperLink's connection in HOME/config.toml
+NAME = "simulation"
+# `host`: no network of its own, for clients that need the network
+NETWORK = "COROLLA_SIMULATION_NETWORK"
 _LOG = "superlink.log"
-_DONE = b"done"  # what the keeper says to the one behind it when it has ended everything itself
+# what the keeper says to the one behind it when it has ended everything itself
+_DONE = b"done"
 
 
 def main() -> None:
@@ -110,7 +113,8 @@ def end(home: Path, spared: int = 0) -> None:
     spared: pid of a child that goes on.
     """
     end_processes([child for child in psutil.Process().children() if child.pid != spared])
-    for _ in range(3):  # one may have started another meanwhile
+    # one may have started another meanwhile
+    for _ in range(3):
         end_processes(processes_with(f"{LAUNCH}={home}"))
     shutil.rmtree(home, ignore_errors=True)
 

@@ -42,7 +42,8 @@ from fl_app.server.run_folder import check_state
 from fl_app.toml import flatten, read_toml, to_toml
 
 UNFINISHED = "unfinished"
-VARIABLE = "COROLLA_SWEEP"  # in the environment of every process a sweep starts: its directory
+# in the environment of every process a sweep starts: its directory
+VARIABLE = "COROLLA_SWEEP"
 MAX_NAME = 120
 
 Raw = dict[str, Scalar]
@@ -358,6 +359,7 @@ def run_parallel(
             running = [process for process in active if process.poll() is None]
             interrupted(len(running))
             for process in running:
-                process.send_signal(signal.SIGTERM)  # at once: Ctrl-C would ask for the end of the round
+                # at once: Ctrl-C would ask for the end of the round
+                process.send_signal(signal.SIGTERM)
             raise
     return failed

@@ -31,14 +31,17 @@ FIGURES: Mapping[str, str] = {
 }
 """What there is of the headline metric: a short heading, and its name in summary.json, {} being the metric's."""
 COSTS: Mapping[str, str] = {"upload": "upload-bytes", "download": "download-bytes", "seconds": "seconds"}
-IN_TEXT = ("final", "pooled", "fine-tuned", "best")  # of every table of several rows
-UNSEEN = ("unseen", "unseen, fine-tuned")  # beside these, where some clients never train
+# of every table of several rows
+IN_TEXT = ("final", "pooled", "fine-tuned", "best")
+# beside these, where some clients never train
+UNSEEN = ("unseen", "unseen, fine-tuned")
 CAPTION = (
     "{} mean ± standard deviation over the seeds; n: finished runs. final: all clients after the last round; "
     "pooled: over all samples; best: best round of the mean over its clients, before they train, so it can be below final"
 )
 
-Mean = tuple[float, float | None]  # over runs, and the sample standard deviation; None for one run
+# over runs, and the sample standard deviation; None for one run
+Mean = tuple[float, float | None]
 
 
 def summary_name(heading: str, headline: Metric) -> str:

@@ -32,9 +32,11 @@ SOURCES = (
     ("after", "After local training"),
     ("evaluation", "All clients' own models"),
 )
-Curves = Mapping[int, Curve]  # by a group's number, as they are drawn
+# by a group's number, as they are drawn
+Curves = Mapping[int, Curve]
 Limits = tuple[float, float]
-BEFORE = "Before local training"  # where not all models are the received ones
+# where not all models are the received ones
+BEFORE = "Before local training"
 
 
 def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:

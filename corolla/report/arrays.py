@@ -16,7 +16,8 @@ from fl_app.keys import show
 from fl_app.metrics import Metric, Record, moments
 
 Floats = NDArray[np.float64]
-LONG = 80  # curves of as many rounds are drawn as a running mean over a fortieth of them
+# curves of as many rounds are drawn as a running mean over a fortieth of them
+LONG = 80
 
 
 @dataclass(frozen=True)

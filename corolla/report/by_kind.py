@@ -20,7 +20,8 @@ from corolla.report.style import COLOURS, COLOURS_OF_VALUES, LINES, MARKERS, Loo
 from fl_app import figures
 
 MOST_LINES = 7
-MOST_COLOURS = 12  # so many whole numbers get a colour each
+# so many whole numbers get a colour each
+MOST_COLOURS = 12
 
 
 def of_run(run: ReportedRun) -> Iterator[Panel]:
@@ -151,7 +152,8 @@ def _heat(axes: Axes, grid: Floats, levels: int = 0, top: float | None = None, l
 # Layers ---------------------------------------------------------------------------------------------------------------
 
 
-Part = tuple[figures.Layers, tuple[list[str], Floats]]  # what is drawn; layers' names and [layers, rounds]
+# what is drawn; layers' names and [layers, rounds]
+Part = tuple[figures.Layers, tuple[list[str], Floats]]
 
 
 def _layers(run: ReportedRun, figure: figures.Layers) -> Drawn | None:

@@ -14,7 +14,8 @@ from corolla.report.figures import Panel, legend, metric_axis, new_figure, style
 from corolla.report.groups import Group, exchanged, long_runs, phases, short
 from corolla.report.style import COLOURS, HATCHES, paper, shown
 
-Points = dict[int, tuple[Floats, Floats]]  # bytes and accuracies by a group's number
+# bytes and accuracies by a group's number
+Points = dict[int, tuple[Floats, Floats]]
 Side = tuple[str, Callable[[ReportedRun], dict[str, float]]]
 
 

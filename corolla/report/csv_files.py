@@ -10,7 +10,8 @@ from corolla.experiments.runs import RecordedRun
 from fl_app.metrics import Record
 
 ROUNDS, CLIENTS = "rounds.csv", "clients.csv"
-_PARTS = ("round", "clients", "evaluation", "failures", "seconds")  # of a round's record, written in their own way
+# of a round's record, written in their own way
+_PARTS = ("round", "clients", "evaluation", "failures", "seconds")
 
 Line = dict[str, object]
 

@@ -17,9 +17,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from corolla.report.groups import Group, short
 from corolla.report.style import DARK, LIGHT, Look, looks
 
-WIDTH = 11.0  # inches, shown as 1100 pixels
+# inches, shown as 1100 pixels
+WIDTH = 11.0
 DPI = 160
-TOGETHER = 4  # curves whose spread can share one picture
+# curves whose spread can share one picture
+TOGETHER = 4
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ def legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) < 2:
         return
-    column = 5.9 * max(map(len, labels)) + 62  # points: a label's letters, line and gaps
+    # points: a label's letters, line and gaps
+    column = 5.9 * max(map(len, labels)) + 62
     columns = max(1, min(len(labels), int(72 * WIDTH / column)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.6, fontsize=9.5)
 

@@ -18,7 +18,8 @@ from corolla.report.recorded import by_likeness, class_counts, class_names, cosi
 from corolla.report.style import COLOURS_OF_VALUES, VERMILLION, empty_cells, shares, shown
 from fl_app.figures import Matrix
 
-ALIKE = 0.99  # cosine similarity from which two clients' class distributions are called the same
+# cosine similarity from which two clients' class distributions are called the same
+ALIKE = 0.99
 MARGINS = 2.05  # inches beside the matrices
 
 
@@ -68,7 +69,8 @@ def _alone(figure: Matrix, ids: list[int], values: Floats) -> Figure:
 
 def _beside(figure: Matrix, ids: list[int], values: Floats, alike: _Likeness) -> Figure:
     order = by_likeness(alike.similarity)
-    width = float(min(0.75, max(0.4, alike.counts.shape[1] / 16)))  # of the classes' picture, in widths of a matrix
+    # of the classes' picture, in widths of a matrix
+    width = float(min(0.75, max(0.4, alike.counts.shape[1] / 16)))
     side = (WIDTH - MARGINS) / (2 + width)
     below = max((0.085 * len(clipped(name)) - 0.35 for name in alike.classes), default=0.0)
     picture = new_figure(side + 1.75 + max(below, 0), arranged=False)

@@ -25,12 +25,14 @@ from fl_app.figures import Figure
 
 PAGE = "report.html"
 PICTURES = "report-figures"
-RUNS = '<meta name="corolla-runs" content="{}">'  # in the page: names of the run folders
+# in the page: names of the run folders
+RUNS = '<meta name="corolla-runs" content="{}">'
 _EARLIER = re.compile(r"<!doctype html>\n<html.*\n.*\n<title>(One run|\d+ runs): ")  # how pages without it begin
 _CSV = "run,method,seed,"  # how our own begin
 _DARK = "dark"  # a PNG for dark screens
 
-Drawn = Mapping[str, Mapping[str, bytes]]  # pictures by name and kind: png, dark, svg, pdf
+# pictures by name and kind: png, dark, svg, pdf
+Drawn = Mapping[str, Mapping[str, bytes]]
 
 
 def write_report(
@@ -54,7 +56,8 @@ def write_report(
             if path.exists() and not _beginning(path).startswith((_CSV, "\n")) and path.stat().st_size:
                 raise UserError(f"--tables: {path} is there and no report's; choose another directory")
     groups = grouped(read_runs(paths, declared))
-    with _writing("--output", output):  # before the pictures, which take long
+    # before the pictures, which take long
+    with _writing("--output", output):
         (output / PICTURES).mkdir(parents=True, exist_ok=True)
     runs = [run for group in groups for run in group.runs]
     shared = [*accuracy(groups), *costs(groups), *partitions(runs)]
@@ -63,7 +66,8 @@ def write_report(
     drawn = _draw(every, ("png", _DARK, "svg", "pdf") if figures else ("png", _DARK))
     pictures = output / PICTURES
     with _writing("--output", output):
-        for name in _pictured(output):  # what somebody else put beside them stays
+        # what somebody else put beside them stays
+        for name in _pictured(output):
             (pictures / f"{name}.png").unlink(missing_ok=True)
         _write_files(pictures, _of_kinds(drawn, "png"))
         _write_files(output, {PAGE: page(groups, shared, own, drawn).encode()})

@@ -43,9 +43,12 @@ ON_DARK = {
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.3, 1.4)), (0, (7, 2, 1.3, 2)), (0, (12, 3)))
 MARKERS = "os^DvXP<>dp*"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo", "++")
-COLOURS_OF_VALUES = "viridis"  # lightness grows with the value, no grey
-SALT = 3207014  # of the rule below, chosen so that methods people compare have colours of their own, and no two look the same
-SHADES = (0.0, 0.4, -0.35)  # of a method's first, second, ... run: towards paper, towards ink
+# lightness grows with the value, no grey
+COLOURS_OF_VALUES = "viridis"
+# of the rule below, chosen so that methods people compare have colours of their own, and no two look the same
+SALT = 3207014
+# of a method's first, second, ... run: towards paper, towards ink
+SHADES = (0.0, 0.4, -0.35)
 
 _COMMON: Any = {
     "font.size": 10,
@@ -131,7 +134,8 @@ class Look:
     colour: str
     line: Any
     marker: str
-    turn: int = 0  # whose turn it is to carry a marker, so that lines on top of each other show all markers
+    # whose turn it is to carry a marker, so that lines on top of each other show all markers
+    turn: int = 0
     shade: float = 0.0
 
     def drawn(self) -> str:
@@ -142,7 +146,8 @@ class Look:
         """Return the colour on light or dark paper."""
         base = ON_DARK[self.colour] if dark else self.colour
         share, to_paper = abs(self.shade), self.shade >= 0
-        if self.colour == BLACK and not to_paper:  # there is nothing beyond ink
+        # there is nothing beyond ink
+        if self.colour == BLACK and not to_paper:
             share, to_paper = 0.65, True
         target = (DARK_PAPER if dark else "white") if to_paper else ("white" if dark else "black")
         r, g, b = ((1 - share) * a + share * b for a, b in zip(to_rgb(base), to_rgb(target), strict=True))

@@ -14,11 +14,13 @@ from fl_app.errors import plain
 from fl_app.keys import show
 from fl_app.metrics import Metric
 
-BRIEF = 2  # so many settings that differ have a place in the table of results
+# so many settings that differ have a place in the table of results
+BRIEF = 2
 SHOWN_FAILURES = 20
 HEADINGS = ("final", "pooled", "fine-tuned", *UNSEEN, "best", "best, pooled")  # of the table of results
 
-Rows = Sequence[Sequence["Cell"]]  # of a group: its own row first, then those of its runs if it has several
+# of a group: its own row first, then those of its runs if it has several
+Rows = Sequence[Sequence["Cell"]]
 
 
 @dataclass(frozen=True)

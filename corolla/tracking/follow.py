@@ -45,7 +45,8 @@ def main() -> None:
     path, name, after, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     os.umask(0o077)
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what packages print is nobody's
+    # what packages print is nobody's
+    os.dup2(2, 1)
     ended = False
 
     def step() -> None:
@@ -58,7 +59,8 @@ def main() -> None:
         store: Store = importlib.import_module(f"corolla.tracking.to_{name}").Store(run, after)
         position = 0
         while not ended:
-            ended = bool(select.select([sys.stdin], [], [], _POLL)[0])  # nothing is ever written there
+            # nothing is ever written there
+            ended = bool(select.select([sys.stdin], [], [], _POLL)[0])
             step()
             for record in new_records(path / METRICS, position):
                 position = record.pop("position")
@@ -73,7 +75,8 @@ def main() -> None:
         store.end(run.summary if run.finished else None)
     except Exception as error:
         print(json.dumps({"error": describe(error).splitlines()[0]}), file=out)
-    signal.setitimer(signal.ITIMER_REAL, seconds)  # for what packages do when a process ends
+    # for what packages do when a process ends
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def new_records(path: Path, position: int) -> Iterator[Record]:

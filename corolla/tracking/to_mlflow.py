@@ -18,8 +18,10 @@ from fl_app.keys import Scalar, show
 from fl_app.server.run_folder import MODELS
 
 DIRECTORY = "mlflow"
-EXPERIMENT = "corolla.experiment"  # a tag: by it a resumed run finds what it has tracked before
-_LONGEST, _AT_ONCE = 6000, 100  # of a parameter, in characters; of parameters in a batch
+# a tag: by it a resumed run finds what it has tracked before
+EXPERIMENT = "corolla.experiment"
+# of a parameter, in characters; of parameters in a batch
+_LONGEST, _AT_ONCE = 6000, 100
 
 
 class Store:
@@ -33,7 +35,8 @@ class Store:
             experiment = self._experiment()
         else:
             make_directory(local)
-            with lock(local / ".lock", wait=True):  # two runs must not both create the database
+            # two runs must not both create the database
+            with lock(local / ".lock", wait=True):
                 self._client = MlflowClient(f"sqlite:///{local}/mlflow.db")
                 experiment = self._experiment((local / "artifacts").as_uri())
         identity = str(run.about["experiment"])
@@ -59,7 +62,8 @@ class Store:
                 return str(self._client.create_experiment(name, artifact_location=artifacts))
             except MlflowException:
                 found = self._client.get_experiment_by_name(name)
-                if found is None:  # else another run has made it meanwhile
+                # else another run has made it meanwhile
+                if found is None:
                     raise
         return str(found.experiment_id)
 

@@ -29,9 +29,8 @@ class Store:
         make_directory(run.path / DIRECTORY)
         self._writer: Any = EventFileWriter(str(run.path / DIRECTORY))
         start = SessionLog(status=SessionLog.START)
-        self._write(
-            Event(step=after + 1, session_log=start)
-        )  # rounds from here on, left by an interrupted run, are hidden
+        # rounds from here on, left by an interrupted run, are hidden
+        self._write(Event(step=after + 1, session_log=start))
         table = "\n".join(
             ["| key | value |", "|---|---|", *(f"| {key} | {json.dumps(v)} |" for key, v in settings(run).items())]
         )

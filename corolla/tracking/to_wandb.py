@@ -19,7 +19,8 @@ class Store:
     """One run in the project WANDB_PROJECT, or `corolla`; its id is the experiment's, so that a resumed run goes on in it."""
 
     def __init__(self, run: RecordedRun, after: int) -> None:
-        private = wandb.Settings(  # of the machine it learns nothing
+        # of the machine it learns nothing
+        private = wandb.Settings(
             console="off",
             save_code=False,
             disable_git=True,
@@ -39,7 +40,8 @@ class Store:
             job_type=str(run.settings["method"]),
             settings=private,
         )
-        name = re.sub(r"[^\w.-]", "-", run.path.name, flags=re.ASCII)  # a sweep's runs have commas and = in theirs
+        # a sweep's runs have commas and = in theirs
+        name = re.sub(r"[^\w.-]", "-", run.path.name, flags=re.ASCII)
         self._files = wandb.Artifact(f"{name[:100]}-{self._run.id}", "model")
 
     def round(self, number: int, values: Mapping[str, float]) -> None:

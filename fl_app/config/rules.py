@@ -12,7 +12,8 @@ from fl_app.keys import Scalar, nearest
 from fl_app.known_names import BY_COLUMN, MODELS, OWN_PARTITION, PARTITIONS, TASKS, TRACKERS
 from fl_app.sources import NODE, SOURCES, path_in, path_prefixes, source_of
 
-LONGEST_NAME = 200  # bytes of a run's name: file systems take 255, of which files named after a run need some
+# bytes of a run's name: file systems take 255, of which files named after a run need some
+LONGEST_NAME = 200
 
 
 def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:

@@ -26,9 +26,11 @@ from fl_app.wire import GROUP_MIN
 
 Words = NDArray[np.uint32]
 
-PARAMS_RANGE, BUFFERS_RANGE = 8.0, 512.0  # of weights, and of BatchNorm's statistics, whose variances are larger
+# of weights, and of BatchNorm's statistics, whose variances are larger
+PARAMS_RANGE, BUFFERS_RANGE = 8.0, 512.0
 _BITS = 30
-_CHUNK = 1 << 18  # words: a chunk of the sum and of a mask fit the cache
+# words: a chunk of the sum and of a mask fit the cache
+_CHUNK = 1 << 18
 
 
 def derived(secret: bytes, *labels: object) -> bytes:
@@ -63,7 +65,8 @@ def decode(total: Words, weight: float, num_clients: int, limit: float) -> NDArr
     total: uint32 [n], modulo 2^32; weight: the sum of its summands' weights. Raises ValueError if it is no sum of such values.
     """
     signed = total.view(np.int32)
-    bound = 2.0 ** scale(num_clients, limit) * limit * weight + num_clients  # rounding adds half a unit per summand
+    # rounding adds half a unit per summand
+    bound = 2.0 ** scale(num_clients, limit) * limit * weight + num_clients
     if signed.size and max(int(signed.max()), -int(signed.min())) > bound:
         outside = int(np.count_nonzero(np.abs(signed.astype(np.int64)) > bound))
         raise ValueError(f"{outside} of {signed.size} values are beyond what {num_clients} clients can sum up to")

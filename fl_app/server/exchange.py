@@ -72,7 +72,8 @@ class Exchange:
         """
         client_of_node = {node: client for client, node in self.roster.node_of.items()}
         requests = iter(requests)
-        waiting: dict[str, tuple[int, int]] = {}  # message id -> client id, bytes
+        # message id -> client id, bytes
+        waiting: dict[str, tuple[int, int]] = {}
         done, unsent = 0, total
 
         def count() -> None:
@@ -95,11 +96,13 @@ class Exchange:
                     else:
                         count()
                         yield Reply(client_id, None, "the message could not be delivered")
-                    del message  # its arrays are the SuperLink's now
+                    # its arrays are the SuperLink's now
+                    del message
                 answers: list[Answer] = self.inbox.take(POLL_SECONDS) if waiting else []
                 if not answers:
                     self.progress(what, done, total)
-                while answers:  # each is freed when it has been taken in
+                # each is freed when it has been taken in
+                while answers:
                     answer = answers.pop(0)
                     client_id, _ = waiting.pop(answer.message_id)
                     count()

@@ -24,7 +24,8 @@ from fl_app.metrics import moments
 log = logging.getLogger("corolla")
 
 LOG_MARK = "corolla: "
-PROGRESS_SECONDS = 0.25  # between two lines of progress
+# between two lines of progress
+PROGRESS_SECONDS = 0.25
 _FOLDER, _RESUMED, _STOPPED = "run folder: ", "resumed after round ", "stopped after round "
 _ERROR, _PROGRESS, _DATA, _LEFT_OUT = "error: ", "progress: ", " | data: ", " cannot take part: "
 
@@ -255,7 +256,8 @@ def read_line(text: str) -> Line | None:
             return Stopped(int(text.removeprefix(_STOPPED)))
         if text.startswith(_PROGRESS):
             what, done, total = json.loads(text.removeprefix(_PROGRESS))
-            return Progress(plain(str(what)), int(done), int(total))  # JSON can hold what a line cannot
+            # JSON can hold what a line cannot
+            return Progress(plain(str(what)), int(done), int(total))
     except (ValueError, TypeError):
         return None
     if (found := re.fullmatch(rf"(client -?\d+|a node){_LEFT_OUT}(.*)", text)) is not None:

@@ -190,7 +190,8 @@ def mean_and_pooled(rows: list[Record], name: str) -> tuple[float | None, float 
 
 
 def _short(value: float) -> float | None:
-    return float(f"{value:.12g}") if math.isfinite(value) else None  # 0.97, not 0.9700000000000001
+    # 0.97, not 0.9700000000000001
+    return float(f"{value:.12g}") if math.isfinite(value) else None
 
 
 def digest(hashes: Iterable[str]) -> str:

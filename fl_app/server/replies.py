@@ -23,10 +23,13 @@ from fl_app.errors import describe
 from fl_app.server import superlink
 from fl_app.wire import WireError, one_line
 
-_REST = 3  # how many times as long as a look at all expected replies took, none is taken: at most a quarter of the time goes there
-_FETCH_SECONDS = 10.0  # for the objects of a reply, at least
+# how many times as long as a look at all expected replies took, none is taken: at most a quarter of the time goes there
+_REST = 3
+# for the objects of a reply, at least
+_FETCH_SECONDS = 10.0
 
-_SHORT = 160  # characters of what Flower says about what it cannot read
+# characters of what Flower says about what it cannot read
+_SHORT = 160
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,12 @@ class Inbox:
     def __init__(self, grid: Grid, link: superlink.SuperLink | None = None) -> None:
         self._grid = grid
         self._link = link
-        self._expected: dict[str, tuple[float, float]] = {}  # message id -> timeout, deadline, both in seconds
+        # message id -> timeout, deadline, both in seconds
+        self._expected: dict[str, tuple[float, float]] = {}
         self._fetching: set[str] = set()
         self._received: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self._rested = 0.0  # when the next look may be taken
+        # when the next look may be taken
+        self._rested = 0.0
 
     def expect(self, message_id: str, timeout: float) -> None:
         """Wait for the reply to a message for `timeout` seconds from now."""
@@ -124,12 +129,14 @@ class Inbox:
             return
         if found is not None:
             self._fetching.add(name)
-            timeout, _ = self._expected[name]  # what had come before anybody looked still has time to be fetched
+            # what had come before anybody looked still has time to be fetched
+            timeout, _ = self._expected[name]
             deadline = max(deadline, time.monotonic() + _FETCH_SECONDS)
             self._expected[name] = timeout, deadline
 
             def fetch() -> None:
-                with contextlib.suppress(TimeoutError):  # its deadline: `take` says so
+                # its deadline: `take` says so
+                with contextlib.suppress(TimeoutError):
                     self._received.put(_answer(name, lambda: link.fetch(found, deadline)))
 
             threading.Thread(target=fetch, name=f"reply {name[:8]}", daemon=True).start()

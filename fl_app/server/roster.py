@@ -31,10 +31,14 @@ log = logging.getLogger("corolla")
 
 POLL_SECONDS = 0.1
 QUERY = "get_properties"
-_SILENT_SECONDS = 60  # after which a log says who is waited for
-_QUERIES = 3  # how often a node that answers with an error, or too late, is asked who it is
-_PAUSE = 0.5  # seconds before the second time, twice that before the third; at most a tenth of available-timeout
-_ARRIVAL = 2.0  # seconds a round waits for what newcomers have already answered
+# after which a log says who is waited for
+_SILENT_SECONDS = 60
+# how often a node that answers with an error, or too late, is asked who it is
+_QUERIES = 3
+# seconds before the second time, twice that before the third; at most a tenth of available-timeout
+_PAUSE = 0.5
+# seconds a round waits for what newcomers have already answered
+_ARRIVAL = 2.0
 T = TypeVar("T", bound=Hashable)
 
 
@@ -51,19 +55,27 @@ class Roster:
         self.grid = grid
         self.config = config
         self.progress = progress
-        self.num_clients = config.num_clients  # 0 until nodes say how many there are
-        self.shape: Shape | None = None  # of the data, as most clients have it
-        self.key_list: str | None = None  # of all sites' keys, as most clients hold it
+        # 0 until nodes say how many there are
+        self.num_clients = config.num_clients
+        # of the data, as most clients have it
+        self.shape: Shape | None = None
+        # of all sites' keys, as most clients hold it
+        self.key_list: str | None = None
         self.properties: dict[int, dict[str, Scalar]] = {}
         self.node_of: dict[int, int] = {}  # client id -> node id
         self._inbox = Inbox(grid, link)
-        self._asked: dict[str, int] = {}  # id of a pending query -> node id
-        self._queries: dict[int, int] = {}  # node id -> how often it was asked
-        self._answers: dict[int, Properties] = {}  # what connected nodes said, in the order of their answers
+        # id of a pending query -> node id
+        self._asked: dict[str, int] = {}
+        # node id -> how often it was asked
+        self._queries: dict[int, int] = {}
+        # what connected nodes said, in the order of their answers
+        self._answers: dict[int, Properties] = {}
         self._who: dict[int, Identity] = {}
-        self._refused: dict[int, tuple[str, str]] = {}  # node id -> who it says it is, why it cannot take part
+        # node id -> who it says it is, why it cannot take part
+        self._refused: dict[int, tuple[str, str]] = {}
         self._logged: set[tuple[int, str]] = set()  # refusals that were logged
-        self._again: dict[int, float] = {}  # node id -> when a node that answered with an error is asked again
+        # node id -> when a node that answered with an error is asked again
+        self._again: dict[int, float] = {}
         self._holders = Holders()
         self._started = False
 
@@ -111,9 +123,8 @@ class Roster:
         """Take in nodes that came or went since the last round; waits only if fewer than `minimum` are left."""
         self._take_in()
         until = time.monotonic() + _ARRIVAL
-        while (
-            self._asked and self._inbox.arriving and time.monotonic() < until
-        ):  # who has answered takes part in this round
+        # who has answered takes part in this round
+        while self._asked and self._inbox.arriving and time.monotonic() < until:
             time.sleep(POLL_SECONDS / 10)
             self._take_in()
         self._warn_of_refused()
@@ -187,7 +198,8 @@ class Roster:
             who = named.get(node)
             self._who[node] = who if who and who.key else Identity(f"node {node}".encode())
             self._queries[node] = self._queries.get(node, 0) + 1
-            if message_id:  # undelivered: asked again next time
+            # undelivered: asked again next time
+            if message_id:
                 self._asked[message_id] = node
                 self._inbox.expect(message_id, self.config.round_timeout)
 

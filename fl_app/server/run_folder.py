@@ -38,8 +38,10 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 RUN = "run.json"
 CLIENTS = "clients.json"
-STOP = "stop"  # a file: the run is asked to end after its round
-PLUGINS = "plugins"  # copies of the user's own files that the run uses
+# a file: the run is asked to end after its round
+STOP = "stop"
+# copies of the user's own files that the run uses
+PLUGINS = "plugins"
 MODELS = "models"
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = (
     "state-removed",
@@ -50,7 +52,8 @@ STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = (
 )  # in run.json
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
-LONGEST_NAME = 200  # characters of a class's name
+# characters of a class's name
+LONGEST_NAME = 200
 
 
 class RunFolder:
@@ -141,7 +144,8 @@ class RunFolder:
     def continue_with(self, config: RunConfig) -> None:
         """Record a resumed start, the keys that changed, and with what it goes on if that is something else."""
         self.forget_stop()
-        made, now = read_about(self.path).get(MADE_WITH, [{}]), made_with()  # older runs: {}, nobody knows
+        # older runs: {}, nobody knows
+        made, now = read_about(self.path).get(MADE_WITH, [{}]), made_with()
         made = made if made[-1] == now else [*made, now]
         self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made})
         self.write_config(config, {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""})
@@ -315,7 +319,8 @@ def read_config(run: Path) -> dict[str, Scalar]:
 
 def check_unchanged(run: Path, config: RunConfig) -> None:
     """Raise UserError if `run` is no run folder, or if a key differs from it that must not change on resume."""
-    saved = {**config.defaults, **read_config(run)}  # a key newer than the run had its default
+    # a key newer than the run had its default
+    saved = {**config.defaults, **read_config(run)}
     changed = [
         f"  {key.name}: {saved.get(key.name)!r} in the run, now {value!r}"
         for key, value in config.own_keys()

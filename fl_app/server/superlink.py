@@ -25,14 +25,17 @@ from fl_app.wire import WireError
 log = logging.getLogger("corolla")
 
 RUN_ENDED = RunNotRunningException
-MAX_OBJECTS = 10_000  # of one reply; of a large model's 4 MB pieces that is 40 GB
-MAX_DEPTH = 8  # a message holds records, these a record, it arrays, they pieces: 5
-MAX_RECORD = (
-    1_000_000  # bytes of a record of numbers and texts; reading one costs some hundred times as much as sending it
-)
+# of one reply; of a large model's 4 MB pieces that is 40 GB
+MAX_OBJECTS = 10_000
+# a message holds records, these a record, it arrays, they pieces: 5
+MAX_DEPTH = 8
+# bytes of a record of numbers and texts; reading one costs some hundred times as much as sending it
+MAX_RECORD = 1_000_000
 _RECORDS = ("ConfigRecord", "MetricRecord")
-_AT_ONCE = 4  # objects fetched at the same time, of all replies together
-_FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0  # seconds between two tries for an object that is not there yet
+# objects fetched at the same time, of all replies together
+_AT_ONCE = 4
+# seconds between two tries for an object that is not there yet
+_FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,8 @@ class Found:
 
 def has_fixed_nodes(grid: Grid) -> bool:
     """Tell whether a grid's nodes are there from the beginning: those of one process, and of a simulation."""
-    from flwr.superlink.grid import InMemoryGrid  # a second that clients, who import this too, need not spend
+    # a second that clients, who import this too, need not spend
+    from flwr.superlink.grid import InMemoryGrid
 
     return type(grid).get_node_ids in (InProcessGrid.get_node_ids, InMemoryGrid.get_node_ids)
 

@@ -29,11 +29,14 @@ from fl_app.server import progress_protocol
 from fl_app.server.progress_protocol import LOG_MARK, Folder, Resumed
 
 FOLLOWER = "corolla.tracking.follow"
-SECONDS = 30.0  # a tracker may take for each thing it is given when the run has ended
-_MORE = 5.0  # until a follower that does not end by itself is ended
+# a tracker may take for each thing it is given when the run has ended
+SECONDS = 30.0
+# until a follower that does not end by itself is ended
+_MORE = 5.0
 
 
-_ENVIRONMENT = {  # unless it is set: MLflow would try for many minutes, and both tell their makers things
+# unless it is set: MLflow would try for many minutes, and both tell their makers things
+_ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -51,7 +54,8 @@ def require(config: Mapping[str, Scalar]) -> None:
     problems = []
     for name in wanted(config):
         found = importlib.util.find_spec(name)
-        if found is None or found.origin is None:  # a directory of that name is no package
+        # a directory of that name is no package
+        if found is None or found.origin is None:
             problems.append(
                 f"track: the package {name} is not installed where the server runs; pip install {TRACKERS[name]}, or leave {name} "
                 "out of track"
@@ -80,7 +84,8 @@ class Follower:
             text=True,
             start_new_session=True,
         )
-        self._signs: queue.Queue[bool] = queue.Queue()  # True for a sign of life, False for the end
+        # True for a sign of life, False for the end
+        self._signs: queue.Queue[bool] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -158,7 +163,8 @@ def following_log(config: Mapping[str, Scalar], on_line: Callable[[str], None]) 
         )
         if isinstance(found, Folder):
             folder[:] = [found.path]
-            if not config.get("resume"):  # whose rounds after its checkpoint are still there
+            # whose rounds after its checkpoint are still there
+            if not config.get("resume"):
                 start(0)
         elif isinstance(found, Resumed) and folder:
             start(found.round)

@@ -57,7 +57,8 @@ class Classification(Task):
     def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> Mapping[str, float]:
         """Return metrics by name."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchmetrics' about classes without samples, which are left out here
+            # torchmetrics' about classes without samples, which are left out here
+            warnings.simplefilter("ignore")
             return {name: _MEASURES[name](outputs, y) for name in names}
 
     def predict(self, outputs: Tensor) -> Tensor:

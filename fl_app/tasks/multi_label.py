@@ -45,7 +45,8 @@ class MultiLabel(Task):
         probabilities, truth = outputs.sigmoid(), y.long()
         both = (truth.amin(0) == 0) & (truth.amax(0) == 1)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about labels that all samples have, or none: they are left out here
+            # about labels that all samples have, or none: they are left out here
+            warnings.simplefilter("ignore")
             for name in names:
                 if name == "f1":
                     found[name] = float(

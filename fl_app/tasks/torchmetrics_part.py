@@ -44,7 +44,8 @@ def _empty(*packages: str) -> Iterator[None]:
     for name in packages:
         package = ModuleType(name)
         package.__path__ = [str(Path(root, *name.split(".")[1:])) for root in found.submodule_search_locations]
-        package.__dict__["_logger"] = logging.getLogger(packages[0])  # which its other modules import
+        # which its other modules import
+        package.__dict__["_logger"] = logging.getLogger(packages[0])
         sys.modules[name] = package
     try:
         yield

@@ -261,9 +261,8 @@ class LocalUpdate(Generic[P]):
     """
 
     reports: ClassVar[tuple[str | Metric, ...]] = ()
-    local_from_file: ClassVar[bool] = (
-        True  # what does not travel starts from `initial-weights`, if given; else from the seed
-    )
+    # what does not travel starts from `initial-weights`, if given; else from the seed
+    local_from_file: ClassVar[bool] = True
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
         """Return the model training starts from: received tensors, and the client's own where they do not travel."""

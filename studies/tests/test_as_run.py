@@ -99,7 +99,8 @@ def test_apfl_mixes_outputs_and_steps_twice_on_one_gradient(raw: Mapping[str, Sc
     assert row.own[1] is row.initial and row.alphas[1] == 0.4  # nobody else's
     with torch.no_grad():
         (x, _), *_ = trainer.data.test()
-        want = alpha * v(x) + (1 - alpha) * row.network()(x)  # the global model is still the first
+        # the global model is still the first
+        want = alpha * v(x) + (1 - alpha) * row.network()(x)
         assert torch.allclose(row.answers(row.trainer(0, 2), x), want, atol=1e-5)
 
 
@@ -184,13 +185,15 @@ def test_flutes_body_never_trains(raw: Mapping[str, Scalar]) -> None:
         move(module, tuple(torch.zeros_like(g) for g in slopes[:-2]) + slopes[-2:], row.config.learning_rate)
     sent = row.fit(row.trainer(0, 1))
     assert close(sent.params, vector(module)) and not close(sent.params, row.initial.params)
-    H = list(module.parameters())[-2]  # then the server's step, over the two clients of a round
+    # then the server's step, over the two clients of a round
+    H = list(module.parameters())[-2]
     (slope,) = torch.autograd.grad(collapse(H, trainer.data.train_labels) / 2, [H])
     with torch.no_grad():
         H -= 5.0 * slope
     row.global_model = row.fit(row.trainer(1, 1))
     assert close(row.trainer(0, 2).read().params, vector(module))
-    assert same(row.trainer(2, 2).read().params, row.global_model.params)  # none of its own yet: everybody's mean
+    # none of its own yet: everybody's mean
+    assert same(row.trainer(2, 2).read().params, row.global_model.params)
     assert len(dict(row.run())) == 3
     body = [row.layout.take(model, row.shared).params for model in (row.global_model, row.initial)]
     assert same(*body)

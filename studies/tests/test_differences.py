@@ -28,7 +28,8 @@ def test_the_difference_is_of_all_samples_and_its_interval_that_of_other_clients
     resampled = gains[chosen].sum(axis=1) / sizes[chosen].sum(axis=1)
     assert half == pytest.approx(1.98 * resampled.std(), rel=0.05)
     again = differences.difference([(ours, theirs), (ours, theirs)])
-    assert again == pytest.approx((mean, half))  # the same clients twice are no more clients
+    # the same clients twice are no more clients
+    assert again == pytest.approx((mean, half))
 
 
 def test_tests_of_other_samples_are_not_compared() -> None:
@@ -64,11 +65,11 @@ def test_the_best_tests_are_compared_with_the_first_rows(tmp_path: Path) -> None
     ordered = sorted(lines(tmp_path), key=lambda line: ("fedobp", "fedavg", "local").index(line.runs[0].config.method))
     header, _, *rows = differences.table(ordered)
     assert header == "| method | before: from fedobp before | fine-tuned: from fedobp before |"
-    half = (
-        100 * 12.7062 * np.std([-2 + 1, -2 + 3], ddof=1) / 20 / 2**0.5
-    )  # t of 1; -4 of 40, so -0.1; clients of 10 and 30
+    # t of 1; -4 of 40, so -0.1; clients of 10 and 30
+    half = 100 * 12.7062 * np.std([-2 + 1, -2 + 3], ddof=1) / 20 / 2**0.5
     assert rows[0] == f"| fedobp | – | +10.00 ± {half:.2f} |"
-    assert rows[1] == "| local | n/a | n/a |"  # another seed, hence nothing to compare
+    # another seed, hence nothing to compare
+    assert rows[1] == "| local | n/a | n/a |"
     assert rows[2] == f"| fedavg | -10.00 ± {half:.2f} | +0.00 ± 0.00 |"
     assert rows[3:5] == ["", rows[4]] and "over all 40 test samples" in rows[4] and "the 2 clients" in rows[4]
 

@@ -31,7 +31,8 @@ def test_the_pages_pictures_are_of_the_collected_runs() -> None:
     for name, path in results_page.PICTURES.items():
         panel = results_page.accuracy_picture(name, RESULTS / name)
         assert path.exists() == bool(panel), "make docs"
-        if panel:  # other versions of the libraries draw a letter otherwise, not a curve
+        # other versions of the libraries draw a letter otherwise, not a curve
+        if panel:
             files = (BytesIO(results_page.small_png(panel)), path)
             drawn, kept = (np.asarray(Image.open(file).convert("L"), np.float64) for file in files)
             assert drawn.shape == kept.shape and np.abs(drawn - kept).mean() < 0.5, f"{path.name}: make docs"
@@ -57,12 +58,13 @@ def test_a_block_has_what_was_run_what_is_far_and_what_is_left(tmp_path: Path) -
     run_tested(tmp_path, "b", f"{FASHION}/local", [0.90, 0.88], local_epochs=3, **tuned)
     text = results_page.block("fedobp-fashion-mnist", tmp_path)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    # 96.80 for 96.89; 89.00 for 94.93
     assert [row[0] for row in rows] == [
         "| method",
         "| fedobp",
         "| local\\*",
         "| distance",
-    ]  # 96.80 for 96.89; 89.00 for 94.93
+    ]
     assert rows[1][-3:] == ["1", "400", "6.0 |"] and rows[1][2] == "95.80 / 95.80"
     assert "- local, settings that differ: local-epochs 3 (paper: 5)" in text and CAPTION[1:] in text
     left = text.partition("Not run yet: ")[2]

@@ -61,9 +61,8 @@ def test_newcomers_as_logged_have_what_they_receive_and_later_their_own_classifi
         ctx = SimpleNamespace(round=1, params=params, layout=layout, trainer=trainer)
         state, update = SimpleNamespace(arrays={}), method.local_update()
         first = layout.tensors(update.merge(received, state, ctx))
-        assert (
-            np.abs(first["fc1.weight"]).max() <= 1 / 32 and first["conv2.bias"].std() > 0
-        )  # torch's own initial weights
+        # torch's own initial weights
+        assert np.abs(first["fc1.weight"]).max() <= 1 / 32 and first["conv2.bias"].std() > 0
         ctx.round = 2
         assert update.merge(received, state, ctx) is received
         assert update.train(received, state, ctx) is trained

@@ -33,7 +33,8 @@ def press() -> None:
 
 @pytest.fixture(autouse=True)
 def not_ignored() -> Any:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests run in the background ignore it
+    # tests run in the background ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
@@ -107,7 +108,8 @@ def test_a_run_ends_after_the_round_and_goes_on_with_the_same_bits(
     folder = server_app.run(InProcessGrid(client_app, raw, config.num_clients), config, stop_in_round_2)
     assert [record["round"] for record in read_metrics(folder.path)] == [1, 2]
     assert not (folder.path / "summary.json").exists() and not (folder.path / STOP).exists()
-    (folder.path / STOP).touch()  # of a run that ended otherwise: the next one starts without it
+    # of a run that ended otherwise: the next one starts without it
+    (folder.path / STOP).touch()
     again = run(num_server_rounds=4, resume=str(folder.path))
     ends = [list(read_metrics(path))[-1]["evaluation"]["digest"] for path in (whole.path, again.path)]
     assert ends[0] == ends[1] and len(list(read_metrics(again.path))) == 4

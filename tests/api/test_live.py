@@ -333,7 +333,8 @@ def test_progress_lines_are_few(lines: Lines) -> None:
 
 
 def test_a_wait_shows_the_last_number(lines: Lines) -> None:
-    for done in (0, 1, 2, 3):  # three replies at once, then none for a second
+    # three replies at once, then none for a second
+    for done in (0, 1, 2, 3):
         lines.progress("round 1/2", done, 4)
     for _ in range(10):
         lines.now += 0.1

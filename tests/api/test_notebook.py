@@ -50,7 +50,8 @@ def test_the_notebook_runs_and_shows_what_it_promises(executed: Any) -> None:
     directory, cells = executed
     first, comparison, metrics, plot, clients, model, report, mistake, summary = cells
     panel, result = outputs(first, "text/html")
-    assert "5/5 done" in panel and "fedcac" in panel and "<pre" in panel  # one panel, drawn anew in its place
+    # one panel, drawn anew in its place
+    assert "5/5 done" in panel and "fedcac" in panel and "<pre" in panel
     assert "<table>" in result and " %" in result
     assert "verdict" in outputs(comparison, "text/html")[-1] and "fedavg" in outputs(comparison, "text/html")[-1]
     assert "accuracy-before" in outputs(metrics, "text/html")[0] and outputs(plot, "image/png")
@@ -63,7 +64,8 @@ def test_the_notebook_runs_and_shows_what_it_promises(executed: Any) -> None:
         and len(list(directory.glob("runs/*/summary.json"))) == 2
     )
     told = "".join(output.get("text", "") for cell in cells for output in cell.outputs)
-    assert "round 1/5" not in told and "\x1b" not in told  # no lines beside the panel, nothing for terminals
+    # no lines beside the panel, nothing for terminals
+    assert "round 1/5" not in told and "\x1b" not in told
 
 
 def test_a_drawing_is_html_and_text() -> None:

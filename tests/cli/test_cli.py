@@ -240,7 +240,8 @@ def test_settings_without_effect_are_named(corolla, tmp_path: Path) -> None:  # 
     assert code == 0
     assert err == "warning: --set fedcac.tau has no effect: it is a key of method fedcac, not of fedavg"
     assert corolla("run", *dry)[2] == ""
-    (tmp_path / "all.toml").write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')  # files may be for several methods
+    # files may be for several methods
+    (tmp_path / "all.toml").write_text('method = "fedavg"\n[fedcac]\ntau = 0.3\n')
     assert corolla("run", "all.toml", "--dry-run")[2] == ""
     (tmp_path / "s.toml").write_text('[grid]\nmethod = ["fedavg", "fedcac"]\n')
     assert corolla("sweep", "s.toml", *dry)[2] == ""

@@ -16,7 +16,8 @@ from tests.conftest import Command
 
 def test_a_method_with_a_second_model_says_which_one_is_tested(corolla: Command) -> None:
     sets = ["--set", "num-server-rounds=1", "--set", "local-epochs=1", "--set", "train-samples=20"]
-    for method, count in (("ditto", 2), ("fedavg", 0)):  # at the start, and below the table
+    # at the start, and below the table
+    for method, count in (("ditto", 2), ("fedavg", 0)):
         code, out, err = corolla(
             "run", "--in-process", *sets, "--set", f"method={method}", "--set", f"run-name={method}"
         )

@@ -73,7 +73,8 @@ def test_drop_last(make: Callable[[], nn.Module], n: int, batch_size: int, sizes
         torch.cat([batch.indices for batch in batches[e : e + len(sizes)]]) for e in range(0, len(batches), len(sizes))
     ]
     assert all(len(set(epoch.tolist())) == sum(sizes) for epoch in used)
-    assert set(torch.cat(used).tolist()) == set(range(n))  # other samples are left out in every epoch
+    # other samples are left out in every epoch
+    assert set(torch.cat(used).tolist()) == set(range(n))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,8 @@ def test_normalize_leaves_the_samples_as_they_are() -> None:
     options = config(task="regression", partition="iid", normalize="mean-std")
     batches = Batches(options, ClientData(x, y, x, y, info), torch.device("cpu"), round=1, client_id=0)
     for side in (batches.test, batches.train):
-        for _ in range(2):  # each client is evaluated more than once on what it holds
+        # each client is evaluated more than once on what it holds
+        for _ in range(2):
             ((inputs, _),) = side()
             assert torch.equal(inputs, torch.from_numpy((x - np.float32(info.mean)) / np.float32(info.std)))
 

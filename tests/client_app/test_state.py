@@ -128,7 +128,8 @@ def test_delete_before(store: StateStore) -> None:
     store.delete_before(versions[2])
     assert names(store) == [f"{v}.state" for v in versions[2:]]
     assert store.load(versions[2]).arrays["w"].tolist() == [2]
-    left = store.directory / ".000002-000000.state.99-1.tmp"  # by a killed process; a later one may still be written
+    # by a killed process; a later one may still be written
+    left = store.directory / ".000002-000000.state.99-1.tmp"
     coming = store.directory / ".000003-000000.state.99-1.tmp"
     left.touch()
     coming.touch()

@@ -184,7 +184,8 @@ def test_training_leaves_its_start_alone_and_returns_copies() -> None:
 def test_loss_is_the_last_epochs_mean() -> None:
     data = data_of(30)
     same = ClientData(data.x_train, data.y_train, data.x_train, data.y_train, INFO)
-    t = trainer(data=same, learning_rate=1e-12, batch_size=8, local_epochs=2)  # 30 = 8 + 8 + 8 + 6: a weighted mean
+    # 30 = 8 + 8 + 8 + 6: a weighted mean
+    t = trainer(data=same, learning_rate=1e-12, batch_size=8, local_epochs=2)
     start = weights.read(mlp())
     t.train(start)
     assert t.last_loss == pytest.approx(t.evaluate(start)[0], rel=1e-5)
@@ -230,7 +231,8 @@ def test_batchnorm_with_single_samples_trains(n: int, batch_size: int) -> None:
     after = train(with_batchnorm, n=n, batch_size=batch_size, local_epochs=2)
     assert np.isfinite(after.params).all() and np.isfinite(after.buffers).all()
     assert (after.params != start.params).any()
-    assert (after.buffers == start.buffers).all() == (n == 1 or batch_size == 1)  # one sample has no variance to learn
+    # one sample has no variance to learn
+    assert (after.buffers == start.buffers).all() == (n == 1 or batch_size == 1)
 
 
 def test_batchnorm_learns_again_after_a_single_sample() -> None:
@@ -267,7 +269,8 @@ def test_parameters_a_users_model_freezes_never_change(changes: dict[str, Any]) 
 
     t, start = trainer(half_frozen, **changes), weights.read(half_frozen())
     size = t.layout.params[0].size
-    for _ in range(2):  # a second training with the same trainer too
+    # a second training with the same trainer too
+    for _ in range(2):
         after = t.train(start)
         assert (after.params[:size] == start.params[:size]).all()
         assert (after.params[size:] != start.params[size:]).any()

@@ -92,7 +92,8 @@ def test_one_flipped_bit_is_found_by_verify(root: Path) -> None:
     assert sound.exit_code == 0 and "2 prepared data sets and partitions" in sound.output, sound.output
     images = one(root, "datasets/*/x_train.npy")
     flip(images, images.stat().st_size - 5)
-    open_one(root)  # milliseconds: not all is read
+    # milliseconds: not all is read
+    open_one(root)
     found = CliRunner().invoke(app, verify)
     assert isinstance(found.exception, UserError)
     assert "x_train.npy has another checksum" in str(found.exception) and "--force" in str(found.exception)

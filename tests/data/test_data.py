@@ -108,7 +108,8 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: p
         data.prepare(dataset, tmp_path / "root")
     assert [p.suffix for p in (tmp_path / "root" / "datasets").iterdir()] == [".lock"]
     lock = next((tmp_path / "root" / "datasets").glob(".*.lock"))
-    stale = lock.with_suffix(".tmp-1")  # as a killed process leaves it
+    # as a killed process leaves it
+    stale = lock.with_suffix(".tmp-1")
     stale.mkdir()
     (stale / "x_train.npy").write_bytes(b"half")
     prepared = data.prepare(dataset, tmp_path / "root")
@@ -122,7 +123,8 @@ def test_force_converts_again(tmp_path: Path) -> None:
     assert digest(data.prepare(f"folder:{folder}", tmp_path / "root")) == digest(before)
     after = data.prepare(f"folder:{folder}", tmp_path / "root", force=True)
     assert np.array_equal(after.x_train[0], after.x_train[2])
-    assert not np.array_equal(before.x_train[0], before.x_train[2])  # the open map still has the old file
+    # the open map still has the old file
+    assert not np.array_equal(before.x_train[0], before.x_train[2])
     assert len([p for p in (tmp_path / "root" / "datasets").iterdir() if not p.name.startswith(".")]) == 1
 
 
@@ -232,7 +234,8 @@ def test_real_images(tmp_path: Path) -> None:
         pytest.skip(f"{CIFAR_IMAGES.name} is not in shared/data")
     count = 0
     with tarfile.open(CIFAR_IMAGES) as tar:
-        for member in tar:  # the archive is sorted: test/ comes first, so stop early and use its images for both
+        # the archive is sorted: test/ comes first, so stop early and use its images for both
+        for member in tar:
             if member.isfile() and member.name.endswith(".jpg") and int(Path(member.name).stem) < 10:
                 split, name, file = Path(member.name).parts[-3:]
                 for target in ("train", "test"):

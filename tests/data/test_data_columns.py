@@ -49,7 +49,8 @@ def test_a_table_by_a_column(tmp_path: Path, suffix: str) -> None:
     assert (info.input_shape, info.classes, info.groups) == ((2,), ("days",), ("A", "B", "C"))
     clients = [data.open_client(parsed, i) for i in range(3)]
     assert [len(c.y_train) + len(c.y_test) for c in clients] == [20, 10, 10]
-    assert [len(c.y_test) for c in clients] == [5, 2, 2]  # a quarter of each one's, rounded to even
+    # a quarter of each one's, rounded to even
+    assert [len(c.y_test) for c in clients] == [5, 2, 2]
     whole, of_a = frame(), clients[0]
     own = whole[whole.hospital == "A"]
     np.testing.assert_allclose(np.sort(np.r_[of_a.y_train, of_a.y_test][:, 0]), np.sort(own.days).astype(np.float32))

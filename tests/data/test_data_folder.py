@@ -43,7 +43,8 @@ def test_folder_keeps_pixels_and_order(tmp_path: Path) -> None:
 
 def test_folder_is_converted_again_when_its_directories_change(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
-    inside = folder / "prepared"  # a data directory inside the folder does not count as a change
+    # a data directory inside the folder does not count as a change
+    inside = folder / "prepared"
     key = data.prepare(f"folder:{folder}", inside).key
     assert data.prepare(f"folder:{folder}", inside).key == key
     (folder / "train" / "a" / "001.png").unlink()
@@ -57,7 +58,8 @@ def test_folder_channels(tmp_path: Path) -> None:
         Image.open(file).convert("L").save(file)
     gray = data.prepare(f"folder:{folder}", tmp_path / "root")
     assert gray.info.in_channels == 1 and len(gray.info.mean) == 1
-    Image.new("RGB", (8, 8), (255, 0, 0)).save(folder / "test" / "b" / "002.png")  # one colour image, the last of all
+    # one colour image, the last of all
+    Image.new("RGB", (8, 8), (255, 0, 0)).save(folder / "test" / "b" / "002.png")
     colour = data.prepare(f"folder:{folder}", tmp_path / "root", force=True)
     assert colour.info.in_channels == 3
     assert np.array_equal(colour.x_train[:, 2], gray.x_train[:, 0])
@@ -79,7 +81,8 @@ def test_overwritten_files_are_noticed_by_who_looks(tmp_path: Path, caplog: pyte
 
 
 HALF = (128, 128, 128)
-PIXELS: dict[str, tuple[Any, Any]] = {  # per mode: how a pixel is written, what it becomes
+# per mode: how a pixel is written, what it becomes
+PIXELS: dict[str, tuple[Any, Any]] = {
     "1": (1, 255),
     "L": (7, 7),
     "LA": ((7, 0), 7),
@@ -113,7 +116,8 @@ def uniform(mode: str, value: Any) -> Image.Image:
 def test_every_mode_has_its_rule(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_folder(tmp_path / "images", {"a": 1, "b": 1})
     value, becomes = PIXELS.get(mode, (0, None))
-    monkeypatch.setattr(decode.Image, "open", lambda file: uniform(mode, value))  # few formats can hold a given mode
+    # few formats can hold a given mode
+    monkeypatch.setattr(decode.Image, "open", lambda file: uniform(mode, value))
     if mode in REFUSED:
         with pytest.raises(UserError, match=f"train/a/000.png cannot be read as an image .*{REFUSED[mode]}"):
             data.prepare(f"folder:{folder}", tmp_path / "root")

@@ -49,7 +49,8 @@ def test_supernodes_are_numbered_in_order_over_all_entries() -> None:
         (2, "local", "0"),  # round robin over two GPUs
         (3, "user@node2", "4"),
         (4, "user@node2", ""),  # [] hides all GPUs
-        (5, "local", None),  # not given: as the machine is
+        # not given: as the machine is
+        (5, "local", None),
     ]
     assert nodes[3].data_path == "/site a" and nodes[3].threads == 4
     assert parsed().hosts == {"local": sys.executable, "user@node2": "/opt/corolla/.venv/bin/python"}

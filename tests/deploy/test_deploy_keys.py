@@ -127,7 +127,8 @@ def test_a_certificate_for_other_names_is_refused_with_the_way_out(tmp_path: Pat
     assert {path.name for path in certificates.renew(other)} == {"server.crt", "server.key"}
     certificates.require_usable(other)
     changed = {name for name, content in contents(tmp_path).items() if content != before[name]}
-    assert changed == {"server.crt", "server.key"}  # the same CA: nodes need nothing new
+    # the same CA: nodes need nothing new
+    assert changed == {"server.crt", "server.key"}
 
 
 def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
@@ -197,9 +198,8 @@ def test_renewing_near_the_end_of_the_ca_keeps_its_key_and_the_nodes(
     before = contents(tmp_path)
     assert {path.name for path in certificates.renew(lab)} == {"ca.crt", "server.crt", "server.key"}
     assert certificates.expiry_warnings(lab) == []
-    certificates.read_certificate(tmp_path / "keys" / "server.crt").verify_directly_issued_by(
-        ca
-    )  # nodes with the old ca.crt go on until its end
+    # nodes with the old ca.crt go on until its end
+    certificates.read_certificate(tmp_path / "keys" / "server.crt").verify_directly_issued_by(ca)
     assert all(
         contents(tmp_path)[name] == before[name] for name in before if name.startswith("supernode") or name == "ca.key"
     )

@@ -44,11 +44,13 @@ def test_stop_ends_a_process_and_its_record_goes(directory: Path) -> None:
 
 
 def test_a_recycled_pid_is_not_touched(directory: Path, bystander: subprocess.Popen[bytes]) -> None:
-    time.sleep(0.05)  # start times count in hundredths of a second
+    # start times count in hundredths of a second
+    time.sleep(0.05)
     record = processes.start(directory, "t", "sleeper", ["true"], {})
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(record.pid).wait(30)
-    recycled = dataclasses.replace(record, pid=bystander.pid)  # the pid lives, its start time is another
+    # the pid lives, its start time is another
+    recycled = dataclasses.replace(record, pid=bystander.pid)
     (directory / "sleeper.json").write_text(json.dumps(dataclasses.asdict(recycled)))
     assert not processes.alive(recycled)
     assert processes.stop(directory, "t", "sleeper")

@@ -29,9 +29,8 @@ def test_a_supernodes_refusal(log: str, meaning: str) -> None:
 
 def test_no_refusal_no_words() -> None:
     assert explain_refusals("supernode-0", f"{FAILED}INFO : SuperNode ID: 17") == []
-    assert (
-        explain_refusals("supernode-0", CUT) == explain_refusals("supernode-0", CUT.partition("\n")[2]) == []
-    )  # a long log loses its beginning
+    # a long log loses its beginning
+    assert explain_refusals("supernode-0", CUT) == explain_refusals("supernode-0", CUT.partition("\n")[2]) == []
     assert explain_refusals("tunnel", FAILED) == [] and explain_refusals("superlink", "") == []
 
 

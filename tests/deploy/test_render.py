@@ -59,7 +59,8 @@ def test_a_shell_starts_what_the_launcher_would(tmp_path: Path) -> None:
 
 def test_ports_of_a_host_differ(tmp_path: Path) -> None:
     hosts = [{"host": "local", "supernodes": 3}]
-    for control in (8000, 9090):  # the second's next numbers meet the fleet port
+    # the second's next numbers meet the fleet port
+    for control in (8000, 9090):
         lab = inventory.parse({"superlink": {"control-port": control}, "hosts": hosts}, "lab", tmp_path)
         ports = render._place(lab, "local", "/p/python").ports
         assert len({*ports, 9092, control}) == len(ports) + 2 == 9
@@ -75,7 +76,8 @@ def test_a_job_asks_for_what_the_inventory_has(tmp_path: Path) -> None:
         "1",
         "4",
     ) and "--nodes" not in asked
-    assert "CUDA_VISIBLE_DEVICES" not in path.read_text()  # which GPU a task has, Slurm says
+    # which GPU a task has, Slurm says
+    assert "CUDA_VISIBLE_DEVICES" not in path.read_text()
     assert "address=$(hostname -f)" in path.read_text() and "tls: true" in path.read_text()
     path.write_text(render.slurm(inventory.parse({"hosts": [{"host": "local", "gpus": []}]}, "lab", tmp_path)))
     asked = slurm.options(path)

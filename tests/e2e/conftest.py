@@ -48,9 +48,11 @@ class Cluster:
 
     home: Path
     environment: dict[str, str]
-    address: str = "127.0.0.1"  # of the SuperLink, for SuperNodes
+    # of the SuperLink, for SuperNodes
+    address: str = "127.0.0.1"
     inside: Sequence[str] = ()
-    database: bool = False  # the SuperLink keeps its nodes in a file: without one they end when it is restarted
+    # the SuperLink keeps its nodes in a file: without one they end when it is restarted
+    database: bool = False
     fleet: str = ""
     port: int = 0
     processes: dict[str, psutil.Popen] = field(default_factory=dict)

@@ -145,7 +145,6 @@ def test_bad_uploads_are_dropped_by_name_and_cost_no_more_memory_than_they_weigh
 
     normal = max(peaks[1], peaks[2])
     for round, (attack, _) in ATTACKS.items():
-        weight = (
-            HUGE if attack in ("huge", "long") else 0
-        )  # after the huge one what it gave back is still the allocator's
+        # after the huge one what it gave back is still the allocator's
+        weight = HUGE if attack in ("huge", "long") else 0
         assert peaks[round] <= normal + COPIES * weight + 20e6, (attack, normal, peaks)

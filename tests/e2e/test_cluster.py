@@ -22,7 +22,8 @@ from tests.e2e.conftest import Lab, corolla, settings, summary, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
-SSHD = "/usr/sbin/sshd"  # sshd insists on an absolute path
+# sshd insists on an absolute path
+SSHD = "/usr/sbin/sshd"
 
 
 def test_tls_cluster_from_keys_to_down(lab: Lab) -> None:
@@ -175,7 +176,8 @@ def second_host(lab: Lab) -> Iterator[Path]:
     fields = {"port": port, "home": home, "lab": lab.directory, "user": pwd.getpwuid(os.getuid()).pw_name}
     (home / "sshd_config").write_text(SSHD_CONFIG.format(**fields))
     (home / "ssh_config").write_text(SSH_CONFIG.format(**fields))
-    bin_ = lab.directory / "ssh-bin"  # ssh reads ~/.ssh/config of the account, whatever HOME says
+    # ssh reads ~/.ssh/config of the account, whatever HOME says
+    bin_ = lab.directory / "ssh-bin"
     bin_.mkdir()
     (bin_ / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {home}/ssh_config "$@"\n')
     (bin_ / "ssh").chmod(0o755)
@@ -205,7 +207,8 @@ def test_a_second_host_behind_a_real_sshd(lab: Lab) -> None:
     entries = [{"host": "local", "gpus": []}, {"host": "second", "python": sys.executable, "gpus": [0], "threads": 2}]
     fleet, _ = lab.write(superlink={"fleet-address": address_of_this_machine()}, hosts=entries)
     with second_host(lab) as home:
-        refused = lab.cluster("up")  # TLS is not asked for: an address that others reach has it
+        # TLS is not asked for: an address that others reach has it
+        refused = lab.cluster("up")
         assert refused.returncode == 2 and "keys" in refused.stderr and lab.started() == [], refused.stderr
         assert lab.cluster("keys").returncode == 0
         up = lab.cluster("up", "--timeout", "300")

@@ -100,7 +100,8 @@ def test_supernode_that_joins_late_takes_part(cluster: Cluster, tmp_path: Path) 
     cluster.start_supernode(2, 3)
     wait_for(lambda: "SuperNode ID" in cluster.log("supernode-2"))
     cluster.release(0, training=2)
-    wait_for(lambda: "Sent successfully" in cluster.log("supernode-2"))  # it was asked who it is, in round 3
+    # it was asked who it is, in round 3
+    wait_for(lambda: "Sent successfully" in cluster.log("supernode-2"))
     cluster.release(0, training=3)
     run.finish()
     assert failures(run) == []
@@ -177,14 +178,16 @@ def test_full_disk_fails_that_client_by_name_and_leaves_its_last_state(cluster: 
         cluster.hold(1, training)
     run = Run(cluster, tmp_path / "full", 3, COMMON)
     cluster.training(1, 2)
-    seen = Path(f"/proc/{cluster.processes['supernode-1'].pid}/root{disk}")  # only that SuperNode sees its disk
+    # only that SuperNode sees its disk
+    seen = Path(f"/proc/{cluster.processes['supernode-1'].pid}/root{disk}")
     before = hashes(seen)
     assert len(before) == 1
     fill(seen / "filler")
     cluster.release(1, training=2)
     run.wait_for_round(2)
     (seen / "filler").unlink()
-    assert hashes(seen) == before  # the state of round 1 is as it was, and there is no part of another one
+    # the state of round 1 is as it was, and there is no part of another one
+    assert hashes(seen) == before
     cluster.release(1, training=3)
     run.finish()
     assert failures(run) == [(2, 1, 0)]
@@ -218,7 +221,8 @@ def hashes(directory: Path) -> dict[str, str]:
 
 def test_truncated_state_is_never_used_but_the_one_before(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(3)
-    cluster.hold(0, training=2)  # keeps round 2 open while what client 1 has left in it is cut
+    # keeps round 2 open while what client 1 has left in it is cut
+    cluster.hold(0, training=2)
     run = Run(cluster, tmp_path / "truncated", 3, COMMON)
     states = Path(cluster.environment["COROLLA_STATE_DIR"])
     file = wait_for(lambda: next(states.glob("*/client-0001/000002-*.state"), None))
@@ -236,7 +240,8 @@ def test_truncated_state_is_never_used_but_the_one_before(cluster: Cluster, tmp_
 def test_truncated_state_with_none_before_fails_that_client_by_name(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(3)
     for training in (1, 2):
-        cluster.hold(0, training)  # keeps the rounds open while the file is cut, and while it is put back
+        # keeps the rounds open while the file is cut, and while it is put back
+        cluster.hold(0, training)
     run = Run(cluster, tmp_path / "truncated", 3, COMMON)
     states = Path(cluster.environment["COROLLA_STATE_DIR"])
     file = wait_for(lambda: next(states.glob("*/client-0001/000001-*.state"), None))
@@ -256,7 +261,8 @@ def test_truncated_state_with_none_before_fails_that_client_by_name(cluster: Clu
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)  # 20 SuperNodes for 20 rounds start 400 client processes
+# 20 SuperNodes for 20 rounds start 400 client processes
+@pytest.mark.timeout(3600)
 def test_five_supernodes_for_eight_rounds_leak_nothing(lab: Lab, tmp_path: Path) -> None:
     clients, total = (int(os.environ.get(f"COROLLA_SOAK_{n}", d)) for n, d in (("CLIENTS", "5"), ("ROUNDS", "8")))
     lab.write(hosts=[{"host": "local", "supernodes": clients, "gpus": []}])

@@ -46,12 +46,14 @@ def keepers(directory: Path) -> list[psutil.Process]:
     "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.nightly) for n in (signal.SIGTERM, signal.SIGKILL))]
 )
 def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
-    with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:  # Ray's sockets need a short path
+    # Ray's sockets need a short path
+    with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:
         with started(Path(short)) as process:
             process.send_signal(number)
             out, err = process.communicate(timeout=90)
         assert process.returncode != 0
-        if number == signal.SIGINT:  # it finishes its round first
+        # it finishes its round first
+        if number == signal.SIGINT:
             assert (
                 "stopping after this round; press Ctrl-C again to stop at once" in err and "stopped after round" in err
             )
@@ -88,7 +90,8 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A simulation whose second round is done; if the block fails it is ended, and what it said is shown."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     for name in RAY:
-        environment.pop(name, None)  # this process has imported the ClientApp, which sets them
+        # this process has imported the ClientApp, which sets them
+        environment.pop(name, None)
     words = [
         COROLLA,
         "run",
@@ -106,7 +109,8 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test run in the background ignores it
+        # a test run in the background ignores it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     try:

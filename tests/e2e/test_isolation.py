@@ -45,7 +45,8 @@ def running(command: list[str], directory: Path, network: str = "") -> Iterator[
         NETWORK: network,
     }
     for name in RAY:
-        environment.pop(name, None)  # this process has imported the ClientApp, which sets them
+        # this process has imported the ClientApp, which sets them
+        environment.pop(name, None)
     (directory / "flwr").mkdir()
     log = directory / "run.log"
     try:
@@ -57,12 +58,14 @@ def running(command: list[str], directory: Path, network: str = "") -> Iterator[
         process.terminate()
         process.wait(90)
     finally:
-        end_processes(processes_with(mark))  # of `flwr run`, the SuperLink that it started
+        # of `flwr run`, the SuperLink that it started
+        end_processes(processes_with(mark))
 
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="c") as directory:  # Ray's sockets need a short path
+    # Ray's sockets need a short path
+    with tempfile.TemporaryDirectory(prefix="c") as directory:
         yield Path(directory)
 
 
@@ -124,13 +127,15 @@ def test_nobody_outside_reaches_a_simulation(short: Path) -> None:
         pytest.skip(f"no network of one's own here: {why}")
     with running(corolla_run(short), short) as mark:
         found = listeners(mark)
-        assert len(found) > 3  # the SuperLink, and several of Ray's
+        # the SuperLink, and several of Ray's
+        assert len(found) > 3
         assert all(address.is_loopback for address, _ in found)
         ours = os.readlink("/proc/self/ns/net")
         assert not [(a, p.name()) for a, p in found.items() if os.readlink(f"/proc/{p.pid}/ns/net") == ours]
         assert not [port for _, port in found if reachable(port, os.geteuid())]
         assert not [port for _, port in found if reachable(port, NOBODY)]
-        assert not list(short.glob("ray/*"))  # Ray lets everybody write where its sockets are
+        # Ray lets everybody write where its sockets are
+        assert not list(short.glob("ray/*"))
         homes = {path.relative_to(short).parts[0] for path in short.glob("*/ray/session_*")}
         assert homes and all((short / home).stat().st_mode & 0o077 == 0 for home in homes)
         keeper = next(p for p in processes_with(mark) if "corolla.experiments.superlink_supervisor" in p.cmdline())
@@ -154,9 +159,8 @@ def test_without_a_network_of_its_own_no_other_machine_joins(command: Callable[[
         found = listeners(mark)
         assert len(found) > 3 and all(address.is_loopback for address, _ in found)
         clients = [process for process in found.values() if process.name().startswith("ray::")]
-        assert {client.nice() for client in clients} == {
-            psutil.Process().nice()
-        }  # not starved by what runs beside them
+        # not starved by what runs beside them
+        assert {client.nice() for client in clients} == {psutil.Process().nice()}
         assert all(reachable(port, NOBODY) for _, port in found)
         assert ("no network of its own" in (short / "run.log").read_text()) == (command is corolla_run)
         with neighbour() as (other, here):

@@ -36,7 +36,8 @@ class Network:
 
     server: str
     client: str
-    address: str = "10.213.7.1"  # of the server; nobody outside the namespaces sees it
+    # of the server; nobody outside the namespaces sees it
+    address: str = "10.213.7.1"
 
     def build(self) -> None:
         for name in (self.server, self.client):
@@ -117,7 +118,8 @@ def test_cut_of_20_seconds_loses_nothing(network: Network, apart: Cluster, tmp_p
     assert all(sorted(r["clients"]) == ["0", "1", "2"] for r in rounds(run.folder))
     assert rounds(run.folder)[1]["seconds"]["round"] > 20
     assert summary(run.folder)["digest"] == replay(run, tmp_path) is not None
-    assert explain_refusals("supernode-2", apart.log("supernode-2")) == []  # whether gRPC said anything or waited
+    # whether gRPC said anything or waited
+    assert explain_refusals("supernode-2", apart.log("supernode-2")) == []
 
 
 @pytest.mark.nightly
@@ -125,7 +127,8 @@ def test_cut_of_80_seconds_repeats_the_round(network: Network, apart: Cluster, t
     apart.hold(2, training=2)
     run = Run(apart, tmp_path / "cut", 3, COMMON | EVERY_REPLY)
     cut_while_training(network, apart, 80)
-    assert run.recorded() == 1  # longer than a SuperNode may be silent, but not too long for the run to wait
+    # longer than a SuperNode may be silent, but not too long for the run to wait
+    assert run.recorded() == 1
     run.finish()
     assert failures(run) == [(2, 2, 1)]
     assert "Node Unavailable" in causes(run)

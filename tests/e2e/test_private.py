@@ -56,4 +56,5 @@ def test_a_killed_training_has_spent_its_budget(cluster: Cluster, tmp_path: Path
     assert (
         last["1"]["dp-epsilon"] == last["0"]["dp-epsilon"] == records[-1]["dp-epsilon"] == pytest.approx(8.0, rel=0.01)
     )
-    assert summary(run.folder)["digest"] != replay(run, tmp_path)  # where noise follows from the seed
+    # where noise follows from the seed
+    assert summary(run.folder)["digest"] != replay(run, tmp_path)

@@ -124,7 +124,8 @@ def test_what_follows_from_the_seed_does_so_on_a_cluster(nodes: Nodes, tmp_path:
         done = corolla("run", *where, *words(tmp_path, where[0].strip("-")), *own)
         assert done.returncode == 0, done.stderr
     assert summary(tmp_path / "ray-address")["digest"] == summary(tmp_path / "in-process")["digest"]
-    assert list(tmp_path.glob("state-*/*")) == []  # nor what only secret noise leaves there
+    # nor what only secret noise leaves there
+    assert list(tmp_path.glob("state-*/*")) == []
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="a node with a file system of its own needs root")

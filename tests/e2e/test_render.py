@@ -69,7 +69,8 @@ def test_a_job_runs_is_cut_off_and_goes_on(lab: Lab) -> None:
 
     first, folder = submit(1, *words(lab, "job")), lab.directory / "job"
     wait_for(lambda: max(checkpoint.rounds(folder), default=0) >= 1 or first.poll() is not None)
-    first.send_signal(signal.SIGTERM)  # as Slurm before a job's time is over
+    # as Slurm before a job's time is over
+    first.send_signal(signal.SIGTERM)
     out = first.communicate(timeout=120)[0]
     assert first.returncode == 143 and not (folder / "summary.json").exists(), out
     assert lab.started() == []

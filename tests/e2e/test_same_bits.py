@@ -58,7 +58,8 @@ def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path:
         assert done.returncode == 0, f"{name}\n{done.stdout}\n{done.stderr}"
         return summary(tmp_path / name)["digest"], accuracies(tmp_path / name)
 
-    with ThreadPoolExecutor(2) as pool:  # a deployment waits more than it computes
+    # a deployment waits more than it computes
+    with ThreadPoolExecutor(2) as pool:
         found = dict(zip(modes, pool.map(bits, modes), strict=True))
     assert found["two-actors"][0] is not None
     for mode in modes:

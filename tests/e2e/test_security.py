@@ -123,7 +123,8 @@ def test_a_registered_key_speaks_for_its_own_client_alone(lab: Lab) -> None:
     assert up.returncode == 0, up.stdout + up.stderr
     config = {"method": "fedcac", "num-server-rounds": 4, "train-samples": 40, "local-epochs": 1}
     config |= {"min-results": 0.1, "state-dir": str(lab.directory / "client-state")}
-    config |= {"min-available-clients": 2, "available-timeout": 300}  # once two are gone the run waits for one of them
+    # once two are gone the run waits for one of them
+    config |= {"min-available-clients": 2, "available-timeout": 300}
     run = Run(lab, lab.directory / "r", 3, config, superlink="lab")
     run.wait_for_round(1)
     end_processes([psutil.Process(lab.process(f"supernode-{i}")["pid"]) for i in (0, 2)])

@@ -94,7 +94,8 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
         assert set(kinds(directory)) == {"start", "run", "refusal"}
         assert not (cluster.home / "apps").exists() or "flwr-clientapp" not in cluster.log(f"site-{client_id}")
     first = cluster.home.parent / "nodes" / "sites" / "site-0"
-    assert kinds(first).count("upload") == kinds(first).count("download") == 4  # properties, two rounds, evaluation
+    # properties, two rounds, evaluation
+    assert kinds(first).count("upload") == kinds(first).count("download") == 4
     assert all(entry["run"] == run_id for entry in audit.entries(first)[1:])
     assert "approval" in kinds(cluster.home.parent / "nodes" / "sites" / "site-7")
 

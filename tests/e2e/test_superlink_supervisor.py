@@ -47,10 +47,12 @@ def test_nothing_is_left(killed: tuple[str, ...]) -> None:
     assert len(processes_with(mark)) >= 2 and Path(home).is_dir()
     (behind,) = set(keepers(home)) - {int(keeper)}
     pids = {"keeper": int(keeper), "behind": behind, "launcher": launcher.pid}
-    for name in sorted(killed):  # the launcher last: whoever else is killed has not seen it end
+    # the launcher last: whoever else is killed has not seen it end
+    for name in sorted(killed):
         os.kill(pids[name], signal.SIGKILL)
     if "launcher" not in killed:
-        assert processes_with(mark)  # a keeper alone may be killed: the launcher goes on, and cleans up itself
+        # a keeper alone may be killed: the launcher goes on, and cleans up itself
+        assert processes_with(mark)
         launcher.stdin.close()
     launcher.wait(120)
     wait_for(lambda: not processes_with(mark) and not Path(home).exists() and not keepers(home), seconds=60, every=0.1)

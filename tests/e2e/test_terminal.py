@@ -33,7 +33,8 @@ def on_a_terminal(
     before = termios.tcgetattr(slave)
 
     def log_in() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores it
+        # a test run in the background ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     process = subprocess.Popen(
@@ -111,7 +112,8 @@ def test_the_panel_of_a_deployment(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     words = ["run", "--in-process", "--clients", "4", *few_rounds(tmp_path, **{"num-server-rounds": 5000})]
-    some = re.compile(r"[1-9]\d*/5000 done")  # a fast machine shows few of the numbers
+    # a fast machine shows few of the numbers
+    some = re.compile(r"[1-9]\d*/5000 done")
     code, text = on_a_terminal(words, dict(os.environ), interrupt_when=lambda text: bool(some.search(text)))
     assert code == 130 and "Traceback" not in text
     assert text.count(HIDE) == text.count(SHOW) > 0

@@ -100,9 +100,8 @@ def test_differing_settings_are_listed_and_the_nearest_preset_is_chosen(tmp_path
     changes: dict[str, Any] = {"momentum": 0.5, "num_server_rounds": 60, "fedcac.non-critical": "as-critical"}
     path = run_folder(tmp_path, "a", "fedcac/cifar10-dirichlet-0.1", {}, **changes, test_ratio=0.5)
     (line,) = lines(path)
-    assert (
-        line.preset.name == "fedcac/cifar10-dirichlet-0.1/as-critical"
-    )  # Table 3, not Table 2; test-ratio does not apply
+    # Table 3, not Table 2; test-ratio does not apply
+    assert line.preset.name == "fedcac/cifar10-dirichlet-0.1/as-critical"
     assert {d[0]: d[1:] for d in line.differences} == {"num-server-rounds": (60, 500), "momentum": (0.5, 0.9)}
     assert "settings that differ: num-server-rounds 60 (paper: 500), momentum 0.5 (paper: 0.9)" in compare.describe(
         line

@@ -62,9 +62,8 @@ LARGE = [(model, "classification") for model in models.MODELS if model not in ("
 )
 def test_onnx_answers_as_torch(run: Run, tmp_path: Path, model: str, task: str) -> None:
     pytest.importorskip("onnxruntime")
-    method = (
-        "fedbn" if model.startswith("resnet") else "local"
-    )  # BatchNorm's parameters and statistics are each client's own
+    # BatchNorm's parameters and statistics are each client's own
+    method = "fedbn" if model.startswith("resnet") else "local"
     trained = (
         {"local_epochs": 15, "batch_size": 6} if model not in ("mlp", "cnn", "resnet8") else {}
     )  # statistics that fit
@@ -92,7 +91,8 @@ def test_onnx_answers_as_torch(run: Run, tmp_path: Path, model: str, task: str) 
         mine, other = (own_network(folder.path, client, model, shape) for client in (0, 1))
         for name, buffer in mine.named_buffers():
             buffer.copy_(other.get_buffer(name))
-        with torch.no_grad():  # its own statistics are in the file
+        # its own statistics are in the file
+        with torch.no_grad():
             assert (mine(inputs(torch.from_numpy(samples))) - torch.from_numpy(outputs_of[0])).abs().max() > 1e-4
 
 
@@ -159,7 +159,8 @@ def test_a_card_tells_the_run(run: Run, tmp_path: Path) -> None:
     assert mine["data"]["class-counts"] == clients["1"]["class-counts"] and mine["data"]["train-samples"] == 12
     assert common["data"]["train-samples"] == 24
     assert mine["metrics"] == {"clients": 1, "accuracy": last["evaluation"]["clients"]["1"]["accuracy"]}
-    assert common["metrics"] == {}  # no client uses the common part as it is
+    # no client uses the common part as it is
+    assert common["metrics"] == {}
     assert str(tmp_path) not in (tmp_path / "1.pt.json").read_text()
     _, average = export(run(method="fedavg", run_name="b", **TINY).path, METHODS, None, tmp_path / "a.pt")
     assert average["metrics"]["clients"] == 2 and average["metrics"]["accuracy"] == average["run"]["final-accuracy"]

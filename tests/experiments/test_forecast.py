@@ -30,11 +30,12 @@ def test_the_first_round_is_left_out_and_evaluations_stand_apart(tmp_path: Path)
 
 
 def test_an_evaluation_that_was_not_yet_is_reckoned_from_a_rounds_clients(tmp_path: Path) -> None:
+    # two of ten clients; 16 seconds in a round of 8: two at a time
     spent = {
         "merge": 1.0,
         "evaluate": 2.0,
         "train": 5.0,
-    }  # two of ten clients; 16 seconds in a round of 8: two at a time
+    }
     run = folder(tmp_path / "a", [{"round": 9.0}, {"round": 8.0}], {"0": {"seconds": spent}, "1": {"seconds": spent}})
     plain = pace(run, config(num_clients=10, local_epochs=5))
     assert plain is not None and plain.evaluation == pytest.approx(10 * (1 + 1) / 2)

@@ -23,7 +23,8 @@ def become(uid: int) -> None:
         os.setgroups([])
         os.setgid(uid)
         os.setuid(uid)
-        ctypes.CDLL(None).prctl(4, 1)  # PR_SET_DUMPABLE: as after exec, its /proc/self is its own
+        # PR_SET_DUMPABLE: as after exec, its /proc/self is its own
+        ctypes.CDLL(None).prctl(4, 1)
 
 
 def connect(port: int) -> int:
@@ -123,7 +124,8 @@ def test_only_its_own_account_enters(directory: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to be where the kernel refuses")
 def test_a_refusal_says_why(tmp_path: Path) -> None:
     def ask() -> None:
-        os.chroot(tmp_path)  # in which there are no user namespaces
+        # in which there are no user namespaces
+        os.chroot(tmp_path)
         become(NOBODY)
         assert "not permitted" in namespace.why_not()
 

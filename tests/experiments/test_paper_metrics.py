@@ -70,11 +70,11 @@ def test_the_table_has_seeds_together_and_the_distances_from_the_papers_figures(
     assert fedavg["published"] == "87.29 ± 0.45" and fedavg["before, mean"] == "86.00 / 88.00"
     assert distance["before, mean"] == f"{(1.11 + 1.29) / 2:.2f} / {(1.11 + 0.71) / 2:.2f}"
     assert paper_metrics.figures_table(lines(run_folder(tmp_path / "bare", "d", FASHION, {}))) == []
-    run_tested(tmp_path, "d", f"{FASHION}/flute", [0.98, 0.98], finetune_epochs=0)  # another method under this name
+    # another method under this name
+    run_tested(tmp_path, "d", f"{FASHION}/flute", [0.98, 0.98], finetune_epochs=0)
     assert paper_metrics.figures_table(lines(tmp_path))[-1][2] == distance["before, mean"]
-    run_tested(
-        tmp_path, "e", f"{FASHION}/fedrep", [0.85, 0.85], finetune_epochs=0
-    )  # 10.8 away: the median is not led astray
+    # 10.8 away: the median is not led astray
+    run_tested(tmp_path, "e", f"{FASHION}/fedrep", [0.85, 0.85], finetune_epochs=0)
     assert paper_metrics.figures_table(lines(tmp_path))[-1][2] == "1.29 / 1.11"
 
 

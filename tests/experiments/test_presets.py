@@ -75,11 +75,13 @@ def test_published_figures(name: str) -> None:
 def test_there_is_one_preset_per_cell_of_the_tables() -> None:
     per_table = Counter((p.paper, p.source.partition(":")[0]) for p in ALL.values() if p.published)
     assert sorted(per_table.values()) == sorted([7 * 3, 7 * 9, 3, 9 * 7, 9 * 6, 9 * 3, 13 * 8, 13 * 8, 11 * 6, 2, 4, 4])
-    assert sum(p.published is None for p in ALL.values()) == 6 + 1  # FedDAC's other settings, demo
+    # FedDAC's other settings, demo
+    assert sum(p.published is None for p in ALL.values()) == 6 + 1
 
 
 def test_every_preset_resolves_and_dry_runs() -> None:
-    priced = set[tuple[str, str]]()  # the rest is priced in test_every_preset_starts_by_its_name
+    # the rest is priced in test_every_preset_starts_by_its_name
+    priced = set[tuple[str, str]]()
     for preset in ALL.values():
         config = parse(preset.settings, METHOD_PARAMS)
         shape = dry_run.known_shape(config)
@@ -155,7 +157,8 @@ def test_the_cells_of_other_methods_say_so(method: str) -> None:
 def test_bytes_of_a_round_by_hand() -> None:
     config = parse(ALL["fedcac/cifar10-dirichlet-0.1"].settings, METHOD_PARAMS)
     cost = dry_run.round_bytes(config, METHODS["fedcac"], {"in_channels": 3, "num_classes": 10, "image_size": 32})
-    d, b = 1_235_274, 2 * (64 * 3 + 128 * 3 + 256 * 3)  # per block two BatchNorms, one more: stem or shortcut
+    # per block two BatchNorms, one more: stem or shortcut
+    d, b = 1_235_274, 2 * (64 * 3 + 128 * 3 + 256 * 3)
     assert (cost.participants, cost.upload, cost.download) == (40, 4 * (d + b) + -(-d // 8), 4 * (d + b))
 
 

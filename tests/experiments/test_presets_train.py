@@ -24,7 +24,8 @@ from strategies import METHOD_PARAMS
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
-CLIENTS, PER_CLASS = 4, 20  # enough of each class for all clients of a pathological split
+# enough of each class for all clients of a pathological split
+CLIENTS, PER_CLASS = 4, 20
 TINY: Mapping[str, int] = {
     "num-server-rounds": 2,
     "num-clients": CLIENTS,

@@ -24,7 +24,8 @@ def test_an_address_that_is_none(address: str, tmp_path: Path) -> None:
     assert refused(address, tmp_path).endswith(f"must be HOST:PORT, what `ray start --head` prints, got {address!r}")
 
 
-@pytest.mark.timeout(50)  # Ray would try for more than a minute
+# Ray would try for more than a minute
+@pytest.mark.timeout(50)
 def test_nobody_listens(tmp_path: Path) -> None:
     address = "127.0.0.1:1"
     rule = "--ray-address: must be where a Ray cluster's head listens, got"
@@ -36,7 +37,8 @@ def test_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(ray_cluster, "_CONNECT_SECONDS", 0.2)
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(4):  # it takes no more than these
+        # it takes no more than these
+        for _ in range(4):
             caller = stack.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex(full.getsockname())

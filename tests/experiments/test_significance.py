@@ -44,9 +44,8 @@ def test_when_an_accuracy_is_reached(tmp_path: Path) -> None:
     (run,) = groups(tmp_path)[0]
     assert cost_to_target.reached(run, 0.8) == cost_to_target.Reached(3, 5e6, 20.0)
     assert cost_to_target.reached(run, 0.05) == cost_to_target.Reached(1, 1e6, 0.0)
-    assert cost_to_target.reached(run, 0.85) == cost_to_target.Reached(
-        4, 8e6, 40.0
-    )  # in the evaluation after the last round
+    # in the evaluation after the last round
+    assert cost_to_target.reached(run, 0.85) == cost_to_target.Reached(4, 8e6, 40.0)
     assert cost_to_target.reached(run, 0.95) is None
 
 
@@ -94,7 +93,8 @@ def test_clients_that_never_train_are_not_paired(tmp_path: Path) -> None:
 def test_clients_with_other_data_are_not_paired(tmp_path: Path) -> None:
     write_run(tmp_path, "a", [0.2, 0.6], method="fedavg")
     write_run(tmp_path, "b", [0.2, 0.6], method="fedavg", dirichlet_alpha=0.5)
-    write_run(tmp_path, "c", [0.2, 0.6], method="local", classes_per_client=3)  # which this partition does not have
+    # which this partition does not have
+    write_run(tmp_path, "c", [0.2, 0.6], method="local", classes_per_client=3)
     one, other, third = groups(tmp_path)
     assert significance.paired(other, one) is None and significance.paired(third, one) is not None
     assert significance.differences_table(groups(tmp_path))[2][-1] == "other data, clients or seeds"

@@ -139,7 +139,8 @@ seed = [0, 1]
         {"method": m, "seed": s} for m, s in (("fedavg", 0), ("local", 0), ("local", 1))
     ]
     one = points(write(tmp_path / "s.toml", text.replace("[[grid]]", "[grid]", 1).partition("[[grid]]")[0]))
-    assert [p.name for p in one] == [p.name for p in found[:2]]  # a run is the same, whichever grid it is in
+    # a run is the same, whichever grid it is in
+    assert [p.name for p in one] == [p.name for p in found[:2]]
     with pytest.raises(UserError, match="grid: must be tables, got 3"):
         sweep.read_sweep(write(tmp_path / "s.toml", "grid = [3]\n"))
 
@@ -205,14 +206,16 @@ def corolla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(sweep.VARIABLE, "")  # a sweep in this process sets it: restored after each test
+    # a sweep in this process sets it: restored after each test
+    monkeypatch.setenv(sweep.VARIABLE, "")
 
 
 def stamps(directory: Path) -> dict[str, int]:
     return {p.parent.name: p.stat().st_mtime_ns for p in directory.glob("*/summary.json")}
 
 
-@pytest.mark.long  # tests/e2e/test_report_browser.py kills one too
+# tests/e2e/test_report_browser.py kills one too
+@pytest.mark.long
 def test_a_killed_sweep_repeats_nothing_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -269,12 +272,14 @@ def test_a_killed_sweep_repeats_nothing_finished(
     assert after.items() <= stamps(directory).items() and len(stamps(directory)) == 6
 
 
-@pytest.mark.timeout(900)  # twenty seconds on an idle machine
+# twenty seconds on an idle machine
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_sweep_goes_on_from_its_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], jobs: int
 ) -> None:
-    rounds = 12 if jobs == 1 else 100  # the first of two must not be done when the second begins, on a busy machine
+    # the first of two must not be done when the second begins, on a busy machine
+    rounds = 12 if jobs == 1 else 100
     text = SMALL.format(rounds=rounds).replace("seed = [0, 1]", "seed = [3]")
     write(tmp_path / "s.toml", text)
     words = [*COROLLA, "sweep", "s.toml", "--in-process", "--set", "checkpoint-every=1", "--jobs", str(jobs)]
@@ -311,7 +316,8 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
     )
     for name, lines in before.items():
         assert f"goes on with {directory / name} after round " in done.stdout
-        assert after[name][: len(lines)] == lines, "a round was repeated"  # its seconds would be others
+        # its seconds would be others
+        assert after[name][: len(lines)] == lines, "a round was repeated"
 
     monkeypatch.chdir(tmp_path)
     plain = ("sweep", "s.toml", "--in-process", "--output-dir", "plain", "--set", "state-dir=elsewhere")
@@ -353,7 +359,8 @@ def test_folders_of_runs_are_recognised_by_their_config(
     fedavg, local = (next(directory.glob(f"{method}-*")) for method in ("fedavg", "local"))
     fedavg.rename(directory / "renamed")
     (local / "summary.json").unlink()
-    for name in ("logs", "mine"):  # of a job array that has not begun; nobody's
+    # of a job array that has not begun; nobody's
+    for name in ("logs", "mine"):
         (directory / name).mkdir()
     shutil.copytree(local, directory / "unfinished" / local.name)
     code, out, _ = sweep_it()
@@ -363,9 +370,8 @@ def test_folders_of_runs_are_recognised_by_their_config(
     (local / "summary.json").rename(tmp_path / "summary")
     write(tmp_path / "s.toml", text.replace("local-epochs = 1", "local-epochs = 2"))
     code, out, _ = sweep_it()
-    assert (
-        code == 0 and "2 runs, 0 finished before, 2 to do" in out and "set aside" not in out
-    )  # what is not asked for waits
+    # what is not asked for waits
+    assert code == 0 and "2 runs, 0 finished before, 2 to do" in out and "set aside" not in out
     (tmp_path / "summary").rename(local / "summary.json")
     assert (directory / "renamed" / "summary.json").is_file() and (local / "summary.json").is_file()
 

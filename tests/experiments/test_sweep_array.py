@@ -70,7 +70,8 @@ def cut_off(script: Path, directory: Path, task: int, folder: Path, how: signal.
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),  # as Slurm at the end of a job's time
+        # as Slurm at the end of a job's time
+        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),
         pytest.param(signal.SIGKILL, marks=pytest.mark.long),
     ],
 )

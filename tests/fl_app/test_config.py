@@ -153,7 +153,8 @@ def test_node_needs_classes() -> None:
 def test_more_clients_to_wait_for_than_there_are() -> None:
     (line,) = problems(num_clients=4, min_available_clients=5)
     assert line == "min-available-clients: must be at most num-clients (4), got 5"
-    assert good(min_available_clients=5).min_available_clients == 5  # num-clients is not known yet
+    # num-clients is not known yet
+    assert good(min_available_clients=5).min_available_clients == 5
 
 
 def test_all_problems_are_reported_together() -> None:

@@ -31,7 +31,8 @@ def received(content: RecordDict, tamper: Any = lambda contents: None) -> Record
 
 
 def test_a_received_array_is_put_together_from_its_pieces() -> None:
-    n = 3 * 2**20  # 12 MiB: three of Flower's pieces
+    # 12 MiB: three of Flower's pieces
+    n = 3 * 2**20
     sent = Upload(Model(np.arange(n, dtype=np.float32), f32(1)), num_examples=3)
     content = received(reply(sent))
     array = content.array_records["fitres.parameters"]["0"]

@@ -87,7 +87,8 @@ def layouts_and_names(draw: st.DrawFn) -> tuple[Layout, frozenset[str]]:
 
 
 def test_take_and_put_by_hand() -> None:
-    layout = flat_layout([2, 3, 1], [1, 2])  # w0 = 0 1, w1 = 2 3 4, w2 = 5; b0, b1
+    # w0 = 0 1, w1 = 2 3 4, w2 = 5; b0, b1
+    layout = flat_layout([2, 3, 1], [1, 2])
     model = Model(np.arange(6, dtype=np.float32), np.array([10, 11, 12], np.float32))
     names = frozenset({"w0", "w2", "b1"})
     part = layout.take(model, names)
@@ -95,7 +96,8 @@ def test_take_and_put_by_hand() -> None:
     base = Model(np.full(6, -1, np.float32), np.full(3, -1, np.float32))
     got = layout.put(base, part, names)
     assert got.params.tolist() == [0, 1, -1, -1, -1, 5] and got.buffers.tolist() == [-1, 11, 12]
-    assert base.params.tolist() == [-1] * 6  # a new model, not the old one changed
+    # a new model, not the old one changed
+    assert base.params.tolist() == [-1] * 6
     assert layout.indices(names).tolist() == [True, True, False, False, False, True]
     subset = layout.subset(names)
     assert [(s.name, s.start, s.stop) for s in subset.params] == [("w0", 0, 2), ("w2", 2, 3)]

@@ -50,7 +50,8 @@ def same(a: Model, b: Model) -> bool:
         ("cnn", 1, 28, 582_026),
         ("cnn", 3, 32, 878_538),
         ("resnet8", 3, 32, 1_235_274),
-        ("resnet18-fedobp", 3, 32, 11_689_512 + 1000 * 10 + 10),  # torchvision's for ImageNet, and a classifier on it
+        # torchvision's for ImageNet, and a classifier on it
+        ("resnet18-fedobp", 3, 32, 11_689_512 + 1000 * 10 + 10),
     ],
 )
 def test_parameter_counts(name: str, channels: int, size: int, count: int) -> None:
@@ -75,7 +76,8 @@ def rectified_first(name: str, module: nn.Module) -> nn.Module:
     if name == "cnn":
         names = ["conv1", "relu1", "pool1", "conv2", "relu2", "pool2", "flatten", "fc1", "relu3", "classifier"]
         return nn.Sequential(OrderedDict((layer, getattr(module, layer)) for layer in names))
-    module.maxpool = nn.Sequential(nn.ReLU(), module.get_submodule("maxpool"))  # rectifying again changes nothing
+    # rectifying again changes nothing
+    module.maxpool = nn.Sequential(nn.ReLU(), module.get_submodule("maxpool"))
     return module
 
 
@@ -88,7 +90,8 @@ def test_rectifying_after_a_pool_changes_no_bit(
     ours.to(memory_format=layout)  # type: ignore[call-overload]
     printed = rectified_first(name, ours)
     draw = torch.Generator().manual_seed(0)
-    x = torch.randint(0, 4, (16, channels, size, size), generator=draw) / 4  # with equal values in a window
+    # with equal values in a window
+    x = torch.randint(0, 4, (16, channels, size, size), generator=draw) / 4
     x[:4] = 0
     found = []
     for module in (ours, printed):
@@ -138,7 +141,8 @@ def test_group_norm(name: str) -> None:
     assert norms and all(m.num_groups == 32 for m in norms)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in module.modules())
     assert Layout.of(module).b == 0
-    assert module(torch.rand(1, 1, 8, 8)).shape == (1, 3)  # one sample, one pixel, train mode
+    # one sample, one pixel, train mode
+    assert module(torch.rand(1, 1, 8, 8)).shape == (1, 3)
 
 
 def test_group_norm_of_odd_widths_uses_fewer_groups() -> None:

@@ -84,7 +84,8 @@ def test_deal_is_disjoint_until_the_pool_is_used_up() -> None:
     first = np.concatenate([hands[0], hands[1]])
     assert len(set(first)) == 8
     assert all(len(set(h)) == len(h) for h in hands)
-    assert set(range(10)) - set(first) <= set(hands[2])  # what was left of the first round
+    # what was left of the first round
+    assert set(range(10)) - set(first) <= set(hands[2])
     assert set(hands[3]) == set(range(10))
 
 
@@ -118,16 +119,19 @@ def test_random_assignment_lets_clients_share_classes() -> None:
         )
         for how in ("balanced", "random")
     }
-    assert sharing["balanced"] == 0  # 80 of 100 classes, each once
+    # 80 of 100 classes, each once
+    assert sharing["balanced"] == 0
     assert sharing["random"] == pytest.approx(40 * 39 / 2 * 2 * 2 / 100, rel=0.1)
 
 
 @pytest.mark.parametrize(
     "clients, classes, per_client, expected",
     [
-        (4, 4, 2, ["01", "01", "23", "23"]),  # ceil(4 * 2 / 4) = 2 clients a class
+        # ceil(4 * 2 / 4) = 2 clients a class
+        (4, 4, 2, ["01", "01", "23", "23"]),
         (20, 10, 2, [f"{2 * (i // 4)}{2 * (i // 4) + 1}" for i in range(20)]),  # FedPake's setting
-        (3, 4, 2, ["01", "01", "23"]),  # ceil(1.5) = 2; the third is alone with what is left
+        # ceil(1.5) = 2; the third is alone with what is left
+        (3, 4, 2, ["01", "01", "23"]),
         (3, 3, 2, ["01", "01", "2"]),  # and here lacks a class
         (2, 5, 2, ["01", "23"]),  # ceil(0.8) = 1; nobody's: 4
     ],
@@ -273,12 +277,14 @@ def test_clients_hold_the_classes_assigned_to_them(assignment: str, train: int, 
     for row, (mine, held_out) in zip(holds, result, strict=True):
         assert set(Y_ALL[mine]) == set(Y_ALL[held_out]) == set(np.flatnonzero(row))
         assert not train or (len(mine), len(held_out)) == (train, test)
-    if not train:  # the classes that someone holds are used in full
+    # the classes that someone holds are used in full
+    if not train:
         everything = np.concatenate([mine for mine, _ in result])
         assert len(set(everything)) == len(everything) == 40 * np.count_nonzero(holds.any(0))
 
 
-FEDOBP_LOGGED = {  # accuracies of clients' own models in uglyghost/FedOBP_results f64b10a, alpha=0.1/local/fmnist, in per cent
+# accuracies of clients' own models in uglyghost/FedOBP_results f64b10a, alpha=0.1/local/fmnist, in per cent
+FEDOBP_LOGGED = {
     0: (77.55, 81.63),
     2: (98.91, 99.56),
     14: (87.62, 90.24),
@@ -333,7 +339,8 @@ def test_balanced_dirichlet_stops_at_an_equal_share(clients: int, alpha: float, 
     for client_id, share in enumerate(result):
         counts = np.bincount(Y_ALL[np.concatenate(share)], minlength=K)
         before = np.cumsum(counts) - counts
-        rest = 1 if client_id == clients - 1 else 0  # what rounding the others' shares down leaves of a class
+        # what rounding the others' shares down leaves of a class
+        rest = 1 if client_id == clients - 1 else 0
         assert counts.sum() >= 4 and counts[before > 300 / clients].max(initial=0) <= rest
 
 

@@ -13,7 +13,8 @@ from fl_app.processes import LAUNCHER, end_processes, free_ports, identity, is_a
 
 def sleeper(**environment: str) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(["sleep", "60"], env=os.environ | environment)
-    time.sleep(0.05)  # its environment is its own only after exec
+    # its environment is its own only after exec
+    time.sleep(0.05)
     return process
 
 
@@ -21,9 +22,8 @@ def test_a_process_is_known_until_it_ends() -> None:
     with sleeper() as process:
         who = identity(process.pid)
         assert is_alive(who) and is_alive(identity(os.getpid()))
-        assert not is_alive(
-            f"{os.getpid()}:{who.partition(':')[2]}"
-        )  # the mark of another, as a recycled pid would have
+        # the mark of another, as a recycled pid would have
+        assert not is_alive(f"{os.getpid()}:{who.partition(':')[2]}")
         process.send_signal(signal.SIGKILL)
         while is_alive(who):  # a zombie, too, is gone
             time.sleep(0.01)

@@ -55,7 +55,8 @@ def test_classification_is_torchmetrics() -> None:
 
 def test_classes_a_client_has_not_do_not_count() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0], [0.0, 2.0, 1.0], [0.0, 2.0, 1.0]])  # predicted 0, 1, 1
-    y = torch.tensor([0, 0, 1])  # recalls 1/2 and 1; F1 2/3 and 2/3
+    # recalls 1/2 and 1; F1 2/3 and 2/3
+    y = torch.tensor([0, 0, 1])
     found = Classification().measure(logits, y, ("balanced-accuracy", "macro-f1"))
     assert found == pytest.approx({"balanced-accuracy": 0.75, "macro-f1": 2 / 3})
     assert math.isnan(Classification().measure(logits, torch.zeros(3, dtype=torch.long), ("auc",))["auc"])
@@ -103,7 +104,8 @@ def test_a_part_of_torchmetrics_measures_as_the_whole() -> None:
         [sys.executable, "-c", MEASURED + heavy], capture_output=True, text=True, check=True, timeout=120
     )
     whole: dict[str, Any] = {}
-    exec(MEASURED, whole)  # here torchmetrics was imported at the top
+    # here torchmetrics was imported at the top
+    exec(MEASURED, whole)
     assert json.loads(part.stdout) == [whole["found"], []]
 
 

@@ -100,7 +100,8 @@ def test_every_method_shares_parts_or_refuses_by_name(run: Run, method: str) -> 
     folder = run(method=method, share=pattern, num_clients=2, num_server_rounds=2, collect_personal_models=True)
     assert read_summary(folder.path)["failures"] == 0
     one, other = (load_file(folder.path / f"models/client-{i}.safetensors") for i in range(2))
-    assert (one["fc1.weight"] != other["fc1.weight"]).any()  # a client's own, and trained
+    # a client's own, and trained
+    assert (one["fc1.weight"] != other["fc1.weight"]).any()
 
 
 def test_another_backbone_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

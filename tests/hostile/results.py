@@ -19,5 +19,6 @@ def read() -> dict[str, dict[str, object]]:
 
 def note(name: str, contained: bool, said: str = "") -> None:
     """Add an attack's result."""
-    with lock(FILE, wait=True):  # files of tests run side by side
+    # files of tests run side by side
+    with lock(FILE, wait=True):
         FILE.write_text(json.dumps(read() | {name: {"contained": contained, "said": said}}, indent=1) + "\n")

@@ -32,7 +32,8 @@ from client_app.client_app import app as client_app
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_SECONDS = 0.3
-_AGAIN = {  # as a real SuperNode, which sends again what did not arrive
+# as a real SuperNode, which sends again what did not arrive
+_AGAIN = {
     "maxAttempts": 5,
     "initialBackoff": "0.1s",
     "maxBackoff": "2s",
@@ -40,7 +41,8 @@ _AGAIN = {  # as a real SuperNode, which sends again what did not arrive
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
 _OPTIONS = [("grpc.service_config", json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _AGAIN}]}))]
-_ONE_AT_A_TIME = threading.Lock()  # the ClientApps of all nodes are in this process
+# the ClientApps of all nodes are in this process
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Reply:
@@ -232,7 +234,8 @@ class SuperNode:
             self._send(reply, run_id)
 
     def _send(self, reply: Reply, run_id: int) -> None:
-        objects = reply.objects  # before the envelope is read
+        # before the envelope is read
+        objects = reply.objects
         for envelope, tree in [*reply.unasked, (reply.envelope, reply.tree)]:
             pushed = self._stub.PushMessages(
                 fleet_pb2.PushMessagesRequest(

@@ -53,7 +53,8 @@ def plan(where: str) -> dict[tuple[int, int], Attack]:
 
 
 UPLOADS, EVALUATIONS = plan("upload"), plan("evaluation")
-ROUNDS = 1 + max(round for _, round in itertools.chain(UPLOADS, EVALUATIONS))  # in the last one nobody lies
+# in the last one nobody lies
+ROUNDS = 1 + max(round for _, round in itertools.chain(UPLOADS, EVALUATIONS))
 
 
 def lying(client_id: int) -> Any:
@@ -131,7 +132,8 @@ def attack_all(cluster: Cluster, directory: Path, nodes: list[SuperNode]) -> Out
         "state-dir": str(directory / "state"),
         "data-dir": str(directory / "data"),
     }
-    open_client(parse({**config, "num-clients": CLIENTS}, METHOD_PARAMS), 0)  # prepares the data, once for all clients
+    # prepares the data, once for all clients
+    open_client(parse({**config, "num-clients": CLIENTS}, METHOD_PARAMS), 0)
     for client_id in range(CLIENTS):
         start(client_id, None if client_id in HONEST else lying(client_id))
     for attack in ATTACKS:

@@ -62,7 +62,8 @@ class Recorded:
     run: Run
     directory: Path
     layout: Layout
-    has: np.ndarray  # bool [N, C]: which labels a client holds
+    # bool [N, C]: which labels a client holds
+    has: np.ndarray
     arrived: dict[tuple[int, int, int], wire.Upload] = field(default_factory=dict)
     members: dict[tuple[int, int, int], tuple[int, ...]] = field(default_factory=dict)
     sent: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
@@ -199,7 +200,8 @@ def test_no_single_model_is_closer_than_a_random_one(recorded: Recorded) -> None
     sums = recorded.sums(LATE_ROUND - 1)
     attack = Attack(sums, recorded.models, CLIENTS)
     for i in range(CLIENTS):
-        alike = attack.alike(i)  # those whose estimate is the same
+        # those whose estimate is the same
+        alike = attack.alike(i)
         own, of_all = attack.place(i, alike), attack.place(i, attack.truth)
         print(
             f"client {i}: the estimate is also that of {alike}; own model's place {own:.2f} among them, {of_all:.2f} of all"
@@ -209,7 +211,8 @@ def test_no_single_model_is_closer_than_a_random_one(recorded: Recorded) -> None
     s = masking.scale(CLIENTS, masking.PARAMS_RANGE)
     for (round, _, i), upload in recorded.arrived.items():
         bare = upload.extras[wire.SUM].view(np.int32) / 2.0**s
-        assert abs(np.corrcoef(bare, recorded.sent[round, i][0])[0, 1]) < 0.05  # 17,000 values: 6 standard deviations
+        # 17,000 values: 6 standard deviations
+        assert abs(np.corrcoef(bare, recorded.sent[round, i][0])[0, 1]) < 0.05
 
 
 def test_of_who_was_away_the_difference_tells(recorded: Recorded) -> None:
@@ -227,7 +230,8 @@ def test_the_late_upload_is_thrown_away_and_the_others_repeat_it_under_other_mas
     first = [recorded.arrived[LATE_ROUND, 0, i].extras[wire.SUM] for i in range(CLIENTS) if i != LATE]
     again = [recorded.arrived[LATE_ROUND, 1, i].extras[wire.SUM] for i in range(CLIENTS) if i != LATE]
     assert max(float((a == b).mean()) for a, b in zip(first, again, strict=True)) < 0.001
-    with pytest.raises(ValueError, match="beyond"):  # what the server has of the first attempt, without the late one
+    # what the server has of the first attempt, without the late one
+    with pytest.raises(ValueError, match="beyond"):
         masking.decode(np.add.reduce(first, axis=0, dtype=np.uint32), CLIENTS - 1.0, CLIENTS, masking.PARAMS_RANGE)
     assert len(rounds(recorded.run.folder)[LATE_ROUND]["clients"]) == CLIENTS
 

@@ -109,7 +109,8 @@ def test_alone_and_never_learned_the_personal_model_is_local_training(kinds: dic
     plain = client("fedavg", small(**kinds), pixels, labels, **keys)
     update, state = APFLUpdate(), State()
     received, local = ctx.initial(), ctx.initial()
-    for _ in range(3):  # the second time it receives something else and goes on from its own
+    # the second time it receives something else and goes on from its own
+    for _ in range(3):
         after = update.train(received, state, ctx)
         local = plain.trainer.train(local)
         assert same(update.personal(after, state, ctx), local) and same(update.personal(received, state, ctx), local)
@@ -140,7 +141,8 @@ def test_when_alpha_is_learned(monkeypatch: pytest.MonkeyPatch, updates: str, st
     update, state = APFLUpdate(), State()
     update.train(ctx.initial(), state, ctx)
     assert len(calls) == steps
-    if updates in ("round", "none"):  # v = w in a client's first batch: only the decay moves alpha
+    # v = w in a client's first batch: only the decay moves alpha
+    if updates in ("round", "none"):
         assert state.arrays["apfl.alpha"][0] == pytest.approx(0.5 * (1 - (0.1 * 0.02 if steps else 0)), abs=1e-15)
     before = state.arrays["apfl.alpha"][0]
     update.train(ctx.initial(), state, ctx)
@@ -172,7 +174,8 @@ def test_two_rounds_by_hand(momentum: float) -> None:
     update, state = APFLUpdate(), State()
 
     v, alpha = 0.2, 0.4
-    for received in (0.2, -0.3):  # v starts from the model received first
+    # v starts from the model received first
+    for received in (0.2, -0.3):
         w, velocity_w, velocity_v, losses = received, 0.0, 0.0, []
         for batch in range(3):
             mix = alpha * v + (1 - alpha) * w

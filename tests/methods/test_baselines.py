@@ -43,7 +43,8 @@ SETTING: dict[str, Any] = {
     "pfedme.inner-steps": 2,
     "model": "mlp",
 }
-RESNET = {"model": "resnet8", "num-clients": 3, "train-samples": 21}  # 21: the last sample joins the second batch
+# 21: the last sample joins the second batch
+RESNET = {"model": "resnet8", "num-clients": 3, "train-samples": 21}
 
 
 # Whole runs in one process ---------------------------------------------------------------------------------------------
@@ -121,7 +122,8 @@ class Run:
 
 @pytest.fixture
 def run(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(exchange, "POLL_SECONDS", 0)  # nothing to wait for in one process
+    # nothing to wait for in one process
+    monkeypatch.setattr(exchange, "POLL_SECONDS", 0)
     counter = iter(range(100))
 
     def start(method: str, **changes: Any) -> Run:
@@ -235,7 +237,8 @@ def test_what_stays_local_is_absent_from_the_messages(run: Any, method: str, mod
     n = result.config.num_clients
     down = [arrays for _, arrays in result.recorded.sent if arrays]
     up = [arrays for _, arrays in result.recorded.returned if arrays]
-    assert len(down) == 3 * n and len(up) == 2 * n  # two rounds of training; evaluation returns no arrays
+    # two rounds of training; evaluation returns no arrays
+    assert len(down) == 3 * n and len(up) == 2 * n
     sizes = [(size,) for size in (travelling.d, travelling.b) if size]
     for arrays in down + up:
         decoded = [np.load(io.BytesIO(a)) for a in arrays]
@@ -251,7 +254,8 @@ def test_what_stays_local_is_absent_from_the_messages(run: Any, method: str, mod
     assert len(secrets) >= 2 * n * len(local)
     for name, value in secrets.items():
         assert value.tobytes() not in everything, name
-    sent = travelling.tensors(layout.take(initial, shared))  # the search finds what does travel
+    # the search finds what does travel
+    sent = travelling.tensors(layout.take(initial, shared))
     assert all(value.tobytes() in everything for value in sent.values())
 
 
@@ -279,7 +283,8 @@ def test_fedprox_without_its_term_is_fedavg_bit_for_bit(run: Any, model: dict[st
 def test_dittos_global_half_is_fedavg_bit_for_bit(run: Any, model: dict[str, Any]) -> None:
     setting = {**model, "num_server_rounds": 3, "fraction_train": 0.7}
     plain, ditto = run("fedavg", **setting), run("ditto", ditto={"personal_epochs": 2}, **setting)
-    assert ditto.global_model == plain.global_model  # parameters and BatchNorm statistics
+    # parameters and BatchNorm statistics
+    assert ditto.global_model == plain.global_model
     assert [list(r["clients"]) for r in ditto.rounds] == [list(r["clients"]) for r in plain.rounds]
     assert ditto.rounds[0]["accuracy-before"] == plain.rounds[0]["accuracy-before"]  # no personal model yet
     for client_id, digest in ditto.hashes.items():

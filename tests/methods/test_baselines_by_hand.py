@@ -37,7 +37,8 @@ SETTING: dict[str, Any] = {
     "pfedme.inner-steps": 2,
     "model": "mlp",
 }
-RESNET = {"model": "resnet8", "num-clients": 3, "train-samples": 21}  # 21: the last sample joins the second batch
+# 21: the last sample joins the second batch
+RESNET = {"model": "resnet8", "num-clients": 3, "train-samples": 21}
 
 
 # By hand --------------------------------------------------------------------------------------------------------------
@@ -220,7 +221,8 @@ def test_fedrep_trains_the_head_then_the_body(monkeypatch: pytest.MonkeyPatch) -
     ]
     with_head = ctx.layout.tensors(calls[0][2])
     before, after = ctx.layout.tensors(start), ctx.layout.tensors(final)
-    for name in ctx.layout.names:  # statistics are the body's: they move in the second phase only
+    # statistics are the body's: they move in the second phase only
+    for name in ctx.layout.names:
         assert np.array_equal(with_head[name], before[name]) == (name in body), name
         assert np.array_equal(after[name], with_head[name]) == (name in head), name
     assert np.array_equal(state.arrays["local.params"], ctx.layout.take(final, head).params)
@@ -261,7 +263,8 @@ def test_a_fixed_body_under_a_frozen_head_trains_nothing() -> None:
 
 
 def test_dittos_second_model_has_its_own_batches_and_statistics_pfedmes_has_not() -> None:
-    ditto = small_client("ditto", ditto={"proximal_weight": 0})  # same start, same loss: only the batches differ
+    # same start, same loss: only the batches differ
+    ditto = small_client("ditto", ditto={"proximal_weight": 0})
     update, state = METHODS["ditto"].local_update(), State()
     sent = update.train(ditto.initial(), state, ditto)
     assert not np.array_equal(sent.params, state.arrays["personal.params"])

@@ -24,7 +24,8 @@ def test_splits_by_hand() -> None:
     updates = np.array([[1.0, 0], [-1, 0], [2, 0], [-2, 0]])
     assert split(updates, 0.4, 1.6) == ([0, 2], [1, 3])
     assert split(updates, 0.4, 2.0) is None  # not longer than eps2
-    assert split(updates + [0, 0.4], 0.4, 1.6) is None  # the mean is not shorter than eps1
+    # the mean is not shorter than eps1
+    assert split(updates + [0, 0.4], 0.4, 1.6) is None
     assert split(updates, 0, 0) is None
     assert split(updates[:2] * 4, 0.4, 1.6) is None  # not more than two
     # Complete linkage by angle: 0 and 40 degrees are nearest, then 170 joins 200, at last all.
@@ -123,7 +124,8 @@ def test_clusters_without_all_members_wait(tmp_path: Path) -> None:
     assert clusters(server) == [0, 1, 0, 1, 0]
     model = server.model_for(1).params.copy()
     server.personalize(4, moved(server, [0, 2], by))
-    assert server.model_for(1).params.tobytes() == model.tobytes()  # a cluster without participants stays
+    # a cluster without participants stays
+    assert server.model_for(1).params.tobytes() == model.tobytes()
 
 
 def test_a_late_client_joins_those_that_move_as_it_does(tmp_path: Path) -> None:
@@ -136,8 +138,10 @@ def test_a_late_client_joins_those_that_move_as_it_does(tmp_path: Path) -> None:
     server.personalize(2, moved(server, [0, 1, 3, 4], {0: (0.0, 1.0), 1: (1.0, 0.0), 3: (1.0, 0.0), 4: (1.3, 0.1)}))
     assert clusters(server) == [0, 1, 0, 1, 1]
     close(server.model_for(0).params[:2], first[:2] + [0, 1])
-    close(server.model_for(4).params[:2], second[:2] + [1.1, 0.1 / 3])  # its update, from its cluster's model
-    server.personalize(3, moved(server, [5], {5: (1.0, 0.0)}))  # alone in the round: the first cluster
+    # its update, from its cluster's model
+    close(server.model_for(4).params[:2], second[:2] + [1.1, 0.1 / 3])
+    # alone in the round: the first cluster
+    server.personalize(3, moved(server, [5], {5: (1.0, 0.0)}))
     assert server.cluster_of(5) == 0
 
 

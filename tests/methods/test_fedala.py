@@ -65,9 +65,8 @@ def test_mixtures_end_at_both_models_exactly(seed: int) -> None:
 def test_when_the_loss_has_settled() -> None:
     assert not settled([1.0] * 10, 0.1, 100) and settled([1.0] * 11, 0.1, 100)
     rising = [float(i) for i in range(11)]
-    assert not settled(rising, 2.8, 100) and settled(
-        rising, 2.9, 100
-    )  # std of ten numbers in a row: sqrt(99/12) = 2.872
+    # std of ten numbers in a row: sqrt(99/12) = 2.872
+    assert not settled(rising, 2.8, 100) and settled(rising, 2.9, 100)
     assert settled([9.0] + [1.0] * 10, 0.1, 100)  # the last ten alone
     assert settled(rising, 0.1, 11) and settled([1.0], 0.1, 1)
 
@@ -157,7 +156,8 @@ def test_learning_against_a_naive_reference(
 
     steps: list[int] = []
     monkeypatch.setattr(fedala, "step", lambda *args: (steps.append(1), step(*args))[1])
-    for seed in (1, 2):  # the first time until it settles, then an epoch
+    # the first time until it settles, then an epoch
+    for seed in (1, 2):
         received, own = another(first_model, seed), state.arrays["fedala.own"]
         want, epochs = naive(ctx, received, own, first, state.arrays.get("fedala.weights"))
         steps.clear()

@@ -69,10 +69,10 @@ def test_rows_are_convex_combinations(W: np.ndarray, sigma: float, alpha: float)
 
 
 def test_limits() -> None:
-    assert (attention(W, sigma=1e-4, alpha=1) == np.eye(3)).all()  # nobody is near: local training
-    np.testing.assert_allclose(
-        attention(W, sigma=1e9, alpha=1e-3), np.eye(3), atol=1e-9
-    )  # alpha/sigma: no weight at all
+    # nobody is near: local training
+    assert (attention(W, sigma=1e-4, alpha=1) == np.eye(3)).all()
+    # alpha/sigma: no weight at all
+    np.testing.assert_allclose(attention(W, sigma=1e9, alpha=1e-3), np.eye(3), atol=1e-9)
     equal = attention(np.stack([W[0]] * 3), sigma=1, alpha=0.25)
     np.testing.assert_allclose(equal, [[0.5, 0.25, 0.25], [0.25, 0.5, 0.25], [0.25, 0.25, 0.5]])
     assert attention(W[:1], sigma=1, alpha=5).tolist() == [[1]]
@@ -190,7 +190,8 @@ def test_training_pulls_to_the_cloud_model(lam: float, alpha: float, mu: float) 
     state = State()
     after = FedAMPUpdate().train(start, state, ctx)
     assert after.params.tolist() == [2, 3]
-    received = Model(f32(1, 2), f32(9))  # the next cloud model: the centre; training goes on from the client's own
+    # the next cloud model: the centre; training goes on from the client's own
+    received = Model(f32(1, 2), f32(9))
     again = FedAMPUpdate().train(received, state, ctx)
     assert again.params.tolist() == [3, 4] and again.buffers.tolist() == [3]
     assert FedAMPUpdate().personal(received, state, ctx).params.tolist() == [3, 4]

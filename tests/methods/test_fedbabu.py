@@ -136,7 +136,8 @@ def test_the_server_half_is_fedpers(run: Run, monkeypatch: pytest.MonkeyPatch) -
     folder = run(method="fedbabu", num_server_rounds=1)
     layout, _ = initial("mlp")
     W, sizes = uploads[0]
-    assert W.shape == (3, layout.d - 650)  # 64 x 10 weights and 10 biases
+    # 64 x 10 weights and 10 biases
+    assert W.shape == (3, layout.d - 650)
     body = weights.load_safetensors(
         folder.path / "models" / "global.safetensors", layout.subset(layout.names - layout.classifier)
     )

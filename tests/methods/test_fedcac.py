@@ -42,7 +42,8 @@ def test_collaborators_by_hand() -> None:
     # mean over pairs (0.8 + 0.5 + 0.2)/3 = 0.5, maximum 0.8; t/beta = 1/10: threshold 0.53, so only 0 and 1.
     assert collaborators(O, 1, 10).tolist() == [[False, True, False], [True, False, False], [False, False, False]]
     # A threshold just above 0.5 lets the pair (0, 2) out; with a third weak pair the mean falls and lets it in:
-    O[1, 2] = O[2, 1] = 0.1  # mean 7/15 = 0.4667, threshold 0.4667 + 0.0333 = 0.5 at t/beta = 0.1 (0.49 at 0.07)
+    # mean 7/15 = 0.4667, threshold 0.4667 + 0.0333 = 0.5 at t/beta = 0.1 (0.49 at 0.07)
+    O[1, 2] = O[2, 1] = 0.1
     assert collaborators(O, 7, 100)[0].tolist() == [False, True, True]
     assert collaborators(O, 20, 100)[0].tolist() == [False, True, False]  # threshold 0.533
 
@@ -103,7 +104,8 @@ def test_most_alike_breaks_ties_to_the_lower_id() -> None:
 
 
 def test_most_alike_with_many_ties() -> None:
-    n = 60  # long enough for a sort that is not stable to show it
+    # long enough for a sort that is not stable to show it
+    n = 60
     O = symmetric(np.random.default_rng(0).choice([0.1, 0.2, 0.4], (n, n)))  # noqa: E741
     for i, row in enumerate(most_alike(O, 7)):
         others = sorted((j for j in range(n) if j != i), key=lambda j: (-O[i, j], j))  # noqa: B023

@@ -92,7 +92,8 @@ def test_a_client_that_was_absent_gets_its_old_critical_values_on_the_current_gl
     absent = strategy.model_for(0)
     assert absent.params[:4].tolist() == [1, 2, 3, 4]  # its u from round 1
     assert (absent.params[4:] == strategy.global_model.params[4:]).all()
-    assert absent.buffers.tolist() == [2, 15]  # its statistics from round 1
+    # its statistics from round 1
+    assert absent.buffers.tolist() == [2, 15]
     # who took part got the new mean: (w1 + w2)/2 on the mask of client 1
     assert strategy.model_for(1).params[:3].tolist() == [4.75, 4.75, 4.75]
 
@@ -143,7 +144,8 @@ def test_non_critical_as_critical() -> None:
     assert strategy.model_for(0).params.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
     assert strategy.model_for(2).params.tolist() == W[2].tolist()
     play(strategy, 2, [1, 2])
-    assert strategy.model_for(0).params.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]  # absent: no part of it is global
+    # absent: no part of it is global
+    assert strategy.model_for(0).params.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_weighting_uniform() -> None:
@@ -168,7 +170,8 @@ def test_tau_zero_sends_everyone_the_global_model() -> None:
     play(strategy, 1, [0, 1, 2], bits=np.zeros((3, 1), np.uint8))
     for i in range(3):
         assert strategy.model_for(i).params.tobytes() == aggregate.weighted_mean(W, WEIGHTS).tobytes()
-        assert strategy.attempt.client_notes[i]["collaborators"] == []  # K = 0: nobody, by definition
+        # K = 0: nobody, by definition
+        assert strategy.attempt.client_notes[i]["collaborators"] == []
 
 
 # client half
@@ -197,7 +200,8 @@ def mask_of(**changes: Any) -> list[bool]:
 def test_upload_by_hand() -> None:
     upload = FedCACUpdate().upload(BEFORE, AFTER, State(), context(tau=0.5))
     assert upload.mask is not None
-    assert upload.mask.tolist() == [0b10110010]  # parameters 1, 4, 5, 7: |-8|, |-5|, 6, 7
+    # parameters 1, 4, 5, 7: |-8|, |-5|, 6, 7
+    assert upload.mask.tolist() == [0b10110010]
     assert upload.model.params.tolist() == AFTER.params.tolist() and upload.model.buffers.tolist() == [1, 2]
     assert upload.num_examples == 12
     assert payload_bytes(upload_message(upload)) == 4 * (8 + 2) + 1
@@ -242,4 +246,5 @@ def test_batchnorm_statistics_local_on_the_client() -> None:
     merged = update.merge(received, state, ctx)
     assert merged.params.tolist() == list(range(8)) and merged.buffers.tolist() == [1, 2]  # its own statistics
     first = update.merge(received, State(), ctx)
-    assert first.buffers.tolist() == [0, 0]  # before its first training: the initial model's
+    # before its first training: the initial model's
+    assert first.buffers.tolist() == [0, 0]

@@ -58,7 +58,8 @@ def test_clusters_by_hand(seed: int) -> None:
     assert got.dtype == np.int64 and got.tolist() == [0, 0, 1, 1, 2]
     assert clusters(rows[::-1], 3, seed).tolist() == [0, 1, 1, 2, 2]
     assert clusters([(0.2, 0.8)] * 4, 3, seed).tolist() == [0, 0, 0, 0]
-    assert clusters(rows, 9, seed).tolist() == [0, 1, 2, 3, 4]  # fewer clients than clusters
+    # fewer clients than clusters
+    assert clusters(rows, 9, seed).tolist() == [0, 1, 2, 3, 4]
     assert clusters(rows, 1, seed).tolist() == [0] * 5
 
 
@@ -219,7 +220,8 @@ def test_the_classifier_by_hand(tmp_path: Path, kinds: dict[str, Any], start: st
             layer = nn.Linear(10, 3)
             weights.write(layer, Model(want, np.zeros(0, np.float32)))
             z = encode(torch.tensor(x).float() / 255).detach()
-            for _ in range(3):  # the batch is all there is, so three batches are three epochs
+            # the batch is all there is, so three batches are three epochs
+            for _ in range(3):
                 layer.zero_grad()
                 cross_entropy(layer(z), torch.tensor(y)).backward()  # type: ignore[no-untyped-call]
                 with torch.no_grad():
@@ -254,7 +256,8 @@ def test_batches_of_no_number_are_epochs(tmp_path: Path) -> None:
     ctx, received = f.context(0)
     update = f.method.local_update()
     update.train(update.merge(received, f.states[0], ctx), f.states[0], ctx)
-    assert ctx.trainer.steps == 2 * 3  # two epochs of ten samples, four in a batch
+    # two epochs of ten samples, four in a batch
+    assert ctx.trainer.steps == 2 * 3
 
 
 def test_encoders_are_sent_to_who_has_none(tmp_path: Path) -> None:
@@ -272,7 +275,8 @@ def test_encoders_are_sent_to_who_has_none(tmp_path: Path) -> None:
     assert [sent(i) for i in range(3)] == [classifier + encoders, classifier, classifier + encoders]
     ctx, received = f.context(1)
     assert not received.nbytes and set(ctx.extras) == {"classifier"}
-    for i in range(3):  # whoever is asked, the answer is the same
+    # whoever is asked, the answer is the same
+    for i in range(3):
         ctx, received = f.context(i)
         update = f.method.local_update()
         got = update.export(update.merge(received, f.states[i], ctx), f.states[i], ctx)

@@ -32,7 +32,8 @@ def test_models_leave_a_run_as_concatenations(run: Run, tmp_path: Path, model: d
     assert not any(record["failures"] or record.get("evaluation", {}).get("failures") for record in records)
     clients = records[-1]["evaluation"]["clients"]
     parts = [models.build(model["model"], **SHAPE) for _ in range(3)]
-    layout = components.concatenated(Layout.of(parts[0]), 3)  # three clients, three clusters
+    # three clients, three clusters
+    layout = components.concatenated(Layout.of(parts[0]), 3)
     files = [folder.path / "models" / f"{name}.safetensors" for name in ("global", "client-0", "client-1", "client-2")]
     for file in files:
         one = weights.load_safetensors(file, layout)
@@ -57,7 +58,8 @@ def test_a_run_goes_on_in_its_second_phase(run: Run, tmp_path: Path, model: dict
     resumed = run(num_server_rounds=4, run_name="part", resume=str(part.path), **setting)
     assert read_summary(resumed.path)["digest"] == read_summary(whole.path)["digest"]
     for ours, theirs in zip(timeless(resumed), timeless(whole), strict=True):
-        ours.pop("evaluation", None)  # the third round was the last one then
+        # the third round was the last one then
+        ours.pop("evaluation", None)
         assert ours == {k: v for k, v in theirs.items() if k != "evaluation"}
 
 

@@ -80,7 +80,8 @@ def test_threshold_follows_the_root_of_time() -> None:
     O = np.array([[1, 0.8, 0.5], [0.8, 1, 0.2], [0.5, 0.2, 1]])  # noqa: E741
     # mean 0.5, maximum 0.8: at t/alpha = 1/100 threshold 0.53; FedCAC's linear rule would give 0.503
     assert collaborators(O, 1, 100).tolist() == [[False, True, False], [True, False, False], [False, False, False]]
-    O[0, 2] = O[2, 0] = 0.54  # mean 0.513, threshold 0.542 by the root, 0.516 linearly
+    # mean 0.513, threshold 0.542 by the root, 0.516 linearly
+    O[0, 2] = O[2, 0] = 0.54
     assert not collaborators(O, 1, 100)[0, 2]
     O[0, 2] = O[2, 0] = 0.56  # mean 0.52, threshold 0.548
     assert collaborators(O, 1, 100)[0, 2]
@@ -115,7 +116,8 @@ def test_neighbour_weights_are_a_convex_combination_of_the_nearest(D: np.ndarray
     got = neighbour_weights(D, k, own_distance=own)
     np.testing.assert_allclose(got.sum(axis=1), 1)
     assert (got >= 0).all() and (np.count_nonzero(got, axis=1) == min(k, n)).all()
-    assert (np.diag(got) > 0).all()  # k counts the client, whose distance is never beaten
+    # k counts the client, whose distance is never beaten
+    assert (np.diag(got) > 0).all()
     for i in range(n):
         out, inside = D[i][got[i] == 0], np.delete(D[i] * (got[i] > 0), i)
         assert not out.size or inside.max(initial=0) <= out.min()

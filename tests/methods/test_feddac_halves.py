@@ -86,7 +86,8 @@ def test_absent_clients_get_their_last_model_and_new_ones_the_initial_one() -> N
     assert strategy.model_for(9).params.tolist() == [-1] * 8 and strategy.model_for(9).buffers.tolist() == [-1, -1]
     assert not strategy.has_global_model()
     client_arrays.settle(strategy.personal, [1, 2], 0, strategy.folder.path)
-    assert strategy.personal[0]["params"].base is None  # no earlier round's stack is kept alive by one row
+    # no earlier round's stack is kept alive by one row
+    assert strategy.personal[0]["params"].base is None
 
 
 def test_rows_belong_to_the_ids_of_the_round() -> None:

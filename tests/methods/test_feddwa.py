@@ -34,9 +34,8 @@ def test_rows_are_weights_of_at_most_k(n: int, k: int, seed: int) -> None:
     np.testing.assert_allclose(weights.sum(axis=1), 1, atol=1e-12)
     distances = ((guidance[:, None].astype(float) - models) ** 2).sum(axis=2)
     for row, near in zip(weights, distances, strict=True):
-        np.testing.assert_allclose(
-            row[row > 0] * near[row > 0], (row * near).max(), rtol=1e-4
-        )  # proportional to the inverse
+        # proportional to the inverse
+        np.testing.assert_allclose(row[row > 0] * near[row > 0], (row * near).max(), rtol=1e-4)
 
 
 @pytest.mark.parametrize("guidance", ["trained", "extrapolated"])

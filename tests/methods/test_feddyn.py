@@ -29,7 +29,8 @@ def quadratic_rounds(rounds: int) -> list[tuple[np.ndarray, float, float]]:
     """W, w, h of rounds with f_i = a_i/2 (w - b_i)^2, every client at the exact minimum of its regularized loss."""
     w, h, drift, seen = np.zeros(1), np.zeros(1), np.zeros(2), []
     for _ in range(rounds):
-        W = (A * B + ALPHA * (w - drift)) / (A + ALPHA)  # a (w - b) + alpha (w - w_g + lambda) = 0
+        # a (w - b) + alpha (w - w_g + lambda) = 0
+        W = (A * B + ALPHA * (w - drift)) / (A + ALPHA)
         drift = drift + W - w
         w, h = server_step(W[:, None], w, h, 2)
         seen.append((W, float(w[0]), float(h[0])))
@@ -43,7 +44,8 @@ def test_quadratics_by_hand() -> None:
     assert rounds[0][1:] == pytest.approx((3.428571, 1.714286), abs=1e-6)
     close(rounds[1][0], [1.142857, 3.428571])
     assert rounds[1][1:] == pytest.approx((2.857143, 0.571429), abs=1e-6)
-    assert rounds[29][1] == pytest.approx(2.999902, abs=1e-6)  # the optimum is 12/4 = 3; FedAvg's fixed point 2
+    # the optimum is 12/4 = 3; FedAvg's fixed point 2
+    assert rounds[29][1] == pytest.approx(2.999902, abs=1e-6)
 
 
 def test_partial_participation_by_hand() -> None:
@@ -98,7 +100,8 @@ def test_the_first_training_is_fedprox_bit_for_bit(n: int, kinds: dict[str, Any]
     after = update.train(ours.initial(), state, ours)
     assert same(after, FedProxUpdate().train(theirs.initial(), State(), theirs))
     assert (state.arrays["feddyn.drift"] == after.params - ours.initial().params).all()
-    again = update.train(ours.initial(), state, ours)  # from the same start, pulled elsewhere
+    # from the same start, pulled elsewhere
+    again = update.train(ours.initial(), state, ours)
     assert not same(again, after)
     assert sum(array.nbytes for array in state.arrays.values()) == 4 * ours.layout.d
 

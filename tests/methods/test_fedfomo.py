@@ -170,7 +170,8 @@ def test_without_models_it_is_local_on_what_is_not_held_out(tmp_path: Path, kind
             mine = Model(uploads.W[i], uploads.B[i])
             assert same(mine, own[i])
             losses = [ctx.trainer.sample_losses(m, held).mean(dtype=np.float64) for m in (before, own[i])]
-            if losses[1] >= losses[0]:  # it made things worse: next time from where it began
+            # it made things worse: next time from where it began
+            if losses[1] >= losses[0]:
                 own[i], stayed = before, stayed + 1
     assert stayed < 8
 

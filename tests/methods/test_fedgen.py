@@ -96,7 +96,8 @@ def test_the_generator_is_linear_batchnorm_relu_linear() -> None:
         got = generate(flat, statistics, noise, labels, 5, training=training)
         torch.testing.assert_close(got, module(entering(noise, labels, 5)))
         np.testing.assert_allclose(statistics.numpy(), weights.read(module).buffers, rtol=1e-6)
-    assert (statistics.numpy() != model.buffers).all()  # moved by the one in training mode
+    # moved by the one in training mode
+    assert (statistics.numpy() != model.buffers).all()
 
 
 @pytest.mark.parametrize(("noise", "mean", "variance"), [("uniform", 1 / 2, 1 / 12), ("gaussian", 0, 1)])
@@ -190,7 +191,8 @@ def test_two_rounds_of_the_server_against_plain_pytorch(tmp_path: Path, teacher:
         assert fedgen.attempt.round_notes["generator-loss"] == pytest.approx(loss.item(), abs=1e-5)
         assert np.allclose(fedgen.global_model.params, (uploads.sizes @ uploads.W) / 20, atol=1e-6)  # FedAvg
     assert int(fedgen.memory["steps"]) == 12
-    elements = sum(array.size for array in fedgen.memory.values()) - 1 - 3  # without steps and qualified
+    # without steps and qualified
+    elements = sum(array.size for array in fedgen.memory.values()) - 1 - 3
     assert elements == 3 * want.params.size + want.buffers.size  # 12 d_G + 4 b_G bytes
 
 

@@ -77,7 +77,8 @@ def test_against_a_naive_reference(n: int, num_classes: int, temperature: float,
     if num_classes == 2:
         assert value == 0 and (gradient == 0).all()
     shifted = reference.copy()
-    shifted[np.arange(n), y] += 5  # what w_g says of the true class plays no part
+    # what w_g says of the true class plays no part
+    shifted[np.arange(n), y] += 5
     assert by_torch(logits, shifted, y, temperature)[0] == value
 
 
@@ -176,7 +177,8 @@ def test_local_statistics_do_not_travel(run: Run) -> None:
     records, _ = outcome(run, "fedntd", **setting)
     whole, _ = outcome(run, "fedntd", model="resnet8", train_samples=12)
     saved = [whole[0][f"{way}-bytes"] - records[0][f"{way}-bytes"] for way in ("upload", "download")]
-    assert saved == [3 * 4 * 2688] * 2  # three clients; running means and variances
+    # three clients; running means and variances
+    assert saved == [3 * 4 * 2688] * 2
 
 
 def test_a_classifier_of_one_class_is_refused() -> None:

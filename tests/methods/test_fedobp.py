@@ -60,7 +60,8 @@ def test_the_model_of_table_5_is_ours() -> None:
 
 
 # The golden round: d = 5, q = 0.5: rank floor(4 * 0.5) = 2, so two parameters are personal.
-PREVIOUS, RECEIVED = f32(1, 2, 3, 4, 5), f32(1.5, 0, 3, 7, 4)  # squared differences 0.25, 4, 0, 9, 1
+# squared differences 0.25, 4, 0, 9, 1
+PREVIOUS, RECEIVED = f32(1, 2, 3, 4, 5), f32(1.5, 0, 3, 7, 4)
 MASK = [False, True, False, True, False]  # the median is 1
 
 
@@ -78,7 +79,8 @@ def test_normalisation_by_layer() -> None:
     # layers of 2 and 3: scores 0.25, 4 -> 0, 1; 0, 9, 1 -> 0, 1, 1/9: median 1/9, the two ones are personal.
     # Layers of 3 and 2: 0.25, 4, 0 -> 1/16, 1, 0; 9, 1 -> 1, 0: median 1/16.
     assert personal_mask(PREVIOUS, RECEIVED, [2, 3], quantile=0.5, normalization="layer").tolist() == MASK
-    received = f32(1.5, 2.1, 3, 7, 4)  # first layer 0.25, 0.01: now its first is the larger one
+    # first layer 0.25, 0.01: now its first is the larger one
+    received = f32(1.5, 2.1, 3, 7, 4)
     assert (
         personal_mask(PREVIOUS, received, [2, 3], quantile=0.5, normalization="layer").tolist()
         == bools("10010").tolist()
@@ -128,7 +130,8 @@ def test_against_the_exact_order(pair: tuple[np.ndarray, np.ndarray], q: float, 
 @given(hnp.arrays(np.int32, st.integers(1, 200), elements=st.integers(0, 10**6), unique=True), st.floats(0, 1))
 def test_numpys_quantile_selects_the_same(scores: np.ndarray, q: float) -> None:
     rank = (scores.size - 1) * q
-    if abs(rank - round(rank)) > 1e-6 or rank == round(rank):  # where interpolation itself does not round
+    # where interpolation itself does not round
+    if abs(rank - round(rank)) > 1e-6 or rank == round(rank):
         expected = scores > np.quantile(scores.astype(np.float64), q)
         assert (select(scores.astype(np.float64), [scores.size], quantile=q) == expected).all()
 
@@ -136,9 +139,11 @@ def test_numpys_quantile_selects_the_same(scores: np.ndarray, q: float) -> None:
 @pytest.mark.parametrize("q", [0.5, 0.9999])
 def test_twenty_million_parameters(q: float) -> None:
     d = 20_000_000
-    local = np.arange(d, dtype=np.float32)  # exact up to 2^24, then every second number: ties in pairs
+    # exact up to 2^24, then every second number: ties in pairs
+    local = np.arange(d, dtype=np.float32)
     local[1 << 24 :] = np.arange(d - (1 << 24), dtype=np.float32) + 0.5
-    received = np.zeros(d, np.float32)  # the differences are k and k + 1/2: distinct
+    # the differences are k and k + 1/2: distinct
+    received = np.zeros(d, np.float32)
     local = np.ascontiguousarray(local[::-1])
     started = time.perf_counter()
     got = personal_mask(local, received, [d], quantile=q)

@@ -137,7 +137,8 @@ def test_score_fisher_is_the_squared_gradient_at_the_own_model() -> None:
     ctx = context(trainer, score="fisher")
     one_round(f32(0, 0, 0, 0, 0), state, ctx)
     assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [1, 1]
-    assert trainer.starts[1].params.tolist() == [1, 0, 3, 7, 4]  # personal 0 (1) and 2 (3 = 3)
+    # personal 0 (1) and 2 (3 = 3)
+    assert trainer.starts[1].params.tolist() == [1, 0, 3, 7, 4]
 
 
 def test_ema_smooths_scores() -> None:
@@ -228,7 +229,8 @@ def test_count_by_layer() -> None:
     assert count_by_layer(bools("110 0 0111"), [3, 0, 1, 4]) == [2, 0, 0, 3]
 
 
-@pytest.mark.parametrize("n", [30, 700])  # more than one evaluation batch
+# more than one evaluation batch
+@pytest.mark.parametrize("n", [30, 700])
 def test_the_trainers_loss_gradient_is_that_of_the_mean_loss(n: int) -> None:
     import torch
     from torch import nn
@@ -247,7 +249,8 @@ def test_the_trainers_loss_gradient_is_that_of_the_mean_loss(n: int) -> None:
     loss = nn.functional.cross_entropy(module(torch.from_numpy(x).float() / 255), torch.from_numpy(y))
     exact = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(module.parameters()))]).numpy()
     trainer = LocalTrainer(module, config(), data, 1, 0)
-    trainer.train(start)  # whatever was in the module before
+    # whatever was in the module before
+    trainer.train(start)
     np.testing.assert_allclose(trainer.loss_gradient(start), exact, rtol=1e-4, atol=1e-6)
     after = trainer.read()
     assert after.params.tobytes() == start.params.tobytes() and after.buffers.tobytes() == start.buffers.tobytes()

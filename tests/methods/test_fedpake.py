@@ -219,9 +219,11 @@ def cluster(sim: np.ndarray, p: FedPakeParams) -> list[list[int]]:
 @pytest.mark.parametrize("scale", [0.05, 0.6])
 def test_against_the_naive_reference(scale: float, meaning: Any, divisor: Any, cv: Any, normalize: bool) -> None:
     rng = np.random.default_rng(5)
-    sizes = [311, 151]  # large enough that no two pairs of clients have the same similarity
+    # large enough that no two pairs of clients have the same similarity
+    sizes = [311, 151]
     stack = spread_out(rng, 7, 462, scale)
-    stack[:3] += np.float32(scale) * rng.standard_normal(462).astype(np.float32)  # a group that resembles each other
+    # a group that resembles each other
+    stack[:3] += np.float32(scale) * rng.standard_normal(462).astype(np.float32)
     p = FedPakeParams(0.3, 5, 3, 0.55, meaning, divisor, cv, normalize)
     kernel = {name: value for name, value in vars(p).items() if name != "batchnorm_statistics"}
     got = aggregate(stack, sizes, **kernel)
@@ -232,7 +234,8 @@ def test_blocks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(6)
     sizes = [1000, 500]
     stack = spread_out(rng, 6, 1500, 0.7)
-    stack[:, :600] = stack[0, :600] + 0.1 * stack[:, :600]  # whole blocks of class 1 in a layer that has others
+    # whole blocks of class 1 in a layer that has others
+    stack[:, :600] = stack[0, :600] + 0.1 * stack[:, :600]
     monkeypatch.setattr(fedpake, "_BLOCK", 136)
     monkeypatch.setattr(fedpake, "_CHUNK", 6)
     for meaning in ("similarity", "distance"):
@@ -271,7 +274,8 @@ def test_threshold_one_is_the_uniform_mean(W: np.ndarray, reading: Any, normaliz
         normalize=normalize,
         **(PRINTED | {"threshold": 1.0}),
     )
-    np.testing.assert_array_equal(got, reductions.weighted_mean(W))  # bit for bit, but for the sign of a zero
+    # bit for bit, but for the sign of a zero
+    np.testing.assert_array_equal(got, reductions.weighted_mean(W))
 
 
 @given(

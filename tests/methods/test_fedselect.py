@@ -110,7 +110,8 @@ def test_means_by_hand() -> None:
     np.testing.assert_allclose(
         aggregate(W, used, np.array([1, 1, 2]), np.array([8, 8, 9])), [3.5, 16 / 3, 9], rtol=1e-7
     )  # type: ignore[arg-type]
-    W[used] = 77  # what is called personal does not count
+    # what is called personal does not count
+    W[used] = 77
     np.testing.assert_allclose(aggregate(W, used, np.array([1.0, 1, 2]), f32(8, 8, 9)), [3.5, 16 / 3, 9], rtol=1e-7)
 
 
@@ -200,7 +201,8 @@ def test_a_side_moves_nothing_of_the_other() -> None:
     start, mask = ctx.initial(), np.random.default_rng(0).random(ctx.layout.d) < 0.3
     personal = ctx.trainer.alternate(start, {"train-personal": ~mask}, epochs=1)
     assert (personal.params == start.params)[~mask].all() and (personal.params != start.params)[mask].any()
-    assert (personal.buffers != start.buffers).any()  # both sides move the statistics
+    # both sides move the statistics
+    assert (personal.buffers != start.buffers).any()
 
 
 def test_growing_every_third_participation() -> None:

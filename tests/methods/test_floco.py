@@ -60,7 +60,8 @@ def test_projection_is_on_the_simplex_and_nothing_on_it_is_nearer(v: np.ndarray,
     projected = project_simplex(v, total)
     assert (projected >= 0).all()
     np.testing.assert_allclose(projected.sum(axis=1), total, rtol=1e-9)
-    for corner in np.eye(v.shape[1]) * total:  # (v - p) (y - p) <= 0 for every y of the simplex, hence for its corners
+    # (v - p) (y - p) <= 0 for every y of the simplex, hence for its corners
+    for corner in np.eye(v.shape[1]) * total:
         assert ((v - projected) * (corner - projected)).sum(axis=1).max() <= 1e-9
 
 
@@ -80,11 +81,12 @@ def test_centres_are_the_projections_of_least_energy(kappa: np.ndarray) -> None:
 
 
 def test_of_equal_energies_the_smaller_simplex_is_taken() -> None:
+    # one client, corners always, one endpoint
     for kappa in (
         np.zeros((1, 3)),
         np.array([[9.0, 0], [0, 9]]),
         np.ones((2, 1)),
-    ):  # one client, corners always, one endpoint
+    ):
         assert subregions(kappa)[1] == 1e-4
     assert subregions(np.zeros((1, 4)))[0].tolist() == [[0.25] * 4]
 

@@ -96,7 +96,8 @@ def test_a_late_client_is_placed_where_its_update_would_have_put_it(tmp_path: Pa
     late.W[1] = strategy.global_model.params + moved[2]
     strategy.personalize(2, late)
     np.testing.assert_allclose(strategy.personal[5]["centre"], centres[2], rtol=0, atol=1e-4)
-    assert all(strategy.personal[i]["centre"] is centres[i] for i in centres)  # the others stay where they are
+    # the others stay where they are
+    assert all(strategy.personal[i]["centre"] is centres[i] for i in centres)
     assert sum(a.nbytes for a in strategy.memory.values()) == 4 * 4 * 3 * 3 * 5 + 8  # 4 (M + 1) M C f, and z
 
 
@@ -108,13 +109,15 @@ def test_what_the_server_exports(tmp_path: Path) -> None:
     ends = strategy.layout.tensors(strategy.global_model)["classifier.weight"]
     middle = layout.tensors(strategy.exported_global())["classifier.weight"]
     np.testing.assert_allclose(middle, ends.mean(axis=0), rtol=0, atol=1e-7)
-    strategy.round = 1  # before tau there are no regions
+    # before tau there are no regions
+    strategy.round = 1
     early, strategy.round = strategy.personal_model(1), 2
     late = strategy.personal_model(1)
     assert early is not None and late is not None
     assert np.array_equal(layout.tensors(early)["classifier.weight"], middle)
     assert np.array_equal(layout.tensors(late)["classifier.weight"], ends[1])
-    assert server(tmp_path, personal_epochs=1).personal_model(1) is None  # FLOCO+: it is the client's alone
+    # FLOCO+: it is the client's alone
+    assert server(tmp_path, personal_epochs=1).personal_model(1) is None
 
 
 # Whole runs -------------------------------------------------------------------------------------------------------------
@@ -218,7 +221,8 @@ def test_both_models_of_floco_plus_against_the_textbook_loop() -> None:
         floco=floco,
     )
     update, state, received = FLOCOUpdate(), State(), ctx.initial()
-    own = received  # at first what is received; then its own, which goes on
+    # at first what is received; then its own, which goes on
+    own = received
     for _ in range(2):
         after = update.train(update.merge(received, state, ctx), state, ctx)
         shared = textbook(ctx, received, "train", "floco-alpha", ctx.config.local_epochs, 0.0, received)

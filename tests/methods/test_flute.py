@@ -71,7 +71,8 @@ def test_the_gradient_against_autograd_and_across_the_head(c: int, k: int, seed:
     want = value_of(head, present)
     value, gradient = collapse(head.detach(), present)
     assert value.dtype == torch.float64 and value.item() == pytest.approx(want.item(), abs=1e-12)
-    if want.item() < 1e-6:  # collapsed, with one feature and two classes: the norm has no derivative there
+    # collapsed, with one feature and two classes: the norm has no derivative there
+    if want.item() < 1e-6:
         return
     (by_autograd,) = torch.autograd.grad(want, head)
     np.testing.assert_allclose(
@@ -152,7 +153,8 @@ def test_training_against_the_textbook_loop(changes: dict[str, float], labels: i
     np.testing.assert_allclose(after.buffers, want.buffers, rtol=1e-3, atol=3e-6)  # of the body's epochs alone
     update.keep_local(after, state, ctx)
     np.testing.assert_allclose(state.arrays["local.params"], kept, rtol=1e-3, atol=3e-6)
-    assert update.personal(after, state, ctx) is after  # "after" is before the server's step
+    # "after" is before the server's step
+    assert update.personal(after, state, ctx) is after
     head = ctx.layout.take(after, ctx.local).params
     assert (state.arrays["local.params"] == head)[-4:].all()  # the bias has no step
     assert np.array_equal(state.arrays["local.params"], head) == (changes is NOTHING)

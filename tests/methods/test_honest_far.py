@@ -18,7 +18,8 @@ from fl_app.server.run_folder import RunFolder, read_metrics
 from strategies import METHOD_PARAMS
 from tests.conftest import Run
 
-MOST = 3  # the class that most clients have
+# the class that most clients have
+MOST = 3
 ROUNDS = 8
 SETTINGS: dict[str, Any] = {"num_server_rounds": ROUNDS, "local_epochs": 5, "batch_size": 32, "evaluate_every": 0}
 METHODS = ["fedavg", "fedcac", "feddac", "fedobp", "scaffold"]

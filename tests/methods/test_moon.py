@@ -139,7 +139,8 @@ def test_it_compares_with_the_received_and_its_own_last_model_in_evaluation_mode
             parameter -= eta * parameter.grad
     want = weights.read(networks["own"])
     np.testing.assert_allclose(after.params, want.params, atol=1e-6)
-    np.testing.assert_allclose(after.buffers, want.buffers, atol=1e-6)  # the references gathered no statistics
+    # the references gathered no statistics
+    np.testing.assert_allclose(after.buffers, want.buffers, atol=1e-6)
     assert ctx.trainer.last_loss == pytest.approx(loss.item(), abs=1e-6)  # type: ignore[attr-defined]
     plain = LocalUpdate[Any]().train(received, State(), ctx)
     assert np.abs(after.params - plain.params).max() > 1e-3
@@ -156,7 +157,8 @@ def test_small_clients(run: Run, tmp_path: Path, model: dict[str, Any]) -> None:
 def test_local_statistics(run: Run) -> None:
     setting = {"model": "resnet8", "train_samples": 12, "collect_personal_models": True}
     records, saved = outcome(run, "moon", moon={"batchnorm_statistics": "local"}, **setting)
-    assert len(set(saved.values())) == 4  # three clients and the global model
+    # three clients and the global model
+    assert len(set(saved.values())) == 4
     assert records[1]["upload-bytes"] == records[1]["download-bytes"] == 3 * 4 * 1229002
 
 

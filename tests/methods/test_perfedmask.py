@@ -118,7 +118,8 @@ def test_clients_train_and_send_their_layers_alone(tmp_path: Path) -> None:
     uploads = federation.round()
     W = np.stack(rows)
     assert uploads.W.tobytes() == W.tobytes()
-    assert (uploads.B != federation.initial.buffers).all()  # clients that freeze BatchNorm gather statistics too
+    # clients that freeze BatchNorm gather statistics too
+    assert (uploads.B != federation.initial.buffers).all()
     close(server.global_model.buffers, np.average(uploads.B, axis=0, weights=sizes))
     after = server.global_model.params
     close(after[linear], np.average(W[[0, 2]], axis=0, weights=sizes[[0, 2]])[linear])

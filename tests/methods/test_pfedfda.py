@@ -175,7 +175,8 @@ def test_adapted_gaussians_are_no_worse_than_both_ends_and_proper(seed: int) -> 
 def test_classes_of_as_many_samples_as_folds_are_validated_on() -> None:
     z, _, shared = drawn(1, n=9)
     y = np.array([0, 0, 0, 0, 1, 1, 1, 1, 2])
-    for twos in (y, np.array([0, 0, 0, 0, 0, 0, 1, 1, 2])):  # of the class of one sample there are no folds
+    # of the class of one sample there are no folds
+    for twos in (y, np.array([0, 0, 0, 0, 0, 0, 1, 1, 2])):
         used = twos < 2
         fold, prior = (
             stratified_folds(twos[used], 2, np.random.default_rng(5)),
@@ -185,7 +186,8 @@ def test_classes_of_as_many_samples_as_folds_are_validated_on() -> None:
         want = best_single(lambda beta: checked.loss((beta, beta)))  # noqa: B023
         adapted, betas = adapt(z, twos, shared, PFedFDAParams(), np.random.default_rng(5))
         assert betas == (want, want) and want > 0
-        few = np.bincount(twos) <= 2  # of these not even the mean is the client's own
+        # of these not even the mean is the client's own
+        few = np.bincount(twos) <= 2
         np.testing.assert_allclose(adapted.means[few], shared.means[few], rtol=0, atol=1e-12)
         assert (adapted.means[~few] != shared.means[~few]).all()
 
@@ -207,7 +209,8 @@ def test_one_sample_or_none_alike_leaves_the_shared_gaussians(betas: Any) -> Non
     z, _, shared = drawn(0, n=3)
     p, stream = PFedFDAParams(betas=betas), np.random.default_rng(0)
     assert adapt(z[:1], np.array([2]), shared, p, stream) == (shared, (0, 0))
-    if betas != "local":  # three classes of one sample
+    # three classes of one sample
+    if betas != "local":
         adapted, found = adapt(z, np.arange(3), shared, p, stream)
         assert found == (0, 0) and np.array_equal(adapted.means, shared.means)
 
@@ -249,7 +252,8 @@ def test_a_round(n: int, kinds: dict[str, Any]) -> None:
     trained = update.train(start, state, ctx)
     update.keep_local(trained, state, ctx)
     after = ctx.layout.tensors(trained)
-    for name in ctx.local:  # the head stands still, bit for bit
+    # the head stands still, bit for bit
+    for name in ctx.local:
         assert after[name].tobytes() == tensors[name].tobytes()
     assert after["features.weight"].tobytes() != tensors["features.weight"].tobytes()
 
@@ -264,11 +268,13 @@ def test_a_round(n: int, kinds: dict[str, Any]) -> None:
     np.testing.assert_allclose(ctx.layout.tensors(personal)["classifier.weight"], weight, rtol=1e-4, atol=1e-5)
     if n == 1:
         assert all(upload.extras[name].tobytes() == ctx.extras[name].tobytes() for name in ctx.extras)
-    for c in np.flatnonzero(counts == 0):  # a missing class goes back as it came
+    # a missing class goes back as it came
+    for c in np.flatnonzero(counts == 0):
         np.testing.assert_allclose(upload.extras["means"][c], ctx.extras["means"][c], rtol=0, atol=1e-6)
     again = context(n, kinds=kinds)
     other = PFedFDAUpdate()
-    assert same(other.personal(trained, state, again), personal)  # nothing but the message and the data decides
+    # nothing but the message and the data decides
+    assert same(other.personal(trained, state, again), personal)
 
 
 def test_each_body_is_adapted_once(monkeypatch: pytest.MonkeyPatch) -> None:

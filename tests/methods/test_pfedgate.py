@@ -34,7 +34,8 @@ def test_blocks_by_hand() -> None:
     assert sub_blocks(10, 5) == [2] * 5 and sub_blocks(3, 5) == [1] * 3 and sub_blocks(7, 1) == [7]
     # round(10 g): 9, 5, 5, 1. 4 elements: the first, then of the equal ones the earlier; the last no longer fits.
     assert select_blocks([0.54, 0.9, 0.46, 0.1], [2, 2, 2, 1], 4) == [0, 1]
-    assert select_blocks([0.5, 0.9, 0.3], [4, 2, 1], 3) == [1, 2]  # what does not fit is passed over
+    # what does not fit is passed over
+    assert select_blocks([0.5, 0.9, 0.3], [4, 2, 1], 3) == [1, 2]
     assert select_blocks([1, 1], [3, 3], 2) == [] and select_blocks([], [], 5) == []
 
 
@@ -105,7 +106,8 @@ def test_the_gate_by_hand() -> None:
     got = module.train().gates(x)
     np.testing.assert_allclose(got.detach().numpy(), gate_by_hand(x.double(), own, None, None).numpy(), atol=1e-6)
     moved = {name: b.double() for name, b in module.gate.named_buffers()}
-    for c in range(2):  # a tenth of the way from 0 and 1
+    # a tenth of the way from 0 and 1
+    for c in range(2):
         assert moved["0.mean"][c].item() == pytest.approx(0.1 * x[:, c].mean().item(), abs=1e-6)
         assert moved["0.variance"][c].item() == pytest.approx(0.9 + 0.1 * x[:, c].var(correction=0).item(), abs=1e-6)
     got = module.eval().gates(x)
@@ -192,7 +194,8 @@ def test_what_is_evaluated_is_what_is_exported(tmp_path: Path, sparsity: float) 
     )
     for _ in range(2):
         federation.round([0, 1])
-    for i in (0, 2):  # one that took part, and one that never did
+    # one that took part, and one that never did
+    for i in (0, 2):
         model = federation.evaluated(i)
         ctx, _ = federation.context(i)
         alone = small(batchnorm=True)
@@ -201,7 +204,8 @@ def test_what_is_evaluated_is_what_is_exported(tmp_path: Path, sparsity: float) 
         module: Any = ctx.trainer.module.eval()
         x, _ = ctx.trainer.samples(np.arange(5))
         torch.testing.assert_close(module(x), alone.eval()(x))
-        torch.testing.assert_close(module(x[:1]), module(x)[:1])  # whatever else is in the batch
+        # whatever else is in the batch
+        torch.testing.assert_close(module(x[:1]), module(x)[:1])
         assert ((module.g > 0) & (module.g < 1)).all()
         images, _ = ctx.trainer.samples(np.arange(len(federation.data[i][0])))
         torch.testing.assert_close(module.g, module.gates(images))
@@ -223,7 +227,8 @@ def test_dropped_blocks_are_0_and_their_gates_learn(tmp_path: Path) -> None:
     x, y = next(iter(ctx.trainer.batches(1)))
     ctx.trainer.differentiate(x, y)
     linear = [p for n, p in module.named_parameters() if n == "gate.2.bias"][0]
-    assert linear.grad is not None  # BatchNorm behind it takes its mean away; what follows does not
+    # BatchNorm behind it takes its mean away; what follows does not
+    assert linear.grad is not None
     shift = [p for n, p in module.named_parameters() if n == "gate.3.bias"][0]
     batch_kept = module.blocks.kept(module.gates(x).detach().numpy(), 0.4, 5)
     assert (shift.grad.numpy()[~batch_kept] != 0).any()

@@ -13,7 +13,8 @@ from scipy.stats import rankdata
 from strategies.engine.attempt import Attempt
 from strategies.engine.private import MaskedIntake, PrivateRounds, complete_groups
 
-Sum = tuple[int, dict[int, float]]  # round; what each client counts in it
+# round; what each client counts in it
+Sum = tuple[int, dict[int, float]]
 
 
 class Attack:

@@ -76,7 +76,8 @@ def test_sums_of_clients_drawn_one_by_one_would_tell_models_and_those_of_compani
     plain = Attack(asked(run(run_name="plain", **settings)), models, CLIENTS)
     found = np.mean([plain.place(i, plain.truth) for i in plain.truth])
     print(f"own model's place where clients are drawn one by one: {found:.2f}")
-    assert plain.rank > CLIENTS - 3 and found < 0.25  # what private runs would tell if they drew like plain ones
+    # what private runs would tell if they drew like plain ones
+    assert plain.rank > CLIENTS - 3 and found < 0.25
     models.clear()
     folder = run(private=True, run_name="private", **settings)
     assert [set(own) for _, own in sums] == [set(own) for _, own in asked(folder)] and set(sizes(sums, *range(13))) == {
@@ -97,7 +98,8 @@ def test_who_is_away_is_told_from_the_difference_unless_its_company_goes_with_it
     alike = {i: attack.alike(i) for i in range(CLIENTS)}
     if absent == "alone":
         assert alike[5] == [5] and alike[2] == [2]
-        assert attack.place(5, attack.truth) == 0  # the nearest of all: the attack works
+        # the nearest of all: the attack works
+        assert attack.place(5, attack.truth) == 0
     else:
         assert alike[5] == [0, 1, 5] and alike[2] == [2, 3, 4] and all(len(own) >= 3 for own in alike.values())
 
@@ -178,7 +180,8 @@ def test_a_run_that_goes_on_knows_groups_and_what_clients_count_of_after_its_che
     )
     run_without(raw_config, **settings, checkpoint_every=10, resume=str(folder))
     assert all(any(own <= former for former in before) for own in parts(folder))
-    for _, counts in sums:  # beside the others, what it counted at first
+    # beside the others, what it counted at first
+    for _, counts in sums:
         assert len({round(count / counted[i], 9) for i, count in counts.items()}) == 1
 
 
@@ -203,7 +206,8 @@ def test_of_a_group_that_has_answered_a_repetition_asks_all_or_nobody(
     with caplog.at_level("INFO", "corolla"):
         folder = run_without(raw_config, (3, 0, 4), (3, 1, 6), **settings)
     repeated = [set(own) for round, own in sums if round == 3]
-    assert sum(6 in own for own in repeated) == 1 and len(repeated) > 3  # its group's sum is known, once
+    # its group's sum is known, once
+    assert sum(6 in own for own in repeated) == 1 and len(repeated) > 3
     assert all(a == b or a.isdisjoint(b) for a in repeated for b in repeated)
     record = rounds(folder)[2]
     assert [(f["client"], f["attempt"]) for f in record["failures"]] == [(4, 1), (6, 2)]

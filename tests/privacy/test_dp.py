@@ -81,7 +81,8 @@ def test_what_is_spent_stays_spent(tmp_path: Path) -> None:
     again = Budget(place(tmp_path), wanted, repeatable=False)
     with pytest.raises(UserError, match=r"dp-epsilon: 2 of 2 is spent, and 13 steps more would make it 2\.\d"):
         again.spend("3-1-train", plan, plan.steps)
-    assert len(again.trainings()) == 3  # what was refused is not noted
+    # what was refused is not noted
+    assert len(again.trainings()) == 3
 
 
 def test_a_repetition_with_the_same_noise_costs_nothing(tmp_path: Path) -> None:
@@ -189,7 +190,8 @@ def test_the_noise_has_the_size_it_should(tmp_path: Path) -> None:
     trainer = noisy(tmp_path, mlp, Plan(1.0, 1, 3.0), dp_clip=0.5)
     start = weights.read(mlp())
     moved = (trainer.train(start, epochs=1).params - start.params) / 0.5
-    assert moved.std() == pytest.approx(3.0 * 0.5 / 12, rel=0.02)  # the gradients themselves are of norm 0.5 at most
+    # the gradients themselves are of norm 0.5 at most
+    assert moved.std() == pytest.approx(3.0 * 0.5 / 12, rel=0.02)
 
 
 def test_batches_are_drawn_and_may_be_empty(tmp_path: Path) -> None:
@@ -199,7 +201,8 @@ def test_batches_are_drawn_and_may_be_empty(tmp_path: Path) -> None:
     trainer._local.data.inputs = lambda images: seen.append(len(images)) or inputs(images)  # type: ignore[func-returns-value,method-assign]
     start = weights.read(convolution())
     after = trainer.train(start, epochs=1)
-    assert seen[:2] == [2, 2]  # made up, to see whether the model keeps records apart
+    # made up, to see whether the model keeps records apart
+    assert seen[:2] == [2, 2]
     del seen[:2]
     assert len(seen) == 400 and 0 in seen
     assert sum(seen) == pytest.approx(400 * 12 * 0.02, abs=4 * math.sqrt(400 * 12 * 0.02))

@@ -54,7 +54,8 @@ def test_keys_from_the_seed_are_the_same_everywhere_and_others_for_another_seed(
 
 def test_a_list_somebody_has_changed_is_refused(tmp_path: Path) -> None:
     paths = make(tmp_path, 3)
-    change(paths[0], 2, 4, 1)  # a public half that its node key has not signed
+    # a public half that its node key has not signed
+    change(paths[0], 2, 4, 1)
     with pytest.raises(UserError, match="client 2's key for private runs is not signed by its node key"):
         open_keyring(str(paths[0]), 0, 0, 3)
     change(paths[1], 2, 2, 1)  # another node key

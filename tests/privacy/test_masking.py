@@ -60,7 +60,8 @@ def test_short_of_one_member_what_is_left_is_noise() -> None:
         with pytest.raises(ValueError, match="beyond what 5 clients can sum up to"):
             masking.decode(rest, 4.0, 5, 8.0)
         bits = np.unpackbits(rest.view(np.uint8)).mean()
-        assert abs(bits - 0.5) < 0.003  # 640,000 bits: five standard deviations
+        # 640,000 bits: five standard deviations
+        assert abs(bits - 0.5) < 0.003
         assert abs(np.corrcoef(rest[:-1], rest[1:])[0, 1]) < 0.04
 
 
@@ -71,7 +72,8 @@ def test_other_rounds_and_attempts_have_other_masks() -> None:
         for b in seen[i + 1 :]:
             assert (a == b).mean() < 0.01
     mixed = seen[0].copy()
-    mixed[1] = seen[1][1]  # one that was sent in another attempt
+    # one that was sent in another attempt
+    mixed[1] = seen[1][1]
     with pytest.raises(ValueError, match="beyond"):
         masking.decode(np.add.reduce(mixed, axis=0, dtype=np.uint32), 3.0, 3, 8.0)
 

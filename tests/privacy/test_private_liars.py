@@ -52,7 +52,8 @@ def test_who_drops_out_costs_one_repeat_among_the_others(
     assert [(f["client"], f["attempt"]) for f in first["failures"]] == [(2, 1)]
     sums = [upload.extras[wire.SUM] for upload, expected in arriving if wire.SUM in expected.extras]
     assert len(sums) == 4 + 4 + 5
-    for a, b in zip(sums[:4], sums[4:8], strict=True):  # the same models under other masks
+    # the same models under other masks
+    for a, b in zip(sums[:4], sums[4:8], strict=True):
         assert (a == b).mean() < 0.001
     again = run_without(raw_config, (1, 0, 2), (1, 1, 2), method="fedcac", run_name="again")
     assert read_summary(again.path)["digest"] == read_summary(folder.path)["digest"]

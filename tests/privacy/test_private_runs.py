@@ -52,7 +52,8 @@ def test_every_method_that_needs_sums_alone_runs_private(
     folder = run(method=method, **PRIVATE)
     assert read_summary(folder.path)["digest"]
     uploads = [(upload, expected) for upload, expected in arriving if wire.SUM in expected.extras]
-    assert len(uploads) == 10  # and not one in which a model travels
+    # and not one in which a model travels
+    assert len(uploads) == 10
     for upload, _ in uploads:
         assert not {metric.name for metric in METHODS[method].reports} & set(upload.metrics)
         assert (

@@ -96,7 +96,8 @@ def test_curves_bytes_and_seconds_by_hand(tmp_path: Path) -> None:
     assert curve.rounds.tolist() == [1, 2]
     assert curve.mean == pytest.approx([0.2, 0.7])
     assert curve.low == pytest.approx([0.15, 0.6]) and curve.high == pytest.approx([0.25, 0.8])
-    spent = arrays.spent(run)  # round 1: its downloads; round 2: all of round 1 and its downloads
+    # round 1: its downloads; round 2: all of round 1 and its downloads
+    spent = arrays.spent(run)
     assert {t: nbytes for t, (nbytes, _) in spent.items()} == {1: 40, 2: 180}
     assert [accuracy for _, accuracy in spent.values()] == pytest.approx([0.2, 0.7])
     assert arrays.server_seconds(run) == {"wait": 2.0, "evaluate": 1.0}

@@ -77,7 +77,8 @@ def test_the_drawing_says_how_far_it_is_and_standard_output_has_the_paths_alone(
 ) -> None:
     code, out, err = command("report", fedavg, "--output", tmp_path / "one", "--figures", tmp_path / "figures")
     assert code == 0 and out == f"{tmp_path}/one/report.html\n{tmp_path}/one/report-figures\n"
-    assert "drawing pictures: 0/20" in err  # five of them, light, dark, SVG and PDF
+    # five of them, light, dark, SVG and PDF
+    assert "drawing pictures: 0/20" in err
     names = [path.stem for path in (tmp_path / "one" / "report-figures").iterdir()]
     every = {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
     assert {path.name for path in (tmp_path / "figures").iterdir()} == every

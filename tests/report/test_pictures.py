@@ -76,7 +76,8 @@ def test_nothing_overlaps_with_many_runs_clients_and_layers(
     for panel in panels:
         for settings in (LIGHT, DARK) if num_runs == 2 else (LIGHT,):
             with warnings.catch_warnings(), rc_context(settings):
-                warnings.simplefilter("error")  # a layout that does not fit warns
+                # a layout that does not fit warns
+                warnings.simplefilter("error")
                 figure = panel.draw()
                 figure.draw_without_rendering()
                 assert_nothing_is_cut(panel.name, figure)

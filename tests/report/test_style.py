@@ -11,7 +11,8 @@ from matplotlib.colors import to_rgb
 from corolla.report.style import COLOURS, DARK_PAPER, ON_DARK, Look, looks, of_method
 from strategies import METHODS
 
-CONES = {  # Machado, Oliveira, Fernandes (2009), severity 1, linear RGB
+# Machado, Oliveira, Fernandes (2009), severity 1, linear RGB
+CONES = {
     "all": np.eye(3),
     "deutan": np.array(
         [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
@@ -63,7 +64,8 @@ def test_colours_differ_for_all_eyes_and_from_the_paper(palette: tuple[str, ...]
 def test_no_two_methods_look_the_same() -> None:
     places = [of_method(name) for name in METHODS]
     assert len(set(places)) == len(places)
-    for kind in (slice(0, 2), slice(0, 3, 2)):  # few pairs share a colour and a line, or a colour and a marker
+    # few pairs share a colour and a line, or a colour and a marker
+    for kind in (slice(0, 2), slice(0, 3, 2)):
         assert len({place[kind] for place in places}) >= 0.9 * len(places)
     mains = ("fedavg", "local", "fedcac", "feddac", "fedpake", "fedobp")
     assert len({of_method(name)[0] for name in mains}) == len(mains)

@@ -59,7 +59,8 @@ class FakeGrid(InProcessGrid):
 def reply_to(message: Message, answer: Any) -> Message:
     if isinstance(answer, Error):
         reply = Message(answer, reply_to=message)
-        reply.metadata.__dict__["_src_node_id"] = 1  # Flower's own error replies come from the SuperLink, not the node
+        # Flower's own error replies come from the SuperLink, not the node
+        reply.metadata.__dict__["_src_node_id"] = 1
         return reply
     if isinstance(answer, RecordDict):
         return Message(answer, reply_to=message)

@@ -30,7 +30,8 @@ DECLARED = (PLUGINS / "drifting.py").read_text(encoding="utf-8")
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     log = logging.getLogger("corolla")
     log.addHandler(caplog.handler)
-    log.propagate = False  # to the root logger, which has the same handler
+    # to the root logger, which has the same handler
+    log.propagate = False
     yield caplog
     log.removeHandler(caplog.handler)
 

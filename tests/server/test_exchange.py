@@ -56,7 +56,8 @@ def test_progress_is_told_while_none_replies() -> None:
     e = connected(nodes, progress=lambda *a: told.append(a))
     nodes[50] = SILENT
     ask(e)
-    assert told.count(("round 1", 2, 3)) > 1  # a display that left out the first shows the next
+    # a display that left out the first shows the next
+    assert told.count(("round 1", 2, 3)) > 1
 
 
 def test_an_undeliverable_message() -> None:
@@ -120,4 +121,5 @@ def test_silent_clients_do_not_keep_the_others_from_being_asked() -> None:
 def test_messages_carry_the_round() -> None:
     message = connected(three()).message(1, RecordDict(), "train", 7)
     assert message.metadata.group_id == "7" and message.metadata.message_type == "train"
-    assert message.metadata.ttl > 0.05  # outlives the round's timeout
+    # outlives the round's timeout
+    assert message.metadata.ttl > 0.05

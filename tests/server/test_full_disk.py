@@ -17,7 +17,8 @@ from tests.disks import full_disk
 SETTINGS = {"num_server_rounds": 3, "checkpoint_every": 1, "collect_personal_models": True}
 
 
-@pytest.mark.parametrize("kib", [4, 16, 60, 200, 400])  # nothing, the config, no checkpoint, one, the last models
+# nothing, the config, no checkpoint, one, the last models
+@pytest.mark.parametrize("kib", [4, 16, 60, 200, 400])
 def test_a_run_on_a_full_disk_ends_in_one_line_and_goes_on(run: Run, tmp_path: Path, kib: int) -> None:
     with full_disk(tmp_path, free=kib * 1024) as there:
         words = f"^output-dir: cannot (write under|create) {there}/run: No space left on device"

@@ -14,13 +14,14 @@ from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run, config
 from tests.report.builders import write
 
+# a global model, a head of the clients' own, none of both, several
 QUICK = (
     "fedavg",
     "fedcac",
     "feddac",
     "fedper",
     "ifca",
-)  # a global model, a head of the clients' own, none of both, several
+)
 
 
 def test_who_is_unseen() -> None:

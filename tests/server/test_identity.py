@@ -34,7 +34,8 @@ def test_a_node_that_nobody_registered_comes_back_with_a_new_key_once_it_is_gone
     holders.claim(1, A, False)
     holders.claim(1, B, False)
     assert refused(holders, 2, B, False) == "its key is that of client 1"
-    holders.claim(2, A, False)  # a key that is nobody's any more
+    # a key that is nobody's any more
+    holders.claim(2, A, False)
 
 
 def test_a_registered_key_keeps_its_id_while_its_node_is_away() -> None:

@@ -51,4 +51,5 @@ def test_what_a_run_goes_on_with_is_noted_where_it_is_something_else(
     assert go_on() == [first, second] and go_on() == [first, second]
     about = folder.path / RUN
     about.write_text(json.dumps({name: value for name, value in read_about(folder.path).items() if name != MADE_WITH}))
-    assert go_on() == [{}, second]  # begun when run.json did not say it
+    # begun when run.json did not say it
+    assert go_on() == [{}, second]

@@ -104,7 +104,8 @@ def test_a_robust_mean_alone_bears_with_a_liar(attacked: Attacked, method: str, 
     folder = attacked("x 1e6", method=method, robust=rule, max_update_norm=0.0, num_server_rounds=3, fedcac={"beta": 1})
     clients = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
     assert all(clients[str(i)]["loss"] < 50 for i in range(LIAR))
-    assert {client for _, client, _ in failures(folder)} <= {LIAR}  # FedCAC leaves it with its own model
+    # FedCAC leaves it with its own model
+    assert {client for _, client, _ in failures(folder)} <= {LIAR}
 
 
 # who is not
@@ -170,7 +171,8 @@ def test_every_method_says_what_it_can_do() -> None:
 @pytest.mark.parametrize("method", [name for name, method in METHODS.items() if method.strategy.robust])
 def test_every_method_does_what_it_says(run: Run, method: str) -> None:
     setting: dict[str, Any] = {"method": method, "num_clients": 5, **IN_TWO_ROUNDS.get(method, {})}
-    if method in ("ifca", "fedconcat"):  # clusters of one or two are averaged plainly
+    # clusters of one or two are averaged plainly
+    if method in ("ifca", "fedconcat"):
         setting[method] = {"clusters": 1}
     digests = {read_summary(run(robust=rule, run_name=rule, **setting).path)["digest"] for rule in ("none", "krum")}
     assert None not in digests and len(digests) == 2

@@ -29,7 +29,8 @@ class Client:
     """The Runtime API's three calls."""
 
     def __init__(self) -> None:
-        self.replies: dict[str, Any] = {}  # by the id of the message they answer: envelope and tree, or what to raise
+        # by the id of the message they answer: envelope and tree, or what to raise
+        self.replies: dict[str, Any] = {}
         self.objects: dict[str, bytes] = {}
         self.confirmed: list[str] = []
 
@@ -130,7 +131,8 @@ def test_a_malformed_reply_is_its_own_affair(inbox: Inbox, client: Client) -> No
     assert answers["good"].content is not None and answers["bad"].kind == answers["worse"].kind == "malformed"
     assert answers["bad"].cause.startswith("malformed reply: JSONDecodeError")
     assert answers["worse"].cause == "malformed reply: ValueError: Invalid protobuf response payload"
-    assert len(client.confirmed) == 2  # what cannot be read is not kept either
+    # what cannot be read is not kept either
+    assert len(client.confirmed) == 2
 
 
 def test_a_reply_that_is_never_complete_holds_nobody_up(inbox: Inbox, client: Client) -> None:

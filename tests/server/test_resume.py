@@ -45,7 +45,8 @@ def kill_after(words: list[str], text: str) -> None:
 
 def read(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    for record in lines:  # what may differ between two runs of the same experiment
+    # what may differ between two runs of the same experiment
+    for record in lines:
         del record["seconds"]
         for client in record["clients"].values():
             del client["seconds"]

@@ -132,7 +132,8 @@ def test_a_node_is_replaced(caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     e.refresh()
     assert e.client_ids == [0, 1, 2]
     assert e.message(0, RecordDict(), "train", 2).metadata.dst_node_id == 123
-    nodes[124] = properties(1)  # the old node of client 1 is not yet known to be gone
+    # the old node of client 1 is not yet known to be gone
+    nodes[124] = properties(1)
     e.refresh()
     assert e.message(1, RecordDict(), "train", 2).metadata.dst_node_id == 91
     assert "client 1 cannot take part: two SuperNodes carry this partition-id" in caplog.text
@@ -214,7 +215,8 @@ def test_who_cannot_take_part_is_left_out_once_there_are_enough(
     liar = {20: answer} if first else {99: answer}
     e = exchange(three() | liar, num_clients=3, round_timeout=0.5)
     e.roster.wait()
-    for _ in range(2):  # who answers with an error is asked again
+    # who answers with an error is asked again
+    for _ in range(2):
         e.refresh()
     assert e.client_ids == [0, 1, 2] and set(e.roster.node_of.values()) == {50, 77, 91}
     assert ("has not said who it is" if answer is SILENT else "cannot take part") in caplog.text
@@ -254,7 +256,8 @@ def test_a_node_that_comes_back_as_another_client_is_refused() -> None:
     nodes[50] = properties(1)
     e.refresh()
     assert e.client_ids == [0, 1] and e.roster.node_of[1] == 91
-    del nodes[91]  # not even when that one is gone
+    # not even when that one is gone
+    del nodes[91]
     e.refresh()
     assert e.client_ids == [0]
     nodes[50] = properties(2)

@@ -211,7 +211,8 @@ def test_partial_participation(run: Run) -> None:
     records = rounds(folder)
     took_part = [sorted(map(int, r["clients"])) for r in records]
     assert all(len(ids) == 2 for ids in took_part) and len({tuple(ids) for ids in took_part}) > 1
-    assert list(records[-1]["evaluation"]["clients"]) == ["0", "1", "2", "3", "4"]  # all clients, not only the round's
+    # all clients, not only the round's
+    assert list(records[-1]["evaluation"]["clients"]) == ["0", "1", "2", "3", "4"]
     directory, layout = folder.path / "models", layout_of("mlp")
     saved = {p.name for p in directory.iterdir()}
     assert saved == {"global.safetensors"} | {f"client-{i}.safetensors" for ids in took_part for i in ids}
@@ -318,12 +319,13 @@ def test_state_is_removed_with_its_finished_run(run: Run, tmp_path: Path, caplog
 def test_generations_that_no_checkpoint_names_are_deleted_at_once(run: Run, tmp_path: Path) -> None:
     run(method="local", num_server_rounds=9, checkpoint_every=3, keep_state=True, num_clients=2)
     left = sorted(p.stem[:6] for p in (tmp_path / "state").rglob("client-0001/*.state"))
+    # checkpoints after 3 and 6, what round 9 started from, and its result
     assert left == [
         "000003",
         "000006",
         "000008",
         "000009",
-    ]  # checkpoints after 3 and 6, what round 9 started from, and its result
+    ]
 
 
 def test_initial_weights(run: Run, tmp_path: Path) -> None:

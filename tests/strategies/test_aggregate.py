@@ -73,7 +73,8 @@ def test_no_columns() -> None:
 
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    d = 200_000  # several blocks, the last one shorter
+    # several blocks, the last one shorter
+    d = 200_000
     W, bits, weights = random_round(7, d)
     members = np.random.default_rng(1).random((7, 7)) < 0.4
     members |= np.eye(7, dtype=bool)
@@ -136,7 +137,8 @@ def test_collaborate_equals_the_naive_reference(W: np.ndarray, data: st.DataObje
         fedcac.collaborate(W, bits, members, weights), naive_collaborate(W, M, members, weights), strict=True
     ):
         assert got.dtype == np.float32
-        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-3)  # float32 sums of up to 6 values below 1e3
+        # float32 sums of up to 6 values below 1e3
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-3)
 
 
 def test_collaborate_over_several_blocks() -> None:

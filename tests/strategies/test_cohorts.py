@@ -45,23 +45,23 @@ def test_one_away_takes_two_along_and_only_them_from_then_on() -> None:
     found = cohorts.split(cohorts.one(range(8), 8), set(range(8)) - {1})
     assert cohorts.members(found) == [[0, 1, 2], [3, 4, 5, 6, 7]]
     assert (cohorts.split(found, set(range(8)) - {0, 2}) == found).all()
-    assert (
-        cohorts.split(found, set(range(8)) - {4}) == found
-    ).all()  # two others would be left, too few for themselves
+    # two others would be left, too few for themselves
+    assert (cohorts.split(found, set(range(8)) - {4}) == found).all()
     assert (cohorts.split(cohorts.one(range(5), 5), {0, 1, 2, 3}) == 0).all()
-    assert (cohorts.split(found, {0, 1, 2}) == found).all()  # a whole company away splits none
+    # a whole company away splits none
+    assert (cohorts.split(found, {0, 1, 2}) == found).all()
 
 
 def test_one_of_a_cohort_in_a_group_goes_to_the_part_it_is_most_like() -> None:
     some, labels = cohorts.one(range(8), 8), np.array([0, 0, 0, 1, 1, 1, 1, ALONE])
-    similarity = alike(8, (7, 0, 0.9))  # of the group of three, though the other is larger
+    # of the group of three, though the other is larger
+    similarity = alike(8, (7, 0, 0.9))
     found, moved = cohorts.grouped(some, labels, similarity)
     assert moved.tolist() == [0, 0, 0, 1, 1, 1, 1, 0] and cohorts.members(found) == [[0, 1, 2, 7], [3, 4, 5, 6]]
     _, moved = cohorts.grouped(np.array([0, 0, 0, 1, 1, 1, 1, 1]), np.array([0, 0, 0, 0, 1, 1, 1, 1]), similarity)
     assert moved.tolist() == [0, 0, 0, 1, 1, 1, 1, 1]
-    found, moved = cohorts.grouped(
-        found, np.array([0, 1, 1, 2, 2, ALONE, ALONE, 2]), similarity
-    )  # none has three: all with most
+    # none has three: all with most
+    found, moved = cohorts.grouped(found, np.array([0, 1, 1, 2, 2, ALONE, ALONE, 2]), similarity)
     assert moved.tolist() == [1, 1, 1, ALONE, ALONE, ALONE, ALONE, 1]
     # nobody shares any more: everyone is in one sum, which splits nothing
     again, moved = cohorts.grouped(found, np.full(8, ALONE), similarity)

@@ -42,5 +42,6 @@ def test_a_partition_into_groups_of_three_and_more(n: int, threshold: float, see
 
 
 def test_who_was_only_added_to_a_sum_uses_none() -> None:
-    labels = np.array([0, 0, 0, 1, 1, 1, ALONE, 2])  # 2 has no sum: its others were moved
+    # 2 has no sum: its others were moved
+    labels = np.array([0, 0, 0, 1, 1, 1, ALONE, 2])
     assert held({ALONE: [6], 1: [3, 4, 5, 7], 0: [0, 1, 2]}, labels).tolist() == [2, 2, 2, 1, 1, 1, ALONE, ALONE]

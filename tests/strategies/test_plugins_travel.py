@@ -187,7 +187,8 @@ def test_a_sweep_runs_own_methods_beside_others_and_repeats_them_when_their_file
     digests = {name: read_summary(here / "runs" / "mine" / name)["digest"] for name in first}
     assert digests[first[0]] == digests[first[1]] != digests[first[2]]
 
-    (here / "mentor.py").unlink()  # what is there can be read without any code
+    # what is there can be read without any code
+    (here / "mentor.py").unlink()
     code, out, err = corolla("compare", "runs/mine")
     assert code == 0 and out.partition("\n\n")[0].count("mentor:METHOD") == 4, out + err
     config = parse_recorded(read_config(here / "runs" / "mine" / first[1]), METHOD_PARAMS)

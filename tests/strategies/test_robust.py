@@ -197,7 +197,8 @@ def test_capped_by_hand() -> None:
 
 
 def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    d = 200_000  # several blocks, the last one shorter
+    # several blocks, the last one shorter
+    d = 200_000
     W = np.random.default_rng(0).standard_normal((7, d), dtype=np.float32)
     members = np.random.default_rng(1).random((7, 7)) < 0.4
     members |= np.eye(7, dtype=bool)

@@ -61,14 +61,17 @@ def test_far_from_the_median_of_all() -> None:
 
 
 def test_of_three_or_four_the_bound_is_wider() -> None:
-    assert found(Screening(), 1, [-1, 1, 0, 4]) == {}  # median 0.5, distances 1.5 0.5 0.5 3.5
+    # median 0.5, distances 1.5 0.5 0.5 3.5
+    assert found(Screening(), 1, [-1, 1, 0, 4]) == {}
     assert found(Screening(), 1, [-1, 1, 0, 40]) == {3: 39.5}
 
 
 def test_most_have_the_same_data_and_one_has_not() -> None:
     places = [9.5, 10, 10, 10, 10.5, -10]
-    assert found(Screening(), 1, places) == {5: 80}  # the others lie 0, 0.5 apart
-    assert found(Screening(), 1, places, sent=[0] * 6) == {}  # and have moved by 10, as it has
+    # the others lie 0, 0.5 apart
+    assert found(Screening(), 1, places) == {5: 80}
+    # and have moved by 10, as it has
+    assert found(Screening(), 1, places, sent=[0] * 6) == {}
     assert found(Screening(), 1, [*places[:5], -100], sent=[0] * 6) == {5: 10}
 
 
@@ -78,7 +81,8 @@ def test_what_the_server_made_of_a_client_is_not_held_against_it() -> None:
 
 
 def test_hardly_any_movement_is_never_far() -> None:
-    assert found(Screening(), 1, [100, 100, 100, 100, 103], sent=[100] * 5) == {}  # a hundredth of 100 is usual
+    # a hundredth of 100 is usual
+    assert found(Screening(), 1, [100, 100, 100, 100, 103], sent=[100] * 5) == {}
     assert found(Screening(), 1, [100, 100, 100, 100, 104], sent=[100] * 5) == {4: 4}
     screening = Screening()
     assert found(screening, 1, [-10, 10, 0, -20, 20]) == {}
@@ -90,7 +94,8 @@ def test_one_that_was_absent_may_move_as_far_as_the_others_did() -> None:
     screening = Screening()
     assert found(screening, 1, [-10, 10, 0, -1, 20]) == {}
     screening.accept(1, range(4))
-    later = [-1, 1, 0, 22, -7]  # 3 was there in round 1, and lay near; 4 is new
+    # 3 was there in round 1, and lay near; 4 is new
+    later = [-1, 1, 0, 22, -7]
     assert found(screening, 2, later) == {3: 22}
     again = Screening.restored(screening.saved())
     assert again == screening and found(again, 2, later) == {3: 22}
@@ -102,7 +107,8 @@ def test_one_that_was_far_before_may_be_so_again() -> None:
     screening.accept(1, range(5))
     later = [-1, 1, 0, -2, 25]
     assert found(screening, 2, later) == {}
-    assert found(screening, 2, [*later[:4], 31]) == {4: 3.1}  # of the most that has been usual
+    # of the most that has been usual
+    assert found(screening, 2, [*later[:4], 31]) == {4: 3.1}
     assert found(Screening.restored(screening.saved()), 2, [*later[:4], 31]) == {4: 3.1}
     screening.accept(2, range(5))
     assert found(screening, 3, [-1, 1, 0, 25, -2]) == {3: 12.5}  # each by itself
@@ -137,7 +143,8 @@ def test_nobody_is_far_who_moved_no_farther_than_most(moves: list[list[float]], 
 
 @given(MOVES, st.integers(0, 8), st.sampled_from([-1, 1]))
 def test_whoever_lies_beyond_all_is_found_and_nobody_else(moves: list[list[float]], liar: int, sign: int) -> None:
-    W = arrays(moves) * 0.1 + [3, 4, 0]  # all have moved by 4.8 to 5.2
+    # all have moved by 4.8 to 5.2
+    W = arrays(moves) * 0.1 + [3, 4, 0]
     liar %= len(W)
     W[liar] = sign * 100 * W[liar]
     assert list(found(Screening(), 1, W, sent=np.zeros(W.shape))) == [liar]

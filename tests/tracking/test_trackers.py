@@ -43,7 +43,8 @@ def warnings() -> Iterator[list[str]]:
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No tracker of the user's own, nothing outside of the test's directory."""
-    monkeypatch.chdir(tmp_path)  # MLflow's artifacts of a store by address lie below
+    # MLflow's artifacts of a store by address lie below
+    monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith(("MLFLOW_", "WANDB_"))]:
         monkeypatch.delenv(name)
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
@@ -90,7 +91,8 @@ def test_mlflow_holds_metrics_config_and_models(run: Run, tmp_path: Path) -> Non
     kept = Path(entry.info.artifact_uri.removeprefix("file://")) / "models" / "client-1.safetensors"
     assert kept.read_bytes() == (found.path / "models" / "client-1.safetensors").read_bytes()
     wrong = [str(p) for p in (tmp_path / "runs" / "mlflow").rglob("*") if p.stat().st_mode & 0o077]
-    assert not wrong  # closed to others, as everything of a run
+    # closed to others, as everything of a run
+    assert not wrong
 
 
 @pytest.mark.long
@@ -252,7 +254,8 @@ def test_a_tracker_is_one_of_those_there_are() -> None:
 def test_a_missing_package_is_said_before_the_run_starts(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, command: str
 ) -> None:
-    (tmp_path / name).mkdir()  # W&B makes one where it runs: no package
+    # W&B makes one where it runs: no package
+    (tmp_path / name).mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     find = importlib.util.find_spec
     real = importlib.machinery.PathFinder.find_spec(name, [str(tmp_path)])
@@ -289,7 +292,8 @@ def test_a_command_starts_followers_where_the_log_tells_the_folder(
     resumed = {"track": "tensorboard", "resume": str(path)}
     with trackers.following_log(resumed, passed.append) as take:
         take(f"{LOG_MARK}{folder_line(path)}")
-        assert len(list((path / "tensorboard").iterdir())) == 1  # not before it is known what is repeated
+        # not before it is known what is repeated
+        assert len(list((path / "tensorboard").iterdir())) == 1
         take(f"{LOG_MARK}{resumed_line(2)}")
     later = next(file for file in (path / "tensorboard").iterdir() if file != events)
     assert later.stat().st_size < size  # no round among them

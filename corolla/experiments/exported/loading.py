@@ -35,7 +35,8 @@ from fl_app.tasks.task import Inputs
 Predictor = Callable[[NDArray[Any]], tuple[NDArray[np.float32], NDArray[np.float32]]]
 """Samples [n, ...] -> (outputs, predictions), float32 [n, K]."""
 
-CLOSE = 1e-5  # how far ONNX Runtime's outputs may lie from torch's, relative to the largest where that is above 1
+# how far ONNX Runtime's outputs may lie from torch's, relative to the largest where that is above 1
+CLOSE = 1e-5
 SAMPLES, OUTPUTS, PREDICTIONS = "samples", "outputs", "predictions"
 
 
@@ -241,9 +242,8 @@ def _state_dict(file: Path, card: Card, methods: Mapping[str, Any]) -> Predictor
     plugins.read(config.plugins)
     state = weights.load_state_dict(file, str(file))
     shape = {**card["shape"], "input_shape": tuple(card["shape"]["input_shape"])}
-    for module in networks(
-        dataclasses.replace(config, train=""), shape, methods, frozenset(state)
-    ):  # all tensors are in the file
+    # all tensors are in the file
+    for module in networks(dataclasses.replace(config, train=""), shape, methods, frozenset(state)):
         if module.state_dict().keys() == state.keys():
             break
     else:

@@ -22,8 +22,10 @@ Card = dict[str, Any]
 
 FORMAT = 1
 _OWN = "card-sha256"
-_PATHS = ("initial-weights",)  # keys that name a place on the machine of the run
-_NAMED = ("dataset", "partition")  # keys that may, `kind:/path`
+# keys that name a place on the machine of the run
+_PATHS = ("initial-weights",)
+# keys that may, `kind:/path`
+_NAMED = ("dataset", "partition")
 
 
 def beside(file: Path) -> Path:

@@ -17,7 +17,8 @@ from fl_app.errors import UserError, listed
 from fl_app.tasks import Metric
 
 BATCH = 512
-_ARRAYS = (("x", "y"), ("x_test", "y_test"))  # what an .npz may call samples and, if it has them, targets
+# what an .npz may call samples and, if it has them, targets
+_ARRAYS = (("x", "y"), ("x_test", "y_test"))
 
 
 def read(inputs: Sequence[Path], card: Card) -> tuple[list[str], NDArray[Any], NDArray[Any] | None]:

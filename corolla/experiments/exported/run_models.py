@@ -67,7 +67,8 @@ def load(path: Path, client: int | None, methods: Mapping[str, Any]) -> Trained:
     own = file_stem(client) in held or file_stem(None) not in held
     found = _read(run, client if own else None, methods)
     if found.missing and not own:
-        return _read(run, client, methods)  # for its error: the global model is a part of the client's at most
+        # for its error: the global model is a part of the client's at most
+        return _read(run, client, methods)
     if not found.missing:
         _check(found, client)
     return dataclasses.replace(found, client=client)
@@ -143,7 +144,8 @@ def networks(config: RunConfig, shape: Shape, methods: Mapping[str, Any], names:
     """Yield the networks a run's final models with these tensors may be of: the user's own, then what the method makes of it."""
     from fl_app import models, tasks, trainable_tensors, weights
 
-    initial = config.initial_weights if config.train else ""  # where the constants come from
+    # where the constants come from
+    initial = config.initial_weights if config.train else ""
 
     def build() -> nn.Module:
         dtype = tasks.of(config).input_dtype
