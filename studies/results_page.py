@@ -334,7 +334,7 @@ def made_block(name: str, results: Path, lines: Sequence[Line]) -> Iterator[str]
     if panel := accuracy_picture(name, results):
         yield from (f"![{panel.title}, {len(lines)} methods](images/{PICTURES[name].name})", "", panel.caption, "")
     if len(lines) > 1:
-        yield from differences.table(lines)
+        yield from differences.differences_table(lines)
     yield from settings_that_differ(lines)
     yield from notes(lines)
     yield from as_run_table(results)
