@@ -191,7 +191,7 @@ def trials_table(results: Path) -> Iterator[str]:
     own = grouping.settings(base.config.resolved)
     rows = [("as above", [base])]
     for trial in trials:
-        changed = compare.differences(grouping.settings(trial.config.resolved), own)
+        changed = grouping.differing_values(grouping.settings(trial.config.resolved), own)
         # how long a trial runs is not what was tried
         names = [f"{key} {setting(value)}" for key, value, _ in changed if key != "num-server-rounds"]
         rows.append((", ".join(names), [trial]))
