@@ -246,7 +246,7 @@ def kill_in_the_middle(command: list[str], directory: Path, finished: int) -> No
     process.wait()
 
 
-def assert_every_panel_has_data(run: arrays.Run) -> None:
+def assert_every_panel_has_data(run: arrays.ReportedRun) -> None:
     assert run.finished and list(run.rounds) == list(range(1, 7))
     for name, points in (("accuracy-before", 6), ("accuracy-after", 6), ("evaluation", 2)):
         curve = arrays.curve([run], name)
@@ -264,7 +264,7 @@ def assert_every_panel_has_data(run: arrays.Run) -> None:
         assert shares is not None and np.allclose(np.nansum(shares[1][:, 1:], axis=0), 1)
 
 
-def assert_masks_tell_whose_data_is_alike(run: arrays.Run, counts: Any) -> None:
+def assert_masks_tell_whose_data_is_alike(run: arrays.ReportedRun, counts: Any) -> None:
     """Clients with the same classes overlap most, those without a common one least."""
     ids, overlap = recorded.matrix(run, "overlap") or ([], np.zeros(0))
     collaborators = recorded.links(run, "collaborators")
