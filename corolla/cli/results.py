@@ -74,9 +74,8 @@ def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None) -
     from corolla.experiments import cost_to_target, significance
     from corolla.experiments.table import text_table
 
-    reached = (
-        cost_to_target.costs_table(groups, to) if to is not None else []
-    )  # first of all, for what is wrong with `to`
+    # first of all, for what is wrong with `to`
+    reached = cost_to_target.costs_table(groups, to) if to is not None else []
     show_table(text_table(comparing.result_rows(groups)))
     if reached:
         typer.echo()

@@ -21,7 +21,7 @@ from fl_app.errors import UserError
 from fl_app.files import make_directory, publish, publish_text, room
 from fl_app.keys import Scalar, own, specs
 from fl_app.metrics import Record
-from fl_app.server.run_folder import CONFIG, METRICS, PACKED, RUN, SUMMARY, read_about
+from fl_app.server.run_folder import CONFIG, METRICS, PACKED, RUN, SUMMARY
 from fl_app.toml import to_toml
 
 DIGITS, SECONDS_DIGITS = 6, 3  # of clients' metrics; of seconds
@@ -44,7 +44,7 @@ def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
             raise UserError(
                 f"--collect: {target} is a run that was not collected, of which the rest would be lost; choose another directory"
             )
-        taken = targets[target].about if target in targets else read_about(target)
+        taken = targets.get(target, RecordedRun(target)).about
         if (taken or target.exists()) and taken.get("experiment") != run.about.get("experiment"):
             raise UserError(
                 f"{target} is there already and holds another run than {run.path}; move or remove one of them"

@@ -155,7 +155,8 @@ def test_tables_sort_and_open_on_light_dark_and_small_screens(
     runs, page = six_runs
     probe, _ = look_at(page, browser, tmp_path, PRESS, *options)
     found = json.loads(probe["title"])
-    finals = [np.mean([arrays.read_run(path).final()[1]["accuracy"] for path in runs[k : k + 2]]) for k in (0, 2, 4)]  # type: ignore[index]
+    final = [arrays.read_run(path).outcome["final-accuracy"] for path in runs]
+    finals = [np.mean(final[k : k + 2]) for k in (0, 2, 4)]
     assert found["order"] == [int(k) + 1 for k in np.argsort(finals, kind="stable")]
     assert found["shown"] == 2, "the runs of one row"
     assert found["background"] == ("rgb(23, 24, 26)" if dark else "rgb(255, 255, 255)")
