@@ -132,7 +132,7 @@ def whole_run(device: str) -> dict[str, float]:
     return found
 
 
-def check(device: torch.device, small: bool) -> tuple[dict[str, Any], list[str]]:
+def check_device(device: torch.device, small: bool) -> tuple[dict[str, Any], list[str]]:
     """Return what was found, and what is wrong."""
     results: dict[str, Any] = {"device": str(device), "torch": torch.__version__}
     if device.type == "cuda":
@@ -171,7 +171,7 @@ def main() -> None:
     prepare_training(threads=1)
     exact()
     started = time.perf_counter()
-    results, wrong = check(device, options.short)
+    results, wrong = check_device(device, options.short)
     print(
         json.dumps(
             {**results, "seconds": time.perf_counter() - started, "machine": machine(), "wrong": wrong}, indent=2

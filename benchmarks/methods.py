@@ -200,7 +200,7 @@ def measure(model: str, side: int, channels: int, batch: int, steps: int, repeat
         return interleaved(cases, repeats, time.process_time)
 
 
-def table(seconds: dict[str, dict[str, float]]) -> tuple[str, dict[str, float]]:
+def seconds_table(seconds: dict[str, dict[str, float]]) -> tuple[str, dict[str, float]]:
     """Return the measured ratios as a Markdown table, and measured / counted by model and method."""
     heads = [f"{model} / FedAvg | {model}, measured / counted" for model in seconds]
     lines = ["| method | passes | " + " | ".join(heads) + " |", "|---" * (2 + 2 * len(seconds)) + "|"]
@@ -225,7 +225,7 @@ def main() -> None:
         name: measure(name, side, channels, batch, steps, repeats)
         for name, side, channels, batch in (("cnn", 28, 1, 50), ("resnet8", 32, 3, 50))
     }
-    text, ratios = table(seconds)
+    text, ratios = seconds_table(seconds)
     print(text)
     finish({"seconds": seconds, **ratios}, dict.fromkeys(ratios, TARGET), options)
 

@@ -104,7 +104,7 @@ def outcome(trial: Trial, clients: int = CLIENTS, rounds: int = ROUNDS) -> Outco
     return Outcome(accuracy, sum(dropped), len(dropped) - sum(dropped))
 
 
-def table(method: str, outcomes: dict[Trial, Outcome]) -> str:
+def outcomes_table(method: str, outcomes: dict[Trial, Outcome]) -> str:
     """Markdown of a method's outcomes: a row per attack and number of liars, a column per defence."""
     names = list(dict.fromkeys(trial.defence for trial in outcomes if trial.method == method))
     lines = [f"| `{method}` | liars | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
@@ -133,7 +133,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
         todo = list(trials(method, options.defences))
         with ProcessPoolExecutor(options.processes) as pool:
             outcomes = dict(zip(todo, pool.map(outcome, todo), strict=True))
-        print(table(method, outcomes), end="\n\n", flush=True)
+        print(outcomes_table(method, outcomes), end="\n\n", flush=True)
         kept = sum(found.liars_dropped for found in outcomes.values())
         print(f"{method}: {len(todo)} runs, {kept} uploads of liars dropped", file=sys.stderr)
 

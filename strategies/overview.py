@@ -145,7 +145,7 @@ _HEADS = (
 )
 
 
-def table() -> str:
+def methods_table() -> str:
     """Return all of it as a Markdown table, a line per method."""
     lines = [_HEADS, tuple("---" for _ in _HEADS)]
     for group, rows in GROUPS.items():

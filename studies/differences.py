@@ -76,7 +76,7 @@ def beside(line: Line, first: Line, stage: str) -> tuple[float, float] | None:
     return difference(pairs) if pairs else None
 
 
-def table(lines: Sequence[Line]) -> Iterator[str]:
+def differences_table(lines: Sequence[Line]) -> Iterator[str]:
     """Yield the lines of the table, best first: all against the first of `lines`. Nothing if that was not tested."""
     first = lines[0]
     tested = best_test(first.runs[0], "before")

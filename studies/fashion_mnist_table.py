@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from corolla.experiments import compare
-from corolla.experiments.grouping import mean_std, settings
+from corolla.experiments.grouping import differing_settings, mean_std, settings
 from corolla.experiments.runs import RecordedRun
 from fl_app.keys import show
 from strategies import METHOD_PARAMS
@@ -26,7 +26,7 @@ def names(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
     found = []
     for own in every:
         same = [other for other in every if other["method"] == own["method"]]
-        differing = [key for key in own if key != "seed" and len({other.get(key) for other in same}) > 1]
+        differing = [key for key in differing_settings(same) if key != "seed" and key in own]
         name = str(own["method"])
         if differing:
             name += f" ({', '.join(show(own[key]) for key in differing)})"

@@ -191,7 +191,7 @@ def trials_table(results: Path) -> Iterator[str]:
     own = grouping.settings(base.config.resolved)
     rows = [("as above", [base])]
     for trial in trials:
-        changed = compare.differences(grouping.settings(trial.config.resolved), own)
+        changed = grouping.differing_values(grouping.settings(trial.config.resolved), own)
         # how long a trial runs is not what was tried
         names = [f"{key} {setting(value)}" for key, value, _ in changed if key != "num-server-rounds"]
         rows.append((", ".join(names), [trial]))
@@ -334,7 +334,7 @@ def made_block(name: str, results: Path, lines: Sequence[Line]) -> Iterator[str]
     if panel := accuracy_picture(name, results):
         yield from (f"![{panel.title}, {len(lines)} methods](images/{PICTURES[name].name})", "", panel.caption, "")
     if len(lines) > 1:
-        yield from differences.table(lines)
+        yield from differences.differences_table(lines)
     yield from settings_that_differ(lines)
     yield from notes(lines)
     yield from as_run_table(results)

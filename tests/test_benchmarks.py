@@ -14,7 +14,7 @@ from strategies import METHODS
 
 
 def test_gpu_check_on_the_cpu() -> None:
-    results, wrong = gpu_check.check(torch.device("cpu"), small=True)
+    results, wrong = gpu_check.check_device(torch.device("cpu"), small=True)
     assert wrong == []
     for model in ("cnn", "resnet8"):
         assert results[model]["float32: one step's difference from the CPU"] == 0

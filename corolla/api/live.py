@@ -99,7 +99,7 @@ class RunPanel:
         rows = list(self.rounds)[-max(1, min(ROWS, console.height - OTHER_LINES - len(notes))) :]
         parts: list[RenderableType] = [self._bars()]
         if rows:
-            parts += [Text(), table(rows, width - FRAME)]
+            parts += [Text(), rounds_table(rows, width - FRAME)]
         parts += notes
         yield Panel(
             Group(*parts),
@@ -153,7 +153,7 @@ class RunPanel:
         return text
 
 
-def table(rounds: Sequence[Round], width: int) -> Table:
+def rounds_table(rounds: Sequence[Round], width: int) -> Table:
     """Return the last rounds as a table of at most this width: what there is no room for is left out, no number is cut."""
     cells = {"round": [str(r.number) for r in rounds]}
     write = percent if all(r.ratio for r in rounds) else four_digits

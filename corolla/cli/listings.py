@@ -90,7 +90,7 @@ def methods(
 ) -> None:
     """List the methods and their parameters."""
     if table:
-        typer.echo(overview.table())
+        typer.echo(overview.methods_table())
         return
     if name and not plugins.is_reference(name) and name not in METHODS:
         raise UserError(

@@ -74,9 +74,9 @@ def predict(
 
         look_for_plugins(own_files(file), file.parent)
         known = model_card.read(file)
-        names, samples, targets = predict.read(inputs, known)
+        names, samples, targets = predict.read_inputs(inputs, known)
         outputs, predictions = predict.ask(loading.open_file(file, known, METHODS), samples, known)
-    show_table(predict.table(names, predictions, known))
+    show_table(predict.predictions_table(names, predictions, known))
     if targets is not None:
         metric, value = predict.measure(outputs, targets, known)
         shown = f"{metric.text(value)} %" if metric.ratio else metric.text(value)

@@ -21,7 +21,7 @@ from fl_app.errors import UserError
 from fl_app.files import explain_full_disk, make_directory, publish, publish_text
 from fl_app.keys import Scalar, own, specs
 from fl_app.metrics import Record
-from fl_app.server.run_folder import CONFIG, METRICS, PACKED, RUN, SUMMARY, read_about
+from fl_app.server.run_folder import CONFIG, METRICS, PACKED, RUN, SUMMARY
 from fl_app.toml import to_toml
 
 # of clients' metrics; of seconds
@@ -46,7 +46,7 @@ def collect(runs: Iterable[RecordedRun], directory: Path) -> list[Path]:
             raise UserError(
                 f"--collect: {target} is a run that was not collected, of which the rest would be lost; choose another directory"
             )
-        taken = targets[target].about if target in targets else read_about(target)
+        taken = targets.get(target, RecordedRun(target)).about
         if (taken or target.exists()) and taken.get("experiment") != run.about.get("experiment"):
             raise UserError(
                 f"{target} is there already and holds another run than {run.path}; move or remove one of them"

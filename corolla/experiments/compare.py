@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from corolla.experiments import grouping
-from corolla.experiments.grouping import by_settings, mean_std
+from corolla.experiments.grouping import by_settings, differing_settings, differing_values, mean_std
 from corolla.experiments.runs import RecordedRun, find
 from corolla.experiments.table import Row, row_of, setting, show
 from corolla.presets import Preset, all_presets, small
@@ -163,14 +163,6 @@ def settings(config: RunConfig, metric: str) -> dict[str, Scalar]:
     return out | {"dataset": grouping.kind(config.dataset)}
 
 
-def differences(
-    ours: Mapping[str, Scalar], theirs: Mapping[str, Scalar]
-) -> list[tuple[str, Scalar | None, Scalar | None]]:
-    """Keys in which two settings differ, with both values; None where one lacks the key."""
-    keys = dict.fromkeys((*theirs, *ours))
-    return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
-
-
 # The papers -----------------------------------------------------------------------------------------------------------
 
 
@@ -190,8 +182,8 @@ def beside(runs: Sequence[RecordedRun], methods: Mapping[str, type], dataset: st
         if same_data and theirs.task == config.task:
             cut = small(theirs) if config.scale == "small" else {}
             ours = settings(config, preset.metric)
-            distance = len(differences(ours, settings(parse({**preset.settings, **cut}, methods), preset.metric)))
-            found.append((distance, preset, differences(ours, settings(theirs, preset.metric))))
+            distance = len(differing_values(ours, settings(parse({**preset.settings, **cut}, methods), preset.metric)))
+            found.append((distance, preset, differing_values(ours, settings(theirs, preset.metric))))
     nearest = min((distance for distance, _, _ in found), default=0)
     return [
         Line(
@@ -252,7 +244,7 @@ def kind(config: RunConfig) -> str:
 def varying(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Scalar | None]]:
     """Return for each group its method and the settings in which groups differ; None for a key that does not concern it."""
     every = [grouping.settings(runs[0].config.resolved) for runs in groups]
-    differ = {"method", *grouping.differing_settings(every)} - {"seed"}
+    differ = {"method", *differing_settings(every)} - {"seed"}
     keys = [key for key in dict.fromkeys(key for one in every for key in one) if key in differ]
     rest = [key for key in keys if key != "plugins"]
     if len({tuple(one.get(key) for key in rest) for one in every}) == len(every):

@@ -50,6 +50,17 @@ def differing_settings(every: Sequence[Mapping[str, Scalar]]) -> list[str]:
     return [name for name, found in values.items() if len(found) > 1]
 
 
+def differing_values(
+    ours: Mapping[str, Scalar], theirs: Mapping[str, Scalar]
+) -> list[tuple[str, Scalar | None, Scalar | None]]:
+    """Return the keys in which two settings differ, with both values, in the order of `theirs`.
+
+    Unlike `differing_settings`, a key that one of the two lacks counts: its value there is None.
+    """
+    keys = dict.fromkeys((*theirs, *ours))
+    return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
+
+
 def kind(dataset: str) -> str:
     """Return a data set's name without the path to it, if it has a name; else the path is all there is."""
     return dataset.partition(":")[0] if named(dataset) else dataset

@@ -96,7 +96,7 @@ class SimulationSuperLink:
         )
         assert self._supervisor.stdout is not None
         try:
-            answer = json.loads(self._supervisor.stdout.readline() or '{"error": "the SuperLink\'s keeper ended"}')
+            answer = json.loads(self._supervisor.stdout.readline() or '{"error": "the SuperLink\'s supervisor ended"}')
             if "error" in answer:
                 raise UserError(answer["error"])
         except BaseException:
@@ -115,7 +115,7 @@ class SimulationSuperLink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the keeper end it; end and remove what a keeper that was killed has left."""
+        """Let the supervisor end it; end and remove what a supervisor that was killed has left."""
         self._say("ending the simulation's processes")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._supervisor.communicate(timeout=_END_SECONDS)

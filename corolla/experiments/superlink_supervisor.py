@@ -39,15 +39,15 @@ NAME = "simulation"
 # `host`: no network of its own, for clients that need the network
 NETWORK = "COROLLA_SIMULATION_NETWORK"
 _LOG = "superlink.log"
-# what the keeper says to the one behind it when it has ended everything itself
+# what the supervisor says to its standby when it has ended everything itself
 _DONE = b"done"
 
 
 def main() -> None:
-    """Keep one SuperLink, or stand behind the one who does."""
+    """Supervise one SuperLink, or stand by for the process that does."""
     home = Path(sys.argv[1])
     if len(sys.argv) > 2:
-        stand_behind(home, sys.argv[2])
+        stand_by(home, sys.argv[2])
     else:
         keep(home)
 
@@ -56,7 +56,7 @@ def keep(home: Path) -> None:
     """Start a SuperLink, and end it with all it has started when standard input ends."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
-    behind = _second(home)
+    standby = _start_standby(home)
     try:
         shared = f"{NETWORK}=host" if os.environ.get(NETWORK) == "host" else namespace.why_not()
         if not shared:
@@ -70,20 +70,20 @@ def keep(home: Path) -> None:
         sys.stdin.buffer.read()
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end(home, spared=behind.pid)
-        behind.communicate(_DONE)
+        end(home, spared=standby.pid)
+        standby.communicate(_DONE)
 
 
-def stand_behind(home: Path, launcher: str) -> None:
-    """Wait until keeper and launcher are gone, and do what the keeper has not done. launcher: its identity."""
+def stand_by(home: Path, launcher: str) -> None:
+    """Wait until supervisor and launcher are gone, and do what the supervisor has not done. launcher: its identity."""
     if sys.stdin.buffer.read() != _DONE:
         while is_alive(launcher):
             time.sleep(1)
         end(home)
 
 
-def _second(home: Path) -> subprocess.Popen[bytes]:
-    """Start who stands behind this process, without the marks of what is to be ended."""
+def _start_standby(home: Path) -> subprocess.Popen[bytes]:
+    """Start the process that stands by for this one, without the marks of what is to be ended."""
     environment = {name: value for name, value in os.environ.items() if name not in (LAUNCH, LAUNCHER)}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "corolla.experiments.superlink_supervisor", str(home), os.environ[LAUNCHER]],

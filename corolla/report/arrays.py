@@ -91,7 +91,7 @@ def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None)
 
 
 def curve(runs: Sequence[ReportedRun], name: str) -> Curve | None:
-    """Mean and quartiles of a metric of the runs' clients over the rounds; name: as `Run.key` takes it."""
+    """Mean and quartiles of a metric of the runs' clients over the rounds; name: as `ReportedRun.key` takes it."""
     samples: dict[int, list[Floats]] = {}
     for run in runs:
         tables = {t: e["clients"] for t, e in run.evaluations.items()}

@@ -63,7 +63,7 @@ def test_the_best_tests_are_compared_with_the_first_rows(tmp_path: Path) -> None
     one_test(tmp_path, "b", f"{FASHION}/fedavg", [(6, 18), (1, 1)])
     one_test(tmp_path, "c", f"{FASHION}/local", [(9, 21)], seed=7)
     ordered = sorted(lines(tmp_path), key=lambda line: ("fedobp", "fedavg", "local").index(line.runs[0].config.method))
-    header, _, *rows = differences.table(ordered)
+    header, _, *rows = differences.differences_table(ordered)
     assert header == "| method | before: from fedobp before | fine-tuned: from fedobp before |"
     # t of 1; -4 of 40, so -0.1; clients of 10 and 30
     half = 100 * 12.7062 * np.std([-2 + 1, -2 + 3], ddof=1) / 20 / 2**0.5
@@ -77,9 +77,13 @@ def test_the_best_tests_are_compared_with_the_first_rows(tmp_path: Path) -> None
 def test_without_fine_tuning_there_is_one_column_and_without_tests_no_table(tmp_path: Path) -> None:
     one_test(tmp_path, "a", FASHION, [(5, 15)], tuned=False)
     one_test(tmp_path, "b", f"{FASHION}/fedavg", [(5, 15)], tuned=False)
-    assert next(iter(differences.table(lines(tmp_path)))) == "| method | before: from fedobp before |"
+    assert next(iter(differences.differences_table(lines(tmp_path)))) == "| method | before: from fedobp before |"
     run_folder(tmp_path / "bare", "c", FASHION, {})
     assert (
-        list(differences.table(compare.beside(compare.load([tmp_path / "bare"], METHOD_PARAMS)[0], METHOD_PARAMS)))
+        list(
+            differences.differences_table(
+                compare.beside(compare.load([tmp_path / "bare"], METHOD_PARAMS)[0], METHOD_PARAMS)
+            )
+        )
         == []
     )

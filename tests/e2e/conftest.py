@@ -243,7 +243,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
     assert left == []
 
 
-class Run:
+class BackgroundRun:
     """`corolla run --superlink` in the background."""
 
     def __init__(
@@ -302,7 +302,7 @@ class LossyGrid(InProcessGrid):
         return super()._handle(message)
 
 
-def replay(run: Run, directory: Path) -> str:
+def replay(run: BackgroundRun, directory: Path) -> str:
     """Digest of an undisturbed run in one process that aggregates, round by round, the replies which `run` aggregated.
 
     With no reply missing from a round's record that is the same experiment without any fault.

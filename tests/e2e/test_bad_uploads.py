@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import Cluster, Run, replay, rounds, summary
+from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary
 
 pytestmark = [
     pytest.mark.nightly,
@@ -117,7 +117,7 @@ def test_bad_uploads_are_dropped_by_name_and_cost_no_more_memory_than_they_weigh
     cluster.start_supernode(HOSTILE, 3)
     cluster.environment = clean
 
-    run = Run(cluster, tmp_path / "attacked", 3, CONFIG)
+    run = BackgroundRun(cluster, tmp_path / "attacked", 3, CONFIG)
     peaks: dict[int, int] = {}
     started = time.monotonic()
     while run.process.poll() is None:

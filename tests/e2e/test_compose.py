@@ -10,7 +10,7 @@ import yaml
 
 from deploy import audit
 from fl_app.processes import free_ports
-from tests.e2e.conftest import Cluster, Run, rounds
+from tests.e2e.conftest import BackgroundRun, Cluster, rounds
 from tests.privacy.keys import make
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -57,7 +57,7 @@ def test_sites_of_containers_refuse_by_name(cluster: Cluster, tmp_path: Path) ->
         "local-epochs": 1,
         "min-available-clients": 1,
     }
-    run = Run(cluster, tmp_path / "r", 2, config | {"state-dir": str(tmp_path / "state")})
+    run = BackgroundRun(cluster, tmp_path / "r", 2, config | {"state-dir": str(tmp_path / "state")})
     run.finish()
     assert "client 1 cannot take part: refused by its site: methods: fedcac is not among fedobp" in " ".join(
         run.log.split()
@@ -88,7 +88,7 @@ def test_containers_with_keys_run_private_and_those_without_say_so(cluster: Clus
         "train-samples": 40,
         "min-available-clients": 3,
     }
-    run = Run(cluster, tmp_path / "r", 4, config | {"state-dir": str(tmp_path / "state")})
+    run = BackgroundRun(cluster, tmp_path / "r", 4, config | {"state-dir": str(tmp_path / "state")})
     run.finish()
     assert "client 3 cannot take part: private: this SuperNode has no key for private runs" in " ".join(run.log.split())
     assert [sorted(record["clients"]) for record in rounds(run.folder)] == [["0", "1", "2"]]

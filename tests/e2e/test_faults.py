@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import Cluster, Lab, Run, corolla, replay, rounds, summary, wait_for
+from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, replay, rounds, summary, wait_for
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -30,16 +30,16 @@ COMMON: dict[str, Any] = {"method": "fedper", "model": "gated:mlp", "num-server-
 EVERY_REPLY: dict[str, Any] = {"min-results": 1.0, "round-retries": 1, "num-server-rounds": 2}
 
 
-def failures(run: Run) -> list[tuple[int, int, int]]:
+def failures(run: BackgroundRun) -> list[tuple[int, int, int]]:
     """(round, client, attempt) of whatever failed; attempt 0 where the round counted all the same."""
     return [(r["round"], f["client"], f.get("attempt", 0)) for r in rounds(run.folder) for f in r["failures"]]
 
 
-def causes(run: Run) -> str:
+def causes(run: BackgroundRun) -> str:
     return "\n".join(f["cause"] for r in rounds(run.folder) for f in r["failures"])
 
 
-def assert_nothing_is_lost(run: Run, tmp_path: Path) -> None:
+def assert_nothing_is_lost(run: BackgroundRun, tmp_path: Path) -> None:
     digest = summary(run.folder)["digest"]
     assert digest is not None and digest == replay(run, tmp_path)
 
@@ -49,7 +49,7 @@ def test_client_slower_than_the_timeout_is_named_and_has_the_right_model_when_it
 ) -> None:
     cluster.start(3)
     cluster.hold(2, training=2)
-    run = Run(cluster, tmp_path / "slow", 3, COMMON | {"round-timeout": 40.0})
+    run = BackgroundRun(cluster, tmp_path / "slow", 3, COMMON | {"round-timeout": 40.0})
     run.wait_for_round(2)
     cluster.release(2, training=2)
     run.finish()
@@ -66,7 +66,7 @@ def test_client_slower_than_the_timeout_is_named_and_has_the_right_model_when_it
 def test_killed_client_process(cluster: Cluster, tmp_path: Path, repeated: bool) -> None:
     cluster.start(3)
     cluster.hold(1, training=2)
-    run = Run(cluster, tmp_path / "killed", 3, COMMON | (EVERY_REPLY if repeated else {}))
+    run = BackgroundRun(cluster, tmp_path / "killed", 3, COMMON | (EVERY_REPLY if repeated else {}))
     cluster.training(1, 2).kill()
     run.finish()
     assert failures(run) == [(2, 1, 1 if repeated else 0)]
@@ -78,7 +78,7 @@ def test_killed_client_process(cluster: Cluster, tmp_path: Path, repeated: bool)
 def test_killed_and_restarted_supernode(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(3)
     cluster.hold(0, training=2)
-    run = Run(cluster, tmp_path / "restarted", 3, COMMON | EVERY_REPLY)
+    run = BackgroundRun(cluster, tmp_path / "restarted", 3, COMMON | EVERY_REPLY)
     cluster.training(0, 2)
     cluster.kill("supernode-0")
     cluster.start_supernode(0, 3)
@@ -95,7 +95,7 @@ def test_supernode_that_joins_late_takes_part(cluster: Cluster, tmp_path: Path) 
         cluster.start_supernode(client_id, 3)
     cluster.hold(0, training=2)
     cluster.hold(0, training=3)
-    run = Run(cluster, tmp_path / "late", 3, COMMON | {"min-available-clients": 2, "num-server-rounds": 4})
+    run = BackgroundRun(cluster, tmp_path / "late", 3, COMMON | {"min-available-clients": 2, "num-server-rounds": 4})
     cluster.training(0, 2)
     cluster.start_supernode(2, 3)
     wait_for(lambda: "SuperNode ID" in cluster.log("supernode-2"))
@@ -114,7 +114,7 @@ def test_killed_server_resumes_to_the_same_bits(cluster: Cluster, tmp_path: Path
     cluster.database = True
     cluster.start(3)
     cluster.hold(1, training=3)
-    run = Run(cluster, tmp_path / "killed", 3, COMMON)
+    run = BackgroundRun(cluster, tmp_path / "killed", 3, COMMON)
     cluster.training(1, 3)
     if victim == "serverapp":
         servers = started_by(cluster.processes["superlink"], "serverapp")
@@ -157,7 +157,7 @@ def test_unwritable_state_directory_fails_that_client_by_name(cluster: Cluster, 
     for client_id in range(3):
         cluster.environment["COROLLA_STATE_DIR"] = str(tmp_path / "file" / "state") if client_id == 1 else sound
         cluster.start_supernode(client_id, 3)
-    run = Run(cluster, tmp_path / "unwritable", 3, COMMON | {"num-server-rounds": 2})
+    run = BackgroundRun(cluster, tmp_path / "unwritable", 3, COMMON | {"num-server-rounds": 2})
     run.finish()
     for record in rounds(run.folder):
         assert [f["client"] for f in record["failures"]] == [1]
@@ -176,7 +176,7 @@ def test_full_disk_fails_that_client_by_name_and_leaves_its_last_state(cluster: 
     cluster.start_supernode(1, 3, inside=own_disk(disk))
     for training in (2, 3):
         cluster.hold(1, training)
-    run = Run(cluster, tmp_path / "full", 3, COMMON)
+    run = BackgroundRun(cluster, tmp_path / "full", 3, COMMON)
     cluster.training(1, 2)
     # only that SuperNode sees its disk
     seen = Path(f"/proc/{cluster.processes['supernode-1'].pid}/root{disk}")
@@ -223,7 +223,7 @@ def test_truncated_state_is_never_used_but_the_one_before(cluster: Cluster, tmp_
     cluster.start(3)
     # keeps round 2 open while what client 1 has left in it is cut
     cluster.hold(0, training=2)
-    run = Run(cluster, tmp_path / "truncated", 3, COMMON)
+    run = BackgroundRun(cluster, tmp_path / "truncated", 3, COMMON)
     states = Path(cluster.environment["COROLLA_STATE_DIR"])
     file = wait_for(lambda: next(states.glob("*/client-0001/000002-*.state"), None))
     before = next(states.glob("*/client-0001/000001-*.state"))
@@ -242,7 +242,7 @@ def test_truncated_state_with_none_before_fails_that_client_by_name(cluster: Clu
     for training in (1, 2):
         # keeps the rounds open while the file is cut, and while it is put back
         cluster.hold(0, training)
-    run = Run(cluster, tmp_path / "truncated", 3, COMMON)
+    run = BackgroundRun(cluster, tmp_path / "truncated", 3, COMMON)
     states = Path(cluster.environment["COROLLA_STATE_DIR"])
     file = wait_for(lambda: next(states.glob("*/client-0001/000001-*.state"), None))
     whole = file.read_bytes()
@@ -271,7 +271,7 @@ def test_five_supernodes_for_eight_rounds_leak_nothing(lab: Lab, tmp_path: Path)
     superlink = psutil.Process(lab.process("superlink")["pid"])
     config = {"method": "fedcac", "model": "gated:wide", "fedcac.beta": 3, "num-server-rounds": total}
     config["state-dir"] = str(tmp_path / "client-state")
-    run = Run(lab, tmp_path / "soak", clients, config, superlink="lab")
+    run = BackgroundRun(lab, tmp_path / "soak", clients, config, superlink="lab")
     memory = memory_by_round(run, superlink)
     run.finish()
     assert [len(r["clients"]) for r in rounds(run.folder)] == [clients] * total and failures(run) == []
@@ -292,7 +292,7 @@ def test_five_supernodes_for_eight_rounds_leak_nothing(lab: Lab, tmp_path: Path)
         assert early > 10 and late - early < min(kept / 2, 0.05 * early), held
 
 
-def memory_by_round(run: Run, superlink: psutil.Process) -> dict[int, dict[str, list[float]]]:
+def memory_by_round(run: BackgroundRun, superlink: psutil.Process) -> dict[int, dict[str, list[float]]]:
     """Watch a run until it ends; return its server processes' memory (resident, MB) at all moments of each round."""
     memory: dict[int, dict[str, list[float]]] = {}
     while run.process.poll() is None:

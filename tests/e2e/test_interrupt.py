@@ -29,8 +29,8 @@ def launched(directory: Path) -> list[psutil.Process]:
     ]
 
 
-def keepers(directory: Path) -> list[psutil.Process]:
-    """The keeper of a launch, then whoever stands behind it."""
+def supervisors(directory: Path) -> list[psutil.Process]:
+    """The supervisor of a launch, then its standby."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -62,10 +62,10 @@ def test_a_stopped_simulation_leaves_nothing(number: signal.Signals) -> None:
 
 
 @pytest.mark.nightly
-def test_a_simulation_whose_launcher_and_keeper_are_killed_leaves_nothing() -> None:
+def test_a_simulation_whose_launcher_and_supervisor_are_killed_leaves_nothing() -> None:
     with tempfile.TemporaryDirectory(prefix="c", dir="/tmp") as short:
         with started(Path(short)) as process:
-            keepers(Path(short))[0].kill()
+            supervisors(Path(short))[0].kill()
             process.kill()
             process.communicate(timeout=90)
         look(Path(short), seconds=60)
@@ -121,7 +121,7 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         running = [process.info for process in launched(tmp_path)]
         assert any(info["name"].startswith("ray::") for info in running)
         assert {info["nice"] for info in running} == {psutil.Process().nice()}
-        assert len(keepers(tmp_path)) == 2
+        assert len(supervisors(tmp_path)) == 2
         yield process
     except BaseException:
         process.kill()
@@ -133,6 +133,6 @@ def look(tmp_path: Path, seconds: float) -> None:
     """Nothing is left, or it ends by itself in time."""
     if seconds:
         wait_for(lambda: not launched(tmp_path) and not list(tmp_path.glob("corolla-*")), seconds)
-        wait_for(lambda: not keepers(tmp_path), seconds=10)
-    assert launched(tmp_path) == keepers(tmp_path) == []
+        wait_for(lambda: not supervisors(tmp_path), seconds=10)
+    assert launched(tmp_path) == supervisors(tmp_path) == []
     assert list(tmp_path.glob("corolla-*")) == list(tmp_path.glob("tmp*.toml")) == []

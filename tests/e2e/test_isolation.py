@@ -138,7 +138,7 @@ def test_nobody_outside_reaches_a_simulation(short: Path) -> None:
         assert not list(short.glob("ray/*"))
         homes = {path.relative_to(short).parts[0] for path in short.glob("*/ray/session_*")}
         assert homes and all((short / home).stat().st_mode & 0o077 == 0 for home in homes)
-        keeper = next(p for p in processes_with(mark) if "corolla.experiments.superlink_supervisor" in p.cmdline())
+        supervisor = next(p for p in processes_with(mark) if "corolla.experiments.superlink_supervisor" in p.cmdline())
         if os.geteuid() == 0:
             enter = [
                 "setpriv",
@@ -147,7 +147,7 @@ def test_nobody_outside_reaches_a_simulation(short: Path) -> None:
                 "--clear-groups",
                 "nsenter",
                 "-n",
-                f"-t{keeper.pid}",
+                f"-t{supervisor.pid}",
             ]
             assert subprocess.run([*enter, "true"], capture_output=True).returncode != 0
 

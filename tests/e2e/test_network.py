@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from deploy.node import explain_refusals
-from tests.e2e.conftest import Cluster, Run, replay, rounds, summary, wait_for
+from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary, wait_for
 from tests.e2e.test_faults import COMMON, EVERY_REPLY, causes, failures
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -111,7 +111,7 @@ def cut_while_training(network: Network, cluster: Cluster, seconds: float) -> No
 
 def test_cut_of_20_seconds_loses_nothing(network: Network, apart: Cluster, tmp_path: Path) -> None:
     apart.hold(2, training=2)
-    run = Run(apart, tmp_path / "cut", 3, COMMON | EVERY_REPLY)
+    run = BackgroundRun(apart, tmp_path / "cut", 3, COMMON | EVERY_REPLY)
     cut_while_training(network, apart, 20)
     run.finish()
     assert failures(run) == []
@@ -125,7 +125,7 @@ def test_cut_of_20_seconds_loses_nothing(network: Network, apart: Cluster, tmp_p
 @pytest.mark.nightly
 def test_cut_of_80_seconds_repeats_the_round(network: Network, apart: Cluster, tmp_path: Path) -> None:
     apart.hold(2, training=2)
-    run = Run(apart, tmp_path / "cut", 3, COMMON | EVERY_REPLY)
+    run = BackgroundRun(apart, tmp_path / "cut", 3, COMMON | EVERY_REPLY)
     cut_while_training(network, apart, 80)
     # longer than a SuperNode may be silent, but not too long for the run to wait
     assert run.recorded() == 1

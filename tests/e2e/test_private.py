@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Cluster, Run, replay, rounds, summary
+from tests.e2e.conftest import BackgroundRun, Cluster, replay, rounds, summary
 from tests.privacy.keys import make
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -19,7 +19,7 @@ def test_a_killed_client_costs_one_repeat_among_the_others(cluster: Cluster, tmp
         cluster.start_supernode(client_id, 4, private_keys=str(key))
     cluster.hold(1, training=2)
     config = {"method": "fedcac", "private": True, "model": "gated:mlp", "num-server-rounds": 3, "min-results": 0.5}
-    run = Run(cluster, tmp_path / "killed", 4, config)
+    run = BackgroundRun(cluster, tmp_path / "killed", 4, config)
     cluster.training(1, 2).kill()
     run.finish()
     records = rounds(run.folder)
@@ -43,7 +43,7 @@ def test_a_killed_training_has_spent_its_budget(cluster: Cluster, tmp_path: Path
         "keep-state": True,
         "state-dir": str(tmp_path / "state"),
     }
-    run = Run(cluster, tmp_path / "killed", 2, config)
+    run = BackgroundRun(cluster, tmp_path / "killed", 2, config)
     cluster.training(1, 2).kill()
     run.finish()
     records = rounds(run.folder)

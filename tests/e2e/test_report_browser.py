@@ -155,7 +155,8 @@ def test_tables_sort_and_open_on_light_dark_and_small_screens(
     runs, page = six_runs
     probe, _ = look_at(page, browser, tmp_path, PRESS, *options)
     found = json.loads(probe["title"])
-    finals = [np.mean([arrays.read_run(path).final()[1]["accuracy"] for path in runs[k : k + 2]]) for k in (0, 2, 4)]  # type: ignore[index]
+    final = [arrays.read_run(path).outcome["final-accuracy"] for path in runs]
+    finals = [np.mean(final[k : k + 2]) for k in (0, 2, 4)]
     assert found["order"] == [int(k) + 1 for k in np.argsort(finals, kind="stable")]
     assert found["shown"] == 2, "the runs of one row"
     assert found["background"] == ("rgb(23, 24, 26)" if dark else "rgb(255, 255, 255)")
@@ -247,7 +248,7 @@ def kill_in_the_middle(command: list[str], directory: Path, finished: int) -> No
     process.wait()
 
 
-def assert_every_panel_has_data(run: arrays.Run) -> None:
+def assert_every_panel_has_data(run: arrays.ReportedRun) -> None:
     assert run.finished and list(run.rounds) == list(range(1, 7))
     for name, points in (("accuracy-before", 6), ("accuracy-after", 6), ("evaluation", 2)):
         curve = arrays.curve([run], name)
@@ -265,7 +266,7 @@ def assert_every_panel_has_data(run: arrays.Run) -> None:
         assert shares is not None and np.allclose(np.nansum(shares[1][:, 1:], axis=0), 1)
 
 
-def assert_masks_tell_whose_data_is_alike(run: arrays.Run, counts: Any) -> None:
+def assert_masks_tell_whose_data_is_alike(run: arrays.ReportedRun, counts: Any) -> None:
     """Clients with the same classes overlap most, those without a common one least."""
     ids, overlap = recorded.matrix(run, "overlap") or ([], np.zeros(0))
     collaborators = recorded.links(run, "collaborators")

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from deploy import node
-from tests.e2e.conftest import Lab, Run, rounds, summary, wait_for
+from tests.e2e.conftest import BackgroundRun, Lab, rounds, summary, wait_for
 from tests.e2e.test_security import Intruders
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_the_others(lab: Lab) -> None:
     up(lab, 3)
     config = {"method": "fedcac", "num-server-rounds": 6, "train-samples": 40, "min-available-clients": 2}
     config["state-dir"] = str(lab.directory / "client-state")
-    run = Run(lab, lab.directory / "run", 3, config, superlink="lab")
+    run = BackgroundRun(lab, lab.directory / "run", 3, config, superlink="lab")
     run.wait_for_round(1)
     revoked = lab.cluster("revoke", "1")
     assert revoked.returncode == 0, revoked.stdout + revoked.stderr

@@ -15,7 +15,7 @@ import yaml
 
 from deploy import node
 from fl_app.processes import end_processes, free_ports, processes_with, script
-from tests.e2e.conftest import Lab, Run, rounds, summary, wait_for
+from tests.e2e.conftest import BackgroundRun, Lab, rounds, summary, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -85,7 +85,7 @@ def test_refused_supernodes_are_told_why_and_the_run_goes_on_without_them(lab: L
 
     config = {"method": "fedcac", "num-server-rounds": 3, "train-samples": 40, "min-available-clients": 2}
     config["state-dir"] = str(lab.directory / "client-state")
-    run = Run(lab, lab.directory / "without", 3, config, superlink="lab")
+    run = BackgroundRun(lab, lab.directory / "without", 3, config, superlink="lab")
     for name, (text, _, _) in REFUSALS.items():
         wait_for(lambda name=name, text=text: text in intruders.log(name), 300)  # type: ignore[misc]
     run.finish()
@@ -125,7 +125,7 @@ def test_a_registered_key_speaks_for_its_own_client_alone(lab: Lab) -> None:
     config |= {"min-results": 0.1, "state-dir": str(lab.directory / "client-state")}
     # once two are gone the run waits for one of them
     config |= {"min-available-clients": 2, "available-timeout": 300}
-    run = Run(lab, lab.directory / "r", 3, config, superlink="lab")
+    run = BackgroundRun(lab, lab.directory / "r", 3, config, superlink="lab")
     run.wait_for_round(1)
     end_processes([psutil.Process(lab.process(f"supernode-{i}")["pid"]) for i in (0, 2)])
     keys = lab.directory / "lab-keys"

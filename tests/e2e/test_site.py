@@ -13,7 +13,7 @@ import pytest
 from deploy import audit, confine
 from fl_app.app_bundle import application_hash
 from fl_app.processes import script
-from tests.e2e.conftest import Cluster, Lab, Run, corolla, rounds, summary, wait_for
+from tests.e2e.conftest import BackgroundRun, Cluster, Lab, corolla, rounds, summary, wait_for
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -70,7 +70,7 @@ def test_sites_refuse_by_name_and_the_run_goes_on(cluster: Cluster, tmp_path: Pa
         "state-dir": str(tmp_path / "client-state"),
         "available-timeout": 300.0,
     }
-    run = Run(cluster, tmp_path / "r", len(rules), config)
+    run = BackgroundRun(cluster, tmp_path / "r", len(rules), config)
     asked = cluster.home.parent / "nodes" / "sites" / "site-7" / "waiting"
     wait_for(lambda: list(asked.glob("*.json")) or run.process.poll() is not None)
     assert run.process.poll() is None and run.recorded() == 0, run.log
@@ -119,7 +119,7 @@ def test_a_reply_that_is_too_large_stays_at_the_site(cluster: Cluster, tmp_path:
     confined = "confine = true\nreadable-paths = []\n" * bool(confine.landlock_version())
     for client_id, text in enumerate([confined, "", "max-upload = 3000\n"]):
         cluster.start_site(client_id, 3, text)
-    run = Run(cluster, tmp_path / "r", 3, CONFIG)
+    run = BackgroundRun(cluster, tmp_path / "r", 3, CONFIG)
     run.finish()
     for record in rounds(run.folder):
         assert sorted(record["clients"]) == ["0", "1"]
@@ -165,7 +165,7 @@ def test_a_site_joins_without_a_login(lab: Lab) -> None:
     try:
         wait_for(lambda: "SuperNode ID" in log.read_text(errors="replace") or supernode.poll() is not None)
         config = CONFIG | {"state-dir": str(lab.directory / "client-state")}
-        run = Run(lab, lab.directory / "r", 2, config, superlink="lab")
+        run = BackgroundRun(lab, lab.directory / "r", 2, config, superlink="lab")
         run.finish()
         assert summary(run.folder)["absent"] == []
     finally:

@@ -1,4 +1,4 @@
-"""A simulation's SuperLink lives no longer than its launcher, whoever of launcher and keeper is killed (no run, so no Ray)."""
+"""A simulation's SuperLink lives no longer than its launcher, whoever of launcher and supervisor is killed (no run, so no Ray)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ with SimulationSuperLink() as superlink:
 """
 
 
-def keepers(home: str) -> list[int]:
-    """Pids of the keeper and of the one behind it."""
+def supervisors(home: str) -> list[int]:
+    """Pids of the supervisor and of its standby."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -36,23 +36,27 @@ def keepers(home: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("killed", [(), ("launcher",), ("keeper",), ("launcher", "keeper"), ("launcher", "behind")])
+@pytest.mark.parametrize(
+    "killed", [(), ("launcher",), ("supervisor",), ("launcher", "supervisor"), ("launcher", "standby")]
+)
 def test_nothing_is_left(killed: tuple[str, ...]) -> None:
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert launcher.stdout is not None and launcher.stdin is not None
-    home, keeper = launcher.stdout.readline().split()
+    home, supervisor = launcher.stdout.readline().split()
     mark = f"COROLLA_LAUNCH={home}"
     assert len(processes_with(mark)) >= 2 and Path(home).is_dir()
-    (behind,) = set(keepers(home)) - {int(keeper)}
-    pids = {"keeper": int(keeper), "behind": behind, "launcher": launcher.pid}
+    (standby,) = set(supervisors(home)) - {int(supervisor)}
+    pids = {"supervisor": int(supervisor), "standby": standby, "launcher": launcher.pid}
     # the launcher last: whoever else is killed has not seen it end
     for name in sorted(killed):
         os.kill(pids[name], signal.SIGKILL)
     if "launcher" not in killed:
-        # a keeper alone may be killed: the launcher goes on, and cleans up itself
+        # a supervisor alone may be killed: the launcher goes on, and cleans up itself
         assert processes_with(mark)
         launcher.stdin.close()
     launcher.wait(120)
-    wait_for(lambda: not processes_with(mark) and not Path(home).exists() and not keepers(home), seconds=60, every=0.1)
+    wait_for(
+        lambda: not processes_with(mark) and not Path(home).exists() and not supervisors(home), seconds=60, every=0.1
+    )

@@ -321,7 +321,7 @@ def test_images_are_resized_where_the_runs_were(corolla, run: Run, tmp_path: Pat
     file, known = export(folder.path, METHODS, None, tmp_path / "m.pt")
     config = parse(read_config(folder.path), METHOD_PARAMS)
     paths = [tmp_path / "f" / "test" / "cat" / "3.png", tmp_path / "f" / "test" / "dog" / "5.png"]
-    _, samples, _ = predict.read(paths, known)
+    _, samples, _ = predict.read_inputs(paths, known)
     assert np.array_equal(samples, data.prepare_for(config).x_test[[3, 8 + 5]])
     code, out, _ = corolla("predict", file, *paths)
     assert code == 0 and {line.split()[1] for line in out.splitlines()[1:]} <= {"cat", "dog"}

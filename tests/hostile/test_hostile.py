@@ -17,7 +17,7 @@ from flwr.app import Message
 from fl_app.config import parse
 from fl_app.data import open_client
 from strategies import METHOD_PARAMS
-from tests.e2e.conftest import Cluster, Run, own_cluster, replay, rounds, summary, wait_for
+from tests.e2e.conftest import BackgroundRun, Cluster, own_cluster, replay, rounds, summary, wait_for
 from tests.hostile import results
 from tests.hostile.catalogue import ATTACKS, Attack
 from tests.hostile.supernode import Reply, SuperNode
@@ -77,7 +77,7 @@ def play(attack: Attack, reply: Reply, message: Message) -> Reply | None:
 class Outcome:
     """The run after all attacks."""
 
-    run: Run
+    run: BackgroundRun
     records: list[dict[str, Any]]
     undisturbed: list[dict[str, Any]]
     digests: tuple[str, str]
@@ -139,7 +139,7 @@ def attack_all(cluster: Cluster, directory: Path, nodes: list[SuperNode]) -> Out
     for attack in ATTACKS:
         if attack.where == "start":
             start(0, from_the_start(attack), once=True)
-    run = Run(cluster, directory / "attacked", CLIENTS, config)
+    run = BackgroundRun(cluster, directory / "attacked", CLIENTS, config)
     wait_for(lambda: run.recorded() >= 1 or run.process.poll() is not None, seconds=600)
     for attack in ATTACKS:
         if attack.where == "join":

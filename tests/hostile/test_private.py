@@ -27,7 +27,7 @@ from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, masks
 from strategies.base.uploads import Intake
 from strategies.fedcac import FedCACUpdate
-from tests.e2e.conftest import Run, own_cluster, replay, rounds, summary
+from tests.e2e.conftest import BackgroundRun, own_cluster, replay, rounds, summary
 from tests.hostile.supernode import Reply, SuperNode
 from tests.privacy.attack import Attack, Sum
 from tests.privacy.keys import make
@@ -59,7 +59,7 @@ class Recorded:
     `sent`, the model and the mask behind it.
     """
 
-    run: Run
+    run: BackgroundRun
     directory: Path
     layout: Layout
     # bool [N, C]: which labels a client holds
@@ -122,7 +122,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
             for client_id, key in enumerate(make(directory / "keys", CLIENTS)):
                 partition = {"partition-id": client_id, "num-partitions": CLIENTS, "private-keys": str(key)}
                 nodes.append(SuperNode(cluster.fleet, partition, recording(client_id)))
-            run = Run(cluster, directory / "private", CLIENTS, config)
+            run = BackgroundRun(cluster, directory / "private", CLIENTS, config)
             run.process.wait(timeout=1500)
             trouble = {i: (node.trouble, node.refused) for i, node in enumerate(nodes) if node.trouble or node.refused}
             assert run.process.returncode == 0, (run.log, trouble)

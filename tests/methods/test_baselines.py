@@ -82,7 +82,7 @@ class Recorder:
 
 
 @dataclass
-class Run:
+class FinishedRun:
     path: Path
     rounds: list[dict[str, Any]]
     config: RunConfig
@@ -126,7 +126,7 @@ def run(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(exchange, "POLL_SECONDS", 0)
     counter = iter(range(100))
 
-    def start(method: str, **changes: Any) -> Run:
+    def start(method: str, **changes: Any) -> FinishedRun:
         raw = {**SETTING, **flat(changes), "method": method}
         raw |= {"data-dir": str(data_dir), "state-dir": str(tmp_path / "state"), "keep-state": True}
         raw |= {"output-dir": str(tmp_path / f"run{next(counter)}")}
@@ -135,7 +135,7 @@ def run(data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         rounds = list(read_metrics(folder.path))
         assert not any(r["failures"] for r in rounds) and not rounds[-1]["evaluation"]["failures"]
         assert rounds[-1]["evaluation"]["absent"] == []
-        return Run(folder.path, rounds, config, recorded)
+        return FinishedRun(folder.path, rounds, config, recorded)
 
     return start
 

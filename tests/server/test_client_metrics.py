@@ -21,7 +21,7 @@ from fl_app.wire import WireError
 from strategies import METHOD_PARAMS, METHODS
 from tests.conftest import PLUGINS, SMALL, Run
 from tests.server.test_record import upload
-from tests.tracking.test_tensorboard import read
+from tests.tracking.test_tensorboard import read_events
 
 DECLARED = (PLUGINS / "drifting.py").read_text(encoding="utf-8")
 
@@ -63,7 +63,9 @@ def test_a_declared_client_metric_is_in_record_csv_report_and_tracker(run: Run, 
     with (tmp_path / "clients.csv").open() as file:
         found = [float(line["drift"]) for line in csv.DictReader(file)]
     assert found == pytest.approx([value for values in rows for value in values])
-    assert [scalar.value for scalar in read(folder.path).Scalars("method/drift")] == pytest.approx(means, rel=1e-5)
+    assert [scalar.value for scalar in read_events(folder.path).Scalars("method/drift")] == pytest.approx(
+        means, rel=1e-5
+    )
 
 
 def test_an_undeclared_client_metric_is_named_once_and_recorded_nowhere(

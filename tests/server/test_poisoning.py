@@ -207,7 +207,7 @@ def test_the_adaptive_liar_is_not_caught() -> None:
 def test_the_table_by_hand() -> None:
     trials = [Trial("feddac", "x 1e6", 1, name) for name in poisoning.defences("feddac")]
     outcomes = dict(zip(trials, (Outcome(None), Outcome(0.8754, 2, 15)), strict=True))
-    assert poisoning.table("feddac", outcomes).splitlines() == [
+    assert poisoning.outcomes_table("feddac", outcomes).splitlines() == [
         "| `feddac` | liars | none | default |",
         "|---|---|---|---|",
         "| x 1e6 | 1 | ends | .875 (honest uploads dropped: 2) |",

@@ -15,7 +15,7 @@ from fl_app.server.run_folder import read_about, read_metrics, read_summary
 from tests.api.test_live import display, drawn
 from tests.conftest import Run
 from tests.report.builders import write
-from tests.tracking.test_tensorboard import read
+from tests.tracking.test_tensorboard import read_events
 
 
 def arrays(directory: Path, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_a_regression_is_told_by_its_headline(run: Run, tmp_path: Path) -> None:
     assert "RMSE over rounds" in page and f">{summary['final-rmse']:.4g}<" in page and "ccuracy" not in page
     assert {"rmse", "clients-rmse"} <= names and not any("accuracy" in name for name in names)
 
-    events = read(folder.path)
+    events = read_events(folder.path)
     tags = events.Tags()["scalars"]
     assert {"rmse/before-training", "rmse/after-training", "rmse/all-clients", "all-clients/mae"} <= set(tags)
     assert [event.value for event in events.Scalars("rmse/before-training")] == pytest.approx(before, rel=1e-5)

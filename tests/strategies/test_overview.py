@@ -9,7 +9,7 @@ import pytest
 
 from corolla.cli.listings import methods
 from strategies import METHODS
-from strategies.overview import GROUPS, table
+from strategies.overview import GROUPS, methods_table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
 
@@ -20,6 +20,6 @@ def test_every_method_is_in_one_group() -> None:
 
 
 def test_the_documentation_and_the_command_have_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert table() in DOCS.read_text(encoding="utf-8")
+    assert methods_table() in DOCS.read_text(encoding="utf-8")
     methods(table=True)
-    assert capsys.readouterr().out == table() + "\n"
+    assert capsys.readouterr().out == methods_table() + "\n"

@@ -13,7 +13,7 @@ from fl_app.server.run_folder import CONFIG, read_config, read_metrics
 from tests.conftest import Run
 
 
-def read(path: Path) -> Any:
+def read_events(path: Path) -> Any:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -24,7 +24,7 @@ def read(path: Path) -> Any:
 
 def test_tensorboard_events_hold_every_round(run: Run) -> None:
     path = run(track="tensorboard", num_server_rounds=3).path
-    events = read(path)
+    events = read_events(path)
     rounds = list(read_metrics(path))
     for tag, value in (
         ("accuracy/before-training", lambda r: r["accuracy-before"]),
@@ -49,7 +49,7 @@ def test_rounds_that_a_resumed_run_repeats_are_there_once(run: Run) -> None:
         file.unlink()
     (first.path / "summary.json").unlink()
     run(track="tensorboard", num_server_rounds=4, keep_state=True, resume=str(first.path))
-    scalars = read(first.path).Scalars("loss/training")
+    scalars = read_events(first.path).Scalars("loss/training")
     assert [s.step for s in scalars] == [1, 2, 3, 4]
     assert [s.value for s in scalars] == pytest.approx([r["loss"] for r in read_metrics(first.path)], rel=1e-5)
 

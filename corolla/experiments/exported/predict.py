@@ -21,7 +21,7 @@ BATCH = 512
 _ARRAYS = (("x", "y"), ("x_test", "y_test"))
 
 
-def read(inputs: Sequence[Path], card: Card) -> tuple[list[str], NDArray[Any], NDArray[Any] | None]:
+def read_inputs(inputs: Sequence[Path], card: Card) -> tuple[list[str], NDArray[Any], NDArray[Any] | None]:
     """Return names of samples, the samples [n, ...] as the model takes them, and their targets, if there are any.
 
     inputs: image files, or one .npz with `x` or `x_test` (and `y` or `y_test`). Raises UserError naming what does not fit.
@@ -83,7 +83,7 @@ def ask(predictor: Predictor, samples: NDArray[Any], card: Card) -> tuple[NDArra
     return outputs, predictions
 
 
-def table(names: Sequence[str], predictions: NDArray[np.float32], card: Card) -> list[list[str]]:
+def predictions_table(names: Sequence[str], predictions: NDArray[np.float32], card: Card) -> list[list[str]]:
     """Return predictions as a table, header first: the class and its probability, or every output's value."""
     classes: list[str] = card["classes"]
     if card["has-classes"]:
