@@ -190,7 +190,8 @@ class NoisyTrainer:
         self._local, self.budget, self._epochs, self._trainings = local, budget, epochs, 0
         # epsilon spent when the last training ended
         self.epsilon = math.nan
-        self.task, self.module, self.learning_rate = local.task, local.module, local.learning_rate
+        self.task, self.headline = local.task, local.headline
+        self.module, self.learning_rate = local.module, local.learning_rate
         self.weights, self.gradient, self.statistics = local.weights, local.gradient, local.statistics
         self.load, self.read, self.network = local.load, local.read, local.network
         self.tensor, self.vector, self.optimizer = local.tensor, local.vector, local.optimizer

@@ -33,57 +33,57 @@ class Shape(NamedTuple):
         return words + (f", shape {list(self.input_shape)}" if self.input_shape else "")
 
 
-def known(said: Mapping[str, Scalar]) -> Properties:
-    """Return what a client said without anything that nobody asked for."""
+def known(answer: Mapping[str, Scalar]) -> Properties:
+    """Return what a client answered, without anything that nobody asked for."""
     names = ("client-id", "num-clients", *(name for name, _ in _COUNTS), _SAMPLE, *_TEXTS)
-    return {name: said[name] for name in names if name in said}
+    return {name: answer[name] for name in names if name in answer}
 
 
-def check(said: Mapping[str, Scalar], num_clients: int) -> int:
+def check(answer: Mapping[str, Scalar], num_clients: int) -> int:
     """Return a client's id. Raises WireError unless its properties are what CorollaClient.get_properties gives in this run."""
-    client_id, partitions = said.get("client-id"), said.get("num-clients")
+    client_id, partitions = answer.get("client-id"), answer.get("num-clients")
     if type(partitions) is not int or partitions != num_clients:
         raise WireError(f"num-partitions must be the run's {num_clients} clients, got {_short(partitions)}")
     if type(client_id) is not int or not 0 <= client_id < num_clients:
         raise WireError(f"partition-id must be in [0, {num_clients}), got {_short(client_id)}")
     for name, low in _COUNTS:
-        value = said.get(name)
+        value = answer.get(name)
         if type(value) is not int or not low <= value < 2**31:
             raise WireError(f"property {name} must be an integer >= {low}, got {_short(value)}")
-    counts = said.get("class-counts")
+    counts = answer.get("class-counts")
     if counts is not None and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", str(counts), re.ASCII):
         raise WireError(f"property class-counts must be counts with commas, got {_short(counts)}")
     return client_id
 
 
-def check_keys(said: Mapping[str, Scalar], agreed: str | None, num_clients: int) -> None:
+def check_keys(answer: Mapping[str, Scalar], agreed: str | None, num_clients: int) -> None:
     """Raise WireError unless a client of a private run holds the list of keys that most do, and has sealed one for each client."""
-    if not (named := key_list(said)) or named != agreed:
+    if not (named := key_list(answer)) or named != agreed:
         raise WireError(
-            f"private: its list of all sites' keys is {_short(said.get(LIST))}, the others' is {_short(agreed)}"
+            f"private: its list of all sites' keys is {_short(answer.get(LIST))}, the others' is {_short(agreed)}"
         )
-    if not re.fullmatch(r"[A-Za-z0-9+/=]+(,[A-Za-z0-9+/=]+)*", sealed := str(said.get(SEALED, "")), re.ASCII) or (
+    if not re.fullmatch(r"[A-Za-z0-9+/=]+(,[A-Za-z0-9+/=]+)*", sealed := str(answer.get(SEALED, "")), re.ASCII) or (
         sealed.count(",") + 1 != num_clients
     ):
         raise WireError(f"property {SEALED} must be a key for each of {num_clients} clients, got {_short(sealed)}")
 
 
-def key_list(said: Mapping[str, Scalar]) -> str | None:
+def key_list(answer: Mapping[str, Scalar]) -> str | None:
     """Return which list of keys a client holds, None if it is no such name."""
-    return str(said[LIST]) if re.fullmatch("[0-9a-f]{64}", str(said.get(LIST))) else None
+    return str(answer[LIST]) if re.fullmatch("[0-9a-f]{64}", str(answer.get(LIST))) else None
 
 
-def num_clients(said: Mapping[str, Scalar]) -> int | None:
+def num_clients(answer: Mapping[str, Scalar]) -> int | None:
     """Return of how many clients a node says it is one; None if it is no such number."""
-    value = said.get("num-clients")
+    value = answer.get("num-clients")
     return value if type(value) is int and 1 <= value <= MOST_CLIENTS else None
 
 
-def shape(said: Mapping[str, Scalar]) -> Shape | None:
+def shape(answer: Mapping[str, Scalar]) -> Shape | None:
     """Return the shape of a client's data, None if it is none."""
-    values = [said.get(name) for name in ("in-channels", "num-classes", "image-size")]
+    values = [answer.get(name) for name in ("in-channels", "num-classes", "image-size")]
     channels, classes, side = (value if type(value) is int and 1 <= value < 2**31 else 0 for value in values)
-    sample = said.get(_SAMPLE, "")
+    sample = answer.get(_SAMPLE, "")
     if not isinstance(sample, str) or not re.fullmatch(r"([1-9]\d{0,8}(,[1-9]\d{0,8}){0,7})?", sample, re.ASCII):
         return None
     inputs = tuple(int(word) for word in sample.split(",") if word)
@@ -98,8 +98,8 @@ def describe(shape: Shape | None) -> str:
 def differing_shapes(clients: Iterable[Mapping[str, Scalar]]) -> str:
     """Say which clients' data have which shape, one line for each; empty if all have the same."""
     shapes: dict[Shape, list[int]] = {}
-    for said in clients:
-        found, client_id = shape(said), said.get("client-id")
+    for answer in clients:
+        found, client_id = shape(answer), answer.get("client-id")
         if found is not None and type(client_id) is int:
             shapes.setdefault(found, []).append(client_id)
     lines = [

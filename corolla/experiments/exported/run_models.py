@@ -165,9 +165,9 @@ def networks(config: RunConfig, shape: Shape, methods: Mapping[str, Any], names:
 
 def shape_of(run: RecordedRun, config: RunConfig) -> Shape:
     """Return what a run's model was built with: as the run tells, or for one of an earlier version as its data are."""
-    told = run.about.get(SHAPE)
-    if isinstance(told, dict):
-        return {**told, "input_shape": tuple(told.get("input_shape", ()))}
+    recorded = run.about.get(SHAPE)
+    if isinstance(recorded, dict):
+        return {**recorded, "input_shape": tuple(recorded.get("input_shape", ()))}
     if (shape := known_shape(config)) is not None:
         return shape
     if config.dataset == NODE:
