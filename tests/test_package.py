@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from corolla.experiments import launch
 from fl_app import extras, plugins
 from fl_app.app_bundle import project_file
+from fl_app.errors import UserError
 from tests.test_architecture import modules
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,6 +170,32 @@ def test_foreign_folders_are_ignored_even_where_python_looks_first(tmp_path: Pat
 @pytest.mark.parametrize("way", HERE_FIRST)
 def test_a_foreign_module_where_python_looks_first_is_named(tmp_path: Path, way: str, name: str, kind: str) -> None:
     check_named(way, put_foreign(tmp_path, name, kind), name, sys.executable, os.environ)
+
+
+@pytest.mark.parametrize("kind", ["file", "package"])
+@pytest.mark.parametrize("name", plugins.PACKAGES)
+def test_a_simulation_names_what_its_clients_would_import(tmp_path: Path, name: str, kind: str) -> None:
+    launch.refuse_foreign_packages(tmp_path)
+    foreign = put_foreign(tmp_path, name, kind)
+    words = f"{foreign} would be imported by simulated clients in place of Corolla's package {name}: rename it"
+    with pytest.raises(UserError, match=re.escape(words)):
+        launch.refuse_foreign_packages(tmp_path)
+
+
+def test_a_simulation_starts_beside_foreign_folders_and_in_a_clone(tmp_path: Path) -> None:
+    for name in plugins.PACKAGES:
+        put_foreign(tmp_path, name, "folder")
+    launch.refuse_foreign_packages(tmp_path)
+    launch.refuse_foreign_packages(ROOT)
+
+
+def test_a_simulation_beside_a_foreign_module_writes_nothing(tmp_path: Path) -> None:
+    foreign = put_foreign(tmp_path, "deploy", "file")
+    command = [str(Path(sys.executable).parent / "corolla"), "run", "--clients", "2"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"error: {foreign} would be imported by simulated clients" in done.stderr
+    assert list(tmp_path.iterdir()) == [foreign]
 
 
 def test_a_plugin_beside_foreign_modules_imports_corollas(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -15,11 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import TracebackType
 
 from corolla.experiments import namespace, ray_cluster, superlink_supervisor
-from fl_app.app_bundle import bundle
+from fl_app import plugins
+from fl_app.app_bundle import APP_DIRECTORY, bundle
 from fl_app.errors import UserError
 from fl_app.files import make_directory
 from fl_app.keys import Scalar
@@ -217,6 +220,22 @@ def _output(command: list[str], environment: Mapping[str, str]) -> str:
     ).stdout
 
 
+def refuse_foreign_packages(directory: Path) -> None:
+    """Raise UserError naming a module in the current directory that clients would import in place of a package of Corolla's.
+
+    Ray has simulated clients look for modules in the directory of its driver first.
+    """
+    importlib.invalidate_caches()
+    for name in plugins.PACKAGES:
+        spec = PathFinder.find_spec(name, [str(directory)])
+        origin = spec.origin if spec else None
+        if origin is not None and Path(origin).resolve().parent != APP_DIRECTORY / name:
+            raise UserError(
+                f"{origin} would be imported by simulated clients in place of Corolla's package {name}: rename it, start the run "
+                "in another directory, or use --in-process"
+            )
+
+
 @contextlib.contextmanager
 def simulation(
     num_clients: int,
@@ -225,7 +244,11 @@ def simulation(
     say: Callable[[str], None] = lambda text: None,
     ray: RayCluster | None = None,
 ) -> Iterator[Callable[[Mapping[str, Scalar], Callable[[str], None]], str]]:
-    """Yield run(config, on_line) -> final status, for simulated runs on one private SuperLink. say, ray: as SimulationSuperLink."""
+    """Yield run(config, on_line) -> final status, for simulated runs on one private SuperLink. say, ray: as SimulationSuperLink.
+
+    Raises UserError if a module in the current directory hides one of Corolla's packages.
+    """
+    refuse_foreign_packages(Path.cwd())
     federation = (
         f"num-supernodes={num_clients} client-resources-num-cpus={cpus_per_client:g} "
         f"client-resources-num-gpus={float(gpus_per_client)}"
