@@ -32,7 +32,7 @@ def client_fn(context: Context) -> Client:
             f"the SuperNode needs --node-config 'partition-id=K num-partitions=N', got {context.node_config}"
         )
     try:
-        session = Session.of(context.run_config, num_clients)
+        session = Session.of(context.run_config, num_clients, context.run_id)
     except UserError as error:
         return Refusal(client_id, str(error)).to_client()
     data_path = str(context.node_config.get("data-path", ""))

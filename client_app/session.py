@@ -42,10 +42,13 @@ class Session:
         self._looked: set[str] = set()
 
     @classmethod
-    def of(cls, run_config: Mapping[str, Scalar], num_clients: int) -> Session:
-        """Return the session of a run config, the last one if it is the same. Raises UserError naming what is wrong with it."""
+    def of(cls, run_config: Mapping[str, Scalar], num_clients: int, run: int) -> Session:
+        """Return the session of a run, the last one if it is the same. Raises UserError naming what is wrong with the config.
+
+        run: its id. Two runs of one config share nothing: files may have changed in between.
+        """
         # as JSON: 1, 1.0 and true are three values
-        return _session(json.dumps(dict(run_config)), num_clients, plugins.generation())
+        return _session(json.dumps(dict(run_config)), num_clients, run, plugins.generation())
 
     def data(self, client_id: int, data_path: str) -> ClientData:
         """Open a client's samples: from what is open already, unless files of it have changed. Raises UserError."""
@@ -79,7 +82,7 @@ class Session:
 
 
 @functools.lru_cache(maxsize=1)
-def _session(run_config: str, num_clients: int, plugins_generation: int) -> Session:
+def _session(run_config: str, num_clients: int, run: int, plugins_generation: int) -> Session:
     raw: dict[str, Scalar] = json.loads(run_config)
     plugins.read(str(raw.get("plugins", "")))
     method = str(raw.get("method", RunConfig.method))

@@ -6,6 +6,7 @@ as over the wire, so digests equal the simulation's.
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Iterable, Mapping
 
@@ -18,6 +19,8 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fl_app.keys import Scalar
 from fl_app.wire import PRIVATE_KEYS, SEED_KEYS
+
+_runs = itertools.count(1)
 
 
 class InProcessGrid(Grid):
@@ -33,11 +36,12 @@ class InProcessGrid(Grid):
         TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 0  # messages carry them
         self._client_app = client_app
         self._contexts: dict[int, Context] = {}
+        run = next(_runs)
         for client_id in range(num_clients):
             node_config: dict[str, Scalar] = {"partition-id": client_id, "num-partitions": num_clients}
             node_config[PRIVATE_KEYS] = SEED_KEYS
             node_config |= (node_configs or {}).get(client_id, {})
-            self._contexts[client_id + 1] = Context(0, client_id + 1, node_config, RecordDict(), dict(run_config))
+            self._contexts[client_id + 1] = Context(run, client_id + 1, node_config, RecordDict(), dict(run_config))
         self._pending: dict[str, Message] = {}
         self._sent = 0
 

@@ -1,0 +1,103 @@
+"""What a client process keeps between messages, and when it does not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from client_app.session import Session
+from fl_app import checksums
+from fl_app.errors import UserError
+from fl_app.layout import Layout
+from fl_app.server.run_folder import RunFolder
+from fl_app.weights import save_safetensors
+from tests.conftest import Run
+
+DIGITS: dict[str, Any] = {"train-samples": 20, "test-samples": 8, "num-clients": 3, "model": "mlp"}
+
+
+def test_one_run_has_one_session(data_dir: Path) -> None:
+    config = DIGITS | {"data-dir": str(data_dir)}
+    first = Session.of(config, 3, 1)
+    assert Session.of(dict(config), 3, 1) is first
+    assert first.data(0, "").info is first.data(1, "").info
+    for other in (Session.of(config | {"seed": 1}, 3, 1), Session.of(config, 4, 1), Session.of(config, 3, 2)):
+        assert other is not first and other is not Session.of(config, 3, 1)
+
+
+@pytest.mark.parametrize(("value", "words"), [(2, ""), (2.0, "expected an integer"), (True, "expected an integer")])
+def test_equal_values_of_other_types_are_other_configs(data_dir: Path, value: Any, words: str) -> None:
+    Session.of(DIGITS | {"local-epochs": 2}, 3, 1)
+    Session.of(DIGITS | {"local-epochs": 1}, 3, 1)
+    if not words:
+        assert Session.of(DIGITS | {"local-epochs": value}, 3, 1).config.local_epochs == 2
+        return
+    with pytest.raises(UserError, match=words):
+        Session.of(DIGITS | {"local-epochs": value}, 3, 1)
+
+
+def test_damaged_data_are_found_by_an_open_session(tmp_path: Path) -> None:
+    session = Session.of(DIGITS | {"data-dir": str(tmp_path)}, 3, 1)
+    session.data(0, "")
+    (images,) = tmp_path.glob("datasets/*/x_train.npy")
+    images.write_bytes(images.read_bytes()[:-1])
+    with pytest.raises(UserError, match="is damaged"):
+        session.data(0, "")
+
+
+def test_stamps_change_with_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one")
+    stamps = checksums.stamps_in(tmp_path)
+    assert checksums.unchanged(stamps)
+    (tmp_path / "b").write_text("new files are nothing that was opened")
+    assert checksums.unchanged(stamps)
+    (tmp_path / "a").write_text("other")
+    assert not checksums.unchanged(stamps)
+    (tmp_path / "a").unlink()
+    assert not checksums.unchanged(stamps)
+
+
+def samples(path: Path, shift: float) -> None:
+    g = np.random.default_rng(0)
+    y = g.integers(0, 3, 120)
+    x = (np.eye(3)[y] * 5 + g.normal(size=(120, 3)) + shift).astype("f4")
+    np.savez(path, x_train=x, y_train=y, x_test=x[:30], y_test=y[:30])
+
+
+def final_model(folder: RunFolder) -> bytes:
+    """Return a run's model, and remove the run: the next one has the same config."""
+    content = (folder.path / "models" / "global.safetensors").read_bytes()
+    shutil.rmtree(folder.path)
+    return content
+
+
+def test_a_second_run_in_one_process_reads_files_that_have_changed(run: Run, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "method": "fedavg",
+        "num_clients": 2,
+        "dataset": f"npz:{tmp_path / 'data.npz'}",
+        "train_samples": 20,
+        "test_samples": 8,
+        "normalize": "unit",
+    }
+    found = []
+    for shift in (0.0, 40.0, 0.0):
+        samples(tmp_path / "data.npz", shift)
+        found.append(final_model(run(**settings)))
+    assert found[0] == found[2] != found[1]
+
+
+def test_initial_weights_are_those_of_the_file_at_the_time(run: Run, tmp_path: Path) -> None:
+    from fl_app import models, weights
+
+    file = tmp_path / "start.safetensors"
+    found = []
+    for seed in (3, 4, 3):
+        module = models.build("mlp", in_channels=1, num_classes=10, image_size=8, seed=seed)
+        save_safetensors(file, Layout.of(module), weights.read(module))
+        found.append(final_model(run(method="fedavg", num_clients=2, initial_weights=str(file))))
+    assert found[0] == found[2] != found[1]
