@@ -23,12 +23,13 @@ from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
-from fl_app.metrics import Reports
+from fl_app.metrics import Reports, declared
 from fl_app.server import checkpoint, progress_protocol
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS, METHODS
+from strategies.base import Method
 from tests.conftest import IN_TWO_ROUNDS, OWN_METHODS
 
 CLIENTS = 4
@@ -113,6 +114,15 @@ def documented_extras(method: str, layout: Layout) -> tuple[int, int]:
     return 4 * classes * features + 8 * classes, 4 * classes * features + classes
 
 
+def assert_reports_are_sent(method: Method, rounds: list[dict[str, Any]]) -> None:
+    """Every client sends what its half declares; what figures draw beside that, the server may record instead."""
+    own = {metric.name for metric in declared(method.local_update.reports)}
+    for record in rounds:
+        for client in record["clients"].values():
+            assert own <= client.keys(), "LocalUpdate.reports"
+            assert {metric.name for metric in method.reports} <= client.keys() | record.keys(), "Method.figures"
+
+
 @pytest.mark.usefixtures("own_methods")
 @pytest.mark.parametrize(
     ("model", "fraction"),
@@ -139,6 +149,7 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
     rounds = list(read_metrics(folder.path))
     assert summary["digest"] and summary["failures"] == 0 and len(rounds) == 2
     assert [len(r["clients"]) for r in rounds] == [int(CLIENTS * fraction)] * 2
+    assert_reports_are_sent(METHODS[method], rounds)
     assert len(rounds[-1]["evaluation"]["clients"]) == CLIENTS
 
     layout = Layout.of(models.build(MODELS[model], in_channels=1, num_classes=10, image_size=8))
