@@ -228,11 +228,10 @@ def described(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
     """Return what must be known about several lines, under `all rows` what is so of each, then under its preset what is its own."""
     texts = [describe(line) for line in lines]
     common = [text for text in texts[0] if all(text in other for other in texts)] if len(lines) > 1 else []
-    own = [
-        (line.preset.name, [text for text in about if text not in common])
-        for line, about in zip(lines, texts, strict=True)
-    ]
-    return [("all rows", common)] * bool(common) + own
+    found = [("all rows", common)] if common else []
+    for line, about in zip(lines, texts, strict=True):
+        found.append((line.preset.name, [text for text in about if text not in common]))
+    return found
 
 
 def kind(config: RunConfig) -> str:

@@ -127,10 +127,11 @@ def setting(value: Scalar | None) -> str:
 
 def caption(rows: Sequence[Row]) -> str:
     """Say what a table's figures are."""
-    names = [
-        f"{'accuracies' if metric == ACCURACY else metric.name}{' in per cent' if metric.ratio else ''},"
-        for metric in dict.fromkeys(row.headline for row in rows)
-    ]
+    names = []
+    for metric in dict.fromkeys(row.headline for row in rows):
+        name = "accuracies" if metric == ACCURACY else metric.name
+        unit = " in per cent" if metric.ratio else ""
+        names.append(f"{name}{unit},")
     return CAPTION.format(" ".join(names))
 
 

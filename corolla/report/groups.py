@@ -105,8 +105,14 @@ def short(label: str, length: int = LABEL_LENGTH) -> str:
 def differing(runs: Sequence[ReportedRun]) -> list[str]:
     """Keys, beside the method, that have several values in the runs on which they bear: methods' own first, then by importance."""
     found = differing_settings([settings(run.settings) for run in runs])
-    order = dict(zip(KEY_SETTINGS, range(len(KEY_SETTINGS)), strict=True))
-    return sorted((k for k in found if k != "method"), key=lambda k: -1 if "." in k else order.get(k, len(order)))
+    found = [name for name in found if name != "method"]
+
+    def place(name: str) -> int:
+        if "." in name:
+            return -1
+        return KEY_SETTINGS.index(name) if name in KEY_SETTINGS else len(KEY_SETTINGS)
+
+    return sorted(found, key=place)
 
 
 # Arrays ---------------------------------------------------------------------------------------------------------------

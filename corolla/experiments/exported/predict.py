@@ -43,7 +43,8 @@ def read_inputs(inputs: Sequence[Path], card: Card) -> tuple[list[str], NDArray[
 
 
 def _from_npz(path: Path, card: Card) -> tuple[list[str], NDArray[Any], NDArray[Any] | None]:
-    found = npz.members(path, [name for pair in _ARRAYS for name in pair], [name for pair in _ARRAYS for name in pair])
+    names = [name for pair in _ARRAYS for name in pair]
+    found = npz.members(path, names, optional=names)
     named = next((pair for pair in _ARRAYS if pair[0] in found), None)
     if named is None:
         raise UserError(f"{path}: has neither x nor x_test, samples as in the run's data")
@@ -55,11 +56,10 @@ def _from_npz(path: Path, card: Card) -> tuple[list[str], NDArray[Any], NDArray[
         arrays.refuse(path, named[1], f"have one target for each of the {len(x)} samples", len(np.atleast_1d(y)))
     if not len(x):
         arrays.refuse(path, named[0], "hold samples", "none")
-    targets = (
-        None
-        if y is None
-        else arrays.targets(path, tasks.named(card["task"]), (named[1], y), (named[1], y), card["classes"])[0]
-    )
+    targets = None
+    if y is not None:
+        both = named[1], y
+        targets = arrays.targets(path, tasks.named(card["task"]), both, both, card["classes"])[0]
     return [f"{path}[{k}]" for k in range(len(x))], x.astype(wanted["dtype"], copy=False), targets
 
 
