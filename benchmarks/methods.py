@@ -68,8 +68,8 @@ def _sum(per_epoch: float, more: float) -> str:
     return " + ".join(parts) or "0"
 
 
-# E - 1 epochs on the head, without a backward pass through the body, then one on the body
 COUNTED = {
+    # E - 1 epochs on the head, without a backward pass through the body, then one on the body
     "fedrep": Passes(1, 0, 0, 1),
     "flute": Passes(1, 0, 0, 1),  # likewise
     "ditto": Passes(2, 2),

@@ -31,8 +31,6 @@ from fl_app.wire import Download, Upload
 from strategies.base import RoundContext
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from client_app.private import Masker
     from client_app.trainer import LocalTrainer
 
@@ -209,7 +207,6 @@ class CorollaClient(NumPyClient):
 
         prepare_training(self.config.client_threads)
         from client_app.trainer import LocalTrainer
-        from fl_app import weights
 
         config, method = self.config, self.method
         self._store = StateStore(state_root(config.state_dir), download.experiment, self.client_id)
@@ -218,15 +215,16 @@ class CorollaClient(NumPyClient):
             self._fallback = {wire.STATE_USED: state.version}
         # what does not travel is the file's too, and no server sends it
         weights_file = config.initial_weights if config.train or config.share else ""
-        module = self._network(weights_file)
-        facts = self.session.facts(module, weights_file)
+        module, facts = self.session.network(self.data.info, weights_file)
         check_same_model(download, facts.layout, facts.shared_layout, config.model)
 
         @functools.cache
         def initial() -> Model:
-            if weights_file or not config.initial_weights or not method.local_update.local_from_file:
-                return facts.initial
-            return weights.read(self._network(config.initial_weights))
+            start = facts.initial
+            if config.initial_weights and not weights_file and method.local_update.local_from_file:
+                start = self.session.network(self.data.info, config.initial_weights)[1].initial
+            # the method may write into it
+            return Model(start.params.copy(), start.buffers.copy())
 
         trainer = LocalTrainer(module, config, self.data, download.round, self.client_id)
         ctx = RoundContext(
@@ -242,9 +240,6 @@ class CorollaClient(NumPyClient):
             download.extras,
         )
         return ctx, state, ctx.trainer
-
-    def _network(self, weights_file: str) -> nn.Module:
-        return self.method.network(self.config, **self.data.info.model_arguments, initial_weights=weights_file)
 
     def _with_budget(self, trainer: LocalTrainer) -> Any:
         """Return a trainer that looks at records by noisy steps alone, within the budget of this client's records."""

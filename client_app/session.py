@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fl_app import plugins
+from fl_app.checksums import stamp_of
 from fl_app.config import RunConfig, parse
-from fl_app.data import ClientData, OpenedData, check_client_id, open_data
+from fl_app.data import ClientData, DatasetInfo, OpenedData, check_client_id, open_data
 from fl_app.keys import Scalar, own
 from fl_app.layout import Layout, Model
 from strategies import METHOD_PARAMS, METHODS
@@ -37,7 +39,7 @@ class Session:
 
     def __init__(self, config: RunConfig, method: AnyMethod) -> None:
         self.config, self.method = config, method
-        self._facts: dict[str, ModelFacts] = {}
+        self._facts: dict[tuple[object, ...], ModelFacts] = {}
         self._opened: dict[str, OpenedData] = {}
         self._looked: set[str] = set()
 
@@ -58,21 +60,22 @@ class Session:
             opened = self._opened[data_path] = open_data(self.config, data_path)
         return opened.client(client_id)
 
-    def facts(self, module: nn.Module, weights_file: str) -> ModelFacts:
-        """Return the facts of the run's network, which `module` is, as it was built. weights_file: gave initial values.
+    def network(self, info: DatasetInfo, weights_file: str) -> tuple[nn.Module, ModelFacts]:
+        """Build the run's network, and return it with its facts. weights_file: gives its initial values; "": the seed does.
 
         Raises UserError for a network that the method cannot be used with.
         """
         from fl_app import weights
 
-        if weights_file not in self._facts:
-            layout, initial = Layout.of(module), weights.read(module)
-            # all clients of this process start from it
-            for vector in (initial.params, initial.buffers):
-                vector.setflags(write=False)
+        # before the file is read: one that changes in between is another the next time
+        stamp = stamp_of(Path(weights_file)) if weights_file else None
+        module = self.method.network(self.config, **info.model_arguments, initial_weights=weights_file)
+        key = (*info.model_arguments.values(), weights_file, stamp)
+        if key not in self._facts:
+            layout = Layout.of(module)
             shared = self.method.travelling(self.config, layout)
-            self._facts[weights_file] = ModelFacts(layout, initial, shared, layout.subset(shared))
-        return self._facts[weights_file]
+            self._facts[key] = ModelFacts(layout, weights.read(module), shared, layout.subset(shared))
+        return module, self._facts[key]
 
     def look_at_sources(self, data_path: str) -> None:
         """Prepare the data again if the files that they were made of have been overwritten; once. Raises UserError."""

@@ -55,9 +55,9 @@ def stamp_of(path: Path) -> Stamp | None:
 
 
 def stamps_in(*directories: Path) -> dict[Path, Stamp]:
-    """Return the stamps of all files in some directories."""
-    stamps = {path: stamp_of(path) for directory in directories for path in directory.iterdir()}
-    return {path: stamp for path, stamp in stamps.items() if stamp is not None}
+    """Return the stamps of all files in some directories, and of these, which a new one of the same name replaces."""
+    paths = [path for directory in directories for path in (directory, *directory.iterdir())]
+    return {path: stamp for path in paths if (stamp := stamp_of(path)) is not None}
 
 
 def unchanged(stamps: Mapping[Path, Stamp]) -> bool:

@@ -167,10 +167,8 @@ def specs(cls: type, table: str = "") -> list[KeySpec]:
     return list(_specs(cls, table))
 
 
-@functools.lru_cache(
-    maxsize=256
-    # every message to a client parses a config: reading the declarations took most of that
-)
+# a client process of a deployment, the server and a sweep parse configs: reading the declarations took most of that
+@functools.lru_cache(maxsize=256)
 def _specs(cls: type, table: str) -> tuple[KeySpec, ...]:
     hints, out = get_type_hints(cls), []
     for f in dataclasses.fields(cls):

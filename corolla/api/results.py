@@ -25,12 +25,19 @@ class Run:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._finished: RecordedRun | None = None
 
-    @cached_property
+    @property
     def _recorded(self) -> RecordedRun:
+        """The run as its folder records it: read anew until it is finished."""
+        if self._finished is not None:
+            return self._finished
         if not self.path.is_dir():
             raise UserError(f"the run folder is not on this machine, but on the SuperLink's: {self.path}")
-        return RecordedRun(self.path)
+        recorded = RecordedRun(self.path)
+        if recorded.finished:
+            self._finished = recorded
+        return recorded
 
     @property
     def config(self) -> dict[str, Scalar]:

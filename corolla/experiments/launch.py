@@ -21,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 
 from corolla.experiments import namespace, ray_cluster, superlink_supervisor
-from fl_app import plugins
 from fl_app.app_bundle import APP_DIRECTORY, bundle
 from fl_app.errors import UserError
 from fl_app.files import make_directory
@@ -220,13 +219,17 @@ def _output(command: list[str], environment: Mapping[str, str]) -> str:
     ).stdout
 
 
+# by themselves, or as a plug-in does
+CLIENTS_IMPORT = ("fl_app", "strategies", "client_app", "corolla")
+
+
 def refuse_foreign_packages(directory: Path) -> None:
     """Raise UserError naming a module in the current directory that clients would import in place of a package of Corolla's.
 
     Ray has simulated clients look for modules in the directory of its driver first.
     """
     importlib.invalidate_caches()
-    for name in plugins.PACKAGES:
+    for name in CLIENTS_IMPORT:
         spec = PathFinder.find_spec(name, [str(directory)])
         origin = spec.origin if spec else None
         if origin is not None and Path(origin).resolve().parent != APP_DIRECTORY / name:

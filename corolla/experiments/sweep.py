@@ -63,7 +63,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep. varying: what tells_runs_apart it from the others; config: flat, as `corolla run` takes it."""
+    """One run of a sweep. varying: what tells it apart from the others; config: flat, as `corolla run` takes it."""
 
     name: str
     varying: Mapping[str, Scalar]

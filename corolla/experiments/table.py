@@ -74,7 +74,7 @@ def row_of(
     headings: Sequence[str] = (*IN_TEXT, *UNSEEN),
     figures: Callable[[RecordedRun], Record] = lambda run: run.summary,
 ) -> Row:
-    """Average what runs come to; a figure that some runs do not have is the mean of the others.
+    """Average what runs come to, the figures that all of them have.
 
     figures: what a run comes to, by the names of summary.json.
     """
@@ -82,7 +82,7 @@ def row_of(
     for heading in (*FIGURES, *COSTS):
         name = summary_name(heading, headline)
         values = [value for run in runs if (value := figures(run).get(name)) is not None]
-        if values:
+        if values and len(values) == len(runs):
             means[heading] = mean_std(values)
     return Row(varying, runs, headline, means, headings)
 

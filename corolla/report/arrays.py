@@ -43,6 +43,11 @@ class ReportedRun(RecordedRun):
     label: str = ""
 
     @cached_property
+    def finished(self) -> bool:
+        """Whether it had its summary when it was read: a run that ends meanwhile stays as it was."""
+        return super().finished
+
+    @cached_property
     def figures(self) -> tuple[Figure, ...]:
         """What its method declared."""
         return (

@@ -77,7 +77,7 @@ def grouped(runs: Sequence[ReportedRun]) -> list[Group]:
     keys = [key for key in differing([group.first for group in found]) if key != "seed" or len(found) == len(runs)]
     out = []
     for number, group in enumerate(found, 1):
-        known = settings(group.first.settings)
+        known = shown_settings(group.first)
         varying = {key: known[key] for key in keys if key in known}
         words = [f"{key.rpartition('.')[2]} {show(value)}" for key, value in varying.items()]
         label = group.name or ", ".join([group.method, *words])
@@ -102,9 +102,14 @@ def short(label: str, length: int = LABEL_LENGTH) -> str:
     return f"{whole}, …" if whole else label[: length - 1] + "…"
 
 
+def shown_settings(run: ReportedRun) -> dict[str, Scalar]:
+    """Return a run's settings with the path of its data: two folders may hold other data under one name."""
+    return {**settings(run.settings), "dataset": run.settings.get("dataset", "")}
+
+
 def differing(runs: Sequence[ReportedRun]) -> list[str]:
     """Keys, beside the method, that have several values in the runs on which they bear: methods' own first, then by importance."""
-    found = differing_settings([settings(run.settings) for run in runs])
+    found = differing_settings([shown_settings(run) for run in runs])
     found = [name for name in found if name != "method"]
 
     def place(name: str) -> int:
