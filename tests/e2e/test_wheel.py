@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
 OWN_METHOD = ROOT / "tests" / "plugins" / "twins.py"
 SMALL = """
-num-clients = 3
+num-clients = 2
 num-server-rounds = 2
 train-samples = 24
 test-samples = 10
@@ -230,7 +230,7 @@ def test_a_sweep_and_tables_of_its_runs(installed: Installed, here: Path) -> Non
 
 def test_ones_own_method_beside_foreign_folders_runs_alike_in_every_mode(installed: Installed, here: Path) -> None:
     fleet, control = free_ports(2)
-    lab = {"superlink": {"fleet-port": fleet, "control-port": control}, "hosts": [{"host": "local", "supernodes": 3}]}
+    lab = {"superlink": {"fleet-port": fleet, "control-port": control}, "hosts": [{"host": "local", "supernodes": 2}]}
     (here / "lab.yaml").write_text(yaml.safe_dump(lab))
     for name in FOREIGN:
         put_foreign(here, name, "folder")
@@ -239,7 +239,7 @@ def test_ones_own_method_beside_foreign_folders_runs_alike_in_every_mode(install
     installed.output(here, "corolla", "cluster", "up", "lab.yaml")
     try:
         for name, words in modes.items():
-            words = [*words, "--clients", "3", "--set", "method=mine:METHOD", "--set", f"run-name={name}"]
+            words = [*words, "--clients", "2", "--set", "method=mine:METHOD", "--set", f"run-name={name}"]
             installed.output(here, "corolla", "run", "small.toml", *words)
     finally:
         installed.output(here, "corolla", "cluster", "down", "lab.yaml")
