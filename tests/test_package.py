@@ -190,7 +190,7 @@ def test_a_simulation_starts_beside_foreign_folders_and_in_a_clone(tmp_path: Pat
 
 
 def test_a_simulation_beside_a_foreign_module_writes_nothing(tmp_path: Path) -> None:
-    foreign = put_foreign(tmp_path, "deploy", "file")
+    foreign = put_foreign(tmp_path, "strategies", "file")
     command = [str(Path(sys.executable).parent / "corolla"), "run", "--clients", "2"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2

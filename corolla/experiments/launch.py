@@ -219,17 +219,13 @@ def _output(command: list[str], environment: Mapping[str, str]) -> str:
     ).stdout
 
 
-# by themselves, or as a plug-in does
-CLIENTS_IMPORT = ("fl_app", "strategies", "client_app", "corolla")
-
-
 def refuse_foreign_packages(directory: Path) -> None:
     """Raise UserError naming a module in the current directory that clients would import in place of a package of Corolla's.
 
     Ray has simulated clients look for modules in the directory of its driver first.
     """
     importlib.invalidate_caches()
-    for name in CLIENTS_IMPORT:
+    for name in plugins.PACKAGES:
         spec = PathFinder.find_spec(name, [str(directory)])
         origin = spec.origin if spec else None
         if origin is not None and Path(origin).resolve().parent != APP_DIRECTORY / name:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Message
 
+from client_app.client_app import app
 from client_app.session import Session
-from fl_app import checksums
+from fl_app import checksums, models, server_app, weights
+from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
+from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder
 from fl_app.weights import save_safetensors
+from strategies import METHOD_PARAMS
 from tests.conftest import Run
 
 DIGITS: dict[str, Any] = {"train-samples": 20, "test-samples": 8, "num-clients": 3, "model": "mlp"}
@@ -53,8 +59,6 @@ def test_stamps_change_with_a_file(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("one")
     stamps = checksums.stamps_in(tmp_path)
     assert checksums.unchanged(stamps)
-    (tmp_path / "b").write_text("new files are nothing that was opened")
-    assert checksums.unchanged(stamps)
     (tmp_path / "a").write_text("other")
     assert not checksums.unchanged(stamps)
     (tmp_path / "a").unlink()
@@ -92,12 +96,49 @@ def test_a_second_run_in_one_process_reads_files_that_have_changed(run: Run, tmp
 
 
 def test_initial_weights_are_those_of_the_file_at_the_time(run: Run, tmp_path: Path) -> None:
-    from fl_app import models, weights
-
     file = tmp_path / "start.safetensors"
     found = []
     for seed in (3, 4, 3):
         module = models.build("mlp", in_channels=1, num_classes=10, image_size=8, seed=seed)
         save_safetensors(file, Layout.of(module), weights.read(module))
         found.append(final_model(run(method="fedavg", num_clients=2, initial_weights=str(file))))
+    assert found[0] == found[2] != found[1]
+
+
+def test_a_weights_file_that_changes_during_a_run_is_noticed(tmp_path: Path) -> None:
+    """Frozen tensors do not travel: training on others than the server's would go unnoticed."""
+    file = tmp_path / "start.safetensors"
+
+    def write(seed: int) -> None:
+        module = models.build("mlp", in_channels=1, num_classes=10, image_size=8, seed=seed)
+        save_safetensors(file, Layout.of(module), weights.read(module))
+
+    class Overwriting(InProcessGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            if any(message.metadata.group_id == "2" for message in messages):
+                write(4)
+            return super().push_messages(messages)
+
+    write(3)
+    raw = DIGITS | {
+        "method": "fedavg",
+        "num-server-rounds": 2,
+        "initial-weights": str(file),
+        "train": "fc2*",
+        "output-dir": str(tmp_path / "runs"),
+        "state-dir": str(tmp_path / "state"),
+        "data-dir": str(tmp_path),
+    }
+    config = parse(raw, METHOD_PARAMS)
+    with pytest.raises(UserError, match="tensors of model mlp that do not train are not the server's"):
+        server_app.run(Overwriting(app, raw, 3), config, lambda what, done, total: None)
+
+
+def test_a_partition_file_that_has_changed_is_another_partition(run: Run, tmp_path: Path) -> None:
+    found = []
+    for first in (0, 400, 0):
+        parts = {f"{side}_idx_{i}": np.arange(20) + first + 20 * i for i in range(2) for side in ("train", "test")}
+        np.savez(tmp_path / "part.npz", **parts)
+        found.append(final_model(run(method="fedavg", num_clients=2, partition=f"file:{tmp_path / 'part.npz'}")))
     assert found[0] == found[2] != found[1]
