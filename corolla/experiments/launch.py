@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from corolla.experiments import namespace, ray_cluster, superlink_supervisor
+from fl_app import plugins
 from fl_app.app_bundle import APP_DIRECTORY, bundle
 from fl_app.errors import UserError
 from fl_app.files import make_directory
