@@ -184,7 +184,7 @@ class CorollaClient(NumPyClient):
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
         model = update.export(update.personal(start, state, ctx), state, ctx)
-        return Upload(model, metrics=self._fallback, num_examples=ctx.num_samples)
+        return Upload(model, metrics=self._fallback, num_examples=ctx.num_samples, dtype=wire.WHOLE)
 
     def _forget(self, download: Download) -> Upload:
         store = StateStore(state_root(self.config.state_dir), download.experiment, self.client_id)

@@ -43,6 +43,7 @@ class Source:
     note: what documentation and errors add to that.
     reads: suffixes of its files in lower case, or FOLDER. They find the source of a node's data, and show a wrong prefix.
     has_columns: the key `target` names the columns to learn, and `test-ratio` divides rows that have no test part.
+    divides_rows: `test-ratio` divides its rows, though the key `target` names nothing in it.
     labels_only: its targets are labels of classes, and the key `client` names nothing in it.
     targets: where its targets stand, if the key `target` does not say it.
     tells_classes: clients send the names of its classes even with `report-class-counts = false`.
@@ -56,11 +57,17 @@ class Source:
     note: str = ""
     reads: tuple[str, ...] = ()
     has_columns: bool = False
+    divides_rows: bool = False
     labels_only: bool = False
     targets: str = ""
     tells_classes: bool = False
     resizes: bool = False
     known: NamedData | None = None
+
+    @property
+    def takes_test_ratio(self) -> bool:
+        """Whether `test-ratio` divides its rows."""
+        return self.has_columns or self.divides_rows
 
     @property
     def form(self) -> str:

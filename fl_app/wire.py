@@ -48,9 +48,9 @@ PRIVATE_KEYS = "private-keys"
 SEED_KEYS = "seed"
 # characters of a name or a text among the scalars; class counts of 100,000 classes fit
 MAX_TEXT = 2**20
-# The dtype in which clients send parameters and statistics; the server computes with float32. A private run's masked sums
-# are integers whatever it is.
-UPLOADED = "<f4"
+# The dtype in which clients send parameters and statistics of a round; the server computes with float32. A private run's masked
+# sums are integers whatever it is, and personal models that are collected stay WHOLE, as they were hashed.
+UPLOADED, WHOLE = "<f4", "<f4"
 _LINE = 500
 _HEADER = re.compile(
     rb"{'descr': '([<|>][A-Za-z]\d{0,9})', 'fortran_order': (True|False), 'shape': \((\d{1,18},|\d{1,18}(?:, \d{1,18})+|)\), } *\n"
@@ -87,13 +87,17 @@ class Download:
 
 @dataclass(frozen=True)
 class Upload:
-    """What a client returns: the tensors that travel, a packed mask if the method has one, extra arrays, scalars."""
+    """What a client returns: the tensors that travel, a packed mask if the method has one, extra arrays, scalars.
+
+    dtype: of the tensors on the wire, "" for UPLOADED.
+    """
 
     model: Model
     mask: NDArray[np.uint8] | None = None
     extras: Mapping[str, Array] = field(default_factory=dict)
     metrics: Mapping[str, Scalar] = field(default_factory=dict)
     num_examples: int = 0
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Expected:
     """What an upload must look like.
 
     d, b: lengths of the travelling params and buffers. num_params: bits in a mask (0: no mask is sent). num_selected: ones
-    in it (-1: any). extras: dtype and shape by name.
+    in it (-1: any). extras: dtype and shape by name. dtype: of params and buffers on the wire, "" for UPLOADED.
     """
 
     d: int
@@ -109,6 +113,7 @@ class Expected:
     num_params: int = 0
     num_selected: int = -1
     extras: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    dtype: str = ""
 
     @classmethod
     def of(
@@ -118,9 +123,10 @@ class Expected:
         num_params: int = 0,
         num_selected: int = -1,
         extras: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+        dtype: str = "",
     ) -> Expected:
         """Say that an upload holds the tensors of a layout, and what else a method sends."""
-        return cls(layout.d, layout.b, num_params, num_selected, extras or {})
+        return cls(layout.d, layout.b, num_params, num_selected, extras or {}, dtype)
 
     @property
     def sends_mask(self) -> bool:
@@ -139,8 +145,8 @@ class Expected:
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Dtype and shape per array name, in wire order; empty arrays do not travel."""
         out: dict[str, tuple[str, tuple[int, ...]]] = {
-            "params": (UPLOADED, (self.d,)),
-            "buffers": (UPLOADED, (self.b,)),
+            "params": (self.dtype or UPLOADED, (self.d,)),
+            "buffers": (self.dtype or UPLOADED, (self.b,)),
         }
         if self.num_params:
             out["mask"] = ("|u1", (-(-self.num_params // 8),))
@@ -321,8 +327,19 @@ def encode_upload(upload: Upload) -> tuple[list[Array], int, dict[str, Scalar]]:
     for name in {"params", "buffers"} & arrays.keys():
         # The server refuses what a method gives in another dtype than it must.
         if arrays[name].dtype == np.float32:
-            arrays[name] = arrays[name].astype(UPLOADED, copy=False)
+            arrays[name] = _narrowed(name, arrays[name], upload.dtype or UPLOADED)
     return list(arrays.values()), upload.num_examples, {ARRAYS: ",".join(arrays), **upload.metrics}
+
+
+def _narrowed(name: str, array: Array, dtype: str) -> Array:
+    """Return a float32 array in the dtype it is sent in. Raises WireError if values do not fit."""
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        sent = array.astype(dtype, copy=False)
+    if lost := np.count_nonzero(np.isinf(sent) & np.isfinite(array)):
+        raise WireError(f"array {name} has {lost} values beyond {sent.dtype}, in which it is sent")
+    return sent
 
 
 def upload_message(upload: Upload) -> RecordDict:

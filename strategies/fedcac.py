@@ -232,7 +232,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         return masks.num_selected(self.layout.sizes, self.params.tau)
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
-        """By samples, or all alike; also in a private run, there within groups too."""
+        """By samples, or all alike: the global mean. A private run's means of groups too; a plain run's (Eq. 10) are unweighted."""
         return uploads.sizes if self.params.weighting == "samples" else np.ones_like(uploads.sizes)
 
     def personalize(self, round: int, uploads: Uploads) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from corolla import load
 from corolla.experiments.dry_run import round_bytes
 from fl_app import wire
+from fl_app.layout import Model
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHODS
 from tests.conftest import IN_TWO_ROUNDS, Run, config
@@ -74,3 +76,17 @@ def test_a_private_run_sums_integers_and_is_the_same(run: Run, monkeypatch: pyte
     assert read_summary(half.path)["digest"] == read_summary(whole.path)["digest"]
     sizes = [[r["upload-bytes"] for r in read_metrics(folder.path)] for folder in (whole, half)]
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.usefixtures("halves")
+def test_collected_models_are_those_that_were_evaluated(run: Run) -> None:
+    folder = run(method="fedper", num_clients=2, num_server_rounds=1, collect_personal_models=True)
+    for client in range(2):
+        assert load(folder.path).model(client) is not None
+
+
+@pytest.mark.usefixtures("halves")
+def test_values_beyond_the_dtype_are_named() -> None:
+    large = Model(np.array([1e5, -1e5, 1, np.inf], np.float32), np.zeros(0, np.float32))
+    with pytest.raises(wire.WireError, match="array params has 2 values beyond float16, in which it is sent"):
+        wire.encode_upload(wire.Upload(large))

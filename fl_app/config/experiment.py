@@ -163,10 +163,10 @@ class ExperimentKeys:
     test_ratio: float = key(
         0.25,
         "Part of each client's samples used for test in the `dirichlet` partitions, and of the rows of "
-        f"{_listed(has_columns=True)} that have no test part of their own.",
+        f"{_listed(takes_test_ratio=True)} that have no test part of their own.",
         BELOW_ONE,
         about="data",
-        partitions=(*OVER_CLASSES, *(source.prefix for source in sources_that(has_columns=True)), NODE),
+        partitions=(*OVER_CLASSES, *(source.prefix for source in sources_that(takes_test_ratio=True)), NODE),
     )
     normalize: Literal["unit", "mean-std", "symmetric"] = key(
         "unit",

@@ -65,7 +65,8 @@ def open_columns(
         raise UserError(f"image-size: {path} holds columns, whose images are not resized; got {request.image_size}")
 
     def convert(directory: Path) -> Sequence[str]:
-        for package in needs:
+        # whatever reads the columns, pandas tells which values are missing
+        for package in dict.fromkeys(("pandas", *needs)):
             extras.require(package, f"dataset: {path}")
         parts, known = read()
         return _convert(request, parts, known, directory)

@@ -283,7 +283,7 @@ class Rounds:
         """Ask every client for its personal model (all tensors, as exported); those that fail are logged."""
         self.begin(Attempt(round, generation=self.attempt.generation))
         ids = self.exchange.client_ids
-        expected = Expected.of(self.server.exported_layout(self.server.full_layout))
+        expected = Expected.of(self.server.exported_layout(self.server.full_layout), dtype=wire.WHOLE)
         models: dict[int, Model] = {}
         messages = self.messages(ids, "collect")
         for reply in self.exchange.ask("collecting models", messages, self.config.round_timeout, len(ids)):
