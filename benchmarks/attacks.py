@@ -31,7 +31,7 @@ from strategies.engine.screening import USUAL, Screening
 HUGE = 1e6
 BACKWARDS = 5
 NOISE = 1.0  # standard deviation
-# of the bound, that an adaptive liar keeps
+# Share of the bound that an adaptive liar uses.
 MARGIN = 0.95
 
 
@@ -132,7 +132,7 @@ def _inside(scene: Scene, params: np.ndarray) -> bool:
     for k, upload in enumerate(uploads):
         intake.accept(k, Upload(Model(upload.model.params, NOTHING.buffers), num_examples=upload.num_examples), {})
     stacks = {"parameters": intake.W}
-    outliers = screening.outliers(scene.round, intake, stacks, MARGIN * USUAL, lambda k: {"parameters": starts[k]})
+    outliers = screening.measure(scene.round, intake, stacks, MARGIN * USUAL, lambda k: {"parameters": starts[k]})
     screening.accept(scene.round, intake.ids)
     scene.screenings[scene.round] = screening
     return all(outlier.client_id < len(scene.others) for outlier in outliers)

@@ -17,7 +17,7 @@ from fl_app.keys import Scalar
 from fl_app.processes import end_processes, flower_environment, free_ports, processes_with, wait_for_http
 
 BIN = Path(sys.executable).parent
-# of the SuperLink connection
+# Name of the SuperLink connection.
 NAME = "loopback"
 
 

@@ -67,7 +67,7 @@ class Batches:
         self._evaluation_batch = 128 if device.type == "cpu" else 512
         # training samples that batches are made of, on the CPU; None: all
         self._used: Tensor | None = None
-        # if batches are drawn: each sample's chance, how many batches an epoch has, by what
+        # Set if batches are drawn at random: each sample's chance, batches per epoch, the generator.
         self.poisson: tuple[float, int, torch.Generator] | None = None
 
     def _resident(self, array: np.ndarray) -> Tensor:

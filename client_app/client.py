@@ -22,7 +22,7 @@ from client_app.state import State, StateStore, state_root
 from fl_app import extras, tasks, trainable_tensors, wire
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
-from fl_app.errors import UserError, diverged
+from fl_app.errors import UserError, describe, diverged
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import FINETUNED, MAX_NUMBER, moments
@@ -47,7 +47,7 @@ class CorollaClient(NumPyClient):
         self.session, self.config, self.method = session, session.config, session.method
         self.client_id, self.data_path, self.keys, self.run = client_id, data_path, keys, run
         self._seconds: dict[str, float] = {}
-        # for the metrics, if the state that the server named is damaged
+        # Metrics that name the state used, where the one the server named is damaged.
         self._fallback: dict[str, Scalar] = {}
 
     # Messages
@@ -61,7 +61,7 @@ class CorollaClient(NumPyClient):
             return self._properties()
         except Exception as error:
             log.debug("properties", exc_info=True)
-            return {"client-id": self.client_id, wire.ERROR: describe(error)}
+            return {"client-id": self.client_id, wire.ERROR: reason(error)}
 
     def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
         """Train one round ("train"), hand out the personal model ("collect") or remove what is kept of a run ("forget")."""
@@ -72,7 +72,7 @@ class CorollaClient(NumPyClient):
             return arrays, num_examples, dict(metrics)
         except Exception as error:
             log.exception("client %d failed", self.client_id)
-            return [], 0, {wire.ERROR: describe(error)}
+            return [], 0, {wire.ERROR: reason(error)}
 
     def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
         """Evaluate the personalized model; with finetune-epochs also after so many more local epochs."""
@@ -81,15 +81,15 @@ class CorollaClient(NumPyClient):
             return float(metrics.pop("loss")), self._reported_count(len(self.data.y_test)), dict(metrics)
         except Exception as error:
             log.exception("client %d failed", self.client_id)
-            return 0.0, 0, {wire.ERROR: describe(error)}
+            return 0.0, 0, {wire.ERROR: reason(error)}
 
     # A client's turn in a round
 
     def _train(self, download: Download) -> Upload:
         update = self.method.local_update()
         with self._timed("prepare"):
-            ctx, state, trainer = self._context(download)
-            masker = self._masker(download)
+            ctx, state, trainer = self._prepare(download)
+            masker = self._claim_attempt(download)
         with self._timed("merge"):
             start = update.merge(download.model, state, ctx)
         with self._timed("evaluate"):
@@ -121,7 +121,7 @@ class CorollaClient(NumPyClient):
         metrics: dict[str, Scalar] = {
             **reported,
             "test-samples": self._reported_count(len(self.data.y_test)),
-            "state-version": version,
+            wire.STATE_VERSION: version,
         }
         if self.config.dp_epsilon:
             metrics |= {"dp-epsilon": trainer.epsilon, "dp-noise": trainer.plan.noise}
@@ -133,7 +133,7 @@ class CorollaClient(NumPyClient):
     # Other tasks
 
     def _properties(self) -> Config:
-        self.session.look_at_sources(self.data_path)
+        self.session.prepare_changed_data(self.data_path)
         if self.config.device.startswith("cuda"):
             from client_app.device_model import resolve_device
 
@@ -160,7 +160,7 @@ class CorollaClient(NumPyClient):
         return properties
 
     def _evaluate(self, download: Download) -> dict[str, Scalar]:
-        ctx, state, trainer = self._context(download)
+        ctx, state, trainer = self._prepare(download)
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
         model = update.personal(start, state, ctx)
@@ -180,7 +180,7 @@ class CorollaClient(NumPyClient):
     def _collect(self, download: Download) -> Upload:
         if self.config.private:
             raise UserError("private: this client hands out no model of its own")
-        ctx, state, _ = self._context(download)
+        ctx, state, _ = self._prepare(download)
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
         model = update.export(update.personal(start, state, ctx), state, ctx)
@@ -198,7 +198,7 @@ class CorollaClient(NumPyClient):
         """This client's part of the data."""
         return self.session.data(self.client_id, self.data_path)
 
-    def _context(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
+    def _prepare(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
         """Load the state, build the run's model, and return the context of the method's client half, the state and the trainer.
 
         Raises UserError if the download is not of the model that is here, or if the state was trained without a budget.
@@ -213,7 +213,7 @@ class CorollaClient(NumPyClient):
         state = self._store.load(download.state_version)
         if state.version != download.state_version:
             self._fallback = {wire.STATE_USED: state.version}
-        # what does not travel is the file's too, and no server sends it
+        # With `train` or `share`, tensors that never travel start from the file too, and the server sends them to nobody.
         weights_file = config.initial_weights if config.train or config.share else ""
         module, facts = self.session.network(self.data.info, weights_file)
         check_same_model(download, facts.layout, facts.shared_layout, config.model)
@@ -228,16 +228,16 @@ class CorollaClient(NumPyClient):
 
         trainer = LocalTrainer(module, config, self.data, download.round, self.client_id)
         ctx = RoundContext(
-            config,
-            config.params,
-            download.round,
-            self.client_id,
-            facts.layout,
-            facts.shared,
-            initial,
-            self._with_budget(trainer) if config.dp_epsilon else trainer,
-            len(self.data.y_train),
-            download.extras,
+            config=config,
+            params=config.params,
+            round=download.round,
+            client_id=self.client_id,
+            layout=facts.layout,
+            shared=facts.shared,
+            initial=initial,
+            trainer=self._with_budget(trainer) if config.dp_epsilon else trainer,
+            num_samples=len(self.data.y_train),
+            extras=download.extras,
         )
         return ctx, state, ctx.trainer
 
@@ -251,7 +251,7 @@ class CorollaClient(NumPyClient):
         budget.check_state()
         return NoisyTrainer(trainer, budget=budget, epochs=self.method.dp_epochs_of(self.config))
 
-    def _masker(self, download: Download) -> Masker | None:
+    def _claim_attempt(self, download: Download) -> Masker | None:
         """Claim the attempt of a private round; raises UserError if it must not be answered."""
         if not self.config.private:
             return None
@@ -329,10 +329,10 @@ def data_properties(data: ClientData, config: RunConfig) -> Config:
         "image-size": info.image_size,
         "num-classes": info.num_classes,
     }
-    # not square images
+    # Samples that are no square images.
     if info.shape:
         properties["input-shape"] = ",".join(map(str, info.shape))
-    # a model's outputs are read by them
+    # Whoever reads a model's outputs needs the names.
     if config.report_class_counts or source_of(config.dataset).tells_classes:
         properties["class-names"] = json.dumps(info.classes)
     if config.report_class_counts and not config.private and not config.dp_epsilon and tasks.of(config).has_classes:
@@ -354,6 +354,6 @@ def diverged_metric(measured: Mapping[str, float]) -> str:
     return "loss-after" if after == math.inf or became_nan else ""
 
 
-def describe(error: Exception) -> str:
-    """Return one readable line for an exception."""
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+def reason(error: Exception) -> str:
+    """Return what the server is told of an exception: a UserError's own words, else its type and message."""
+    return str(error) if isinstance(error, UserError) else describe(error)

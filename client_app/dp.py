@@ -330,7 +330,7 @@ class NoisyTrainer:
         for other in (0, 1):
             samples = data.blank(2)
             samples[1] = other
-            # for dropout
+            # Dropout must drop the same units both times.
             torch.manual_seed(0)
             outputs.append(self.logits(self.module, data.inputs(samples))[0])
         if not torch.allclose(outputs[0], outputs[1], equal_nan=True):

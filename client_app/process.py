@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 
-# of glibc's allocator: blocks from this size on are mapped on their own; so much free memory stays at the end of the heap
+# glibc's allocator: blocks of this size or more are mapped on their own; so much free memory stays on the heap.
 MMAP_THRESHOLD_BYTES = 64 << 20
 TRIM_THRESHOLD_BYTES = 256 << 20
 # parameters of mallopt(3)

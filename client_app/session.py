@@ -41,7 +41,7 @@ class Session:
         self.config, self.method = config, method
         self._facts: dict[tuple[object, ...], ModelFacts] = {}
         self._opened: dict[str, OpenedData] = {}
-        self._looked: set[str] = set()
+        self._refreshed: set[str] = set()
 
     @classmethod
     def of(cls, run_config: Mapping[str, Scalar], num_clients: int, run: int) -> Session:
@@ -70,18 +70,18 @@ class Session:
         # before the file is read: one that changes in between is another the next time
         stamp = stamp_of(Path(weights_file)) if weights_file else None
         module = self.method.network(self.config, **info.model_arguments, initial_weights=weights_file)
-        key = (*info.model_arguments.values(), weights_file, stamp)
+        layout = Layout.of(module)
+        key = layout, weights_file, stamp
         if key not in self._facts:
-            layout = Layout.of(module)
             shared = self.method.travelling(self.config, layout)
             self._facts[key] = ModelFacts(layout, weights.read(module), shared, layout.subset(shared))
         return module, self._facts[key]
 
-    def look_at_sources(self, data_path: str) -> None:
-        """Prepare the data again if the files that they were made of have been overwritten; once. Raises UserError."""
-        if data_path not in self._looked:
+    def prepare_changed_data(self, data_path: str) -> None:
+        """Prepare the data again, once, if the files they were made of have changed. Raises UserError."""
+        if data_path not in self._refreshed:
             self._opened[data_path] = open_data(self.config, data_path, look=True)
-            self._looked.add(data_path)
+            self._refreshed.add(data_path)
 
 
 @functools.lru_cache(maxsize=1)

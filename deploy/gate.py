@@ -221,8 +221,8 @@ class Gate:
             for object_id, part in parts.items():
                 if object_id in wanted:
                     self._inner.push_object(run_id, session, object_id, part.deflate())
-        # as Flower's loop does with a reply that cannot be sent: the SuperNode goes on
         except Exception:
+            # as Flower's loop does with a reply that cannot be sent: the SuperNode goes on
             log.exception("run %d: the refusal could not be sent", run_id)
 
     def _note(self, kind: str, run_id: int, message: Message, size: int, sha256: str, **more: Any) -> None:

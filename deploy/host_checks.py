@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from fl_app.errors import UserError
 
-# of Flower; docs/deployment.md says why, and how to go on
+# The newest Flower that may run; docs/deployment.md says why, and how to go on.
 NEWEST = (1, 39)
 # seconds a SuperNode's clock may be off: Flower's SYSTEM_TIME_TOLERANCE, and TIMESTAMP_TOLERANCE more
 MAX_AHEAD, MAX_BEHIND = 5.0, 305.0

@@ -64,8 +64,8 @@ def _is_address(text: Any) -> bool:
 
 
 def _are_gpus(value: Any) -> bool:
-    # a number, or one of CUDA's names
     def is_gpu(one: Any) -> bool:
+        """Tell whether it is a number, or one of CUDA's names."""
         named = isinstance(one, str) and re.fullmatch(r"(GPU|MIG)-[\w/-]+", one) is not None
         return named or (type(one) is int and one >= 0)
 
@@ -75,8 +75,8 @@ def _are_gpus(value: Any) -> bool:
 
 
 def _are_variables(value: Any) -> bool:
-    # as the kernel takes it
     def is_pair(name: Any, text: Any) -> bool:
+        """Tell whether the kernel takes it as a variable."""
         if not isinstance(name, str) or not isinstance(text, str):
             return False
         return bool(re.fullmatch(r"[^=\0]+", name)) and "\0" not in text

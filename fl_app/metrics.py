@@ -21,11 +21,11 @@ from fl_app.figures import Scalars
 
 log = logging.getLogger("corolla")
 
-# size of a number that a client reports: sums of such are finite
+# The largest number that a client may report: sums of such numbers stay finite.
 MAX_NUMBER = 1e30
 FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
 
-# a round's, as a line of metrics.jsonl holds it
+# A round's record, as a line of metrics.jsonl holds it.
 Record = dict[str, Any]
 
 Reduction = Literal["none", "mean", "mean-and-pooled", "max", "sum"]
@@ -76,7 +76,8 @@ class Metric:
     @property
     def title(self) -> str:
         """Its name as headings print it: accuracy, RMSE."""
-        return self.name if self.ratio else self.name.upper() if len(self.name) <= 4 else self.name
+        is_acronym = not self.ratio and len(self.name) <= 4
+        return self.name.upper() if is_acronym else self.name
 
     @property
     def figure(self) -> Scalars | None:

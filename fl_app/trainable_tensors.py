@@ -19,7 +19,7 @@ from fl_app.layout import Layout
 if TYPE_CHECKING:
     from torch import nn
 
-# in every download of a run with constants
+# Scalar in every download of a run that has constants.
 HASH = "frozen-sha256"
 
 

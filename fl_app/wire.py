@@ -42,9 +42,9 @@ SUM = "masked"
 GROUP_MIN = 3
 # set in the environment where all clients take turns on this machine
 SIMULATION = "COROLLA_SIMULATION"
-# of a node's config: its key for private runs
+# Key of a node's config: where its keys for private runs are.
 PRIVATE_KEYS = "private-keys"
-# as such: from the run's seed, where all clients are on one machine
+# In place of such a path: keys made from the run's seed, where all clients are on one machine.
 SEED_KEYS = "seed"
 # characters of a name or a text among the scalars; class counts of 100,000 classes fit
 MAX_TEXT = 2**20

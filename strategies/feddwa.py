@@ -32,7 +32,7 @@ from strategies import aggregate, feddac
 from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
 
 GUIDANCE = "guidance"  # up, float32 [d]
-# of the second training's batches
+# Random stream of the second training's batches.
 STREAM = "feddwa.guidance"
 
 

@@ -45,7 +45,7 @@ GENERATOR, STATISTICS, QUALIFIED = "generator", "generator-statistics", "qualifi
 
 # what a decaying weight does not fall below
 _LEAST = 1e-4
-# of the generator's Adam; the authors'
+# Of the generator's Adam, as the authors set them.
 _WEIGHT_DECAY, _LEARNING_RATE_DECAY = 0.01, 0.98
 
 

@@ -227,7 +227,7 @@ class FLOCO(FedAvg[FLOCOParams]):
     [M, MCf] and `total` float64 [1], for those who come later.
     """
 
-    # of the clients of round tau - 1, those that `sample` drew
+    # Clients that `sample` drew in round tau - 1: they alone are averaged, though all train.
     _averaged: frozenset[int] = frozenset()
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:

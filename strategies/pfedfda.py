@@ -38,7 +38,7 @@ from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uplo
 from strategies.blocks import one_thread
 from strategies.fedavg import FedAvg
 
-# of means and covariances that a client sends
+# Largest absolute value in the means and covariances that a client sends.
 _LARGEST = 1e9
 
 Matrix = NDArray[np.float64]

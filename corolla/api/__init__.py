@@ -71,5 +71,6 @@ def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run) -> pandas.DataFrame:
     extras.require("pandas", "corolla.compare, whose result is a data frame,")
     from corolla.api import comparing
 
-    several = [runs] if isinstance(runs, (str, os.PathLike, Run)) or not isinstance(runs, Iterable) else list(runs)
-    return comparing.frame([one.path if isinstance(one, Run) else folder(one) for one in several])
+    if isinstance(runs, (str, os.PathLike, Run)) or not isinstance(runs, Iterable):
+        runs = [runs]
+    return comparing.frame([one.path if isinstance(one, Run) else folder(one) for one in runs])

@@ -32,7 +32,7 @@ from fl_app.server.progress_protocol import LOG_MARK, Failure, Folder, LeftOut, 
 from fl_app.server.run_folder import ask_to_stop
 
 ROWS = 8  # of the last rounds
-# of the panel, besides these and its notes
+# Lines of the panel besides the rounds' rows and the notes.
 OTHER_LINES = 7
 WIDTH = 100
 # columns of the panel's border
@@ -43,7 +43,7 @@ ECHO = 3
 REFRESHES = 5  # per second
 # kept for when the run fails
 LOG_LINES = 40
-# of the start, by what a line of Flower's has in it
+# Steps of the start, by words in Flower's log line.
 STEPS = {
     "Successfully started run": "starting the run's process",
     "Starting Flower Simulation": "unpacking the app, starting Ray",
@@ -224,7 +224,7 @@ class Display:
     def __init__(self, title: str, console: Console, rounds: int, verbose: bool = False, until: int = 0) -> None:
         self.folder: Path | None = None
         self.errors: list[str] = []
-        # after which round, if it was asked to
+        # The round after which the run ended because it was asked to.
         self.stopped: int | None = None
         self.interrupted = False  # it was Ctrl-C that asked
         self.lines: deque[str] = deque(maxlen=LOG_LINES)

@@ -76,7 +76,7 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
     Warns of settings without effect. Raises UserError for what is wrong with any of them.
     """
     where = {"--superlink": how.superlink, "--in-process": how.in_process, "--ray-address": how.ray_address is not None}
-    if len(named := [option for option, given in where.items() if given]) > 1:
+    if len(named := [option for option, chosen in where.items() if chosen]) > 1:
         raise UserError(f"{' and '.join(named)} exclude each other")
     if how.resume and (preset or how.output_dir is not None or how.scale is Scale.small):
         raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")

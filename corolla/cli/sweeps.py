@@ -146,7 +146,7 @@ def run_alone(
         console.print(f"finished before: {before.path}", soft_wrap=True)
         return
     for folder in (folder for folder, whose in unfinished.items() if whose == key or folder.name == point.name):
-        if (begun := continued(point, folder)) is not None:
+        if (begun := prepare_to_resume(point, folder)) is not None:
             point = begun
             break
     check_locally(point.parsed)
@@ -157,7 +157,7 @@ def run_alone(
         runs.run_one(point.config, submit, verbose)
 
 
-def continued(point: Point, folder: Path, begun_now: bool = False) -> Point | None:
+def prepare_to_resume(point: Point, folder: Path, begun_now: bool = False) -> Point | None:
     """Return a run of a sweep as it goes on from its last checkpoint; None, its folder set aside, if it has no sound one.
 
     begun_now: by this command, which says nothing of it. Raises UserError if another process runs it, or its settings are others.
@@ -189,12 +189,12 @@ def unfinished_points(directory: Path, points: Sequence[Point]) -> list[Point]:
     if count := sweeping.end_leftovers(directory):
         console.print(f"ended {count} processes that an interrupted sweep had left running")
     finished, unfinished = sweeping.scan(directory, METHOD_PARAMS)
-    todo = going_on(points, finished, unfinished)
+    todo = prepare_remaining(points, finished, unfinished)
     console.print(f"{len(points)} runs, {len(points) - len(todo)} finished before, {len(todo)} to do")
     return todo
 
 
-def going_on(
+def prepare_remaining(
     points: Sequence[Point],
     finished: Mapping[str, RecordedRun],
     unfinished: Mapping[Path, str],
@@ -206,11 +206,11 @@ def going_on(
     begun: dict[str, Point] = {}
     for folder, key in unfinished.items():
         if key not in todo and folder.name not in names:
-            # of no run that is wanted now, or no run at all
+            # It belongs to no run that is wanted now, or is no run at all.
             continue
         if key not in todo or key in begun:
             set_aside(folder)
-        elif (point := continued(todo[key], folder, begun_now)) is not None:
+        elif (point := prepare_to_resume(todo[key], folder, begun_now)) is not None:
             begun[key] = point
     return [*(todo | begun).values()]
 
@@ -241,7 +241,7 @@ def say_how_long(
         run_first(first)
     finished, unfinished, forecast = known()
     if first:
-        todo = going_on(points, finished, unfinished, begun_now=True)
+        todo = prepare_remaining(points, finished, unfinished, begun_now=True)
     if todo and (seconds := forecast.seconds(jobs)) is not None:
         at_once = f", {jobs} at a time if they do not slow each other down" if jobs > 1 else ""
         console.print(

@@ -26,7 +26,7 @@ from fl_app.toml import to_toml
 
 # of clients' metrics; of seconds
 DIGITS, SECONDS_DIGITS = 6, 3
-# keys that may hold one, `kind:/path`
+# Keys whose values may hold a path: `kind:/path`.
 _PATHS = ("dataset", "partition")
 
 

@@ -247,7 +247,7 @@ def varying(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Scalar | 
     keys = [key for key in dict.fromkeys(key for one in every for key in one) if key in differ]
     rest = [key for key in keys if key != "plugins"]
     if len({tuple(one.get(key) for key in rest) for one in every}) == len(every):
-        # whose method is whose says as much
+        # Without `plugins` the rows still differ: the method's name says as much.
         keys = rest
     return [{key: one.get(key) for key in keys} for one in every]
 

@@ -150,7 +150,7 @@ def flwr_run(
     inside: words before every command that say where it runs. After Ctrl-C the run is stopped on its SuperLink, unless `private`
     says that this one ends with the command anyway. Raises UserError if Flower did not accept the run.
     """
-    # which goes with it, even if this process is killed
+    # The SuperLink's home is removed with it, even if this process is killed.
     place = environment["FLWR_HOME"] if private else None
     with (
         bundle(config, place) as app,

@@ -21,7 +21,7 @@ from typing import Any
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish_text
 
-# of what joins one; without it our own apps keep Ray on loopback
+# Environment of a process that joins a cluster; without it our own apps keep Ray on loopback.
 ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
 PACKAGES = ("corolla", "flwr", "torch", "ray")
 _SECONDS = 90

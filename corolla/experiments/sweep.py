@@ -263,7 +263,10 @@ def locked(directory: Path, shared: bool = False) -> Iterator[None]:
 
 
 def end_leftovers(directory: Path) -> int:
-    """End what a killed sweep left running in its directory (call while it is locked); how many processes that were."""
+    """End what a killed sweep left running in its directory (call while it is locked), and mark this process as the directory's.
+
+    Returns how many processes those were.
+    """
     from fl_app.processes import end_processes, processes_with
 
     left = processes_with(f"{VARIABLE}={directory}")

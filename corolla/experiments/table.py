@@ -31,16 +31,16 @@ FIGURES: Mapping[str, str] = {
 }
 """What there is of the headline metric: a short heading, and its name in summary.json, {} being the metric's."""
 COSTS: Mapping[str, str] = {"upload": "upload-bytes", "download": "download-bytes", "seconds": "seconds"}
-# of every table of several rows
+# Headings of every table of several rows.
 IN_TEXT = ("final", "pooled", "fine-tuned", "best")
-# beside these, where some clients never train
+# Further headings where some clients never train.
 UNSEEN = ("unseen", "unseen, fine-tuned")
 CAPTION = (
     "{} mean ± standard deviation over the seeds; n: finished runs. final: all clients after the last round; "
     "pooled: over all samples; best: best round of the mean over its clients, before they train, so it can be below final"
 )
 
-# over runs, and the sample standard deviation; None for one run
+# A mean over runs, and its sample standard deviation; None for one run.
 Mean = tuple[float, float | None]
 
 

@@ -10,7 +10,7 @@ from corolla.experiments.runs import RecordedRun
 from fl_app.metrics import Record
 
 ROUNDS, CLIENTS = "rounds.csv", "clients.csv"
-# of a round's record, written in their own way
+# Parts of a round's record that are written in their own way.
 _PARTS = ("round", "clients", "evaluation", "failures", "seconds")
 
 Line = dict[str, object]

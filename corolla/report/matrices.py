@@ -69,7 +69,7 @@ def _alone(figure: Matrix, ids: list[int], values: Floats) -> Figure:
 
 def _beside(figure: Matrix, ids: list[int], values: Floats, alike: _Likeness) -> Figure:
     order = by_likeness(alike.similarity)
-    # of the classes' picture, in widths of a matrix
+    # Width of the classes' picture, in widths of a matrix.
     width = float(min(0.75, max(0.4, alike.counts.shape[1] / 16)))
     side = (WIDTH - MARGINS) / (2 + width)
     below = max((0.085 * len(clipped(name)) - 0.35 for name in alike.classes), default=0.0)

@@ -45,9 +45,9 @@ MARKERS = "os^DvXP<>dp*"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo", "++")
 # lightness grows with the value, no grey
 COLOURS_OF_VALUES = "viridis"
-# of the rule below, chosen so that methods people compare have colours of their own, and no two look the same
+# Salt of the rule below, chosen so that methods often compared get different colours, and no two look the same.
 SALT = 3207014
-# of a method's first, second, ... run: towards paper, towards ink
+# Shades of a method's first, second, ... run: towards paper, towards ink.
 SHADES = (0.0, 0.4, -0.35)
 
 _COMMON: Any = {

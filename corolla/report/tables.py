@@ -19,7 +19,7 @@ BRIEF = 2
 SHOWN_FAILURES = 20
 HEADINGS = ("final", "pooled", "fine-tuned", *UNSEEN, "best", "best, pooled")  # of the table of results
 
-# of a group: its own row first, then those of its runs if it has several
+# A group's rows: its own first, then those of its runs if it has several.
 Rows = Sequence[Sequence["Cell"]]
 
 

@@ -45,7 +45,7 @@ def main() -> None:
     path, name, after, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     os.umask(0o077)
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    # what packages print is nobody's
+    # Anything packages print goes to standard error: standard output is the protocol.
     os.dup2(2, 1)
     ended = False
 
@@ -59,7 +59,7 @@ def main() -> None:
         store: Store = importlib.import_module(f"corolla.tracking.to_{name}").Store(run, after)
         position = 0
         while not ended:
-            # nothing is ever written there
+            # Nothing is ever written to stdin: it becomes readable when the run's process closes it.
             ended = bool(select.select([sys.stdin], [], [], _POLL)[0])
             step()
             for record in new_records(path / METRICS, position):

@@ -20,7 +20,7 @@ from fl_app.server.run_folder import MODELS
 DIRECTORY = "mlflow"
 # a tag: by it a resumed run finds what it has tracked before
 EXPERIMENT = "corolla.experiment"
-# of a parameter, in characters; of parameters in a batch
+# MLflow's limits: characters of a parameter, parameters of a batch.
 _LONGEST, _AT_ONCE = 6000, 100
 
 

@@ -19,7 +19,7 @@ class Store:
     """One run in the project WANDB_PROJECT, or `corolla`; its id is the experiment's, so that a resumed run goes on in it."""
 
     def __init__(self, run: RecordedRun, after: int) -> None:
-        # of the machine it learns nothing
+        # W&B is to learn nothing of the machine.
         private = wandb.Settings(
             console="off",
             save_code=False,

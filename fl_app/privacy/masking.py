@@ -26,7 +26,7 @@ from fl_app.wire import GROUP_MIN
 
 Words = NDArray[np.uint32]
 
-# of weights, and of BatchNorm's statistics, whose variances are larger
+# Largest absolute values: of weights, and of BatchNorm statistics, whose variances are larger.
 PARAMS_RANGE, BUFFERS_RANGE = 8.0, 512.0
 _BITS = 30
 # words: a chunk of the sum and of a mask fit the cache

@@ -28,7 +28,7 @@ class Shape(NamedTuple):
     input_shape: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """Say it."""
+        """Return the shape in words."""
         words = f"{self.in_channels} channels, {self.num_classes} classes, {self.image_size} pixels"
         return words + (f", shape {list(self.input_shape)}" if self.input_shape else "")
 

@@ -25,7 +25,7 @@ from fl_app.wire import WireError, one_line
 
 # how many times as long as a look at all expected replies took, none is taken: at most a quarter of the time goes there
 _REST = 3
-# for the objects of a reply, at least
+# Seconds that fetching a reply's objects may take, at least.
 _FETCH_SECONDS = 10.0
 
 # characters of what Flower says about what it cannot read
@@ -135,7 +135,7 @@ class Inbox:
             self._expected[name] = timeout, deadline
 
             def fetch() -> None:
-                # its deadline: `take` says so
+                # After its deadline, `take` reports it as late.
                 with contextlib.suppress(TimeoutError):
                     self._received.put(_answer(name, lambda: link.fetch(found, deadline)))
 

@@ -31,7 +31,7 @@ log = logging.getLogger("corolla")
 
 POLL_SECONDS = 0.1
 QUERY = "get_properties"
-# after which a log says who is waited for
+# Seconds after which the log says who is waited for.
 _SILENT_SECONDS = 60
 # how often a node that answers with an error, or too late, is asked who it is
 _QUERIES = 3
@@ -57,9 +57,9 @@ class Roster:
         self.progress = progress
         # 0 until nodes say how many there are
         self.num_clients = config.num_clients
-        # of the data, as most clients have it
+        # The shape of most clients' data.
         self.shape: Shape | None = None
-        # of all sites' keys, as most clients hold it
+        # The list of all sites' keys that most clients hold.
         self.key_list: str | None = None
         self.properties: dict[int, dict[str, Scalar]] = {}
         self.node_of: dict[int, int] = {}  # client id -> node id

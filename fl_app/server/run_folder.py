@@ -38,18 +38,13 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 RUN = "run.json"
 CLIENTS = "clients.json"
-# a file: the run is asked to end after its round
+# This file asks the run to end after its round.
 STOP = "stop"
 # copies of the user's own files that the run uses
 PLUGINS = "plugins"
 MODELS = "models"
-STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = (
-    "state-removed",
-    "shape",
-    "frozen-sha256",
-    "tested",
-    "made-with",
-)  # in run.json
+# Keys of run.json.
+STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
 # characters of a class's name

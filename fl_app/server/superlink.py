@@ -25,7 +25,7 @@ from fl_app.wire import WireError
 log = logging.getLogger("corolla")
 
 RUN_ENDED = RunNotRunningException
-# of one reply; of a large model's 4 MB pieces that is 40 GB
+# Objects of one reply at most: 40 GB of a large model's 4 MB pieces.
 MAX_OBJECTS = 10_000
 # a message holds records, these a record, it arrays, they pieces: 5
 MAX_DEPTH = 8
@@ -48,7 +48,7 @@ class Found:
 
 def has_fixed_nodes(grid: Grid) -> bool:
     """Tell whether a grid's nodes are there from the beginning: those of one process, and of a simulation."""
-    # a second that clients, who import this too, need not spend
+    # Imported here: it takes a second, which clients, who import this file too, need not spend.
     from flwr.superlink.grid import InMemoryGrid
 
     return type(grid).get_node_ids in (InProcessGrid.get_node_ids, InMemoryGrid.get_node_ids)

@@ -29,13 +29,13 @@ from fl_app.server import progress_protocol
 from fl_app.server.progress_protocol import LOG_MARK, Folder, Resumed
 
 FOLLOWER = "corolla.tracking.follow"
-# a tracker may take for each thing it is given when the run has ended
+# Seconds a tracker may take for each thing that it is given once the run has ended.
 SECONDS = 30.0
-# until a follower that does not end by itself is ended
+# Seconds after which a follower that does not end by itself is ended.
 _MORE = 5.0
 
 
-# unless it is set: MLflow would try for many minutes, and both tell their makers things
+# Set unless the user has set them: MLflow would retry for minutes, and both packages report to their makers.
 _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "4",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
@@ -163,7 +163,7 @@ def following_log(config: Mapping[str, Scalar], on_line: Callable[[str], None]) 
         )
         if isinstance(found, Folder):
             folder[:] = [found.path]
-            # whose rounds after its checkpoint are still there
+            # A resumed run's tracker still has the rounds after the checkpoint: it starts when Resumed says where.
             if not config.get("resume"):
                 start(0)
         elif isinstance(found, Resumed) and folder:

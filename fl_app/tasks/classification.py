@@ -57,7 +57,7 @@ class Classification(Task):
     def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> Mapping[str, float]:
         """Return metrics by name."""
         with warnings.catch_warnings():
-            # torchmetrics' about classes without samples, which are left out here
+            # torchmetrics warns of classes without samples, which are left out here.
             warnings.simplefilter("ignore")
             return {name: _MEASURES[name](outputs, y) for name in names}
 

@@ -44,7 +44,7 @@ def _empty(*packages: str) -> Iterator[None]:
     for name in packages:
         package = ModuleType(name)
         package.__path__ = [str(Path(root, *name.split(".")[1:])) for root in found.submodule_search_locations]
-        # which its other modules import
+        # The package's other modules import it.
         package.__dict__["_logger"] = logging.getLogger(packages[0])
         sys.modules[name] = package
     try:

@@ -63,11 +63,11 @@ class ServerHalf(ABC, Generic[P]):
     """
 
     params: P
-    # Float arrays of uploads that must not lie far apart: in words, their names.
+    # Extra float arrays of uploads that `max-update-norm` screens too: their names, by the words of its messages.
     compared_extras: ClassVar[Mapping[str, str]] = {}
-    # What the key `robust` may be beside none: `RULES` if means are by `averaging`.
+    # What the key `robust` may be besides "none"; RULES for a method whose means are by `averaging`.
     robust: ClassVar[frozenset[str]] = frozenset()
-    # How many times as far apart as others' a method's honest uploads lie; inf: no bound on them.
+    # Multiplies the bound of `max-update-norm` for methods whose honest uploads lie farther apart; inf: no bound.
     spread: ClassVar[float] = 1.0
 
     def __init__(
@@ -85,7 +85,7 @@ class ServerHalf(ABC, Generic[P]):
 
     @classmethod
     def of_settings(cls, config: RunConfig) -> Self:
-        """Return a server half that knows its settings and nothing else: what holds for a whole run is asked of it."""
+        """Return a half without models or state: enough for hooks that read `config` and `params` alone."""
         half = object.__new__(cls)
         half.config, half.params = config, config.params
         return half
@@ -168,7 +168,8 @@ class ServerHalf(ABC, Generic[P]):
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
         """Return what a client was sent of what is `compared`, by the same names: the server's own moves do not count."""
-        model, extras = self.model_for(client_id), self.download_extras(client_id) if self.compared_extras else {}
+        model = self.model_for(client_id)
+        extras = self.download_extras(client_id) if self.compared_extras else {}
         own = {what: extras.get(name, model.params) for what, name in self.compared_extras.items()}
         return {"parameters": model.params, "BatchNorm statistics": model.buffers, **own}
 

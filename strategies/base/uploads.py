@@ -123,7 +123,7 @@ class Intake:
         del self.metrics[client_id], self.upload_bytes[client_id]
 
     def uploads(self) -> Uploads:
-        """Return what came in; the rows of those who sent nothing usable are closed up."""
+        """Close up the rows of those who sent nothing usable, in place, and return what is left; the stacks are not whole then."""
         rows = self.rows
         ids = [self.ids[row] for row in rows]
 

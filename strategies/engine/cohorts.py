@@ -112,13 +112,13 @@ class CohortStore:
         self.counts: dict[int, float] = {int(i): count for i, count in kept.get("counts", {}).items()}
         self.most: float | None = kept.get("most")
 
-    def part(self, cohorts: Cohorts) -> None:
+    def replace(self, cohorts: Cohorts) -> None:
         """Replace the cohorts by ones that were made of them."""
         if (cohorts != self.cohorts).any():
             self.cohorts = cohorts
             self._save()
 
-    def count(self, sizes: Mapping[int, float], factor: float) -> None:
+    def note_sizes(self, sizes: Mapping[int, float], factor: float) -> None:
         """Note the sizes of clients that are new, at most `factor` times the median of the first ones; 0: no bound."""
         if not (new := {i: size for i, size in sizes.items() if i not in self.counts}):
             return

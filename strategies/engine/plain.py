@@ -24,7 +24,7 @@ log = logging.getLogger("corolla")
 
 
 class PlainRounds:
-    """What is special about rounds in which single models arrive (strategies/engine/rounds.py, Protocol)."""
+    """What is special about rounds in which single models arrive (RoundProtocol in strategies/engine/rounds.py)."""
 
     def __init__(self, server: ServerHalf[Any]) -> None:
         self.server, self.config = server, server.config
@@ -66,7 +66,7 @@ class PlainRounds:
         """Leave out outliers by name. Raises TooFewResults with less than `min-results`, and has changed nothing then."""
         intake = attempt.intake
         outliers = self._outliers(attempt, intake)
-        require(intake, self.config.min_results, 1)
+        require_results(intake, self.config.min_results, 1)
         self.outliers = [outlier for outlier in outliers if outlier.client_id in intake.metrics]
         refused = [outlier.client_id for outlier in outliers if outlier.client_id not in intake.metrics]
         self.screening.accept(attempt.round, intake.metrics, refused)
@@ -95,7 +95,7 @@ class PlainRounds:
         return self.screening.saved()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Undo `saved`; {} for a run that began without."""
+        """Take over what `saved` returned, from a checkpoint; {} if it holds nothing."""
         self.screening = Screening.restored(saved)
 
     def _outliers(self, attempt: Attempt, intake: Intake) -> list[Outlier]:
@@ -105,7 +105,7 @@ class PlainRounds:
             return []
         limit = self.config.max_update_norm * spread
         stacks = self.server.compared(intake)
-        outliers = self.screening.outliers(attempt.round, intake, stacks, limit or USUAL * spread, self._sent)
+        outliers = self.screening.measure(attempt.round, intake, stacks, limit or USUAL * spread, self._sent)
         for outlier in outliers:
             if limit:
                 intake.reject(outlier.client_id)
@@ -126,7 +126,7 @@ class PlainRounds:
         return sent
 
 
-def require(intake: Intake, min_results: float, least: int) -> None:
+def require_results(intake: Intake, min_results: float, least: int) -> None:
     """Raise TooFewResults unless such a part of the uploads can be used, and at least so many."""
     needed = max(least, math.ceil(min_results * len(intake.ids)))
     if len(intake.metrics) < needed:

@@ -28,7 +28,7 @@ from strategies.base.uploads import DeclaredSizes, Intake, Sums
 from strategies.engine import cohorts
 from strategies.engine.attempt import Attempt, TooFewResults
 from strategies.engine.cohorts import CohortStore
-from strategies.engine.plain import privacy_budget, require
+from strategies.engine.plain import privacy_budget, require_results
 
 log = logging.getLogger("corolla")
 
@@ -42,7 +42,6 @@ class MaskedIntake(Intake):
     """
 
     version: str
-
     groups: Mapping[int, list[int]]
     weights: Mapping[int, float]
     totals: NDArray[np.uint32]
@@ -86,7 +85,7 @@ def complete_groups(intake: Intake) -> list[list[int]]:
 
 
 class PrivateRounds:
-    """What is special about rounds in which masked sums arrive (strategies/engine/rounds.py, Protocol)."""
+    """What is special about rounds in which masked sums arrive (RoundProtocol in strategies/engine/rounds.py)."""
 
     def __init__(self, server: ServerHalf[Any]) -> None:
         self.server, self.config = server, server.config
@@ -108,7 +107,7 @@ class PrivateRounds:
         similarity = np.eye(len(labels))
         similarity[np.ix_(ids, ids)] = overlap
         parted, labels = cohorts.grouped(self.store.cohorts, labels, similarity)
-        self.store.part(parted)
+        self.store.replace(parted)
         return labels
 
     # An attempt
@@ -122,7 +121,7 @@ class PrivateRounds:
         here = set(connected) - attempt.without
         whole = self.config.private_absent == "company"
         if whole:
-            self.store.part(cohorts.split(self.store.cohorts, here))
+            self.store.replace(cohorts.split(self.store.cohorts, here))
         all_of = cohorts.members(self.store.cohorts)
         able = [own for own in all_of if here.issuperset(own)] if whole else cohorts.present(self.store.cohorts, here)
         known = [own for earlier in attempt.earlier for own in complete_groups(earlier.intake)]
@@ -151,7 +150,7 @@ class PrivateRounds:
         """Say what each upload counts and who is summed up with whom; start the sums at 0."""
         # A client that the server may not count says that it has one sample.
         declared = {i: max(1.0, float(attempt.declared[i]["train-samples"])) for i in ids}
-        self.store.count(declared, self.config.max_size_weight)
+        self.store.note_sizes(declared, self.config.max_size_weight)
         sizes = [self.store.counts[i] for i in ids]
         counts = evaluated(self.server, DeclaredSizes(self.config.method, ids, sizes)).tolist()
         whole = sum(counts)
@@ -196,14 +195,14 @@ class PrivateRounds:
         return self.server.attempt.expected or self.expected()
 
     def check(self, client_id: int, upload: Upload) -> Upload:
-        """Take it as it is: nothing of it can be understood."""
+        """Return the upload unchanged: it is masked, so there is nothing to check."""
         return upload
 
     def screen(self, attempt: Attempt) -> Sums:
         """Unmask the sums. Raises TooFewResults if somebody dropped out, and has changed nothing then."""
         intake = attempt.intake
         assert isinstance(intake, MaskedIntake)
-        require(intake, self.config.min_results, GROUP_MIN)
+        require_results(intake, self.config.min_results, GROUP_MIN)
         if absent := [i for i in intake.ids if i not in intake.metrics]:
             raise TooFewResults(
                 f"clients {absent} dropped out: what the others sent is masked, they are asked again", absent

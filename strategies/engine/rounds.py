@@ -84,7 +84,7 @@ class RoundProtocol(Protocol):
         ...
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Undo `saved`; {} of a run that began without."""
+        """Take over what `saved` returned, from a checkpoint; {} if it holds nothing."""
         ...
 
 
@@ -152,7 +152,7 @@ class Rounds:
 
     def train_once(self, attempt: Attempt, watch: Stopwatch) -> Record:
         """Make one attempt at a round. Raises TooFewResults if it does not count; then nothing has changed."""
-        self.exchange.roster.refresh()
+        self.exchange.refresh()
         self.begin(attempt)
         watch.lap("prepare")
 
@@ -180,7 +180,7 @@ class Rounds:
     def sample(self) -> list[int]:
         """Choose whom the attempt asks, and prepare for their uploads."""
         attempt = self.attempt
-        connected = sorted(set(self.exchange.roster.client_ids) - self.config.unseen)
+        connected = sorted(set(self.exchange.client_ids) - self.config.unseen)
         ids = self.protocol.sample(attempt, connected)
         attempt.intake = self.protocol.open(attempt, ids)
         attempt.sent = dict.fromkeys(ids, 0)
@@ -248,7 +248,7 @@ class Rounds:
 
     def evaluate(self, round: int) -> Record:
         """Evaluate every connected client's personalized model, without training."""
-        self.exchange.roster.refresh()
+        self.exchange.refresh()
         self.begin(Attempt(round, generation=self.attempt.generation))
         ids = self.exchange.client_ids
         messages = self.messages(ids, "evaluate")

@@ -55,7 +55,7 @@ class Outlier:
     allowed: float
 
     def __str__(self) -> str:
-        """Say it of the upload."""
+        """Return how far the upload lies, in words."""
         return f"its {self.what} lie {self.times:.3g} times as far from the others' as is usual"
 
     def refusal(self) -> WireError:
@@ -74,10 +74,10 @@ class Screening:
     seen: dict[int, int] = field(default_factory=dict)
     _now: dict[str, dict[int, float]] = field(default_factory=dict, compare=False, repr=False)
 
-    def outliers(
+    def measure(
         self, round: int, intake: Intake, stacks: Mapping[str, Stack], limit: float, sent: Sent
     ) -> list[Outlier]:
-        """Find the clients that are farther from the others than `limit` times what is usual, the farthest first.
+        """Note how far a round's uploads lie; return clients farther away than `limit` times what is usual, the farthest first.
 
         stacks: float32 [N, ...] by name, with a row for every row of the intake's. sent: rows like theirs; what has another
         size, or is not there, says nothing.
@@ -127,7 +127,7 @@ class Screening:
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> Screening:
-        """Undo `saved`; {} for a run that began without."""
+        """Take over what `saved` returned, from a checkpoint; {} if it holds nothing."""
         usual, last = ({what: _numbers(of) for what, of in saved.get(name, {}).items()} for name in ("usual", "last"))
         return cls(usual, last, _numbers(saved.get("seen", {})))
 

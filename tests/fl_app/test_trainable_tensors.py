@@ -105,13 +105,13 @@ def test_every_method_shares_parts_or_refuses_by_name(run: Run, method: str) -> 
 
 
 def test_another_backbone_is_refused_by_name(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    context = CorollaClient._context
+    context = CorollaClient._prepare
 
     def from_another(self: CorollaClient, download: Download) -> Any:
         return context(
             self, dataclasses.replace(download, method={**download.method, trainable_tensors.HASH: "0" * 64})
         )
 
-    monkeypatch.setattr(CorollaClient, "_context", from_another)
+    monkeypatch.setattr(CorollaClient, "_prepare", from_another)
     with pytest.raises(UserError, match="train: the tensors of model mlp that do not train are not the server's"):
         run(train="classifier.*", round_retries=0)

@@ -88,7 +88,7 @@ def test_a_client_with_another_model(run: Run, monkeypatch: pytest.MonkeyPatch) 
         return original("cnn" if building else name, **options)
 
     building = False
-    original_context = client_app.client.CorollaClient._context
+    original_context = client_app.client.CorollaClient._prepare
 
     def context(self: Any, download: Any) -> Any:
         nonlocal building
@@ -99,7 +99,7 @@ def test_a_client_with_another_model(run: Run, monkeypatch: pytest.MonkeyPatch) 
             building = False
 
     monkeypatch.setattr(models, "build", other)
-    monkeypatch.setattr(client_app.client.CorollaClient, "_context", context)
+    monkeypatch.setattr(client_app.client.CorollaClient, "_prepare", context)
     (failure,) = rounds(run(num_server_rounds=1))[0]["failures"]
     assert failure["client"] == 1 and "received 17226 parameters" in failure["cause"]
 

@@ -164,15 +164,15 @@ def test_all_sums_of_a_round_with_its_repetitions_tell_of_nobody_alone(
 
 def test_what_clients_count_stays(tmp_path: Path) -> None:
     store = CohortStore(tmp_path, cohorts.one(range(4), 4))
-    store.count({0: 10.0, 1: 20.0, 2: 100.0}, 2.0)
+    store.note_sizes({0: 10.0, 1: 20.0, 2: 100.0}, 2.0)
     assert store.counts == {0: 10, 1: 20, 2: 40}
-    store.count({0: 90.0}, 2.0)
-    store.count({0: 90.0, 3: 500.0}, 2.0)
+    store.note_sizes({0: 90.0}, 2.0)
+    store.note_sizes({0: 90.0, 3: 500.0}, 2.0)
     assert store.counts[0] == 10 and store.counts[3] == 40
-    store.part(np.array([0, 0, 0, OUTSIDE]))
+    store.replace(np.array([0, 0, 0, OUTSIDE]))
     again = CohortStore(tmp_path, cohorts.one(range(4), 4))
     assert again.counts == store.counts and again.most == 40 and again.cohorts.tolist() == [0, 0, 0, OUTSIDE]
     again.path.unlink()
     unbound = CohortStore(tmp_path, cohorts.one(range(4), 4))
-    unbound.count({0: 1.0, 1: 1e6}, 0.0)
+    unbound.note_sizes({0: 1.0, 1: 1e6}, 0.0)
     assert unbound.counts[1] == pytest.approx(1e6)

@@ -42,7 +42,7 @@ def found(
     starts = (
         np.zeros((len(places), 0), np.float32) if sent is None else np.array(sent, np.float32).reshape(len(places), -1)
     )
-    outliers = screening.outliers(round, intake, stacks, limit, lambda i: {"parameters": starts[i]})
+    outliers = screening.measure(round, intake, stacks, limit, lambda i: {"parameters": starts[i]})
     return {outlier.client_id: float(f"{outlier.times:.6g}") for outlier in outliers}
 
 

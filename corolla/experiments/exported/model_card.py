@@ -24,7 +24,7 @@ FORMAT = 1
 _OWN = "card-sha256"
 # keys that name a place on the machine of the run
 _PATHS = ("initial-weights",)
-# keys that may, `kind:/path`
+# Keys whose values may hold a path: `kind:/path`.
 _NAMED = ("dataset", "partition")
 
 
