@@ -214,9 +214,11 @@ def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
         **found,
         "digest": final.get("digest"),
         "absent": final.get("absent"),
+        "final-clients": final.get("evaluated"),
+        "final-clients-expected": final.get("expected"),
         "upload-bytes": sum(int(r.get("upload-bytes") or 0) for r in rounds),
         "download-bytes": sum(int(r.get("download-bytes") or 0) for r in rounds),
-        "failures": sum(len(r.get("failures", [])) for r in rounds),
+        "failures": sum(len(part.get("failures", [])) for r in rounds for part in (r, r.get("evaluation") or {})),
         "seconds": round(sum(r.get("seconds", {}).get("round", 0.0) for r in rounds), 3),
     }
 

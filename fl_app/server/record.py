@@ -154,13 +154,15 @@ def evaluation_record(
 ) -> Record:
     """Record of an evaluation of all clients; its digest is None where a client is absent.
 
-    unseen: clients that never train. Means are over the others; theirs stand apart.
+    unseen: clients that never train. Means are over the others; theirs stand apart. `evaluated` says of how many clients the means
+    are, `expected` of how many they should be.
     """
     rows = {str(i): clients[i] for i in sorted(clients)}
     absent = sorted(set(range(num_clients)) - set(clients))
     table = of_evaluation(measured)
     record: Record = {"download-bytes": sent_bytes, "failures": failures, "absent": absent, "clients": rows}
-    record |= reduced([row for i, row in rows.items() if int(i) not in unseen], table)
+    trained = [row for i, row in rows.items() if int(i) not in unseen]
+    record |= {"evaluated": len(trained), "expected": num_clients - len(unseen), **reduced(trained, table)}
     if unseen:
         apart = {i: row for i, row in rows.items() if int(i) in unseen}
         record[UNSEEN] = {**reduced(list(apart.values()), table), "ids": sorted(map(int, apart))}
