@@ -112,15 +112,19 @@ def round_record(
     round: int,
     clients: Mapping[int, Record],
     sent_bytes: int,
+    received_bytes: int,
     notes: Mapping[str, object],
     failures: list[Record],
     headline: Metric = ACCURACY,
     own: Reports | None = None,
 ) -> Record:
-    """A round's record. clients: entries of those whose uploads were used; sent_bytes: downloads, to failed ones too."""
+    """A round's record. clients: entries of those whose uploads were used.
+
+    sent_bytes, received_bytes: of all downloads and uploads that travelled, of dropped clients and of earlier attempts too.
+    """
     rows = list(clients.values())
     record: Record = {"round": round, **reduced(rows, of_training(headline))}
-    record |= reduced(rows, COUNTED) | {"download-bytes": sent_bytes}
+    record |= reduced(rows, COUNTED) | {"download-bytes": sent_bytes, "upload-bytes": received_bytes}
     record |= reduced(rows, own.metrics if own else ())
     record |= {name: clean(value) for name, value in notes.items()}
     return {**record, "failures": failures, "clients": {str(i): row for i, row in clients.items()}}

@@ -60,7 +60,7 @@ def test_no_number_of_a_client_makes_a_mean_that_json_does_not_have() -> None:
     assert records.mean_and_pooled(rows, "loss") == (None, None)
     notes = {"notes": [math.inf, 1.0]}
     rows = [records.client_row({"loss": value, "test-samples": 1}, 1, 1, 1, notes) for value in (math.inf, 1.0)]
-    record = records.round_record(1, dict(enumerate(rows)), 2, {"x": {"y": math.nan}}, [])
+    record = records.round_record(1, dict(enumerate(rows)), 2, 3, {"x": {"y": math.nan}}, [])
     assert json.loads(json.dumps(record, allow_nan=False))["loss"] == 1.0
     assert (
         record["x"] == {"y": None}
