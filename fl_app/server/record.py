@@ -135,9 +135,9 @@ def reduced(rows: list[Record], table: Iterable[Metric]) -> Record:
     found: Record = {}
     for metric in table:
         if metric.reduce in ("mean", "mean-and-pooled"):
-            mean, pooled = mean_and_pooled(rows, metric.name)
+            mean, pooled = mean_and_pooled(rows, metric.name, squares=metric.pooling == "root-mean-square")
             found[metric.name] = mean
-            if metric.reduce == "mean-and-pooled":
+            if metric.is_pooled:
                 found[metric.name + POOLED] = pooled
             continue
         values = [row[metric.name] for row in rows if row.get(metric.name) is not None]
@@ -183,14 +183,19 @@ def clean(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def mean_and_pooled(rows: list[Record], name: str) -> tuple[float | None, float | None]:
-    """Unweighted and test-sample-weighted mean of a metric over the clients that have it, to 12 digits; None if none has."""
+def mean_and_pooled(rows: list[Record], name: str, squares: bool = False) -> tuple[float | None, float | None]:
+    """Unweighted and test-sample-weighted mean of a metric over the clients that have it, to 12 digits; None if none has.
+
+    squares: the second is the root of the weighted mean of squares.
+    """
     pairs = [(row[name], row.get("test-samples", 0)) for row in rows if row.get(name) is not None]
     if not pairs:
         return None, None
     values, weights = np.array([p[0] for p in pairs], np.float64), np.array([p[1] for p in pairs], np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        pooled = float(values @ weights / weights.sum()) if weights.sum() > 0 else math.nan
+        summed = (values**2 if squares else values) @ weights
+        pooled = float(summed / weights.sum()) if weights.sum() > 0 else math.nan
+        pooled = math.sqrt(pooled) if squares else pooled
         mean = float(values.mean())
     return _short(mean), _short(pooled)
 
