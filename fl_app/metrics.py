@@ -31,7 +31,8 @@ Record = dict[str, Any]
 Reduction = Literal["none", "mean", "mean-and-pooled", "max", "sum"]
 """What a record makes of the clients' numbers.
 
-`mean`: every client counts once. `mean-and-pooled`: also, as NAME-pooled, the mean in which a client counts by its test samples.
+`mean`: every client counts once. `mean-and-pooled`: also, as NAME-pooled, the metric over all clients' test samples, where it
+follows from the clients' own (Metric.pooling).
 `none`: the number stands in the clients' entries alone.
 """
 
@@ -42,7 +43,9 @@ class Metric:
 
     ratio: in [0, 1], shown in per cent. low, high: the range of any other; None: no bound. reduce: see Reduction. tracked: what
     trackers call it, of a metric of every method; a method's own are method/NAME. picture: title of the report's picture of it;
-    empty: it has none, or one of another kind. unit: what the picture's axis says.
+    empty: it has none, or one of another kind. unit: what the picture's axis says. pooling: how the metric over all samples follows
+    from the clients' metrics and numbers of samples. `mean`: it is a mean over samples (accuracy); `root-mean-square`: the root of
+    one (RMSE); empty: it does not follow (AUC, F1, R2), and there is none.
     """
 
     name: str
@@ -55,6 +58,8 @@ class Metric:
     tracked: str = ""
     picture: str = ""
     unit: str = ""
+    # not compared: runs of earlier versions do not record it
+    pooling: Literal["mean", "root-mean-square", ""] = dataclasses.field(default="", compare=False)
 
     @property
     def range(self) -> tuple[float, float]:
@@ -66,7 +71,12 @@ class Metric:
     @property
     def record_names(self) -> frozenset[str]:
         """Names of what a round's record or its clients' entries hold of it."""
-        return frozenset({self.name, self.name + POOLED} if self.reduce == "mean-and-pooled" else {self.name})
+        return frozenset({self.name, self.name + POOLED} if self.is_pooled else {self.name})
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether a record holds it over all clients' samples too."""
+        return self.reduce == "mean-and-pooled" and self.pooling != ""
 
     @property
     def best(self) -> Callable[[Iterable[float]], float]:
@@ -129,7 +139,7 @@ def range_errors(reported: Mapping[str, object], rows: Mapping[str, Metric]) -> 
 _SECONDS = ("prepare", "merge", "evaluate", "train", "score", "state")
 
 OF_EVERY_METHOD = (
-    Metric("loss", higher_is_better=False, low=0, tracked="loss/training"),
+    Metric("loss", higher_is_better=False, low=0, tracked="loss/training", pooling="mean"),
     Metric("loss-before", higher_is_better=False, low=0, tracked="loss/before-training"),
     Metric("loss-after", higher_is_better=False, low=0, tracked="loss/after-training"),
     Metric("test-samples", low=0, high=2.0**53, reduce="none"),
@@ -214,9 +224,11 @@ def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
         **found,
         "digest": final.get("digest"),
         "absent": final.get("absent"),
+        "final-clients": final.get("evaluated"),
+        "final-clients-expected": final.get("expected"),
         "upload-bytes": sum(int(r.get("upload-bytes") or 0) for r in rounds),
         "download-bytes": sum(int(r.get("download-bytes") or 0) for r in rounds),
-        "failures": sum(len(r.get("failures", [])) for r in rounds),
+        "failures": sum(len(part.get("failures", [])) for r in rounds for part in (r, r.get("evaluation") or {})),
         "seconds": round(sum(r.get("seconds", {}).get("round", 0.0) for r in rounds), 3),
     }
 

@@ -47,6 +47,11 @@ def nest(flat: Mapping[str, Scalar]) -> dict[str, Any]:
     return tables
 
 
+def value_to_toml(value: Scalar) -> str:
+    """Return a value as TOML, and as `--set` takes it: false, 0.5, "words"."""
+    return to_toml({"x": value}).strip()[4:]
+
+
 def to_toml(flat: Mapping[str, Scalar]) -> str:
     """Render dotted keys as TOML, those without a table first."""
     return tomli_w.dumps(nest(flat))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas
 
-from corolla.api.console import say_unfinished
+from corolla.api.console import say_partial, say_unfinished
 from corolla.experiments import compare, significance
 from corolla.experiments.table import columns
 from strategies import METHOD_PARAMS
@@ -18,12 +18,15 @@ def frame(paths: Sequence[Path]) -> pandas.DataFrame:
     """Return what `corolla compare` prints of run folders, as numbers: see `corolla.compare`."""
     found, unfinished = compare.load(paths, METHOD_PARAMS)
     say_unfinished(unfinished)
+    say_partial(found)
     groups = compare.group(found)
     found_rows = compare.result_rows(groups)
     shown = columns(found_rows)
     rows: list[dict[str, Any]] = []
     for one in found_rows:
         row: dict[str, Any] = {**one.varying, "n": len(one.runs)}
+        if any(other.coverage_note for other in found_rows):
+            row["clients"] = one.coverage_note or "all"
         for name in shown:
             row[name], row[f"{name}-std"] = one.by_name.get(name, (None, None))
         rows.append(row)

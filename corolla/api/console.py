@@ -11,6 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from corolla.experiments.runs import RecordedRun
+
 # in a notebook lines are text too
 console = Console(highlight=False, emoji=False, force_jupyter=False)
 errors = Console(stderr=True, highlight=False, emoji=False, force_jupyter=False)
@@ -25,6 +27,13 @@ def say_unfinished(folders: Iterable[Path]) -> None:
     """Name on standard error the runs that a comparison leaves out."""
     for folder in folders:
         errors.print(f"skipped, not finished: {escape(str(folder))}", soft_wrap=True)
+
+
+def say_partial(runs: Iterable[RecordedRun]) -> None:
+    """Name on standard error the runs whose final figures are not of all clients."""
+    for run in runs:
+        if run.coverage_note:
+            warn(f"{run.path}: its final figures are of {run.coverage_note}, and do not compare with those of all")
 
 
 def command() -> str:

@@ -28,6 +28,7 @@ from fl_app.errors import UserError, listed
 from fl_app.keys import nearest, specs, without_others
 from fl_app.known_names import BY_COLUMN
 from fl_app.sources import NODE
+from fl_app.toml import value_to_toml
 from strategies import METHOD_PARAMS, METHODS, overview
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def methods(
         console.print(f"[bold]{each}[/]  {escape(METHODS.summary(each))}", soft_wrap=True)
         for spec in specs(method.params, method.name):
             meaning = f"  {spec.doc}" if name else ""
-            words = f"    {spec.name} = {spec.default!r}  ({spec.range.replace('`', '')}){meaning}"
+            words = f"    {spec.name} = {value_to_toml(spec.default)}  ({spec.range.replace('`', '')}){meaning}"
             console.print(escape(words), soft_wrap=True)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import tomli_w
 
 from fl_app.config import RunConfig
+from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs
-from fl_app.toml import nest, to_toml
+from fl_app.toml import nest, value_to_toml
 
 _INTRO = """# Run configuration
 
@@ -46,7 +47,7 @@ def config_page(methods: Mapping[str, type]) -> str:
             continue
         parts.append(f"## {table or 'All runs'}\n\n| key | type | range | default | meaning |\n|---|---|---|---|---|")
         for spec in group:
-            name, value = spec.type.__name__, f"`{to_toml({'x': spec.default}).strip()[4:]}`"
+            name, value = spec.type.__name__, f"`{value_to_toml(spec.default)}`"
             parts.append(f"| `{spec.name}` | {name} | {spec.range} | {value} | {escape(spec.doc)} |")
         parts.append("")
     return "\n".join(parts)
@@ -65,11 +66,17 @@ def pyproject_with_defaults(text: str, methods: Mapping[str, type]) -> str:
 
 
 def write(root: Path, methods: Mapping[str, type]) -> None:
-    """Bring both files under a clone's root up to date; one that is keeps its time, by which `make` decides what to do."""
-    (root / "docs").mkdir(exist_ok=True)
-    pyproject = root / "pyproject.toml"
-    pages = {root / "docs" / "config.md": config_page(methods)}
-    pages[pyproject] = pyproject_with_defaults(pyproject.read_text(encoding="utf-8"), methods)
+    """Bring both files under a clone's root up to date; one that is keeps its time, by which `make` decides what to do.
+
+    Raises UserError for a directory that is no clone of Corolla.
+    """
+    pyproject, page = root / "pyproject.toml", root / "docs" / "config.md"
+    text = pyproject.read_text(encoding="utf-8") if pyproject.is_file() else ""
+    if _BEGIN not in text or not page.parent.is_dir():
+        raise UserError(
+            f"ROOT: must be a clone of Corolla, with docs/ and Corolla's pyproject.toml, got {root.resolve()}"
+        )
+    pages = {page: config_page(methods), pyproject: pyproject_with_defaults(text, methods)}
     for path, text in pages.items():
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")

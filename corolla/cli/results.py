@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from corolla.api.console import console, errors, say_unfinished, warn
+from corolla.api.console import console, errors, say_partial, say_unfinished, warn
 from corolla.api.waiting import waiting
 from corolla.cli.tables import show_table
 from fl_app import extras
@@ -44,6 +44,7 @@ def compare(
         raise UserError(f"--dataset {dataset}: with --paper, what your own data are to count as: {known}")
     found, unfinished = comparing.load(runs, METHOD_PARAMS)
     say_unfinished(unfinished)
+    say_partial(found)
     groups = comparing.group(found)
     for run, before in comparing.repeated(found):
         warn(f"{run.path} repeats the settings and the seed of {before.path}: it has a row of its own")

@@ -112,9 +112,30 @@ class RecordedRun:
         return next(reversed(self.evaluations.items()), None)
 
     @property
+    def coverage(self) -> tuple[int, int]:
+        """Of how many clients the final figures are, and of how many they should be; clients that never train apart."""
+        _, last = self.last_evaluation or (0, {})
+        if "evaluated" in last:
+            return last["evaluated"], last["expected"]
+        # what earlier versions recorded
+        evaluated = len(last.get("clients", {})) - len(last.get("unseen", {}).get("ids", []))
+        return evaluated, evaluated + len(last.get("absent") or [])
+
+    @property
+    def coverage_note(self) -> str:
+        """`4 of 6 clients` where clients are missing from the final figures, else empty."""
+        evaluated, expected = self.coverage
+        return f"{evaluated} of {expected} clients" if evaluated < expected else ""
+
+    @property
     def failures(self) -> list[tuple[int, Record]]:
-        """Clients that failed, with the round."""
-        return [(t, failure) for t, record in self.rounds.items() for failure in record.get("failures", [])]
+        """Clients that failed in a round or in the evaluation after it, with the round."""
+        return [
+            (t, failure)
+            for t, record in self.rounds.items()
+            for part in (record, record.get("evaluation") or {})
+            for failure in part.get("failures", [])
+        ]
 
     @cached_property
     def outcome(self) -> Record:
@@ -209,6 +230,8 @@ def listing(found: Iterable[RecordedRun]) -> list[list[str]]:
         words = [str(settings.get(key, "")) for key in ("method", "dataset", "seed")]
         done = f"{last.get('round', 0)}/{settings.get('num-server-rounds', '?')}"
         share = "" if accuracy is None else f"{metric.text(accuracy)} {'%' if metric.ratio else metric.title}"
+        if run.finished and run.coverage_note:
+            share += f" ({run.coverage_note})"
         written = max(path.stat().st_mtime for path in (run.path / name for name in WRITTEN) if path.exists())
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
         rows.append([str(run.path), run.state, done, *words, share, when])

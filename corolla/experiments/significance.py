@@ -3,11 +3,13 @@
 A client of a run is compared with the client of the same id in the run of the same seed in the other group, which holds the same
 samples where the runs' keys about data are equal. The intervals are Student's, at 95 %: over all pairs, as if clients' differences
 were independent (clients of one run share what they learn from each other: too narrow where the seed matters), and over the seeds'
-mean differences, which makes no such assumption and is wide with few seeds.
+mean differences, which makes no such assumption and is wide with few seeds. A verdict needs both. Fewer than SEEDS_NEEDED
+seeds decide nothing. Neither do equal differences, which say nothing of how far further ones may lie.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,11 +21,14 @@ from corolla.experiments.runs import RecordedRun
 from fl_app.metrics import Metric, Record
 
 LEVEL = 0.95
+# more seeds than anybody runs: a verdict names no larger number
+MOST_SEEDS = 100
 # for an interval over seeds: with two, Student's is a dozen deviations wide
 SEEDS_NEEDED = 3
 CAPTION = (
     "difference: a client's final {} minus that of the same client with the same seed in the first row's runs, mean over all pairs "
-    "with 95 % confidence intervals; better, worse: every interval shown is on one side of 0"
+    "with 95 % confidence intervals; better, worse: from three seeds on, both intervals are on one side of 0; n: seeds that would "
+    "decide if further ones differed as these do"
 )
 
 # verdicts where there is nothing to compare
@@ -31,42 +36,68 @@ FIRST, NOTHING_SHARED = "(first)", "other data, clients or seeds"
 
 Differences = NDArray[np.float64]
 Interval = tuple[float, float]
+# of a difference of two ratios
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Paired differences of two groups: pairs, seeds, their mean, and its intervals; None where there are too few.
 
-    metric: what is compared; share_better: of the pairs.
+    metric: what is compared; share_better: of the pairs. seeds_needed: seeds after which the interval over seeds would leave out 0
+    if further seeds differed as these do; None if that cannot be said, or if more than MOST_SEEDS.
     """
 
     metric: Metric
-
     pairs: int
     seeds: int
     mean: float
     over_pairs: Interval | None
     over_seeds: Interval | None
     share_better: float
+    seeds_needed: int | None = None
 
     @property
     def verdict(self) -> str:
-        """`better` or `worse` if every interval there is says so, else `not told apart`."""
-        shown = [interval for interval in (self.over_pairs, self.over_seeds) if interval is not None]
-        higher = bool(shown) and all(low > 0 for low, _ in shown)
-        if not higher and not (shown and all(high < 0 for _, high in shown)):
-            return "not told apart"
-        return "better" if higher == self.metric.higher_is_better else "worse"
+        """`better` or `worse` if both intervals say so; else how many seeds would do, as far as it can be said."""
+        if self.seeds < SEEDS_NEEDED:
+            return f"undecided: needs {SEEDS_NEEDED} seeds"
+        if self.over_pairs is not None and self.over_seeds is not None:
+            both = self.over_pairs, self.over_seeds
+            if all(low > 0 for low, _ in both):
+                return "better" if self.metric.higher_is_better else "worse"
+            if all(high < 0 for _, high in both):
+                return "worse" if self.metric.higher_is_better else "better"
+        return "not told apart" + (f" (n = {self.seeds_needed})" if self.seeds_needed else "")
 
 
 def interval(values: Differences) -> Interval | None:
     """Return Student's confidence interval of the mean of values [n]; None for fewer than two."""
     if len(values) < 2:
         return None
+    half = half_width(len(values)) * float(values.std(ddof=1))
+    return float(values.mean()) - half, float(values.mean()) + half
+
+
+def half_width(n: int) -> float:
+    """Return half of Student's interval of a mean of n values, in their standard deviations."""
     from scipy.special import stdtrit
 
-    half = float(stdtrit(len(values) - 1, 0.5 + LEVEL / 2)) * float(values.std(ddof=1)) / len(values) ** 0.5
-    return float(values.mean()) - half, float(values.mean()) + half
+    quantile = float(stdtrit(n - 1, 0.5 + LEVEL / 2))
+    return quantile / math.sqrt(n)
+
+
+def interval_of_unequal(values: Differences) -> Interval | None:
+    """Return `interval`; None also for equal values, whose interval has no width and would decide everything."""
+    return interval(values) if np.ptp(values) > ROUNDING else None
+
+
+def seeds_needed(means: Differences) -> int | None:
+    """Return how many seeds would have an interval without 0 if further ones differed as these, [n], do; None beyond MOST_SEEDS."""
+    if interval_of_unequal(means) is None:
+        return None
+    deviations = abs(float(means.mean())) / float(means.std(ddof=1))
+    return next((n for n in range(SEEDS_NEEDED, MOST_SEEDS + 1) if half_width(n) < deviations), None)
 
 
 def same_data(ours: RecordedRun, theirs: RecordedRun) -> bool:
@@ -100,10 +131,19 @@ def paired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> Compar
         return None
     every = np.concatenate(by_seed)
     means = np.array([differences.mean() for differences in by_seed])
-    over_seeds = interval(means) if len(means) >= SEEDS_NEEDED else None
+    over_seeds = interval_of_unequal(means) if len(means) >= SEEDS_NEEDED else None
     metric = ours[0].headline
     better = np.mean(every > 0 if metric.higher_is_better else every < 0)
-    return Comparison(metric, len(every), len(by_seed), float(every.mean()), interval(every), over_seeds, float(better))
+    return Comparison(
+        metric,
+        len(every),
+        len(by_seed),
+        float(every.mean()),
+        interval_of_unequal(every),
+        over_seeds,
+        float(better),
+        seeds_needed(means) if over_seeds else None,
+    )
 
 
 def differences_table(groups: Sequence[Sequence[RecordedRun]]) -> list[list[str]]:

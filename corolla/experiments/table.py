@@ -62,6 +62,12 @@ class Row:
     headings: Sequence[str] = (*IN_TEXT, *UNSEEN)
 
     @property
+    def coverage_note(self) -> str:
+        """`4 of 6 clients`, of the run whose final figures are of the smallest part of its clients; empty if all are of all."""
+        lacking = [run for run in self.runs if run.coverage_note]
+        return min(lacking, key=lambda run: run.coverage[0] / run.coverage[1]).coverage_note if lacking else ""
+
+    @property
     def by_name(self) -> dict[str, Mean]:
         """The means by their names in summary.json."""
         return {summary_name(heading, self.headline): mean for heading, mean in self.means.items()}
@@ -140,9 +146,13 @@ def text_table(rows: Sequence[Row]) -> list[list[str]]:
     keys, shown = list(dict.fromkeys(key for row in rows for key in row.varying)), columns(rows)
     lines = [[*keys, "n", *shown]]
     for row in rows:
-        means = row.by_name
+        means, note = row.by_name, row.coverage_note
         varying = [setting(row.varying.get(key)) for key in keys]
-        lines.append([*varying, str(len(row.runs)), *(show(means.get(name), metric) for name, metric in shown.items())])
+        cells = []
+        for name, metric in shown.items():
+            partial = note and name.startswith("final-") and name in means
+            cells.append(show(means.get(name), metric) + (f" ({note})" if partial else ""))
+        lines.append([*varying, str(len(row.runs)), *cells])
     return lines
 
 
@@ -168,7 +178,11 @@ def single_runs(runs: Sequence[RecordedRun]) -> list[list[str]]:
     lines = [["method", *headings, *COSTS]]
     for run in runs:
         found, metric = run.summary, run.headline
-        figures = [cell(metric, found[summary_name(heading, metric)]) for heading in headings]
+        note = f" ({run.coverage_note})" if run.coverage_note else ""
+        figures = [
+            cell(metric, found[summary_name(heading, metric)]) + (note if heading in ("final", "pooled") else "")
+            for heading in headings
+        ]
         traffic = [size(found[COSTS[heading]]) for heading in ("upload", "download")]
         lines.append([found["method"], *figures, *traffic, f"{found['seconds']:.1f}"])
     return lines
@@ -182,12 +196,16 @@ def write_results(directory: Path, rows: Sequence[Row], title: str, remarks: Seq
     keys, named = list(dict.fromkeys(key for row in rows for key in row.varying)), columns(rows, every=True)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*keys, "n", *(f"{name}-{part}" for name in named for part in ("mean", "std")), *COSTS.values()])
+    parts = [f"{name}-{part}" for name in named for part in ("mean", "std")]
+    # of the run whose final figures are of the smallest part of its clients
+    coverage = ["final-clients", "final-clients-expected"]
+    writer.writerow([*keys, "n", *parts, *COSTS.values(), *coverage])
     for row in rows:
         means = row.by_name
         numbers = [value for name in named for value in means.get(name, (None, None))]
         costs = [means.get(name, (None,))[0] for name in COSTS.values()]
-        writer.writerow([*(row.varying.get(key) for key in keys), len(row.runs), *numbers, *costs])
+        least = min((run.coverage for run in row.runs), key=lambda of: of[0] / max(of[1], 1), default=(None, None))
+        writer.writerow([*(row.varying.get(key) for key in keys), len(row.runs), *numbers, *costs, *least])
     header, *body = text_table(rows)
     lines = [f"# {title}", "", *(f"{remark}\n" for remark in remarks)]
     lines += [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *body)]

@@ -61,6 +61,11 @@ def warnings(runs: Sequence[ReportedRun]) -> str:
             lines.append(
                 f"{name}: metrics.jsonl has no readable record of round {rounds}; sums of bytes, seconds and failures lack it."
             )
+        if run.coverage_note:
+            lines.append(
+                f"{name}: the final figures are of {run.coverage_note}: the others were away or failed in the last evaluation. "
+                "They do not compare with figures of all clients."
+            )
         if run.failures:
             lines.append(f"{name}: {len(run.failures)} times a client's reply was missing or unusable; see below.")
     data = [key for key in differing(runs) if key in DATA_KEYS]

@@ -112,15 +112,19 @@ def round_record(
     round: int,
     clients: Mapping[int, Record],
     sent_bytes: int,
+    received_bytes: int,
     notes: Mapping[str, object],
     failures: list[Record],
     headline: Metric = ACCURACY,
     own: Reports | None = None,
 ) -> Record:
-    """A round's record. clients: entries of those whose uploads were used; sent_bytes: downloads, to failed ones too."""
+    """A round's record. clients: entries of those whose uploads were used.
+
+    sent_bytes, received_bytes: of all downloads and uploads that travelled, of dropped clients and of earlier attempts too.
+    """
     rows = list(clients.values())
     record: Record = {"round": round, **reduced(rows, of_training(headline))}
-    record |= reduced(rows, COUNTED) | {"download-bytes": sent_bytes}
+    record |= reduced(rows, COUNTED) | {"download-bytes": sent_bytes, "upload-bytes": received_bytes}
     record |= reduced(rows, own.metrics if own else ())
     record |= {name: clean(value) for name, value in notes.items()}
     return {**record, "failures": failures, "clients": {str(i): row for i, row in clients.items()}}
@@ -131,9 +135,9 @@ def reduced(rows: list[Record], table: Iterable[Metric]) -> Record:
     found: Record = {}
     for metric in table:
         if metric.reduce in ("mean", "mean-and-pooled"):
-            mean, pooled = mean_and_pooled(rows, metric.name)
+            mean, pooled = mean_and_pooled(rows, metric.name, squares=metric.pooling == "root-mean-square")
             found[metric.name] = mean
-            if metric.reduce == "mean-and-pooled":
+            if metric.is_pooled:
                 found[metric.name + POOLED] = pooled
             continue
         values = [row[metric.name] for row in rows if row.get(metric.name) is not None]
@@ -154,13 +158,15 @@ def evaluation_record(
 ) -> Record:
     """Record of an evaluation of all clients; its digest is None where a client is absent.
 
-    unseen: clients that never train. Means are over the others; theirs stand apart.
+    unseen: clients that never train. Means are over the others; theirs stand apart. `evaluated` says of how many clients the means
+    are, `expected` of how many they should be.
     """
     rows = {str(i): clients[i] for i in sorted(clients)}
     absent = sorted(set(range(num_clients)) - set(clients))
     table = of_evaluation(measured)
     record: Record = {"download-bytes": sent_bytes, "failures": failures, "absent": absent, "clients": rows}
-    record |= reduced([row for i, row in rows.items() if int(i) not in unseen], table)
+    trained = [row for i, row in rows.items() if int(i) not in unseen]
+    record |= {"evaluated": len(trained), "expected": num_clients - len(unseen), **reduced(trained, table)}
     if unseen:
         apart = {i: row for i, row in rows.items() if int(i) in unseen}
         record[UNSEEN] = {**reduced(list(apart.values()), table), "ids": sorted(map(int, apart))}
@@ -177,14 +183,19 @@ def clean(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def mean_and_pooled(rows: list[Record], name: str) -> tuple[float | None, float | None]:
-    """Unweighted and test-sample-weighted mean of a metric over the clients that have it, to 12 digits; None if none has."""
+def mean_and_pooled(rows: list[Record], name: str, squares: bool = False) -> tuple[float | None, float | None]:
+    """Unweighted and test-sample-weighted mean of a metric over the clients that have it, to 12 digits; None if none has.
+
+    squares: the second is the root of the weighted mean of squares.
+    """
     pairs = [(row[name], row.get("test-samples", 0)) for row in rows if row.get(name) is not None]
     if not pairs:
         return None, None
     values, weights = np.array([p[0] for p in pairs], np.float64), np.array([p[1] for p in pairs], np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        pooled = float(values @ weights / weights.sum()) if weights.sum() > 0 else math.nan
+        summed = (values**2 if squares else values) @ weights
+        pooled = float(summed / weights.sum()) if weights.sum() > 0 else math.nan
+        pooled = math.sqrt(pooled) if squares else pooled
         mean = float(values.mean())
     return _short(mean), _short(pooled)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-ACCURACY = Metric("accuracy", ratio=True)
+ACCURACY = Metric("accuracy", ratio=True, pooling="mean")
 
 
 class Classification(Task):

@@ -22,8 +22,8 @@ class Regression(Task):
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
-        Metric("rmse", higher_is_better=False, low=0),
-        Metric("mae", higher_is_better=False, low=0),
+        Metric("rmse", higher_is_better=False, low=0, pooling="root-mean-square"),
+        Metric("mae", higher_is_better=False, low=0, pooling="mean"),
         Metric("r2", high=1),
     )
     by_torchmetrics: ClassVar[frozenset[str]] = frozenset({"mae", "r2"})

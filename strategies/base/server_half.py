@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fl_app import rng, trainable_tensors
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
-from fl_app.keys import Scalar
+from fl_app.keys import Scalar, show
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Reports
 from fl_app.server.record import Record
@@ -244,7 +244,7 @@ class ServerHalf(ABC, Generic[P]):
             c.model,
             self.full_layout.d,
             self.layout.d,
-            ", ".join(f"{key.name}={value}" for key, value in c.own_keys() if "." in key.name) or "no parameters",
+            ", ".join(f"{key.name}={show(value)}" for key, value in c.own_keys() if "." in key.name) or "no parameters",
         )
 
 

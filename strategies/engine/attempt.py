@@ -22,14 +22,16 @@ log = logging.getLogger("corolla")
 class Attempt(RoundState):
     """One attempt at a round, or an evaluation: all that is true of it and of nothing after it.
 
-    generation: tells the client states of attempts apart. intake: what its uploads are decoded into. sent: bytes per client.
-    failures: causes by client. clients: an evaluation's entries. earlier: attempts at the round that do not count; spoilt_by:
-    why this one does not. without: whom a private round's repetition does not ask.
+    generation: tells the client states of attempts apart. intake: what its uploads are decoded into. sent: bytes per client;
+    received: bytes per client of its upload, of a dropped one too. failures: causes by client. clients: an evaluation's entries.
+    earlier: attempts at the round that do not count; spoilt_by: why this one does not. without: whom a private round's repetition
+    does not ask.
     """
 
     generation: int = 0
     intake: Intake = field(default_factory=lambda: Intake.of([], Expected.of(NO_TENSORS)))
     sent: dict[int, int] = field(default_factory=dict)
+    received: dict[int, int] = field(default_factory=dict)
     failures: list[Record] = field(default_factory=list)
     clients: dict[int, Record] = field(default_factory=dict)
     earlier: list[Attempt] = field(default_factory=list)
@@ -52,7 +54,7 @@ class Attempt(RoundState):
         return [f"client {f['client']}: {f['cause']}" for f in self.failures]
 
     def record(self, headline: Metric, own: Reports) -> Record:
-        """Return the round's record; earlier attempts count with their failures and their downloads.
+        """Return the round's record; earlier attempts count with their failures and with what travelled.
 
         own: the method's metrics.
         """
@@ -66,9 +68,13 @@ class Attempt(RoundState):
             if i in intake.metrics
         }
         failures = [{**f, "attempt": k} for k, attempt in enumerate(self.earlier, 1) for f in attempt.failures]
-        sent_bytes = sum(sum(attempt.sent.values()) for attempt in (*self.earlier, self))
+        attempts = (*self.earlier, self)
+        sent_bytes = sum(sum(attempt.sent.values()) for attempt in attempts)
+        received_bytes = sum(sum(attempt.received.values()) for attempt in attempts)
         failures += self.failures
-        return records.round_record(self.round, rows, sent_bytes, self.round_notes, failures, headline, own)
+        return records.round_record(
+            self.round, rows, sent_bytes, received_bytes, self.round_notes, failures, headline, own
+        )
 
 
 class TooFewResults(Exception):

@@ -212,8 +212,8 @@ class Rounds:
         attempt, client_id = self.attempt, reply.client_id
         try:
             content = reply.usable()
+            nbytes = attempt.received[client_id] = wire.payload_bytes(content)
             upload = wire.decode_upload(content, self.protocol.expected_from(client_id))
-            nbytes = wire.payload_bytes(content)
             metrics = records.check_upload(
                 upload,
                 self.server.reports,

@@ -437,9 +437,22 @@ def test_methods_lists_every_method_and_key(corolla) -> None:  # type: ignore[no
     for name in METHODS:
         assert name in out
     assert "fedcac.tau = 0.5" in out
+    # as `--set` takes it
+    assert "fedpake.normalize = false" in out
 
 
 def test_generated_reference_is_up_to_date() -> None:
     assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == config_page(METHOD_PARAMS)
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert pyproject_with_defaults(text, METHOD_PARAMS) == text
+
+
+@pytest.mark.parametrize("text", [None, "[project]\nname = 'another'\n"])
+def test_the_reference_is_written_into_clones_alone(corolla, tmp_path: Path, text: str | None) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "other").mkdir()
+    if text is not None:
+        (tmp_path / "other" / "pyproject.toml").write_text(text)
+    before = sorted(tmp_path.rglob("*"))
+    code, _, err = corolla("reference", str(tmp_path / "other"))
+    assert code == 2 and "ROOT: must be a clone of Corolla" in err
+    assert sorted(tmp_path.rglob("*")) == before

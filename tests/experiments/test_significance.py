@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from corolla import cli
 from corolla.experiments import compare, cost_to_target, significance
 from corolla.experiments.runs import RecordedRun
 from fl_app.config import parse
+from fl_app.metrics import Metric
+from fl_app.tasks import ACCURACY
 from fl_app.toml import to_toml
 from strategies import METHOD_PARAMS
 
@@ -74,7 +77,43 @@ def test_pairs_are_clients_of_the_same_seed(tmp_path: Path) -> None:
     back = significance.paired(one, other)
     assert back is not None and back.mean == pytest.approx(-0.15) and back.verdict == "worse"
     same = significance.paired(one, one)
-    assert same is not None and same.verdict == "not told apart" and same.over_pairs == (0, 0)
+    assert same is not None and same.verdict == "not told apart" and same.over_pairs is None
+
+
+def test_two_pairs_that_differ_equally_decide_nothing(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path, f"a{seed}", [0.5], method="fedavg", seed=seed)
+        write_run(tmp_path, f"b{seed}", [0.6], method="local", seed=seed)
+    one, other = groups(tmp_path)
+    found = significance.paired(other, one)
+    assert found is not None and (found.pairs, found.seeds, found.over_pairs) == (2, 2, None)
+    assert found.mean == pytest.approx(0.1) and found.verdict == "undecided: needs 3 seeds"
+
+
+@pytest.mark.parametrize(
+    ("means", "needed"),
+    [
+        # means of 2, 1, 101 and 0.0003 deviations; t(2) / sqrt(3) = 2.48, t(3) / sqrt(4) = 1.59, t(6) / sqrt(7) = 0.92
+        ([1.0, 2.0, 3.0], 4),
+        ([0.0, 1.0, 2.0], 7),
+        ([10.0, 10.1, 10.2], 3),
+        ([-10.0, -10.1, -10.2], 3),
+        ([-1.0, 0.0, 1.001], None),
+        ([1.0, 1.0, 1.0], None),
+        ([0.0, 0.0, 0.0], None),
+    ],
+)
+def test_the_seeds_that_would_decide(means: list[float], needed: int | None) -> None:
+    assert significance.seeds_needed(np.array(means)) == needed
+
+
+def test_a_verdict_says_how_many_seeds_would_decide() -> None:
+    undecided = significance.Comparison(ACCURACY, 9, 3, 0.01, (0.001, 0.02), (-0.01, 0.03), 0.7, 12)
+    assert undecided.verdict == "not told apart (n = 12)"
+    assert replace(undecided, over_seeds=(0.005, 0.015)).verdict == "better"
+    assert replace(undecided, over_pairs=None, over_seeds=(0.005, 0.015), seeds_needed=None).verdict == "not told apart"
+    rmse = replace(undecided, metric=Metric("rmse", higher_is_better=False), over_seeds=(0.005, 0.015))
+    assert rmse.verdict == "worse"
 
 
 def test_clients_that_never_train_are_not_paired(tmp_path: Path) -> None:
@@ -114,7 +153,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert ["fedavg", "0", "of", "2", "–", "–", "–"] in lines
     assert ["local", "2", "of", "2", "2", "±", "0", "3.5", "±", "0.71", "15", "±", "7.1"] in lines
     assert "reached accuracy ≥ 0.8" in out and "a client's final accuracy (in per cent) minus" in out
-    (row,) = [line for line in lines if line[-1:] == ["better"]]
+    (row,) = [line for line in lines if line[-4:] == ["undecided:", "needs", "3", "seeds"]]
     assert row[:4] == ["local", "6", "2", "+21.67"]
     monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "80"])
     with pytest.raises(SystemExit):
@@ -139,7 +178,7 @@ def test_a_metric_whose_low_values_are_good(
         found is not None
         and found.mean == pytest.approx(-1.0)
         and found.share_better == 1
-        and found.verdict == "better"
+        and found.verdict == "undecided: needs 3 seeds"
     )
     assert significance.differences_table([one, other])[2][3] == "-1"
     monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "1.6"])

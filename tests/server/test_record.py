@@ -6,11 +6,14 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
+from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
 from fl_app.layout import Model
-from fl_app.metrics import Metric, Reports
+from fl_app.metrics import Metric, Reports, of_evaluation
 from fl_app.server import record as records
+from fl_app.tasks import Classification, MultiLabel, Regression
 from fl_app.wire import Upload, WireError
 from tests.conftest import f32
 
@@ -60,7 +63,7 @@ def test_no_number_of_a_client_makes_a_mean_that_json_does_not_have() -> None:
     assert records.mean_and_pooled(rows, "loss") == (None, None)
     notes = {"notes": [math.inf, 1.0]}
     rows = [records.client_row({"loss": value, "test-samples": 1}, 1, 1, 1, notes) for value in (math.inf, 1.0)]
-    record = records.round_record(1, dict(enumerate(rows)), 2, {"x": {"y": math.nan}}, [])
+    record = records.round_record(1, dict(enumerate(rows)), 2, 3, {"x": {"y": math.nan}}, [])
     assert json.loads(json.dumps(record, allow_nan=False))["loss"] == 1.0
     assert (
         record["x"] == {"y": None}
@@ -77,3 +80,30 @@ def test_an_evaluation_s_samples_are_those_the_client_told() -> None:
     }
     with pytest.raises(WireError, match="test-samples must be the 10"):
         records.check_evaluation({"accuracy": 0.5, "sha256": sha}, 11, SAID)
+
+
+def test_pooled_is_the_metric_over_all_samples_or_not_there() -> None:
+    """With sklearn over all samples at once: RMSE is no mean of RMSEs, AUC follows from nobody's AUC."""
+    g = np.random.default_rng(0)
+    parts = [(g.normal(size=n), g.normal(scale=1 + n / 10, size=n)) for n in (5, 20, 80)]
+    rows = [
+        {
+            "rmse": root_mean_squared_error(y, p),
+            "mae": mean_absolute_error(y, p),
+            "r2": r2_score(y, p),
+            "test-samples": len(y),
+        }
+        for y, p in parts
+    ]
+    y, p = (np.concatenate(side) for side in zip(*parts, strict=True))
+    record = records.reduced(rows, of_evaluation(Regression.metrics))
+    assert record["rmse-pooled"] == pytest.approx(root_mean_squared_error(y, p), rel=1e-9)
+    assert record["mae-pooled"] == pytest.approx(mean_absolute_error(y, p), rel=1e-9)
+    assert "r2-pooled" not in record and record["r2"] == pytest.approx(np.mean([row["r2"] for row in rows]))
+    assert record["rmse-pooled"] > np.average([row["rmse"] for row in rows], weights=[5, 20, 80])
+    for task in (Classification, MultiLabel):
+        names = {
+            name for metric in of_evaluation(task.metrics) for name in metric.record_names if name.endswith("-pooled")
+        }
+        own = {"accuracy-pooled", "accuracy-finetuned-pooled"} if task is Classification else set()
+        assert names == own | {"loss-pooled"}

@@ -130,6 +130,32 @@ def test_a_bad_client_is_dropped_by_name_and_the_others_go_on(
     assert saved == {"global.safetensors", "client-0.safetensors", "client-2.safetensors"}
 
 
+def test_bytes_are_those_that_travelled_in_both_directions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropped uploads and attempts that do not count have travelled too."""
+    plain = rounds(run(method="fedavg", num_clients=3, num_server_rounds=1, run_name="plain"))[0]
+    monkeypatch.setattr(client_app.client.CorollaClient, "_train", corrupting(1, with_nan))
+    dropped = rounds(run(method="fedavg", num_clients=3, num_server_rounds=1, run_name="dropped"))[0]
+    assert dropped["upload-bytes"] == plain["upload-bytes"] == 3 * plain["clients"]["0"]["upload-bytes"]
+    assert list(dropped["clients"]) == ["0", "2"]
+
+    monkeypatch.undo()
+    attempts: list[int] = []
+    train = client_app.client.CorollaClient._train
+
+    def failing_at_first(self: Any, download: wire.Download) -> wire.Upload:
+        if download.attempt not in attempts:
+            attempts.append(download.attempt)
+        if download.attempt == attempts[0] and self.client_id:
+            raise RuntimeError("away")
+        return train(self, download)
+
+    monkeypatch.setattr(client_app.client.CorollaClient, "_train", failing_at_first)
+    repeated = rounds(run(method="fedavg", num_clients=3, num_server_rounds=1, run_name="repeated"))[0]
+    one = plain["clients"]["0"]["upload-bytes"]
+    assert len(attempts) == 2 and len(repeated["failures"]) == 2
+    assert repeated["upload-bytes"] == 4 * one and repeated["download-bytes"] == 2 * plain["download-bytes"]
+
+
 def test_a_dropped_client_leaves_no_trace_in_the_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Client 2's bad upload, decoded into the round's stack or not, is as if it had never been sent."""
     monkeypatch.setattr(client_app.client.CorollaClient, "_train", corrupting(2, with_nan))
