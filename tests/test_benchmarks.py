@@ -61,7 +61,7 @@ def test_counted_passes_by_hand() -> None:
 @pytest.mark.long
 def test_every_method_has_a_row_in_the_table_of_methods() -> None:
     seconds = methods.measure("mlp", side=8, channels=1, batch=8, steps=2, repeats=1)
-    text, ratios = methods.table({"mlp": seconds})
+    text, ratios = methods.seconds_table({"mlp": seconds})
     rows = text.splitlines()
     assert [row.split("`")[1] for row in rows[2:]] == list(METHODS)
     assert len({row.count("|") for row in rows}) == 1 and set(methods.COUNTED) <= {*METHODS, "feddpa"}
