@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from client_app.client_app import app as client_app
-from corolla.api import live, waiting
+from corolla.api import live
 from fl_app import server_app
 from fl_app.config import parse
 from fl_app.server import progress_protocol
@@ -201,7 +202,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_plain_output_has_words_before_the_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(waiting.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     shown, console = display(terminal=False)
     shown.step("sending the app to the SuperLink")
     shown.raw("Successfully started run 123")
@@ -319,7 +320,7 @@ class Lines:
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Lines:
     found = Lines(caplog)
-    monkeypatch.setattr(progress_protocol.time, "monotonic", lambda: found.now)
+    monkeypatch.setattr(time, "monotonic", lambda: found.now)
     monkeypatch.setattr(progress_protocol.log, "propagate", True)
     caplog.set_level(logging.INFO, logger="corolla")
     return found

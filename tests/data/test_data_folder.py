@@ -10,7 +10,6 @@ import pytest
 from PIL import Image
 
 from fl_app import data
-from fl_app.data import decode
 from fl_app.errors import UserError
 
 
@@ -117,7 +116,7 @@ def test_every_mode_has_its_rule(mode: str, tmp_path: Path, monkeypatch: pytest.
     folder = write_folder(tmp_path / "images", {"a": 1, "b": 1})
     value, becomes = PIXELS.get(mode, (0, None))
     # few formats can hold a given mode
-    monkeypatch.setattr(decode.Image, "open", lambda file: uniform(mode, value))
+    monkeypatch.setattr(Image, "open", lambda file: uniform(mode, value))
     if mode in REFUSED:
         with pytest.raises(UserError, match=f"train/a/000.png cannot be read as an image .*{REFUSED[mode]}"):
             data.prepare(f"folder:{folder}", tmp_path / "root")

@@ -18,6 +18,7 @@ from corolla.experiments.exported.export import export
 from fl_app import data, models, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
+from fl_app.known_names import MODELS
 from fl_app.layout import Layout
 from fl_app.server.run_folder import read_config, read_metrics
 from fl_app.tasks import named
@@ -53,7 +54,7 @@ def answers(file: Path, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 SMALL = [(model, task) for model in ("mlp", "cnn", "resnet8") for task in ("classification", "regression")]
-LARGE = [(model, "classification") for model in models.MODELS if model not in ("mlp", "cnn", "resnet8")]
+LARGE = [(model, "classification") for model in MODELS if model not in ("mlp", "cnn", "resnet8")]
 
 
 @pytest.mark.parametrize(
@@ -339,10 +340,10 @@ def test_a_file_that_is_not_its_cards_model(exported: Path, tmp_path: Path) -> N
 
 
 def test_what_is_needed_and_not_there(
-    corolla,
+    corolla: Any,
     run: Run,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,  # type: ignore[no-untyped-def]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = run(method="fedavg", normalize="mean-std", **TINY)
     code, _, err = corolla("export", folder.path, "--output", "m.pt", "--onnx")

@@ -63,7 +63,7 @@ def test_the_chosen_methods_parameters(method: str) -> None:
     config = good(method=method, fedcac__tau=0.25)
     assert type(config.params) is METHOD_PARAMS[method]
     if method == "fedcac":
-        assert config.params.tau == 0.25
+        assert config.params.tau == 0.25  # type: ignore[attr-defined]
     assert config.resolved["fedcac.tau"] == 0.25 and config.resolved["seed"] == 0
 
 

@@ -15,8 +15,9 @@ import pytest
 
 from client_app.client_app import app
 from fl_app import files
-from fl_app.config import Scalar, parse
+from fl_app.config import parse
 from fl_app.errors import UserError
+from fl_app.keys import Scalar
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS

@@ -71,7 +71,8 @@ def test_mixture_is_exact_at_both_ends_and_where_both_are_equal() -> None:
 def test_uploads_are_fedavgs_bit_for_bit_for_every_alpha(run: Run, model: dict[str, Any]) -> None:
     setting = {**model, "momentum": 0.5, "weight_decay": 0.01, "fraction_train": 0.7}
     plain = run(method="fedavg", run_name="plain", **setting)
-    for k, own in enumerate([{}, {"alpha": 0.0}, {"alpha": 1.0, "alpha_updates": "batch"}]):
+    settings: list[dict[str, Any]] = [{}, {"alpha": 0.0}, {"alpha": 1.0, "alpha_updates": "batch"}]
+    for k, own in enumerate(settings):
         folder = run(method="apfl", run_name=f"apfl{k}", apfl=own, **setting)
         for name in ("global.safetensors",):
             assert (folder.path / "models" / name).read_bytes() == (plain.path / "models" / name).read_bytes()

@@ -130,7 +130,9 @@ def test_pfedme_one_batch_by_hand() -> None:
     theta = LN3 / 2 + LN3 * (1 / 4 - LN3 / 4)
     assert close(w, theta / 8) and abs(float(w.params[0]) - 0.0652778) < 1e-6
     assert close(update.personal(w, state, ctx), theta)
-    assert math.isclose(ctx.trainer.last_loss, math.log(2), rel_tol=1e-6)  # f at the received model
+    assert isinstance(ctx.trainer, LocalTrainer) and math.isclose(
+        ctx.trainer.last_loss, math.log(2), rel_tol=1e-6
+    )  # f at the received model
 
 
 def test_pfedme_second_batch_goes_on_from_theta_and_the_new_w() -> None:

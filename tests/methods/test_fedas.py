@@ -18,7 +18,7 @@ from fl_app import weights
 from fl_app.layout import NOTHING, Model
 from fl_app.server.run_folder import read_metrics
 from fl_app.wire import Upload, WireError
-from strategies.fedas import METHOD, alignment_loss, fisher_weights, information, prototypes
+from strategies.fedas import METHOD, FedASUpdate, alignment_loss, fisher_weights, information, prototypes
 from strategies.fedper import METHOD as FEDPER
 from tests.conftest import Run
 from tests.methods.federation import Federation, close
@@ -81,6 +81,7 @@ def test_alignment_against_plain_pytorch() -> None:
     random, start = np.random.default_rng(0), ctx.initial()
     own = Model(start.params + random.normal(0, 0.3, start.params.size).astype(np.float32), start.buffers)
     state, update = State(), METHOD.local_update()
+    assert isinstance(update, FedASUpdate)
     assert update.aligned(start, state, ctx) is start  # no model of its own yet
     update.keep_personal(own, state)
     got = update.aligned(start, state, ctx)

@@ -61,9 +61,8 @@ def test_properties(n: int, width: int, temperature: float, seed: int) -> None:
     assert (np.abs((gradient * z).sum(axis=1)) <= 1e-9 * (1 + sizes)).all()
     for scaled in range(3):  # by powers of two, exactly
         factors = 2.0 ** random.integers(-3, 4, (n, 1))
-        again, _ = by_torch(
-            *(a * factors if k == scaled else a for k, a in enumerate((z, z_global, z_previous))), temperature
-        )
+        features = (a * factors if k == scaled else a for k, a in enumerate((z, z_global, z_previous)))
+        again, _ = by_torch(*features, temperature=temperature)
         assert again == pytest.approx(value, rel=1e-12, abs=1e-15)
 
 

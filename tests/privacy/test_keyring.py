@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from fl_app.errors import UserError
-from fl_app.privacy.keyring import PEERS, SEED_KEYS, open_keyring
+from fl_app.privacy.keyring import PEERS, open_keyring
+from fl_app.wire import SEED_KEYS
 from tests.privacy.keys import make
 
 

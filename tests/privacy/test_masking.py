@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_app.privacy import masking
-from fl_app.privacy.keyring import SEED_KEYS, open_keyring
+from fl_app.privacy.keyring import open_keyring
+from fl_app.wire import SEED_KEYS
 
 
 def uploads(values: np.ndarray, weights: list[float], round: int = 1, attempt: int = 0) -> np.ndarray:

@@ -163,7 +163,7 @@ def test_how_many_samples_a_client_has_is_told_where_it_weighs(
 
     def heard(self: Any, message: Message) -> Message:
         reply = handle(self, message)
-        said = [*reply.content.metric_records.items(), *reply.content.config_records.items()]
+        said: list[Any] = [*reply.content.metric_records.items(), *reply.content.config_records.items()]
         numbers.setdefault(message.metadata.dst_node_id, []).extend(
             (f"{record}.{name}", value)
             for record, values in said

@@ -254,7 +254,7 @@ def test_one_client_whose_training_diverges_is_named_and_harms_nobody_else(
     with monkeypatch.context() as patched:
         patched.setattr(client_app.client.CorollaClient, "_train", corrupting(1, raising))
         absent = run(run_name="absent")
-    usual = LocalTrainer.learning_rate.fget
+    usual = LocalTrainer.__dict__["learning_rate"].fget
     assert usual is not None
     monkeypatch.setattr(
         LocalTrainer, "learning_rate", property(lambda self: 1e30 if self.client_id == 1 else usual(self))

@@ -17,6 +17,7 @@ from fl_app.server.exchange import Exchange
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder
 from strategies import METHOD_PARAMS, METHODS
+from strategies.base import PersonalizedStrategy
 from strategies.engine.attempt import TooFewResults
 from tests.conftest import Run, flat
 
@@ -26,7 +27,7 @@ def test_a_round_by_flower_s_hooks(run: Run, raw_config: dict[str, Any], private
     changes = {"method": "fedavg", "num_clients": 3, "num_server_rounds": 1, "private": private}
     folder = run(run_name="start", **changes)
     strategy, exchange = by_hand(raw_config | flat({**changes, "run_name": "hooks"}))
-    assert isinstance(strategy, Strategy)
+    assert isinstance(strategy, Strategy) and isinstance(strategy, PersonalizedStrategy)
 
     messages = list(strategy.configure_train(1, ArrayRecord(), ConfigRecord(), exchange))
     assert len(messages) == 3

@@ -157,7 +157,7 @@ def wandb_records(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any], dic
     artifacts: list[set[str]] = []
     exits: list[int] = []
     for data in leveldb_log(file.read_bytes()[7:], 7):  # behind W&B's own header
-        record = wandb_internal_pb2.Record()
+        record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
         record.ParseFromString(data)
         match record.WhichOneof("record_type"):
             case "history":
