@@ -26,7 +26,8 @@ from fl_app.errors import UserError, describe, diverged
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import FINETUNED, MAX_NUMBER, moments
-from fl_app.sources import source_of
+from fl_app.server.properties import HASHES, NORMALIZATION
+from fl_app.sources import NODE, source_of
 from fl_app.wire import Download, Upload
 from strategies.base import RoundContext
 
@@ -38,6 +39,8 @@ log = logging.getLogger("corolla")
 
 # training on a client's own data does not lead to such a loss, and does not come back from it
 DIVERGED_LOSS = 1e4
+# of images; of what has more, one client tells mean and deviation
+MOST_CHANNELS = 16
 
 
 class CorollaClient(NumPyClient):
@@ -150,6 +153,7 @@ class CorollaClient(NumPyClient):
             "train-samples": self._reported_count(len(self.data.y_train)),
             "test-samples": self._reported_count(len(self.data.y_test)),
             **data_properties(self.data, self.config),
+            **self._data_hashes(),
         }
         if self.config.private:
             from client_app import private
@@ -158,6 +162,17 @@ class CorollaClient(NumPyClient):
             keys = open_keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
             properties |= private.properties(keys)
         return properties
+
+    def _data_hashes(self) -> Config:
+        """Return what tells the data from others, and by what inputs are normalised where all clients share that."""
+        hashes = self.session.hashes(self.data_path)
+        found: Config = dict(zip(HASHES, hashes, strict=True))
+        info = self.data.info
+        shared = self.config.dataset != NODE and self.config.normalize == "mean-std"
+        # one client's will do where there are many features
+        if shared and (self.client_id == 0 or len(info.mean) <= MOST_CHANNELS):
+            found[NORMALIZATION] = json.dumps({"mean": info.mean, "std": info.std})
+        return found
 
     def _evaluate(self, download: Download) -> dict[str, Scalar]:
         ctx, state, trainer = self._prepare(download)

@@ -14,6 +14,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import refuse_unwritable
 from fl_app.keys import bears_on
+from fl_app.server.run_folder import check_data
 from fl_app.sources import NODE
 from strategies import METHODS
 from strategies.robust import ABLE
@@ -47,6 +48,8 @@ def check_locally(config: RunConfig) -> None:
         if config.state_dir:
             refuse_unwritable("state-dir", Path(config.state_dir))
         info = data.check(config)
+        if config.resume:
+            check_data(Path(config.resume), data.open_data(config).hashes)
         repeated = data.repeated(config)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(
