@@ -57,6 +57,10 @@ def check_locally(config: RunConfig) -> None:
             )
         module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights)
         method.travelling(config, Layout.of(module))
+        if config.dp_epsilon:
+            from client_app.dp import check_module
+
+            check_module(module, config, info.input_shape)
     warn_of_data(info)
     for line in repeated:
         warn(line)
