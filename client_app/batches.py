@@ -94,6 +94,7 @@ class Batches:
             generator = torch.Generator().manual_seed(seed)
         # for a user's model with dropout
         torch.manual_seed(seed)
+        rng.seed_global(seed)
         n, augment = self.num_used, AUGMENTATIONS[self.config.augment]
         bounds = self._bounds()
         for _ in range(epochs):

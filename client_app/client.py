@@ -22,11 +22,12 @@ from client_app.state import State, StateStore, state_root
 from fl_app import extras, tasks, trainable_tensors, wire
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
-from fl_app.errors import UserError, describe, diverged
+from fl_app.errors import Diverged, UserError, describe, diverged
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import FINETUNED, MAX_NUMBER, moments
-from fl_app.sources import source_of
+from fl_app.server.properties import HASHES, NORMALIZATION
+from fl_app.sources import NODE, source_of
 from fl_app.wire import Download, Upload
 from strategies.base import RoundContext
 
@@ -38,6 +39,10 @@ log = logging.getLogger("corolla")
 
 # training on a client's own data does not lead to such a loss, and does not come back from it
 DIVERGED_LOSS = 1e4
+# of inputs or targets: a standardised one is hardly ever this large
+FAR = 30.0
+# of images; of what has more, one client tells mean and deviation
+MOST_CHANNELS = 16
 
 
 class CorollaClient(NumPyClient):
@@ -141,8 +146,10 @@ class CorollaClient(NumPyClient):
         tasks.require_packages(self.config)
         if self.config.dp_epsilon:
             extras.require("opacus", "dp-epsilon")
-            from client_app.dp import Plan
+            from client_app.dp import Plan, check_module
 
+            info = self.data.info
+            check_module(self.session.network(info, "")[0], self.config, info.input_shape)
             Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config))
         properties: Config = {
             "client-id": self.client_id,
@@ -150,6 +157,7 @@ class CorollaClient(NumPyClient):
             "train-samples": self._reported_count(len(self.data.y_train)),
             "test-samples": self._reported_count(len(self.data.y_test)),
             **data_properties(self.data, self.config),
+            **self._data_hashes(),
         }
         if self.config.private:
             from client_app import private
@@ -158,6 +166,17 @@ class CorollaClient(NumPyClient):
             keys = open_keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
             properties |= private.properties(keys)
         return properties
+
+    def _data_hashes(self) -> Config:
+        """Return what tells the data from others, and by what inputs are normalised where all clients share that."""
+        hashes = self.session.hashes(self.data_path)
+        found: Config = dict(zip(HASHES, hashes, strict=True))
+        info = self.data.info
+        shared = self.config.dataset != NODE and self.config.normalize == "mean-std"
+        # one client's will do where there are many features
+        if shared and (self.client_id == 0 or len(info.mean) <= MOST_CHANNELS):
+            found[NORMALIZATION] = json.dumps({"mean": info.mean, "std": info.std})
+        return found
 
     def _evaluate(self, download: Download) -> dict[str, Scalar]:
         ctx, state, trainer = self._prepare(download)
@@ -280,7 +299,8 @@ class CorollaClient(NumPyClient):
         if not self.config.report_accuracy:
             return dict.fromkeys(measured, math.nan)
         if name := diverged_metric(measured):
-            raise diverged(name, measured[name], trainer.learning_rate)
+            error = diverged(name, measured[name], trainer.learning_rate)
+            raise UserError(f"{error}{self._far_values()}")
         return dict(measured)
 
     @cached_property
@@ -294,15 +314,38 @@ class CorollaClient(NumPyClient):
     def _training_error(self, error: UserError, loss_before: float) -> UserError:
         """Return the error of a training, which names the model the client was sent if that was lost already."""
         may_tell = self.config.report_accuracy and len(self.data.y_test) > 0
+        if may_tell and isinstance(error, Diverged):
+            error = UserError(f"{error}{self._far_values()}")
         if not may_tell or loss_before < DIVERGED_LOSS:
             return error
         return UserError(f"{error}; the model it was sent had a loss of {loss_before:.3g} already")
+
+    def _far_values(self) -> str:
+        """Say how far from 1 the data are that training diverged on, and what to do; empty if they are near, or not to be told."""
+        if self.config.private or self.config.dp_epsilon:
+            return ""
+        return "".join(f"; {line}" for line in far_values(self.data, self.config))
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def far_values(data: ClientData, config: RunConfig) -> list[str]:
+    """Say which of the inputs and targets of training are far from 1: a learning rate that suits others is too large for them."""
+    lines = []
+    scaled = config.normalize == "mean-std" or data.x_train.dtype.kind != "f"
+    for name, values, advice in (
+        ("inputs", data.x_train, 'normalize = "mean-std" scales them'),
+        ("targets", data.y_train, "scale them, or lower the learning rate"),
+    ):
+        if values.dtype.kind == "f" and values.size and not (name == "inputs" and scaled):
+            low, high = float(values.min()), float(values.max())
+            if max(abs(low), abs(high)) > FAR:
+                lines.append(f"{name} are in {low:.4g} .. {high:.4g}: {advice}")
+    return lines
 
 
 def check_same_model(download: Download, layout: Layout, received: Layout, model: str) -> None:

@@ -7,6 +7,7 @@ What a model says of any one record is bounded by (`dp-epsilon`, `dp-delta`), ov
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import logging
@@ -26,13 +27,13 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from client_app.state import BUDGET, SUFFIX
 from client_app.trainer import LocalTrainer
-from fl_app import rng
+from fl_app import rng, tasks
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import UserError, describe
 from fl_app.files import lock, make_directory, publish
 from fl_app.layout import Model
 from strategies.base import Correction, Objective
@@ -48,6 +49,33 @@ SLACK = 1e-6
 
 Spent = tuple[str, float, float, int]
 """A training: its name, noise multiplier, sampling rate, steps."""
+
+
+def check_module(module: nn.Module, config: RunConfig, input_shape: tuple[int, ...]) -> None:
+    """Raise UserError for a module whose gradients cannot be had record by record, such as an LSTM's.
+
+    Two samples of zeros go through a copy of it, forward and backward. input_shape: of a sample.
+    """
+    wrapped = _keeping_records_apart(copy.deepcopy(module), config.model)
+    example = torch.zeros((2, *input_shape), dtype=getattr(torch, tasks.of(config).input_dtype))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped(example).sum().backward()
+    except Exception as error:
+        # of PyTorch, of its function transforms, or of Opacus
+        why = describe(error).splitlines()[0]
+        raise UserError(
+            f"dp-epsilon: the gradients of model {config.model} cannot be had record by record ({why}); layers of opacus.layers "
+            "(DPLSTM, DPMultiheadAttention) can replace what has none"
+        ) from None
+
+
+def _keeping_records_apart(module: nn.Module, model: str) -> GradSampleModule:
+    try:
+        return GradSampleModule(module, loss_reduction="mean")
+    except NotImplementedError as error:
+        raise UserError(f"dp-epsilon: model {model} does not keep records apart: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -310,11 +338,7 @@ class NoisyTrainer:
     @contextlib.contextmanager
     def _gradients_by_record(self) -> Iterator[None]:
         """Have backward passes leave each record's gradient, `grad_sample`, with every parameter that trains."""
-        model = self._local.config.model
-        try:
-            wrapped = GradSampleModule(self.module, loss_reduction="mean")
-        except NotImplementedError as error:
-            raise UserError(f"dp-epsilon: model {model} does not keep records apart: {error}") from None
+        wrapped = _keeping_records_apart(self.module, self._local.config.model)
         try:
             self._check_records_are_apart()
             yield

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fl_app import plugins
-from fl_app.checksums import stamp_of
+from fl_app.checksums import DataHashes, stamp_of
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData, DatasetInfo, OpenedData, check_client_id, open_data
 from fl_app.keys import Scalar, own
@@ -55,10 +55,17 @@ class Session:
     def data(self, client_id: int, data_path: str) -> ClientData:
         """Open a client's samples: from what is open already, unless files of it have changed. Raises UserError."""
         check_client_id(self.config, client_id)
+        return self._open(data_path).client(client_id)
+
+    def hashes(self, data_path: str) -> DataHashes:
+        """Return what the opened data are told from others by."""
+        return self._open(data_path).hashes
+
+    def _open(self, data_path: str) -> OpenedData:
         opened = self._opened.get(data_path)
         if opened is None or not opened.unchanged:
             opened = self._opened[data_path] = open_data(self.config, data_path)
-        return opened.client(client_id)
+        return opened
 
     def network(self, info: DatasetInfo, weights_file: str) -> tuple[nn.Module, ModelFacts]:
         """Build the run's network, and return it with its facts. weights_file: gives its initial values; "": the seed does.

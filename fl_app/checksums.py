@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fl_app.errors import UserError, listed
 
@@ -39,6 +39,28 @@ def compare(directory: Path, *, whole: bool) -> list[str]:
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return [f"{CHECKSUMS} cannot be read"]
     return [f"{name} {why}" for name, fact in known.items() if (why := _why(directory / name, *fact, whole))]
+
+
+def hash_of(directory: Path, names: Sequence[str], more: str = "") -> str:
+    """Return one sha256, as hexadecimal digits, of some files of a directory and of a text.
+
+    It takes each file's from `checksums.json`, and reads the files where that lacks them. Raises OSError.
+    """
+    try:
+        known = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        known = {}
+    parts = [[name, known.get(name, {}).get("sha256") or sha256_of(directory / name)] for name in names]
+    return hashlib.sha256(json.dumps([*parts, more]).encode()).hexdigest()
+
+
+class DataHashes(NamedTuple):
+    """Hashes of a data set and of its partition, as hexadecimal digits; the second is empty where all data are one client's, and
+    the first keyed.
+    """
+
+    data: str
+    partition: str
 
 
 Stamp = tuple[int, int, int]

@@ -14,9 +14,13 @@ class RunFailed(RuntimeError):
     """A run that was started did not finish; the message says what is known of why."""
 
 
-def diverged(what: str, value: float, learning_rate: float) -> UserError:
+class Diverged(UserError):
+    """Training ended in numbers beyond all bounds."""
+
+
+def diverged(what: str, value: float, learning_rate: float) -> Diverged:
     """Return what is said of a training that ended in numbers beyond all bounds. what: one of them."""
-    return UserError(f"training diverged: its {what} is {value:.4g} (learning-rate {learning_rate:g})")
+    return Diverged(f"training diverged: its {what} is {value:.4g} (learning-rate {learning_rate:g})")
 
 
 def listed(names: list[str], separator: str = ", ") -> str:

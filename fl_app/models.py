@@ -30,10 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fl_app import plugins
+from fl_app import plugins, rng
 from fl_app.errors import UserError, describe, listed
 from fl_app.known_names import MODELS
-from fl_app.rng import torch_seed
 
 NORMS = ("batch", "group")
 MAX_GROUPS = 32
@@ -56,13 +55,13 @@ def build(
 
     input_shape: of a sample, () for images [in_channels, image_size, image_size]; input_dtype: of what the model is given.
     name: a key of the module docstring's list. norm: `batch` or `group` (32 groups), used by the resnets only. Torch's
-    global generator is left as it was. A user's factory must draw from torch's generator, not NumPy's, to be seeded.
+    global generator is left as it was, and so are those of NumPy and `random`, which are seeded too.
     Raises UserError for an unknown name or norm, an image too small, and whatever a user's factory does wrong.
     """
     if norm not in NORMS:
         raise UserError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
     shape = input_shape or (in_channels, image_size, image_size)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), rng.global_state_kept():
         if ":" in name:
             factory = plugins.load("model", name)
             _seed(seed, name)
@@ -85,7 +84,8 @@ def build(
 
 def _seed(seed: int, name: str) -> None:
     # Not torch.manual_seed: that one seeds the GPUs' generators too, which fork_rng does not restore here.
-    torch.default_generator.manual_seed(torch_seed(seed, f"model:{name}"))
+    torch.default_generator.manual_seed(rng.torch_seed(seed, f"model:{name}"))
+    rng.seed_global(rng.torch_seed(seed, f"model:{name}"))
 
 
 def _mlp(inputs: int, num_classes: int) -> nn.Module:
@@ -217,6 +217,13 @@ def _check_tensors(name: str, module: nn.Module) -> None:
     parameters = list(module.named_parameters())
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise UserError(f"model {name}: has no trainable parameters; at least one must have requires_grad")
+    tracked = nn.modules.batchnorm._BatchNorm
+    unknown = [n for n, m in module.named_modules() if isinstance(m, tracked) and m.running_mean is None]
+    if unknown:
+        raise UserError(
+            f"model {name}: BatchNorm must keep running statistics, or what a model says of a sample depends on the rest of its "
+            f"batch; track_running_stats is False in {listed(unknown)}"
+        )
     floating = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
     for kind, tensors in (("parameters", parameters), ("floating-point buffers", floating)):
         dtypes = [f"{n} is {t.dtype}" for n, t in tensors if t.dtype != torch.float32]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -22,3 +25,20 @@ def generator(seed: int, purpose: str, round: int = 0, client_id: int = NO_CLIEN
 def torch_seed(seed: int, purpose: str, round: int = 0, client_id: int = NO_CLIENT) -> int:
     """Return a 63-bit seed for torch.Generator.manual_seed."""
     return int(seed_sequence(seed, purpose, round, client_id).generate_state(1, np.uint64)[0] >> 1)
+
+
+def seed_global(seed: int) -> None:
+    """Seed the generators of NumPy and `random` that all code of a process shares, for a user's model that draws from them."""
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - a user's model may use it
+    random.seed(seed)
+
+
+@contextmanager
+def global_state_kept() -> Iterator[None]:
+    """Leave those generators as they were."""
+    numpy_state, state = np.random.get_state(), random.getstate()  # noqa: NPY002 - a user's model may use it
+    try:
+        yield
+    finally:
+        np.random.set_state(numpy_state)  # noqa: NPY002 - a user's model may use it
+        random.setstate(state)

@@ -11,6 +11,7 @@ import os
 import sys
 import uuid
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Context
@@ -32,9 +33,21 @@ from fl_app.server.progress_protocol import (
     resumed_line,
     stopped_line,
 )
-from fl_app.server.properties import SAMPLES, Properties
+from fl_app.server.properties import NORMALIZATION, SAMPLES, Properties, normalization
 from fl_app.server.record import summarize
-from fl_app.server.run_folder import FROZEN, SHAPE, TESTED, RunFolder, read_metrics
+from fl_app.server.roster import Roster
+from fl_app.server.run_folder import (
+    DATA,
+    DATA_HASH,
+    FROZEN,
+    NORMALIZED_BY,
+    PARTITION_HASH,
+    SHAPE,
+    TESTED,
+    RunFolder,
+    read_hashes,
+    read_metrics,
+)
 from fl_app.wire import SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
@@ -75,6 +88,8 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     flower_patches.install()
     exchange = Exchange(grid, config, progress, in_flight)
     roster = exchange.roster
+    if config.resume:
+        roster.recorded = read_hashes(Path(config.resume))
     progress("clients connected", 0, roster.minimum)
     roster.wait()
     config = dataclasses.replace(
@@ -89,7 +104,12 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     if config.resume:
         folder = RunFolder.resume(config)
     else:
-        facts = {SHAPE: roster.shape._asdict(), FROZEN: layout.constants, TESTED: method.tested(config)}
+        facts = {
+            SHAPE: roster.shape._asdict(),
+            FROZEN: layout.constants,
+            TESTED: method.tested(config),
+            **_data_facts(roster),
+        }
         folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.drawn, facts)
     try:
         log.info("%s", folder_line(folder.path))
@@ -135,6 +155,16 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
 def _facts(properties: Mapping[int, Properties], counted: bool) -> Mapping[int, Properties]:
     """What clients said of themselves, without numbers of samples that are none."""
     return {i: {name: said[name] for name in said if counted or name not in SAMPLES} for i, said in properties.items()}
+
+
+def _data_facts(roster: Roster) -> dict[str, Any]:
+    """Return what run.json keeps of data that all clients share: hashes, and what normalises inputs where clients tell it."""
+    if roster.hashes is None:
+        return {}
+    told = (properties.get(NORMALIZATION) for _, properties in sorted(roster.properties.items()))
+    constants = normalization(next((text for text in told if text), None))
+    facts = {DATA_HASH: roster.hashes.data, PARTITION_HASH: roster.hashes.partition}
+    return {DATA: facts | ({NORMALIZED_BY: constants} if constants else {})}
 
 
 def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: RunFolder) -> None:

@@ -6,8 +6,9 @@ floating-point buffers; see Layout. Files are safetensors, one tensor per name o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from fl_app.files import publish
 from fl_app.layout import Layout, Model, Vector
 
 _PYTORCH = (".pt", ".pth")  # files of torch.save
+# where a checkpoint may have its state dict
+_STATE_DICTS = ("state_dict", "model_state_dict", "model")
+_PREFIXES = ("module.", "_orig_mod.")
 
 
 def read(module: nn.Module) -> Model:
@@ -65,15 +69,23 @@ def _unflat(tensors: list[Tensor], vector: Vector) -> None:
 def initial_model(module: nn.Module, path: str) -> Model:
     """Read `initial-weights`, safetensors or a PyTorch state dict, into the vectors of `module`, which stays as it is.
 
-    Names and shapes must equal the module's; any floating dtype is converted to float32. Integer tensors (such as
-    `num_batches_tracked`) and second names of tied parameters are ignored; buffers that a state dict never holds keep
-    the module's values. A checkpoint for another number of classes needs a classifier of the right size first.
+    Names and shapes must equal the module's, but for `module.` and `_orig_mod.` before all names. Any floating dtype is converted
+    to float32. Integer tensors (such as `num_batches_tracked`) and second names of tied parameters are ignored; buffers that a
+    state dict never holds keep the module's values. A checkpoint for another number of classes needs a classifier of the right
+    size first.
     Raises UserError if the file is missing or unreadable, does not fit (naming the tensors), or holds NaN or infinity.
     """
     layout, state = Layout.of(module), module.state_dict()
     own = {name: torch.from_numpy(array) for name, array in layout.tensors(read(module)).items() if name not in state}
     source = f"initial-weights {path}"
-    found = {name: t for name, t in _load(path, source).items() if name in layout.names or name not in state}
+    loaded = _without_prefix(_load(path, source), {*layout.names, *state})
+    found = {name: t for name, t in loaded.items() if name in layout.names or name not in state}
+    buffers = [slot.name for slot in layout.buffers if slot.name not in own | found]
+    if buffers and all(slot.name in found for slot in layout.params):
+        raise UserError(
+            f"{source}: holds the parameters and not the buffers {listed(buffers)}; save `module.state_dict()`, which has both, "
+            "instead of `named_parameters()`"
+        )
     return _fit(source, own | found, layout)
 
 
@@ -128,9 +140,34 @@ def load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
         raise UserError(
             f"{source}: not a readable PyTorch file of tensors alone ({describe(error).splitlines()[0]})"
         ) from error
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
-        raise UserError(f"{source}: must hold a state dict, tensors by name, got {type(state).__name__}")
-    return state
+    return _named_tensors(state, source)
+
+
+def _named_tensors(state: Any, source: str) -> dict[str, Tensor]:
+    """Return the tensors of a state dict, of one under a usual key of a checkpoint, or of `list(module.named_parameters())`."""
+    if isinstance(state, Mapping) and (
+        key := next((k for k in _STATE_DICTS if isinstance(state.get(k), Mapping)), None)
+    ):
+        state = state[key]
+    try:
+        named = dict(state)
+    except (TypeError, ValueError):
+        named = None
+    if named is None or not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in named.items()):
+        known = ", ".join(map(repr, _STATE_DICTS))
+        got = listed([repr(name) for name in named]) if named else type(state).__name__
+        raise UserError(f"{source}: must hold a state dict, tensors by name, or one under {known}; got {got}")
+    return {name: t.detach().to_dense() if t.layout != torch.strided else t.detach() for name, t in named.items()}
+
+
+def _without_prefix(found: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
+    """Return tensors without what DataParallel and torch.compile put before every name, where names do not fit with it."""
+    while found and not any(name in names for name in found):
+        prefix = next((p for p in _PREFIXES if all(name.startswith(p) for name in found)), None)
+        if prefix is None:
+            break
+        found = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+    return found
 
 
 def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout) -> Model:

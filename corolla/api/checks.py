@@ -14,6 +14,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import refuse_unwritable
 from fl_app.keys import bears_on
+from fl_app.server.run_folder import check_data
 from fl_app.sources import NODE
 from strategies import METHODS
 from strategies.robust import ABLE
@@ -47,6 +48,8 @@ def check_locally(config: RunConfig) -> None:
         if config.state_dir:
             refuse_unwritable("state-dir", Path(config.state_dir))
         info = data.check(config)
+        if config.resume:
+            check_data(Path(config.resume), data.open_data(config).hashes)
         repeated = data.repeated(config)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(
@@ -54,6 +57,10 @@ def check_locally(config: RunConfig) -> None:
             )
         module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights)
         method.travelling(config, Layout.of(module))
+        if config.dp_epsilon:
+            from client_app.dp import check_module
+
+            check_module(module, config, info.input_shape)
     warn_of_data(info)
     for line in repeated:
         warn(line)

@@ -10,6 +10,7 @@ import pandas
 
 from corolla.api.console import say_partial, say_unfinished
 from corolla.experiments import compare, significance
+from corolla.experiments.runs import RecordedRun
 from corolla.experiments.table import columns
 from strategies import METHOD_PARAMS
 
@@ -31,16 +32,19 @@ def frame(paths: Sequence[Path]) -> pandas.DataFrame:
             row[name], row[f"{name}-std"] = one.by_name.get(name, (None, None))
         rows.append(row)
     others = [significance.paired(runs, groups[0]) for runs in groups[1:]]
-    if any(others):
-        rows = [row | differences(one) for row, one in zip(rows, [None, *others], strict=True)]
+    if any(others) or any(significance.other_samples(runs, groups[0]) for runs in groups[1:]):
+        compared = zip(rows, groups, [None, *others], strict=True)
+        rows = [row | differences(one, runs, groups[0]) for row, runs, one in compared]
         rows[0]["verdict"] = significance.FIRST
     return pandas.DataFrame(rows)
 
 
-def differences(one: significance.Comparison | None) -> dict[str, Any]:
+def differences(
+    one: significance.Comparison | None, ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]
+) -> dict[str, Any]:
     """Return a row's columns about the paired difference to the first row's runs; empty cells where there is none."""
     if one is None:
-        return {"pairs": 0, "seeds": 0, "verdict": significance.NOTHING_SHARED}
+        return {"pairs": 0, "seeds": 0, "verdict": significance.why_unpaired(ours, theirs)}
     low, high = one.over_pairs or (None, None)
     low_seeds, high_seeds = one.over_seeds or (None, None)
     return {

@@ -11,8 +11,10 @@ import typer
 from corolla import presets
 from corolla.api.runs import CPUS, GPUS
 from corolla.api.settings import Scale
+from fl_app.config import RunConfig
 from fl_app.errors import UserError
-from fl_app.keys import Scalar
+from fl_app.keys import Scalar, specs
+from strategies import METHOD_PARAMS
 
 PresetArgument = Annotated[
     str | None,
@@ -42,6 +44,9 @@ def parse_set(pairs: Iterable[str]) -> dict[str, Scalar]:
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
             value = text
+        if not isinstance(value, str) and _is_text(name.strip()):
+            # a name or a column may well be a number
+            value = text.strip()
         if not isinstance(value, (bool, int, float, str)):
             problems.append(f"--set {pair}: the value must be a string, a number, true or false")
             continue
@@ -51,11 +56,23 @@ def parse_set(pairs: Iterable[str]) -> dict[str, Scalar]:
     return out
 
 
+def _is_text(name: str) -> bool:
+    """Tell whether a key holds a string; of methods that are no part of Corolla nothing is known."""
+    table, dot, _ = name.partition(".")
+    declared = METHOD_PARAMS.get(table) if dot else RunConfig
+    return declared is not None and any(
+        spec.name == name and spec.type is str for spec in specs(declared, table * bool(dot))
+    )
+
+
 def checked_set(pairs: list[str] | None) -> list[str] | None:
     """Complain of `--set KEY VALUE` before the parser does of the stray VALUE."""
     parse_set(pairs or [])
     return pairs
 
 
-SET_HELP = "A config key, e.g. --set fedcac.tau=0.3; the value is TOML, a bare word is a string. Repeatable."
+SET_HELP = (
+    "A config key, e.g. --set fedcac.tau=0.3. The value is TOML; a bare word is a string, and so is what a key of text is given. "
+    "Repeatable."
+)
 SetOption = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=SET_HELP, callback=checked_set)]

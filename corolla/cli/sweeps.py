@@ -140,7 +140,7 @@ def run_alone(
     directory: Path, point: Point, in_process: bool, cpus_per_client: float, gpus_per_client: float, verbose: bool
 ) -> None:
     """Do one of a sweep's runs, from its last checkpoint if it was cut off, unless it is finished. Raises as `corolla run`."""
-    finished, unfinished = sweeping.scan(directory, METHOD_PARAMS)
+    finished, unfinished = scan(directory, [point])
     key = sweeping.identity(point.parsed)
     if (before := finished.get(key)) is not None:
         console.print(f"finished before: {before.path}", soft_wrap=True)
@@ -184,11 +184,22 @@ def set_aside(folder: Path) -> None:
     console.print(f"unfinished, set aside: {sweeping.set_aside(folder)}", soft_wrap=True)
 
 
+def scan(directory: Path, points: Sequence[Point]) -> tuple[dict[str, RecordedRun], dict[Path, str]]:
+    """Scan a sweep's directory, once the runs of some points that were made of other data than are there now are out of the way."""
+    finished, unfinished = sweeping.scan(directory, METHOD_PARAMS)
+    begun = [(whose, RecordedRun(folder)) for folder, whose in unfinished.items()]
+    changed = sweeping.with_other_data(points, [*finished.items(), *begun])
+    for run in changed:
+        aside = sweeping.set_aside(run.path, sweeping.OTHER_DATA)
+        console.print(f"the data have changed since this run, set aside: {aside}", soft_wrap=True)
+    return sweeping.scan(directory, METHOD_PARAMS) if changed else (finished, unfinished)
+
+
 def unfinished_points(directory: Path, points: Sequence[Point]) -> list[Point]:
     """Tidy up after a sweep that was killed, and return the runs that are left to do."""
     if count := sweeping.end_leftovers(directory):
         console.print(f"ended {count} processes that an interrupted sweep had left running")
-    finished, unfinished = sweeping.scan(directory, METHOD_PARAMS)
+    finished, unfinished = scan(directory, points)
     todo = prepare_remaining(points, finished, unfinished)
     console.print(f"{len(points)} runs, {len(points) - len(todo)} finished before, {len(todo)} to do")
     return todo

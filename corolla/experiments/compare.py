@@ -132,15 +132,22 @@ def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Recor
     return finished, [run.path for run in found if not run.finished]
 
 
+def _settings_of(runs: Sequence[RecordedRun]) -> list[dict[str, Scalar]]:
+    return grouping.settings_of(runs, lambda run: run.config.resolved)
+
+
 def group(runs: Iterable[RecordedRun]) -> list[list[RecordedRun]]:
     """Put runs together that differ in the seed alone (and in keys that cannot change a result), each seed once."""
-    return by_settings(runs, lambda run: grouping.settings(run.config.resolved))
+    every = list(runs)
+    told = dict(zip(map(id, every), _settings_of(every), strict=True))
+    return by_settings(every, lambda run: told[id(run)])
 
 
 def repeated(runs: Iterable[RecordedRun]) -> list[tuple[RecordedRun, RecordedRun]]:
     """Return the runs that have all settings and the seed of one before them, each with that one."""
     found: dict[tuple[tuple[str, str], ...], RecordedRun] = {}
-    known = [(run, grouping.settings(run.config.resolved)) for run in runs]
+    every = list(runs)
+    known = list(zip(every, _settings_of(every), strict=True))
     first = [
         (run, found.setdefault(tuple(sorted((k, repr(v)) for k, v in given.items())), run)) for run, given in known
     ]
@@ -242,7 +249,7 @@ def kind(config: RunConfig) -> str:
 
 def varying(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Scalar | None]]:
     """Return for each group its method and the settings in which groups differ; None for a key that does not concern it."""
-    every = [grouping.settings(runs[0].config.resolved) for runs in groups]
+    every = _settings_of([runs[0] for runs in groups])
     differ = {"method", *differing_settings(every)} - {"seed"}
     keys = [key for key in dict.fromkeys(key for one in every for key in one) if key in differ]
     rest = [key for key in keys if key != "plugins"]

@@ -5,13 +5,29 @@ from __future__ import annotations
 import collections
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from fl_app.config import RunConfig
 from fl_app.keys import KeySpec, Scalar, bears_on, specs
 from fl_app.sources import named_data
 
 T = TypeVar("T")
+DATA_SHA256 = "data-sha256"
+"""Beside the keys of runs whose data sets are the same by name and not by content."""
+SHOWN_DIGITS = 12
+
+
+class Recorded(Protocol):
+    """What `settings_of` needs of a run (corolla/experiments/runs.py)."""
+
+    @property
+    def data_sha256(self) -> str:
+        """Hash of the data set that its clients shared; empty if unknown."""
+
+
+R = TypeVar("R", bound=Recorded)
+
+
 _KEYS = {key.name: key for key in specs(RunConfig)}
 
 
@@ -24,6 +40,22 @@ def settings(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
     given = {name: key.default for name, key in _KEYS.items()} | dict(config)
     found = {name: value for name, value in given.items() if tells_runs_apart(name, given)}
     return found | {"dataset": kind(str(given["dataset"]))}
+
+
+def settings_of(runs: Sequence[R], config: Callable[[R], Mapping[str, Scalar]]) -> list[dict[str, Scalar]]:
+    """Return the settings of each of some runs; where runs of one data set were made of different samples, with its hash.
+
+    config: a run's flat config.
+    """
+    found = [settings(config(run)) for run in runs]
+    hashes: dict[Scalar, set[str]] = {}
+    for run, own in zip(runs, found, strict=True):
+        if run.data_sha256:
+            hashes.setdefault(own["dataset"], set()).add(run.data_sha256)
+    for run, own in zip(runs, found, strict=True):
+        if len(hashes.get(own["dataset"], ())) > 1:
+            own[DATA_SHA256] = run.data_sha256[:SHOWN_DIGITS] or "unknown"
+    return found
 
 
 def tells_runs_apart(name: str, config: Mapping[str, Scalar]) -> bool:

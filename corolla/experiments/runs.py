@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_app import tasks
+from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig, parse_recorded
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError
@@ -31,6 +32,7 @@ from fl_app.server.run_folder import (
     read_about,
     read_clients,
     read_config,
+    read_hashes,
     read_metrics,
     read_summary,
 )
@@ -161,6 +163,17 @@ class RecordedRun:
     def clients(self) -> dict[str, dict[str, Any]]:
         """Facts by client id; empty if there are none."""
         return read_clients(self.path)
+
+    @cached_property
+    def hashes(self) -> dict[int | None, DataHashes]:
+        """Hashes of the data it started with: by client where each holds its own, else under None; empty if not recorded."""
+        return read_hashes(self.path)
+
+    @property
+    def data_sha256(self) -> str:
+        """Hash of the data set that its clients shared; empty if they did not, or if it is not recorded."""
+        shared = self.hashes.get(None)
+        return shared.data if shared else ""
 
     @property
     def classes(self) -> tuple[str, ...]:

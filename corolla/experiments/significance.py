@@ -33,6 +33,7 @@ CAPTION = (
 
 # verdicts where there is nothing to compare
 FIRST, NOTHING_SHARED = "(first)", "other data, clients or seeds"
+NOT_THE_SAME = "not the same samples"
 
 Differences = NDArray[np.float64]
 Interval = tuple[float, float]
@@ -102,12 +103,30 @@ def seeds_needed(means: Differences) -> int | None:
 
 def same_data(ours: RecordedRun, theirs: RecordedRun) -> bool:
     """Tell whether clients of the same id hold the same samples, given the same seed."""
+    if None in ours.hashes and None in theirs.hashes and ours.hashes[None] != theirs.hashes[None]:
+        return False
 
     def data(run: RecordedRun) -> dict[str, object]:
         kinds = run.config.partition, run.config.dataset
         return {key.name: value for key, value in run.config.own_keys() if key.about == "data" and key.divides(*kinds)}
 
     return data(ours) == data(theirs)
+
+
+def same_samples(ours: RecordedRun, theirs: RecordedRun, client_id: int) -> bool:
+    """Tell whether a client that holds data of its own held the same in two runs, as far as it is recorded."""
+    mine, its = ours.hashes.get(client_id), theirs.hashes.get(client_id)
+    return mine is None or its is None or mine == its
+
+
+def other_samples(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> bool:
+    """Tell whether two groups of runs are known to be made of other samples."""
+    pairs = [(run, other) for run in ours for other in theirs if run.config.seed == other.config.seed]
+    return any(
+        whose in other.hashes and run.hashes[whose] != other.hashes[whose]
+        for run, other in pairs
+        for whose in run.hashes
+    )
 
 
 def final(run: RecordedRun) -> dict[str, float]:
@@ -125,7 +144,8 @@ def paired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> Compar
     for seed, run in {run.config.seed: run for run in ours}.items():
         if seed in other and same_data(run, other[seed]) and run.headline == other[seed].headline:
             mine, its = final(run), final(other[seed])
-            differences = np.array([mine[i] - its[i] for i in mine if i in its], np.float64)
+            same = [i for i in mine if i in its and same_samples(run, other[seed], int(i))]
+            differences = np.array([mine[i] - its[i] for i in same], np.float64)
             by_seed += [differences] * bool(differences.size)
     if not by_seed:
         return None
@@ -150,7 +170,7 @@ def differences_table(groups: Sequence[Sequence[RecordedRun]]) -> list[list[str]
     """Return, header first, the comparison of each group with the first; empty if there is nothing to compare."""
     names, first, *rows = varying_as_text(groups)
     found = [paired(runs, groups[0]) for runs in groups[1:]]
-    if not any(found):
+    if not any(found) and not any(other_samples(runs, groups[0]) for runs in groups[1:]):
         return []
     header = [
         *names,
@@ -163,14 +183,19 @@ def differences_table(groups: Sequence[Sequence[RecordedRun]]) -> list[list[str]
         "verdict",
     ]
     lines = [header, [*first, *["–"] * 6, FIRST]]
-    for row, one in zip(rows, found, strict=True):
+    for row, runs, one in zip(rows, groups[1:], found, strict=True):
         if one is None:
-            lines.append([*row, "0", "0", *["–"] * 4, NOTHING_SHARED])
+            lines.append([*row, "0", "0", *["–"] * 4, why_unpaired(runs, groups[0])])
             continue
         intervals = [_show(interval, one.metric) for interval in (one.over_pairs, one.over_seeds)]
         cells = [_signed(one.mean, one.metric), *intervals, f"{100 * one.share_better:.0f} %"]
         lines.append([*row, str(one.pairs), str(one.seeds), *cells, one.verdict])
     return lines
+
+
+def why_unpaired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> str:
+    """Say why no client of one group of runs has a counterpart in another."""
+    return NOT_THE_SAME if other_samples(ours, theirs) else NOTHING_SHARED
 
 
 def caption(groups: Sequence[Sequence[RecordedRun]]) -> str:

@@ -9,7 +9,8 @@ A method's own keys do not tell other methods' runs apart, nor a partition's tho
 
 A run is the same as another if their keys about data and training are; finished ones (with summary.json) under the sweep's
 directory are not repeated, unfinished ones go on from their last checkpoint; without a sound one they are moved to its folder
-`unfinished` and never counted. Unfinished runs that are not asked for stay as they are.
+`unfinished` and never counted. Runs made of data that have changed since are moved to `other-data` and done again. Unfinished
+runs that are not asked for stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,8 @@ from pathlib import Path
 from corolla.experiments.grouping import tells_runs_apart
 from corolla.experiments.runs import RecordedRun, inside
 from corolla.presets import read_preset, small
-from fl_app import plugins
+from fl_app import data, plugins
+from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.files import lock, make_directory
@@ -42,6 +44,8 @@ from fl_app.server.run_folder import check_state
 from fl_app.toml import flatten, read_toml, to_toml
 
 UNFINISHED = "unfinished"
+# for finished runs whose data have changed since
+OTHER_DATA = "other-data"
 # in the environment of every process a sweep starts: its directory
 VARIABLE = "COROLLA_SWEEP"
 MAX_NAME = 120
@@ -283,7 +287,7 @@ def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, Record
     finished: dict[str, RecordedRun] = {}
     unfinished: dict[Path, str] = {}
     for run in inside(directory, methods):
-        if run.path.name == UNFINISHED:
+        if run.path.name in (UNFINISHED, OTHER_DATA):
             continue
         try:
             whose = identity(run.config)
@@ -311,9 +315,35 @@ def resumable(folder: Path) -> int | None:
         return None
 
 
-def set_aside(folder: Path) -> Path:
-    """Move an unfinished run's folder to `unfinished`, beside it; returns its new path."""
-    target = folder.parent / UNFINISHED / folder.name
+def with_other_data(points: Sequence[Point], runs: Iterable[tuple[str, RecordedRun]]) -> list[RecordedRun]:
+    """Return the runs of a sweep that were made of other data than are there now: files have changed in between.
+
+    runs: with their identities. What is not known, of runs of earlier versions and of data that cannot be opened here, counts as
+    the same.
+    """
+    wanted = {identity(point.parsed): point.parsed for point in points}
+    opened: dict[tuple[Scalar, ...], DataHashes | None] = {}
+    found = []
+    for whose, run in runs:
+        began, config = run.hashes.get(None), wanted.get(whose)
+        if began is None or config is None:
+            continue
+        key = tuple(
+            value for spec, value in config.own_keys() if spec.about == "data" or spec.name in ("seed", "data-dir")
+        )
+        if key not in opened:
+            try:
+                opened[key] = data.open_data(config, look=True).hashes
+            except UserError:
+                opened[key] = None
+        if opened[key] not in (None, began):
+            found.append(run)
+    return found
+
+
+def set_aside(folder: Path, where: str = UNFINISHED) -> Path:
+    """Move a run's folder to one of that name, beside it; returns its new path."""
+    target = folder.parent / where / folder.name
     make_directory(target.parent)
     for k in itertools.count(2):
         if not target.exists():

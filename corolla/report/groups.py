@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from corolla.experiments.grouping import by_settings, differing_settings, settings
+from corolla.experiments.grouping import DATA_SHA256, by_settings, differing_settings, settings_of
 from corolla.experiments.table import FIGURES, Row, row_of
 from corolla.report.arrays import Curve, Floats, ReportedRun, curve, final_accuracies, ranked, spent, window
 from fl_app.config import RunConfig
@@ -17,7 +17,7 @@ from fl_app.keys import Scalar, show, specs
 
 LABEL_LENGTH = 40
 KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
-DATA_KEYS = frozenset(key.name for key in specs(RunConfig) if key.about == "data")
+DATA_KEYS = frozenset([DATA_SHA256, *(key.name for key in specs(RunConfig) if key.about == "data")])
 
 
 @dataclass(frozen=True)
@@ -69,15 +69,16 @@ def given_name(run: ReportedRun) -> str:
 
 def grouped(runs: Sequence[ReportedRun]) -> list[Group]:
     """Put runs together that differ in the seed alone, finished ones only, and number and name them."""
-
-    def own(run: ReportedRun) -> dict[str, Scalar]:
-        return {**settings(run.settings), "method": run.method, "unfinished": "" if run.finished else str(run.path)}
-
-    found = [Group(tuple(same)) for same in by_settings(runs, own)]
-    keys = [key for key in differing([group.first for group in found]) if key != "seed" or len(found) == len(runs)]
+    told = settings_of(runs, lambda run: run.settings)
+    own = {
+        run.path: {**one, "method": run.method, "unfinished": "" if run.finished else str(run.path)}
+        for run, one in zip(runs, told, strict=True)
+    }
+    found = [Group(tuple(same)) for same in by_settings(runs, lambda run: own[run.path])]
+    firsts = [group.first for group in found]
+    keys = [key for key in differing(firsts) if key != "seed" or len(found) == len(runs)]
     out = []
-    for number, group in enumerate(found, 1):
-        known = shown_settings(group.first)
+    for (number, group), known in zip(enumerate(found, 1), shown_settings(firsts), strict=True):
         varying = {key: known[key] for key in keys if key in known}
         words = [f"{key.rpartition('.')[2]} {show(value)}" for key, value in varying.items()]
         label = group.name or ", ".join([group.method, *words])
@@ -102,14 +103,15 @@ def short(label: str, length: int = LABEL_LENGTH) -> str:
     return f"{whole}, …" if whole else label[: length - 1] + "…"
 
 
-def shown_settings(run: ReportedRun) -> dict[str, Scalar]:
-    """Return a run's settings with the path of its data: two folders may hold other data under one name."""
-    return {**settings(run.settings), "dataset": run.settings.get("dataset", "")}
+def shown_settings(runs: Sequence[ReportedRun]) -> list[dict[str, Scalar]]:
+    """Return runs' settings with the path of their data: two folders may hold other data under one name."""
+    told = settings_of(runs, lambda run: run.settings)
+    return [{**one, "dataset": run.settings.get("dataset", "")} for run, one in zip(runs, told, strict=True)]
 
 
 def differing(runs: Sequence[ReportedRun]) -> list[str]:
     """Keys, beside the method, that have several values in the runs on which they bear: methods' own first, then by importance."""
-    found = differing_settings([shown_settings(run) for run in runs])
+    found = differing_settings(shown_settings(runs))
     found = [name for name in found if name != "method"]
 
     def place(name: str) -> int:

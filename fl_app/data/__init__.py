@@ -10,17 +10,18 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.checksums import Stamp, stamps_in, unchanged
+from fl_app.checksums import DataHashes, Stamp, stamps_in, unchanged
 from fl_app.config import RunConfig
 from fl_app.data import index_files
 from fl_app.data.index_files import Partition, partition_of, remarks
-from fl_app.data.prepared import DataRequest, DatasetInfo, Prepared, Samples, Targets, absolute, data_root
+from fl_app.data.prepared import DataRequest, DatasetInfo, Prepared, Samples, Targets, absolute, data_root, keyed
 from fl_app.errors import UserError
 from fl_app.sources import FOLDER, NODE, SOURCES, Source, path_in, source_of
 
@@ -65,6 +66,13 @@ class OpenedData:
     def unchanged(self) -> bool:
         """Whether its files are still those that were opened."""
         return unchanged(self.stamps)
+
+    @cached_property
+    def hashes(self) -> DataHashes:
+        """What the data are told from others by; a site's own have a hash that means nothing to others. Raises OSError."""
+        if self.partition is None:
+            return DataHashes(keyed(self.data.root, self.data.sha256), "")
+        return DataHashes(self.data.sha256, self.partition.sha256)
 
     def client(self, client_id: int) -> ClientData:
         """Return one client's samples."""

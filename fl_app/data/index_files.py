@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fl_app import tasks
-from fl_app.checksums import refuse_damage
+from fl_app.checksums import hash_of, refuse_damage
 from fl_app.config import RunConfig
 from fl_app.data.prepared import Prepared
 from fl_app.errors import UserError, describe, listed
@@ -34,6 +34,11 @@ class Partition:
     def num_clients(self) -> int:
         """Number of clients N."""
         return (len(self.offsets) - 1) // 2
+
+    @property
+    def sha256(self) -> str:
+        """Hash of all clients' indices, as hexadecimal digits."""
+        return hash_of(self.directory, ("flat.npy", "offsets.npy"))
 
     def client(self, client_id: int) -> Share:
         """Return (train, test) indices of one client, int64 [n] and [m], into [train; test]."""

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hmac
 import json
 import logging
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from fl_app import checksums, tasks
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError, describe
-from fl_app.files import build_once, cache_key
+from fl_app.files import build_once, cache_key, lock, publish_text
 from fl_app.sources import NODE, path_in
 from fl_app.tasks import Task
 
@@ -45,6 +47,8 @@ ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 FILES = "files.sha256"
 """Beside the arrays: a hash of the files they were made of."""
 GROUPS = "groups.json"
+HASH_KEY = "hash-key"
+"""In the data directory."""
 STATISTICS_BATCH = 1024
 
 
@@ -179,6 +183,19 @@ class Groups:
     names: tuple[str, ...]
 
 
+def keyed(root: Path, sha256: str) -> str:
+    """Return a hash of a site's data as others may see it: keyed, so that nobody can try out what the data may be.
+
+    root: the data directory, which keeps the key: the same data have the same hash here, and another one elsewhere. Raises OSError.
+    """
+    path = root / HASH_KEY
+    with lock(root / f".{HASH_KEY}.lock", wait=True):
+        if not path.exists():
+            publish_text(path, secrets.token_hex(32))
+        key = path.read_text(encoding="utf-8").strip()
+    return hmac.new(key.encode(), sha256.encode(), "sha256").hexdigest()
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A converted data set: read-only memory maps, x [n, ...], y [n] or [n, k]; key names it among all others."""
@@ -196,6 +213,12 @@ class Prepared:
     def directory(self) -> Path:
         """Where its files are."""
         return directory_of(self.root, self.key)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of its samples, targets, groups and class names, as hexadecimal digits, the same wherever it was converted."""
+        names = [f"{name}.npy" for name in (*ARRAYS, *(("groups_train", "groups_test") if self.groups else ()))]
+        return checksums.hash_of(self.directory, names, json.dumps([self.info.classes, self.info.groups]))
 
 
 def directory_of(root: Path, key: str) -> Path:

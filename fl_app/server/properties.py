@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple
 
+from fl_app.checksums import DataHashes
 from fl_app.keys import Scalar
 from fl_app.wire import ERROR, PRIVATE, WireError
 
@@ -15,7 +19,10 @@ MOST_CLIENTS = 10**6
 SAMPLES = ("train-samples", "test-samples")
 _COUNTS = (("in-channels", 1), ("image-size", 1), ("num-classes", 1), *((name, 0) for name in SAMPLES))
 LIST, SEALED = f"{PRIVATE}-list", f"{PRIVATE}-sealed"  # of private runs
-_TEXTS = ("class-counts", "class-names", LIST, SEALED, ERROR)
+HASHES = ("data-sha256", "partition-sha256")
+NORMALIZATION = "normalization"
+"""Mean and standard deviation per channel or feature, as JSON."""
+_TEXTS = ("class-counts", "class-names", *HASHES, NORMALIZATION, LIST, SEALED, ERROR)
 _SAMPLE = "input-shape"
 
 
@@ -88,6 +95,24 @@ def shape(answer: Mapping[str, Scalar]) -> Shape | None:
         return None
     inputs = tuple(int(word) for word in sample.split(",") if word)
     return Shape(channels, classes, side, inputs) if channels and classes and side else None
+
+
+def hashes(answer: Mapping[str, Scalar]) -> DataHashes | None:
+    """Return the hashes of a client's data and of their partition, None if it tells none."""
+    data, partition = (str(answer.get(name, "")) for name in HASHES)
+    known = re.fullmatch("[0-9a-f]{64}", data) and re.fullmatch("([0-9a-f]{64})?", partition)
+    return DataHashes(data, partition) if known else None
+
+
+def normalization(text: Scalar | None) -> dict[str, list[float]] | None:
+    """Read the mean and standard deviation that a client tells; None if it tells none, or what is no such thing."""
+    try:
+        told = json.loads(str(text))
+        found = {name: [float(value) for value in told[name]] for name in ("mean", "std")}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    fits = found["mean"] and len(found["mean"]) == len(found["std"])
+    return found if fits and all(map(math.isfinite, chain(*found.values()))) else None
 
 
 def describe(shape: Shape | None) -> str:

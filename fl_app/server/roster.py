@@ -17,6 +17,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fl_app import wire
+from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, plain
 from fl_app.keys import Scalar
@@ -61,6 +62,10 @@ class Roster:
         self.shape: Shape | None = None
         # The list of all sites' keys that most clients hold.
         self.key_list: str | None = None
+        # Hashes of most clients' data and partition, where all hold the same.
+        self.hashes: DataHashes | None = None
+        # Those that the run started with: by client where each holds data of its own, else under None.
+        self.recorded: dict[int | None, DataHashes] = {}
         self.properties: dict[int, dict[str, Scalar]] = {}
         self.node_of: dict[int, int] = {}  # client id -> node id
         self._inbox = Inbox(grid, link)
@@ -107,6 +112,7 @@ class Roster:
                 self._warn_of_refused()
                 self._warn_of_silent(waited)
                 self._started = True
+                self._record_hashes()
                 return
             self.progress("clients connected", len(self.node_of), self.minimum)
             if self._asked and waited > _SILENT_SECONDS and not self._started and not hinted:
@@ -231,6 +237,9 @@ class Roster:
             )
             self.shape = most_common(properties.shape(p) for p in self._answers.values())
             self.key_list = most_common(properties.key_list(p) for p in self._answers.values())
+            self.hashes = most_common(
+                found for p in self._answers.values() if (found := properties.hashes(p)) and found.partition
+            )
             self.node_of, self.properties, self._holders = {}, {}, Holders()
         seated = set(self.node_of.values())
         for node, given in self._answers.items():
@@ -247,6 +256,7 @@ class Roster:
             raise wire.WireError(
                 f"its data have {properties.describe(properties.shape(given))}, the others' {properties.describe(self.shape)}"
             )
+        self._check_data(client_id, properties.hashes(given))
         if self.config.private:
             properties.check_keys(given, self.key_list, self.num_clients)
         self._holders.claim(client_id, self._who[node], client_id in self.node_of)
@@ -256,6 +266,33 @@ class Roster:
             self._refused[self.node_of[client_id]] = f"client {client_id}", "two SuperNodes carry this partition-id"
         self.node_of[client_id] = node
         self.properties[client_id] = given
+        if self._started:
+            self._record_hashes()
+
+    def _check_data(self, client_id: int, found: DataHashes | None) -> None:
+        """Raise WireError for a client that holds other data than the run started with, or than the others hold."""
+        if found is None:
+            return
+        whose = None if found.partition else client_id
+        if (began := self.recorded.get(whose, found)) != found:
+            raise wire.WireError(f"its {differing(found, began)} is not what the run started with")
+        if whose is None and self.hashes is not None and found != self.hashes:
+            raise wire.WireError(f"its {differing(found, self.hashes)} is not the others'")
+
+    def _record_hashes(self) -> None:
+        """Keep what data the run has, for clients that come later or again."""
+        for client_id in self.node_of:
+            found = properties.hashes(self.properties[client_id])
+            if found is not None:
+                self.recorded.setdefault(None if found.partition else client_id, found)
+
+
+def differing(found: DataHashes, other: DataHashes) -> str:
+    """Say which of two hashes differs from another client's or run's, and both."""
+    name, ours, theirs = "data set", found.data, other.data
+    if ours == theirs:
+        name, ours, theirs = "partition", found.partition, other.partition
+    return f"{name} (sha256 {ours[:12]}..., expected {theirs[:12]}...)"
 
 
 def claimed(given: Properties) -> str:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from fl_app import plugins, tasks
+from fl_app.checksums import DataHashes, sha256_of
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError, plain
@@ -28,6 +29,7 @@ from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, ope
 from fl_app.keys import Scalar, own, table_of
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
+from fl_app.server.properties import hashes as hashes_of
 from fl_app.toml import flatten, parse_toml, to_toml
 
 log = logging.getLogger("corolla")
@@ -45,6 +47,11 @@ PLUGINS = "plugins"
 MODELS = "models"
 # Keys of run.json.
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
+DATA, INITIAL_WEIGHTS = "data", "initial-weights-sha256"
+# Of data that all clients of a run share; a client that holds its own has its hash in clients.json.
+DATA_HASH, PARTITION_HASH, NORMALIZED_BY = "sha256", "partition-sha256", "normalization"
+# of clients.json
+CLIENT_HASH = "data-sha256"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
 # characters of a class's name
@@ -92,6 +99,8 @@ class RunFolder:
             "figures": to_json(figures),
             **(facts or {}),
         }
+        if config.initial_weights:
+            about[INITIAL_WEIGHTS] = sha256_of(Path(config.initial_weights))
         folder.write(
             RUN, json.dumps({**about, "metrics": [metric.declared for metric in tasks.measured(config)]}) + "\n"
         )
@@ -313,7 +322,10 @@ def read_config(run: Path) -> dict[str, Scalar]:
 
 
 def check_unchanged(run: Path, config: RunConfig) -> None:
-    """Raise UserError if `run` is no run folder, or if a key differs from it that must not change on resume."""
+    """Raise UserError if `run` is no run folder, or if a key differs from it that must not change on resume.
+
+    The content of the file of `initial-weights` must not change either.
+    """
     # a key newer than the run had its default
     saved = {**config.defaults, **read_config(run)}
     changed = [
@@ -323,6 +335,7 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
     ]
     if changed:
         raise UserError("resume: these keys must not change:\n" + "\n".join(changed))
+    _check_weights(run, config)
 
 
 def check_state(run: Path) -> None:
@@ -334,6 +347,42 @@ def check_state(run: Path) -> None:
             f"resume: the clients of {run} removed their state when it ended, so that it cannot be continued; "
             "a run started with keep-state = true can"
         )
+
+
+def _check_weights(run: Path, config: RunConfig) -> None:
+    """Raise UserError if the file of `initial-weights` has changed since a run started."""
+    began, path = read_about(run).get(INITIAL_WEIGHTS), Path(config.initial_weights)
+    if began and config.initial_weights and path.is_file() and (now := sha256_of(path)) != began:
+        raise UserError(
+            f"initial-weights: {config.initial_weights} has changed since the run started: sha256 {now[:12]}..., "
+            f"expected {began[:12]}...; put the old file back, or start a new run"
+        )
+
+
+def check_data(run: Path, found: DataHashes) -> None:
+    """Raise UserError if the data that all clients share are not those that a run started with."""
+    began = read_hashes(run).get(None, found)
+    if began != found:
+        what, now, then = ("data set", found.data, began.data)
+        if now == then:
+            what, now, then = "partition", found.partition, began.partition
+        raise UserError(
+            f"resume: the {what} has changed since the run started: sha256 {now[:12]}..., expected {then[:12]}...; put the "
+            "old data back, or start a new run"
+        )
+
+
+def read_hashes(run: Path) -> dict[int | None, DataHashes]:
+    """Read the hashes of the data that a run started with: by client where each holds its own, else under None."""
+    data = read_about(run).get(DATA, {})
+    found: dict[int | None, DataHashes] = {
+        int(i): DataHashes(str(facts[CLIENT_HASH]), "")
+        for i, facts in read_clients(run).items()
+        if CLIENT_HASH in facts
+    }
+    if DATA_HASH in data:
+        found[None] = DataHashes(str(data[DATA_HASH]), str(data.get(PARTITION_HASH, "")))
+    return found
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
@@ -389,6 +438,8 @@ def _is_record(record: Any) -> bool:
 def client_facts(client_id: int, properties: Mapping[str, Scalar]) -> dict[str, Any]:
     """What clients.json keeps of a client's properties; malformed class counts are dropped and logged."""
     facts: dict[str, Any] = {name: properties.get(name) for name in ("train-samples", "test-samples")}
+    if (hashes := hashes_of(properties)) and not hashes.partition:
+        facts[CLIENT_HASH] = hashes.data
     text = str(properties.get("class-counts", ""))
     counts = [int(word) for word in text.split(",") if word.isascii() and word.isdecimal()]
     if text and (len(counts) != text.count(",") + 1 or len(counts) != properties.get("num-classes")):
@@ -424,11 +475,11 @@ def read_clients(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_about(run: Path) -> dict[str, Any]:
-    """Read run.json: the experiment's id, how often it was resumed, what it was made with, its method's figures, its
-    metrics, the classes' names, what its model was built with (`shape`), the hash of what of it does not train, and which models
-    were tested if that needs saying.
+    """Read run.json; empty if it cannot be read.
 
-    Empty if it cannot be read.
+    It holds the experiment's id, how often it was resumed, what it was made with, its method's figures, its metrics, the classes'
+    names, what its model was built with (`shape`), the hash of what of it does not train, hashes of its data and initial weights,
+    what normalised its inputs, and which models were tested if that needs saying.
     """
     try:
         about = json.loads(read_file(run, RUN))

@@ -46,6 +46,30 @@ def test_set_values_are_toml_and_bare_words_are_strings() -> None:
         parse_set(["a=[1, 2]"])
 
 
+def test_set_takes_what_stands_there_for_a_key_of_text() -> None:
+    words = [
+        "run-name=12",
+        "target=2024",
+        "classes=1,2",
+        "client= true",
+        "target=2024-01-01",
+        "seed=3",
+        "fedcac.tau=0.5",
+    ]
+    assert parse_set(words) == {
+        "run-name": "12",
+        "target": "2024-01-01",
+        "classes": "1,2",
+        "client": "true",
+        "seed": 3,
+        "fedcac.tau": 0.5,
+    }
+    assert parse_set(["run-name='12'", "fedcac.collaboration=none"]) == {
+        "run-name": "12",
+        "fedcac.collaboration": "none",
+    }
+
+
 def write_npz(path: Path, num_train: int = 40, classes: int = 4, **replace: object) -> Path:
     rng = np.random.default_rng(0)
     arrays: dict[str, object] = {

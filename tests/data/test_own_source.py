@@ -62,6 +62,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in PACKAGES:
         shutil.copytree(CLONE / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(CLONE / "pyproject.toml", root)
+    (root / "docs").mkdir()
     (root / "fl_app" / "data" / "h5.py").write_text(FILE)
     registry = root / "fl_app" / "sources.py"
     text = registry.read_text()

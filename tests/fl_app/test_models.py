@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import random
 import subprocess
 import sys
 import textwrap
@@ -182,6 +183,9 @@ def test_weights_come_from_seed_and_name_alone(name: str) -> None:
 # --- the user's own model
 
 FACTORIES = """
+    import random
+
+    import numpy as np
     import torch
     from torch import nn
 
@@ -189,6 +193,17 @@ FACTORIES = """
 
     def good(*, in_channels, num_classes, image_size):
         return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
+
+    def drawn_elsewhere(*, in_channels, num_classes, image_size):
+        module = good(in_channels=in_channels, num_classes=num_classes, image_size=image_size)
+        scale = random.random() * np.random.normal()
+        with torch.no_grad():
+            module[1].weight.mul_(scale)
+        return module
+
+    def untracked(*, in_channels, num_classes, image_size):
+        flat = in_channels * image_size**2
+        return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(flat, track_running_stats=False), nn.Linear(flat, num_classes))
 
     def lazy(*, in_channels, num_classes, image_size):
         return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
@@ -252,12 +267,16 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]
 
 def test_own_model_is_seeded_too(own: Callable[[str], str]) -> None:
     before = torch.get_rng_state()
-    for factory in ("good", "lazy"):
+    numpy_before, random_before = np.random.get_state()[1].copy(), random.getstate()  # noqa: NPY002 - what is tested
+    for factory in ("good", "lazy", "drawn_elsewhere"):
         first, second = (small(own(factory), seed=2) for _ in range(2))
         assert same(weights.read(first), weights.read(second))
         assert first.training and Layout.of(first).d == 64 * 3 + 3
     assert torch.equal(torch.get_rng_state(), before)
-    assert not same(weights.read(first), weights.read(small(own("lazy"), seed=3)))
+    assert np.array_equal(np.random.get_state()[1], numpy_before) and random.getstate() == random_before  # noqa: NPY002
+    for factory in ("lazy", "drawn_elsewhere"):
+        ours, other = (weights.read(small(own(factory), seed=seed)) for seed in (2, 3))
+        assert not same(ours, other)
 
 
 @pytest.mark.parametrize(
@@ -275,6 +294,7 @@ def test_own_model_is_seeded_too(own: Callable[[str], str]) -> None:
         ("own_models:constant", "the factory raised TypeError: 'int' object is not callable"),
         ("own_models:not_module", "must return a torch.nn.Module, got builtins.list"),
         ("own_models:frozen", "no trainable parameters"),
+        ("own_models:untracked", "BatchNorm must keep running statistics, .* track_running_stats is False in 1"),
         ("own_models:empty", "no trainable parameters"),
         ("own_models:wrong_size", r"must give logits of shape \[2, 3\], got \[2, 5\]"),
         ("own_models:no_tensor", r"must give logits of shape \[2, 3\], got a tuple"),

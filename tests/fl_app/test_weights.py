@@ -140,8 +140,8 @@ def test_initial_model_reads_a_pytorch_state_dict(tmp_path: Path) -> None:
     module, path = small("resnet8", seed=1), tmp_path / "client-3.pt"
     torch.save(module.state_dict(), path)
     assert same(weights.initial_model(small("resnet8"), str(path)), weights.read(module))
-    torch.save({"model": module.state_dict()}, path)
-    with pytest.raises(UserError, match="client-3.pt: must hold a state dict, tensors by name"):
+    torch.save({"weights": module.state_dict()}, path)
+    with pytest.raises(UserError, match="client-3.pt: must hold a state dict, tensors by name, .* got 'weights'"):
         weights.initial_model(module, str(path))
     for bad in (module, torch.zeros(3)):
         torch.save(bad, path)
@@ -152,6 +152,48 @@ def test_initial_model_reads_a_pytorch_state_dict(tmp_path: Path) -> None:
     path.write_bytes(b"nothing")
     with pytest.raises(UserError, match="client-3.pt: not a readable PyTorch file"):
         weights.initial_model(module, str(path))
+
+
+def forms(module: nn.Module) -> dict[str, object]:
+    """What people save of a module, by a name."""
+    state = module.state_dict()
+    return {
+        "in a checkpoint": {"state_dict": state, "epoch": 3},
+        "in another checkpoint": {"model_state_dict": state, "optimizer_state_dict": {"state": {}}, "loss": 0.5},
+        "of DataParallel": {f"module.{name}": tensor for name, tensor in state.items()},
+        "compiled": {f"_orig_mod.{name}": tensor for name, tensor in state.items()},
+        "compiled in DataParallel": {"state_dict": {f"module._orig_mod.{name}": t for name, t in state.items()}},
+        "sparse": {name: tensor.to_sparse() if tensor.dim() == 2 else tensor for name, tensor in state.items()},
+    }
+
+
+@pytest.mark.parametrize("form", forms(nn.Linear(1, 1)))
+@pytest.mark.parametrize("name", ["mlp", "resnet8"])
+def test_initial_model_reads_what_people_save(tmp_path: Path, form: str, name: str) -> None:
+    module, path = small(name, seed=1), tmp_path / "w.pt"
+    torch.save(forms(module)[form], path)
+    assert same(weights.initial_model(small(name), str(path)), weights.read(module))
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_parameters_without_buffers_do_where_there_are_none(tmp_path: Path, kind: type) -> None:
+    module, path = small("mlp", seed=1), tmp_path / "w.pt"
+    torch.save(kind(module.named_parameters()), path)
+    assert same(weights.initial_model(small("mlp"), str(path)), weights.read(module))
+    torch.save(kind(small("resnet8").named_parameters()), path)
+    with pytest.raises(UserError, match=r"not the buffers .*running_mean.*; save `module.state_dict\(\)`"):
+        weights.initial_model(small("resnet8"), str(path))
+
+
+def test_a_model_whose_own_names_have_the_prefix(tmp_path: Path) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 1)
+
+    module, path = Wrapped(), tmp_path / "w.pt"
+    torch.save(module.state_dict(), path)
+    assert same(weights.initial_model(Wrapped(), str(path)), weights.read(module))
 
 
 def test_initial_model_refuses_missing_corrupt_and_infinite_files(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from fl_app import data, plugins, tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, describe, listed
 from fl_app.files import publish
+from fl_app.server.run_folder import DATA, NORMALIZED_BY
 from fl_app.sources import NODE
 from fl_app.tasks import Task
 from fl_app.tasks.task import Inputs
@@ -73,18 +74,21 @@ def predicts(task: Task) -> bool:
 def described(trained: Trained, data_path: str) -> Card:
     """Return what a card tells of samples and answers: `input`, `outputs`, `classes`.
 
-    data_path: of the node whose data the model is for, for dataset `node`. Raises UserError if the mean and standard deviation that
-    the run normalised by cannot be had here.
+    data_path: of the node whose data the model is for, for dataset `node`. The mean and standard deviation are those that the run
+    recorded. Raises UserError if it has not, and its data are not here, or have changed since.
     """
     config, task = trained.config, tasks.of(trained.config)
     shape = list(trained.shape.get("input_shape") or (trained.shape["in_channels"], *[trained.shape["image_size"]] * 2))
+    recorded = trained.run.about.get(DATA, {}).get(NORMALIZED_BY)
     info, dtype = None, "int64" if task.input_dtype == "int64" else "uint8" if len(shape) == 3 else "float32"
     if config.dataset != NODE or data_path:
         try:
             found = data.prepare_for(config, data_path)
+            if trained.run.data_sha256 not in ("", found.sha256):
+                raise UserError(f"{config.dataset} has changed since the run started")
             info, dtype = found.info, str(found.x_train.dtype)
         except UserError as error:
-            if config.normalize == "mean-std" or data_path:
+            if (config.normalize == "mean-std" and not recorded) or data_path:
                 raise UserError(f"normalize: the data set's mean and standard deviation are needed: {error}") from None
     elif config.normalize == "mean-std":
         raise UserError(
@@ -96,7 +100,9 @@ def described(trained: Trained, data_path: str) -> Card:
             f"{data_path or config.dataset} holds samples of shape {list(info.input_shape)}, the run's have {shape}"
         )
     names = trained.run.about.get("classes") or (list(info.classes) if info else None)
-    scaled = config.normalize == "mean-std" and info is not None
+    if recorded is None:
+        recorded = {"mean": list(info.mean), "std": list(info.std)} if info is not None else {}
+    constants = recorded if config.normalize == "mean-std" else {}
     return {
         "input": {
             "name": SAMPLES,
@@ -104,8 +110,8 @@ def described(trained: Trained, data_path: str) -> Card:
             "shape": shape,
             "image-size": config.image_size,
             "normalize": config.normalize,
-            "mean": list(info.mean) if scaled and info else [],
-            "std": list(info.std) if scaled and info else [],
+            "mean": constants.get("mean", []),
+            "std": constants.get("std", []),
         },
         "outputs": [OUTPUTS, PREDICTIONS] if predicts(task) else [OUTPUTS],
         "classes": names or [str(k) for k in range(trained.shape["num_classes"])],

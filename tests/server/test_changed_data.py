@@ -1,0 +1,253 @@
+"""A run is made of its data: what it was made of is recorded, and whoever goes on, repeats or compares asks for the same."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from corolla.experiments import compare, significance
+from corolla.experiments.runs import RecordedRun, find
+from fl_app import models, weights
+from fl_app.checksums import DataHashes
+from fl_app.errors import UserError
+from fl_app.layout import Layout
+from fl_app.server.roster import differing
+from fl_app.server.run_folder import read_about, read_clients, read_hashes
+from fl_app.weights import save_safetensors
+from strategies import METHOD_PARAMS
+from tests.conftest import Command, Run
+
+EVERYTHING = ["--set", "partition=iid", "--set", "train-samples=0", "--set", "test-samples=0"]
+
+
+def write_data(path: Path, seed: int) -> Path:
+    random = np.random.default_rng(seed)
+    y = random.integers(0, 3, 180)
+    x = (np.eye(3)[y] * 5 + random.normal(size=(180, 3)) * 0.1).astype(np.float32)
+    np.savez(path, x_train=x[:120], y_train=y[:120], x_test=x[120:], y_test=y[120:])
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_data(tmp_path / "data.npz", 0)
+
+
+def arguments(tmp_path: Path, data: Path, name: str = "one", *more: str, rounds: int = 1) -> list[str]:
+    sets = {
+        "method": "fedavg",
+        "model": "mlp",
+        "dataset": f"npz:{data}",
+        "num-server-rounds": rounds,
+        "local-epochs": 1,
+        "run-name": name,
+        "output-dir": tmp_path,
+        "state-dir": tmp_path / "state",
+        "data-dir": tmp_path / "prepared",
+        "keep-state": "true",
+    }
+    words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    return ["run", "--in-process", "--clients", "3", *words, *EVERYTHING, *more]
+
+
+def again(tmp_path: Path, rounds: int) -> list[str]:
+    return [
+        "run", "--in-process", "--resume", str(tmp_path / "one"), "--set", f"num-server-rounds={rounds}",
+        "--set", f"state-dir={tmp_path / 'state'}",
+    ]  # fmt: skip
+
+
+def test_a_run_records_what_it_is_made_of(command: Command, tmp_path: Path, data: Path) -> None:
+    assert command(*arguments(tmp_path, data, "one", "--set", "normalize=mean-std"))[0] == 0
+    about = read_about(tmp_path / "one")["data"]
+    x = np.load(data)["x_train"].astype(np.float64)
+    assert about["normalization"]["mean"] == pytest.approx(x.mean(0)) and set(about) == {
+        "sha256",
+        "partition-sha256",
+        "normalization",
+    }
+    # the same samples under another name, prepared elsewhere
+    (tmp_path / "other").mkdir()
+    copy = write_data(tmp_path / "other" / "copy.npz", 0)
+    more = ["--set", "normalize=mean-std", "--set", f"data-dir={tmp_path / 'elsewhere'}", "--set", "seed=1"]
+    assert command(*arguments(tmp_path, copy, "two", *more))[0] == 0
+    other = read_about(tmp_path / "two")["data"]
+    assert other["sha256"] == about["sha256"] and other["partition-sha256"] != about["partition-sha256"]
+
+
+def test_a_run_does_not_go_on_with_other_data(command: Command, tmp_path: Path, data: Path) -> None:
+    assert command(*arguments(tmp_path, data))[0] == 0
+    metrics = (tmp_path / "one" / "metrics.jsonl").read_bytes()
+    write_data(data, 1)
+    code, out, err = command(*again(tmp_path, 2))
+    assert code == 2 and "the data set has changed since the run started: sha256" in " ".join((out + err).split())
+    assert (tmp_path / "one" / "metrics.jsonl").read_bytes() == metrics
+    write_data(data, 0)
+    assert command(*again(tmp_path, 2))[0] == 0
+
+
+def test_a_run_does_not_go_on_with_another_partition(command: Command, tmp_path: Path, data: Path) -> None:
+    def parts(test: int) -> None:
+        train = np.arange(90).reshape(3, 30)
+        np.savez(tmp_path / "mine.npz", train_idx=train, test_idx=np.arange(60).reshape(3, 20)[:, :test])
+
+    parts(20)
+    mine = ["--set", f"partition=file:{tmp_path / 'mine.npz'}"]
+    assert command(*arguments(tmp_path, data, "one", *mine))[0] == 0
+    parts(10)
+    code, out, err = command(*again(tmp_path, 2))
+    assert code == 2 and "the partition has changed since the run started" in " ".join((out + err).split())
+
+
+def test_a_run_does_not_go_on_with_other_initial_weights(run: Run, tmp_path: Path) -> None:
+    file, start = tmp_path / "start.safetensors", {"model": "mlp", "num_clients": 2, "method": "fedavg"}
+    module = models.build("mlp", in_channels=1, num_classes=10, image_size=8)
+
+    def save(scale: float) -> None:
+        model = weights.read(module)
+        save_safetensors(file, Layout.of(module), type(model)(scale * model.params, model.buffers))
+
+    save(1.0)
+    folder = run(run_name="one", initial_weights=str(file), keep_state=True, num_server_rounds=1, **start)
+    save(2.0)
+    again = {"resume": str(folder.path), "run_name": "one", "initial_weights": str(file), "keep_state": True}
+    with pytest.raises(UserError, match="initial-weights: .* has changed since the run started"):
+        run(num_server_rounds=2, **again, **start)
+    save(1.0)
+    run(num_server_rounds=2, **again, **start)
+
+
+def test_the_server_refuses_a_site_whose_data_have_changed(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sites = {i: write_data(tmp_path / f"site{i}.npz", i) for i in range(3)}
+    nodes: Any = {i: {"data-path": str(path)} for i, path in sites.items()}
+    setting: dict[str, Any] = {
+        "method": "fedavg",
+        "dataset": "node",
+        "classes": "0,1,2",
+        "num_clients": 3,
+        "keep_state": True,
+        "run_name": "one",
+        "min_available_clients": 2,
+        "available_timeout": 1.0,
+    }
+    folder = run(node_configs=nodes, num_server_rounds=1, **setting)
+    told = read_clients(folder.path)
+    hashes = {i: told[str(i)]["data-sha256"] for i in range(3)}
+    assert len(set(hashes.values())) == 3 and "data" not in read_about(folder.path)
+    assert read_hashes(folder.path) == {i: DataHashes(hashes[i], "") for i in range(3)}
+    write_data(sites[1], 7)
+    caplog.set_level(logging.WARNING, logger="corolla")
+    run(node_configs=nodes, num_server_rounds=2, resume=str(folder.path), **setting)
+    (line,) = [line for line in caplog.messages if "client 1" in line]
+    assert re.search(r"its data set \(sha256 .*\) is not what the run started with", line)
+    last = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()][-1]
+    assert last["round"] == 2 and set(last["clients"]) == {"0", "2"}
+
+
+def test_a_hash_of_a_sites_own_data_means_nothing_elsewhere(run: Run, tmp_path: Path) -> None:
+    site = write_data(tmp_path / "site.npz", 0)
+    nodes: Any = {i: {"data-path": str(site)} for i in range(2)}
+    found = []
+    for where in ("here", "here", "there"):
+        folder = run(
+            method="fedavg", dataset="node", classes="0,1,2", num_clients=2, num_server_rounds=1, node_configs=nodes,
+            run_name=f"run{len(found)}", data_dir=str(tmp_path / where),
+        )  # fmt: skip
+        found.append(read_hashes(folder.path)[0].data)
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_server_refuses_a_client_that_holds_another_data_set(run: Run, tmp_path: Path) -> None:
+    """Its file has the same name, and other content than the others'."""
+    from client_app import client
+
+    true = client.CorollaClient._data_hashes
+
+    def other(self: client.CorollaClient) -> Any:
+        found = true(self)
+        return {**found, "data-sha256": "0" * 64} if self.client_id == 2 else found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(client.CorollaClient, "_data_hashes", other)
+        with pytest.raises(UserError, match=r"client 2: its data set \(sha256 000000000000.*\) is not the others'"):
+            run(method="fedavg", num_clients=3, available_timeout=1.0, run_name="one")
+        folder = run(method="fedavg", num_clients=3, min_available_clients=2, available_timeout=1.0, run_name="two")
+    assert set(read_clients(folder.path)) == {"0", "1"}
+
+
+def test_which_hash_differs_is_said() -> None:
+    a, b = DataHashes("a" * 64, "c" * 64), DataHashes("b" * 64, "c" * 64)
+    assert differing(a, b) == "data set (sha256 aaaaaaaaaaaa..., expected bbbbbbbbbbbb...)"
+    assert differing(DataHashes("a" * 64, "d" * 64), a).startswith("partition (sha256 dddddddddddd")
+
+
+def test_a_sweep_runs_again_what_was_made_of_other_data(command: Command, tmp_path: Path, data: Path) -> None:
+    sweep = tmp_path / "s.toml"
+    sweep.write_text(
+        f'[settings]\ndataset = "npz:{data}"\nmodel = "mlp"\nnum-clients = 3\nnum-server-rounds = 1\nlocal-epochs = 1\n'
+        f'partition = "iid"\ntrain-samples = 0\ntest-samples = 0\ndata-dir = "{tmp_path / "prepared"}"\n'
+        f'state-dir = "{tmp_path / "state"}"\nmethod = "fedavg"\n[grid]\nseed = [0, 1]\n'
+    )
+    words = ["sweep", "--in-process", str(sweep), "--output-dir", str(tmp_path / "out")]
+    assert command(*words)[0] == 0
+    code, out, _ = command(*words)
+    assert code == 0 and "2 finished before, 0 to do" in out
+    write_data(data, 1)
+    code, out, _ = command(*words)
+    assert code == 0 and "0 finished before, 2 to do" in out
+    assert out.count("the data have changed since this run, set aside") == 2
+    assert len(list((tmp_path / "out" / "other-data").iterdir())) == 2
+    code, out, _ = command(*words)
+    assert code == 0 and "2 finished before, 0 to do" in out
+
+
+def test_compare_tells_runs_of_other_samples_apart(command: Command, tmp_path: Path, data: Path) -> None:
+    for name, method, content in (("a", "fedavg", 0), ("b", "local", 0), ("c", "local", 1), ("d", "fedavg", 1)):
+        write_data(data, content)
+        assert command(*arguments(tmp_path, data, name, "--set", f"method={method}"))[0] == 0
+    runs = {run.path.name: run for run in find([tmp_path / name for name in "abcd"], METHOD_PARAMS)}
+    groups = compare.group(runs.values())
+    assert [[run.path.name for run in group] for group in groups] == [["a"], ["b"], ["c"], ["d"]]
+    (header, *rows) = significance.differences_table(groups)
+    assert "data-sha256" in header
+    assert [row[-1] for row in rows] == [
+        "(first)",
+        "undecided: needs 3 seeds",
+        "not the same samples",
+        "not the same samples",
+    ]
+    code, out, _ = command("compare", *(str(tmp_path / name) for name in "abcd"))
+    assert code == 0 and out.count("not the same samples") == 2
+    # without runs of other samples nothing is said of them
+    same = compare.group([runs["a"], runs["b"]])
+    assert "data-sha256" not in significance.differences_table(same)[0]
+
+
+def test_sites_whose_data_have_changed_are_not_paired(run: Run, tmp_path: Path) -> None:
+    sites = {i: write_data(tmp_path / f"site{i}.npz", i) for i in range(3)}
+    nodes: Any = {i: {"data-path": str(path)} for i, path in sites.items()}
+    setting: dict[str, Any] = {"dataset": "node", "classes": "0,1,2", "num_clients": 3, "num_server_rounds": 1}
+    run(node_configs=nodes, method="fedavg", run_name="a", **setting)
+    write_data(sites[1], 7)
+    folder = run(node_configs=nodes, method="local", run_name="b", **setting)
+    one, other = (RecordedRun(folder.path.parent / name, METHOD_PARAMS) for name in "ab")
+    found = significance.paired([other], [one])
+    assert found is not None and found.pairs == 2
+
+
+def test_what_is_exported_later_is_normalised_as_the_run_was(command: Command, tmp_path: Path, data: Path) -> None:
+    assert command(*arguments(tmp_path, data, "one", "--set", "normalize=mean-std"))[0] == 0
+    mean = np.load(data)["x_train"].astype(np.float64).mean(0)
+    write_data(data, 1)
+    code, _, err = command("export", str(tmp_path / "one"), "--output", str(tmp_path / "m.pt"))
+    assert code == 0, err
+    (card,) = tmp_path.glob("m*.json")
+    assert json.loads(card.read_text())["input"]["mean"] == pytest.approx(mean)
