@@ -79,7 +79,10 @@ class PlainRounds:
     def personalize(self, round: int, accepted: Any) -> None:
         """Let the method make the next models; what is beyond `server-memory-limit` goes to the disk."""
         server = self.server
+        server.attempt.uploads = accepted
         server.personalize(round, accepted)
+        # the method alone says how long the stacks are kept
+        server.attempt.uploads = None
         client_arrays.settle(server.personal, accepted.ids, self.config.server_memory_limit * 1e9, server.folder.path)
 
     def suspects(self) -> list[str]:
