@@ -26,6 +26,8 @@ Arrays = list[NDArray[Any]]
 CLIENTS = 7
 # one cluster: smaller ones are averaged plainly
 SETTINGS: dict[str, dict[str, Any]] = {"ifca": {"clusters": 1}, "fedconcat": {"clusters": 1}}
+# of the others FedAvg's server half averages
+OWN_MEANS = ("fedavg", "fedcac", "pfedme", "pfedfda", "fedgen", "ifca", "fedconcat")
 ABLE = [name for name, method in METHODS.items() if "krum" in method.strategy.robust]
 
 
@@ -56,7 +58,9 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Arrays]]:
     return seen
 
 
-@pytest.mark.parametrize("method", ABLE)
+@pytest.mark.parametrize(
+    "method", [name if name in OWN_MEANS else pytest.param(name, marks=pytest.mark.long) for name in ABLE]
+)
 def test_all_that_is_averaged_is_one_clients(run: Run, rounds: list[tuple[Arrays, Arrays]], method: str) -> None:
     own = {**IN_TWO_ROUNDS.get(method, {}), **({method: SETTINGS[method]} if method in SETTINGS else {})}
     run(method=method, model="resnet8", robust="krum", num_clients=CLIENTS, max_update_norm=0, seed=1, **own)
