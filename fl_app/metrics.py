@@ -234,6 +234,7 @@ def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
         "upload-bytes": sum(int(r.get("upload-bytes") or 0) for r in rounds),
         "download-bytes": sum(int(r.get("download-bytes") or 0) for r in rounds),
         "failures": sum(len(part.get("failures", [])) for r in rounds for part in (r, r.get("evaluation") or {})),
+        "far-uploads": sum(len(r.get("far", [])) for r in rounds),
         "seconds": round(sum(r.get("seconds", {}).get("round", 0.0) for r in rounds), 3),
     }
 

@@ -68,6 +68,12 @@ def warnings(runs: Sequence[ReportedRun]) -> str:
             )
         if run.failures:
             lines.append(f"{name}: {len(run.failures)} times a client's reply was missing or unusable; see below.")
+        if far := run.far:
+            clients = ", ".join(map(str, sorted({outlier["client"] for _, outlier in far})))
+            lines.append(
+                f"{name}: {len(far)} uploads were used though they lay far from the others' (max-update-norm = 0), of clients "
+                f"{escape(plain(clients))}."
+            )
     data = [key for key in differing(runs) if key in DATA_KEYS]
     if data:
         keys = escape(", ".join(data))

@@ -114,6 +114,7 @@ class PlainRounds:
                 intake.reject(outlier.client_id)
                 attempt.fail(outlier.client_id, f"round {attempt.round}", "dropped", outlier.refusal())
             else:
+                attempt.far.append({"client": outlier.client_id, "cause": str(outlier)})
                 log.warning(
                     "round %d: client %d is used (max-update-norm is 0), but %s",
                     attempt.round,
