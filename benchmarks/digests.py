@@ -1,11 +1,13 @@
 """Digests of short runs, every method x {mlp, resnet8} x {all, half of the clients}: what a redesign must leave as it is.
 
-`python -m benchmarks.digests [METHOD ...]` prints a line per run: three rounds in process, all method parameters at their
-defaults but for FedConcat's phases. Two trees compute the same if they print the same on one machine.
+`python -m benchmarks.digests [--version 1] [METHOD ...]` prints which version of the digest follows, then a line per run: three
+rounds in process, all method parameters at their defaults but for FedConcat's phases. Two trees compute the same if they print the
+same on one machine. A tree that prints no version prints version 1, of parameters alone; with `--version 1` others do, too.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import tempfile
@@ -14,8 +16,10 @@ from pathlib import Path
 from client_app.client_app import app
 from fl_app.config import parse
 from fl_app.keys import Scalar
+from fl_app.metrics import DIGEST_VERSION
+from fl_app.server import record as records
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.run_folder import read_summary
+from fl_app.server.run_folder import read_metrics
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS, METHODS
 
@@ -24,8 +28,8 @@ MODELS = ("mlp", "resnet8")
 FRACTIONS = (1.0, 0.5)
 
 
-def digest(directory: Path, method: str, model: str, fraction: float) -> str:
-    """Digest of three rounds with `CLIENTS` clients, a `fraction` of them in every round."""
+def digest(directory: Path, method: str, model: str, fraction: float, version: int = DIGEST_VERSION) -> str:
+    """Digest, of a version, of three rounds with `CLIENTS` clients, a `fraction` of them in every round."""
     raw: dict[str, Scalar] = {
         "method": method,
         "model": model,
@@ -45,18 +49,25 @@ def digest(directory: Path, method: str, model: str, fraction: float) -> str:
         "fedconcat.encoder-rounds": 1,
     }
     folder = run(InProcessGrid(app, raw, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
-    return str(read_summary(folder.path)["digest"])
+    *_, last = read_metrics(folder.path)
+    return records.digest(last["evaluation"]["clients"].values(), version)
 
 
-def main(methods: list[str]) -> None:
+def main(arguments: list[str]) -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description="Digests of short runs.")
+    parser.add_argument("--version", type=int, choices=range(1, DIGEST_VERSION + 1), default=DIGEST_VERSION)
+    parser.add_argument("methods", nargs="*", metavar="METHOD", default=list(METHODS))
+    asked = parser.parse_args(arguments)
+    version = asked.version
+    print(f"digest-version = {version}", flush=True)
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as directory:
-        for method in methods or list(METHODS):
+        for method in asked.methods:
             for model in MODELS:
                 for fraction in FRACTIONS:
                     print(
-                        f"{method:10} {model:8} {fraction:4}  {digest(Path(directory), method, model, fraction)}",
+                        f"{method:10} {model:8} {fraction:4}  {digest(Path(directory), method, model, fraction, version)}",
                         flush=True,
                     )
 

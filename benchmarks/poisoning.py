@@ -2,8 +2,8 @@
 
 `python -m benchmarks.poisoning [METHOD ...]` trains on digits in one process, 10 clients, 15 rounds, all other keys at their
 defaults; the last one or three clients lie in every round (benchmarks/attacks.py). It prints the honest clients' mean accuracy
-after the last round, without a defence, with `max-update-norm` as it is by default, with each rule of `robust` alone, and with the
-default and the median together; `ends`: the run had too few usable uploads. --defences: only these columns; --processes: how many
+after the last round, with no defence, which is the default, with `max-update-norm = 3`, with each rule of `robust` alone, and with
+the bound and the median together; `ends`: the run had too few usable uploads. --defences: only these columns; --processes: how many
 runs at once.
 """
 
@@ -29,6 +29,7 @@ from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import read_metrics
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS, METHODS
+from strategies.engine.screening import USUAL
 
 CLIENTS, ROUNDS = 10, 15
 LIARS = (1, 3)
@@ -37,6 +38,7 @@ METHODS_SHOWN = ("fedavg", "fedcac", "feddac")
 WITH_A_MASK = ("fedcac", "feddac")
 NOBODY = "nobody lies"
 NO_BOUND: dict[str, Scalar] = {"max-update-norm": 0.0}
+BOUND: dict[str, Scalar] = {"max-update-norm": USUAL}
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,10 @@ def defences(method: str) -> dict[str, dict[str, Scalar]]:
     """Run config of every defence, by its name in the table."""
     rules = sorted(METHODS[method].strategy.robust)
     alone: dict[str, dict[str, Scalar]] = {rule: {"robust": rule, **NO_BOUND} for rule in rules}
-    both: dict[str, dict[str, Scalar]] = {"default and median": {"robust": "median"}} if "median" in rules else {}
-    return {"none": NO_BOUND, "default": {}, **alone, **both}
+    both: dict[str, dict[str, Scalar]] = (
+        {"bound and median": {"robust": "median", **BOUND}} if "median" in rules else {}
+    )
+    return {"none": NO_BOUND, "bound": BOUND, **alone, **both}
 
 
 def trials(method: str, chosen: Sequence[str] = ()) -> Iterator[Trial]:

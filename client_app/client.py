@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import logging
 import math
@@ -192,7 +191,7 @@ class CorollaClient(NumPyClient):
         exported = update.export(model, state, ctx)
         return {
             **self._reported({"loss": loss, **measured}, trainer),
-            "sha256": hashlib.sha256(exported.params.tobytes()).hexdigest(),
+            **wire.hashes(exported),
             **self._fallback,
         }
 

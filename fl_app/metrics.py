@@ -24,6 +24,9 @@ log = logging.getLogger("corolla")
 # The largest number that a client may report: sums of such numbers stay finite.
 MAX_NUMBER = 1e30
 FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
+# Of the digest of all personalized models. 1, of runs that record none, is over parameters alone; 2 is over BatchNorm statistics
+# and other buffers, too.
+DIGEST_VERSION = 2
 
 # A round's record, as a line of metrics.jsonl holds it.
 Record = dict[str, Any]
@@ -223,12 +226,15 @@ def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
     return {
         **found,
         "digest": final.get("digest"),
+        # evaluations recorded before there were versions tell none
+        "digest-version": final.get("digest-version", 1) if "digest" in final else None,
         "absent": final.get("absent"),
         "final-clients": final.get("evaluated"),
         "final-clients-expected": final.get("expected"),
         "upload-bytes": sum(int(r.get("upload-bytes") or 0) for r in rounds),
         "download-bytes": sum(int(r.get("download-bytes") or 0) for r in rounds),
         "failures": sum(len(part.get("failures", [])) for r in rounds for part in (r, r.get("evaluation") or {})),
+        "far-uploads": sum(len(r.get("far", [])) for r in rounds),
         "seconds": round(sum(r.get("seconds", {}).get("round", 0.0) for r in rounds), 3),
     }
 

@@ -7,6 +7,7 @@ client sends is checked here, before it is copied anywhere: names, shapes, dtype
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import re
@@ -30,6 +31,8 @@ from fl_app.metrics import MAX_NUMBER, range_error
 
 Array = NDArray[np.generic]
 ARRAYS, ERROR = "arrays", "error"
+# metrics of an evaluation: hashes of the model that the client was evaluated with, of its parameters and of its buffers
+SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
 # metric: the generation of state that this message made, "" without any
 STATE_VERSION = "state-version"
 # metric of a client whose state was damaged: the earlier generation it went on from
@@ -250,9 +253,18 @@ def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar
         raise WireError(f"loss must be a number >= 0, got {reprlib.repr(result.loss)}")
     if type(result.num_examples) is not int or result.num_examples < 0:
         raise WireError(f"num_examples must be an integer >= 0, got {reprlib.repr(result.num_examples)}")
-    if not re.fullmatch("[0-9a-f]{64}", str(sha256 := metrics.get("sha256", ""))):
-        raise WireError(f"sha256 must be 64 hexadecimal digits, got {reprlib.repr(sha256)}")
+    for name in (SHA256, BUFFERS_SHA256) if BUFFERS_SHA256 in metrics else (SHA256,):
+        if not re.fullmatch("[0-9a-f]{64}", str(value := metrics.get(name, ""))):
+            raise WireError(f"{name} must be 64 hexadecimal digits, got {reprlib.repr(value)}")
     return number({"loss": result.loss}, "loss", 0), result.num_examples, metrics
+
+
+def hashes(model: Model) -> dict[str, str]:
+    """Return what a client tells of the model it is evaluated with: sha256 of its parameters, and of its buffers if it has any."""
+    found = {SHA256: hashlib.sha256(model.params.tobytes()).hexdigest()}
+    if model.buffers.size:
+        found[BUFFERS_SHA256] = hashlib.sha256(model.buffers.tobytes()).hexdigest()
+    return found
 
 
 def one_line(text: object) -> str:

@@ -33,7 +33,7 @@ class FedAvg(PersonalizedStrategy[P]):
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Mean weighted by training samples (`weights`), or what the key `robust` puts in its place."""
-        mean, weights = self.averaging.mean, self.weights(uploads)
+        mean, weights = self.averaging_of(uploads).mean, self.weights(uploads)
         self.global_model = Model(mean(uploads.W, weights), mean(uploads.B, weights))
 
 

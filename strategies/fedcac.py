@@ -239,7 +239,8 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         """Equations 7-11, for the round's participants."""
         assert uploads.bits is not None
         p, n = self.params, len(uploads.ids)
-        weights = self.weights(uploads)
+        # chosen before the stack is written to
+        averaging, weights = self.averaging_of(uploads), self.weights(uploads)
         overlap = mask_overlap(uploads.W, uploads.bits)
         chosen = self.choose(overlap, round)
         mean, personalized = personalize(
@@ -251,10 +252,10 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
             chosen=chosen,
             non_critical=p.non_critical,
             out=uploads.W,
-            averaging=self.averaging,
+            averaging=averaging,
         )
-        statistics = self.averaging.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
-        self.global_model = Model(mean, self.averaging.mean(uploads.B, weights))
+        statistics = averaging.group_means(uploads.B, chosen | np.eye(n, dtype=bool))
+        self.global_model = Model(mean, averaging.mean(uploads.B, weights))
         for i, client_id in enumerate(uploads.ids):
             self.keep_for(
                 client_id, params=personalized[i], buffers=statistics[i], mask=uploads.bits[i], round=np.array(round)

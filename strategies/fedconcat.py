@@ -268,15 +268,15 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Mean per cluster weighted by samples; of classifiers the plain mean."""
-        mean, chosen = self.averaging.mean, np.array([self.cluster_of(i) for i in uploads.ids])
+        averaging, chosen = self.averaging_of(uploads), np.array([self.cluster_of(i) for i in uploads.ids])
         if self.grown:
-            self.memory[CLASSIFIER] = mean(uploads.extras[CLASSIFIER])
+            self.memory[CLASSIFIER] = averaging.mean(uploads.extras[CLASSIFIER])
             for client_id, k in zip(uploads.ids, chosen, strict=True):
                 self.keep_for(client_id, cluster=np.array([k]), equipped=np.array([True]))
         else:
             before, weights = self.models(), self.weights(uploads)
-            params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in before]), mean)
-            buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in before]), mean)
+            params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in before]), averaging)
+            buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in before]), averaging)
             self.memory |= {"models": params, "statistics": buffers}
         for client_id, k in zip(uploads.ids, chosen.tolist(), strict=True):
             self.note(client_id, "cluster", k)

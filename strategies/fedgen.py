@@ -278,7 +278,8 @@ class FedGen(FedAvg[FedGenParams]):
         weight, bias = head_slots(self.layout)
         flat = [uploads.W[:, slot.start : slot.stop] for slot in (weight, bias) if slot is not None]
         if self.params.teacher == "ensemble":
-            flat = [self.averaging.mean(rows, self.weights(uploads))[None] for rows in flat]
+            averaging, weights = self.averaging_of(uploads), self.weights(uploads)
+            flat = [averaging.mean(rows, weights)[None] for rows in flat]
             shares = np.ones((1, weight.shape[0]))
         heads = np.ascontiguousarray(flat[0]).reshape(-1, *weight.shape)
         biases = np.ascontiguousarray(flat[1]) if bias else np.zeros(heads.shape[:2], np.float32)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +30,9 @@ from fl_app.keys import AT_LEAST_ONE, key
 from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload, WireError
 from strategies import components
-from strategies.aggregate import weighted_mean
 from strategies.base import ClientState, Drawings, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
 from strategies.fedavg import FedAvg
+from strategies.robust import PLAIN, Averaging
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,18 +55,18 @@ def cluster_means(
     sizes: ArrayLike,
     chosen: ArrayLike,
     models: NDArray[np.floating[Any]],
-    mean: Callable[..., NDArray[np.floating[Any]]] = weighted_mean,
+    averaging: Averaging = PLAIN,
 ) -> NDArray[np.floating[Any]]:
     """Next models [K, d]: the mean, weighted by sizes, over those who chose each; one that nobody chose stays.
 
-    W: [N, d], trained models; sizes: [N]; chosen: [N], which one each is, in 0..K-1; models: [K, d], before; mean: of (rows,
-    weights).
+    W: [N, d], trained models; sizes: [N]; chosen: [N], which one each is, in 0..K-1; models: [K, d], before; averaging: what
+    replaces the means.
     """
     means = np.array(models, dtype=np.result_type(np.asarray(models).dtype, np.float32))
     stack, weights, which = np.asarray(W), np.asarray(sizes, np.float64), np.asarray(chosen)
     for k in np.unique(which).tolist():
         rows = which == k
-        means[k] = mean(stack if rows.all() else stack[rows], weights[rows])
+        means[k] = averaging.among(rows).mean(stack if rows.all() else stack[rows], weights[rows])
     return means
 
 
@@ -108,16 +107,16 @@ class IFCA(FedAvg[IFCAParams]):
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Mean per model; a shared body's over all."""
-        layout, chosen, mean = self.layout, uploads.extras[CLUSTER][:, 0], self.averaging.mean
+        layout, chosen, averaging = self.layout, uploads.extras[CLUSTER][:, 0], self.averaging_of(uploads)
         names = [components.tensors_of(layout, k) for k in range(self.params.clusters)]
         models = [layout.take(self.global_model, own) for own in names]
         weights = self.weights(uploads)
-        params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in models]), mean)
-        buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in models]), mean)
+        params = cluster_means(uploads.W, weights, chosen, np.stack([m.params for m in models]), averaging)
+        buffers = cluster_means(uploads.B, weights, chosen, np.stack([m.buffers for m in models]), averaging)
         if self.params.share_body:
             one = layout.subset(names[0])
             body = frozenset(name for name in one.names if components.component_of(name) is None)
-            everybody = Model(mean(uploads.W, weights), mean(uploads.B, weights))
+            everybody = Model(averaging.mean(uploads.W, weights), averaging.mean(uploads.B, weights))
             mixed = [
                 one.put(Model(p, b), one.take(everybody, body), body) for p, b in zip(params, buffers, strict=True)
             ]

@@ -270,9 +270,9 @@ class PFedFDA(FedAvg[PFedFDAParams]):
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average bodies, means and covariances."""
         super().personalize(round, uploads)
+        averaging, weights = self.averaging_of(uploads), self.weights(uploads)
         for name, stack in uploads.extras.items():
-            mean = self.averaging.mean(stack.reshape(len(stack), -1), self.weights(uploads))
-            self.memory[name] = mean.reshape(stack.shape[1:])
+            self.memory[name] = averaging.mean(stack.reshape(len(stack), -1), weights).reshape(stack.shape[1:])
 
 
 class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):

@@ -110,9 +110,9 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Step towards the unweighted mean; plain mean of the statistics."""
-        weights = self.weights(uploads)
-        params = mix(self.global_model.params, uploads.W, self.params.beta, self.averaging, weights)
-        self.global_model = Model(params, self.averaging.mean(uploads.B, weights))
+        averaging, weights = self.averaging_of(uploads), self.weights(uploads)
+        params = mix(self.global_model.params, uploads.W, self.params.beta, averaging, weights)
+        self.global_model = Model(params, averaging.mean(uploads.B, weights))
 
 
 class PFedMeUpdate(LocalUpdate[PFedMeParams]):

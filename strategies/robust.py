@@ -7,6 +7,9 @@ geometric-median: the point with the smallest sum of distances, by Weiszfeld's i
 mean with weights, which follow from the vectors' distances alone. Of one or two vectors every rule gives the plain mean: nobody can
 be outvoted.
 
+Krum and the geometric median choose whole clients. An upload of several arrays is one vector to them: `Averaging.of` chooses
+once, by the distances in all arrays. Each is in units of what is usual in it, so that arrays of large numbers do not decide alone.
+
 Work is done in blocks of columns; no result depends on the number of threads.
 """
 
@@ -14,8 +17,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -27,6 +30,8 @@ from strategies.blocks import blocks, for_blocks, in_order
 
 Rule = Literal["none", "median", "trimmed-mean", "krum", "geometric-median"]
 RULES: frozenset[str] = frozenset({"median", "trimmed-mean", "krum", "geometric-median"})
+# rules that choose among clients, or weigh them, by distances
+CHOOSING: frozenset[str] = frozenset({"krum", "geometric-median"})
 
 # vectors from which on one of them can be outvoted
 ABLE = 3
@@ -45,10 +50,26 @@ class Averaging:
     """How a server step averages over clients: the plain mean (`none`), or by a rule that bears with liars.
 
     liars: part of the clients, in [0, 0.5), that trimmed-mean and krum reckon with; at least one of three, never half of them.
+    apart: squared distances between clients, float64 [N, N] for each array of their uploads, by which krum and geometric-median
+    choose (`of`). Without them every mean chooses by its own rows.
     """
 
     rule: Rule = "none"
     liars: float = 0.3
+    apart: tuple[NDArray[np.float64], ...] | None = field(default=None, compare=False, repr=False)
+
+    def of(self, arrays: Iterable[NDArray[np.floating]]) -> Averaging:
+        """Return this rule with one choice for all arrays of the clients' uploads, floating [N, ...] each."""
+        if self.rule not in CHOOSING:
+            return self
+        stacks = [array.reshape(len(array), -1) for array in arrays if array.size]
+        return replace(self, apart=tuple(aggregate.squared_distances(stack) for stack in stacks) or None)
+
+    def among(self, members: NDArray[np.bool_]) -> Averaging:
+        """Return this rule for means over some of the clients' rows alone; members: bool [N]."""
+        if self.apart is None:
+            return self
+        return replace(self, apart=tuple(distances[np.ix_(members, members)] for distances in self.apart))
 
     def mean(self, W: Stack, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
         """Mean over clients, float32 [d]; W and weights as in `aggregate.weighted_mean`, but weights count for `none` alone."""
@@ -91,8 +112,12 @@ class Averaging:
             return lambda block: np.array(
                 [trimmed(block, own, cut) for own, cut in zip(rows, cuts, strict=True)], np.float32
             ).reshape(len(rows), block.shape[1])
-        distances = aggregate.squared_distances(W)
-        weights = [self._weights(distances[np.ix_(own, own)]) for own in rows]
+        apart = self.apart or (aggregate.squared_distances(W),)
+        if len(apart[0]) != len(W):
+            raise ValueError(
+                f"a mean over {len(W)} rows by distances between {len(apart[0])} clients: see Averaging.among"
+            )
+        weights = [self._weights(whole([distances[np.ix_(own, own)] for distances in apart])) for own in rows]
         return lambda block: np.array(
             [aggregate.mean_block(block[own], each, each.sum()) for own, each in zip(rows, weights, strict=True)],
             np.float32,
@@ -157,6 +182,20 @@ def comparators(n: int) -> tuple[tuple[int, int], ...]:
             step //= 2
         run *= 2
     return tuple(out)
+
+
+def whole(apart: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    """Squared distances between whole uploads, float64 [n, n]: the sum over their arrays, each in units of what is usual in it.
+
+    apart: float64 [n, n] per array. Usual is the median over clients of the median distance to all; 1 where most are equal. One
+    array's distances stay as they are.
+    """
+    if len(apart) == 1:
+        return apart[0]
+    total = np.zeros_like(apart[0])
+    for distances in apart:
+        total += distances / (float(np.median(np.median(distances, axis=1))) or 1.0)
+    return total
 
 
 def krum(distances: NDArray[np.float64], liars: int) -> int:

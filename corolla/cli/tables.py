@@ -46,6 +46,11 @@ def show_results(folders: Sequence[Path]) -> None:
                 f"{s['method']}: {s['failures']} replies were missing, late or refused (who, and why: see the report); best, "
                 "before and after are of the other clients alone"
             )
+        if s.get("far-uploads"):
+            console.print(
+                f"{s['method']}: {s['far-uploads']} uploads were used though they lay far from the others' (whose: see the "
+                "report); max-update-norm = 3 would drop them"
+            )
     console.print(CAPTION.format(", ".join(dict.fromkeys(run.headline.name for run in runs))))
     console.print(ROUNDS)
     for method, tested in {(run.summary["method"], run.tested): None for run in runs if run.tested}:

@@ -130,6 +130,11 @@ class RecordedRun:
         return f"{evaluated} of {expected} clients" if evaluated < expected else ""
 
     @property
+    def far(self) -> list[tuple[int, Record]]:
+        """Its uploads that were used though they lay far from the others', with their rounds."""
+        return [(t, outlier) for t, record in self.rounds.items() for outlier in record.get("far", [])]
+
+    @property
     def failures(self) -> list[tuple[int, Record]]:
         """Clients that failed in a round or in the evaluation after it, with the round."""
         return [

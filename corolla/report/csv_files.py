@@ -42,11 +42,12 @@ def _start(run: RecordedRun, line: Line) -> Line:
 
 def _round(record: Record) -> Line:
     measured = record.get("evaluation") or {}
-    evaluation = {f"evaluation-{name}": value for name, value in _numbers(measured)}
+    evaluation = {f"evaluation-{name}": value for name, value in _numbers(measured) if name != "digest-version"}
     unseen = {f"evaluation-unseen-{name}": value for name, value in _numbers(measured.get("unseen", {}))}
     seconds = {f"seconds-{name}": value for name, value in _numbers(record.get("seconds", {}))}
     plain = {name: value for name, value in _numbers(record) if name not in _PARTS}
-    return {**plain, **evaluation, **unseen, "failures": len(record.get("failures", [])), **seconds}
+    counts = {"failures": len(record.get("failures", [])), "far-uploads": len(record.get("far", []))}
+    return {**plain, **evaluation, **unseen, **counts, **seconds}
 
 
 def _clients(run: RecordedRun, record: Record) -> Iterator[Line]:

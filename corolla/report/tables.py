@@ -12,7 +12,7 @@ from corolla.report.figures import styled
 from corolla.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differing, given_name, short
 from fl_app.errors import plain
 from fl_app.keys import show
-from fl_app.metrics import Metric
+from fl_app.metrics import DIGEST_VERSION, Metric
 
 # so many settings that differ have a place in the table of results
 BRIEF = 2
@@ -68,6 +68,12 @@ def warnings(runs: Sequence[ReportedRun]) -> str:
             )
         if run.failures:
             lines.append(f"{name}: {len(run.failures)} times a client's reply was missing or unusable; see below.")
+        if far := run.far:
+            clients = ", ".join(map(str, sorted({outlier["client"] for _, outlier in far})))
+            lines.append(
+                f"{name}: {len(far)} uploads were used though they lay far from the others' (max-update-norm = 0), of clients "
+                f"{escape(plain(clients))}."
+            )
     data = [key for key in differing(runs) if key in DATA_KEYS]
     if data:
         keys = escape(", ".join(data))
@@ -118,6 +124,8 @@ def results_table(groups: Sequence[Group]) -> str:
         "pooled: over all samples; best: best mean over rounds, before local training, so it can be below final. upload, "
         "download: all clients together. digest: its first 8 digits; equal digests mean the same final models, bit for bit."
     )
+    if any(run.finished and run.outcome["digest-version"] == 1 for group in groups for run in group.runs):
+        text += " Digests of version 1 leave BatchNorm statistics out, and are not comparable with others."
     if seeds:
         text += " Runs that differ in the seed alone are one row, mean ± sample standard deviation; bytes and seconds are means."
     return f'<h2 id="results"><a href="#results">Results</a></h2>{sortable_table(head, rows)}<p>{text}</p>'
@@ -157,6 +165,8 @@ def _outcome_cells(group: Group, headings: Sequence[str]) -> list[Cell]:
     last = run.last_evaluation
     note = f'<br><span class="mark">round {last[0]}</span>' if last and not run.finished else ""
     digest = str((run.outcome["digest"] if run.finished and not several else None) or "")
+    version = run.outcome["digest-version"]
+    mark = f" (version {version})" if digest and version != DIGEST_VERSION else ""
     rounds = Cell(str(len(run.rounds)), len(run.rounds))
     if not run.finished:
         rounds = Cell(
@@ -170,7 +180,7 @@ def _outcome_cells(group: Group, headings: Sequence[str]) -> list[Cell]:
         text = seconds_text if heading == "seconds" else size
         cells.append(_mean_cell(means.get(heading), text, spread=False))
     failures = sum(len(r.failures) for r in group.runs)
-    code = "" if several else f'<code title="{escape(digest)}">{escape(digest[:8]) or "–"}</code>'
+    code = "" if several else f'<code title="{escape(digest)}">{escape(digest[:8]) or "–"}</code>{mark}'
     return [*cells, rounds, Cell(str(failures), failures), Cell(code, digest)]
 
 

@@ -117,9 +117,9 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
         about="running",
     )
     max_update_norm: float = key(
-        3.0,
+        0.0,
         "Uploads that lie farther from the median of all uploads (per parameter), and from what was sent, than so many times "
-        "what is usual are dropped by name; 0: none is, as in the papers.",
+        "what is usual are dropped by name; 0: none is, those beyond three times are counted and named.",
         NOT_NEGATIVE,
     )
     max_size_weight: float = key(

@@ -80,7 +80,7 @@ class Round:
     """A finished round. The headline metric's means over clients, with the deviation where there is one; None: there are none.
 
     everyone: of all clients, where they were evaluated; seconds: by phase, `round` is their sum. metric: the headline's name;
-    ratio: whether it is shown in per cent.
+    ratio: whether it is shown in per cent. far: uploads that were used though they lie far from the others'.
     """
 
     number: int
@@ -99,6 +99,7 @@ class Round:
     failed: int
     metric: str = "accuracy"
     ratio: bool = True
+    far: int = 0
 
 
 Line = Folder | Resumed | Stopped | LeftOut | Failure | Progress | Round
@@ -157,6 +158,7 @@ def round_line(record: Mapping[str, Any], total: int, metric: str = "accuracy", 
             len(record["failures"]),
             metric,
             ratio,
+            len(record.get("far", [])),
         )
     )
 
@@ -171,7 +173,8 @@ def sentence(r: Round) -> str:
     )
     line += f" ({phases})" if phases else ""
     line += f"; all clients {_value(r, r.everyone)}" if r.evaluated else ""
-    return line + (f"; {r.failed} failed" if r.failed else "")
+    line += f"; {r.failed} failed" if r.failed else ""
+    return line + (f"; {r.far} far from the others" if r.far else "")
 
 
 def phases_of(r: Round) -> dict[str, float]:

@@ -13,13 +13,24 @@ import numpy as np
 from fl_app import tasks, wire
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar
-from fl_app.metrics import COUNTED, POOLED, UNSEEN, Metric, Reports, of_evaluation, of_training, outcome, range_errors
+from fl_app.metrics import (
+    COUNTED,
+    DIGEST_VERSION,
+    POOLED,
+    UNSEEN,
+    Metric,
+    Reports,
+    of_evaluation,
+    of_training,
+    outcome,
+    range_errors,
+)
 from fl_app.metrics import Record as Record
 from fl_app.tasks import ACCURACY
 from fl_app.wire import Upload, WireError
 
-SHA256 = "sha256"
-_OF_THE_PROTOCOL = (wire.STATE_VERSION, wire.STATE_USED, wire.PRIVATE, SHA256)  # no metrics
+# no metrics
+_OF_THE_PROTOCOL = (wire.STATE_VERSION, wire.STATE_USED, wire.PRIVATE, wire.SHA256, wire.BUFFERS_SHA256)
 
 
 def check_upload(
@@ -87,7 +98,7 @@ def known(metrics: Mapping[str, Scalar], table: Iterable[Metric] = (), own: Repo
             if not isinstance(value, str) or not re.fullmatch(r"(\d{6}-\d{6})?", value, re.ASCII):
                 raise WireError(f"{name} must be a state's version, got {reprlib.repr(value)}")
             kept[name] = value
-        elif name == SHA256 and re.fullmatch("[0-9a-f]{64}", str(value)):
+        elif name in (wire.SHA256, wire.BUFFERS_SHA256) and re.fullmatch("[0-9a-f]{64}", str(value)):
             kept[name] = value
     if own:
         own.warn_of_undeclared(name for name in metrics if name not in rows and name not in _OF_THE_PROTOCOL)
@@ -170,8 +181,7 @@ def evaluation_record(
     if unseen:
         apart = {i: row for i, row in rows.items() if int(i) in unseen}
         record[UNSEEN] = {**reduced(list(apart.values()), table), "ids": sorted(map(int, apart))}
-    record["digest"] = None if absent else digest(str(row["sha256"]) for row in rows.values())
-    return record
+    return record | {"digest": None if absent else digest(rows.values()), "digest-version": DIGEST_VERSION}
 
 
 def clean(value: object) -> object:
@@ -205,9 +215,15 @@ def _short(value: float) -> float | None:
     return float(f"{value:.12g}") if math.isfinite(value) else None
 
 
-def digest(hashes: Iterable[str]) -> str:
-    """Sha256 over the clients' 32-byte hashes, in client order (hex in, hex out)."""
-    return hashlib.sha256(b"".join(bytes.fromhex(h) for h in hashes)).hexdigest()
+def digest(clients: Iterable[Mapping[str, object]], version: int = DIGEST_VERSION) -> str:
+    """Sha256 over the 32-byte hashes of the models that clients were evaluated with, in hexadecimal digits.
+
+    clients: entries of an evaluation, in client order. Version 2 takes each client's hash of parameters, then that of buffers where
+    its model has any; version 1, of earlier runs, parameters alone. Of models without buffers both are the same.
+    """
+    names = (wire.SHA256, wire.BUFFERS_SHA256) if version > 1 else (wire.SHA256,)
+    hashes = (str(row[name]) for row in clients for name in names if name in row)
+    return hashlib.sha256(b"".join(bytes.fromhex(each) for each in hashes)).hexdigest()
 
 
 def summarize(config: RunConfig, experiment: str, rounds: list[Record]) -> Record:

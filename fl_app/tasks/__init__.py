@@ -44,7 +44,19 @@ BUILT_IN: Mapping[str, type[Task]] = {
 }
 
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-_TAKEN = frozenset({"loss", "sha256", "digest", "test-samples", "clients", "failures", "absent"})
+_TAKEN = frozenset(
+    {
+        "loss",
+        "sha256",
+        "buffers-sha256",
+        "digest",
+        "digest-version",
+        "test-samples",
+        "clients",
+        "failures",
+        "absent",
+    }
+)
 
 
 def of(config: RunConfig) -> Task:

@@ -33,12 +33,14 @@ class RoundState:
     """What a method may read and note of the round that is being run.
 
     round: its number, from 1. declared: what clients said about their data when they connected. expected: what an upload of
-    the round must look like. client_notes, round_notes: what the method adds to the round's record.
+    the round must look like. uploads: what `personalize` works on, as long as it does. client_notes, round_notes: what the method
+    adds to the round's record.
     """
 
     round: int = 0
     declared: dict[int, Mapping[str, Scalar]] = field(default_factory=dict)
     expected: Expected | None = None
+    uploads: Uploads | None = None
     client_notes: dict[int, Record] = field(default_factory=dict)
     round_notes: Record = field(default_factory=dict)
 
@@ -65,7 +67,7 @@ class ServerHalf(ABC, Generic[P]):
     params: P
     # Extra float arrays of uploads that `max-update-norm` screens too: their names, by the words of its messages.
     compared_extras: ClassVar[Mapping[str, str]] = {}
-    # What the key `robust` may be besides "none"; RULES for a method whose means are by `averaging`.
+    # What the key `robust` may be besides "none"; RULES for a method whose means are by `averaging_of`.
     robust: ClassVar[frozenset[str]] = frozenset()
     # Multiplies the bound of `max-update-norm` for methods whose honest uploads lie farther apart; inf: no bound.
     spread: ClassVar[float] = 1.0
@@ -104,10 +106,21 @@ class ServerHalf(ABC, Generic[P]):
         """
         return uploads.sizes
 
+    def averaging_of(self, uploads: Uploads) -> Averaging:
+        """Return the mean over clients that the key `robust` asks for, with one choice for all arrays of floats in the uploads.
+
+        It is to be asked for before anything is written into the stacks.
+        """
+        extras = [stack for stack in uploads.extras.values() if stack.dtype.kind == "f"]
+        return Averaging(self.config.robust, self.config.robust_liars).of([uploads.W, uploads.B, *extras])
+
     @property
     def averaging(self) -> Averaging:
-        """The mean over clients that the key `robust` asks for."""
-        return Averaging(self.config.robust, self.config.robust_liars)
+        """`averaging_of` all uploads that a plain round's `personalize` works on; elsewhere each mean chooses by its own rows."""
+        uploads = self.attempt.uploads
+        return (
+            Averaging(self.config.robust, self.config.robust_liars) if uploads is None else self.averaging_of(uploads)
+        )
 
     # From models to downloads
 

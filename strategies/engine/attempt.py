@@ -23,7 +23,8 @@ class Attempt(RoundState):
     """One attempt at a round, or an evaluation: all that is true of it and of nothing after it.
 
     generation: tells the client states of attempts apart. intake: what its uploads are decoded into. sent: bytes per client;
-    received: bytes per client of its upload, of a dropped one too. failures: causes by client. clients: an evaluation's entries.
+    received: bytes per client of its upload, of a dropped one too. failures: causes by client. far: uploads that
+    are used though they lie far from the others'. clients: an evaluation's entries.
     earlier: attempts at the round that do not count; spoilt_by: why this one does not. without: whom a private round's repetition
     does not ask.
     """
@@ -33,6 +34,7 @@ class Attempt(RoundState):
     sent: dict[int, int] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
     failures: list[Record] = field(default_factory=list)
+    far: list[Record] = field(default_factory=list)
     clients: dict[int, Record] = field(default_factory=dict)
     earlier: list[Attempt] = field(default_factory=list)
     without: frozenset[int] = frozenset()
@@ -72,9 +74,10 @@ class Attempt(RoundState):
         sent_bytes = sum(sum(attempt.sent.values()) for attempt in attempts)
         received_bytes = sum(sum(attempt.received.values()) for attempt in attempts)
         failures += self.failures
-        return records.round_record(
+        record = records.round_record(
             self.round, rows, sent_bytes, received_bytes, self.round_notes, failures, headline, own
         )
+        return record | {"far": self.far} if self.far else record
 
 
 class TooFewResults(Exception):

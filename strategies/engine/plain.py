@@ -79,7 +79,10 @@ class PlainRounds:
     def personalize(self, round: int, accepted: Any) -> None:
         """Let the method make the next models; what is beyond `server-memory-limit` goes to the disk."""
         server = self.server
+        server.attempt.uploads = accepted
         server.personalize(round, accepted)
+        # the method alone says how long the stacks are kept
+        server.attempt.uploads = None
         client_arrays.settle(server.personal, accepted.ids, self.config.server_memory_limit * 1e9, server.folder.path)
 
     def suspects(self) -> list[str]:
@@ -111,6 +114,7 @@ class PlainRounds:
                 intake.reject(outlier.client_id)
                 attempt.fail(outlier.client_id, f"round {attempt.round}", "dropped", outlier.refusal())
             else:
+                attempt.far.append({"client": outlier.client_id, "cause": str(outlier)})
                 log.warning(
                     "round %d: client %d is used (max-update-norm is 0), but %s",
                     attempt.round,

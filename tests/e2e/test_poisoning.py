@@ -33,7 +33,8 @@ METHOD = Method("liar", NoParams, FedAvg[NoParams], Update, all_tensors)
 def test_a_liar_is_left_out_by_name(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "liar.py").write_text(METHOD)
     cluster.start(CLIENTS)
-    config = {"method": "liar:METHOD", "num-server-rounds": 2, "state-dir": str(tmp_path / "state"), "run-name": "run"}
+    config = {"method": "liar:METHOD", "num-server-rounds": 2, "max-update-norm": 3.0}
+    config |= {"state-dir": str(tmp_path / "state"), "run-name": "run"}
     done = corolla(
         "run",
         "--clients",

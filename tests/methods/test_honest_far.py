@@ -21,7 +21,13 @@ from tests.conftest import Run
 # the class that most clients have
 MOST = 3
 ROUNDS = 8
-SETTINGS: dict[str, Any] = {"num_server_rounds": ROUNDS, "local_epochs": 5, "batch_size": 32, "evaluate_every": 0}
+SETTINGS: dict[str, Any] = {
+    "num_server_rounds": ROUNDS,
+    "local_epochs": 5,
+    "batch_size": 32,
+    "evaluate_every": 0,
+    "max_update_norm": 3.0,
+}
 METHODS = ["fedavg", "fedcac", "feddac", "fedobp", "scaffold"]
 OTHERS = [
     pytest.param(name, marks=pytest.mark.nightly)

@@ -53,6 +53,7 @@ def test_figures_of_the_table_are_those_of_the_summary(fedcac: Path, fedavg: Pat
             "final-accuracy",
             "best-accuracy",
             "digest",
+            "digest-version",
             "upload-bytes",
             "seconds",
             "failures",

@@ -59,7 +59,7 @@ LIES: dict[str, tuple[dict[str, Any], Callable[[Scene], Upload], str]] = {
 @pytest.mark.parametrize("lie", list(LIES))
 def test_a_liar_is_dropped_by_name_and_nobody_else(run: Run, raw_config: dict[str, Any], lie: str) -> None:
     changes, attack, says = LIES[lie]
-    own = {"method": lie.split()[0], "num_clients": CLIENTS, **changes}
+    own = {"method": lie.split()[0], "num_clients": CLIENTS, "max_update_norm": 3.0, **changes}
     app = attacks.client_app(attack, 1, parse(raw_config | flat(own), METHOD_PARAMS))
     folder = run(app=app, **own)
     dropped = [failure for record in read_metrics(folder.path) for failure in record["failures"]]

@@ -12,9 +12,12 @@ import numpy as np
 import pytest
 
 import client_app.client
-from benchmarks import attacks, poisoning
+from benchmarks import attacks, honest, poisoning
 from benchmarks.attacks import ATTACKS
 from benchmarks.poisoning import Outcome, Trial
+from corolla.report.arrays import read_run
+from corolla.report.csv_files import round_lines
+from corolla.report.tables import warnings as results_warnings
 from fl_app import wire
 from fl_app.config import parse
 from fl_app.errors import UserError
@@ -32,9 +35,10 @@ LIAR = CLIENTS - 1
 
 @pytest.fixture
 def attacked(run: Run, raw_config: dict[str, Any]) -> Attacked:
-    """Run with five clients of which the last one lies."""
+    """Run with five clients of which the last one lies, and with the bound unless another is given."""
 
     def start(attack: str, **changes: Any) -> RunFolder:
+        changes = {"max_update_norm": 3.0, **changes}
         config = parse({**raw_config, "num-clients": CLIENTS, **flat(changes)}, METHOD_PARAMS)
         return run(app=attacks.client_app(ATTACKS[attack], 1, config), num_clients=CLIENTS, **changes)
 
@@ -98,6 +102,34 @@ def test_without_the_bound_the_error_names_the_liar_and_not_its_victims_alone(at
     assert text.endswith("it is the likely cause, and max-update-norm = 3 drops such uploads")
 
 
+def test_by_default_it_is_used_counted_and_named(
+    run: Run,
+    attacked: Attacked,
+    raw_config: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert parse(raw_config, METHOD_PARAMS).max_update_norm == 0
+    monkeypatch.setattr(logging.getLogger("corolla"), "propagate", True)
+    caplog.set_level(logging.INFO, "corolla")
+    folder = attacked("-5 x update", max_update_norm=0.0)
+    summary, rounds = read_summary(folder.path), list(read_metrics(folder.path))
+    assert summary["failures"] == 0 and summary["far-uploads"] == sum(len(record["far"]) for record in rounds) == 2
+    for record in rounds:
+        assert list(record["clients"]) == [str(i) for i in range(CLIENTS)]
+        ((client, cause),) = [(far["client"], far["cause"]) for far in record["far"]]
+        assert client == LIAR and cause.startswith("its parameters lie ") and cause.endswith("as is usual")
+    assert f"round 1: client {LIAR} is used (max-update-norm is 0), but its parameters lie" in caplog.text
+    assert "; 1 far from the others | data" in caplog.text
+    table = results_warnings([read_run(folder.path)])
+    assert (
+        f"2 uploads were used though they lay far from the others' (max-update-norm = 0), of clients {LIAR}." in table
+    )
+    assert round_lines(read_run(folder.path))[0]["far-uploads"] == 1
+    honest = run(num_clients=CLIENTS, run_name="honest")
+    assert read_summary(honest.path)["far-uploads"] == 0 and "far" not in next(iter(read_metrics(honest.path)))
+
+
 @pytest.mark.parametrize("rule", sorted(RULES))
 @pytest.mark.parametrize("method", ["fedavg", "fedcac"])
 def test_a_robust_mean_alone_bears_with_a_liar(attacked: Attacked, method: str, rule: str) -> None:
@@ -115,7 +147,7 @@ def test_a_robust_mean_alone_bears_with_a_liar(attacked: Attacked, method: str, 
 def test_nobody_lying_nothing_changes(run: Run, method: str) -> None:
     folders = [
         run(method=method, num_clients=CLIENTS, run_name=f"{k}", **own)
-        for k, own in enumerate(({"max_update_norm": 0.0}, {}, {"max_size_weight": 3.0}))
+        for k, own in enumerate(({}, {"max_update_norm": 3.0}, {"max_size_weight": 3.0}))
     ]
     assert not any(failures(folder) for folder in folders)
     assert len({read_summary(folder.path)["digest"] for folder in folders}) == 1
@@ -200,7 +232,7 @@ def test_attacks_by_hand() -> None:
 
 
 def test_the_adaptive_liar_is_not_caught() -> None:
-    trial = Trial("fedavg", "adaptive", 1, "default")
+    trial = Trial("fedavg", "adaptive", 1, "bound")
     assert poisoning.outcome(trial, clients=5, rounds=1).liars_dropped == 0
 
 
@@ -208,8 +240,31 @@ def test_the_table_by_hand() -> None:
     trials = [Trial("feddac", "x 1e6", 1, name) for name in poisoning.defences("feddac")]
     outcomes = dict(zip(trials, (Outcome(None), Outcome(0.8754, 2, 15)), strict=True))
     assert poisoning.outcomes_table("feddac", outcomes).splitlines() == [
-        "| `feddac` | liars | none | default |",
+        "| `feddac` | liars | none | bound |",
         "|---|---|---|---|",
         "| x 1e6 | 1 | ends | .875 (honest uploads dropped: 2) |",
     ]
     assert dataclasses.astuple(Outcome(None)) == (None, 0, 0)
+
+
+def test_honest_uploads_are_counted_over_settings() -> None:
+    names = [name for name, _ in honest.settings(1)]
+    assert len(names) == len(set(names)) == 12 and names[0] == "iid, all, sgd"
+    plain = {"num-server-rounds": 2, "evaluate-every": 0, "fraction-train": 0.5}
+    found = honest.measure("fedavg", {**plain, "train-samples": 24, "test-samples": 8})
+    assert found == honest.Measured(uploads=10)
+    refused = honest.measure("scaffold", {**plain, "optimizer": "adamw"})
+    assert refused.uploads == 0 and "optimizer: scaffold takes a client's move" in refused.refused
+
+
+def test_what_lies_far_is_printed_with_its_setting(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    far = honest.Measured(40, ("round 1, client 3: its parameters lie 4 times as far from the others' as is usual",))
+    monkeypatch.setattr(
+        honest, "measure", lambda method, own: far if own["optimizer"] == "adamw" else honest.Measured(40)
+    )
+    honest.main(["fedavg"])
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "fedavg: 6 of 480" and said[-1] == "all: 6 of 480" and len(said) == 8
+    assert said[1].startswith("  iid, all, adamw: round 1, client 3: its parameters lie 4 times")

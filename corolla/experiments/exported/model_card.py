@@ -46,6 +46,7 @@ def about(trained: Trained) -> Card:
             "name": run.path.resolve().name,
             "experiment": run.summary["experiment"],
             "digest": run.summary["digest"],
+            "digest-version": run.summary.get("digest-version", 1),
             "rounds": run.summary["rounds"],
             "clients": run.summary["num-clients"],
             f"final-{metric}": run.summary.get(f"final-{metric}"),
@@ -74,14 +75,14 @@ def about(trained: Trained) -> Card:
 
 
 def measured(trained: Trained) -> Card:
-    """Return the run's last metrics of exactly these parameters: means over the clients they were measured on, and how many.
+    """Return the run's last metrics of exactly this model: means over the clients they were measured on, and how many.
 
     Empty if none were: a global model that no client uses as it is.
     """
     rounds = list(trained.run.rounds.values())
     rows = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
     mine = rows if trained.client is None else {i: row for i, row in rows.items() if i == str(trained.client)}
-    same = [row for row in mine.values() if row.get("sha256") == trained.sha256]
+    same = [row for row in mine.values() if trained.is_of(row)]
     found: Card = {"clients": len(same)} if same else {}
     for metric in tasks.of(trained.config).metrics:
         if values := [row[metric.name] for row in same if row.get(metric.name) is not None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from corolla.experiments.dry_run import known_shape
 from corolla.experiments.runs import RecordedRun
+from fl_app import wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.server.run_folder import FROZEN, MODELS, SHAPE
@@ -26,8 +26,8 @@ Shape = Mapping[str, Any]  # what a model is built with
 class Trained:
     """One of a run's final models, in evaluation mode. client: whose it is, maybe as global one; None: the global one.
 
-    missing: tensors that the run folder does not hold; in `module` they are as the run started. sha256: of the parameters, as the
-    run's evaluations record it.
+    missing: tensors that the run folder does not hold; in `module` they are as the run started. hashes: of the parameters, and of
+    the buffers if there are any, as the run's evaluations record them.
     """
 
     run: RecordedRun
@@ -36,7 +36,20 @@ class Trained:
     shape: Shape
     module: nn.Module
     missing: tuple[str, ...]
-    sha256: str
+    hashes: Mapping[str, str]
+
+    @property
+    def sha256(self) -> str:
+        """The hash of its parameters."""
+        return self.hashes[wire.SHA256]
+
+    def is_of(self, told: Mapping[str, Any]) -> bool:
+        """Tell whether it is the model that a client was evaluated with. told: the client's entry in an evaluation.
+
+        Entries of runs whose digest is of version 1 have no hash of buffers, and tell of parameters alone.
+        """
+        names = (wire.SHA256,) if self.run.outcome["digest-version"] == 1 else (wire.SHA256, wire.BUFFERS_SHA256)
+        return all(told.get(name) == self.hashes.get(name) for name in names)
 
     @property
     def name(self) -> str:
@@ -75,21 +88,26 @@ def load(path: Path, client: int | None, methods: Mapping[str, Any]) -> Trained:
 
 
 def _check(model: Trained, client: int) -> None:
-    """Raise UserError unless a model's sha256 is what the client told of its personal model after the last round."""
+    """Raise UserError unless a model's hashes are what the client told of its personal model after the last round."""
     run = model.run
     rounds = list(run.rounds.values())
     last = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
-    told = last.get(str(client), {}).get("sha256")
-    if told == model.sha256 or (told is None and model.client == client):
+    told = last.get(str(client), {})
+    if model.is_of(told) or (wire.SHA256 not in told and model.client == client):
         return
     if model.config.collect_personal_models and model.client == client:
         file = run.path / MODELS / f"{model.name}.safetensors"
-        raise UserError(
-            f"{file} is not what client {client} was evaluated with: its sha256 is {model.sha256}, recorded is {told}"
-        )
+        raise UserError(f"{file} is not what client {client} was evaluated with: {_difference(model.hashes, told)}")
     raise UserError(
         f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}"
     )
+
+
+def _difference(hashes: Mapping[str, str], told: Mapping[str, Any]) -> str:
+    """Say which of a model's hashes is not the recorded one."""
+    names = (wire.SHA256, wire.BUFFERS_SHA256)
+    name = next(name for name in names if hashes.get(name) != told.get(name))
+    return f"its {name} is {hashes.get(name)}, recorded is {told.get(name)}"
 
 
 def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> Trained:
@@ -119,8 +137,8 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
         )
     part = weights.load_safetensors(file, layout.subset(names))
     weights.write(module, layout.put(weights.read(module), part, names))
-    digest = hashlib.sha256(part.params.tobytes()).hexdigest()
-    return Trained(run, client, config, shape, module.eval(), tuple(sorted(layout.names - names)), digest)
+    missing = tuple(sorted(layout.names - names))
+    return Trained(run, client, config, shape, module.eval(), missing, wire.hashes(part))
 
 
 COLLECT = "; run with --set collect-personal-models=true to have every client's"
