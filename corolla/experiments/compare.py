@@ -132,15 +132,20 @@ def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Recor
     return finished, [run.path for run in found if not run.finished]
 
 
+def told_apart_by(run: RecordedRun) -> dict[str, Scalar]:
+    """Return what tells a run from others: its settings, and whether it was continued as none can be."""
+    return grouping.settings(run.config.resolved) | run.continued
+
+
 def group(runs: Iterable[RecordedRun]) -> list[list[RecordedRun]]:
     """Put runs together that differ in the seed alone (and in keys that cannot change a result), each seed once."""
-    return by_settings(runs, lambda run: grouping.settings(run.config.resolved))
+    return by_settings(runs, told_apart_by)
 
 
 def repeated(runs: Iterable[RecordedRun]) -> list[tuple[RecordedRun, RecordedRun]]:
     """Return the runs that have all settings and the seed of one before them, each with that one."""
     found: dict[tuple[tuple[str, str], ...], RecordedRun] = {}
-    known = [(run, grouping.settings(run.config.resolved)) for run in runs]
+    known = [(run, told_apart_by(run)) for run in runs]
     first = [
         (run, found.setdefault(tuple(sorted((k, repr(v)) for k, v in given.items())), run)) for run, given in known
     ]
@@ -242,7 +247,7 @@ def kind(config: RunConfig) -> str:
 
 def varying(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Scalar | None]]:
     """Return for each group its method and the settings in which groups differ; None for a key that does not concern it."""
-    every = [grouping.settings(runs[0].config.resolved) for runs in groups]
+    every = [told_apart_by(runs[0]) for runs in groups]
     differ = {"method", *differing_settings(every)} - {"seed"}
     keys = [key for key in dict.fromkeys(key for one in every for key in one) if key in differ]
     rest = [key for key in keys if key != "plugins"]

@@ -17,7 +17,7 @@ from fl_app.config import RunConfig, parse_recorded
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError
 from fl_app.files import lock
-from fl_app.keys import Scalar
+from fl_app.keys import Scalar, specs
 from fl_app.metrics import Metric, Record, moments, outcome
 from fl_app.server.run_folder import (
     CONFIG,
@@ -110,6 +110,19 @@ class RecordedRun:
     def last_evaluation(self) -> tuple[int, Record] | None:
         """Its last evaluation of all clients, with the round."""
         return next(reversed(self.evaluations.items()), None)
+
+    @property
+    def continued(self) -> dict[str, Scalar]:
+        """Whether an earlier version continued it with more rounds although a key spans them (`schedule-rounds`); else empty.
+
+        The value is `straight`, or the numbers of rounds it was planned for: an evaluation was due after the last of each.
+        """
+        spanning = [key for key in specs(RunConfig) if key.spans_run]
+        if all(key.is_off(self.settings.get(key.name, key.default)) for key in spanning):
+            return {}
+        every = int(self.settings.get("evaluate-every", 0))
+        ends = [t for t in self.evaluations if t < self.planned and not (every and t % every == 0)]
+        return {"schedule-rounds": ", ".join(map(str, [*ends, self.planned])) if ends else "straight"}
 
     @property
     def coverage(self) -> tuple[int, int]:

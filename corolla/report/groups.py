@@ -71,7 +71,12 @@ def grouped(runs: Sequence[ReportedRun]) -> list[Group]:
     """Put runs together that differ in the seed alone, finished ones only, and number and name them."""
 
     def own(run: ReportedRun) -> dict[str, Scalar]:
-        return {**settings(run.settings), "method": run.method, "unfinished": "" if run.finished else str(run.path)}
+        return {
+            **settings(run.settings),
+            **run.continued,
+            "method": run.method,
+            "unfinished": "" if run.finished else str(run.path),
+        }
 
     found = [Group(tuple(same)) for same in by_settings(runs, own)]
     keys = [key for key in differing([group.first for group in found]) if key != "seed" or len(found) == len(runs)]
@@ -104,7 +109,7 @@ def short(label: str, length: int = LABEL_LENGTH) -> str:
 
 def shown_settings(run: ReportedRun) -> dict[str, Scalar]:
     """Return a run's settings with the path of its data: two folders may hold other data under one name."""
-    return {**settings(run.settings), "dataset": run.settings.get("dataset", "")}
+    return {**settings(run.settings), **run.continued, "dataset": run.settings.get("dataset", "")}
 
 
 def differing(runs: Sequence[ReportedRun]) -> list[str]:

@@ -78,7 +78,9 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     learning_rate: float = key(0.1, "Learning rate.", POSITIVE, headline=True)
     learning_rate_decay: float = key(1.0, "Factor on the learning rate after every round.", POSITIVE_RATIO)
     schedule: Literal["constant", "cosine"] = key(
-        "constant", "`cosine`: times (1 + cos(pi (t - 1) / T)) / 2 in round t of T, beside `learning-rate-decay`."
+        "constant",
+        "`cosine`: times (1 + cos(pi (t - 1) / T)) / 2 in round t of T, beside `learning-rate-decay`.",
+        spans_run=True,
     )
     momentum: float = key(0.0, "SGD momentum; it starts at zero in every round.", BELOW_ONE)
     weight_decay: float = key(0.0, "Weight decay; decoupled from the gradient with `adamw`.", NOT_NEGATIVE)
@@ -209,6 +211,10 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     def num_training(self) -> int:
         """How many clients train."""
         return self.num_clients - len(self.unseen)
+
+    def spanning_keys(self) -> list[tuple[KeySpec, Scalar]]:
+        """Return the keys, with their values, that make this run another one if its number of rounds changes after its start."""
+        return [(key, value) for key, value in self.own_keys() if key.spans_run and not key.is_off(value)]
 
     def drawn(self, able: int) -> int:
         """Return how many of some clients, or companies of clients, train in a round (`fraction-train`)."""

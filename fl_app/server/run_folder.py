@@ -22,10 +22,10 @@ from typing import IO, Any, cast
 from fl_app import plugins, tasks
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
-from fl_app.errors import UserError, plain
+from fl_app.errors import UserError, listed, plain
 from fl_app.figures import Figure, to_json
 from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
-from fl_app.keys import Scalar, own, table_of
+from fl_app.keys import Scalar, own, show, table_of
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
 from fl_app.toml import flatten, parse_toml, to_toml
@@ -45,6 +45,7 @@ PLUGINS = "plugins"
 MODELS = "models"
 # Keys of run.json.
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
+ROUNDS = "num-server-rounds"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
 # characters of a class's name
@@ -104,8 +105,8 @@ class RunFolder:
         Raises UserError if it is no run folder, or if a key differs that must not change.
         """
         path = Path(config.resume)
-        check_unchanged(path, config)
         check_state(path)
+        check_unchanged(path, config)
         plugins.read(config.plugins)
         try:
             run = json.loads((path / RUN).read_text(encoding="utf-8"))
@@ -313,7 +314,10 @@ def read_config(run: Path) -> dict[str, Scalar]:
 
 
 def check_unchanged(run: Path, config: RunConfig) -> None:
-    """Raise UserError if `run` is no run folder, or if a key differs from it that must not change on resume."""
+    """Raise UserError if `run` is no run folder, or if a key differs from it that must not change on resume.
+
+    The number of rounds is one of these where a key's meaning depends on it: a cosine schedule, a budget of privacy.
+    """
     # a key newer than the run had its default
     saved = {**config.defaults, **read_config(run)}
     changed = [
@@ -321,6 +325,11 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
         for key, value in config.own_keys()
         if not key.may_change_on_resume and saved.get(key.name) != value
     ]
+    before, now = saved.get(ROUNDS), config.num_server_rounds
+    if before != now and (spanning := [f"{key.name} = {show(value)}" for key, value in config.spanning_keys()]):
+        changed.append(
+            f"  {ROUNDS}: {before!r} in the run, now {now!r}; {listed(spanning)} was meant for {before} rounds"
+        )
     if changed:
         raise UserError("resume: these keys must not change:\n" + "\n".join(changed))
 
