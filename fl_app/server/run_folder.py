@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from fl_app import plugins, tasks
-from fl_app.config import RunConfig
+from fl_app.config import RunConfig, scheduled
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError, listed, plain
 from fl_app.figures import Figure, to_json
@@ -45,7 +45,7 @@ PLUGINS = "plugins"
 MODELS = "models"
 # Keys of run.json.
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
-ROUNDS = "num-server-rounds"
+ROUNDS, TUNING_RATE = "num-server-rounds", "finetune-learning-rate"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
 # characters of a class's name
@@ -299,7 +299,8 @@ def read_file(run: Path, name: str) -> bytes:
 def read_config(run: Path) -> dict[str, Scalar]:
     """Read a run folder's resolved config, flat. Raises UserError if there is none.
 
-    Folders of earlier versions also hold the tables of other methods, and the key `tensorboard`; here it is part of `track`.
+    Folders of earlier versions also hold the tables of other methods, and the key `tensorboard`; here it is part of `track`. Such
+    runs fine-tuned at the round's learning rate: their `finetune-learning-rate` is that of the last round.
     """
     try:
         saved: dict[str, Scalar] = flatten(parse_toml(read_file(run, CONFIG), run / CONFIG))
@@ -310,7 +311,16 @@ def read_config(run: Path) -> dict[str, Scalar]:
     if saved.pop("tensorboard", False):
         trackers = split_names(str(saved.get("track", "")))
         saved["track"] = ",".join(dict.fromkeys((*trackers, "tensorboard")))
+    if saved.get("finetune-epochs") and TUNING_RATE not in saved:
+        saved[TUNING_RATE] = _tuning_rate_before(saved)
     return saved
+
+
+def _tuning_rate_before(saved: Mapping[str, Any]) -> float:
+    """Return the learning rate of the last evaluation's fine-tuning in a run without the key; 0, the default, if undecayed."""
+    rounds = saved[ROUNDS]
+    factor = scheduled(saved.get("schedule", "constant"), saved.get("learning-rate-decay", 1.0), rounds, rounds)
+    return 0.0 if factor == 1 else float(saved["learning-rate"] * factor)
 
 
 def check_unchanged(run: Path, config: RunConfig) -> None:
