@@ -18,7 +18,7 @@ from fl_app.config.rules import split_names
 from fl_app.errors import UserError
 from fl_app.files import lock
 from fl_app.keys import Scalar, specs
-from fl_app.metrics import Metric, Record, moments, outcome
+from fl_app.metrics import UNSEEN, Metric, Record, moments, outcome
 from fl_app.server.run_folder import (
     CONFIG,
     LOCK,
@@ -131,7 +131,7 @@ class RecordedRun:
         if "evaluated" in last:
             return last["evaluated"], last["expected"]
         # what earlier versions recorded
-        evaluated = len(last.get("clients", {})) - len(last.get("unseen", {}).get("ids", []))
+        evaluated = len(that_train(last))
         return evaluated, evaluated + len(last.get("absent") or [])
 
     @property
@@ -181,6 +181,18 @@ class RecordedRun:
         told = self.about.get("classes")
         names = told if isinstance(told, list) else split_names(str(self.settings.get("classes", "")))
         return tuple(str(name).strip() for name in names)
+
+
+def that_train(evaluation: Record) -> dict[str, Record]:
+    """Return an evaluation's clients, by id, but for those that never train: those whose means it has."""
+    apart = that_never_train(evaluation)
+    return {i: row for i, row in evaluation.get("clients", {}).items() if i not in apart}
+
+
+def that_never_train(evaluation: Record) -> dict[str, Record]:
+    """Return an evaluation's clients, by id, that never train (`holdout-clients`)."""
+    ids = {str(i) for i in evaluation.get(UNSEEN, {}).get("ids", [])}
+    return {i: row for i, row in evaluation.get("clients", {}).items() if i in ids}
 
 
 def find(paths: Iterable[Path], methods: Mapping[str, type] | None = None) -> list[RecordedRun]:
