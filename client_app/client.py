@@ -185,6 +185,7 @@ class CorollaClient(NumPyClient):
         names = [metric.name for metric in tasks.measured(self.config)]
         loss, measured = trainer.measure(model, names)
         if self.config.finetune_epochs:
+            trainer.begin_finetuning()
             tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
             _, tuned_measured = trainer.measure(tuned, names)
             measured = measured | {f"{name}{FINETUNED}": value for name, value in tuned_measured.items()}

@@ -26,7 +26,8 @@ _MAX_SAMPLES = 64
 
 _CROSS_ENTROPY = Classification()
 
-Squares = Callable[[Any, Tensor, Tensor], list[Tensor]]
+Squares = Callable[[Any, Tensor, Tensor], dict[str, Tensor]]
+"""(layer, input, gradient of its output) -> the sum of the samples' squared gradients of `weight` and `bias`."""
 
 
 def fisher_diagonal(
@@ -80,7 +81,9 @@ def by_layer(
     squares: list[Tensor] = []
     with torch.no_grad():
         for layer, squares_of in layers.items():
-            squares += squares_of(layer, passes[layer][0], slope_of[layer])
+            found = squares_of(layer, passes[layer][0], slope_of[layer])
+            # `train` may have made a constant of the weight or the bias
+            squares += [found[name] for name, _ in layer.named_parameters(recurse=False)]
     return squares
 
 
@@ -110,16 +113,16 @@ def forward_recorded(
     return (logits, passes) if flat and used_once else None
 
 
-def _linear(layer: nn.Linear, z: Tensor, slope: Tensor) -> list[Tensor]:
-    weight = slope.square().T @ z.square()
-    return [weight] if layer.bias is None else [weight, slope.square().sum(0)]
+def _linear(layer: nn.Linear, z: Tensor, slope: Tensor) -> dict[str, Tensor]:
+    squared = slope.square()
+    return {"weight": squared.T @ z.square(), "bias": squared.sum(0)}
 
 
-def _convolution(layer: nn.Conv2d, z: Tensor, slope: Tensor) -> list[Tensor]:
+def _convolution(layer: nn.Conv2d, z: Tensor, slope: Tensor) -> dict[str, Tensor]:
     patches = unfold(z, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # type: ignore[arg-type]
     slope = slope.flatten(2)
     weight = _squared_products(slope, patches.transpose(1, 2)).view(layer.weight.shape)
-    return [weight] if layer.bias is None else [weight, slope.sum(2).square_().sum(0)]
+    return {"weight": weight, "bias": slope.sum(2).square_().sum(0)}
 
 
 def _squared_products(a: Tensor, b: Tensor) -> Tensor:
@@ -134,17 +137,17 @@ def _squared_products(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _normalized(scaled: Tensor, slope: Tensor) -> list[Tensor]:
+def _normalized(scaled: Tensor, slope: Tensor) -> dict[str, Tensor]:
     n, channels = slope.shape[:2]
     weight, bias = (t.reshape(n, channels, -1).sum(2).square_().sum(0) for t in (slope * scaled, slope))
-    return [weight, bias]
+    return {"weight": weight, "bias": bias}
 
 
-def _batch_norm(layer: nn.BatchNorm2d, z: Tensor, slope: Tensor) -> list[Tensor]:
+def _batch_norm(layer: nn.BatchNorm2d, z: Tensor, slope: Tensor) -> dict[str, Tensor]:
     return _normalized(batch_norm(z, layer.running_mean, layer.running_var, eps=layer.eps), slope)
 
 
-def _group_norm(layer: nn.GroupNorm, z: Tensor, slope: Tensor) -> list[Tensor]:
+def _group_norm(layer: nn.GroupNorm, z: Tensor, slope: Tensor) -> dict[str, Tensor]:
     return _normalized(group_norm(z, layer.num_groups, eps=layer.eps), slope)
 
 

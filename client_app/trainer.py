@@ -33,6 +33,7 @@ class LocalTrainer(LoadedModel):
     def __init__(self, module: nn.Module, config: RunConfig, data: ClientData, round: int, client_id: int) -> None:
         super().__init__(module, config, data, round, client_id)
         self.steps = self.epoch = 0
+        self._tuning = False
         self.indices = torch.zeros(0, dtype=torch.int64, device=self.device)
         # the task's loss of the current batch, if an objective asked for it
         self._reported: Tensor | None = None
@@ -41,8 +42,14 @@ class LocalTrainer(LoadedModel):
 
     @property
     def learning_rate(self) -> float:
-        """This round's learning rate."""
+        """This round's learning rate; from `begin_finetuning` on that of fine-tuning."""
+        if self._tuning:
+            return self.config.tuning_rate
         return self.config.learning_rate * self.config.rate_factor(self.round)
+
+    def begin_finetuning(self) -> None:
+        """Train at `finetune-learning-rate` from here on, whatever loop of a method's own asks for the learning rate."""
+        self._tuning = True
 
     @property
     def last_loss(self) -> float:

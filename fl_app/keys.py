@@ -78,13 +78,15 @@ def key(
     headline: bool = False,
     compared: bool = True,
     checked: bool = False,
+    spans_run: bool = False,
 ) -> Any:
     """Declare one key: its default, its sentence in the documentation, its range, and the answers to questions about it.
 
     about: see About. counts_rounds: a round's number, which shrinks with the run under `--scale small`. partitions: the kinds
     of partition it is a parameter of, and of data sets that are divided by it as they are read. extends: a resumed run may change
     it, though its result does too. headline: a report names it first. compared: stated by papers, so that a difference from theirs
-    matters. checked: what can be wrong with it is only found by opening or building something.
+    matters. checked: what can be wrong with it is only found by opening or building something. spans_run: what it does in a round
+    depends on how many rounds the run has, unless it is off (`KeySpec.is_off`).
     """
     declared = dict(
         default=default,
@@ -97,6 +99,7 @@ def key(
         headline=headline,
         compared=compared,
         checked=checked,
+        spans_run=spans_run,
     )
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={"key": declared})
@@ -121,6 +124,7 @@ class KeySpec:
     headline: bool
     compared: bool
     checked: bool
+    spans_run: bool
 
     @property
     def range(self) -> str:
@@ -143,6 +147,10 @@ class KeySpec:
     def may_change_on_resume(self) -> bool:
         """Whether a run may be continued with another value."""
         return self.extends or not self.tells_runs_apart
+
+    def is_off(self, value: Scalar) -> bool:
+        """Tell whether a value says that what the key is about does not happen: 0, empty, false, or the first of its choices."""
+        return value == self.choices[0] if self.choices else not value
 
     def read(self, value: Scalar, problems: list[str]) -> Scalar:
         """Return a given value in the key's type; the default, with a line added to `problems`, if it is not allowed."""

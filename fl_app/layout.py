@@ -68,7 +68,8 @@ class Layout:
     """Names, shapes and slices of a model's parameters and buffers.
 
     classifier: names of the last Linear layer's tensors. batchnorm: names of BatchNorm's parameters and statistics. constants:
-    sha256 of the tensors that are no part of it (fl_app/trainable_tensors.py), "" if there are none.
+    sha256 of the tensors that are no part of it (fl_app/trainable_tensors.py), "" if there are none. constant_head: those of
+    the last Linear layer.
     """
 
     params: tuple[Slot, ...]
@@ -76,6 +77,7 @@ class Layout:
     classifier: frozenset[str] = frozenset()
     batchnorm: frozenset[str] = frozenset()
     constants: str = ""
+    constant_head: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
@@ -83,24 +85,25 @@ class Layout:
         from torch import nn
 
         constant: frozenset[str] = getattr(module, "frozen_names", frozenset())
-        classifier: frozenset[str] = frozenset()
+        last_linear: frozenset[str] = frozenset()
         batchnorm: set[str] = set()
         for prefix, child in module.named_modules():
             own = {f"{prefix}.{n}" if prefix else n for n, _ in child.named_parameters(recurse=False)}
             buffers = [n for n, b in child.named_buffers(recurse=False) if b.is_floating_point()]
-            own = (own | {f"{prefix}.{n}" if prefix else n for n in buffers}) - constant
+            own |= {f"{prefix}.{n}" if prefix else n for n in buffers}
             if isinstance(child, nn.Linear):
-                classifier = frozenset(own)
+                last_linear = frozenset(own)
             elif isinstance(child, nn.modules.batchnorm._BatchNorm):
-                batchnorm |= own
+                batchnorm |= own - constant
         return cls(
             packed((n, tuple(p.shape)) for n, p in module.named_parameters()),
             packed(
                 (n, tuple(b.shape)) for n, b in module.named_buffers() if b.is_floating_point() and n not in constant
             ),
-            classifier,
+            last_linear - constant,
             frozenset(batchnorm),
             getattr(module, "frozen_sha256", ""),
+            last_linear & constant,
         )
 
     @cached_property

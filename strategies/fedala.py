@@ -152,7 +152,8 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
         trainer.module.eval()
         features = None
         merged = frozenset(slot.name for slot in ctx.layout.params if slot.start >= first)
-        if trainer.task.cross_entropy and merged == ctx.layout.classifier:
+        # the short way knows the layer's own tensors alone, no constants of `train`
+        if trainer.task.cross_entropy and merged == ctx.layout.classifier and not ctx.layout.constant_head:
             features = head_inputs(trainer, chosen)
         if features is None:
             return [(len(batch), whole(trainer, first, batch)) for batch in batches]

@@ -32,7 +32,16 @@ from fl_app.figures import Scalars
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, Rule, key
 from fl_app.layout import Layout, Model, Slot
 from fl_app.wire import Expected, Upload, WireError
-from strategies.base import ClientState, LocalUpdate, Method, Objective, RoundContext, Uploads, all_where_features_are
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    Objective,
+    RoundContext,
+    Uploads,
+    all_where_features_are,
+    check_head_trains,
+)
 from strategies.fedavg import FedAvg, GlobalModelParams
 
 if TYPE_CHECKING:
@@ -97,6 +106,7 @@ def head_slots(layout: Layout) -> tuple[Slot, Slot | None]:
     """Weight [C, f] and bias [C], if any, of a layout's classifier. Raises UserError if its weight is not a parameter."""
     found = {len(slot.shape): slot for slot in layout.params if slot.name in layout.classifier}
     if 2 not in found:
+        check_head_trains(layout, "weight")
         raise UserError(
             "model: FedGen needs the weight of the last Linear layer, which is no parameter of its own here"
         )

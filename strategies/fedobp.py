@@ -34,7 +34,15 @@ from fl_app.keys import BELOW_ONE, RATIO, key
 from fl_app.layout import Layout, Model, Vector
 from fl_app.wire import Expected, Upload, WireError
 from strategies import masks
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_local_statistics
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    RoundContext,
+    Uploads,
+    all_but_local_statistics,
+    check_head_trains,
+)
 from strategies.fedavg import FedAvg
 
 # per layer, int64 on the wire
@@ -273,6 +281,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
 def shared(layout: Layout, params: FedOBPParams) -> frozenset[str]:
     """All tensors travel, BatchNorm's statistics unless local. Raises UserError if there is no classifier to choose from."""
     if params.scope == "classifier" and not layout.classifier:
+        check_head_trains(layout)
         raise UserError("fedobp.scope: classifier needs a model with a Linear layer, this one has none")
     return all_but_local_statistics(layout, params)
 

@@ -43,6 +43,7 @@ from strategies.base import (
     RoundContext,
     Uploads,
     all_but_classifier,
+    check_head_trains,
 )
 from strategies.blocks import one_thread
 from strategies.fedavg import FedAvg
@@ -216,6 +217,7 @@ def simplex_network(module: nn.Module, params: FLOCOParams, seed: int) -> nn.Mod
 def simplex_tensors(layout: Layout, params: object) -> frozenset[str]:
     """All tensors travel. Raises UserError for a model without a last Linear layer, or with nothing below it."""
     all_but_classifier(layout)
+    check_head_trains(layout, "weight")
     return layout.names
 
 

@@ -34,7 +34,15 @@ from fl_app.keys import POSITIVE, Rule, key
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Expected, Upload, WireError
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    RoundContext,
+    Uploads,
+    all_but_classifier,
+    check_head_trains,
+)
 from strategies.blocks import one_thread
 from strategies.fedavg import FedAvg
 
@@ -221,6 +229,7 @@ def head_shape(layout: Layout) -> tuple[int, int]:
 def body(layout: Layout, params: object) -> frozenset[str]:
     """All but the last Linear layer travels. Raises UserError for a model without one, with nothing below it, or no bias in it."""
     below = all_but_classifier(layout)
+    check_head_trains(layout, "weight", "bias")
     if not any(len(slot.shape) == 1 for slot in layout.params if slot.name in layout.classifier):
         raise UserError("model: pfedfda computes the last Linear layer's weight and bias, but it has no bias")
     return below

@@ -50,7 +50,7 @@ def check_locally(config: RunConfig) -> None:
         info = data.check(config)
         if config.resume:
             check_data(Path(config.resume), data.open_data(config).hashes)
-        repeated = data.repeated(config)
+        remarks = [*data.repeated(config), *data.less_skewed(config)]
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(
                 f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}"
@@ -62,7 +62,7 @@ def check_locally(config: RunConfig) -> None:
 
             check_module(module, config, info.input_shape)
     warn_of_data(info)
-    for line in repeated:
+    for line in remarks:
         warn(line)
 
 

@@ -20,8 +20,8 @@ and `""` mean "not set" where the text says so. A method's own parameters stand 
 """
 _SAME_RUN = """How a run runs and where its files lie does not change what comes out:
 {running}.
-Runs that differ in nothing else are the same to a sweep, and a run may be resumed with other values of these, and with more
-rounds ({extending}).
+Runs that differ in nothing else are the same to a sweep. A run may be resumed with other values of these, and with more rounds
+({extending}). It keeps its number of rounds where one of these is in use, whose meaning depends on it: {spanning}.
 """
 _BEGIN, _END = "[tool.flwr.app.config]\n", "\n[tool.ruff]"
 
@@ -41,7 +41,8 @@ def config_page(methods: Mapping[str, type]) -> str:
     declared = [spec for group in all_specs(methods).values() for spec in group]
     running = ", ".join(f"`{spec.name}`" for spec in declared if not spec.tells_runs_apart)
     extending = ", ".join(f"`{spec.name}`" for spec in declared if spec.extends)
-    parts = [_INTRO, _SAME_RUN.format(running=running, extending=extending)]
+    spanning = ", ".join(f"`{spec.name}`" for spec in declared if spec.spans_run)
+    parts = [_INTRO, _SAME_RUN.format(running=running, extending=extending, spanning=spanning)]
     for table, group in all_specs(methods).items():
         if not group:
             continue

@@ -16,7 +16,7 @@ from corolla.experiments.table import cell, single_runs
 from corolla.experiments.table import size as size
 
 CAPTION = (
-    "{}. final: mean over all clients after the last round, each on its own test data; pooled: weighted by test samples; "
+    "{}. final: mean over {} after the last round, each on its own test data; pooled: weighted by test samples; "
     "best: best round of the mean over its clients, before they train, so it can be below final"
 )
 ROUNDS = (
@@ -51,7 +51,9 @@ def show_results(folders: Sequence[Path]) -> None:
                 f"{s['method']}: {s['far-uploads']} uploads were used though they lay far from the others' (whose: see the "
                 "report); max-update-norm = 3 would drop them"
             )
-    console.print(CAPTION.format(", ".join(dict.fromkeys(run.headline.name for run in runs))))
+    has_unseen = any(f"unseen-{run.headline.name}" in run.summary for run in runs)
+    who = "all clients that train" if has_unseen else "all clients"
+    console.print(CAPTION.format(", ".join(dict.fromkeys(run.headline.name for run in runs)), who))
     console.print(ROUNDS)
     for method, tested in {(run.summary["method"], run.tested): None for run in runs if run.tested}:
         console.print(f"{escape(method)}: {escape(tested)}")

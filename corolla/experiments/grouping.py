@@ -21,6 +21,10 @@ class Recorded(Protocol):
     """What `settings_of` needs of a run (corolla/experiments/runs.py)."""
 
     @property
+    def continued(self) -> dict[str, Scalar]:
+        """What it was continued with that no run can be continued with."""
+
+    @property
     def data_sha256(self) -> str:
         """Hash of the data set that its clients shared; empty if unknown."""
 
@@ -43,11 +47,12 @@ def settings(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
 
 
 def settings_of(runs: Sequence[R], config: Callable[[R], Mapping[str, Scalar]]) -> list[dict[str, Scalar]]:
-    """Return the settings of each of some runs; where runs of one data set were made of different samples, with its hash.
+    """Return what tells runs apart: their settings, and whether one was continued as none can be.
 
+    Where runs of one data set were made of different samples, its hash is with them.
     config: a run's flat config.
     """
-    found = [settings(config(run)) for run in runs]
+    found = [settings(config(run)) | run.continued for run in runs]
     hashes: dict[Scalar, set[str]] = {}
     for run, own in zip(runs, found, strict=True):
         if run.data_sha256:

@@ -18,8 +18,8 @@ from fl_app.config import RunConfig, parse_recorded
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError
 from fl_app.files import lock
-from fl_app.keys import Scalar
-from fl_app.metrics import Metric, Record, moments, outcome
+from fl_app.keys import Scalar, specs
+from fl_app.metrics import UNSEEN, Metric, Record, moments, outcome
 from fl_app.server.run_folder import (
     CONFIG,
     LOCK,
@@ -114,13 +114,26 @@ class RecordedRun:
         return next(reversed(self.evaluations.items()), None)
 
     @property
+    def continued(self) -> dict[str, Scalar]:
+        """Whether an earlier version continued it with more rounds although a key spans them (`schedule-rounds`); else empty.
+
+        The value is `straight`, or the numbers of rounds it was planned for: an evaluation was due after the last of each.
+        """
+        spanning = [key for key in specs(RunConfig) if key.spans_run]
+        if all(key.is_off(self.settings.get(key.name, key.default)) for key in spanning):
+            return {}
+        every = int(self.settings.get("evaluate-every", 0))
+        ends = [t for t in self.evaluations if t < self.planned and not (every and t % every == 0)]
+        return {"schedule-rounds": ", ".join(map(str, [*ends, self.planned])) if ends else "straight"}
+
+    @property
     def coverage(self) -> tuple[int, int]:
         """Of how many clients the final figures are, and of how many they should be; clients that never train apart."""
         _, last = self.last_evaluation or (0, {})
         if "evaluated" in last:
             return last["evaluated"], last["expected"]
         # what earlier versions recorded
-        evaluated = len(last.get("clients", {})) - len(last.get("unseen", {}).get("ids", []))
+        evaluated = len(that_train(last))
         return evaluated, evaluated + len(last.get("absent") or [])
 
     @property
@@ -186,6 +199,18 @@ class RecordedRun:
         told = self.about.get("classes")
         names = told if isinstance(told, list) else split_names(str(self.settings.get("classes", "")))
         return tuple(str(name).strip() for name in names)
+
+
+def that_train(evaluation: Record) -> dict[str, Record]:
+    """Return an evaluation's clients, by id, but for those that never train: those whose means it has."""
+    apart = that_never_train(evaluation)
+    return {i: row for i, row in evaluation.get("clients", {}).items() if i not in apart}
+
+
+def that_never_train(evaluation: Record) -> dict[str, Record]:
+    """Return an evaluation's clients, by id, that never train (`holdout-clients`)."""
+    ids = {str(i) for i in evaluation.get(UNSEEN, {}).get("ids", [])}
+    return {i: row for i, row in evaluation.get("clients", {}).items() if i in ids}
 
 
 def find(paths: Iterable[Path], methods: Mapping[str, type] | None = None) -> list[RecordedRun]:

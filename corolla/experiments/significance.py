@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from corolla.experiments.compare import varying_as_text
-from corolla.experiments.runs import RecordedRun
+from corolla.experiments.runs import RecordedRun, that_train
 from fl_app.metrics import Metric, Record
 
 LEVEL = 0.95
@@ -132,9 +132,8 @@ def other_samples(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) ->
 def final(run: RecordedRun) -> dict[str, float]:
     """Return the headline metric of each client that trains in the last evaluation of all clients."""
     name = run.headline.name
-    last: Record = next(reversed(run.evaluations.values()), {"clients": {}})
-    apart = set(map(str, last.get("unseen", {}).get("ids", [])))
-    return {i: float(row[name]) for i, row in last["clients"].items() if i not in apart and row.get(name) is not None}
+    last: Record = next(reversed(run.evaluations.values()), {})
+    return {i: float(row[name]) for i, row in that_train(last).items() if row.get(name) is not None}
 
 
 def paired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> Comparison | None:

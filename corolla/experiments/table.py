@@ -138,7 +138,10 @@ def caption(rows: Sequence[Row]) -> str:
         name = "accuracies" if metric == ACCURACY else metric.name
         unit = " in per cent" if metric.ratio else ""
         names.append(f"{name}{unit},")
-    return CAPTION.format(" ".join(names))
+    told = CAPTION.format(" ".join(names))
+    if any("unseen" in row.means for row in rows):
+        told += "; unseen: clients that never train, of whom no other figure is"
+    return told
 
 
 def text_table(rows: Sequence[Row]) -> list[list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from corolla.report.arrays import LONG, Curve, Floats, ReportedRun, curve
+from corolla.report.arrays import EVALUATED, LONG, Curve, Floats, ReportedRun, curve, unseen_accuracies
 from corolla.report.figures import (
     TOGETHER,
     Panel,
@@ -31,12 +32,15 @@ SOURCES = (
     ("before", "Received model, before local training"),
     ("after", "After local training"),
     ("evaluation", "All clients' own models"),
+    ("unseen", "Clients that never train"),
 )
 # by a group's number, as they are drawn
 Curves = Mapping[int, Curve]
 Limits = tuple[float, float]
 # where not all models are the received ones
 BEFORE = "Before local training"
+# where some clients never train
+TRAINED = "Own models of clients that train"
 
 
 def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:
@@ -52,13 +56,14 @@ def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:
 def _of(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     known = {name: curves for name, _ in SOURCES if (curves := drawn(groups, name))}
     if not any(len(run.evaluations) > 1 for group in groups for run in group.runs):
-        known.pop("evaluation", None)
+        known = {name: curves for name, curves in known.items() if name not in EVALUATED}
     if known:
         limits = late([(found.rounds, found.mean) for curves in known.values() for found in curves.values()])
-        caption = _caption(groups) + long_runs(groups, cut=bool(limits))
+        caption = _caption(groups, known) + long_runs(groups, cut=bool(limits))
         yield Panel(metric.name, f"{_title(metric)} over rounds", caption, lambda: _over_rounds(groups, known, limits))
         yield from _spread(metric, groups)
     yield from _sorted(metric, groups)
+    yield from _unseen(metric, groups)
 
 
 def _title(metric: Metric) -> str:
@@ -90,7 +95,32 @@ def late(lines: Sequence[tuple[NDArray[np.int64], Floats]]) -> Limits | None:
     return (low - pad, high + pad) if np.ptp(every) > 2 * (high - low) else None
 
 
-def _caption(groups: Sequence[Group]) -> str:
+def _who(groups: Sequence[Group], known: Mapping[str, Curves]) -> str:
+    """Say over whom the curves of evaluations are means, a phrase to add."""
+    if "evaluation" not in known:
+        return ""
+    title = _titles(groups)["evaluation"]
+    if not any_unseen(groups):
+        return f" (right, {title}: over all clients)"
+    return f" ({title}: over all clients but those that never train, who stand apart, right)"
+
+
+def any_unseen(groups: Sequence[Group]) -> bool:
+    """Tell whether any of the groups has clients that never train."""
+    return any(run.has_unseen for group in groups for run in group.runs)
+
+
+def _titles(groups: Sequence[Group]) -> dict[str, str]:
+    """Return the titles of the pictures side by side."""
+    titles = dict(SOURCES)
+    if tested(groups):
+        titles["before"] = BEFORE
+    if any_unseen(groups):
+        titles["evaluation"] = TRAINED
+    return titles
+
+
+def _caption(groups: Sequence[Group], known: Mapping[str, Curves]) -> str:
     bands, other = "Bands: the middle half of the clients (quartiles).", ""
     if repeated(groups):
         bands = "Where a curve stands for several seeds it is their mean, and the band ± one sample standard deviation over them."
@@ -100,8 +130,8 @@ def _caption(groups: Sequence[Group]) -> str:
     if {*DATA_KEYS, "seed"} & set(differing(firsts)):
         other = "The runs do not all have the same test data: see their settings."
     return (
-        f"Lines: mean over the round's clients, each on its own test data. {bands} A gap between the pictures is what local "
-        f"training adds, and what aggregation takes away again. {tested(groups)}{other}"
+        f"Lines: mean over the round's clients{_who(groups, known)}, each on its own test data. {bands} A gap between the "
+        f"pictures is what local training adds, and what aggregation takes away again. {tested(groups)}{other}"
     ).rstrip()
 
 
@@ -117,14 +147,15 @@ def _tested_before(groups: Sequence[Group]) -> str:
 
 def _over_rounds(groups: Sequence[Group], known: Mapping[str, Curves], limits: Limits | None) -> Figure:
     style, last = styled(groups), max(group.last_round for group in groups)
-    figure, first = new_figure(4.4), None
+    figure, first, titles = new_figure(4.4), None, _titles(groups)
     for k, (name, curves) in enumerate(known.items()):
         axes = figure.add_subplot(1, len(known), k + 1, sharey=first)
-        first, title = first or axes, dict(SOURCES)[name]
+        first = first or axes
         for group in groups:
             band = len(group.runs) > 1 if repeated(groups) else len(groups) <= TOGETHER
             _line(axes, curves.get(group.number), short(group.label), style[group.number], band)
-        axes.set_title(BEFORE if name == "before" and tested(groups) else title)
+        # four side by side leave a title little room
+        axes.set_title(textwrap.fill(titles[name], 24) if len(known) == len(SOURCES) else titles[name])
         rounds_axis(axes, last)
         metric_axis(groups)(axes) if k == 0 else axes.tick_params(labelleft=False)
     assert first is not None
@@ -234,20 +265,37 @@ def _sorted(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
         sources.setdefault(all_clients(group)[1], []).append(group.number)
     where = "; ".join(f"{text} ({listed(numbers)})" if len(sources) > 1 else text for text, numbers in sources.items())
     seeds = " Clients of all seeds count together." if repeated(drawn) else ""
+    apart = any_unseen(drawn)
+    alone = " Clients that never train are in the next picture." if apart else ""
     yield Panel(
         "clients" if metric.name == "accuracy" else f"clients-{metric.name}",
-        f"Final {metric.title} of each client",
+        f"Final {metric.title} of each client{' that trains' if apart else ''}",
         f"Clients sorted by {metric.title} on their own test data: where the line starts is the worst-off client, and where it "
-        f"crosses 50 % the median one. A flat line treats all alike.{seeds} Measured: {where}.",
-        lambda: _clients(drawn),
+        f"crosses 50 % the median one. A flat line treats all alike.{seeds}{alone} Measured: {where}.",
+        lambda: _clients(drawn, {group.number: all_clients(group)[0] for group in drawn}),
     )
 
 
-def _clients(groups: Sequence[Group]) -> Figure:
+def _unseen(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
+    """Yield the picture of the clients that never train."""
+    values = {group.number: all_clients(group, unseen_accuracies) for group in groups}
+    drawn = [group for group in groups if values[group.number][0].size]
+    if drawn:
+        where = "; ".join(dict.fromkeys(values[group.number][1] for group in drawn))
+        yield Panel(
+            f"unseen-{metric.name}",
+            f"Final {metric.title} of each client that never trains",
+            f"Clients that are kept out of all training (holdout-clients), sorted by {metric.title} on their own test data, with "
+            f"the model that the method gives a client it has nothing of. Measured: {where}.",
+            lambda: _clients(drawn, {number: found for number, (found, _) in values.items()}),
+        )
+
+
+def _clients(groups: Sequence[Group], sorted_values: Mapping[int, Floats]) -> Figure:
     style = styled(groups)
 
     def draw(axes: Axes, group: Group, in_focus: bool) -> None:
-        values = all_clients(group)[0]
+        values = sorted_values[group.number]
         x: Floats = 100 * (np.arange(len(values)) + 0.5) / len(values)
         if in_focus:
             axes.plot(x, values, label=short(group.label), **style[group.number].line_style(len(x)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from corolla.experiments.runs import RecordedRun, find
+from corolla.experiments.runs import RecordedRun, find, that_never_train, that_train
 from fl_app.figures import Figure, from_json
 from fl_app.keys import show
 from fl_app.metrics import Metric, Record, moments
@@ -18,6 +18,8 @@ from fl_app.metrics import Metric, Record, moments
 Floats = NDArray[np.float64]
 # curves of as many rounds are drawn as a running mean over a fortieth of them
 LONG = 80
+# of an evaluation's clients, those of a curve's name
+EVALUATED = {"evaluation": that_train, "unseen": that_never_train}
 
 
 @dataclass(frozen=True)
@@ -72,9 +74,16 @@ class ReportedRun(RecordedRun):
         return text
 
     def key(self, name: str) -> str:
-        """Return how a record names the headline metric `before` or `after` training or in an `evaluation`; others as they are."""
+        """Return how a record names the headline metric `before` or `after` training, or in an evaluation (EVALUATED); others as
+        they are.
+        """
         before, after = moments(self.headline.name)
-        return {"before": before, "after": after, "evaluation": self.headline.name}.get(name, name)
+        return {"before": before, "after": after}.get(name, self.headline.name if name in EVALUATED else name)
+
+    @property
+    def has_unseen(self) -> bool:
+        """Whether its evaluations are also of clients that never train."""
+        return any(that_never_train(evaluation) for evaluation in self.evaluations.values())
 
 
 def read_runs(paths: Sequence[Path], declared: Mapping[str, Sequence[Figure]] | None = None) -> list[ReportedRun]:
@@ -99,8 +108,9 @@ def curve(runs: Sequence[ReportedRun], name: str) -> Curve | None:
     """Mean and quartiles of a metric of the runs' clients over the rounds; name: as `ReportedRun.key` takes it."""
     samples: dict[int, list[Floats]] = {}
     for run in runs:
-        tables = {t: e["clients"] for t, e in run.evaluations.items()}
-        if name != "evaluation":
+        if name in EVALUATED:
+            tables = {t: EVALUATED[name](e) for t, e in run.evaluations.items()}
+        else:
             tables = {t: r.get("clients", {}) for t, r in run.rounds.items()}
         for t, table in tables.items():
             if (values := numbers(table, run.key(name))).size:
@@ -135,16 +145,23 @@ def numbers(clients: dict[str, Record], name: str) -> Floats:
 
 
 def final_accuracies(run: ReportedRun) -> tuple[Floats, str]:
-    """Each client's last known headline metric, sorted from worst to best, and where it comes from."""
-    last, metric, before = run.last_evaluation, run.headline.name, run.key("before")
-    if last and (run.finished or numbers(last[1]["clients"], metric).size):
-        return ranked(numbers(last[1]["clients"], metric), run.headline), f"all clients, after round {last[0]}"
+    """Last known headline metric of each client that trains, sorted from worst to best, and where it comes from."""
+    last, before = run.last_evaluation, run.key("before")
+    if last and (run.finished or numbers(that_train(last[1]), run.headline.name).size):
+        who = "all clients that train" if run.has_unseen else "all clients"
+        return ranked(numbers(that_train(last[1]), run.headline.name), run.headline), f"{who}, after round {last[0]}"
     latest: dict[str, float] = {}
     for record in run.rounds.values():
         latest |= {i: row[before] for i, row in record.get("clients", {}).items() if row.get(before) is not None}
     return ranked(
         np.array(list(latest.values()), np.float64), run.headline
     ), "each client's last round, before training"
+
+
+def unseen_accuracies(run: ReportedRun) -> tuple[Floats, str]:
+    """Headline metric of each client that never trains in the last evaluation, worst to best, and where it comes from."""
+    t, last = run.last_evaluation or (0, {})
+    return ranked(numbers(that_never_train(last), run.headline.name), run.headline), f"after round {t}"
 
 
 def ranked(values: Floats, metric: Metric) -> Floats:

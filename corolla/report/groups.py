@@ -147,9 +147,9 @@ def long_runs(groups: Sequence[Group], *, cut: bool = False) -> str:
     return f" Lines over rounds are running means of {rounds} rounds.{first}" if rounds > 1 else ""
 
 
-def all_clients(group: Group) -> tuple[Floats, str]:
-    """Headline metrics of the clients of all runs, worst to best, and where they come from."""
-    found = [final_accuracies(run) for run in group.runs]
+def all_clients(group: Group, of: Callable[[ReportedRun], tuple[Floats, str]] = final_accuracies) -> tuple[Floats, str]:
+    """Headline metrics of the clients of all runs, worst to best, and where they come from. of: a run's."""
+    found = [of(run) for run in group.runs]
     sources = list(dict.fromkeys(source for values, source in found if values.size))
     return ranked(np.concatenate([values for values, _ in found]), group.first.headline), "; ".join(sources)
 

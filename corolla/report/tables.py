@@ -119,8 +119,11 @@ def results_table(groups: Sequence[Group]) -> str:
         "digest",
     ]
     rows = [_group_rows(groups, group, headings, brief, seeds) for group in groups]
+    everybody = "all clients"
+    if any(run.has_unseen for group in groups for run in group.runs):
+        everybody += " that train (unseen: over those that never do)"
     text = (
-        f"{_headings(metrics)} on test data. final: mean over all clients, each on its own test data, after the last round; "
+        f"{_headings(metrics)} on test data. final: mean over {everybody}, each on its own test data, after the last round; "
         "pooled: over all samples; best: best mean over rounds, before local training, so it can be below final. upload, "
         "download: all clients together. digest: its first 8 digits; equal digests mean the same final models, bit for bit."
     )

@@ -51,6 +51,12 @@ NO_KEYS = {"tensorboard": '; TensorBoard is a tracker: track = "tensorboard"'}
 """What stands in no config though one may look for it, and the end of the error that says what does."""
 
 
+def scheduled(schedule: str, decay: float, round: int, rounds: int) -> float:
+    """Return the factor on a learning rate in a round, from 1, of so many."""
+    angle = math.pi * (round - 1) / rounds if schedule == "cosine" else 0.0
+    return decay ** (round - 1) * ((1 + math.cos(angle)) / 2)
+
+
 def share_of(count: int, share: float) -> int:
     """Return a share of so many, halves rounded up, at least 1."""
     return max(1, math.floor(share * count + 0.5))
@@ -78,7 +84,9 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     learning_rate: float = key(0.1, "Learning rate.", POSITIVE, headline=True)
     learning_rate_decay: float = key(1.0, "Factor on the learning rate after every round.", POSITIVE_RATIO)
     schedule: Literal["constant", "cosine"] = key(
-        "constant", "`cosine`: times (1 + cos(pi (t - 1) / T)) / 2 in round t of T, beside `learning-rate-decay`."
+        "constant",
+        "`cosine`: times (1 + cos(pi (t - 1) / T)) / 2 in round t of T, beside `learning-rate-decay`.",
+        spans_run=True,
     )
     momentum: float = key(0.0, "SGD momentum; it starts at zero in every round.", BELOW_ONE)
     weight_decay: float = key(0.0, "Weight decay; decoupled from the gradient with `adamw`.", NOT_NEGATIVE)
@@ -156,6 +164,13 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
         NOT_NEGATIVE,
         compared=False,
     )
+    finetune_learning_rate: float = key(
+        0.0,
+        "Learning rate of `finetune-epochs`, the same after every round; 0: `learning-rate`, which neither "
+        "`learning-rate-decay` nor `schedule` lowers here.",
+        NOT_NEGATIVE,
+        compared=False,
+    )
     # files
     run_name: str = key("", "Name of the run's folder. Empty: time, method and data set.", about="place")
     output_dir: str = key("runs", "Directory of run folders; made absolute by `corolla run`.", about="place")
@@ -189,8 +204,12 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
 
     def rate_factor(self, round: int) -> float:
         """What `learning-rate-decay` and `schedule` make of a learning rate in a round, from 1."""
-        angle = math.pi * (round - 1) / self.num_server_rounds if self.schedule == "cosine" else 0.0
-        return self.learning_rate_decay ** (round - 1) * ((1 + math.cos(angle)) / 2)
+        return scheduled(self.schedule, self.learning_rate_decay, round, self.num_server_rounds)
+
+    @property
+    def tuning_rate(self) -> float:
+        """Learning rate of `finetune-epochs`."""
+        return self.finetune_learning_rate or self.learning_rate
 
     def evaluates_after(self, round: int) -> bool:
         """Tell whether all clients are evaluated after a round: the last one, and every `evaluate-every`-th."""
@@ -209,6 +228,10 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     def num_training(self) -> int:
         """How many clients train."""
         return self.num_clients - len(self.unseen)
+
+    def spanning_keys(self) -> list[tuple[KeySpec, Scalar]]:
+        """Return the keys, with their values, that make this run another one if its number of rounds changes after its start."""
+        return [(key, value) for key, value in self.own_keys() if key.spans_run and not key.is_off(value)]
 
     def drawn(self, able: int) -> int:
         """Return how many of some clients, or companies of clients, train in a round (`fraction-train`)."""

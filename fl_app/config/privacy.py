@@ -47,6 +47,7 @@ class PrivacyKeys:
         NOT_NEGATIVE,
         compared=False,
         checked=True,
+        spans_run=True,
     )
     dp_delta: float = key(
         1e-5,

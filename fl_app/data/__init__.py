@@ -34,6 +34,7 @@ __all__ = [
     "check",
     "check_client_id",
     "data_root",
+    "less_skewed",
     "open_client",
     "open_data",
     "partition_remarks",
@@ -41,6 +42,10 @@ __all__ = [
     "prepare_for",
     "repeated",
 ]
+
+
+# part of all clients' training or test samples
+MANY_SPILLED = 0.05
 
 
 @dataclass(frozen=True)
@@ -128,9 +133,22 @@ def check(config: RunConfig, force: bool = False) -> DatasetInfo:
 
 
 def partition_remarks(config: RunConfig) -> list[str]:
-    """Say which samples several clients hold, one holds repeatedly, or nobody holds. Raises UserError as `check` does."""
+    """Say which samples several clients hold, one holds repeatedly, or nobody holds, and which are of other classes than drawn.
+
+    Raises UserError as `check` does.
+    """
     data = prepare_for(config)
-    return remarks(partition_of(config, data), data.info.num_train, data.info.num_test, data.info.samples)
+    lines = remarks(partition_of(config, data), data.info.num_train, data.info.num_test, data.info.samples)
+    return lines + _spills(config, data)
+
+
+def less_skewed(config: RunConfig) -> list[str]:
+    """Say it if many of the clients' samples are of other classes than drawn for them. Raises UserError as `check` does."""
+    return _spills(config, prepare_for(config), MANY_SPILLED)
+
+
+def _spills(config: RunConfig, data: Prepared, least: float = 0.0) -> list[str]:
+    return index_files.spills(config, data.y_train, data.y_test, data.info.num_classes, data.info.samples, least)
 
 
 def repeated(config: RunConfig) -> list[str]:

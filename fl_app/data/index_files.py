@@ -16,7 +16,7 @@ from fl_app.data.prepared import Prepared
 from fl_app.errors import UserError, describe, listed
 from fl_app.files import build_once, cache_key
 from fl_app.known_names import BY_CLASS, OWN_PARTITION, PARTITIONS
-from fl_app.partition import Column, Indices, Share, split
+from fl_app.partition import Column, Indices, Share, spilled, split
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,39 @@ def repeated(partition: Partition, what: str = "images") -> list[str]:
     for part, name in enumerate(("training", "test")):
         hands = [partition.client(i)[part] for i in range(partition.num_clients)]
         lines += _again(hands, name, what)
+    return lines
+
+
+def spills(
+    config: RunConfig, y_train: Indices, y_test: Indices, num_classes: int, what: str, least: float = 0.0
+) -> list[str]:
+    """Say how many samples clients of `dirichlet-client` hold of other classes than drawn for them, which have no more.
+
+    what: samples are called so. least: part of all clients' training or test samples from which on it is said.
+    """
+    if config.partition != "dirichlet-client":
+        return []
+    sizes = config.train_samples, config.test_samples
+    moved = spilled(
+        y_train,
+        y_test,
+        num_classes,
+        num_clients=config.num_clients,
+        seed=_seed(config),
+        alpha=config.dirichlet_alpha,
+        train_samples=sizes[0],
+        test_samples=sizes[1],
+    )
+    lines = []
+    for name, labels, size, counts in zip(("training", "test"), (y_train, y_test), sizes, moved, strict=True):
+        each = size or len(labels) // config.num_clients
+        total, largest = int(counts.sum()), int(np.bincount(labels, minlength=num_classes).max())
+        if total and total >= least * each * config.num_clients:
+            lines.append(
+                f"{name}: {np.count_nonzero(counts)} of {config.num_clients} clients are less skewed than dirichlet-alpha = "
+                f"{config.dirichlet_alpha:g} makes them: of {each} {what} each, {total} in all had to be of other classes, as none "
+                f"has more than {largest}; set {name.removesuffix('ing')}-samples to that or less, or raise num-clients"
+            )
     return lines
 
 

@@ -60,6 +60,7 @@ __all__ = [
     "deal",
     "fl_bench",
     "own_file",
+    "spilled",
     "split",
 ]
 
@@ -182,6 +183,30 @@ def _dirichlet_client(setting: _Setting) -> list[Share]:
         counts = np.stack([allocate(q, size, room) for q in mixes])
         dealt.append([offset + mine for mine in deal(counts, labels, setting.rng(side))])
     return list(zip(*dealt, strict=True))
+
+
+def spilled(
+    y_train: Indices,
+    y_test: Indices,
+    num_classes: int,
+    *,
+    num_clients: int,
+    seed: int,
+    alpha: float,
+    train_samples: int,
+    test_samples: int,
+) -> tuple[Indices, Indices]:
+    """Count each client's training and test samples of classes that it takes because its own have no more, both int64 [N].
+
+    Arguments as of `split`, with partition `dirichlet-client`: a client's proportions may ask more of a class than there is.
+    """
+    mixes = client_mixes(np.bincount(y_train, minlength=num_classes), alpha, num_clients, seed)
+    found = []
+    for labels, asked in ((y_train, train_samples), (y_test, test_samples)):
+        size, room = asked or len(labels) // num_clients, np.bincount(labels, minlength=num_classes)
+        wanted = np.stack([allocate(q, size, np.full(num_classes, size)) for q in mixes])
+        found.append(np.maximum(wanted - room, 0).sum(axis=1))
+    return found[0], found[1]
 
 
 def _pathological(setting: _Setting) -> list[Share]:

@@ -21,12 +21,12 @@ from typing import IO, Any, cast
 
 from fl_app import plugins, tasks
 from fl_app.checksums import DataHashes, sha256_of
-from fl_app.config import RunConfig
+from fl_app.config import RunConfig, scheduled
 from fl_app.config.rules import split_names
-from fl_app.errors import UserError, plain
+from fl_app.errors import UserError, listed, plain
 from fl_app.figures import Figure, to_json
 from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
-from fl_app.keys import Scalar, own, table_of
+from fl_app.keys import Scalar, own, show, table_of
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
 from fl_app.server.properties import hashes as hashes_of
@@ -52,6 +52,7 @@ DATA, INITIAL_WEIGHTS = "data", "initial-weights-sha256"
 DATA_HASH, PARTITION_HASH, NORMALIZED_BY = "sha256", "partition-sha256", "normalization"
 # of clients.json
 CLIENT_HASH = "data-sha256"
+ROUNDS, TUNING_RATE = "num-server-rounds", "finetune-learning-rate"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
 # characters of a class's name
@@ -113,8 +114,8 @@ class RunFolder:
         Raises UserError if it is no run folder, or if a key differs that must not change.
         """
         path = Path(config.resume)
-        check_unchanged(path, config)
         check_state(path)
+        check_unchanged(path, config)
         plugins.read(config.plugins)
         try:
             run = json.loads((path / RUN).read_text(encoding="utf-8"))
@@ -307,7 +308,8 @@ def read_file(run: Path, name: str) -> bytes:
 def read_config(run: Path) -> dict[str, Scalar]:
     """Read a run folder's resolved config, flat. Raises UserError if there is none.
 
-    Folders of earlier versions also hold the tables of other methods, and the key `tensorboard`; here it is part of `track`.
+    Folders of earlier versions also hold the tables of other methods, and the key `tensorboard`; here it is part of `track`. Such
+    runs fine-tuned at the round's learning rate: their `finetune-learning-rate` is that of the last round.
     """
     try:
         saved: dict[str, Scalar] = flatten(parse_toml(read_file(run, CONFIG), run / CONFIG))
@@ -318,13 +320,23 @@ def read_config(run: Path) -> dict[str, Scalar]:
     if saved.pop("tensorboard", False):
         trackers = split_names(str(saved.get("track", "")))
         saved["track"] = ",".join(dict.fromkeys((*trackers, "tensorboard")))
+    if saved.get("finetune-epochs") and TUNING_RATE not in saved:
+        saved[TUNING_RATE] = _tuning_rate_before(saved)
     return saved
+
+
+def _tuning_rate_before(saved: Mapping[str, Any]) -> float:
+    """Return the learning rate of the last evaluation's fine-tuning in a run without the key; 0, the default, if undecayed."""
+    rounds = saved[ROUNDS]
+    factor = scheduled(saved.get("schedule", "constant"), saved.get("learning-rate-decay", 1.0), rounds, rounds)
+    return 0.0 if factor == 1 else float(saved["learning-rate"] * factor)
 
 
 def check_unchanged(run: Path, config: RunConfig) -> None:
     """Raise UserError if `run` is no run folder, or if a key differs from it that must not change on resume.
 
-    The content of the file of `initial-weights` must not change either.
+    The number of rounds is one of these where a key's meaning depends on it: a cosine schedule, a budget of privacy. The content
+    of the file of `initial-weights` must not change either.
     """
     # a key newer than the run had its default
     saved = {**config.defaults, **read_config(run)}
@@ -333,6 +345,11 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
         for key, value in config.own_keys()
         if not key.may_change_on_resume and saved.get(key.name) != value
     ]
+    before, now = saved.get(ROUNDS), config.num_server_rounds
+    if before != now and (spanning := [f"{key.name} = {show(value)}" for key, value in config.spanning_keys()]):
+        changed.append(
+            f"  {ROUNDS}: {before!r} in the run, now {now!r}; {listed(spanning)} was meant for {before} rounds"
+        )
     if changed:
         raise UserError("resume: these keys must not change:\n" + "\n".join(changed))
     _check_weights(run, config)

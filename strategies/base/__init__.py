@@ -18,6 +18,7 @@ from strategies.base.method import (
     all_but_local_statistics,
     all_tensors,
     all_where_features_are,
+    check_head_trains,
     local_epochs,
     no_tensors,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "all_but_local_statistics",
     "all_tensors",
     "all_where_features_are",
+    "check_head_trains",
     "local_epochs",
     "no_tensors",
 ]

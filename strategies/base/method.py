@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from fl_app import metrics, rng, tasks, trainable_tensors
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import UserError, listed
 from fl_app.figures import Figure, Scalars
 from fl_app.layout import Layout
 from strategies.base.local_update import LocalUpdate
@@ -220,13 +220,36 @@ def all_but_local_statistics(layout: Layout, params: HasStatistics) -> frozenset
 def all_but_classifier(layout: Layout, params: object = None) -> frozenset[str]:
     """All tensors travel but the last Linear layer's.
 
-    Raises UserError if the model cannot be split: no Linear layer, or nothing but one.
+    Raises UserError if the model cannot be split: no Linear layer, or nothing but one, or `train` leaves nothing of either.
     """
     below = layout.names - layout.classifier
-    if not layout.classifier or not below:
-        what = "nothing below its only Linear layer" if layout.classifier else "no Linear layer, hence no classifier"
+    if not layout.classifier:
+        check_head_trains(layout)
+        what = "no Linear layer, hence no classifier"
+        raise UserError(f"model: this method splits it into body and classifier, but it has {what}")
+    if not below:
+        if layout.constants:
+            raise UserError(
+                "train: this method splits what trains into body and classifier; of the body, below the last Linear layer, "
+                "no tensor trains"
+            )
+        what = "nothing below its only Linear layer"
         raise UserError(f"model: this method splits it into body and classifier, but it has {what}")
     return below
+
+
+def check_head_trains(layout: Layout, *tensors: str) -> None:
+    """Raise UserError if `train` leaves out any of the last Linear layer's tensors, or of these of them (`weight`, `bias`)."""
+    lacking = sorted(name for name in layout.constant_head if not tensors or name.rpartition(".")[2] in tensors)
+    if lacking:
+        raise UserError(
+            f"train: this method needs the last Linear layer{_tensors_said(tensors)} among what trains; the key leaves out "
+            f"{listed(lacking)}"
+        )
+
+
+def _tensors_said(tensors: tuple[str, ...]) -> str:
+    return f"'s {' and '.join(tensors)}" if tensors else ""
 
 
 def all_where_features_are(layout: Layout, params: HasStatistics) -> frozenset[str]:

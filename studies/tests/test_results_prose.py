@@ -18,6 +18,7 @@ from corolla import presets
 from corolla.experiments import compare, paper_metrics
 from corolla.experiments.compare import Line
 from corolla.experiments.runs import RecordedRun
+from corolla.experiments.runs import below as below_folder
 from fl_app import plugins
 from strategies import METHOD_PARAMS
 from studies import differences, fashion_mnist_table, results_page
@@ -548,6 +549,15 @@ def test_no_method_is_measurably_above_fedobp() -> None:
         for stage in differences.STAGES:
             difference, half = above(method, stage)
             assert difference <= half, f"{method}, {stage}"
+
+
+def test_no_committed_run_fine_tuned_at_a_decayed_rate() -> None:
+    assert "every committed run has a constant learning rate" in " ".join(results_page.PAGE.read_text().split())
+    committed = [run for folder in RESULTS.iterdir() for run in below_folder(folder)]
+    assert len(committed) > 50 and any(run.settings["finetune-epochs"] for run in committed)
+    for run in committed:
+        assert (run.settings["learning-rate-decay"], run.settings["schedule"]) == (1.0, "constant"), run.path
+        assert run.settings.get("finetune-learning-rate", 0.0) == 0.0, run.path
 
 
 def test_every_figure_of_the_prose_comes_from_the_runs() -> None:

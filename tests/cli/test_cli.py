@@ -455,6 +455,35 @@ def test_data_show_names_repeated_and_unused_images(corolla, tmp_path: Path) -> 
     assert code == 0 and "warning: training: images that a client holds already, counted again: client 0: 4 of 5" in err
 
 
+@pytest.mark.parametrize(
+    ("clients", "sets", "told"),
+    [
+        (
+            3,
+            ["train-samples=0"],
+            "of 449 images each, 947 in all had to be of other classes, as none has more than 137",
+        ),
+        (3, ["train-samples=200", "test-samples=0"], "set train-samples to that or less, or raise num-clients"),
+        (3, ["train-samples=100", "test-samples=20"], ""),
+        (3, ["train-samples=0", "partition=iid"], ""),
+    ],
+)
+def test_clients_that_are_not_of_one_class_as_a_tiny_alpha_says(  # type: ignore[no-untyped-def]
+    corolla, tmp_path: Path, clients: int, sets: list[str], told: str
+) -> None:
+    given = ["dirichlet-alpha=0.001", "method=local", "num-server-rounds=1", "local-epochs=1", *sets]
+    words = ["--clients", str(clients), *[word for pair in given for word in ("--set", pair)]]
+    code, out, err = corolla("data", "show", *words)
+    assert code == 0 and ("less skewed than dirichlet-alpha = 0.001" in " ".join(out.split())) == bool(told), err
+    code, _, err = corolla("run", "--in-process", *words)
+    assert code == 0
+    if told:
+        assert "warning: training: 3 of 3 clients are less skewed than dirichlet-alpha = 0.001 makes them" in err
+        assert told in err
+    else:
+        assert "less skewed" not in err
+
+
 def test_methods_lists_every_method_and_key(corolla) -> None:  # type: ignore[no-untyped-def]
     code, out, _ = corolla("methods")
     assert code == 0

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from client_app.fisher import by_layer, by_sample, known_layers
 from fl_app import models, weights
-from fl_app.layout import Model
+from fl_app.layout import Layout, Model
+from fl_app.trainable_tensors import freeze
 from tests.client_app.test_train import CLASSES, mlp, trainer, with_batchnorm
 
 
@@ -103,6 +104,27 @@ def test_layer_by_layer_is_one_by_one(make: Callable[[], nn.Module]) -> None:
     assert len(layers) == len(list(module.parameters()))
     for got, want in zip(layers, by_sample(module, x, y), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", KNOWN)
+@pytest.mark.parametrize("kept", ["*weight", "*bias"])
+def test_weights_without_their_biases(make: Callable[[], nn.Module], kept: str) -> None:
+    """What trains has the entries it has if all trains."""
+
+    def partly() -> nn.Module:
+        module = make()
+        freeze(module, f"{kept},{next(iter(dict(module.named_parameters())))}")
+        return module
+
+    every, t = Layout.of(make()), trainer(partly, n=20)
+    some = Layout.of(t.module)
+    assert 0 < some.d < every.d and known_layers(t.module)
+    expected = trainer(make, n=20).fisher(weights.read(make()))
+    got = t.fisher(weights.read(partly()))
+    np.testing.assert_allclose(
+        got, every.take(Model(expected, np.zeros(every.b, np.float32)), some.names).params, rtol=1e-4
+    )
+    assert (got > 0).any()
 
 
 def test_what_is_not_done_layer_by_layer() -> None:

@@ -217,6 +217,23 @@ def test_purposes_are_other_streams() -> None:
     assert bits(t.train(start)) != bits(t.train(start, purpose="finetune"))
 
 
+@pytest.mark.parametrize(
+    ("given", "rate"), [({}, 0.1), ({"finetune_learning_rate": 0.02}, 0.02)], ids=["undecayed", "its own"]
+)
+@pytest.mark.parametrize("decayed", [{"schedule": "cosine"}, {"learning_rate_decay": 0.5}], ids=str)
+def test_fine_tuning_has_a_learning_rate_of_its_own(
+    given: dict[str, float], rate: float, decayed: dict[str, Any]
+) -> None:
+    start, settings = weights.read(mlp()), {"num_server_rounds": 4, "learning_rate": 0.1}
+    t = trainer(round=3, **settings, **decayed, **given)
+    # cosine: (1 + cos(pi / 2)) / 2; decay: 0.5 ** 2
+    assert t.learning_rate == pytest.approx(0.1 * (0.5 if "schedule" in decayed else 0.25))
+    t.begin_finetuning()
+    assert t.learning_rate == rate
+    constant = trainer(round=3, **{**settings, "learning_rate": rate})
+    assert bits(t.train(start, purpose="finetune")) == bits(constant.train(start, purpose="finetune"))
+
+
 def test_training_twice_in_one_process_is_the_same() -> None:
     t, start = trainer(with_dropout), weights.read(with_dropout())
     assert bits(t.train(start)) == bits(t.train(start))

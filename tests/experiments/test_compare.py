@@ -288,3 +288,37 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     out, _ = invoke(str(tmp_path))
     header, *rows = out.splitlines()
     assert header.split()[:3] == ["method", "num-server-rounds", "num-clients"] and len(rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "every", "tested", "planned"),
+    [
+        ("cosine", 0, (4, 8), "4, 8"),
+        ("cosine", 3, (3, 4, 6, 8), "4, 8"),
+        ("cosine", 0, (2, 4, 8), "2, 4, 8"),
+        ("cosine", 0, (8,), "straight"),
+        ("cosine", 4, (4, 8), "straight"),
+        ("constant", 0, (4, 8), None),
+    ],
+)
+def test_a_schedule_that_was_stretched_is_no_repetition_of_a_straight_one(
+    tmp_path: Path, schedule: str, every: int, tested: tuple[int, ...], planned: str | None
+) -> None:
+    """Earlier versions continued such runs; both have the same config."""
+
+    def folder(name: str, seed: int, tests: tuple[int, ...]) -> None:
+        changes = {"seed": seed, "num_server_rounds": 8, "schedule": schedule, "evaluate_every": every}
+        path = run_folder(tmp_path, name, "fedcac/cifar10-dirichlet-0.1", {}, **changes)
+        records = [{"round": t} | ({"evaluation": {"clients": {}}} if t in tests else {}) for t in range(1, 9)]
+        (path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+    folder("resumed", 0, tested)
+    folder("straight", 1, tuple(t for t in range(1, 9) if t == 8 or (every and t % every == 0)))
+    runs, _ = compare.load([tmp_path], METHOD_PARAMS)
+    assert [run.continued.get("schedule-rounds") for run in runs] == [planned, planned and "straight"]
+    groups, reported = compare.group(runs), grouped(read_runs([tmp_path]))
+    if planned in (None, "straight"):
+        assert len(groups) == len(reported) == 1
+    else:
+        assert [one["schedule-rounds"] for one in compare.varying(groups)] == [planned, "straight"]
+        assert [one.settings["schedule-rounds"] for one in reported] == [planned, "straight"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,55 @@ def test_a_run_is_resumed_with_another_value_only_where_its_rounds_stay_what_the
     else:
         with pytest.raises(UserError, match=f"must not change:\n  {spec.name}: "):
             check_unchanged(tmp_path, after)
+
+
+SPANNING: list[dict[str, Scalar]] = [
+    {"schedule": "cosine"},
+    {"dp-epsilon": 4.0},
+    {"schedule": "cosine", "learning-rate-decay": 0.5, "fedcac.beta": 2},
+]
+
+
+@pytest.mark.parametrize("given", SPANNING, ids=str)
+@pytest.mark.parametrize("rounds", [3, 5, 40])
+def test_a_run_whose_keys_span_its_rounds_is_not_resumed_with_other_rounds(
+    tmp_path: Path, given: dict[str, Scalar], rounds: int
+) -> None:
+    base: dict[str, Scalar] = {"method": "fedcac", "num-clients": 4, "num-server-rounds": 4, **given}
+    before = parse(base, METHOD_PARAMS)
+    (tmp_path / CONFIG).write_text(to_toml(before.resolved))
+    check_unchanged(tmp_path, before)
+    name, value = next(iter(given.items()))
+    shown = re.escape(f"num-server-rounds: 4 in the run, now {rounds}; {name} = {str(value).removesuffix('.0')}")
+    with pytest.raises(UserError, match=f"must not change:\n  {shown} was meant for 4 rounds"):
+        check_unchanged(tmp_path, parse(base | {"num-server-rounds": rounds}, METHOD_PARAMS))
+
+
+def test_which_keys_span_a_run() -> None:
+    every = [
+        spec for specs_of in (specs(RunConfig), *(specs(c, m) for m, c in METHOD_PARAMS.items())) for spec in specs_of
+    ]
+    assert {spec.name for spec in every if spec.spans_run} == {"schedule", "dp-epsilon"}
+    assert parse({"method": "fedavg", "num-clients": 4}, METHOD_PARAMS).spanning_keys() == []
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    share: float = key(0.25, "Part of all rounds that warm up.", spans_run=True)
+
+
+def test_a_key_of_ones_own_may_span_the_run_at_its_default(tmp_path: Path) -> None:
+    methods = {**METHOD_PARAMS, "warm:METHOD": WarmUp}
+    base: dict[str, Scalar] = {"method": "warm:METHOD", "num-clients": 4, "num-server-rounds": 4}
+    for share, refused in ((0.25, True), (0.0, False)):
+        run = base | {"warm.share": share}
+        (tmp_path / CONFIG).write_text(to_toml(own(parse(run, methods).resolved, "warm:METHOD")))
+        longer = parse(run | {"num-server-rounds": 8}, methods)
+        if refused:
+            with pytest.raises(UserError, match=r"4 in the run, now 8; warm.share = 0.25 was meant for 4 rounds"):
+                check_unchanged(tmp_path, longer)
+        else:
+            check_unchanged(tmp_path, longer)
 
 
 @pytest.mark.parametrize(("method", "spec"), EVERY_KEY)

@@ -448,3 +448,29 @@ for name in ("dirichlet-client", "dirichlet", "dirichlet-fl-bench", "pathologica
     procs = [subprocess.Popen([sys.executable, "-c", code], cwd=APP, stdout=subprocess.PIPE) for _ in range(2)]
     first, second = (proc.communicate()[0] for proc in procs)
     assert first == second and len(first.split()) == 5
+
+
+def test_what_clients_hold_of_other_classes_than_drawn() -> None:
+    """Two classes of 6 and 4; with alpha next to nothing a client wants one class alone."""
+    y_train, y_test = np.repeat([0, 1], [6, 4]), np.repeat([0, 1], [3, 3])
+    fixed: dict[str, Any] = {"num_clients": 2, "seed": 0, "alpha": 1e-4}
+    mixes = part.client_mixes(np.array([6, 4]), 1e-4, 2, 0)
+    room = np.array([6, 4])[mixes.argmax(axis=1)]
+    training, test = part.spilled(y_train, y_test, 2, **fixed, train_samples=5, test_samples=3)
+    assert training.tolist() == np.maximum(5 - room, 0).tolist() and test.tolist() == [0, 0]
+    training, test = part.spilled(y_train, y_test, 2, **fixed, train_samples=10, test_samples=0)
+    assert training.tolist() == (10 - room).tolist() and test.tolist() == [0, 0]
+    shares = part.split(
+        "dirichlet-client",
+        y_train,
+        y_test,
+        2,
+        **fixed,
+        classes_per_client=1,
+        train_samples=10,
+        test_samples=0,
+        min_samples=1,
+        test_ratio=0.5,
+    )
+    for (hand, _), mix, moved in zip(shares, mixes, training, strict=True):
+        assert np.count_nonzero(y_train[hand] != mix.argmax()) == moved > 0

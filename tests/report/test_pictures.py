@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from itertools import combinations
@@ -21,7 +22,7 @@ from corolla.report.costs import costs
 from corolla.report.groups import grouped
 from corolla.report.partitions import partitions
 from corolla.report.style import DARK, LIGHT
-from tests.report.builders import folder, many_runs, record
+from tests.report.builders import folder, many_runs, record, write
 
 
 @pytest.mark.parametrize("letters", range(6, 41))
@@ -81,6 +82,84 @@ def test_nothing_overlaps_with_many_runs_clients_and_layers(
                 figure = panel.draw()
                 figure.draw_without_rendering()
                 assert_nothing_is_cut(panel.name, figure)
+
+
+HELD = {"0": 0.9, "1": 0.7, "2": 0.65, "3": 0.2, "4": 0.1}
+
+
+def held_out(path: Path, unseen: list[int]) -> Path:
+    """A run of three evaluations of five clients, better by 0.01 every round, of which some never train."""
+    records = []
+    for t in range(1, 4):
+        rows = {i: {"accuracy": share + 0.01 * t} for i, share in HELD.items()}
+        trained = {i: {"accuracy-before": row["accuracy"]} for i, row in rows.items() if int(i) not in unseen}
+        evaluation: dict[str, Any] = {"clients": rows}
+        for of, part in ((evaluation, trained), (apart := {"ids": unseen}, [str(i) for i in unseen])):
+            of["accuracy"] = sum(rows[i]["accuracy"] for i in part) / len(part) if part else None
+        records.append(record(t, trained, evaluation=evaluation | ({"unseen": apart} if unseen else {})))
+    path = folder(path, records, num_clients=5, holdout_clients=0.4 if unseen else 0.0)
+    means = [records[-1]["evaluation"]["accuracy"], apart["accuracy"]]
+    final = {"final-accuracy": means[0]} | ({"unseen-accuracy": means[1]} if unseen else {})
+    (path / "summary.json").write_text(json.dumps({"rounds": 3} | final))
+    return path
+
+
+def test_clients_that_never_train_are_drawn_apart_and_the_table_says_the_same(tmp_path: Path) -> None:
+    paths = [held_out(tmp_path / "held", [3, 4])]
+    groups = grouped(read_runs(paths))
+    found = {panel.name: panel for panel in accuracy(groups)}
+    sides = {axes.get_title().replace("\n", " "): axes for axes in found["accuracy"].draw().axes}
+    ends = {title: float(axes.get_lines()[-1].get_ydata()[-1]) for title, axes in sides.items()}
+    assert ends["Own models of clients that train"] == pytest.approx(0.78)
+    assert ends["Clients that never train"] == pytest.approx(0.18)
+    means = groups[0].row.means
+    assert (means["final"][0], means["unseen"][0]) == pytest.approx((0.78, 0.18))
+    for name, values in (("clients", [0.68, 0.73, 0.93]), ("unseen-accuracy", [0.13, 0.23])):
+        (line,) = found[name].draw().axes[0].get_lines()
+        assert list(line.get_ydata()) == pytest.approx(values)
+    assert "over all clients but those that never train, who stand apart" in found["accuracy"].caption
+    assert found["clients"].title == "Final accuracy of each client that trains"
+    assert found["clients"].caption.endswith("Measured: all clients that train, after round 3.")
+    assert found["unseen-accuracy"].title == "Final accuracy of each client that never trains"
+    page, pictures = write(tmp_path / "out", *paths)
+    assert "unseen-accuracy" in pictures and "final: mean over all clients that train (unseen: over those" in page
+    for panel in found.values():
+        figure = panel.draw()
+        figure.draw_without_rendering()
+        assert_nothing_is_cut(panel.name, figure)
+
+
+def test_seeds_and_runs_without_such_clients_beside_them(tmp_path: Path) -> None:
+    held = [held_out(tmp_path / "a", [3, 4]), held_out(tmp_path / "b", [2, 4])]
+    config = held[1] / "config.toml"
+    config.write_text(config.read_text().replace("seed = 0", "seed = 1", 1))
+    groups = grouped(read_runs([*held, held_out(tmp_path / "all", [])]))
+    assert [len(group.runs) for group in groups] == [2, 1]
+    found = {panel.name: panel for panel in accuracy(groups)}
+    sides = {axes.get_title().replace("\n", " "): axes for axes in found["accuracy"].draw().axes}
+
+    def ends(title: str) -> list[float]:
+        return [
+            float(line.get_ydata()[-1])
+            for line in sides[title].get_lines()
+            if len(line.get_ydata()) and line.get_label()[0] != "_"
+        ]
+
+    # means of the seeds: (0.78 + 0.63) / 2 and (0.18 + 0.405) / 2; all five: 0.54
+    assert ends("Own models of clients that train") == pytest.approx([0.705, 0.54])
+    assert ends("Clients that never train") == pytest.approx([0.2925])
+    (line,) = found["unseen-accuracy"].draw().axes[0].get_lines()
+    assert list(line.get_ydata()) == pytest.approx([0.13, 0.13, 0.23, 0.68])
+
+
+def test_without_such_clients_nothing_is_said_of_them(tmp_path: Path) -> None:
+    groups = grouped(read_runs([held_out(tmp_path / "all", [])]))
+    found = {panel.name: panel for panel in accuracy(groups)}
+    assert "unseen-accuracy" not in found
+    assert [axes.get_title() for axes in found["accuracy"].draw().axes][-1] == "All clients' own models"
+    assert found["clients"].title == "Final accuracy of each client"
+    assert not any("never" in panel.caption for panel in found.values())
+    assert "(right, All clients' own models: over all clients)" in found["accuracy"].caption
 
 
 def test_long_runs_are_drawn_as_running_means_without_their_first_rounds(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from corolla.report.arrays import read_run
+from corolla.report import arrays
+from corolla.report.arrays import read_run, read_runs
 from corolla.report.csv_files import client_lines, round_lines
 from fl_app.server.run_folder import read_metrics, read_summary
 from strategies import METHODS
@@ -66,4 +67,9 @@ def test_the_report_has_one_column_of_them(run: Run, tmp_path: Path) -> None:
     heads = [re.sub("<[^>]*>", "", head) for head in heads]
     assert [head for head in heads if head.startswith("unseen")] == ["unseen (%)"]
     place = heads.index("unseen (%)")
+    for path in runs:
+        (reported,) = read_runs([path])
+        curve = arrays.curve([reported], "evaluation")
+        assert curve is not None and curve.mean[-1] == pytest.approx(read_summary(path)["final-accuracy"])
+        assert arrays.final_accuracies(reported)[0].mean() == pytest.approx(read_summary(path)["final-accuracy"])
     assert [row[place] for row in rows] == [f"{100 * read_summary(runs[0])['unseen-accuracy']:.2f}", "–"]

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from fl_app.errors import UserError
+from fl_app.keys import specs
 from fl_app.machine import made_with
 from fl_app.server import checkpoint
-from tests.conftest import Command
+from strategies import METHOD_PARAMS
+from tests.conftest import Command, Run
 
 COROLLA = str(Path(sys.executable).parent / "corolla")
 COMMON = ["num-server-rounds=7", "checkpoint-every=2", "fraction-train=0.5", "local-epochs=1", "evaluate-every=3"]
@@ -139,3 +142,36 @@ def test_fewer_rounds_than_there_are_are_refused_and_change_nothing(command: Com
     code, _, err = command(*resume(tmp_path / "killed", "--set", "num-server-rounds=2"))
     assert code == 2 and "the run has 4 rounds already, got 2" in err
     assert (tmp_path / "killed" / "config.toml").read_text() == before
+
+
+COUNTING = sorted(name for name, cls in METHOD_PARAMS.items() if any(spec.counts_rounds for spec in specs(cls, name)))
+
+
+@pytest.mark.parametrize("method", COUNTING)
+def test_a_round_that_a_key_names_is_the_same_in_a_run_continued_with_more_rounds(run: Run, method: str) -> None:
+    counting = {spec.name: 2 for spec in specs(METHOD_PARAMS[method], method) if spec.counts_rounds}
+    settings = {"method": method, method: {name.partition(".")[2].replace("-", "_"): n for name, n in counting.items()}}
+    straight = run(num_server_rounds=5, run_name="straight", **settings)
+    begun = run(num_server_rounds=3, run_name="begun", keep_state=True, **settings)
+    resumed = run(num_server_rounds=5, run_name="begun", resume=str(begun.path), **settings)
+    assert read(resumed.path)[0]["digest"] == read(straight.path)[0]["digest"] is not None
+
+
+def test_a_cosine_schedule_is_not_stretched_over_more_rounds(run: Run) -> None:
+    cosine = {"schedule": "cosine", "checkpoint_every": 1, "keep_state": True, "run_name": "cosine"}
+    path = run(num_server_rounds=2, **cosine).path
+    before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    for rounds in (3, 1):
+        with pytest.raises(
+            UserError, match=f"num-server-rounds: 2 in the run, now {rounds}; schedule = cosine was meant"
+        ):
+            run(**{**cosine, "num_server_rounds": rounds, "resume": str(path)})
+    assert {p: p.read_bytes() for p in path.rglob("*") if p.is_file()} == before
+
+
+def test_the_command_refuses_it_before_anything_starts(command: Command, tmp_path: Path) -> None:
+    assert command(*start(tmp_path / "one", "method=fedavg", "schedule=cosine", "num-server-rounds=2"))[0] == 0
+    code, _, err = command(*resume(tmp_path / "one", "--set", "num-server-rounds=4"))
+    assert code == 2 and "num-server-rounds: 2 in the run, now 4; schedule = cosine was meant for 2 rounds" in err
+    code, out, _ = command(*resume(tmp_path / "one"))
+    assert code == 0 and "nothing to resume" in out

@@ -20,9 +20,10 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RUN, RunFolder, ask_to_stop, read_config, read_metrics, read_summary
+from strategies import METHODS as ALL_METHODS
 from strategies import masks
 from strategies.fedcac import personalize
-from tests.conftest import Run
+from tests.conftest import IN_TWO_ROUNDS, Run
 
 METHODS = ("fedavg", "local", "fedcac")
 
@@ -161,6 +162,36 @@ def test_fedcac_in_a_run_is_the_mathematics(run: Run, monkeypatch: pytest.Monkey
 def test_evaluate_every(run: Run) -> None:
     records = rounds(run(num_server_rounds=5, evaluate_every=2))
     assert [r["round"] for r in records if "evaluation" in r] == [2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "method", [*METHODS, *(pytest.param(name, marks=pytest.mark.long) for name in ALL_METHODS if name not in METHODS)]
+)
+def test_the_rate_of_fine_tuning_does_not_decay(run: Run, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    tuned, train = [], LocalTrainer.train
+
+    def watched(self: LocalTrainer, start: Model, **options: Any) -> Model:
+        if options.get("purpose") == "finetune":
+            tuned.append(self.learning_rate)
+        return train(self, start, **options)
+
+    monkeypatch.setattr(LocalTrainer, "train", watched)
+    settings = {"schedule": "cosine", "finetune_epochs": 1, "evaluate_every": 1, "learning_rate": 0.05}
+    run(method=method, **settings, **IN_TWO_ROUNDS.get(method, {}))
+    # three clients, two evaluations; the round's rate in the second is half
+    assert tuned == [0.05] * 6
+
+
+def test_cosine_and_constant_fine_tune_the_same_models_alike(run: Run) -> None:
+    """In round 1 both have the same rate; after it the models are the same, and so is what fine-tuning makes of them."""
+
+    def tuned(name: str, **more: Any) -> list[float]:
+        folder = run(run_name=name, num_server_rounds=4, evaluate_every=1, finetune_epochs=3, **more)
+        return [row["accuracy-finetuned"] for row in rounds(folder)[0]["evaluation"]["clients"].values()]
+
+    constant = tuned("constant")
+    assert tuned("cosine", schedule="cosine") == constant == tuned("decay", learning_rate_decay=0.1)
+    assert tuned("tiny", finetune_learning_rate=1e-9) != constant
 
 
 def test_a_finished_run_is_never_overwritten(run: Run) -> None:
