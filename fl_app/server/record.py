@@ -12,6 +12,7 @@ import numpy as np
 
 from fl_app import tasks, wire
 from fl_app.config import RunConfig
+from fl_app.errors import listed
 from fl_app.keys import Scalar
 from fl_app.metrics import COUNTED, POOLED, UNSEEN, Metric, Reports, of_evaluation, of_training, outcome, range_errors
 from fl_app.metrics import Record as Record
@@ -19,7 +20,7 @@ from fl_app.tasks import ACCURACY
 from fl_app.wire import Upload, WireError
 
 SHA256 = "sha256"
-_OF_THE_PROTOCOL = (wire.STATE_VERSION, wire.STATE_USED, wire.PRIVATE, SHA256)  # no metrics
+_OF_THE_PROTOCOL = (wire.STATE_VERSION, wire.STATE_USED, wire.METRIC_ERRORS, wire.PRIVATE, SHA256)  # no metrics
 
 
 def check_upload(
@@ -71,7 +72,7 @@ def check_samples(declared: Mapping[str, Scalar] | None, train_samples: int | No
 
 
 def known(metrics: Mapping[str, Scalar], table: Iterable[Metric] = (), own: Reports | None = None) -> dict[str, Scalar]:
-    """Return what a client reported, as far as `table` and the method declare it, and the versions of its state.
+    """Return what a client reported, as far as `table` and the method declare it, the versions of its state, why metrics failed.
 
     All else would lie in every record and every checkpoint; it is left out, and `own` names it in the log. Raises WireError for a
     value that is not what it must be.
@@ -87,6 +88,8 @@ def known(metrics: Mapping[str, Scalar], table: Iterable[Metric] = (), own: Repo
             if not isinstance(value, str) or not re.fullmatch(r"(\d{6}-\d{6})?", value, re.ASCII):
                 raise WireError(f"{name} must be a state's version, got {reprlib.repr(value)}")
             kept[name] = value
+        elif name == wire.METRIC_ERRORS:
+            kept[name] = wire.one_line(value)
         elif name == SHA256 and re.fullmatch("[0-9a-f]{64}", str(value)):
             kept[name] = value
     if own:
@@ -159,7 +162,7 @@ def evaluation_record(
     """Record of an evaluation of all clients; its digest is None where a client is absent.
 
     unseen: clients that never train. Means are over the others; theirs stand apart. `evaluated` says of how many clients the means
-    are, `expected` of how many they should be.
+    are, `expected` of how many they should be, `undefined` which clients' numbers a metric's mean leaves out.
     """
     rows = {str(i): clients[i] for i in sorted(clients)}
     absent = sorted(set(range(num_clients)) - set(clients))
@@ -170,8 +173,16 @@ def evaluation_record(
     if unseen:
         apart = {i: row for i, row in rows.items() if int(i) in unseen}
         record[UNSEEN] = {**reduced(list(apart.values()), table), "ids": sorted(map(int, apart))}
+    if left_out := undefined(rows, table):
+        record["undefined"] = left_out
     record["digest"] = None if absent else digest(str(row["sha256"]) for row in rows.values())
     return record
+
+
+def undefined(rows: Mapping[str, Record], table: Iterable[Metric]) -> dict[str, list[int]]:
+    """Return by metric the clients that have no number for it, of those that some clients have one for."""
+    found = {metric.name: [int(i) for i, row in rows.items() if row.get(metric.name) is None] for metric in table}
+    return {name: ids for name, ids in found.items() if 0 < len(ids) < len(rows)}
 
 
 def clean(value: object) -> object:
@@ -208,6 +219,30 @@ def _short(value: float) -> float | None:
 def digest(hashes: Iterable[str]) -> str:
     """Sha256 over the clients' 32-byte hashes, in client order (hex in, hex out)."""
     return hashlib.sha256(b"".join(bytes.fromhex(h) for h in hashes)).hexdigest()
+
+
+def lacking(config: RunConfig, rounds: Sequence[Record]) -> str:
+    """Say what the rounds of a finished run lack: an evaluation's answers, or the final figure; "" if nothing.
+
+    With `report-accuracy = false` there is no figure to be had.
+    """
+    evaluations: dict[int, Record] = {r["round"]: r["evaluation"] for r in rounds if r.get("evaluation")}
+    lines = []
+    for number, evaluation in evaluations.items():
+        if not evaluation["clients"]:
+            causes = [f"client {f['client']}: {f['cause']}" for f in evaluation["failures"]]
+            lines.append(f"evaluation after round {number}: no client answered ({listed(causes, '; ')})")
+    measured = tasks.measured(config)
+    figure = f"final-{measured[0].name}"
+    if config.report_accuracy and evaluations and not lines and outcome(rounds, measured)[figure] is None:
+        *_, last = evaluations.values()
+        rows = last["clients"]
+        causes = [f"client {i}: {row[wire.METRIC_ERRORS]}" for i, row in rows.items() if row.get(wire.METRIC_ERRORS)]
+        why = listed(causes, "; ") or "no test samples, or it is not defined on them"
+        lines.append(
+            f"{figure}: no client that trains has it ({why}); a run without figures has report-accuracy = false"
+        )
+    return "\n".join(lines)
 
 
 def summarize(config: RunConfig, experiment: str, rounds: list[Record]) -> Record:
