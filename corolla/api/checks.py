@@ -47,7 +47,7 @@ def check_locally(config: RunConfig) -> None:
         if config.state_dir:
             refuse_unwritable("state-dir", Path(config.state_dir))
         info = data.check(config)
-        repeated = data.repeated(config)
+        remarks = data.warnings(config)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(
                 f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}"
@@ -55,7 +55,7 @@ def check_locally(config: RunConfig) -> None:
         module = method.network(config, **info.model_arguments, initial_weights=config.initial_weights)
         method.travelling(config, Layout.of(module))
     warn_of_data(info)
-    for line in repeated:
+    for line in remarks:
         warn(line)
 
 

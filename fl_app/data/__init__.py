@@ -38,7 +38,7 @@ __all__ = [
     "partition_remarks",
     "prepare",
     "prepare_for",
-    "repeated",
+    "warnings",
 ]
 
 
@@ -120,15 +120,21 @@ def check(config: RunConfig, force: bool = False) -> DatasetInfo:
 
 
 def partition_remarks(config: RunConfig) -> list[str]:
-    """Say which samples several clients hold, one holds repeatedly, or nobody holds. Raises UserError as `check` does."""
+    """Say which samples several clients hold, one holds repeatedly, or nobody holds, and whose test mix is not its training mix.
+
+    Raises UserError as `check` does.
+    """
     data = prepare_for(config)
-    return remarks(partition_of(config, data), data.info.num_train, data.info.num_test, data.info.samples)
+    partition = partition_of(config, data)
+    found = remarks(partition, data.info.num_train, data.info.num_test, data.info.samples)
+    return found + index_files.mix_remarks(config, partition, data)
 
 
-def repeated(config: RunConfig) -> list[str]:
-    """Say which clients hold a sample more than once. Raises UserError as `check` does."""
+def warnings(config: RunConfig) -> list[str]:
+    """Say which clients hold a sample more than once, or are not tested on what they train on. Raises UserError as `check` does."""
     data = prepare_for(config)
-    return index_files.repeated(partition_of(config, data), data.info.samples)
+    partition = partition_of(config, data)
+    return index_files.repeated(partition, data.info.samples) + index_files.mix_remarks(config, partition, data)
 
 
 def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]:
