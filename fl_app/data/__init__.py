@@ -120,21 +120,22 @@ def check(config: RunConfig, force: bool = False) -> DatasetInfo:
 
 
 def partition_remarks(config: RunConfig) -> list[str]:
-    """Say which samples several clients hold, one holds repeatedly, or nobody holds, and whose test mix is not its training mix.
+    """Say what was read how, which samples several clients hold, one holds repeatedly, or nobody holds, and whose mixes differ.
 
     Raises UserError as `check` does.
     """
     data = prepare_for(config)
     partition = partition_of(config, data)
     found = remarks(partition, data.info.num_train, data.info.num_test, data.info.samples)
-    return found + index_files.mix_remarks(config, partition, data)
+    return data.notes + found + index_files.mix_remarks(config, partition, data)
 
 
 def warnings(config: RunConfig) -> list[str]:
-    """Say which clients hold a sample more than once, or are not tested on what they train on. Raises UserError as `check` does."""
+    """Say what was not read, who holds a sample more than once, or is not tested on what it trains on. Raises as `check` does."""
     data = prepare_for(config)
     partition = partition_of(config, data)
-    return index_files.repeated(partition, data.info.samples) + index_files.mix_remarks(config, partition, data)
+    again = index_files.repeated(partition, data.info.samples)
+    return data.notes + again + index_files.mix_remarks(config, partition, data)
 
 
 def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]:

@@ -224,7 +224,7 @@ def digest(hashes: Iterable[str]) -> str:
 def lacking(config: RunConfig, rounds: Sequence[Record]) -> str:
     """Say what the rounds of a finished run lack: an evaluation's answers, or the final figure; "" if nothing.
 
-    With `report-accuracy = false` there is no figure to be had.
+    With `report-accuracy = false`, or without any test sample, there is no figure to be had.
     """
     evaluations: dict[int, Record] = {r["round"]: r["evaluation"] for r in rounds if r.get("evaluation")}
     lines = []
@@ -236,12 +236,13 @@ def lacking(config: RunConfig, rounds: Sequence[Record]) -> str:
     figure = f"final-{measured[0].name}"
     if config.report_accuracy and evaluations and not lines and outcome(rounds, measured)[figure] is None:
         *_, last = evaluations.values()
-        rows = last["clients"]
-        causes = [f"client {i}: {row[wire.METRIC_ERRORS]}" for i, row in rows.items() if row.get(wire.METRIC_ERRORS)]
-        why = listed(causes, "; ") or "no test samples, or it is not defined on them"
-        lines.append(
-            f"{figure}: no client that trains has it ({why}); a run without figures has report-accuracy = false"
-        )
+        tested = {i: row for i, row in last["clients"].items() if row.get("test-samples")}
+        causes = [f"client {i}: {row[wire.METRIC_ERRORS]}" for i, row in tested.items() if row.get(wire.METRIC_ERRORS)]
+        why = listed(causes, "; ") or "it is not defined on their test samples, or those that have any are absent"
+        if tested or last["absent"]:
+            lines.append(
+                f"{figure}: no client that trains has it ({why}); a run without figures has report-accuracy = false"
+            )
     return "\n".join(lines)
 
 

@@ -57,7 +57,7 @@ def test_an_earlier_evaluation_without_an_answer(run: Run, tmp_path: Path) -> No
 def test_a_figure_that_no_client_has(run: Run, tmp_path: Path) -> None:
     one_class = data(tmp_path, [[1]] * 9)
     with pytest.raises(
-        UserError, match="final-auc: no client that trains has it .no test samples, or it is not defined"
+        UserError, match="final-auc: no client that trains has it .it is not defined on their test samples"
     ):
         run(**one_class)
     summary = read_summary(tmp_path / "runs" / "run")
