@@ -24,7 +24,7 @@ from fl_app.data import ClientData
 from fl_app.errors import Diverged, UserError, describe, diverged
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
-from fl_app.metrics import FINETUNED, MAX_NUMBER, moments
+from fl_app.metrics import FINETUNED, LOSS, MAX_NUMBER, moments, range_error
 from fl_app.server.properties import HASHES, NORMALIZATION
 from fl_app.sources import NODE, source_of
 from fl_app.wire import Download, Upload
@@ -131,7 +131,8 @@ class CorollaClient(NumPyClient):
             metrics |= {"dp-epsilon": trainer.epsilon, "dp-noise": trainer.plan.noise}
         metrics |= self._fallback
         metrics |= {f"seconds-{phase}": seconds for phase, seconds in self._seconds.items()}
-        metrics |= upload.metrics
+        metrics |= self._own(upload.metrics, trainer)
+        metrics |= self._failed_metrics(trainer)
         return Upload(upload.model, upload.mask, upload.extras, metrics, self._reported_count(ctx.num_samples))
 
     # Other tasks
@@ -194,6 +195,7 @@ class CorollaClient(NumPyClient):
             **self._reported({"loss": loss, **measured}, trainer),
             **wire.hashes(exported),
             **self._fallback,
+            **self._failed_metrics(trainer),
         }
 
     def _collect(self, download: Download) -> Upload:
@@ -301,7 +303,23 @@ class CorollaClient(NumPyClient):
         if name := diverged_metric(measured):
             error = diverged(name, measured[name], trainer.learning_rate)
             raise UserError(f"{error}{self._far_values()}")
-        return dict(measured)
+        return {name: LOSS.clipped(value) if name.startswith(LOSS.name) else value for name, value in measured.items()}
+
+    def _own(self, reported: Mapping[str, Scalar], trainer: Any) -> dict[str, Scalar]:
+        """Return a method's own metrics clipped to their ranges; NaN for one beyond its range, and the trainer notes why."""
+        own = dict(reported)
+        for metric in self.method.reports:
+            if not isinstance(value := own.get(metric.name), float):
+                continue
+            own[metric.name] = value = metric.clipped(value)
+            if error := range_error(metric.name, value, *metric.range):
+                own[metric.name], trainer.metric_errors[metric.name] = math.nan, error
+        return own
+
+    def _failed_metrics(self, trainer: Any) -> dict[str, Scalar]:
+        """Return what the server is told of metrics that could not be had: nothing if it gets none."""
+        errors = trainer.metric_errors if self.config.report_accuracy else {}
+        return {wire.METRIC_ERRORS: "; ".join(f"{name}: {error}" for name, error in errors.items())} if errors else {}
 
     @cached_property
     def _reports_counts(self) -> bool:

@@ -229,7 +229,7 @@ class NoisyTrainer:
             local.forward,
             local.loss,
         )
-        self.evaluate, self.measure = local.evaluate, local.measure
+        self.evaluate, self.measure, self.metric_errors = local.evaluate, local.measure, local.metric_errors
         # each parameter's part of `gradient`
         self._gradients = [(p, p.grad) for p in self.module.parameters()]
 

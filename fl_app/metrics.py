@@ -23,6 +23,8 @@ log = logging.getLogger("corolla")
 
 # The largest number that a client may report: sums of such numbers stay finite.
 MAX_NUMBER = 1e30
+# How far beyond a metric's range rounding takes it: a part of the bound, or of 1. A mean of a million float32 stays within.
+ROUNDING = 1e-4
 FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
 # Of the digest of all personalized models. 1, of runs that record none, is over parameters alone; 2 is over BatchNorm statistics
 # and other buffers, too.
@@ -102,6 +104,13 @@ class Metric:
         """What run.json keeps of a task's metric."""
         return {name: getattr(self, name) for name in ("name", "higher_is_better", "ratio", "low", "high")}
 
+    def clipped(self, value: float) -> float:
+        """Return a value that rounding took beyond the range as the bound; any other as it is."""
+        for bound in self.range:
+            if abs(value - bound) <= ROUNDING * max(1.0, abs(bound)) < math.inf:
+                return min(max(value, self.range[0]), self.range[1])
+        return value
+
     def text(self, value: float, digits: int = 2) -> str:
         """Write a value: a ratio in per cent with so many digits, anything else with four that count."""
         return f"{100 * value:.{digits}f}" if self.ratio else f"{value:.4g}"
@@ -141,8 +150,10 @@ def range_errors(reported: Mapping[str, object], rows: Mapping[str, Metric]) -> 
 
 _SECONDS = ("prepare", "merge", "evaluate", "train", "score", "state")
 
+LOSS = Metric("loss", higher_is_better=False, low=0, tracked="loss/training", pooling="mean")
+
 OF_EVERY_METHOD = (
-    Metric("loss", higher_is_better=False, low=0, tracked="loss/training", pooling="mean"),
+    LOSS,
     Metric("loss-before", higher_is_better=False, low=0, tracked="loss/before-training"),
     Metric("loss-after", higher_is_better=False, low=0, tracked="loss/after-training"),
     Metric("test-samples", low=0, high=2.0**53, reduce="none"),
@@ -184,7 +195,7 @@ def of_evaluation(measured: Sequence[Metric]) -> tuple[Metric, ...]:
         [dataclasses.replace(metric, name=metric.name + end, reduce="mean-and-pooled") for end in ("", FINETUNED)]
         for metric in (headline, *others)
     ]
-    loss = dataclasses.replace(OF_EVERY_METHOD[0], reduce="mean-and-pooled")
+    loss = dataclasses.replace(LOSS, reduce="mean-and-pooled")
     return (*pairs[0], loss, *(metric for pair in pairs[1:] for metric in pair))
 
 

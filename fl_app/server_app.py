@@ -34,7 +34,7 @@ from fl_app.server.progress_protocol import (
     stopped_line,
 )
 from fl_app.server.properties import NORMALIZATION, SAMPLES, Properties, normalization
-from fl_app.server.record import summarize
+from fl_app.server.record import lacking, summarize
 from fl_app.server.roster import Roster
 from fl_app.server.run_folder import (
     DATA,
@@ -78,8 +78,8 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     """Wait for clients, build the model from what they say about their data, run the method, write the results.
 
     in_flight: bytes of unanswered messages beyond which no further one is sent.
-    Raises UserError before anything is written if the model or a client's data does not fit. If somebody asked it to, the run
-    ends after a round, without a summary.
+    Raises UserError before anything is written if the model or a client's data does not fit, and after everything is written if an
+    evaluation or the final figure is missing. If somebody asked it to, the run ends after a round, without a summary.
     """
     method = METHODS[config.method]
     method.check(config)
@@ -141,12 +141,15 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
                 log.info("%s", stopped_line(strategy.round))
                 return folder
             save_models(strategy, rounds, folder)
-            folder.write_summary(summarize(config, folder.experiment, list(read_metrics(folder.path))))
+            records = list(read_metrics(folder.path))
+            folder.write_summary(summarize(config, folder.experiment, records))
             stateful = any(rounds.versions.values())
             if not config.keep_state and stateful:
                 folder.note_state_removed()
             if not config.keep_state and (stateful or config.private or config.dp_epsilon):
                 rounds.forget()
+            if missing := lacking(config, records):
+                raise UserError(f"{missing}\nall else of the run is in {folder.path}")
             return folder
     finally:
         folder.close()

@@ -37,6 +37,8 @@ SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
 STATE_VERSION = "state-version"
 # metric of a client whose state was damaged: the earlier generation it went on from
 STATE_USED = "state-used"
+# metric of a client some of whose metrics could not be had: which, and why
+METRIC_ERRORS = "metric-errors"
 # scalars of private rounds begin with it; as a metric: the attempt whose masks an upload bears
 PRIVATE = "private"
 # extra array of a private round: params and buffers in fixed point under masks, uint32 [d + b]

@@ -91,7 +91,7 @@ def test_an_undeclared_package_is_found(tmp_path: Path) -> None:
 def test_what_an_extra_brings_is_in_the_table_of_extras() -> None:
     # their errors name what to install themselves
     trackers_and_onnx = {"mlflow", "wandb", "tensorboard", "onnx", "onnxruntime", "onnxscript"}
-    # pandas imports pyarrow; fl_app/tasks/torchmetrics_part.py imports by a name it puts together
+    # pandas imports pyarrow; torchmetrics serves tasks of the user's own
     not_seen_in_imports = {"pyarrow", "torchmetrics"}
     from_extras = set(undeclared(modules().values(), PROJECT["dependencies"]))
     assert from_extras - trackers_and_onnx == set(extras.EXTRAS) - not_seen_in_imports

@@ -31,7 +31,8 @@ from corolla.experiments.runs import RecordedRun
 from fl_app.config import RunConfig
 from fl_app.errors import RunFailed, UserError
 from fl_app.keys import Scalar, without_others
-from fl_app.server.run_folder import PLUGINS, check_free, check_state, check_unchanged
+from fl_app.server.record import lacking
+from fl_app.server.run_folder import PLUGINS, check_free, check_state, check_unchanged, read_metrics
 
 if TYPE_CHECKING:
     from corolla.experiments.launch import RayCluster
@@ -104,6 +105,8 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None
         check_unchanged(how.resume, parsed)
         warn_of_changed_plugins(how.resume / PLUGINS)
         if is_finished(how.resume, parsed):
+            if missing := lacking(parsed, list(read_metrics(how.resume))):
+                raise UserError(f"this run is complete: {missing}")
             console.print("this run is complete; there is nothing to resume")
             return how.resume
         check_state(how.resume)

@@ -32,7 +32,7 @@ from fl_app.toml import value_to_toml
 from strategies import METHOD_PARAMS, METHODS, overview
 
 if TYPE_CHECKING:
-    from fl_app.data import DatasetInfo
+    from fl_app.data import ClientData, DatasetInfo
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
 state_app = typer.Typer(help="Client state left on this machine's disk, with its size; without a command: the list.")
@@ -141,19 +141,27 @@ def data_show(
     config = data_config(preset, set_ or [], clients, scale)
     info = prepared(config, force=False)
     of_classes = tasks.of(config).has_classes
-    rows = Table("client", "train", "test", "training samples per class" if of_classes else TARGETS)
+    headings = ("training / test samples per class", "apart") if of_classes else (TARGETS,)
+    rows = Table("client", "train", "test", *headings)
     for client_id in range(config.num_clients):
         part = data.open_client(config, client_id)
-        if of_classes:
-            counts = [int((part.y_train == c).sum()) for c in range(info.num_classes)]
-            held = ", ".join(f"{info.classes[c]}: {n}" for c, n in enumerate(counts) if n)
-        else:
-            held = target_spread(info.classes, part.y_train)
+        held = class_mixes(info.classes, part) if of_classes else [target_spread(info.classes, part.y_train)]
         name = f"{client_id} ({info.groups[client_id]})" if config.partition == BY_COLUMN else str(client_id)
-        rows.add_row(escape(name), str(len(part.y_train)), str(len(part.y_test)), escape(held))
+        rows.add_row(escape(name), str(len(part.y_train)), str(len(part.y_test)), *map(escape, held))
     console.print(rows)
     for line in data.partition_remarks(config):
         console.print(line, soft_wrap=True)
+
+
+def class_mixes(names: Sequence[str], part: ClientData) -> list[str]:
+    """Return a client's training / test samples by class, and how far apart both mixes are: the distance of their shares."""
+    from fl_app.partition import apart
+
+    sides = [np.bincount(y, minlength=len(names)) for y in (part.y_train, part.y_test)]
+    train, test = sides
+    held = [f"{names[int(c)]}: {train[c]}/{test[c]}" for c in np.flatnonzero(train + test)]
+    distance = apart(train, test)
+    return [", ".join(held), "n/a" if np.isnan(distance) else f"{100 * distance:.0f} %"]
 
 
 def target_spread(names: Sequence[str], y: NDArray[np.float32]) -> str:

@@ -40,7 +40,7 @@ __all__ = [
     "partition_remarks",
     "prepare",
     "prepare_for",
-    "repeated",
+    "warnings",
 ]
 
 
@@ -133,28 +133,31 @@ def check(config: RunConfig, force: bool = False) -> DatasetInfo:
 
 
 def partition_remarks(config: RunConfig) -> list[str]:
-    """Say which samples several clients hold, one holds repeatedly, or nobody holds, and which are of other classes than drawn.
+    """Say what was read how, which samples several clients hold, one holds repeatedly, or nobody holds, and whose mixes differ.
 
     Raises UserError as `check` does.
     """
     data = prepare_for(config)
-    lines = remarks(partition_of(config, data), data.info.num_train, data.info.num_test, data.info.samples)
-    return lines + _spills(config, data)
-
-
-def less_skewed(config: RunConfig) -> list[str]:
-    """Say it if many of the clients' samples are of other classes than drawn for them. Raises UserError as `check` does."""
-    return _spills(config, prepare_for(config), MANY_SPILLED)
+    partition = partition_of(config, data)
+    found = remarks(partition, data.info.num_train, data.info.num_test, data.info.samples)
+    return [*data.notes, *found, *_spills(config, data), *index_files.mix_remarks(config, partition, data)]
 
 
 def _spills(config: RunConfig, data: Prepared, least: float = 0.0) -> list[str]:
-    return index_files.spills(config, data.y_train, data.y_test, data.info.num_classes, data.info.samples, least)
+    return index_files.spills(config, data.y_train, data.info.num_classes, data.info.samples, least)
 
 
-def repeated(config: RunConfig) -> list[str]:
-    """Say which clients hold a sample more than once. Raises UserError as `check` does."""
+def warnings(config: RunConfig) -> list[str]:
+    """Say what was not read, who holds a sample more than once, or is not tested on what it trains on. Raises as `check` does."""
     data = prepare_for(config)
-    return index_files.repeated(partition_of(config, data), data.info.samples)
+    partition = partition_of(config, data)
+    again = index_files.repeated(partition, data.info.samples)
+    return [
+        *data.notes,
+        *again,
+        *_spills(config, data, MANY_SPILLED),
+        *index_files.mix_remarks(config, partition, data),
+    ]
 
 
 def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]:

@@ -13,6 +13,8 @@ from fl_app.data.prepared import Arrays, Groups, Labels, Samples, Targets, at_le
 from fl_app.errors import UserError
 from fl_app.tasks import Task
 
+CHANNELS = (1, 3, 4)
+
 Side = tuple[str, NDArray[Any]]
 """The training or the test array, with its name in errors before it."""
 
@@ -22,11 +24,32 @@ def refuse(path: Path, name: str, rule: str, value: object) -> None:
     raise UserError(f"dataset: {path}: {name} must {rule}, got {value}")
 
 
+def is_channels_first(shape: Sequence[int]) -> bool:
+    """Tell whether an array of this shape holds images [n, C, H, W] and not [n, H, W, C].
+
+    It does if H and W are equal that way and not the other. Where neither is square, the one axis that is 1, 3 or 4 long is C. What
+    could be both is [n, H, W, C].
+    """
+    if len(shape) != 4 or shape[1] == shape[2]:
+        return False
+    return shape[2] == shape[3] or (shape[1] in CHANNELS and shape[3] not in CHANNELS)
+
+
+def layout_note(path: Path, name: str, shape: Sequence[int]) -> list[str]:
+    """Return a line that says how four axes are read if that is not as [n, H, W, C]."""
+    if not is_channels_first(shape):
+        return []
+    sizes = " x ".join(map(str, shape[1:]))
+    return [f"{path}: {name} is read as [n, C, H, W], {sizes}: {shape[1]} channels of {shape[2]} x {shape[3]} pixels"]
+
+
 def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
     """Return samples as they are stored: [n, ...].
 
-    uint8 [n, H, W] and [n, H, W, C] are images and become uint8 [n, C, H, W]. [n, H, W, C] of any other dtype becomes [n, C, H, W]
-    too, and [n] becomes [n, 1]. Other integers become int64, other numbers float32. Raises UserError for what is no finite number.
+    uint8 [n, H, W], [n, H, W, C] and [n, C, H, W] are images and become uint8 [n, C, H, W]. [n, H, W, C] of any other dtype becomes
+    [n, C, H, W] too, and [n] becomes [n, 1].
+
+    Other integers become int64, other numbers float32. Raises UserError for what is no finite number.
     """
     if x.dtype.kind not in "biuf":
         refuse(path, name, "hold numbers", x.dtype)
@@ -36,7 +59,7 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
         return x[:, None]
     if x.ndim == 1:
         x = x[:, None]
-    elif x.ndim == 4:
+    elif x.ndim == 4 and not is_channels_first(x.shape):
         x = x.transpose(0, 3, 1, 2)
     if x.dtype == np.uint8 and x.ndim == 4:
         return x

@@ -1,36 +1,55 @@
 """Decoding of image files straight into memory-mapped arrays, by a few threads.
 
-Pixels become 8 bits by the rule of the image's mode (MODES): 16 bits lose the lower eight, floats must lie in [0, 1] and are scaled
-to 255, transparency is dropped. A mode without a rule is refused.
+Pixels become 8 bits by the rule of the image's mode (MODES): of 16 bits the upper eight stay among those that the data set's values
+need (DEPTHS), floats must lie in [0, 1] and are scaled to 255, palettes become colours, transparency is dropped. A mode without a
+rule is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from fl_app import progress
-from fl_app.data.prepared import Images
+from fl_app.data.prepared import Images, note
 from fl_app.errors import UserError
+
+Found = TypeVar("Found")
 
 Listing = list[tuple[Path, int]]
 """Image files with their labels."""
 
 DECODE_BATCH = 64
 
+DEPTHS = (8, 10, 12, 14, 16)
+"""Bits that the values of a 16-bit file may use: detectors have 10, 12 or 14."""
+
+
+# Pillow has no mode of 16 bits for these: it drops the lower eight while it reads
+_EIGHT_BITS_KEPT = ("RGB", "RGBA", "LA")
+# of 12 bits or fewer, stored in 16, so many values at most are left
+_FEW_VALUES = 16
+
 
 class _ColourFound(Exception):
     """An image is in colour, and the first one was grayscale."""
 
 
+class _DeepFound(Exception):
+    """An image has 16 bits, and it is not known how many of them the data set uses."""
+
+
 def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> None:
-    """Decode image files straight into x_train.npy and x_test.npy; write the labels beside them.
+    """Decode image files straight into x_train.npy and x_test.npy; write the labels, and what to say of them, beside them.
 
     One channel if all images are grayscale, else three (RGB). Raises UserError naming a file that cannot be converted.
     """
@@ -40,17 +59,67 @@ def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> N
     if not image_size and width != height:
         raise UserError(f"dataset: {first} has {width}x{height} pixels, not square; set image-size to resize and crop")
     side = image_size or width
-    for channels in (1, 3) if gray else (3,):
+    channels, depth = 1 if gray else 3, 0
+    while True:
         try:
             for name, listing in (("train", train), ("test", test)):
                 np.save(directory / f"y_{name}.npy", np.array([label for _, label in listing], np.int64))
                 shape = (len(listing), channels, side, side)
                 out = np.lib.format.open_memmap(directory / f"x_{name}.npy", mode="w+", dtype=np.uint8, shape=shape)
                 _reserve(directory / f"x_{name}.npy")
-                _decode_into(out, [file for file, _ in listing], first if not image_size else None)
+                _decode_into(out, [file for file, _ in listing], first if not image_size else None, depth)
             return
         except _ColourFound:
-            continue
+            channels = 3
+        except _DeepFound:
+            largest = max(_in_threads(_largest, [file for file, _ in (*train, *test)]))
+            depth = depth_of(largest)
+            note(directory, [depth_note(largest)])
+
+
+def depth_of(largest: int) -> int:
+    """Return how many bits values up to `largest` use: the first of DEPTHS that holds them."""
+    return next(depth for depth in DEPTHS if largest < 2**depth)
+
+
+def depth_note(largest: int) -> str:
+    """Return what is said of 16-bit images."""
+    depth = depth_of(largest)
+    return f"16-bit images: values up to {largest} use {depth} bits, of which the upper 8 are kept (divided by {2 ** (depth - 8)})"
+
+
+def _largest(file: Path) -> int:
+    """Return the largest value of an image whose values need their depth, 0 of any other."""
+    with _reading(file) as image:
+        return largest_value(image)
+
+
+def largest_value(image: Image.Image) -> int:
+    """Return the largest value of a 16-bit image, 0 of any other. Raises ValueError as its rule does."""
+    return int(_sixteen_bits(image).max()) if _rule(image)[1] is _upper_byte else 0
+
+
+def as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Images, list[str]]:
+    """Return images, uint8 [n, H, W] or [n, H, W, 3], all of one size, and what to say of them; by the rules of image files.
+
+    names: in errors. files: or what would stand in them. Raises UserError naming one that cannot be converted.
+    """
+    gray, largest = True, 0
+    sizes: dict[tuple[int, int], str] = {}
+    for name, file in zip(names, files, strict=True):
+        with _reading(file, name) as image:
+            gray, largest = gray and _rule(image)[0], max(largest, largest_value(image))
+            sizes.setdefault(image.size, name)
+    if len(sizes) > 1:
+        (expected, like), (got, name) = list(sizes.items())[:2]
+        raise UserError(
+            f"dataset: {name} has {got[0]}x{got[1]} pixels, expected {expected[0]}x{expected[1]} as {like}; resize it before"
+        )
+    found = []
+    for name, file in zip(names, files, strict=True):
+        with _reading(file, name) as image:
+            found.append(np.asarray(_rule(image)[1](image, depth_of(largest)).convert("L" if gray else "RGB")))
+    return np.array(found, np.uint8), [depth_note(largest)] if largest else []
 
 
 def _reserve(path: Path) -> None:
@@ -60,30 +129,42 @@ def _reserve(path: Path) -> None:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
-def _decode_into(out: Images, files: list[Path], like: Path | None) -> None:
-    """Fill out [n, C, S, S] with the images, by a few threads (PIL decodes without the interpreter lock)."""
+def _decode_into(out: Images, files: list[Path], like: Path | None, depth: int) -> None:
+    """Fill out [n, C, S, S] with the images."""
 
-    def batch(start: int) -> None:
-        for i in range(start, min(start + DECODE_BATCH, len(files))):
-            out[i] = _pixels(files[i], out.shape[1], out.shape[2], like)
+    def fill(i: int) -> None:
+        out[i] = _pixels(files[i], out.shape[1], out.shape[2], like, depth)
 
+    _in_threads(fill, range(len(files)))
+
+
+def _in_threads(function: Callable[[Any], Found], items: Sequence[Any]) -> list[Found]:
+    """Return a function's results for images, by a few threads (PIL decodes without the interpreter lock)."""
+
+    def batch(start: int) -> list[Found]:
+        return [function(item) for item in items[start : start + DECODE_BATCH]]
+
+    found: list[Found] = []
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
     try:
-        starts = range(0, len(files), DECODE_BATCH)
         # results come in order, so that the first bad file is the one reported
-        for start, _ in zip(starts, pool.map(batch, starts), strict=True):
-            progress.report("decoding images", min(start + DECODE_BATCH, len(files)), len(files))
+        for results in pool.map(batch, range(0, len(items), DECODE_BATCH)):
+            found += results
+            progress.report("decoding images", len(found), len(items))
     finally:
         pool.shutdown(cancel_futures=True)
+    return found
 
 
-def _pixels(file: Path, channels: int, side: int, like: Path | None) -> Images:
+def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int) -> Images:
     """Return one image, uint8 [channels, side, side]. like: the image whose size all must have; None: resize them."""
     with _reading(file) as image:
         gray, eight_bit = _rule(image)
         if channels == 1 and not gray:
             raise _ColourFound
-        image = eight_bit(image).convert("L" if channels == 1 else "RGB")
+        if eight_bit is _upper_byte and not depth:
+            raise _DeepFound
+        image = eight_bit(image, depth).convert("L" if channels == 1 else "RGB")
         if like is None:
             image = _resize(image, side)
         if image.size != (side, side):
@@ -105,11 +186,16 @@ def read_image(file: Path, shape: tuple[int, ...], *, resize: bool) -> Images:
         raise UserError(
             f"{file}: the model takes samples of {channels} channels, image files have 1 or 3; give an .npz file"
         )
-    with _reading(file, "") as image:
+    with _reading(file, key="") as image:
         gray, eight_bit = _rule(image)
         if channels == 1 and not gray:
             raise UserError(f"{file} is in colour, the model takes grayscale images")
-        image = eight_bit(image).convert("L" if channels == 1 else "RGB")
+        if (depth := depth_of(largest_value(image))) < DEPTHS[-1] and eight_bit is _upper_byte:
+            raise UserError(
+                f"{file} has 16 bits a pixel and uses {depth}; how many the training images used is not known here: save it "
+                "with 8 bits, scaled as they were"
+            )
+        image = eight_bit(image, depth).convert("L" if channels == 1 else "RGB")
         if resize:
             image = _resize(image, height)
         if image.size != (width, height):
@@ -136,19 +222,24 @@ def _resize(image: Image.Image, side: int) -> Image.Image:
 # Modes ----------------------------------------------------------------------------------------------------------------
 
 
-def _unchanged(image: Image.Image) -> Image.Image:
+def _unchanged(image: Image.Image, depth: int) -> Image.Image:
     return image
 
 
-def _high_byte(image: Image.Image) -> Image.Image:
-    """Take the upper eight of 16 bits; 32-bit integers must fit into 16."""
+def _upper_byte(image: Image.Image, depth: int) -> Image.Image:
+    """Take the upper eight of `depth` bits."""
+    return Image.fromarray((_sixteen_bits(image) >> (depth - 8)).astype(np.uint8))
+
+
+def _sixteen_bits(image: Image.Image) -> NDArray[Any]:
+    """Return integers [H, W]; 32-bit ones must fit into 16."""
     pixels = np.asarray(image)
     if pixels.dtype.itemsize > 2 and (pixels.min() < 0 or pixels.max() > 0xFFFF):
         raise ValueError(f"32-bit integers must be in [0, 65535], got {pixels.min()} .. {pixels.max()}")
-    return Image.fromarray((pixels >> 8).astype(np.uint8))
+    return pixels
 
 
-def _scaled(image: Image.Image) -> Image.Image:
+def _scaled(image: Image.Image, depth: int) -> Image.Image:
     """Scale floats in [0, 1] to 255."""
     pixels = np.asarray(image)
     if not (np.isfinite(pixels).all() and pixels.min() >= 0 and pixels.max() <= 1):
@@ -158,12 +249,12 @@ def _scaled(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.rint(pixels * np.float32(255)).astype(np.uint8))
 
 
-Rule = tuple[bool, Callable[[Image.Image], Image.Image]]
-"""Whether a mode is grayscale, and what makes 8 bits of it, which PIL converts to L or RGB."""
+Rule = tuple[bool, Callable[[Image.Image, int], Image.Image]]
+"""Whether a mode is grayscale, and what makes 8 bits of it, which PIL converts to L or RGB; the number is of bits that are used."""
 
 MODES: dict[str, Rule] = {
     **dict.fromkeys(("1", "L", "LA"), (True, _unchanged)),
-    **dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N", "I"), (True, _high_byte)),
+    **dict.fromkeys(("I;16", "I;16L", "I;16B", "I;16N", "I"), (True, _upper_byte)),
     "F": (True, _scaled),
     **dict.fromkeys(("P", "PA", "RGB", "RGBX", "RGBA", "RGBa", "CMYK", "YCbCr", "HSV"), (False, _unchanged)),
 }
@@ -176,12 +267,18 @@ def _rule(image: Image.Image) -> Rule:
 
 
 @contextlib.contextmanager
-def _reading(file: Path, key: str = "dataset: ") -> Iterator[Image.Image]:
+def _reading(file: Path | bytes, name: str = "", key: str = "dataset: ") -> Iterator[Image.Image]:
+    """Open an image, a file or what would stand in one. Raises UserError if it is none, or none that can be converted."""
     try:
-        with Image.open(file) as image:
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
+            of_sixteen_bits = image.mode in _EIGHT_BITS_KEPT and ";16" in str(getattr(image, "tile", ""))
             image.load()
+            if of_sixteen_bits and 0 < (brightest := int(np.asarray(image).max(initial=0))) < _FEW_VALUES:
+                raise ValueError(
+                    f"of its 16 bits a colour Pillow keeps the upper 8, here 0 .. {brightest}: save it with 8 bits a colour"
+                )
             yield image
-    except (UserError, _ColourFound):
+    except (UserError, _ColourFound, _DeepFound):
         raise
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise UserError(f"{key}{file} cannot be read as an image ({error})") from error
+        raise UserError(f"{key}{name or str(file)} cannot be read as an image ({error})") from error

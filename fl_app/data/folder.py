@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fl_app.data.prepared import DataRequest, Prepared, at_least_two, listed, open_or_convert
+from fl_app.data.prepared import DataRequest, Prepared, at_least_two, listed, note, open_or_convert
 from fl_app.errors import UserError
 
 if TYPE_CHECKING:
     from fl_app.data.decode import Listing
 
-RULES = 2
+RULES = 3
 """Version of the rules by which files become arrays; conversions of other versions are not used."""
 
-IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".pnm", ".gif", ".tif", ".tiff"}
+IMAGE_SUFFIXES = frozenset(
+    (
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".jif", ".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx", ".mpo"),
+        *(".png", ".apng", ".bmp", ".dib", ".webp", ".avif", ".gif", ".tif", ".tiff", ".tga", ".pcx", ".sgi"),
+        *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm"),
+    )
+)
+"""What counts as an image: a file with one of these suffixes, in any case, whose name does not begin with a dot."""
 
 
 def prepare(request: DataRequest) -> Prepared:
@@ -46,6 +54,7 @@ def prepare(request: DataRequest) -> Prepared:
             listings.append([(file, names.index(name)) for name, files in images.items() for file in files])
         if not listings[0]:
             raise UserError(f"dataset: no images in the class directories of {path / 'train'}")
+        note(directory, not_read((path / "train", train), (path / "test", test)))
         decode(directory, listings[0], listings[1], request.image_size)
         return names
 
@@ -66,7 +75,10 @@ def _class_directories(path: Path, side: str, required: bool = True) -> dict[str
             return {}
         raise UserError(f"dataset: {path} has no {side}/; a folder holds train/<class>/ and test/<class>/")
     with os.scandir(folder) as entries:
-        return {name: folder / name for name in sorted(e.name for e in entries if e.name[0] != "." and e.is_dir())}
+        listed_entries = sorted((e for e in entries if e.name[0] != "."), key=lambda e: e.name)
+    for entry in listed_entries:
+        _refuse_dangling(entry)
+    return {entry.name: folder / entry.name for entry in listed_entries if entry.is_dir()}
 
 
 def _check_class_directories(
@@ -94,7 +106,8 @@ def _files_hash(directories: Iterable[Path]) -> str:
     for directory in directories:
         with os.scandir(directory) as entries:
             for entry in sorted(entries, key=lambda e: e.name):
-                stat = entry.stat()
+                # of the link itself if it leads nowhere; who reads it as an image refuses it
+                stat = entry.stat(follow_symlinks=not _is_dangling(entry))
                 found.update(
                     f"{directory}/{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape")
                 )
@@ -102,7 +115,54 @@ def _files_hash(directories: Iterable[Path]) -> str:
 
 
 def images_in(folder: Path) -> list[Path]:
-    """List the image files directly in a folder by name."""
+    """List the image files directly in a folder by name. Raises UserError for a link to an image that leads nowhere."""
     with os.scandir(folder) as entries:
-        names = sorted(e.name for e in entries if e.name[0] != "." and e.is_file())
-    return [folder / name for name in names if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES]
+        found = sorted((entry for entry in entries if _is_image(entry.name)), key=lambda entry: entry.name)
+    for entry in found:
+        _refuse_dangling(entry)
+    return [folder / entry.name for entry in found if entry.is_file()]
+
+
+def _is_image(name: str) -> bool:
+    return name[0] != "." and os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def _is_dangling(entry: os.DirEntry[str]) -> bool:
+    return entry.is_symlink() and not os.path.exists(entry.path)
+
+
+def _refuse_dangling(entry: os.DirEntry[str]) -> None:
+    if _is_dangling(entry):
+        raise UserError(f"dataset: {entry.path} is a link to {os.readlink(entry.path)}, which is not there")
+
+
+def not_read(*sides: tuple[Path, Mapping[str, Path]]) -> list[str]:
+    """Return a line that counts what lies in the folders and is not read, by reason; none if all is read.
+
+    sides: the folder of a part, and its class directories by name.
+    """
+    reasons: Counter[str] = Counter()
+    for side, directories in sides:
+        for directory in (side, *directories.values()) if side.is_dir() else ():
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    if reason := _why_not_read(entry, beside=directory == side):
+                        reasons[reason] += 1
+    if not reasons:
+        return []
+    counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    return [f"not read in {sides[0][0].parent}: {counts}"]
+
+
+def _why_not_read(entry: os.DirEntry[str], *, beside: bool) -> str:
+    """Return why something in a class directory, or beside them, is no image of a class; "" if it is one, or such a directory."""
+    if entry.name[0] == ".":
+        return "hidden (the name begins with a dot)"
+    if entry.is_dir():
+        return (
+            "" if beside else "folders in class folders (images must lie directly in train/<class>/ and test/<class>/)"
+        )
+    if beside:
+        return "files beside the class folders"
+    suffix = os.path.splitext(entry.name)[1].lower()
+    return "" if suffix in IMAGE_SUFFIXES else f"{suffix or 'without a suffix'} (no suffix of an image)"

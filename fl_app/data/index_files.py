@@ -18,6 +18,14 @@ from fl_app.files import build_once, cache_key
 from fl_app.known_names import BY_CLASS, OWN_PARTITION, PARTITIONS
 from fl_app.partition import Column, Indices, Share, spilled, split
 
+SAME_MIX = ("dirichlet-client", "pathological")
+"""Partitions whose clients are tested on the mix of classes they train on."""
+
+MIX_RULES = 2
+"""Version of the rules by which that mix is kept; partitions of other versions are not used."""
+
+_FOREIGN = 0.1
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -136,6 +144,34 @@ def remarks(partition: Partition, num_train: int, num_test: int, what: str = "im
     return lines
 
 
+def mix_remarks(config: RunConfig, partition: Partition, data: Prepared) -> list[str]:
+    """Say whose test samples are not in the mix of its training samples, or fewer than asked so that they are.
+
+    A test sample is foreign if its client trains on no sample of its class. Nothing is said of a task without classes.
+    """
+    if not tasks.of(config).has_classes:
+        return []
+    labels = np.concatenate([data.y_train, data.y_test])
+    shares = [partition.client(i) for i in range(partition.num_clients)]
+    counts = [[np.bincount(labels[part], minlength=data.info.num_classes) for part in share] for share in shares]
+    lines, fewer, foreign = [], [], []
+    asked = (config.test_samples or data.info.num_test // config.num_clients) if config.partition in SAME_MIX else 0
+    for i, (train, test) in enumerate(counts):
+        part = test[train == 0].sum() / max(1, test.sum())
+        if part > _FOREIGN:
+            foreign.append(f"client {i}: {100 * part:.0f} %")
+        if 0 < test.sum() < asked and (config.test_samples or config.partition != "pathological"):
+            fewer.append(f"client {i}: {test.sum()}")
+    if fewer:
+        lines.append(f"test: fewer than {asked} samples, so that they are in the mix of training: {listed(fewer)}")
+    if foreign:
+        lines.append(f"test: samples of classes that a client does not train on: {listed(foreign)}")
+    present, testable = (np.bincount(y, minlength=data.info.num_classes) for y in (data.y_train, data.y_test))
+    if len(data.y_test) and (untested := np.flatnonzero((present > 0) & (testable == 0))).size:
+        lines.append(f"test: the data set has no test samples of {listed([data.info.classes[k] for k in untested])}")
+    return lines
+
+
 def repeated(partition: Partition, what: str = "images") -> list[str]:
     """Say which clients hold samples more than once, which only the user's own partition allows. what: samples are called so."""
     lines = []
@@ -145,37 +181,30 @@ def repeated(partition: Partition, what: str = "images") -> list[str]:
     return lines
 
 
-def spills(
-    config: RunConfig, y_train: Indices, y_test: Indices, num_classes: int, what: str, least: float = 0.0
-) -> list[str]:
-    """Say how many samples clients of `dirichlet-client` hold of other classes than drawn for them, which have no more.
+def spills(config: RunConfig, y_train: Indices, num_classes: int, what: str, least: float = 0.0) -> list[str]:
+    """Say how many training samples clients of `dirichlet-client` hold of other classes than drawn for them, which have no more.
 
-    what: samples are called so. least: part of all clients' training or test samples from which on it is said.
+    what: samples are called so. least: part of all clients' training samples from which on it is said.
     """
     if config.partition != "dirichlet-client":
         return []
-    sizes = config.train_samples, config.test_samples
-    moved = spilled(
+    each = config.train_samples or len(y_train) // config.num_clients
+    counts = spilled(
         y_train,
-        y_test,
         num_classes,
         num_clients=config.num_clients,
         seed=_seed(config),
         alpha=config.dirichlet_alpha,
-        train_samples=sizes[0],
-        test_samples=sizes[1],
+        size=each,
     )
-    lines = []
-    for name, labels, size, counts in zip(("training", "test"), (y_train, y_test), sizes, moved, strict=True):
-        each = size or len(labels) // config.num_clients
-        total, largest = int(counts.sum()), int(np.bincount(labels, minlength=num_classes).max())
-        if total and total >= least * each * config.num_clients:
-            lines.append(
-                f"{name}: {np.count_nonzero(counts)} of {config.num_clients} clients are less skewed than dirichlet-alpha = "
-                f"{config.dirichlet_alpha:g} makes them: of {each} {what} each, {total} in all had to be of other classes, as none "
-                f"has more than {largest}; set {name.removesuffix('ing')}-samples to that or less, or raise num-clients"
-            )
-    return lines
+    total, largest = int(counts.sum()), int(np.bincount(y_train, minlength=num_classes).max())
+    if not total or total < least * each * config.num_clients:
+        return []
+    return [
+        f"training: {np.count_nonzero(counts)} of {config.num_clients} clients are less skewed than dirichlet-alpha = "
+        f"{config.dirichlet_alpha:g} makes them: of {each} {what} each, {total} in all had to be of other classes, as none "
+        f"has more than {largest}; set train-samples to that or less, or raise num-clients"
+    ]
 
 
 def _again(hands: Sequence[Indices], name: str, what: str) -> list[str]:
@@ -198,6 +227,8 @@ def _key(config: RunConfig, dataset_key: str) -> str:
         parts += [str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size]
     elif config.partition in PARTITIONS:
         parts.append(_seed(config))
+        if config.partition in SAME_MIX:
+            parts.append(MIX_RULES)
     return cache_key(f"{name}-{config.num_clients}", parts)
 
 

@@ -12,8 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.data import arrays
-from fl_app.data.prepared import ARRAYS, Arrays, DataRequest, Groups, Prepared, open_or_convert, save
+from fl_app.data.prepared import ARRAYS, Arrays, DataRequest, Groups, Prepared, note, open_or_convert, save
 from fl_app.errors import UserError
+
+RULES = 2
+"""Version of how arrays are read; conversions of other versions are not used."""
 
 
 def prepare(request: DataRequest) -> Prepared:
@@ -24,12 +27,13 @@ def prepare(request: DataRequest) -> Prepared:
     stat = path.stat()
 
     def convert(directory: Path) -> Sequence[str]:
-        found, names, groups = _read_arrays(request)
+        found, names, groups, layout = _read_arrays(request)
         side = found[0].shape[2] if found[0].dtype == np.uint8 else 0
         if request.image_size not in (0, side):
             what = f"{side} pixels" if side else "no images"
             raise UserError(f"image-size: npz images are not resized; {path} has {what}, got {request.image_size}")
         save(directory, found, groups)
+        note(directory, layout)
         return names
 
     parts = [str(path), stat.st_mtime_ns, stat.st_size, request.classes, request.image_size, request.site]
@@ -38,6 +42,7 @@ def prepare(request: DataRequest) -> Prepared:
         parts.append(request.task)
     if request.client:
         parts.append({"client": request.client})
+    parts.append({"rules": RULES})
     return open_or_convert(request, f"npz-{path.stem}", parts, convert)
 
 
@@ -57,8 +62,8 @@ def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> di
         raise UserError(f"dataset: {path} is not a readable npz file of plain arrays ({error})") from error
 
 
-def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | None]:
-    """Read the four arrays, the names of the model's outputs, and whose the samples are if a column says it."""
+def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | None, list[str]]:
+    """Read the four arrays, the names of the model's outputs, whose the samples are if a column says it, and how axes are read."""
     path, site = request.path, request.site
     column = [f"{request.client}_train", f"{request.client}_test"] if request.client else []
     found = members(path, (*ARRAYS, *column), (*ARRAYS[2:], *column[1:]) if site else ())
@@ -89,4 +94,5 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
             if side.shape != (len(x),):
                 arrays.refuse(path, name, f"have shape [{len(x)}], one value for each sample", list(side.shape))
         groups = arrays.groups(*sides)
-    return arrays.stored(stored_train, y_train, stored_test, y_test), names, groups
+    layout = arrays.layout_note(path, "x_train", x_train.shape)
+    return arrays.stored(stored_train, y_train, stored_test, y_test), names, groups, layout

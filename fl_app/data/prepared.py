@@ -49,6 +49,8 @@ FILES = "files.sha256"
 GROUPS = "groups.json"
 HASH_KEY = "hash-key"
 """In the data directory."""
+NOTES = "notes.json"
+"""Beside the arrays, where there is something to say: lines that tell what was read how, and what was not."""
 STATISTICS_BATCH = 1024
 
 
@@ -220,6 +222,13 @@ class Prepared:
         names = [f"{name}.npy" for name in (*ARRAYS, *(("groups_train", "groups_test") if self.groups else ()))]
         return checksums.hash_of(self.directory, names, json.dumps([self.info.classes, self.info.groups]))
 
+    @property
+    def notes(self) -> list[str]:
+        """What was read how, and what was not read, where that needs saying."""
+        file = self.directory / NOTES
+        found: list[str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        return found
+
 
 def directory_of(root: Path, key: str) -> Path:
     """Return where the files of a data set are, by the data directory and its key."""
@@ -274,6 +283,16 @@ def open_or_convert(
     build_once(directory, build, key="data-dir", force=request.force, stale=stale)
     info, arrays, groups = _open(directory)
     return Prepared(request.root, info, key, *arrays, groups)
+
+
+def note(directory: Path, lines: Sequence[str]) -> None:
+    """Keep lines about what was read how; further ones come after those that are there."""
+    file = directory / NOTES
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    if lines:
+        file.write_text(json.dumps([*earlier, *lines]), encoding="utf-8")
+    for line in lines:
+        log.warning("%s", line)
 
 
 def save(directory: Path, arrays: Arrays, groups: Groups | None = None) -> None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import extras, rng
 from fl_app.data import arrays
-from fl_app.data.prepared import DataRequest, Prepared, open_or_convert, save
+from fl_app.data.prepared import DataRequest, Prepared, note, open_or_convert, save
 from fl_app.errors import UserError
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 SUFFIXES = (".csv", ".parquet")
-VERSION = 2
+VERSION = 3
 """Version of how columns are read; conversions of other versions are not used."""
 
 Columns = Mapping[str, NDArray[Any]]
@@ -46,17 +49,24 @@ def prepare_saved(request: DataRequest) -> Prepared:
     path = request.path
     if not path.is_dir():
         raise UserError(f"dataset: no folder {path}")
-    return open_columns(request, "hf", sorted(path.rglob("*")), lambda: _read_saved(request), ("pandas", "datasets"))
+    notes: list[str] = []
+    files, needs = sorted(path.rglob("*")), ("pandas", "datasets")
+    return open_columns(request, "hf", files, lambda: _read_saved(request, notes), needs, notes)
 
 
 def open_columns(
-    request: DataRequest, kind: str, files: Sequence[Path], read: Callable[[], Read], needs: Sequence[str] = ()
+    request: DataRequest,
+    kind: str,
+    files: Sequence[Path],
+    read: Callable[[], Read],
+    needs: Sequence[str] = (),
+    notes: Sequence[str] = (),
 ) -> Prepared:
     """Open a data set of columns, converting it first if no process has yet.
 
     kind: the source's prefix. files: those the data lie in; they are converted again when one changes. read: returns the columns of
     the training part, those of the test part if there is one, and the names of the classes if the data have them. needs: the
-    packages that it reads with.
+    packages that it reads with. notes: what is to be said of how it was read, once that is done.
     """
     path = request.path
     if not request.targets:
@@ -69,7 +79,9 @@ def open_columns(
         for package in dict.fromkeys(("pandas", *needs)):
             extras.require(package, f"dataset: {path}")
         parts, known = read()
-        return _convert(request, parts, known, directory)
+        names = _convert(request, parts, known, directory)
+        note(directory, [*notes, *_layout_notes(request, parts[0])])
+        return names
 
     stamps = [(file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files]
     settings = [request.classes, request.target, request.client, request.test_ratio, request.task, request.site]
@@ -94,8 +106,8 @@ def _read_table(path: Path) -> Columns:
     return {str(name): np.asarray(frame[name]) for name in frame.columns}
 
 
-def _read_saved(request: DataRequest) -> Read:
-    from datasets import ClassLabel, Dataset, DatasetDict, load_from_disk
+def _read_saved(request: DataRequest, notes: list[str]) -> Read:
+    from datasets import ClassLabel, DatasetDict, load_from_disk
 
     path = request.path
     try:
@@ -111,10 +123,47 @@ def _read_saved(request: DataRequest) -> Read:
     features = sets[0].features
     labels = features.get(request.targets[0])
 
-    def columns(part: Dataset) -> Columns:
-        return {name: np.asarray(values) for name, values in part.with_format("numpy")[:].items()}
+    images = _read_images(sets, notes)
 
-    return [columns(part) for part in sets], labels.names if isinstance(labels, ClassLabel) else ()
+    def columns(place: int, part: Dataset) -> Columns:
+        others = part.remove_columns(list(images)).with_format("numpy")[:]
+        return {name: images[name][place] if name in images else np.asarray(others[name]) for name in part.column_names}
+
+    return [columns(place, part) for place, part in enumerate(sets)], labels.names if isinstance(
+        labels, ClassLabel
+    ) else ()
+
+
+def _read_images(sets: Sequence[Dataset], notes: list[str]) -> dict[str, list[NDArray[Any]]]:
+    """Return of every column of images its parts, uint8 [n, H, W] or [n, H, W, 3], read as image files are.
+
+    notes: gets what is to be said of them. Raises UserError naming a row.
+    """
+    from datasets import Image
+
+    from fl_app.data.decode import as_array
+
+    found: dict[str, list[NDArray[Any]]] = {}
+    for name, kind in sets[0].features.items():
+        if not isinstance(kind, Image):
+            continue
+        rows: list[str] = []
+        files: list[Path | bytes] = []
+        for where, part in zip(("train", "test"), sets, strict=False):
+            for row, value in enumerate(part.select_columns([name]).cast_column(name, Image(decode=False))):
+                rows.append(f"column {name}, row {row} of {where}")
+                if value[name] is None:
+                    raise UserError(f"dataset: {rows[-1]} has no image")
+                files.append(value[name]["bytes"] or Path(value[name]["path"]))
+        images, said = as_array(rows, files)
+        notes += said
+        found[name] = np.split(images, [len(sets[0])])[: len(sets)]
+    return found
+
+
+def _layout_notes(request: DataRequest, part: Columns) -> list[str]:
+    names = [name for name in part if name not in (*request.targets, request.client)]
+    return [line for name in names for line in arrays.layout_note(request.path, f"column {name}", part[name].shape)]
 
 
 def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str], directory: Path) -> Sequence[str]:

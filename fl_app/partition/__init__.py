@@ -4,7 +4,8 @@ All indices point into the concatenation [train; test] of a data set: sample i <
 x_test[i - num_train]. The partitions:
 
 - `dirichlet-client` (FedCAC, ICCV 2023, after Hsu et al. 2019): client i draws q_i ~ Dir(alpha * prior) over the
-  classes and holds exactly `train_samples` training and `test_samples` test samples with these proportions. `prior` is
+  classes and holds exactly `train_samples` training and `test_samples` test samples with these proportions. Where a class has
+  too few test samples, a client has fewer test samples in the mix of its training samples (`keep_mix`), or is refused. `prior` is
   the training set's class frequencies scaled to mean one over its classes, so alpha is the concentration per class. Counts
   are rounded by largest remainder; the FedCAC authors' code gives what rounding down leaves to the last class.
 - `dirichlet` (Li et al. 2022; flwr-datasets' DirichletPartitioner): each class of all data is divided over the clients
@@ -41,10 +42,14 @@ from fl_app.partition.dealing import (
     ASSIGNMENTS,
     Indices,
     allocate,
+    apart,
     assign_classes,
     block_size,
     client_mixes,
     deal,
+    fewest_kept,
+    keep_mix,
+    largest_remainder,
 )
 from fl_app.rng import generator, seed_sequence
 
@@ -54,11 +59,13 @@ __all__ = [
     "Indices",
     "Share",
     "allocate",
+    "apart",
     "assign_classes",
     "block_size",
     "client_mixes",
     "deal",
     "fl_bench",
+    "keep_mix",
     "own_file",
     "spilled",
     "split",
@@ -171,6 +178,7 @@ def split(
 def _dirichlet_client(setting: _Setting) -> list[Share]:
     prior = np.bincount(setting.y_train, minlength=setting.num_classes)
     mixes = client_mixes(prior, setting.alpha, setting.num_clients, setting.seed)
+    trained, as_drawn = np.zeros(mixes.shape, np.int64), np.ones(len(mixes), bool)
     dealt = []
     for (side, word, labels, offset), asked in zip(setting.sides, setting.sizes, strict=True):
         size = asked or len(labels) // setting.num_clients
@@ -181,41 +189,68 @@ def _dirichlet_client(setting: _Setting) -> list[Share]:
             )
         room = np.bincount(labels, minlength=setting.num_classes)
         counts = np.stack([allocate(q, size, room) for q in mixes])
+        if side == "test":
+            counts = _in_the_mix_of(trained, as_drawn, mixes, counts, room, setting)
+        trained, as_drawn = counts, _as_drawn(counts, mixes)
         dealt.append([offset + mine for mine in deal(counts, labels, setting.rng(side))])
     return list(zip(*dealt, strict=True))
 
 
-def spilled(
-    y_train: Indices,
-    y_test: Indices,
-    num_classes: int,
-    *,
-    num_clients: int,
-    seed: int,
-    alpha: float,
-    train_samples: int,
-    test_samples: int,
-) -> tuple[Indices, Indices]:
-    """Count each client's training and test samples of classes that it takes because its own have no more, both int64 [N].
+def spilled(labels: Indices, num_classes: int, *, num_clients: int, seed: int, alpha: float, size: int) -> Indices:
+    """Count each client's training samples of classes that it takes because its own have no more, int64 [N].
 
-    Arguments as of `split`, with partition `dirichlet-client`: a client's proportions may ask more of a class than there is.
+    A client's proportions in `dirichlet-client` may ask more of a class than there is. labels: int64 [n]. size: a client's
+    samples. The others: as `split` takes them.
     """
-    mixes = client_mixes(np.bincount(y_train, minlength=num_classes), alpha, num_clients, seed)
-    found = []
-    for labels, asked in ((y_train, train_samples), (y_test, test_samples)):
-        size, room = asked or len(labels) // num_clients, np.bincount(labels, minlength=num_classes)
-        wanted = np.stack([allocate(q, size, np.full(num_classes, size)) for q in mixes])
-        found.append(np.maximum(wanted - room, 0).sum(axis=1))
-    return found[0], found[1]
+    room = np.bincount(labels, minlength=num_classes)
+    mixes = client_mixes(room, alpha, num_clients, seed)
+    wanted = np.stack([allocate(q, size, np.full(num_classes, size)) for q in mixes])
+    counts: Indices = np.maximum(wanted - room, 0).sum(axis=1)
+    return counts
+
+
+def _in_the_mix_of(
+    trained: NDArray[np.int64],
+    as_drawn: NDArray[np.bool_],
+    mixes: NDArray[np.float64],
+    tested: NDArray[np.int64],
+    room: NDArray[np.int64],
+    setting: _Setting,
+) -> NDArray[np.int64]:
+    """Return test samples per client and class, each client's in the mix of its training samples. Raises UserError.
+
+    trained: training samples per class, int64 [N, K]. as_drawn: bool [N], whose are `mixes` [N, K] rounded. tested: as many as are
+    asked, int64 [N, K]. room: test samples of each class.
+    """
+    kept = tested.copy()
+    for i in np.flatnonzero(~(as_drawn & _as_drawn(tested, mixes))):
+        train, size = trained[i], int(tested[i].sum())
+        fitting = keep_mix(train.astype(np.float64), size, room)
+        if fitting is None:
+            have = ", ".join(f"{k}: {train[k]} and {room[k]}" for k in np.argsort(-train, kind="stable") if train[k])
+            raise UserError(
+                f"test-samples: client {i} cannot have {fewest_kept(size)} of {size} test samples in the mix of its training "
+                f"samples; classes with its training samples and the test samples that {setting.dataset} has: {have}; lower "
+                "test-samples, raise dirichlet-alpha or classes-per-client, or take another partition"
+            )
+        kept[i] = fitting
+    return kept
+
+
+def _as_drawn(counts: NDArray[np.int64], mixes: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Tell which rows of counts [N, K] are the mixes rounded: nothing was moved from a class that has too few samples."""
+    return np.array([np.array_equal(largest_remainder(q, int(c.sum())), c) for q, c in zip(mixes, counts, strict=True)])
 
 
 def _pathological(setting: _Setting) -> list[Share]:
     holds = _assigned(setting)
+    mixes = holds.astype(np.float64)
+    trained, as_drawn = np.zeros(mixes.shape, np.int64), np.ones(len(mixes), bool)
     dealt = []
     for (side, word, labels, offset), size in zip(setting.sides, setting.sizes, strict=True):
         room = np.bincount(labels, minlength=setting.num_classes)
         if size:
-            counts = np.stack([allocate(h.astype(np.float64), size, room, spill=False) for h in holds])
+            counts = np.stack([allocate(h, size, room, spill=False) for h in mixes])
         else:
             # every class is divided evenly over its holders, and the first ones get one more
             holders, turn = np.maximum(holds.sum(0), 1), np.cumsum(holds, 0) - 1
@@ -229,6 +264,11 @@ def _pathological(setting: _Setting) -> list[Share]:
                 f"{side}-samples: client {i} needs {size or 'some'} samples but its classes ({names}) have "
                 f"{sums[i]} for it in the {word} set of {setting.dataset}"
             )
+        if side == "test" and size:
+            counts = _in_the_mix_of(trained, as_drawn, mixes, counts, room, setting)
+        trained = counts
+        # an equal share is what the held classes have, and moves nothing
+        as_drawn = _as_drawn(counts, mixes) if size else np.ones(len(holds), bool)
         dealt.append([offset + mine for mine in deal(counts, labels, setting.rng(side))])
     return list(zip(*dealt, strict=True))
 

@@ -5,6 +5,7 @@ Pure functions: the same arguments, and the same state of a generator, give the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -13,6 +14,9 @@ from numpy.typing import NDArray
 from fl_app.rng import generator
 
 Indices = NDArray[np.int64]
+
+FEWEST = 10
+"""Test samples that a client keeps where its classes have not enough for all that are asked, unless half of those are fewer."""
 
 
 def client_mixes(prior: NDArray[np.generic], alpha: float, num_clients: int, seed: int) -> NDArray[np.float64]:
@@ -42,11 +46,44 @@ def allocate(q: NDArray[np.float64], total: int, room: NDArray[np.int64], spill:
             if not spill or not np.any(counts < room):
                 break
             weights = (room - counts).astype(np.float64)
-        counts += np.minimum(_largest_remainder(weights, left), room - counts)
+        counts += np.minimum(largest_remainder(weights, left), room - counts)
     return counts
 
 
-def _largest_remainder(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+def fewest_kept(size: int) -> int:
+    """Return how few of `size` test samples a client may have so that their mix is kept: half of them, or FEWEST."""
+    return min(FEWEST, -(-size // 2))
+
+
+def keep_mix(mix: NDArray[np.float64], size: int, room: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Return counts int64 [K] in a mix, each class by largest remainder and within its room; None if there are none.
+
+    Their sum is `size`, or as near below it as the rooms allow, down to `fewest_kept`. mix: [K], not negative, of sum > 0.
+    room: int64 [K].
+    """
+    mix = mix / mix.sum()
+    held = mix > 0
+    # a class of n samples has room for a share of it with less than one more
+    most = min(size, int(np.min((room[held] + 1) / mix[held])))
+    for total in range(most, fewest_kept(size) - 1, -1):
+        counts = largest_remainder(mix, total)
+        if (counts <= room).all():
+            return counts
+    return None
+
+
+def apart(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
+    """Return how far apart two class mixes are, in [0, 1]: the total variation distance of their shares; NaN if one is empty.
+
+    first, second: samples per class, int64 [K].
+    """
+    if not first.sum() or not second.sum():
+        return math.nan
+    return float(np.abs(first / first.sum() - second / second.sum()).sum() / 2)
+
+
+def largest_remainder(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+    """Round `total` times the weights' shares to counts int64 [K] of that sum, the largest fractions up; no weight, no count."""
     exact = weights / weights.sum() * total
     counts: NDArray[np.int64] = np.floor(exact).astype(np.int64)
     fractions = np.where(weights > 0, exact - counts, -1.0)

@@ -12,6 +12,7 @@ import numpy as np
 
 from fl_app import tasks, wire
 from fl_app.config import RunConfig
+from fl_app.errors import listed
 from fl_app.keys import Scalar
 from fl_app.metrics import (
     COUNTED,
@@ -30,7 +31,14 @@ from fl_app.tasks import ACCURACY
 from fl_app.wire import Upload, WireError
 
 # no metrics
-_OF_THE_PROTOCOL = (wire.STATE_VERSION, wire.STATE_USED, wire.PRIVATE, wire.SHA256, wire.BUFFERS_SHA256)
+_OF_THE_PROTOCOL = (
+    wire.STATE_VERSION,
+    wire.STATE_USED,
+    wire.METRIC_ERRORS,
+    wire.PRIVATE,
+    wire.SHA256,
+    wire.BUFFERS_SHA256,
+)
 
 
 def check_upload(
@@ -82,7 +90,7 @@ def check_samples(declared: Mapping[str, Scalar] | None, train_samples: int | No
 
 
 def known(metrics: Mapping[str, Scalar], table: Iterable[Metric] = (), own: Reports | None = None) -> dict[str, Scalar]:
-    """Return what a client reported, as far as `table` and the method declare it, and the versions of its state.
+    """Return what a client reported, as far as `table` and the method declare it, the versions of its state, why metrics failed.
 
     All else would lie in every record and every checkpoint; it is left out, and `own` names it in the log. Raises WireError for a
     value that is not what it must be.
@@ -98,6 +106,8 @@ def known(metrics: Mapping[str, Scalar], table: Iterable[Metric] = (), own: Repo
             if not isinstance(value, str) or not re.fullmatch(r"(\d{6}-\d{6})?", value, re.ASCII):
                 raise WireError(f"{name} must be a state's version, got {reprlib.repr(value)}")
             kept[name] = value
+        elif name == wire.METRIC_ERRORS:
+            kept[name] = wire.one_line(value)
         elif name in (wire.SHA256, wire.BUFFERS_SHA256) and re.fullmatch("[0-9a-f]{64}", str(value)):
             kept[name] = value
     if own:
@@ -170,7 +180,7 @@ def evaluation_record(
     """Record of an evaluation of all clients; its digest is None where a client is absent.
 
     unseen: clients that never train. Means are over the others; theirs stand apart. `evaluated` says of how many clients the means
-    are, `expected` of how many they should be.
+    are, `expected` of how many they should be, `undefined` which clients' numbers a metric's mean leaves out.
     """
     rows = {str(i): clients[i] for i in sorted(clients)}
     absent = sorted(set(range(num_clients)) - set(clients))
@@ -181,7 +191,15 @@ def evaluation_record(
     if unseen:
         apart = {i: row for i, row in rows.items() if int(i) in unseen}
         record[UNSEEN] = {**reduced(list(apart.values()), table), "ids": sorted(map(int, apart))}
+    if left_out := undefined(rows, table):
+        record["undefined"] = left_out
     return record | {"digest": None if absent else digest(rows.values()), "digest-version": DIGEST_VERSION}
+
+
+def undefined(rows: Mapping[str, Record], table: Iterable[Metric]) -> dict[str, list[int]]:
+    """Return by metric the clients that have no number for it, of those that some clients have one for."""
+    found = {metric.name: [int(i) for i, row in rows.items() if row.get(metric.name) is None] for metric in table}
+    return {name: ids for name, ids in found.items() if 0 < len(ids) < len(rows)}
 
 
 def clean(value: object) -> object:
@@ -224,6 +242,31 @@ def digest(clients: Iterable[Mapping[str, object]], version: int = DIGEST_VERSIO
     names = (wire.SHA256, wire.BUFFERS_SHA256) if version > 1 else (wire.SHA256,)
     hashes = (str(row[name]) for row in clients for name in names if name in row)
     return hashlib.sha256(b"".join(bytes.fromhex(each) for each in hashes)).hexdigest()
+
+
+def lacking(config: RunConfig, rounds: Sequence[Record]) -> str:
+    """Say what the rounds of a finished run lack: an evaluation's answers, or the final figure; "" if nothing.
+
+    With `report-accuracy = false`, or without any test sample, there is no figure to be had.
+    """
+    evaluations: dict[int, Record] = {r["round"]: r["evaluation"] for r in rounds if r.get("evaluation")}
+    lines = []
+    for number, evaluation in evaluations.items():
+        if not evaluation["clients"]:
+            causes = [f"client {f['client']}: {f['cause']}" for f in evaluation["failures"]]
+            lines.append(f"evaluation after round {number}: no client answered ({listed(causes, '; ')})")
+    measured = tasks.measured(config)
+    figure = f"final-{measured[0].name}"
+    if config.report_accuracy and evaluations and not lines and outcome(rounds, measured)[figure] is None:
+        *_, last = evaluations.values()
+        tested = {i: row for i, row in last["clients"].items() if row.get("test-samples")}
+        causes = [f"client {i}: {row[wire.METRIC_ERRORS]}" for i, row in tested.items() if row.get(wire.METRIC_ERRORS)]
+        why = listed(causes, "; ") or "it is not defined on their test samples, or those that have any are absent"
+        if tested or last["absent"]:
+            lines.append(
+                f"{figure}: no client that trains has it ({why}); a run without figures has report-accuracy = false"
+            )
+    return "\n".join(lines)
 
 
 def summarize(config: RunConfig, experiment: str, rounds: list[Record]) -> Record:

@@ -1,26 +1,33 @@
 """What is learned: one file per task says how arrays become inputs, what the loss is, and what is measured.
 
-torch and torchmetrics are imported when something is computed, not before: the command and a client that was only asked for its
-properties never load them.
+torch is imported when something is computed, not before: the command and a client that was only asked for its properties never
+load it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fl_app import extras, plugins
 from fl_app.config.rules import split_names
-from fl_app.errors import UserError
-from fl_app.metrics import Metric
+from fl_app.errors import UserError, describe
+from fl_app.metrics import MAX_NUMBER, Metric, range_error
 from fl_app.tasks.classification import ACCURACY, Classification
 from fl_app.tasks.multi_label import MultiLabel
 from fl_app.tasks.regression import Regression
 from fl_app.tasks.task import Task
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from fl_app.config import RunConfig
+
+log = logging.getLogger("corolla")
 
 __all__ = [
     "ACCURACY",
@@ -30,6 +37,7 @@ __all__ = [
     "MultiLabel",
     "Regression",
     "Task",
+    "measure",
     "measured",
     "named",
     "of",
@@ -55,6 +63,8 @@ _TAKEN = frozenset(
         "clients",
         "failures",
         "absent",
+        "undefined",
+        "metric-errors",
     }
 )
 
@@ -96,6 +106,33 @@ def measured(config: RunConfig) -> tuple[Metric, ...]:
         if name not in known and name != "all":
             raise UserError(f"metrics: must be all, or some of {', '.join(known)}, got {name!r}")
     return tuple(m for m in task.metrics if m is task.headline or m.name in asked or "all" in asked)
+
+
+def measure(task: Task, outputs: Tensor, y: Tensor, names: Iterable[str]) -> tuple[dict[str, float], dict[str, str]]:
+    """Return metrics by name, clipped to their ranges, and by name why some are NaN: they could not be had.
+
+    A metric that fails costs no other one. A headline beyond all bounds stays, since it shows that training diverged.
+    """
+    names = tuple(names)
+    values: dict[str, float] = {}
+    errors: dict[str, str] = {}
+    together: Mapping[str, float] = {}
+    with contextlib.suppress(Exception):
+        together = task.measure(outputs, y, names)
+    rows = {metric.name: metric for metric in task.metrics}
+    for name in names:
+        try:
+            found = together if name in together else task.measure(outputs, y, (name,))
+            if name not in found:
+                raise UserError("measure did not return it")
+            values[name] = rows[name].clipped(float(found[name]))
+            diverged = name == task.headline.name and MAX_NUMBER < abs(values[name]) < math.inf
+            if not diverged and (error := range_error(name, values[name], *rows[name].range)):
+                raise UserError(error)
+        except Exception as error:
+            log.debug("metric %s", name, exc_info=True)
+            values[name], errors[name] = math.nan, str(error) if isinstance(error, UserError) else describe(error)
+    return values, errors
 
 
 def require_packages(config: RunConfig) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from fl_app.metrics import Metric
+from fl_app.tasks import scores
 from fl_app.tasks.task import Task
-from fl_app.tasks.torchmetrics_part import functional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +19,8 @@ ACCURACY = Metric("accuracy", ratio=True, pooling="mean")
 class Classification(Task):
     """Labels int64 [n], outputs logits [n, C].
 
-    Accuracy is counted; balanced accuracy (mean recall of the classes there are), macro F1 and AUC (one class against the rest,
-    mean over the classes that have both) are torchmetrics', which takes a second to import: they are measured if asked for.
+    balanced-accuracy: mean recall of the classes that the samples have. macro-f1: mean over the classes that are true or predicted.
+    auc: one class against the rest, mean over the classes that some samples have and some have not; NaN if there is none.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -32,7 +30,6 @@ class Classification(Task):
         Metric("auc", ratio=True),
     )
     usual: ClassVar[tuple[str, ...]] = ("accuracy",)
-    by_torchmetrics: ClassVar[frozenset[str]] = frozenset({"balanced-accuracy", "macro-f1", "auc"})
     has_classes: ClassVar[bool] = True
 
     @property
@@ -56,10 +53,7 @@ class Classification(Task):
 
     def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> Mapping[str, float]:
         """Return metrics by name."""
-        with warnings.catch_warnings():
-            # torchmetrics warns of classes without samples, which are left out here.
-            warnings.simplefilter("ignore")
-            return {name: _MEASURES[name](outputs, y) for name in names}
+        return {name: _MEASURES[name](outputs, y) for name in names}
 
     def predict(self, outputs: Tensor) -> Tensor:
         """Return probabilities [n, C]."""
@@ -71,21 +65,21 @@ def _accuracy(outputs: Tensor, y: Tensor) -> float:
 
 
 def _balanced_accuracy(outputs: Tensor, y: Tensor) -> float:
-    recalls = functional("classification").multiclass_recall(outputs, y, outputs.shape[1], average="none")
-    return float(recalls[y.bincount(minlength=outputs.shape[1]) > 0].mean())
+    return scores.mean_defined(scores.recalls(*_true_and_predicted(outputs, y)))
 
 
 def _macro_f1(outputs: Tensor, y: Tensor) -> float:
-    return float(functional("classification").multiclass_f1_score(outputs, y, outputs.shape[1], average="macro"))
+    return scores.mean_defined(scores.f1_scores(*_true_and_predicted(outputs, y)))
 
 
 def _auc(outputs: Tensor, y: Tensor) -> float:
-    counts = y.bincount(minlength=outputs.shape[1])
-    both = (counts > 0) & (counts < len(y))
-    if not both.any():
-        return math.nan
-    per_class = functional("classification").multiclass_auroc(outputs.softmax(1), y, outputs.shape[1], average="none")
-    return float(per_class[both].mean())
+    truth = scores.one_of(scores.array(y), outputs.shape[1])
+    return scores.mean_defined(scores.aucs(truth, scores.log_odds(scores.array(outputs))))
+
+
+def _true_and_predicted(outputs: Tensor, y: Tensor) -> tuple[scores.Truth, scores.Truth]:
+    num_classes = outputs.shape[1]
+    return scores.one_of(scores.array(y), num_classes), scores.one_of(scores.array(outputs.argmax(1)), num_classes)
 
 
 _MEASURES: Mapping[str, Callable[[Tensor, Tensor], float]] = {

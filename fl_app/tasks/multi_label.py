@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.metrics import Metric
+from fl_app.tasks import scores
 from fl_app.tasks.task import Task
-from fl_app.tasks.torchmetrics_part import functional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,12 +19,11 @@ if TYPE_CHECKING:
 class MultiLabel(Task):
     """Targets float32 [n, L] of 0 and 1, outputs logits [n, L].
 
-    AUC: mean over the labels that some samples have and some have not; NaN if there is none. F1: macro, at probability 1/2. Both
-    are torchmetrics'.
+    auc: mean over the labels that some samples have and some have not. f1: at probability 1/2, mean over the labels that are true
+    or predicted (macro). Each is NaN if there is no such label.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (Metric("auc", ratio=True), Metric("f1", ratio=True))
-    by_torchmetrics: ClassVar[frozenset[str]] = frozenset({"auc", "f1"})
 
     def check(self, y: NDArray[Any]) -> str:
         """Want zeros and ones."""
@@ -40,25 +37,11 @@ class MultiLabel(Task):
 
     def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> Mapping[str, float]:
         """Return metrics by name."""
-        torchmetrics = functional("classification")
+        truth, logits = scores.array(y) == 1, scores.array(outputs)
         found: dict[str, float] = {}
-        probabilities, truth = outputs.sigmoid(), y.long()
-        both = (truth.amin(0) == 0) & (truth.amax(0) == 1)
-        with warnings.catch_warnings():
-            # about labels that all samples have, or none: they are left out here
-            warnings.simplefilter("ignore")
-            for name in names:
-                if name == "f1":
-                    found[name] = float(
-                        torchmetrics.multilabel_f1_score(probabilities, truth, y.shape[1], average="macro")
-                    )
-                elif not both.any():
-                    found[name] = math.nan
-                elif y.shape[1] == 1:  # torchmetrics wants two labels at least
-                    found[name] = float(torchmetrics.binary_auroc(probabilities[:, 0], truth[:, 0]))
-                else:
-                    per_label = torchmetrics.multilabel_auroc(probabilities, truth, y.shape[1], average="none")
-                    found[name] = float(per_label[both].mean())
+        for name in names:
+            per_label = scores.f1_scores(truth, logits > 0) if name == "f1" else scores.aucs(truth, logits)
+            found[name] = scores.mean_defined(per_label)
         return found
 
     def predict(self, outputs: Tensor) -> Tensor:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
+
 from fl_app.metrics import Metric
+from fl_app.tasks import scores
 from fl_app.tasks.task import Task
-from fl_app.tasks.torchmetrics_part import functional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,8 +19,7 @@ if TYPE_CHECKING:
 class Regression(Task):
     """Targets and outputs float32 [n, k].
 
-    RMSE and MAE are over samples and targets together, R2 is the mean over targets; it needs two samples. torchmetrics computes MAE
-    and R2; it takes a second to import, so that RMSE, which every round asks for, is the root of torch's own mean squared error.
+    rmse and mae are over samples and targets together. r2 is the mean over the targets that vary, NaN if none does.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
@@ -26,7 +27,6 @@ class Regression(Task):
         Metric("mae", higher_is_better=False, low=0, pooling="mean"),
         Metric("r2", high=1),
     )
-    by_torchmetrics: ClassVar[frozenset[str]] = frozenset({"mae", "r2"})
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Return the squared error, mean over samples and targets."""
@@ -41,11 +41,7 @@ class Regression(Task):
             if name == "rmse":
                 found[name] = math.sqrt(float((outputs.double() - y.double()).square().mean()))
             elif name == "mae":
-                found[name] = float(functional("regression").mean_absolute_error(outputs.flatten(), y.flatten()))
+                found[name] = float(np.abs(scores.array(outputs) - scores.array(y)).mean())
             else:
-                found[name] = (
-                    float(functional("regression").r2_score(outputs.squeeze(1), y.squeeze(1)))
-                    if len(y) > 1
-                    else math.nan
-                )
+                found[name] = scores.mean_defined(scores.r2_scores(scores.array(outputs), scores.array(y)))
         return found

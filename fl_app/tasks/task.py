@@ -19,7 +19,7 @@ class Task:
     """One kind of learning.
 
     metrics: the first is the headline, what rounds are judged by. usual: names of those an evaluation measures unless the key
-    `metrics` says otherwise; empty: all. by_torchmetrics: names of those that torchmetrics, an optional package, computes.
+    `metrics` says otherwise; empty: all. by_torchmetrics: names of those that need torchmetrics, an optional package.
     has_classes: targets are labels, int64 [n]; otherwise numbers, float32 [n, k]. input_dtype: of what the model is given.
     """
 
@@ -62,6 +62,8 @@ class Task:
 
     def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> Mapping[str, float]:
         """Return metrics by name on a client's test data, of which there is some; NaN where one is not defined.
+
+        Asked for several, it may raise for one of them: it is asked for each by itself then.
 
         outputs: float32, what the model gave for all of it; y: the targets. names: of the metrics that are asked for.
         """

@@ -16,7 +16,7 @@ import numpy as np
 from flwr.app import Message
 
 from fl_app import tasks, wire
-from fl_app.errors import UserError
+from fl_app.errors import UserError, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
 from fl_app.server import checkpoint, client_arrays, progress_protocol
@@ -223,7 +223,7 @@ class Rounds:
             )
             upload = self.protocol.check(client_id, upload)
             attempt.intake.accept(client_id, upload, metrics, nbytes)
-            self._warn_of_damage(client_id, metrics)
+            self._warn_of(client_id, metrics)
         except Exception as error:
             attempt.fail(client_id, f"round {attempt.round}", "dropped", error)
 
@@ -254,7 +254,7 @@ class Rounds:
         messages = self.messages(ids, "evaluate")
         for reply in self.exchange.ask("evaluation", messages, self.config.round_timeout, len(ids)):
             self.receive_evaluation(reply)
-        return records.evaluation_record(
+        record = records.evaluation_record(
             self.attempt.clients,
             self.config.num_clients,
             sum(self.attempt.sent.values()),
@@ -262,6 +262,11 @@ class Rounds:
             self.measured,
             self.config.unseen,
         )
+        for name, ids in record.get("undefined", {}).items():
+            log.warning(
+                "evaluation: the mean of %s leaves out clients %s, which have none", name, listed(list(map(str, ids)))
+            )
+        return record
 
     def receive_evaluation(self, reply: Reply) -> None:
         """Check a client's metrics and the hash of its model, and take them in."""
@@ -271,7 +276,7 @@ class Rounds:
             metrics = records.check_evaluation(
                 metrics, num_examples, attempt.declared.get(client_id), self.measured, self.server.reports
             )
-            self._warn_of_damage(client_id, metrics)
+            self._warn_of(client_id, metrics)
             row = {name: records.clean(value) for name, value in metrics.items()}
             attempt.clients[client_id] = {**row, "loss": records.clean(loss), "test-samples": num_examples}
         except Exception as error:
@@ -289,7 +294,7 @@ class Rounds:
         for reply in self.exchange.ask("collecting models", messages, self.config.round_timeout, len(ids)):
             try:
                 upload = wire.decode_upload(reply.usable(), expected)
-                self._warn_of_damage(reply.client_id, records.known(upload.metrics))
+                self._warn_of(reply.client_id, records.known(upload.metrics))
                 models[reply.client_id] = upload.model
             except Exception as error:
                 log.error(
@@ -364,8 +369,10 @@ class Rounds:
         lines += [f"the models came out of round {self.server.round}, where {who}" for who in self.protocol.suspects()]
         return f"round {round} failed in {len(spoilt)} attempts (round-retries)\n" + "\n".join(lines)
 
-    def _warn_of_damage(self, client_id: int, metrics: Mapping[str, Scalar]) -> None:
-        """Log it if a client's state was damaged: it went on from another generation than the server named."""
+    def _warn_of(self, client_id: int, metrics: Mapping[str, Scalar]) -> None:
+        """Log which metrics a client could not have, and if its state was damaged: it went on from an earlier generation."""
+        if failed := metrics.get(wire.METRIC_ERRORS):
+            log.warning("client %d: metric %s", client_id, failed)
         if used := metrics.get(wire.STATE_USED):
             named = self.versions.get(client_id, "")
             log.warning(

@@ -407,6 +407,37 @@ def test_data_show_tells_who_gets_what(corolla, tmp_path: Path) -> None:  # type
     assert code == 2 and "--clients 4 and --set num-clients=3 contradict each other" in err
 
 
+def test_data_show_lists_both_mixes_and_how_far_apart_they_are(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    y_train, y_test = np.arange(12) % 3, np.array([0, 1] * 4)
+    x = np.random.default_rng(0).normal(size=(12, 2))
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=y_train, x_test=x[:8], y_test=y_test)
+    own, other = np.flatnonzero(y_train < 2), np.flatnonzero(y_train == 2)
+    np.savez(
+        tmp_path / "p.npz", train_idx_0=own, train_idx_1=other, test_idx_0=[0, 1], test_idx_1=[2, 3], allow_pickle=False
+    )
+    words = ["--clients", "2", "--set", "dataset=npz:d.npz", "--set", "partition=file:p.npz", "--set", "data-dir=data"]
+    code, out, err = corolla("data", "show", *words)
+    assert code == 0, err
+    told = [" ".join(line.replace("│", " ").split()) for line in out.splitlines() if line.startswith("│")]
+    assert told == ["0 8 2 0: 4/1, 1: 4/1 0 %", "1 4 2 0: 0/1, 1: 0/1, 2: 4/0 100 %"]
+    foreign = "test: samples of classes that a client does not train on: client 1: 100 %"
+    lacking = "test: the data set has no test samples of 2"
+    assert foreign in out and lacking in out
+    code, _, err = corolla("run", "--in-process", "--set", "num-server-rounds=1", *words)
+    assert code == 0 and f"warning: {foreign}" in err and f"warning: {lacking}" in err
+
+
+def test_data_show_tells_who_is_tested_on_less(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    x = np.random.default_rng(0).normal(size=(600, 2))
+    y, y_test = np.repeat([0, 1, 2], 200), np.repeat([0, 1, 2], [50, 50, 13])
+    np.savez(tmp_path / "d.npz", x_train=x, y_train=y, x_test=x[:113], y_test=y_test)
+    sets = ["dataset=npz:d.npz", "dirichlet-alpha=0.001", "train-samples=60", "test-samples=20", "data-dir=data"]
+    code, out, err = corolla("data", "show", "--clients", "2", *[word for pair in sets for word in ("--set", pair)])
+    assert code == 0, err
+    fewer = "test: fewer than 20 samples, so that they are in the mix of training: client 0: 13, client 1: 13"
+    assert fewer in out
+
+
 def test_data_show_tells_targets_that_are_numbers(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     rows = [f"{k % 3},{k},{'ab'[k % 2]}" for k in range(20)]
     (tmp_path / "t.csv").write_text("\n".join(["x,y,site", *rows]))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas
 import pytest
+from PIL import Image
 
 from fl_app import data
 from fl_app.errors import UserError
@@ -205,3 +206,58 @@ def test_an_npz_by_a_column(tmp_path: Path) -> None:
     assert data.check(config(**raw)).classes == ("a", "b")
     part = data.open_client(config(**raw), 1)
     assert part.y_train.tolist() == [1] * 4 and part.y_test.tolist() == [1]
+
+
+# Images of saved data sets --------------------------------------------------------------------------------------------
+
+
+def saved_images(directory: Path, train: list[Image.Image], test: list[Image.Image]) -> str:
+    """Save images with labels 0, 1, 0, ... as `datasets` does; return the name of the data set."""
+    import datasets
+
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    parts = {
+        side: datasets.Dataset.from_dict(
+            {"image": images, "label": [k % 2 for k in range(len(images))]}, features=kinds
+        )
+        for side, images in (("train", train), ("test", test))
+    }
+    datasets.DatasetDict(parts).save_to_disk(str(directory / "saved"))
+    return f"hf:{directory / 'saved'}"
+
+
+def pictures(count: int, mode: str) -> list[Image.Image]:
+    draw = np.random.default_rng(count)
+    images = [Image.fromarray(draw.integers(0, 256, (8, 8, 3), np.uint8)) for _ in range(count)]
+    return [image.quantize(16) if mode == "P" else image.convert(mode) for image in images]
+
+
+@pytest.mark.parametrize("modes", [("P", "P"), ("L", "L"), ("L", "RGB"), ("RGBA", "P"), ("1", "1")])
+def test_saved_images_are_read_as_a_folders(tmp_path: Path, modes: tuple[str, str]) -> None:
+    train, test = pictures(4, modes[0]), pictures(2, modes[1])
+    for side, images in (("train", train), ("test", test)):
+        for k, image in enumerate(images):
+            file = tmp_path / "folder" / side / "ab"[k % 2] / f"{k}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            image.save(file)
+    saved = data.prepare(saved_images(tmp_path, train, test), tmp_path / "root", target="label")
+    folder = data.prepare(f"folder:{tmp_path / 'folder'}", tmp_path / "root")
+    # the folder's are sorted by class
+    order = np.argsort(saved.y_train, kind="stable")
+    assert np.array_equal(saved.x_train[order], folder.x_train) and np.array_equal(saved.x_test, folder.x_test)
+    assert saved.info.in_channels == (1 if set(modes) <= {"L", "1"} else 3) and saved.notes == []
+
+
+def test_saved_images_of_twelve_bits(tmp_path: Path) -> None:
+    deep = [Image.fromarray(np.full((8, 8), value, np.uint16)) for value in (100, 2000, 4095)]
+    prepared = data.prepare(saved_images(tmp_path, deep[:2], deep[2:]), tmp_path / "root", target="label")
+    assert prepared.x_train[:, 0, 0, 0].tolist() == [100 >> 4, 2000 >> 4] and prepared.x_test.max() == 255
+    assert prepared.notes[0].startswith("16-bit images: values up to 4095 use 12 bits")
+
+
+def test_saved_images_of_two_sizes_are_named_by_row(tmp_path: Path) -> None:
+    train, test = pictures(2, "RGB"), [Image.new("RGB", (8, 9))]
+    with pytest.raises(
+        UserError, match="column image, row 0 of test has 8x9 pixels, expected 8x8 as column image, row 0 of train"
+    ):
+        data.prepare(saved_images(tmp_path, train, test), tmp_path / "root", target="label")

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from fl_app import data
+from fl_app.data import decode
 from fl_app.errors import UserError
 
 
@@ -209,3 +210,104 @@ def test_missing_folder_and_single_class(tmp_path: Path) -> None:
         data.prepare(f"folder:{tmp_path / 'nowhere'}", tmp_path)
     with pytest.raises(UserError, match="at least two classes, got a"):
         data.prepare(f"folder:{write_folder(tmp_path / 'one', {'a': 1})}", tmp_path)
+
+
+# What is read, and what is not ----------------------------------------------------------------------------------------
+
+
+def test_what_is_not_read_is_counted_by_reason(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    image = Image.open(folder / "train" / "a" / "000.png")
+    kinds = {"photo.jfif": "jpeg", "PHOTO.JP2": "jpeg2000", "scan.tga": "tga", "page.jpe": "jpeg"}
+    for name, kind in kinds.items():
+        image.save(folder / "train" / "a" / name, format=kind)
+    for where in ("train/a/notes.txt", "train/b/more.txt", "test/a/thumbs.db", "train/b/noname", "train/a/.DS_Store"):
+        (folder / where).write_text("no image")
+    (folder / "train" / "a" / "2021").mkdir()
+    image.save(folder / "train" / "a" / "2021" / "one.png")
+    image.save(folder / "train" / "beside.png")
+    prepared = data.prepare(f"folder:{folder}", tmp_path / "root")
+    assert prepared.info.num_train == 8 and prepared.info.num_test == 4
+    (line,) = prepared.notes
+    for words in (
+        f"not read in {folder}: ",
+        "2 .txt (no suffix of an image)",
+        "1 .db (no suffix of an image)",
+        "1 without a suffix (no suffix of an image)",
+        "1 folders in class folders",
+        "1 files beside the class folders",
+        "1 hidden",
+    ):
+        assert words in line
+    # from what is prepared already too
+    assert data.prepare(f"folder:{folder}", tmp_path / "root").notes == [line]
+    assert data.prepare(f"folder:{write_folder(tmp_path / 'all', {'a': 1, 'b': 1})}", tmp_path / "root").notes == []
+
+
+@pytest.mark.parametrize("where", ["train/a/000.png", "test/b/000.jp2", "train/c"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, where: str) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    (folder / where).unlink(missing_ok=True)
+    (folder / where).symlink_to(tmp_path / "gone.png")
+    with pytest.raises(
+        UserError, match=f"dataset: {folder / where} is a link to {tmp_path / 'gone.png'}, which is not there"
+    ):
+        data.prepare(f"folder:{folder}", tmp_path / "root", look=True)
+
+
+def test_a_link_that_is_no_image_may_lead_nowhere(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    (folder / "train" / "a" / "notes.txt").symlink_to(tmp_path / "gone.txt")
+    (folder / "train" / "a" / "linked.png").symlink_to(folder / "train" / "b" / "000.png")
+    prepared = data.prepare(f"folder:{folder}", tmp_path / "root", look=True)
+    assert prepared.info.num_train == 5 and "1 .txt" in prepared.notes[0]
+
+
+def write_deep(folder: Path, largest: int) -> Path:
+    """Replace a folder's images by 16-bit ones, of which one test image has the largest value."""
+    for k, file in enumerate(sorted(folder.rglob("*.png"), reverse=True)):
+        pixels = np.linspace(0, largest if k == len(list(folder.rglob("*.png"))) - 1 else largest // 2, 64)
+        Image.fromarray(pixels.astype(np.uint16).reshape(8, 8)).save(file)
+    return folder
+
+
+@pytest.mark.parametrize(("largest", "bits"), [(200, 8), (1000, 10), (4095, 12), (4000, 12), (9000, 14), (40_000, 16)])
+def test_sixteen_bit_images_use_the_bits_of_the_data(tmp_path: Path, largest: int, bits: int) -> None:
+    folder = write_deep(write_folder(tmp_path / "images", {"a": 2, "b": 2}), largest)
+    prepared = data.prepare(f"folder:{folder}", tmp_path / "root")
+    pixels = np.concatenate([prepared.x_train, prepared.x_test])
+    assert pixels.max() == largest >> (bits - 8) and prepared.info.in_channels == 1
+    assert prepared.notes == [
+        f"16-bit images: values up to {largest} use {bits} bits, of which the upper 8 are kept (divided by {2 ** (bits - 8)})"
+    ]
+
+
+def test_few_bits_of_sixteen_in_colour_are_refused(tmp_path: Path) -> None:
+    import struct
+    import zlib
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    def deep_rgb(largest: int) -> bytes:
+        """A PNG of 16 bits a colour, as Pillow reads and cannot write it."""
+        rows = b"".join(b"\0" + np.full((8, 3), largest, ">u2").tobytes() for _ in range(8))
+        head = struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)
+        return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+    folder = write_folder(tmp_path / "images", {"a": 1, "b": 1})
+    (folder / "train" / "a" / "000.png").write_bytes(deep_rgb(0xC000))
+    assert data.prepare(f"folder:{folder}", tmp_path / "root").x_train[0].max() == 0xC0
+    (folder / "train" / "a" / "000.png").write_bytes(deep_rgb(4095))
+    with pytest.raises(
+        UserError, match="a/000.png cannot be read as an image .of its 16 bits a colour Pillow keeps the upper 8"
+    ):
+        data.prepare(f"folder:{folder}", tmp_path / "root", force=True)
+
+
+def test_a_single_image_of_few_bits_is_refused(tmp_path: Path) -> None:
+    for largest in (60_000, 4000):
+        Image.fromarray(np.full((8, 8), largest, np.uint16)).save(tmp_path / f"{largest}.png")
+    assert decode.read_image(tmp_path / "60000.png", (1, 8, 8), resize=False).max() == 60_000 >> 8
+    with pytest.raises(UserError, match="4000.png has 16 bits a pixel and uses 12; how many the training images used"):
+        decode.read_image(tmp_path / "4000.png", (1, 8, 8), resize=False)

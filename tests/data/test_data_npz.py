@@ -96,3 +96,31 @@ def test_npz_file_errors(tmp_path: Path) -> None:
         data.prepare(f"npz:{good}", tmp_path, classes=("a", "b"))
     with pytest.raises(UserError, match="image-size: npz images are not resized; .*6 pixels, got 32"):
         data.prepare(f"npz:{good}", tmp_path, image_size=32)
+
+
+@pytest.mark.parametrize(
+    ("shape", "becomes", "first"),
+    [
+        ((3, 16, 16), (3, 16, 16), True),
+        ((16, 16, 3), (3, 16, 16), False),
+        ((1, 28, 28), (1, 28, 28), True),
+        ((13, 8, 8), (13, 8, 8), True),
+        ((8, 8, 13), (13, 8, 8), False),
+        ((3, 6, 5), (3, 6, 5), True),
+        ((3, 6, 4), (4, 3, 6), False),
+        ((6, 5, 3), (3, 6, 5), False),
+        ((3, 3, 3), (3, 3, 3), False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.uint8, np.float64])
+def test_where_the_channels_are(
+    tmp_path: Path, shape: tuple[int, ...], becomes: tuple[int, ...], first: bool, dtype: type
+) -> None:
+    x = np.arange(12 * np.prod(shape)).reshape(12, *shape).astype(dtype)
+    path = write_npz(tmp_path / "d.npz", x_train=x, x_test=x[:6])
+    p = data.prepare(f"npz:{path}", tmp_path / "root")
+    assert p.info.input_shape == becomes and p.info.in_channels == becomes[0]
+    assert np.array_equal(p.x_train, x if first else x.transpose(0, 3, 1, 2))
+    sizes = " x ".join(map(str, shape))
+    named = f"{path}: x_train is read as [n, C, H, W], {sizes}: {shape[0]} channels of {shape[1]} x {shape[2]} pixels"
+    assert p.notes == ([named] if first else [])

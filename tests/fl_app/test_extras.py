@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 
 import corolla
 from client_app.client_app import app
-from fl_app import extras, server_app
+from fl_app import extras, plugins, server_app
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
@@ -52,11 +52,35 @@ def test_every_extra_brings_its_packages() -> None:
 
 NEEDS: dict[str, tuple[dict[str, Scalar], str, str]] = {
     "dp-epsilon": ({"dp-epsilon": 8.0}, "opacus", "dp-epsilon needs opacus, .* 'corolla[dp]'"),
-    "a metric": ({"metrics": "auc"}, "torchmetrics", "metrics: auc of task classification needs .* 'corolla[metrics]'"),
+    "a metric": (
+        {"task": "measured:Own"},
+        "torchmetrics",
+        "metrics: own of task measured:Own needs .* 'corolla[metrics]'",
+    ),
     "a partition": ({"partition": "dirichlet"}, "flwr_datasets", "partition: dirichlet needs .* 'corolla[partitions]'"),
 }
 
 
+OWN_TASK = """
+from fl_app.tasks import Classification, Metric
+
+class Own(Classification):
+    metrics = (*Classification.metrics[:1], Metric("own"))
+    usual = ("own",)
+    by_torchmetrics = frozenset({"own"})
+"""
+
+
+@pytest.fixture
+def own_task(tmp_path: Path) -> Iterator[None]:
+    """A task whose metric needs torchmetrics."""
+    (tmp_path / "measured.py").write_text(OWN_TASK)
+    plugins.reset(tmp_path)
+    yield
+    plugins.reset()
+
+
+@pytest.mark.usefixtures("own_task")
 @pytest.mark.parametrize("case", NEEDS)
 def test_a_run_that_needs_more_is_refused_before_it_starts(
     case: str, command: Command, without: Without, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -72,6 +96,7 @@ def test_a_run_that_needs_more_is_refused_before_it_starts(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.usefixtures("own_task")
 @pytest.mark.parametrize("case", NEEDS)
 def test_a_node_without_it_is_named_before_the_run_starts(
     case: str, raw_config: dict[str, Scalar], without: Without, tmp_path: Path
@@ -86,7 +111,7 @@ def test_a_node_without_it_is_named_before_the_run_starts(
 
 def test_what_needs_nothing_more_runs_without(run: Run, without: Without) -> None:
     without("torchmetrics")
-    assert run(num_server_rounds=1).path.is_dir()
+    assert run(num_server_rounds=1, metrics="all").path.is_dir()
     assert run(num_server_rounds=1, run_name="iid", partition="iid").path.is_dir()
 
 

@@ -163,21 +163,32 @@ def test_dirichlet_client_properties(
     y_train, y_test = labels(counts), labels(test_counts[: len(counts)])
     if shares[1] > len(y_test):
         return
-    result = split(
-        "dirichlet-client",
-        y_train,
-        y_test,
-        len(counts),
-        num_clients=clients,
-        alpha=alpha,
-        seed=seed,
-        train_samples=shares[0],
-        test_samples=shares[1],
-    )
+    asked = shares[1] or len(y_test) // clients
+    fewest = min(10, (asked + 1) // 2)
+    try:
+        result = split(
+            "dirichlet-client",
+            y_train,
+            y_test,
+            len(counts),
+            num_clients=clients,
+            alpha=alpha,
+            seed=seed,
+            train_samples=shares[0],
+            test_samples=shares[1],
+        )
+    except UserError as error:
+        assert f"cannot have {fewest} of {asked} test samples in the mix of its training samples" in str(error)
+        return
     assert len(result) == clients
-    n = len(y_train)
+    n, k = len(y_train), len(counts)
     for train, test in result:
-        assert len(train) == (shares[0] or n // clients) and len(test) == (shares[1] or len(y_test) // clients)
+        assert len(train) == (shares[0] or n // clients) and fewest <= len(test) <= asked
+        if len(train) and len(test):
+            mixes = [
+                np.bincount(np.concatenate([y_train, y_test])[part], minlength=k) / len(part) for part in (train, test)
+            ]
+            assert np.all(np.abs(mixes[0] - mixes[1]) < 1 / len(train) + 1 / len(test))
         assert len(set(train)) == len(train) and len(set(test)) == len(test)
         assert train.dtype == test.dtype == np.int64
         assert np.all(train < n) and np.all(test >= n) and np.all(test < n + len(y_test))
@@ -193,6 +204,56 @@ def test_dirichlet_client_has_the_same_mix_in_train_and_test() -> None:
     ):
         assert np.all(np.abs(np.bincount(both[train], minlength=K) - 500 * q) < 1)
         assert np.all(np.abs(np.bincount(both[test], minlength=K) - 100 * q) < 1)
+
+
+def mixes_of(name: str, test_counts: list[int], **changes: Any) -> list[tuple[list[int], list[int]]]:
+    """Train and test samples per class of clients with 60 and 20 at most, of 200 training samples a class."""
+    y, y_test = labels([200] * len(test_counts)), labels(test_counts)
+    both = np.concatenate([y, y_test])
+    few: dict[str, Any] = {"train_samples": 60, "test_samples": 20, "seed": 0, **changes}
+    return [
+        (np.bincount(both[train], minlength=3).tolist(), np.bincount(both[test], minlength=3).tolist())
+        for train, test in split(name, y, y_test, len(test_counts), **few)
+    ]
+
+
+def test_a_mix_is_kept_with_fewer_test_samples_or_refused() -> None:
+    # clients of one class each
+    found = mixes_of("dirichlet-client", [50, 50, 13], alpha=0.001)
+    assert found == [([0, 0, 60], [0, 0, 13])] * 3 + [([60, 0, 0], [20, 0, 0])]
+    for lacking in ([50, 50, 0], [50, 50, 9]):
+        with pytest.raises(
+            UserError, match=f"client 0 cannot have 10 of 20 .*: 2: 60 and {lacking[2]}; lower test-samples"
+        ):
+            mixes_of("dirichlet-client", lacking, alpha=0.001)
+    # of 6 that are asked, half are enough
+    assert mixes_of("dirichlet-client", [50, 50, 3], alpha=0.001, test_samples=6)[0] == ([0, 0, 60], [0, 0, 3])
+
+
+def test_test_samples_follow_training_samples_that_came_from_other_classes() -> None:
+    # all 200 samples of class 2, and 100 of the class that was drawn next to it
+    train, test = mixes_of("dirichlet-client", [90, 90, 90], alpha=0.001, train_samples=300, test_samples=60)[0]
+    assert train == [0, 100, 200] and test == [0, 20, 40]
+
+
+def test_pathological_clients_are_tested_on_what_they_train_on() -> None:
+    found = mixes_of("pathological", [50, 50, 7])
+    assert found == [
+        ([30, 30, 0], [10, 10, 0]),
+        ([30, 0, 30], [8, 0, 7]),
+        ([0, 30, 30], [0, 8, 7]),
+        ([30, 30, 0], [10, 10, 0]),
+    ]
+    with pytest.raises(UserError, match="client 1 cannot have 10 of 20 test samples .*: 0: 30 and 50, 2: 30 and 0; "):
+        mixes_of("pathological", [50, 50, 0])
+
+
+def test_how_far_apart_two_mixes_are() -> None:
+    assert part.apart(np.array([3, 1]), np.array([30, 10])) == 0
+    assert part.apart(np.array([60, 0]), np.array([0, 20])) == 1
+    # shares .75, .25 and .5, .5
+    assert part.apart(np.array([3, 1]), np.array([1, 1])) == 0.25
+    assert np.isnan(part.apart(np.array([3, 1]), np.array([0, 0])))
 
 
 @settings(deadline=None, max_examples=15)
@@ -456,10 +517,9 @@ def test_what_clients_hold_of_other_classes_than_drawn() -> None:
     fixed: dict[str, Any] = {"num_clients": 2, "seed": 0, "alpha": 1e-4}
     mixes = part.client_mixes(np.array([6, 4]), 1e-4, 2, 0)
     room = np.array([6, 4])[mixes.argmax(axis=1)]
-    training, test = part.spilled(y_train, y_test, 2, **fixed, train_samples=5, test_samples=3)
-    assert training.tolist() == np.maximum(5 - room, 0).tolist() and test.tolist() == [0, 0]
-    training, test = part.spilled(y_train, y_test, 2, **fixed, train_samples=10, test_samples=0)
-    assert training.tolist() == (10 - room).tolist() and test.tolist() == [0, 0]
+    assert part.spilled(y_train, 2, **fixed, size=5).tolist() == np.maximum(5 - room, 0).tolist()
+    training = part.spilled(y_train, 2, **fixed, size=10)
+    assert training.tolist() == (10 - room).tolist()
     shares = part.split(
         "dirichlet-client",
         y_train,
