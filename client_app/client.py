@@ -26,8 +26,8 @@ from fl_app.errors import UserError, describe, diverged
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import FINETUNED, MAX_NUMBER, moments
-from fl_app.sources import source_of
-from fl_app.wire import Download, Upload
+from fl_app.sources import NODE, source_of
+from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext
 
 if TYPE_CHECKING:
@@ -151,12 +151,18 @@ class CorollaClient(NumPyClient):
             "test-samples": self._reported_count(len(self.data.y_test)),
             **data_properties(self.data, self.config),
         }
+        own_data = self.config.dataset == NODE
+        if own_data and not self.config.private:
+            properties[FEATURES] = json.dumps(self.data.info.facts.features)
         if self.config.private:
             from client_app import private
             from fl_app.privacy.keyring import open_keyring
 
             keys = open_keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
             properties |= private.properties(keys)
+            if own_data:
+                info = self.data.info
+                properties[FEATURE_TAGS] = private.tags(keys, json.dumps([info.facts.features, info.classes]))
         return properties
 
     def _evaluate(self, download: Download) -> dict[str, Scalar]:

@@ -7,6 +7,7 @@ seed changes. pandas and datasets are imported only while converting.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,10 @@ def _read_saved(request: DataRequest) -> Read:
     from datasets import ClassLabel, DatasetDict, load_from_disk
 
     path = request.path
+    # datasets cannot load what it saved of no rows
+    for state in (path / split / "state.json" for split in ("train", "test")):
+        if state.is_file() and json.loads(state.read_text(encoding="utf-8")).get("_data_files") == []:
+            _refuse_no_rows(path, state.parent.name)
     try:
         found = load_from_disk(str(path))
     except (OSError, ValueError) as error:
@@ -187,13 +192,17 @@ def _read_saved(request: DataRequest) -> Read:
         sets = {"train": found}
     for split, part in sets.items():
         if not len(part):
-            advice = "; take it away, and test-ratio divides train" if split == "test" else ""
-            raise UserError(f"dataset: {path} has no rows in its split {split}{advice}")
+            _refuse_no_rows(path, split)
     labels = sets["train"].features.get(request.targets[0])
     parts = [
         {name: _saved_column(path, split, part, name) for name in part.column_names} for split, part in sets.items()
     ]
     return parts, labels.names if isinstance(labels, ClassLabel) else ()
+
+
+def _refuse_no_rows(path: Path, split: str) -> None:
+    advice = "; take it away, and test-ratio divides train" if split == "test" else ""
+    raise UserError(f"dataset: {path} has no rows in its split {split}{advice}")
 
 
 def _saved_column(path: Path, split: str, part: Any, name: str) -> NDArray[Any]:
@@ -250,7 +259,9 @@ def _convert(request: DataRequest, parts: Sequence[Columns], known: Sequence[str
         # a divided table's classes are those of all its rows, wherever these come to lie
         classes = _names_of(y[0])
         if len(classes) == 1:
-            raise UserError(f"dataset: {path}: column {request.target} must hold at least two classes, got {classes[0]}")
+            raise UserError(
+                f"dataset: {path}: column {request.target} must hold at least two classes, got {classes[0]}"
+            )
     if len(parts) == 1:
         rows = _divide(whose[0], len(y[0]), request.test_ratio)
         y, whose = [y[0][of] for of in rows], [whose[0][of] for of in rows]
