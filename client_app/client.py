@@ -27,7 +27,7 @@ from fl_app.layout import Layout, Model
 from fl_app.metrics import FINETUNED, LOSS, MAX_NUMBER, moments, range_error
 from fl_app.server.properties import HASHES, NORMALIZATION
 from fl_app.sources import NODE, source_of
-from fl_app.wire import Download, Upload
+from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext
 
 if TYPE_CHECKING:
@@ -159,12 +159,18 @@ class CorollaClient(NumPyClient):
             **data_properties(self.data, self.config),
             **self._data_hashes(),
         }
+        own_data = self.config.dataset == NODE
+        if own_data and not self.config.private:
+            properties[FEATURES] = json.dumps(self.data.info.facts.features)
         if self.config.private:
             from client_app import private
             from fl_app.privacy.keyring import open_keyring
 
             keys = open_keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
             properties |= private.properties(keys)
+            if own_data:
+                info = self.data.info
+                properties[FEATURE_TAGS] = private.tags(keys, json.dumps([info.facts.features, info.classes]))
         return properties
 
     def _data_hashes(self) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import logging
 import math
 from dataclasses import dataclass
@@ -25,6 +26,15 @@ log = logging.getLogger("corolla")
 def properties(keys: Keyring) -> dict[str, Scalar]:
     """Return a client's properties for private runs: the list of keys it holds, and the sketches' key, sealed for each client."""
     return {f"{PRIVATE}-list": keys.fingerprint, f"{PRIVATE}-sealed": ",".join(keys.seal())}
+
+
+def tags(keys: Keyring, names: str) -> str:
+    """Return a tag of a client's names for each client, with commas, under the key that the two share.
+
+    Two clients' tags of each other are equal if their names are. Who has no key of theirs, the server, cannot try names.
+    """
+    found = keys.for_each("names")
+    return ",".join(hmac.new(key, names.encode(), "sha256").hexdigest() for key in found)
 
 
 @dataclass(frozen=True)

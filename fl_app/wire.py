@@ -41,6 +41,8 @@ STATE_USED = "state-used"
 METRIC_ERRORS = "metric-errors"
 # scalars of private rounds begin with it; as a metric: the attempt whose masks an upload bears
 PRIVATE = "private"
+# properties of a site with its own data: the names of its features, or in private runs a tag of them for each client
+FEATURES, FEATURE_TAGS = "feature-names", f"{PRIVATE}-feature-tags"
 # extra array of a private round: params and buffers in fixed point under masks, uint32 [d + b]
 SUM = "masked"
 # clients in a sum of a private round: with two, each knows the other's model

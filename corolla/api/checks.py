@@ -108,6 +108,8 @@ def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Col
 
 
 def warn_of_data(info: DatasetInfo) -> None:
-    """Say on standard error that a data set has nothing to learn from."""
+    """Say on standard error how a data set was read where that may surprise, and if it has nothing to learn from."""
+    for line in info.remarks:
+        warn(line)
     if info.constant:
         warn("the data set is constant: in every channel all pixels of all training images are the same")

@@ -141,11 +141,19 @@ def data_show(
     config = data_config(preset, set_ or [], clients, scale)
     info = prepared(config, force=False)
     of_classes = tasks.of(config).has_classes
+    if info.facts.columns:
+        columns = Table("column", "is", "how")
+        for column in info.facts.columns:
+            columns.add_row(*map(escape, column))
+        console.print(columns)
     headings = ("training / test samples per class", "apart") if of_classes else (TARGETS,)
     rows = Table("client", "train", "test", *headings)
     for client_id in range(config.num_clients):
         part = data.open_client(config, client_id)
-        held = class_mixes(info.classes, part) if of_classes else [target_spread(info.classes, part.y_train)]
+        if of_classes:
+            held = class_mixes(info.classes, part)
+        else:
+            held = [target_spread(info.classes, part.y_train, info.facts.target_shift)]
         name = f"{client_id} ({info.groups[client_id]})" if config.partition == BY_COLUMN else str(client_id)
         rows.add_row(escape(name), str(len(part.y_train)), str(len(part.y_test)), *map(escape, held))
     console.print(rows)
@@ -164,11 +172,12 @@ def class_mixes(names: Sequence[str], part: ClientData) -> list[str]:
     return [", ".join(held), "n/a" if np.isnan(distance) else f"{100 * distance:.0f} %"]
 
 
-def target_spread(names: Sequence[str], y: NDArray[np.float32]) -> str:
-    """Return the mean and standard deviation of targets [n, k] by name, of the first few."""
+def target_spread(names: Sequence[str], y: NDArray[np.float32], shift: Sequence[float] = ()) -> str:
+    """Return the mean and standard deviation of targets [n, k] by name, of the first few. shift: what was taken off them."""
     if not len(y):
         return ""
-    columns = zip(names, y.mean(0, dtype=np.float64), y.std(0, dtype=np.float64), strict=True)
+    means = y.mean(0, dtype=np.float64) + np.array(shift or [0.0])
+    columns = zip(names, means, y.std(0, dtype=np.float64), strict=True)
     return listed([f"{name}: {mean:.4g} ± {std:.2g}" for name, mean, std in columns])
 
 
@@ -200,12 +209,11 @@ def prepared(config: RunConfig, force: bool) -> DatasetInfo:
     )
     if not of_classes:
         console.print(
-            f"{TARGETS}: {escape(target_spread(info.classes, data.prepare_for(config).y_train))}", soft_wrap=True
+            f"{TARGETS}: {escape(target_spread(info.classes, data.prepare_for(config).y_train, info.facts.target_shift))}",
+            soft_wrap=True,
         )
     if info.samples == "images":
-        # 1 stands for a channel that never varies
-        spreads = [0.0 if std == 1 else std for std in info.std]
-        values = "; ".join(f"{mean:.3f} ± {std:.3f}" for mean, std in zip(info.mean, spreads, strict=True))
+        values = "; ".join(f"{mean:.3f} ± {std:.3f}" for mean, std in zip(info.mean, info.spread, strict=True))
         console.print(f"pixels from 0 to 1, mean ± standard deviation per channel: {values}", soft_wrap=True)
     warn_of_data(info)
     return info

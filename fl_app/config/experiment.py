@@ -103,6 +103,32 @@ class ExperimentKeys:
         about="data",
         compared=False,
     )
+    exclude: str = key(
+        "",
+        f"Columns of {_listed(has_columns=True)} that are no features, with commas: a patient's number, a name.",
+        about="data",
+        compared=False,
+    )
+    categorical: str = key(
+        "",
+        f"Columns of {_listed(has_columns=True)} that hold words or codes, with commas: each of a column's values becomes a "
+        "feature of 0 and 1. A column of words that is not among them, nor in `exclude`, is refused.",
+        about="data",
+        compared=False,
+    )
+    na_values: str = key(
+        "",
+        "Words that stand for a missing value in a CSV file, with commas; an empty cell always does. `empty`: no word does, so "
+        "that `NA` and `None` are names. Empty: pandas' own list.",
+        about="data",
+        compared=False,
+    )
+    separator: str = key(
+        "",
+        "What divides the columns of a CSV file: one character, or `tab`. Empty: a comma.",
+        about="data",
+        compared=False,
+    )
     partition: str = key(
         "dirichlet-client",
         f"{either(f'`{name}`' for name in (*PARTITIONS, BY_COLUMN, f'{OWN_PARTITION}/path.npz'))}.",

@@ -112,6 +112,11 @@ def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> 
             "dataset: node needs each SuperNode's own data; start it with --node-config 'data-path=\"/site\"'"
         )
     data = prepare_for(config, data_path, look=look)
+    if data.info.facts.shift and config.normalize != "mean-std":
+        lines = "; ".join(data.info.facts.remarks)
+        raise UserError(
+            f"normalize: must be mean-std, for {data_path} holds numbers far from zero beside their spread: {lines}"
+        )
     return OpenedData(data, None, stamps_in(data.directory))
 
 
@@ -221,6 +226,14 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
         # the sites of a run may be of several kinds, some of which have columns
         if source.labels_only and request.client:
             raise UserError(f"client: {where} has no columns, got {request.client!r}")
+        for key, value in (
+            ("exclude", request.exclude),
+            ("categorical", request.categorical),
+            ("na-values", request.na_values),
+            ("separator", request.separator),
+        ):
+            if value and not source.has_columns:
+                raise UserError(f"{key}: {where} has no columns; leave it unset, got {','.join(value)!r}")
         if request.target and not source.has_columns:
             why = f"has its targets in {source.targets}; leave it unset" if source.targets else "has no columns"
             raise UserError(f"target: {where} {why}, got {request.target!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data.prepared import Arrays, Groups, Labels, Samples, Targets, at_least_two, listed
+from fl_app.data import precision
+from fl_app.data.prepared import Arrays, DataRequest, Groups, Labels, Samples, Targets, at_least_two, listed
 from fl_app.errors import UserError
-from fl_app.tasks import Task
+from fl_app.tasks import Regression, Task
 
 CHANNELS = (1, 3, 4)
 
@@ -97,6 +99,27 @@ def targets(
     return y_train, y_test, names
 
 
+def stored_targets(request: DataRequest, name: str, y: NDArray[Any]) -> precision.Stored:
+    """Return how training targets that are numbers, [n] or [n, k], are stored so that float32 keeps them apart.
+
+    The built-in regression's metrics do not change with a shift. Raises UserError where targets need one and it would change what
+    they mean: to a task of the user's own, and at a site, which cannot know the others' shift.
+    """
+    how = precision.stored(y)
+    if not any(how.shift):
+        return precision.Stored()
+    if type(request.of_task) is not Regression or request.site:
+        far = ", ".join(f"{value:.16g}" for value in how.shift)
+        who = "a site" if request.site else f"task {request.task}"
+        refuse(
+            request.path,
+            name,
+            f"lie near zero for {who}: float32 does not keep the values apart; subtract the same number everywhere",
+            f"values from {far} on",
+        )
+    return precision.Stored(how.shift, tuple(1.0 for _ in how.shift))
+
+
 def _numbers(path: Path, name: str, y: NDArray[Any], task: Task) -> Targets:
     if y.dtype.kind not in "biuf":
         refuse(path, name, "hold numbers", y.dtype)
@@ -116,16 +139,50 @@ def _labels(
 ) -> tuple[Labels, Labels, Sequence[str]]:
     for name, y in (train, test):
         if y.dtype.kind not in "iubUSO" and len(y):
+            whole = "; save whole numbers as integers" if y.dtype.kind == "f" and (y == np.floor(y)).all() else ""
             refuse(
                 path,
                 name,
                 "hold integers or names of classes",
-                f"{y.dtype}; numbers are learned with task = regression",
+                f"{y.dtype}; numbers are learned with task = regression{whole}",
             )
         if y.ndim != 1:
             refuse(path, name, "have shape [n]", list(y.shape))
-    if train[1].dtype.kind in "USO":
-        return _named(path, train, test, classes, site)
+    if site and not classes:
+        raise UserError("classes: dataset node needs the class names in label order")
+    if by_name(train[1], test[1], classes):
+        y_train, y_test, names = _named(path, train, test, classes)
+    else:
+        y_train, y_test, names = _numbered(path, train, test, classes, what)
+    if not site and not classes:
+        refuse_one_class(path, train[0], y_train, names)
+    return y_train, y_test, names
+
+
+def refuse_one_class(path: Path, name: str, y_train: Labels, names: Sequence[str]) -> None:
+    """Raise UserError if training labels are of fewer than two classes. name: of their array or column."""
+    present = [names[label] for label in np.unique(y_train)]
+    if len(present) < 2:
+        raise UserError(f"dataset: {path}: {name} must hold at least two classes, got {listed(present) or 'none'}")
+
+
+def by_name(y_train: NDArray[Any], y_test: NDArray[Any], classes: Sequence[str]) -> bool:
+    """Tell whether labels are names: words and booleans are, and integers if all names of classes are integers.
+
+    Other integers are places in label order. The values themselves do not count: all sites of a run must answer alike.
+    """
+    if y_train.dtype.kind in "USO" or (y_test.dtype.kind in "USO" and len(y_test)):
+        return True
+    if y_train.dtype.kind == "b":
+        return not classes or set(classes) == {"False", "True"}
+    in_order = list(classes) == [str(k) for k in range(len(classes))]
+    return not in_order and all(re.fullmatch(r"-?\d+", name) for name in classes)
+
+
+def _numbered(
+    path: Path, train: Side, test: Side, classes: Sequence[str], what: str
+) -> tuple[Labels, Labels, Sequence[str]]:
+    """Return labels that are integers from 0 on, places in label order."""
     y_train, y_test = (y.astype(np.int64) for _, y in (train, test))
     for name, y in ((train[0], y_train), (test[0], y_test)):
         if y.min(initial=0) < 0:
@@ -140,21 +197,15 @@ def _labels(
                 f"dataset: {path}: class {top} must be below {len(classes)}, the number of classes ({listed(classes)}){hint}"
             )
         return y_train, y_test, classes
-    if site:
-        raise UserError("classes: dataset node needs the class names in label order")
     empty = np.setdiff1d(np.arange(min(top + 1, len(y_train) + 1)), y_train)
     if len(empty):
         raise UserError(f"dataset: {path}: class {empty[0]} has no {what} in {train[0].replace('y_', 'x_')}{hint}")
     return y_train, y_test, at_least_two([str(k) for k in range(top + 1)], path)
 
 
-def _named(
-    path: Path, train: Side, test: Side, classes: Sequence[str], site: bool
-) -> tuple[Labels, Labels, Sequence[str]]:
-    """Return labels that are strings as their places among the sorted strings, or in `classes`."""
-    words = [list(map(_word, y)) for _, y in (train, test)]
-    if site and not classes:
-        raise UserError("classes: dataset node needs the class names in label order")
+def _named(path: Path, train: Side, test: Side, classes: Sequence[str]) -> tuple[Labels, Labels, Sequence[str]]:
+    """Return labels that are names as their places among the sorted names, or in `classes`."""
+    words = [[word(value) for value in y] for _, y in (train, test)]
     names = list(classes) or sorted(set(words[0]))
     place = {name: k for k, name in enumerate(names)}
     for (name, _), side in zip((train, test), words, strict=True):
@@ -164,7 +215,8 @@ def _named(
     return y_train, y_test, at_least_two(names, path)
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
+    """Return a value as a name: of a class, of a client, of a category."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 

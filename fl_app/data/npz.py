@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data import arrays
-from fl_app.data.prepared import ARRAYS, Arrays, DataRequest, Groups, Prepared, note, open_or_convert, save
+from fl_app.data import arrays, precision
+from fl_app.data.prepared import ARRAYS, Arrays, DataRequest, Facts, Groups, Prepared, note, open_or_convert, save
 from fl_app.errors import UserError
 
 RULES = 2
@@ -27,12 +27,12 @@ def prepare(request: DataRequest) -> Prepared:
     stat = path.stat()
 
     def convert(directory: Path) -> Sequence[str]:
-        found, names, groups, layout = _read_arrays(request)
+        found, names, groups, facts, layout = _read_arrays(request)
         side = found[0].shape[2] if found[0].dtype == np.uint8 else 0
         if request.image_size not in (0, side):
             what = f"{side} pixels" if side else "no images"
             raise UserError(f"image-size: npz images are not resized; {path} has {what}, got {request.image_size}")
-        save(directory, found, groups)
+        save(directory, found, groups, facts)
         note(directory, layout)
         return names
 
@@ -62,8 +62,10 @@ def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> di
         raise UserError(f"dataset: {path} is not a readable npz file of plain arrays ({error})") from error
 
 
-def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | None, list[str]]:
-    """Read the four arrays, the names of the model's outputs, whose the samples are if a column says it, and how axes are read."""
+def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | None, Facts, list[str]]:
+    """Read the four arrays, the names of the model's outputs, whose the samples are if a column says it, more to know, and how axes
+    are read.
+    """
     path, site = request.path, request.site
     column = [f"{request.client}_train", f"{request.client}_test"] if request.client else []
     found = members(path, (*ARRAYS, *column), (*ARRAYS[2:], *column[1:]) if site else ())
@@ -75,8 +77,10 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
         raise UserError(f"dataset: {path}: x_train has no {what}")
     if not len(np.atleast_1d(x_test)) and not len(np.atleast_1d(y_test)):
         x_test, y_test = x_train[:0], y_train[:0]
-    stored_train = arrays.samples(path, "x_train", x_train)
-    stored_test = arrays.samples(path, "x_test", x_test)
+    task = request.of_task
+    how = precision.stored(x_train, tokens=task.input_dtype == "int64")
+    stored_train = arrays.samples(path, "x_train", how.of(x_train))
+    stored_test = arrays.samples(path, "x_test", how.of(x_test) if x_test.shape[1:] == x_train.shape[1:] else x_test)
     if stored_test.shape[1:] != stored_train.shape[1:]:
         raise UserError(
             f"dataset: {path}: x_test must have {what} like x_train's {x_train.shape[1:]}, got {x_test.shape[1:]}"
@@ -84,8 +88,20 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
     for name, x, y in (("y_train", x_train, y_train), ("y_test", x_test, y_test)):
         if y.ndim and len(x) != len(y):
             arrays.refuse(path, name, f"have one label for each of the {len(x)} {what}", len(y))
+    remarks = precision.remarks(x_train, how, [f"feature {k} of x_train" for k in _last(x_train)])
+    targets = precision.Stored()
+    if not task.has_classes:
+        targets = arrays.stored_targets(request, "y_train", y_train)
+        remarks += precision.remarks(y_train, targets, [f"target {k} of y_train" for k in _last(y_train)])
+    facts = Facts(remarks=tuple(remarks), shift=how.shift, scale=how.scale, target_shift=targets.shift)
     y_train, y_test, names = arrays.targets(
-        path, request.of_task, ("y_train", y_train), ("y_test", y_test), request.classes, site=site, what=what
+        path,
+        task,
+        ("y_train", targets.of(y_train)),
+        ("y_test", targets.of(y_test)),
+        request.classes,
+        site=site,
+        what=what,
     )
     groups = None
     if column:
@@ -95,4 +111,9 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
                 arrays.refuse(path, name, f"have shape [{len(x)}], one value for each sample", list(side.shape))
         groups = arrays.groups(*sides)
     layout = arrays.layout_note(path, "x_train", x_train.shape)
-    return arrays.stored(stored_train, y_train, stored_test, y_test), names, groups, layout
+    return arrays.stored(stored_train, y_train, stored_test, y_test), names, groups, facts, layout
+
+
+def _last(x: NDArray[Any]) -> range:
+    """Return the places in an array's last axis; of [n] one."""
+    return range(x.shape[-1] if x.ndim > 1 else 1)

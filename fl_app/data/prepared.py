@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ Targets = NDArray[Any]
 """int64 [n] or float32 [n, k]."""
 Arrays = tuple[Samples, Targets, Samples, Targets]
 
-FORMAT = 1
+FORMAT = 2
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 FILES = "files.sha256"
 """Beside the arrays: a hash of the files they were made of."""
@@ -51,6 +51,7 @@ HASH_KEY = "hash-key"
 """In the data directory."""
 NOTES = "notes.json"
 """Beside the arrays, where there is something to say: lines that tell what was read how, and what was not."""
+FACTS = "facts.json"
 STATISTICS_BATCH = 1024
 
 
@@ -61,8 +62,10 @@ class DataRequest:
     dataset: as in the run config. path: where the user's data lie, absolute; of no meaning to a source without a path. root: the
     data directory. classes: names in label order; empty: the source's own order. image_size: pixels, 0: as the images are. task:
     says what targets are. target: the columns they stand in, with commas. client: the column that says whose a sample is.
-    test_ratio: part of the rows for test, of columns that have no test part. site: whether they are one site's own, which may lack
-    classes and test samples. force: convert them again. look: convert them again if files have been overwritten since.
+    test_ratio: part of the rows for test, of columns that have no test part. exclude, categorical: columns that are no features,
+    and columns of words. na_values, separator: how a CSV file is read, as the keys of these names. site: whether they are one
+    site's own, which may lack classes and test samples. force: convert them again. look: convert them again if files have been
+    overwritten since.
     """
 
     dataset: str
@@ -74,6 +77,10 @@ class DataRequest:
     target: str = ""
     client: str = ""
     test_ratio: float = 0.25
+    exclude: tuple[str, ...] = ()
+    categorical: tuple[str, ...] = ()
+    na_values: tuple[str, ...] = ()
+    separator: str = ""
     site: bool = False
     force: bool = False
     look: bool = False
@@ -92,6 +99,10 @@ class DataRequest:
             config.target,
             config.client,
             config.test_ratio,
+            split_names(config.exclude),
+            split_names(config.categorical),
+            split_names(config.na_values),
+            config.separator,
             site,
             **more,
         )
@@ -113,13 +124,37 @@ def absolute(path: str) -> Path:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What a source tells of its data beside the arrays.
+
+    features: their names in order, () where data name none. columns: (name, role, encoding or reason) of every column of a table.
+    remarks: what its user should know of how the data were read. shift, scale: per feature, target_shift: per target; what is
+    stored is (value - shift) / scale; () where everything is stored as it is.
+    """
+
+    features: tuple[str, ...] = ()
+    columns: tuple[tuple[str, str, str], ...] = ()
+    remarks: tuple[str, ...] = ()
+    shift: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
+    target_shift: tuple[float, ...] = ()
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, list[Any]]) -> Facts:
+        """Return the facts that JSON holds as lists."""
+        plain: dict[str, Any] = {name: tuple(values) for name, values in fields.items()}
+        plain["columns"] = tuple(tuple(column) for column in plain.get("columns", ()))
+        return cls(**plain)
+
+
+@dataclass(frozen=True)
 class DatasetInfo:
     """What a model and a report need to know of a data set.
 
     Square images are [in_channels, image_size, image_size]; what other samples are is `shape`. classes: names of the model's
     outputs in order: of the classes in label order, the labels or the numbers. mean, std: per channel, of the training images
-    scaled to [0, 1], or per feature, the last axis of samples that are no images; std is 1 where nothing varies: dividing by it
-    is safe. groups: names of the groups that a column makes of the samples.
+    scaled to [0, 1], or per feature, the last axis of samples that are no images; std is 1 where nothing varies (still):
+    dividing by it is safe. groups: names of the groups that a column makes of the samples. facts: what else the source tells.
     """
 
     in_channels: int
@@ -131,6 +166,8 @@ class DatasetInfo:
     std: tuple[float, ...]
     shape: tuple[int, ...] = ()
     groups: tuple[str, ...] = ()
+    still: tuple[bool, ...] = ()
+    facts: Facts = Facts()
 
     @property
     def num_classes(self) -> int:
@@ -140,7 +177,20 @@ class DatasetInfo:
     @property
     def constant(self) -> bool:
         """Whether all training samples are one and the same value in every channel: nothing can be learned from them."""
-        return all(std == 1 for std in self.std)
+        return bool(self.still) and all(self.still)
+
+    @property
+    def spread(self) -> tuple[float, ...]:
+        """Standard deviation per channel or feature, 0 where nothing varies."""
+        return tuple(0.0 if still else std for still, std in zip(self.still, self.std, strict=True))
+
+    @property
+    def remarks(self) -> list[str]:
+        """What its user should know of how the data were read."""
+        features = self.facts.features
+        constant = [name for name, still in zip(features, self.still, strict=False) if still]
+        more = [f"constant in the training part: {listed(constant)}"] if constant and not self.constant else []
+        return [*self.facts.remarks, *more]
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -166,10 +216,9 @@ class DatasetInfo:
     def from_json(cls, text: str) -> DatasetInfo:
         """Read what `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
-        fields |= {
-            name: tuple(fields[name]) for name in ("classes", "mean", "std", "shape", "groups") if name in fields
-        }
-        return cls(**fields)
+        facts = Facts.from_json(fields.pop("facts", {}))
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        return cls(**fields, facts=facts)
 
     def to_json(self) -> str:
         """Return all fields as a JSON object."""
@@ -218,9 +267,12 @@ class Prepared:
 
     @property
     def sha256(self) -> str:
-        """Hash of its samples, targets, groups and class names, as hexadecimal digits, the same wherever it was converted."""
+        """Hash of its samples, targets, groups and all names, as hexadecimal digits, the same wherever it was converted."""
+        facts = self.info.facts
+        # numbers are stored less their shift: without it two data sets may look the same
+        told = (facts.features, facts.shift, facts.scale, facts.target_shift)
         names = [f"{name}.npy" for name in (*ARRAYS, *(("groups_train", "groups_test") if self.groups else ()))]
-        return checksums.hash_of(self.directory, names, json.dumps([self.info.classes, self.info.groups]))
+        return checksums.hash_of(self.directory, names, json.dumps([self.info.classes, self.info.groups, *told]))
 
     @property
     def notes(self) -> list[str]:
@@ -267,12 +319,19 @@ def open_or_convert(
         names = tuple(convert(fresh))
         x_train, _, x_test, _ = _load(fresh)
         images = x_train.dtype == np.uint8
-        mean, std = _statistics(x_train) if images else _moments(x_train)
+        mean, std, still = _statistics(x_train) if images else _moments(x_train)
         shape = x_train.shape[1:]
         channels, size = _as_image(shape)
         known = () if images and shape == (channels, size, size) else shape
         column = json.loads((fresh / GROUPS).read_text()) if (fresh / GROUPS).exists() else ()
-        info = DatasetInfo(channels, size, names, len(x_train), len(x_test), mean, std, known, tuple(column))
+        facts = Facts.from_json(json.loads((fresh / FACTS).read_text()) if (fresh / FACTS).exists() else {})
+        info = DatasetInfo(
+            channels, size, names, len(x_train), len(x_test), mean, std, known, tuple(column), still, facts
+        )
+        if request.site:
+            # nobody looks at a site's data before a run
+            for line in info.remarks:
+                log.warning("%s: %s", name, line)
         (fresh / "info.json").write_text(info.to_json())
 
     def stale(there: Path) -> bool:
@@ -295,8 +354,13 @@ def note(directory: Path, lines: Sequence[str]) -> None:
         log.warning("%s", line)
 
 
-def save(directory: Path, arrays: Arrays, groups: Groups | None = None) -> None:
-    """Write the four arrays of a data set, samples as they are and targets as int64 or float32, and whose the samples are."""
+def save(directory: Path, arrays: Arrays, groups: Groups | None = None, facts: Facts | None = None) -> None:
+    """Write the four arrays of a data set, samples as they are and targets as int64 or float32.
+
+    groups: whose the samples are. facts: what else is to be known of them.
+    """
+    if facts is not None:
+        (directory / FACTS).write_text(json.dumps(dataclasses.asdict(facts)), encoding="utf-8")
     for name, array in zip(ARRAYS, arrays, strict=True):
         if name.startswith("x"):
             dtype = array.dtype
@@ -349,8 +413,12 @@ def _load(directory: Path) -> Arrays:
     return x_train, y_train, x_test, y_test
 
 
-def _statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and population std per channel of x / 255, from exact counts of the 256 values."""
+Statistics = tuple[tuple[float, ...], tuple[float, ...], tuple[bool, ...]]
+"""Mean and population std, per channel or feature; and whether nothing varies there, where std is 1."""
+
+
+def _statistics(x: Images) -> Statistics:
+    """Return the statistics per channel of x / 255, from exact counts of the 256 values."""
     counts = np.zeros((x.shape[1], 256), np.int64)
     for start in range(0, len(x), STATISTICS_BATCH):
         batch = x[start : start + STATISTICS_BATCH]
@@ -360,18 +428,21 @@ def _statistics(x: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
     weights = counts / counts.sum(1, keepdims=True)
     mean = weights @ values
     std = np.sqrt(np.maximum(weights @ values**2 - mean**2, 0))
-    std[np.count_nonzero(counts, axis=1) == 1] = 1.0
-    return tuple(map(float, mean)), tuple(map(float, std))
+    return _statistics_of(mean, std, np.count_nonzero(counts, axis=1) == 1)
 
 
-def _moments(x: Samples) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and population std per channel of [n, C, H, W], per feature (last axis) of anything else."""
+def _moments(x: Samples) -> Statistics:
+    """Return the statistics per channel of [n, C, H, W], per feature (last axis) of anything else."""
     channel = 1 if x.ndim == 4 else x.ndim - 1
     axes = tuple(axis for axis in range(x.ndim) if axis != channel)
     mean = np.asarray(np.mean(x, axes, dtype=np.float64))
     std = np.asarray(np.std(x, axes, dtype=np.float64))
-    std = np.where(std > 1e-12 * np.maximum(1, np.abs(mean)), std, 1.0)
-    return tuple(map(float, mean)), tuple(map(float, std))
+    return _statistics_of(mean, std, np.asarray(x.min(axes) == x.max(axes)) | (std == 0))
+
+
+def _statistics_of(mean: NDArray[Any], std: NDArray[Any], still: NDArray[Any]) -> Statistics:
+    std = np.where(still, 1.0, std)
+    return tuple(map(float, mean)), tuple(map(float, std)), tuple(map(bool, still))
 
 
 def at_least_two(names: Sequence[str], path: Path) -> Sequence[str]:

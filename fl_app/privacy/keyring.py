@@ -54,6 +54,10 @@ class Keyring:
         """Return the key that is shared with each partner for one attempt at one round, 32 bytes each."""
         return {j: derived(self._shared(j), "mask", experiment, round, attempt) for j in partners}
 
+    def for_each(self, purpose: str) -> list[bytes]:
+        """Return the keys, 32 bytes, that this client shares for a purpose with each client in order, itself among them."""
+        return [derived(self._shared(j), purpose) for j in range(self.num_clients)]
+
     def seal(self) -> list[str]:
         """Return the sketches' key, encrypted for every client in order (this one too), as text."""
         sealed = []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from fl_app.checksums import DataHashes
+from fl_app.errors import plain
 from fl_app.keys import Scalar
-from fl_app.wire import ERROR, PRIVATE, WireError
+from fl_app.wire import ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WireError
 
 Properties = dict[str, Scalar]
 
@@ -22,8 +23,10 @@ LIST, SEALED = f"{PRIVATE}-list", f"{PRIVATE}-sealed"  # of private runs
 HASHES = ("data-sha256", "partition-sha256")
 NORMALIZATION = "normalization"
 """Mean and standard deviation per channel or feature, as JSON."""
-_TEXTS = ("class-counts", "class-names", *HASHES, NORMALIZATION, LIST, SEALED, ERROR)
+_TEXTS = ("class-counts", "class-names", FEATURES, FEATURE_TAGS, *HASHES, NORMALIZATION, LIST, SEALED, ERROR)
 _SAMPLE = "input-shape"
+# names of an error's list
+_MOST_SHOWN = 20
 
 
 class Shape(NamedTuple):
@@ -78,6 +81,63 @@ def check_keys(answer: Mapping[str, Scalar], agreed: str | None, num_clients: in
 def key_list(answer: Mapping[str, Scalar]) -> str | None:
     """Return which list of keys a client holds, None if it is no such name."""
     return str(answer[LIST]) if re.fullmatch("[0-9a-f]{64}", str(answer.get(LIST))) else None
+
+
+class Names(NamedTuple):
+    """What a site's features and classes are called; None where it does not say, () where its data name none."""
+
+    features: tuple[str, ...] | None
+    classes: tuple[str, ...] | None
+
+
+def names(answer: Mapping[str, Scalar]) -> Names:
+    """Return what a site calls its features and classes."""
+    return Names(_names(answer.get(FEATURES)), _names(answer.get("class-names")))
+
+
+def check_names(answer: Mapping[str, Scalar], agreed: Names | None) -> None:
+    """Raise WireError, with both lists, unless a site calls its features and classes as most do, in the same order."""
+    for what, mine, theirs in zip(Names._fields, names(answer), agreed or (), strict=False):
+        if mine == theirs:
+            continue
+        if mine is None or theirs is None:
+            # class names are told where the key report-class-counts lets them be
+            if what == "classes":
+                continue
+            raise WireError(
+                f"property {FEATURES} must be a list of names, as most sites give it, got {_short(answer.get(FEATURES))}"
+            )
+        place = next((k for k, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
+        first = f" (number {place + 1}: {mine[place]!r}, not {theirs[place]!r})" if place is not None else ""
+        raise WireError(f"its {what} are {_shown(mine)}; the others' are {_shown(theirs)}{first}")
+
+
+def tag(answer: Mapping[str, Scalar], client_id: object) -> str | None:
+    """Return a private run's tag of a client's names for another client; None if there is none."""
+    tags = str(answer.get(FEATURE_TAGS, "")).split(",")
+    if type(client_id) is not int or not 0 <= client_id < len(tags):
+        return None
+    return tags[client_id] if re.fullmatch("[0-9a-f]{64}", tags[client_id]) else None
+
+
+def same_tags(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
+    """Tell whether two clients of a private run have the same names of features and classes."""
+    mine, theirs = tag(one, other.get("client-id")), tag(other, one.get("client-id"))
+    return mine is not None and mine == theirs
+
+
+def _names(text: object) -> tuple[str, ...] | None:
+    try:
+        found = json.loads(str(text))
+    except (ValueError, RecursionError):
+        return None
+    told = isinstance(found, list) and all(isinstance(name, str) for name in found)
+    return tuple(found) if told else None
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" ... ({len(names)})" if len(names) > _MOST_SHOWN else ""
+    return plain(", ".join(name[:40] for name in names[:_MOST_SHOWN])) + more if names else "without names"
 
 
 def num_clients(answer: Mapping[str, Scalar]) -> int | None:

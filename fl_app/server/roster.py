@@ -24,9 +24,10 @@ from fl_app.keys import Scalar
 from fl_app.server import properties
 from fl_app.server.identity import Holders, Identity
 from fl_app.server.progress_protocol import left_out_line
-from fl_app.server.properties import Properties, Shape
+from fl_app.server.properties import Names, Properties, Shape
 from fl_app.server.replies import Answer, Inbox
 from fl_app.server.superlink import SuperLink, has_fixed_nodes
+from fl_app.sources import NODE
 
 log = logging.getLogger("corolla")
 
@@ -60,6 +61,9 @@ class Roster:
         self.num_clients = config.num_clients
         # The shape of most clients' data.
         self.shape: Shape | None = None
+        # What most sites call the features of their own data; in private runs, an answer that most agree with.
+        self.names: Names | None = None
+        self.like: Properties | None = None
         # The list of all sites' keys that most clients hold.
         self.key_list: str | None = None
         # Hashes of most clients' data and partition, where all hold the same.
@@ -145,7 +149,9 @@ class Roster:
                 f"min-available-clients: {self.minimum} clients must be connected, {len(self.node_of)} were after "
                 f"{waited:.0f} s (client ids {self.client_ids})"
             )
-        if shapes := properties.differing_shapes(self._answers.values()):
+        told = {properties.names(given) for given in self._answers.values()}
+        shapes = properties.differing_shapes(self._answers.values())
+        if shapes and (self.config.dataset != NODE or len(told) == 1):
             return f"clients' data must have the same channels, classes and image size:\n{shapes}"
         return "clients that cannot take part:\n" + "\n".join(
             f"  {who}: {why}" for who, why in sorted(self._refused.values())
@@ -227,6 +233,11 @@ class Roster:
         except wire.WireError as error:
             self._refused[node] = who, str(error)
 
+    def _most_alike(self) -> Properties | None:
+        """Return the answer whose names most others share, as their tags say; None where no answer has tags."""
+        answers = [given for given in self._answers.values() if wire.FEATURE_TAGS in given]
+        return max(answers, key=lambda one: sum(properties.same_tags(one, other) for other in answers), default=None)
+
     # Which node is which client
 
     def _seat_all(self) -> None:
@@ -236,6 +247,9 @@ class Roster:
                 self.config.num_clients or most_common(properties.num_clients(p) for p in self._answers.values()) or 0
             )
             self.shape = most_common(properties.shape(p) for p in self._answers.values())
+            if self.config.dataset == NODE:
+                self.names = most_common(map(properties.names, self._answers.values()))
+                self.like = self._most_alike()
             self.key_list = most_common(properties.key_list(p) for p in self._answers.values())
             self.hashes = most_common(
                 found for p in self._answers.values() if (found := properties.hashes(p)) and found.partition
@@ -252,6 +266,13 @@ class Roster:
 
     def _seat(self, node: int, given: Properties) -> None:
         client_id = properties.check(given, self.num_clients)
+        if self.config.dataset == NODE:
+            properties.check_names(given, self.names)
+            if self.config.private and self.like is not None and not properties.same_tags(given, self.like):
+                raise wire.WireError(
+                    f"its features or classes are not called as those of {claimed(self.like)} and most others, or are in another "
+                    "order; which these are only the sites can compare"
+                )
         if properties.shape(given) != self.shape:
             raise wire.WireError(
                 f"its data have {properties.describe(properties.shape(given))}, the others' {properties.describe(self.shape)}"

@@ -13,6 +13,7 @@ from corolla.experiments.exported.loading import Predictor
 from corolla.experiments.exported.model_card import Card
 from fl_app import tasks
 from fl_app.data import arrays, npz
+from fl_app.data.precision import Stored
 from fl_app.errors import UserError, listed
 from fl_app.tasks import Metric
 
@@ -48,7 +49,11 @@ def _from_npz(path: Path, card: Card) -> tuple[list[str], NDArray[Any], NDArray[
     named = next((pair for pair in _ARRAYS if pair[0] in found), None)
     if named is None:
         raise UserError(f"{path}: has neither x nor x_test, samples as in the run's data")
-    x, wanted = arrays.samples(path, named[0], found[named[0]]), card["input"]
+    wanted, raw = card["input"], found[named[0]]
+    # as the data set stored them (fl_app/data/precision.py); other shapes are refused below
+    how = Stored(tuple(wanted.get("shift", ())), tuple(wanted.get("scale", ())))
+    fits = (raw.shape[-1] if raw.ndim > 1 else 1) == len(how.shift)
+    x = arrays.samples(path, named[0], how.of(raw) if fits else raw)
     if list(x.shape[1:]) != wanted["shape"] or (x.dtype == np.uint8) != (wanted["dtype"] == "uint8"):
         raise UserError(f"{path}: {named[0]} holds samples {_shape_and_type(x)}, the model takes {_wanted(card)}")
     y = found.get(named[1])
@@ -58,7 +63,8 @@ def _from_npz(path: Path, card: Card) -> tuple[list[str], NDArray[Any], NDArray[
         arrays.refuse(path, named[0], "hold samples", "none")
     targets = None
     if y is not None:
-        both = named[1], y
+        shift = tuple(card.get("target-shift", ()))
+        both = named[1], Stored(shift, (1.0,) * len(shift)).of(y)
         targets = arrays.targets(path, tasks.named(card["task"]), both, both, card["classes"])[0]
     return [f"{path}[{k}]" for k in range(len(x))], x.astype(wanted["dtype"], copy=False), targets
 
@@ -90,9 +96,15 @@ def predictions_table(names: Sequence[str], predictions: NDArray[np.float32], ca
         best = predictions.argmax(1)
         rows = [[name, classes[k], f"{row[k]:.4f}"] for name, k, row in zip(names, best, predictions, strict=True)]
         return [["input", "class", "probability" if len(card["outputs"]) > 1 else "output"], *rows]
+    shift = card.get("target-shift") or [0] * len(classes)
+    # a shifted target is far from zero beside its spread
+    digits = 12 if any(shift) else 4
     return [
         ["input", *classes],
-        *([name, *(f"{v:.4g}" for v in row)] for name, row in zip(names, predictions, strict=True)),
+        *(
+            [name, *(f"{float(v) + more:.{digits}g}" for v, more in zip(row, shift, strict=True))]
+            for name, row in zip(names, predictions, strict=True)
+        ),
     ]
 
 

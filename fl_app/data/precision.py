@@ -1,0 +1,109 @@
+"""What keeps numbers apart that float32 would not: features and targets that lie far from zero beside their spread.
+
+Samples are stored as float32 (integers as int64, of which a task makes float32). From 1,709,251,200 to the next float32 it is 128.
+A column of such values is shifted by its smallest training value, one of tiny values is scaled by a power of two, in float64 or in
+integers, before it is stored. All other columns are stored as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.errors import listed
+
+FAR = 1000.0
+"""Float32 is too coarse for a column whose largest absolute value is so many times its range: a step is 1e-4 of the range."""
+
+TINY = 1e-30
+"""A column with no larger absolute value is scaled: float32 ends at 1e-38."""
+
+EXACT = 2**24
+"""Float32 has every integer up to this."""
+
+FEW_STEPS = 4
+"""A range of no more steps of the column's own type is what rounding left."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How numbers become those that are stored, (value - shift) / scale for every feature. Empty: as they are.
+
+    shift: [F], of integers an integer. scale: [F], powers of two.
+    """
+
+    shift: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
+
+    def of(self, x: NDArray[Any]) -> NDArray[Any]:
+        """Return numbers x [n, ..., F], or [n] with F = 1, as they are stored: int64, float64, or x itself if nothing changes."""
+        if not self.shift:
+            return x
+        of_integers = all(isinstance(value, int) for value in self.shift) and set(self.scale) == {1.0}
+        if of_integers and x.dtype.kind in "iu":
+            return x.astype(np.int64) - np.array(self.shift, np.int64)
+        return np.asarray((x.astype(np.float64) - np.array(self.shift, np.float64)) / np.array(self.scale))
+
+
+def stored(x: NDArray[Any], *, tokens: bool = False) -> Stored:
+    """Return how to store training numbers x [n, ..., F] or [n] so that float32 keeps them apart.
+
+    tokens: whether the model is given integers as they are, which stay what they are.
+    """
+    if not _may_be_far(x) or (tokens and x.dtype.kind in "iu"):
+        return Stored()
+    shift: list[float] = []
+    scale: list[float] = []
+    for low, high in _ranges(x):
+        largest, spread = max(abs(low), abs(high)), high - low
+        far = spread > 0 and largest > FAR * spread
+        if x.dtype.kind == "f":
+            far = far and spread > FEW_STEPS * _step(x.dtype, largest)
+        else:
+            far = far and largest > EXACT
+        shift.append(low if far else 0)
+        rest = float(spread if far else largest)
+        scale.append(float(2.0 ** np.floor(np.log2(rest))) if 0 < rest < TINY else 1.0)
+    if not any(shift) and set(scale) == {1.0}:
+        return Stored()
+    return Stored(tuple(shift), tuple(scale))
+
+
+def remarks(x: NDArray[Any], how: Stored, names: Sequence[str]) -> list[str]:
+    """Say which features of x are shifted or scaled, and of which only rounding is left. names: [F]."""
+    lines = []
+    for name, shift, scale in zip(names, how.shift, how.scale, strict=False):
+        changes = [f"less {shift:.16g}"] * bool(shift) + [f"divided by {scale:.3g}"] * (scale != 1)
+        if changes:
+            lines.append(f"{name} is stored {' and '.join(changes)}: float32 does not keep its values apart")
+    if x.dtype.kind == "f" and _may_be_far(x):
+        spreads = zip(names, _ranges(x), strict=True)
+        coarse = [
+            name for name, (low, high) in spreads if 0 < high - low <= FEW_STEPS * _step(x.dtype, max(-low, high))
+        ]
+        if coarse:
+            lines.append(
+                f"{listed(coarse)}: the spread is below {FEW_STEPS} steps of {x.dtype} there, so that only rounding is left of "
+                "the values; save them as float64 or as integers"
+            )
+    return lines
+
+
+def _may_be_far(x: NDArray[Any]) -> bool:
+    return bool(x.size) and x.dtype.kind in "iuf" and x.dtype.itemsize > 1
+
+
+def _ranges(x: NDArray[Any]) -> list[tuple[float, float]]:
+    """Return each feature's smallest and largest value, exact: integers as int, other numbers as float."""
+    rows = x.reshape(-1, x.shape[-1] if x.ndim > 1 else 1)
+    number: type[int] | type[float] = int if x.dtype.kind in "iu" else float
+    return [(number(low), number(high)) for low, high in zip(rows.min(0), rows.max(0), strict=True)]
+
+
+def _step(dtype: np.dtype[Any], value: float) -> float:
+    """Return the distance between neighbouring floating-point numbers of a type at a value."""
+    return float(np.spacing(dtype.type(value)))
