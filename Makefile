@@ -45,6 +45,7 @@ test-faults: install
 test-nightly: install
 	$(UNIT) -m nightly --ignore tests/e2e
 	$(BIN)/python -m pytest -m nightly -rs tests/e2e
+	$(BIN)/python -m tests.matrix
 
 # the newest Flower, in an environment of its own on top of this one's other packages: unit tests there, and digests of both
 test-next: install
