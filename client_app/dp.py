@@ -298,8 +298,10 @@ class NoisyTrainer:
             # an empty batch, or a parameter that had no part in it
             if p.grad_sample is None:
                 p.grad_sample = p.new_zeros((len(y), *p.shape))
-            # a NaN of one record's would be in the sum, whatever its norm
-            p.grad_sample = p.grad_sample.nan_to_num(0.0, 0.0, 0.0)
+            # With `precision = bfloat16` it has 8 bits: norms and sums of it would be off by as much, and clipped gradients longer
+            # than `dp-clip`.
+            # A NaN of one record's would be in the sum, whatever its norm.
+            p.grad_sample = p.grad_sample.float().nan_to_num(0.0, 0.0, 0.0)
         noise.pre_step()
         # Opacus puts a new tensor in the gradient's place
         for p, gradient in self._gradients:
