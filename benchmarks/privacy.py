@@ -67,9 +67,10 @@ def server(words: np.ndarray, bits: masks.Bits, d: int, k: int) -> None:
         totals[i // 5] += words
     found = sketch.overlaps(masks.common_ones(bits), d, d, k)
     linkage.partition(found, fedcac.threshold(found, 0.5))
+    limit = RunConfig.private_range
     for total in totals:
-        masking.decode(total, 5.0, N, masking.PARAMS_RANGE)
-    masking.decode(np.add.reduce(totals, axis=0, dtype=np.uint32), float(N), N, masking.PARAMS_RANGE)
+        masking.decode(total, 5.0, N, limit)
+    masking.decode(np.add.reduce(totals, axis=0, dtype=np.uint32), float(N), N, limit)
 
 
 def plain(W: np.ndarray, uploads: np.ndarray, bits: masks.Bits) -> None:

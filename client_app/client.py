@@ -16,16 +16,18 @@ import numpy as np
 from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
+from client_app.notes import Notes, OwnData
 from client_app.session import Session
 from client_app.state import State, StateStore, state_root
 from fl_app import extras, tasks, trainable_tensors, wire
 from fl_app.config import RunConfig
-from fl_app.data import ClientData
+from fl_app.data import ClientData, data_root
 from fl_app.errors import Diverged, UserError, describe, diverged
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
-from fl_app.metrics import FINETUNED, LOSS, MAX_NUMBER, moments, range_error
+from fl_app.metrics import EPSILON, FINETUNED, LOSS, MAX_NUMBER, moments, range_error
 from fl_app.server.properties import HASHES, NORMALIZATION
+from fl_app.site import refuse_within_site, site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext
@@ -128,7 +130,7 @@ class CorollaClient(NumPyClient):
             wire.STATE_VERSION: version,
         }
         if self.config.dp_epsilon:
-            metrics |= {"dp-epsilon": trainer.epsilon, "dp-noise": trainer.plan.noise}
+            metrics |= {EPSILON: trainer.epsilon, "dp-noise": trainer.plan.noise}
         metrics |= self._fallback
         metrics |= {f"seconds-{phase}": seconds for phase, seconds in self._seconds.items()}
         metrics |= self._own(upload.metrics, trainer)
@@ -214,8 +216,9 @@ class CorollaClient(NumPyClient):
         return Upload(model, metrics=self._fallback, num_examples=ctx.num_samples, dtype=wire.WHOLE)
 
     def _forget(self, download: Download) -> Upload:
-        store = StateStore(state_root(self.config.state_dir), download.experiment, self.client_id)
-        store.forget(simulated=self.keys == wire.SEED_KEYS)
+        self._open_store(download)
+        self._store.forget()
+        self._notes.forget()
         return Upload(download.model)
 
     # What a task works with: data, state, the model in a trainer
@@ -236,7 +239,7 @@ class CorollaClient(NumPyClient):
         from client_app.trainer import LocalTrainer
 
         config, method = self.config, self.method
-        self._store = StateStore(state_root(config.state_dir), download.experiment, self.client_id)
+        self._open_store(download)
         state = self._store.load(download.state_version)
         if state.version != download.state_version:
             self._fallback = {wire.STATE_USED: state.version}
@@ -268,13 +271,20 @@ class CorollaClient(NumPyClient):
         )
         return ctx, state, ctx.trainer
 
+    def _open_store(self, download: Download) -> None:
+        """Open the client's state of an experiment, and what its site has noted of it. Raises UserError."""
+        config, simulated = self.config, self.keys == wire.SEED_KEYS
+        refuse_within_site("data-dir", data_root(config))
+        self._store = StateStore(state_root(config.state_dir), download.experiment, self.client_id)
+        own = OwnData.of(config, self.data_path, self.client_id)
+        self._notes = Notes(site_directory(), download.experiment, self.client_id, self.run, simulated, own)
+
     def _with_budget(self, trainer: LocalTrainer) -> Any:
         """Return a trainer that looks at records by noisy steps alone, within the budget of this client's records."""
         # Opacus takes seconds to import
         from client_app.dp import Budget, NoisyTrainer
 
-        repeatable = self.keys == wire.SEED_KEYS
-        budget = Budget(self._store.directory, self.config, repeatable=repeatable, run=self.run)
+        budget = Budget(self._notes, self.config, self._store.directory)
         budget.check_state()
         return NoisyTrainer(trainer, budget=budget, epochs=self.method.dp_epochs_of(self.config))
 
@@ -287,7 +297,7 @@ class CorollaClient(NumPyClient):
 
         keyring = open_keyring(self.keys, self.config.seed, self.client_id, self.config.num_clients)
         masker = private.Masker.of(download, self.config, keyring)
-        self._store.claim(wire.state_version(download.round, download.attempt))
+        self._notes.claim(wire.state_version(download.round, download.attempt))
         return masker
 
     def _save(self, state: State, download: Download) -> str:

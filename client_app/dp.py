@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import logging
 import math
 import secrets
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -29,26 +28,24 @@ from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
 from torch import Tensor, nn
 
-from client_app.state import BUDGET, SUFFIX
+from client_app.notes import Notes, Training
+from client_app.state import SUFFIX
 from client_app.trainer import LocalTrainer
 from fl_app import rng, tasks
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, describe
-from fl_app.files import lock, make_directory, publish
 from fl_app.layout import Model
 from strategies.base import Correction, Objective
 
 log = logging.getLogger("corolla")
 
-# beside the client's state: what its records have spent in this experiment
-FILE = f"{BUDGET}.json"
-# under the state directory: the experiment in which each run spends (no experiment has this name)
-RUNS = ".runs"
 # relative, for the rounding in an accountant's sums
 SLACK = 1e-6
+# beyond it noise costs nothing that an accountant could tell
+_MOST_NOISE = 1e6
 
-Spent = tuple[str, float, float, int]
-"""A training: its name, noise multiplier, sampling rate, steps."""
+Kind = tuple[float, float]
+"""Steps that cost alike: their noise multiplier and sampling rate."""
 
 
 def check_module(module: nn.Module, config: RunConfig, input_shape: tuple[int, ...]) -> None:
@@ -87,10 +84,11 @@ class Plan:
     noise: float
 
     @classmethod
-    def of(cls, config: RunConfig, samples: int, epochs: int) -> Plan:
+    def of(cls, config: RunConfig, samples: int, epochs: int, before: Mapping[Kind, int] | None = None) -> Plan:
         """Plan for a client with so many training samples, whose every round has so many epochs.
 
-        The noise is what lets it take part in all rounds. Raises UserError if there is no such noise.
+        before: steps that other runs took on the same records. The noise is what lets the client take part in all rounds. Raises
+        UserError if there is no such noise.
         """
         if config.dp_delta * samples >= 1:
             raise UserError(
@@ -98,19 +96,25 @@ class Plan:
                 f"got {config.dp_delta:g}"
             )
         rate, steps = min(1.0, config.batch_size / samples), math.ceil(samples / config.batch_size)
+        total, others = steps * epochs * config.num_server_rounds, tuple(sorted((before or {}).items()))
         try:
-            noise = _noise(config.dp_epsilon, config.dp_delta, rate, steps * epochs * config.num_server_rounds)
+            noise = _noise(config.dp_epsilon, config.dp_delta, rate, total, others)
         except ValueError:
+            spent = epsilon_of(before or {}, config.dp_delta)
+            other_runs = f"; other runs have spent {spent:.4g} of it on this data" if spent else ""
             raise UserError(
                 f"dp-epsilon: no noise keeps {samples} samples within {config.dp_epsilon:g} (dp-delta {config.dp_delta:g}) over "
-                f"{config.num_server_rounds} rounds of {steps * epochs} steps"
+                f"{config.num_server_rounds} rounds of {steps * epochs} steps{other_runs}"
             ) from None
         return cls(rate, steps, noise)
 
 
 @functools.cache
-def _noise(epsilon: float, delta: float, rate: float, steps: int) -> float:
-    """Return the noise multiplier that keeps so many steps within the budget. Raises ValueError if none does."""
+def _noise(epsilon: float, delta: float, rate: float, steps: int, before: tuple[tuple[Kind, int], ...]) -> float:
+    """Return the noise multiplier that keeps so many steps within the budget. Raises ValueError if none does.
+
+    before: steps that have been taken already, by kind.
+    """
     with quiet():
         tolerance = epsilon / 1000
         found = get_noise_multiplier(
@@ -121,7 +125,29 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int) -> float:
             accountant="rdp",
             epsilon_tolerance=tolerance,
         )
-    return float(found)
+    if not before:
+        return float(found)
+    low = high = float(found)
+
+    def spent(noise: float) -> float:
+        return epsilon_of(Counter(dict(before)) + Counter({(noise, rate): steps}), delta)
+
+    while spent(high) > epsilon:
+        low, high = high, 2 * high
+        if high > _MOST_NOISE:
+            raise ValueError
+    while epsilon - spent(high) > tolerance and high - low > high * 1e-6:
+        middle = (low + high) / 2
+        low, high = (low, middle) if spent(middle) <= epsilon else (middle, high)
+    return high
+
+
+def epsilon_of(steps: Mapping[Kind, int], delta: float) -> float:
+    """Return the epsilon of steps of these kinds together."""
+    accountant = RDPAccountant()
+    accountant.history = [(*kind, taken) for kind, taken in steps.items()]
+    with quiet():
+        return float(accountant.get_epsilon(delta=delta)) if steps else 0.0
 
 
 @contextlib.contextmanager
@@ -133,79 +159,53 @@ def quiet() -> Iterator[None]:
 
 
 class Budget:
-    """The budget of a client's records in one experiment, and what is spent of it: a file in the client's directory.
+    """The budget of a client's records, and what is spent of it: in one run, or in all runs on a site's own data (Notes).
 
-    repeatable: noise follows from the seed: a training that is repeated gives the same result and costs nothing more.
+    state: the directory of the client's state. repeatable: noise follows from the seed: a training that is repeated gives the same
+    result and costs nothing more.
     """
 
-    def __init__(self, directory: Path, config: RunConfig, *, repeatable: bool, run: int = 0) -> None:
-        self.path, self.config, self.repeatable, self.run = directory / FILE, config, repeatable, run
+    def __init__(self, notes: Notes, config: RunConfig, state: Path) -> None:
+        self.notes, self.config, self.state, self.repeatable = notes, config, state, notes.simulated
 
     def check_state(self) -> None:
         """Raise UserError if the client's state of the experiment was trained without a budget."""
-        if not self.path.exists() and any(self.path.parent.glob(f"*{SUFFIX}")):
-            raise UserError(f"dp-epsilon: what {self.path.parent} keeps was trained without a budget, and is not told")
+        noted = any(training.experiment == self.notes.experiment for training in self.notes.trainings())
+        if not noted and any(self.state.glob(f"*{SUFFIX}")):
+            raise UserError(f"dp-epsilon: what {self.state} keeps was trained without a budget, and is not told")
 
-    def trainings(self) -> list[Spent]:
-        """Read the trainings so far. Raises UserError if the file cannot be read: what was spent is then unknown."""
-        try:
-            return [(str(a), float(b), float(c), int(d)) for a, b, c, d in json.loads(self.path.read_text())]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(
-                f"dp-epsilon: what was spent cannot be read from {self.path} ({error}); nothing more is"
-            ) from None
-
-    def epsilon(self, spent: list[Spent]) -> float:
-        """Return the epsilon of trainings at `dp-delta`."""
-        steps: Counter[tuple[float, float]] = Counter()
-        for _, noise, rate, taken in spent:
-            steps[noise, rate] += taken
-        accountant = RDPAccountant()
-        accountant.history = [(*kind, taken) for kind, taken in steps.items()]
-        with quiet():
-            return float(accountant.get_epsilon(delta=self.config.dp_delta)) if steps else 0.0
+    def before(self) -> Mapping[Kind, int]:
+        """Return the steps that other runs have taken on the same records."""
+        return _by_kind(t for t in self.notes.trainings() if t.experiment != self.notes.experiment)
 
     def spend(self, name: str, plan: Plan, steps: int) -> float:
         """Note a training before it takes place, for good; return the epsilon spent then. Raises UserError if it is too much."""
         try:
-            with self._alone():
-                return self._spend(name, plan, steps)
+            with self.notes.alone():
+                return self._spend(Training(self.notes.experiment, name, plan.noise, plan.rate, steps))
         except OSError as error:
-            raise UserError(f"dp-epsilon: cannot note what is spent in {self.path}: {error.strerror}") from None
+            raise UserError(f"dp-epsilon: cannot note what is spent in {self.notes.budget}: {error.strerror}") from None
 
-    def _spend(self, name: str, plan: Plan, steps: int) -> float:
-        before = self.trainings()
-        if self.repeatable and name in (training[0] for training in before):
-            return self.epsilon(before)
-        after = [*before, (name, plan.noise, plan.rate, steps)]
-        spent, allowed = self.epsilon(after), self.config.dp_epsilon
+    def _spend(self, training: Training) -> float:
+        before, delta = self.notes.trainings(), self.config.dp_delta
+        if self.repeatable and training.name in (earlier.name for earlier in before):
+            return epsilon_of(_by_kind(before), delta)
+        spent, allowed = epsilon_of(_by_kind([*before, training]), delta), self.config.dp_epsilon
         if spent > allowed * (1 + SLACK):
             raise UserError(
-                f"dp-epsilon: {self.epsilon(before):.4g} of {allowed:g} is spent, and {steps} steps more would make it {spent:.4g}"
+                f"dp-epsilon: {epsilon_of(_by_kind(before), delta):.4g} of {allowed:g} is spent, and {training.steps} steps more "
+                f"would make it {spent:.4g}"
             )
-        publish(self.path, lambda temporary: temporary.write_text(json.dumps(after)))
+        self.notes.note(training)
         return spent
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other messages from spending at the same time, and the run from a second experiment, whose budget is whole."""
-        client, experiment = self.path.parent.name, self.path.parent.parent.name
-        runs = self.path.parents[2] / RUNS
-        make_directory(self.path.parent)
-        with lock(self.path.with_suffix(".lock"), wait=True):
-            if not self.repeatable:
-                make_directory(runs)
-                with lock(runs / f"{self.run}-{client}", wait=True) as file:
-                    file.seek(0)
-                    if (bound := file.read().decode() or experiment) != experiment:
-                        raise UserError(
-                            f"dp-epsilon: this run spends in experiment {bound}, and not in {experiment} as well"
-                        )
-                    file.truncate(0)
-                    file.write(experiment.encode())
-            yield
+
+def _by_kind(trainings: Iterable[Training]) -> Mapping[Kind, int]:
+    """Return how many steps of each kind trainings took."""
+    steps: Counter[Kind] = Counter()
+    for training in trainings:
+        steps[training.noise, training.rate] += training.steps
+    return steps
 
 
 class NoisyTrainer:
@@ -236,7 +236,7 @@ class NoisyTrainer:
     @functools.cached_property
     def plan(self) -> Plan:
         """How the budget is spent."""
-        return Plan.of(self._local.config, self._local.data.num_used, self._epochs)
+        return Plan.of(self._local.config, self._local.data.num_used, self._epochs, self.budget.before())
 
     @property
     def steps(self) -> int:
@@ -326,8 +326,10 @@ class NoisyTrainer:
             # an empty batch, or a parameter that had no part in it
             if p.grad_sample is None:
                 p.grad_sample = p.new_zeros((len(y), *p.shape))
-            # a NaN of one record's would be in the sum, whatever its norm
-            p.grad_sample = p.grad_sample.nan_to_num(0.0, 0.0, 0.0)
+            # With `precision = bfloat16` it has 8 bits: norms and sums of it would be off by as much, and clipped gradients longer
+            # than `dp-clip`.
+            # A NaN of one record's would be in the sum, whatever its norm.
+            p.grad_sample = p.grad_sample.float().nan_to_num(0.0, 0.0, 0.0)
         noise.pre_step()
         # Opacus puts a new tensor in the gradient's place
         for p, gradient in self._gradients:

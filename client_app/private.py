@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
 from fl_app.config import RunConfig
+from fl_app.config.privacy import LARGEST_PRIVATE_RANGE
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import NOTHING, Vector
 from fl_app.privacy import masking, sketch
 from fl_app.privacy.keyring import Keyring
-from fl_app.privacy.masking import BUFFERS_RANGE, PARAMS_RANGE, Words, derived
+from fl_app.privacy.masking import BUFFERS_TIMES, Words, derived
 from fl_app.wire import GROUP_MIN, PRIVATE, SUM, Download, Upload, state_version
 
 __all__ = ["Masker", "properties"]
-
-log = logging.getLogger("corolla")
 
 
 def properties(keys: Keyring) -> dict[str, Scalar]:
@@ -41,8 +39,8 @@ def tags(keys: Keyring, names: str) -> str:
 class Masker:
     """Masks one upload: with this client's keys, for the partners it shares masks with.
 
-    weight: of the client in the sum. clients: of the whole sum. sealed: the sketches' key, encrypted by client `sealer`; "" where
-    the method sends no masks.
+    weight: of the client in the sum. clients: of the whole sum. limit: the largest absolute weight that fits. sealed: the
+    sketches' key, encrypted by client `sealer`; "" where the method sends no masks.
     """
 
     keys: Keyring
@@ -50,6 +48,7 @@ class Masker:
     partners: tuple[int, ...]
     weight: float
     clients: int
+    limit: float
     sketch_bits: int
     sealed: str
     sealer: int
@@ -73,17 +72,19 @@ class Masker:
         if not (len(members) <= clients <= keys.num_clients and 0 < weight <= clients and math.isfinite(weight)):
             raise UserError(f"private: the server gives client {me} a weight of {weight:g} among {clients} clients")
         partners = tuple(i for i in members if i != me)
-        return cls(keys, download, partners, weight, clients, config.private_sketch, sealed, sealer)
+        limit = config.private_range
+        return cls(keys, download, partners, weight, clients, limit, config.private_sketch, sealed, sealer)
 
     def mask(self, upload: Upload) -> Upload:
         """Return the upload that is sent: the model in fixed point under masks, and its mask's sketch.
 
-        The method's own metrics are left out. Raises UserError if the method would send other arrays.
+        The method's own metrics are left out. Raises UserError if the method would send other arrays, and if the model does not fit
+        the range of the fixed point.
         """
         if upload.extras:
             raise UserError(f"private: the method would send {', '.join(upload.extras)} as they are")
-        params = self._fixed_point("parameters", upload.model.params, PARAMS_RANGE)
-        words = np.concatenate([params, self._fixed_point("buffers", upload.model.buffers, BUFFERS_RANGE)])
+        params = self._fixed_point("parameters", upload.model.params, times=1.0)
+        words = np.concatenate([params, self._fixed_point("statistics", upload.model.buffers, times=BUFFERS_TIMES)])
         round, attempt, experiment = self.download.round, self.download.attempt, self.download.experiment
         masking.mask(words, self.keys.client_id, self.keys.masks(self.partners, experiment, round, attempt))
         hidden = None
@@ -93,19 +94,19 @@ class Masker:
             hidden = sketch.sketch(upload.mask, d, sketch.length(d, self.sketch_bits), key)
         return Upload(NOTHING, hidden, {SUM: words}, {PRIVATE: state_version(round, attempt)}, upload.num_examples)
 
-    def _fixed_point(self, what: str, values: Vector, limit: float) -> Words:
+    def _fixed_point(self, what: str, values: Vector, times: float) -> Words:
+        """Encode values whose range is `private-range` times a factor. Raises UserError, with the range that they need."""
         try:
-            words = masking.encode(values, self.weight, self.clients, limit)
+            return masking.encode(values, self.weight, self.clients, times * self.limit)
         except ValueError as error:
-            raise UserError(f"private: the {what} cannot be sent: {error}") from None
-        if clipped := int(np.count_nonzero(np.abs(values) > limit)):
-            me = self.keys.client_id
-            log.warning(
-                "client %d: private: %d of %d %s are beyond +-%g and were cut to it",
-                me,
-                clipped,
-                values.size,
-                what,
-                limit,
-            )
-        return words
+            raise UserError(f"private: the {what} cannot be sent: {error}{self._advice(values, times)}") from None
+
+    def _advice(self, values: Vector, times: float) -> str:
+        """Return the end of an error: the `private-range` that values need. It is a power of two, as the server reads it."""
+        largest = float(np.abs(values).max()) / times
+        if not self.limit < largest < math.inf:
+            return ""
+        needed = 2.0 ** math.ceil(math.log2(largest))
+        if needed > LARGEST_PRIVATE_RANGE:
+            return f"; no private-range holds them (at most {LARGEST_PRIVATE_RANGE:g}): scale inputs and targets"
+        return f"; set private-range, which is {self.limit:g}, to {needed:g} or more"

@@ -22,15 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.errors import UserError
-from fl_app.files import make_directory, opener, publish, sync
+from fl_app.files import make_directory, publish
+from fl_app.site import refuse_within_site, user_state
 from fl_app.wire import state_version
 
 log = logging.getLogger("corolla")
 
 SUFFIX = ".state"
-_CLAIM = ".answered"
-# files of client_app/dp.py begin so: what the experiment has spent of its privacy budget stays
-BUDGET = "budget"
 
 
 class _Damaged(UserError):
@@ -49,8 +47,7 @@ def state_root(state_dir: str) -> Path:
     """Return the configured directory, $COROLLA_STATE_DIR, or the user's state directory."""
     if state_dir or os.environ.get("COROLLA_STATE_DIR"):
         return Path(state_dir or os.environ["COROLLA_STATE_DIR"]).expanduser()
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "corolla"
+    return user_state()
 
 
 class StateStore:
@@ -61,6 +58,7 @@ class StateStore:
             raise UserError(f"client {client_id}: malformed experiment id {experiment[:80]!r}")
         self.client_id = client_id
         self.directory = root / experiment / f"client-{client_id:04d}"
+        refuse_within_site("state-dir", self.directory)
 
     def load(self, version: str) -> State:
         """Read a generation, or if its checksum is wrong the newest sound one of an earlier round; "" is the empty state.
@@ -130,30 +128,9 @@ class StateStore:
                 if path.name.lstrip(".") < version and path.stem not in keep:
                     path.unlink(missing_ok=True)
 
-    def claim(self, version: str) -> None:
-        """Note, for good, that an attempt at a private round is being answered. Raises UserError if it has been before.
-
-        A second answer under the same masks would tell the difference of the two.
-        """
-        path = self.directory / f"{version}{_CLAIM}"
-        try:
-            make_directory(self.directory)
-            os.close(opener(str(path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-            sync(self.directory)
-        except FileExistsError:
-            raise UserError(
-                f"client {self.client_id}: private: attempt {version} was answered before, and is not again"
-            ) from None
-        except OSError as error:
-            raise UserError(f"client {self.client_id}: cannot write its state to {path}: {error.strerror}") from None
-
-    def forget(self, *, simulated: bool = False) -> None:
-        """Delete this client's state of the experiment, and its directories if they are empty then.
-
-        What its records have spent and which attempts it has answered stays: whoever names the experiment again must find both.
-        simulated: nobody is protected by it, and it goes as well.
-        """
-        _clear([self.directory], everything=simulated)
+    def forget(self) -> None:
+        """Delete this client's state of the experiment, and its directories if they are empty then."""
+        _clear([self.directory])
 
     def _path(self, version: str) -> Path:
         return self.directory / f"{version}{SUFFIX}"
@@ -182,23 +159,18 @@ def stored(root: Path) -> list[StoredExperiment]:
     return sorted(found, key=lambda e: e.modified)
 
 
-def remove(root: Path, experiment: str) -> bool:
-    """Delete one experiment's client state, as `StateStore.forget` does; return whether something stays.
-
-    Raises UserError if there is none.
-    """
+def remove(root: Path, experiment: str) -> None:
+    """Delete one experiment's client state, as `StateStore.forget` does. Raises UserError if there is none."""
     if experiment not in {e.experiment for e in stored(root)}:
         raise UserError(f"no client state of experiment {experiment!r} under {root}")
     _clear((root / experiment).glob("client-*"))
-    return (root / experiment).exists()
 
 
-def _clear(clients: Iterable[Path], *, everything: bool = False) -> None:
-    """Delete the files in clients' directories, but for budgets and claims, and the directories that are empty then."""
+def _clear(clients: Iterable[Path]) -> None:
+    """Delete the files in clients' directories, and the directories that are empty then."""
     for directory in list(clients):
         for path in directory.glob("*"):
-            if everything or not (path.name.startswith(BUDGET) or path.suffix == _CLAIM):
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         for empty in (directory, directory.parent):
             with contextlib.suppress(OSError):
                 empty.rmdir()

@@ -19,6 +19,7 @@ import psutil
 
 from fl_app.errors import UserError
 from fl_app.processes import LAUNCH, end_processes, flower_environment, processes_with, start_mark
+from fl_app.site import user_state
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def state_home() -> Path:
     """Return $COROLLA_STATE_HOME, or corolla's directory in the user's state directory."""
     if home := os.environ.get("COROLLA_STATE_HOME"):
         return Path(home).expanduser().resolve()
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "corolla"
+    return user_state()
 
 
 def cluster_directory(name: str) -> Path:

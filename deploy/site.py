@@ -7,6 +7,7 @@ min-samples = 50
 max-upload = 20_000_000             # bytes
 readable-paths = ["/data/xray"]
 confine = true                      # the kernel keeps applications to these
+site-dir = "/srv/corolla"           # where this site notes what no run may undo
 approval = "ask"                    # each run waits for `corolla node approve RUN`
 
 [bounds]
@@ -96,6 +97,12 @@ class Site:
         {}, "Smallest and largest values, or the only ones, of run-config keys: `local-epochs = {max = 10}`", _BOUNDS
     )
     source: str = ""
+    site_dir: str | None = key(
+        None,
+        "Directory where this site notes what its records have spent and which private rounds it has answered; `$COROLLA_SITE_DIR` "
+        "comes first",
+        Form("an absolute path", lambda v: isinstance(v, str) and v.startswith("/")),
+    )
 
 
 def find(given: str = "") -> Path | None:

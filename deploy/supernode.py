@@ -29,6 +29,7 @@ from fl_app.data.prepared import data_root
 from fl_app.errors import UserError
 from fl_app.files import make_directory
 from fl_app.privacy.keyring import PEERS
+from fl_app.site import VARIABLE, site_directory
 from fl_app.wire import PRIVATE_KEYS
 
 
@@ -56,6 +57,9 @@ def run(name: str, rules: str, options: list[str]) -> None:
     configure_logging()
     path = site.find(rules)
     found = site.read_site(path) if path else Site()
+    if found.site_dir:
+        # applications inherit it
+        os.environ.setdefault(VARIABLE, found.site_dir)
     directory = sites_directory() / name
     audit = Audit(directory)
     command = install(found, audit, directory)
@@ -125,6 +129,7 @@ def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
     places = {
         "TMPDIR": directory / "tmp",
         "COROLLA_STATE_DIR": Path(os.environ.get("COROLLA_STATE_DIR") or directory / "state"),
+        VARIABLE: site_directory(),
         "COROLLA_DATA_DIR": data_root(RunConfig()),
         "FLWR_HOME": get_flwr_home(),
     }

@@ -29,6 +29,7 @@ FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
 # Of the digest of all personalized models. 1, of runs that record none, is over parameters alone; 2 is over BatchNorm statistics
 # and other buffers, too.
 DIGEST_VERSION = 2
+EPSILON = "dp-epsilon"
 
 # A round's record, as a line of metrics.jsonl holds it.
 Record = dict[str, Any]
@@ -157,7 +158,7 @@ OF_EVERY_METHOD = (
     Metric("loss-before", higher_is_better=False, low=0, tracked="loss/before-training"),
     Metric("loss-after", higher_is_better=False, low=0, tracked="loss/after-training"),
     Metric("test-samples", low=0, high=2.0**53, reduce="none"),
-    Metric("dp-epsilon", higher_is_better=False, low=0, reduce="max"),
+    Metric(EPSILON, higher_is_better=False, low=0, reduce="max"),
     Metric("dp-noise", low=0, reduce="none"),
     *(Metric(f"seconds-{phase}", higher_is_better=False, low=0, reduce="none", unit="s") for phase in _SECONDS),
 )

@@ -43,7 +43,7 @@ from strategies.base import (
     local_epochs,
 )
 from strategies.blocks import for_blocks
-from strategies.linkage import ALONE, held, partition
+from strategies.linkage import ALONE, held, partition, regrouped
 from strategies.robust import PLAIN, RULES, Averaging
 
 GROUPS, SUMMED, PLACES, MEANS, STATISTICS, GROUP = (
@@ -288,7 +288,8 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         if (round - 1) % self.config.private_regroup == 0 or self._apart(round + 1):
             labels = np.full(n, ALONE)
             if not self._apart(round + 1):
-                labels[ids] = partition(found, threshold(found, (round + 1) / self.params.beta))
+                parts = partition(found, threshold(found, (round + 1) / self.params.beta))
+                labels = regrouped(groups, ids, parts)
             self.memory[GROUPS], self.memory[SUMMED] = labels, self.keep_together(ids, labels, found)
         chosen = (places[ids][:, None] == places[ids]) & (places[ids] != ALONE) & ~np.eye(len(ids), dtype=bool)
         for row, client_id in zip(chosen, sums.ids, strict=True):

@@ -49,3 +49,14 @@ def held(groups: Mapping[int, list[int]], labels: NDArray[np.int64]) -> NDArray[
         if label != ALONE:
             places[labels == label] = place
     return places
+
+
+def regrouped(labels: NDArray[np.int64], ids: NDArray[np.int64], parts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return labels, int64 [N], in which the clients `ids` have new groups and those who were absent keep theirs.
+
+    labels: int64 [N], the groups so far; parts: int64 [len(ids)], the new ones. No new group has the number of one that stays.
+    """
+    kept = np.delete(labels, ids)
+    after = labels.copy()
+    after[ids] = np.where(parts == ALONE, ALONE, parts + kept.max(initial=ALONE) + 1)
+    return after

@@ -23,6 +23,7 @@ from fl_app.keys import Scalar
 from fl_app.layout import Layout, Slot
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder
+from fl_app.site import VARIABLE as SITE_DIR
 from strategies import METHOD_PARAMS
 from tests.lines import FileLines
 
@@ -85,6 +86,21 @@ def own_methods() -> Iterator[None]:
 def one_thread() -> None:
     """Train with one thread, as clients do unless they are told otherwise: bits depend on the number."""
     prepare_training(threads=1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def site_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what a site notes for good out of the user's directory, of what outlasts a test too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SITE_DIR, str(tmp_path_factory.mktemp("site")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def site_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The site's own directory in a test."""
+    monkeypatch.setenv(SITE_DIR, str(tmp_path / "site"))
+    return tmp_path / "site"
 
 
 @pytest.fixture(autouse=True)

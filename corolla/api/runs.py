@@ -174,6 +174,7 @@ def on_cluster(
     from corolla.experiments import ray_cluster
     from corolla.experiments.launch import RayCluster
     from fl_app.data import data_root
+    from fl_app.site import VARIABLE, site_directory
 
     places = {
         "output-dir": Path(parsed.output_dir),
@@ -182,6 +183,9 @@ def on_cluster(
     }
     places = {key: path.expanduser().resolve() for key, path in places.items()}
     shared = {key: places[key] for key in ("output-dir", "state-dir")}
+    if parsed.private or parsed.dp_epsilon:
+        # a client may be on another machine in each round, and must find its notes there
+        shared[VARIABLE] = site_directory()
     with waiting(console) as shown:
         shown.step(f"looking at the Ray cluster at {address}")
         ray_cluster.check(address, shared, cpus_per_client, gpus_per_client)

@@ -259,5 +259,5 @@ def state_remove(
     from client_app.state import remove, state_root
 
     root = state_root(state_dir)
-    stays = f"; what it has spent and answered stays under {root / experiment}" if remove(root, experiment) else ""
-    console.print(f"removed the client state of {experiment}{escape(stays)}", soft_wrap=True)
+    remove(root, experiment)
+    console.print(f"removed the client state of {experiment}", soft_wrap=True)

@@ -7,6 +7,9 @@ from typing import Literal
 
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Rule, key
 
+# Beyond it the fixed point of 40 clients has steps of 1/32 and more.
+LARGEST_PRIVATE_RANGE = 2.0**20
+
 
 @dataclass(frozen=True)
 class PrivacyKeys:
@@ -24,6 +27,13 @@ class PrivacyKeys:
         0,
         "Bits of a mask's sketch in a private run; 0: one per parameter, and overlaps are exact.",
         NOT_NEGATIVE,
+        compared=False,
+    )
+    private_range: float = key(
+        8.0,
+        "Largest absolute weight that a client can send in a private run; of BatchNorm statistics 64 times as much. A client "
+        "with a larger one fails by name. A wider range has a coarser fixed point.",
+        Rule(low=0, high=LARGEST_PRIVATE_RANGE, low_open=True),
         compared=False,
     )
     private_regroup: int = key(

@@ -76,7 +76,7 @@ class OpenedData:
     def hashes(self) -> DataHashes:
         """What the data are told from others by; a site's own have a hash that means nothing to others. Raises OSError."""
         if self.partition is None:
-            return DataHashes(keyed(self.data.root, self.data.sha256), "")
+            return DataHashes(keyed(self.data.sha256), "")
         return DataHashes(self.data.sha256, self.partition.sha256)
 
     def client(self, client_id: int) -> ClientData:

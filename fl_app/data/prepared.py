@@ -28,7 +28,8 @@ from fl_app import checksums, tasks
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError, describe
-from fl_app.files import build_once, cache_key, lock, publish_text
+from fl_app.files import build_once, cache_key, lock, make_directory, publish_text
+from fl_app.site import site_directory
 from fl_app.sources import NODE, path_in
 from fl_app.tasks import Task
 
@@ -48,7 +49,7 @@ FILES = "files.sha256"
 """Beside the arrays: a hash of the files they were made of."""
 GROUPS = "groups.json"
 HASH_KEY = "hash-key"
-"""In the data directory."""
+"""In the site's own directory."""
 NOTES = "notes.json"
 """Beside the arrays, where there is something to say: lines that tell what was read how, and what was not."""
 FACTS = "facts.json"
@@ -234,13 +235,16 @@ class Groups:
     names: tuple[str, ...]
 
 
-def keyed(root: Path, sha256: str) -> str:
+def keyed(sha256: str) -> str:
     """Return a hash of a site's data as others may see it: keyed, so that nobody can try out what the data may be.
 
-    root: the data directory, which keeps the key: the same data have the same hash here, and another one elsewhere. Raises OSError.
+    The site's own directory keeps the key: the same data have the same hash here, and another one elsewhere. Raises UserError for a
+    relative one, and OSError.
     """
-    path = root / HASH_KEY
-    with lock(root / f".{HASH_KEY}.lock", wait=True):
+    directory = site_directory()
+    make_directory(directory)
+    path = directory / HASH_KEY
+    with lock(directory / f".{HASH_KEY}.lock", wait=True):
         if not path.exists():
             publish_text(path, secrets.token_hex(32))
         key = path.read_text(encoding="utf-8").strip()

@@ -4,8 +4,9 @@ Client i sends y_i = x_i + sum_{j > i} PRG(k_ij) - sum_{j < i} PRG(k_ij) over th
 is known to i and j alone and belongs to one attempt at one round. Summed over the group the masks are gone; short of one member
 what is left is uniformly random. Integer sums do not depend on their order, so they are equal on all machines.
 
-x_i = rint(2^s a_i clip(w_i, +-R)); a_i, client i's weight, sums to N over all N clients of the attempt. s is chosen such that every
-sum lies in [-2^30, 2^30]: masks that do not cancel leave words of which half lie outside, which is how `decode` notices.
+x_i = rint(2^s a_i w_i) with |w_i| <= R; a_i, client i's weight, sums to N over all N clients of the attempt. s is chosen such that
+every sum lies in [-2^30, 2^30]: masks that do not cancel leave words of which half lie outside, which is how `decode` notices.
+R is the key `private-range` for weights, and BUFFERS_TIMES as much for BatchNorm statistics.
 
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, without its second masks: no
 mask is ever revealed, an attempt that somebody drops out of is repeated.
@@ -26,8 +27,8 @@ from fl_app.wire import GROUP_MIN
 
 Words = NDArray[np.uint32]
 
-# Largest absolute values: of weights, and of BatchNorm statistics, whose variances are larger.
-PARAMS_RANGE, BUFFERS_RANGE = 8.0, 512.0
+# BatchNorm's variances are larger than weights: their range is that of weights times this.
+BUFFERS_TIMES = 64.0
 _BITS = 30
 # words: a chunk of the sum and of a mask fit the cache
 _CHUNK = 1 << 18
@@ -45,16 +46,18 @@ def scale(num_clients: int, limit: float) -> int:
 
 
 def encode(values: NDArray[np.float32], weight: float, num_clients: int, limit: float) -> Words:
-    """Return rint(2^s * weight * clip(values)) modulo 2^32, uint32 [n].
+    """Return rint(2^s * weight * values) modulo 2^32, uint32 [n].
 
-    values: float32 [n], clipped to +-limit; weight: in [0, num_clients]. Raises ValueError for values that are not finite and for
-    weights out of range.
+    values: float32 [n] within +-limit; weight: in [0, num_clients]. Raises ValueError for values that are not finite or beyond the
+    limit, and for weights out of range.
     """
     if not 0 <= weight <= num_clients:
         raise ValueError(f"weight must be in [0, {num_clients}], got {weight}")
     if not np.isfinite(values).all():
         raise ValueError(f"values must be finite, got {np.count_nonzero(~np.isfinite(values))} that are not")
-    scaled = np.clip(values, -limit, limit).astype(np.float64)
+    if beyond := int(np.count_nonzero(np.abs(values) > limit)):
+        raise ValueError(f"values must be within +-{limit:g}, got {beyond} of {values.size} that are not")
+    scaled = values.astype(np.float64)
     scaled *= weight * 2.0 ** scale(num_clients, limit)
     return np.rint(scaled, out=scaled).astype(np.int64).astype(np.uint32)
 

@@ -37,10 +37,11 @@ log = logging.getLogger("corolla")
 class MaskedIntake(Intake):
     """Sums that uploads are added to as they come.
 
-    version: of the client states that the attempt makes. weights: what each upload counts, N in all; totals: uint32 [G, d + b], by
-    group; group_of: the row of `totals` that a client is summed up in.
+    limit: the largest absolute weight that fits an upload. version: of the client states that the attempt makes. weights: what
+    each upload counts, N in all; totals: uint32 [G, d + b], by group; group_of: the row of `totals` that a client is summed up in.
     """
 
+    limit: float
     version: str
     groups: Mapping[int, list[int]]
     weights: Mapping[int, float]
@@ -69,8 +70,9 @@ class MaskedIntake(Intake):
         from fl_app.privacy import masking
 
         try:
-            params = masking.decode(total[: layout.d], weight, len(self.ids), masking.PARAMS_RANGE)
-            return Model(params, masking.decode(total[layout.d :], weight, len(self.ids), masking.BUFFERS_RANGE))
+            params = masking.decode(total[: layout.d], weight, len(self.ids), self.limit)
+            buffers = masking.decode(total[layout.d :], weight, len(self.ids), self.limit * masking.BUFFERS_TIMES)
+            return Model(params, buffers)
         except ValueError:
             raise TooFewResults(
                 f"the masks of clients {members} do not cancel: one of them has other keys than the others, or sent something else"
@@ -166,6 +168,7 @@ class PrivateRounds:
             bits=np.empty((n, -(-expected.num_params // 8)), np.uint8) if expected.sends_mask else None,
             extras={},
             sizes=np.zeros(n),
+            limit=self.config.private_range,
             version=state_version(attempt.round, attempt.generation),
             groups=groups,
             weights={i: n * count / whole for i, count in zip(ids, counts, strict=True)},

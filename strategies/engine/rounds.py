@@ -19,6 +19,7 @@ from fl_app import tasks, wire
 from fl_app.errors import UserError, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
+from fl_app.metrics import EPSILON
 from fl_app.server import checkpoint, client_arrays, progress_protocol
 from fl_app.server import record as records
 from fl_app.server.exchange import Exchange, Reply
@@ -92,7 +93,7 @@ class Rounds:
     """Whole-round control, which Flower's own loop does not give: retries, checkpoints, a record of every round as it ends.
 
     versions: by client, the generation of its state that was accepted last. kept_versions: generations that durable checkpoints
-    name.
+    name. spent: by client, the most epsilon that its records have spent so far.
     """
 
     def __init__(self, server: ServerHalf[Any], exchange: Exchange, folder: RunFolder, protocol: RoundProtocol) -> None:
@@ -101,6 +102,7 @@ class Rounds:
         self.measured = tasks.measured(server.config)
         self.versions: dict[int, str] = {}
         self.kept_versions: dict[int, tuple[str, ...]] = {}
+        self.spent: dict[int, float] = {}
         self.attempt = Attempt()
 
     # A run
@@ -221,11 +223,25 @@ class Rounds:
                 wire.state_version(attempt.round, attempt.generation),
                 self.measured[0],
             )
+            spent = self._checked_budget(client_id, metrics)
             upload = self.protocol.check(client_id, upload)
             attempt.intake.accept(client_id, upload, metrics, nbytes)
+            self.spent[client_id] = spent
             self._warn_of(client_id, metrics)
         except Exception as error:
             attempt.fail(client_id, f"round {attempt.round}", "dropped", error)
+
+    def _checked_budget(self, client_id: int, metrics: Mapping[str, Scalar]) -> float:
+        """Return the epsilon that a client says its records have spent. Raises WireError if it was more before.
+
+        What is spent only grows: less means that the site's notes are lost, and then nobody keeps the records' budget.
+        """
+        before, spent = self.spent.get(client_id, 0.0), float(metrics.get(EPSILON, 0.0))
+        if self.config.dp_epsilon and spent < before * (1 - 1e-6):
+            raise WireError(
+                f"{EPSILON}: its records have spent {spent:.4g}, and {before:.4g} before: its site's notes of them are lost"
+            )
+        return max(before, spent)
 
     def screen(self) -> Any:
         """Leave out what cannot be used, now that all uploads are there. Raises TooFewResults."""
@@ -329,6 +345,7 @@ class Rounds:
             arrays |= {f"client.{client_id}.{name}": array for name, array in own.items()}
         meta = {
             "versions": {str(i): v for i, v in self.versions.items()},
+            "spent": {str(i): spent for i, spent in self.spent.items() if spent},
             "screening": self.protocol.saved(),
             "record": record,
         }
@@ -351,6 +368,7 @@ class Rounds:
         limit = self.config.server_memory_limit * 1e9
         client_arrays.settle(server.personal, list(server.personal), limit, self.folder.path)
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
+        self.spent = {int(i): float(spent) for i, spent in saved.meta.get("spent", {}).items()}
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
         self.protocol.restore(saved.meta.get("screening", {}))
         server.round = saved.meta["round"]

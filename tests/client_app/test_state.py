@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from pathlib import Path
@@ -9,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from client_app.notes import Notes, OwnData
 from client_app.state import State, StateStore, remove, state_root, stored
 from fl_app.errors import UserError
+from fl_app.site import site_directory
 from tests.conftest import f32
 
 STATE = State({"local.params": f32(1, 2, 3), "mask": np.array([9, 2], np.uint8), "count": np.array(5)})
@@ -157,18 +158,41 @@ def test_forgotten_state_leaves_the_other_clients(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_answered_and_spent_outlasts_the_state(store: StateStore, tmp_path: Path) -> None:
-    """A server could have an attempt answered twice otherwise, and take one answer from the other."""
-    for delete in (store.forget, lambda: remove(tmp_path, "abc")):
-        store.save(STATE, 1, 0)
-        with contextlib.suppress(UserError):
-            store.claim("000001-000000")
-        (store.directory / "budget.json").write_text("[]")
-        delete()
-        assert names(store) == ["000001-000000.answered", "budget.json"]
-        with pytest.raises(UserError, match="attempt 000001-000000 was answered before"):
-            store.claim("000001-000000")
-    store.claim("000002-000000")  # a run that goes on
+def test_state_does_not_lie_in_the_sites_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run names where state lies, and what is noted for good must not be where it can be deleted."""
+    site = tmp_path / "site" / "abc"
+    monkeypatch.setenv("COROLLA_SITE_DIR", str(site))
+    (tmp_path / "link").symlink_to(site)
+    for root in (site, site / "runs", tmp_path / "site", tmp_path / "link", tmp_path / "site" / "x" / ".."):
+        with pytest.raises(UserError, match="state-dir: .* lies in the site's own directory, which no run may name"):
+            StateStore(root, "abc", 7)
+    StateStore(tmp_path / "site", "other", 7)
+    monkeypatch.setenv("COROLLA_SITE_DIR", "relative")
+    with pytest.raises(UserError, match="COROLLA_SITE_DIR: must be an absolute path, got relative"):
+        StateStore(tmp_path, "abc", 7)
+    monkeypatch.delenv("COROLLA_SITE_DIR")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "user"))
+    assert site_directory() == tmp_path / "user" / "corolla" / ".site"
+    # beside the experiments, none of which has such a name
+    StateStore(state_root(""), "site", 7)
+
+
+def test_an_attempt_is_answered_once(tmp_path: Path) -> None:
+    """A server could take one answer from the other otherwise."""
+    notes = Notes(tmp_path, "abc", 7)
+    notes.claim("000001-000000")
+    notes.claim("000002-000000")
+    for again in (notes, Notes(tmp_path, "abc", 7, run=3, own=OwnData(tmp_path, None))):
+        again.forget()
+        with pytest.raises(UserError, match="client 7: private: attempt 000001-000000 was answered before"):
+            again.claim("000001-000000")
+    Notes(tmp_path, "abc", 8).claim("000001-000000")
+    Notes(tmp_path, "other", 7).claim("000001-000000")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="client 7: cannot note its answer in .*: Not a directory"):
+        Notes(tmp_path / "file", "abc", 7).claim("000001-000000")
+    with pytest.raises(UserError, match="client 7: malformed experiment id '../x'"):
+        Notes(tmp_path, "../x", 7)
 
 
 def test_delete_before_without_any_state(store: StateStore) -> None:
@@ -216,7 +240,7 @@ def test_stored_and_remove(tmp_path: Path) -> None:
     assert found[0].modified == 1000
     assert found[0].nbytes == sum(p.stat().st_size for p in (tmp_path / "old").rglob("*.state"))
 
-    assert remove(tmp_path, "old") is False
+    remove(tmp_path, "old")
     assert [e.experiment for e in stored(tmp_path)] == ["new"] and not (tmp_path / "old").exists()
     for unknown in ("old", "", "..", "empty"):
         with pytest.raises(UserError, match=f"no client state of experiment '{unknown}' under"):

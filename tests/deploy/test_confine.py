@@ -81,6 +81,7 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
     assert places == {
         "TMPDIR": site / "tmp",
         "COROLLA_STATE_DIR": site / "state",
+        "COROLLA_SITE_DIR": tmp_path / "site",
         "FLWR_HOME": tmp_path / "flwr",
         "COROLLA_DATA_DIR": tmp_path / "prepared",
     }

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from deploy import site
+from deploy import site, supernode
 from deploy.site import Site
 from fl_app.errors import UserError
 from fl_app.keys import specs
+from fl_app.site import site_directory
 
 HASH = "ab" * 32
 
@@ -25,7 +26,7 @@ def written(directory: Path, text: str, mode: int = 0o644) -> Path:
 def test_every_key_is_read(tmp_path: Path) -> None:
     text = (
         f'applications = ["{HASH}"]\nmethods = ["fedcac"]\nmin-samples = 50\nmax-upload = 20_000_000\n'
-        'readable-paths = ["/data"]\nconfine = true\n'
+        'readable-paths = ["/data"]\nconfine = true\nsite-dir = "/notes"\n'
         'approval = "ask"\n[bounds]\nlocal-epochs = {max = 10}\ndevice = {one-of = ["cpu"]}\n'
         "[bounds.fedcac]\ntau = {min = 0.1, max = 0.9}\n"
     )
@@ -36,13 +37,14 @@ def test_every_key_is_read(tmp_path: Path) -> None:
         "fedcac.tau": {"min": 0.1, "max": 0.9},
     }
     assert site.read_site(path) == Site(
-        (HASH,), ("fedcac",), 50, 20_000_000, ("/data",), True, "ask", bounds, str(path)
+        (HASH,), ("fedcac",), 50, 20_000_000, ("/data",), True, "ask", bounds, str(path), "/notes"
     )
     assert site.read_site(written(tmp_path, "")) == Site(source=str(path))
 
 
 def test_problems_are_reported_together(tmp_path: Path) -> None:
-    text = 'method = ["x"]\nmin-samples = 0\napproval = "maybe"\nreadable-paths = ["data"]\napplications = ["12"]\n'
+    text = 'site-dir = "notes"\n'
+    text += 'method = ["x"]\nmin-samples = 0\napproval = "maybe"\nreadable-paths = ["data"]\napplications = ["12"]\n'
     text += "[bounds]\ntau = 3\n"
     with pytest.raises(UserError) as error:
         site.read_site(written(tmp_path, text))
@@ -51,6 +53,7 @@ def test_problems_are_reported_together(tmp_path: Path) -> None:
         "min-samples: must be an integer >= 1, got 0",
         "approval: must be ask or none, got 'maybe'",
         "readable-paths: must be a list of absolute paths",
+        "site-dir: must be an absolute path, got 'notes'",
         "applications: must be a list of sha256 values",
         "bounds: must be a table of run-config keys",
     ):
@@ -146,3 +149,17 @@ def test_the_documentation_lists_every_key() -> None:
     text = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text()
     for spec in specs(Site):
         assert f"| `{spec.name}` | {spec.doc} |" in text, spec
+
+
+def test_the_gate_tells_applications_where_the_site_keeps_its_notes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+    monkeypatch.setattr(supernode, "install", lambda *given: lambda: seen.append(site_directory()))
+    monkeypatch.setattr(supernode, "sites_directory", lambda: tmp_path / "sites")
+    monkeypatch.setattr(supernode, "configure_logging", lambda: None)
+    rules = written(tmp_path, f'site-dir = "{tmp_path}/ruled"\n')
+    supernode.run("a", str(rules), [])
+    monkeypatch.delenv("COROLLA_SITE_DIR")
+    supernode.run("b", str(rules), [])
+    assert seen == [tmp_path / "site", tmp_path / "ruled"]

@@ -180,6 +180,7 @@ def own_cluster(directory: Path, **environment: str) -> Iterator[Cluster]:
     home.mkdir()
     environment = flower_environment(home) | environment
     environment |= {"COROLLA_LAUNCH": str(home), "COROLLA_STATE_DIR": str(directory / "client-state")}
+    environment["COROLLA_SITE_DIR"] = str(directory / "site")
     environment |= with_test_models(environment)
     running = Cluster(home, environment)
     try:

@@ -48,8 +48,9 @@ def test_a_killed_training_has_spent_its_budget(cluster: Cluster, tmp_path: Path
     run.finish()
     records = rounds(run.folder)
     assert [sorted(r["clients"]) for r in records] == [["0", "1"], ["0"], ["0", "1"]]
+    site = Path(cluster.environment["COROLLA_SITE_DIR"])
     spent = {
-        i: json.loads(next((tmp_path / "state").glob(f"*/client-{i:04d}/budget.json")).read_text()) for i in (0, 1)
+        i: json.loads(next(site.glob(f"runs/*/client-{i:04d}/budget.json")).read_text())["trainings"] for i in (0, 1)
     }
     assert len(spent[0]) == len(spent[1]) == 3
     last = records[-1]["clients"]

@@ -19,7 +19,7 @@ from scipy.stats import rankdata
 
 from client_app.client_app import app as client_app
 from fl_app import models, server_app, wire
-from fl_app.config import parse
+from fl_app.config import RunConfig, parse
 from fl_app.data import open_client
 from fl_app.layout import Layout
 from fl_app.privacy import masking
@@ -208,7 +208,7 @@ def test_no_single_model_is_closer_than_a_random_one(recorded: Recorded) -> None
         )
     assert len(sums) > LATE_ROUND and attack.rank > 1  # it had groups
     assert all(len(attack.alike(i)) >= 3 for i in range(CLIENTS)) and attack.rank <= CLIENTS // 3
-    s = masking.scale(CLIENTS, masking.PARAMS_RANGE)
+    s = masking.scale(CLIENTS, RunConfig.private_range)
     for (round, _, i), upload in recorded.arrived.items():
         bare = upload.extras[wire.SUM].view(np.int32) / 2.0**s
         # 17,000 values: 6 standard deviations
@@ -232,7 +232,7 @@ def test_the_late_upload_is_thrown_away_and_the_others_repeat_it_under_other_mas
     assert max(float((a == b).mean()) for a, b in zip(first, again, strict=True)) < 0.001
     # what the server has of the first attempt, without the late one
     with pytest.raises(ValueError, match="beyond"):
-        masking.decode(np.add.reduce(first, axis=0, dtype=np.uint32), CLIENTS - 1.0, CLIENTS, masking.PARAMS_RANGE)
+        masking.decode(np.add.reduce(first, axis=0, dtype=np.uint32), CLIENTS - 1.0, CLIENTS, RunConfig.private_range)
     assert len(rounds(recorded.run.folder)[LATE_ROUND]["clients"]) == CLIENTS
 
 

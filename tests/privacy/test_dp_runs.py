@@ -98,18 +98,20 @@ def test_a_finished_run_that_goes_on_has_nothing_left_to_spend(run: Run, keep_st
 @pytest.mark.parametrize("method", ["fedavg", "fedcac"])
 @pytest.mark.parametrize("private", [False, True])
 def test_a_simulation_takes_its_budgets_along_and_a_deployment_keeps_them(
-    run: Run, tmp_path: Path, method: str, private: bool
+    run: Run, tmp_path: Path, site_dir: Path, method: str, private: bool
 ) -> None:
     whole = {"method": method, "private": private, **ROUNDS}
     run(run_name="simulated", **whole)
-    assert list((tmp_path / "state").iterdir()) == []
+    assert not list((site_dir / "runs").iterdir()) and not list((tmp_path / "state").glob("*"))
     run(run_name="kept", keep_state=True, **whole)
-    assert len(list((tmp_path / "state").glob("*/*/budget.json"))) == 3
-    shutil.rmtree(tmp_path / "state")
+    assert len(list(site_dir.glob("runs/*/*/budget.json"))) == 3
+    shutil.rmtree(site_dir)
     keys = {i: {PRIVATE_KEYS: str(key)} for i, key in enumerate(make(tmp_path / "keys", 3))}
     run(run_name="deployed", node_configs=keys, **whole)
-    left = {path.suffix for path in (tmp_path / "state").glob("*/client-*/*")}
-    assert left == {".json", ".lock", *([".answered"] if private else [])}
+    left = {path.name for path in site_dir.glob("runs/*/client-*/*")}
+    answers = {"000001-000000.answered", "000002-000000.answered"} if private else set()
+    assert left == {"budget.json", ".lock", *answers}
+    assert {path.suffix for path in (tmp_path / "state").glob("*/*/*")} <= {".state"}
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fl_app.config.privacy import LARGEST_PRIVATE_RANGE
 from fl_app.privacy import masking
 from fl_app.privacy.keyring import open_keyring
 from fl_app.wire import SEED_KEYS
+
+# the keys' default
+RANGE = 8.0
 
 
 def uploads(values: np.ndarray, weights: list[float], round: int = 1, attempt: int = 0) -> np.ndarray:
@@ -15,7 +19,7 @@ def uploads(values: np.ndarray, weights: list[float], round: int = 1, attempt: i
     n = len(values)
     sent = []
     for i in range(n):
-        words = masking.encode(values[i], weights[i], n, masking.PARAMS_RANGE)
+        words = masking.encode(values[i], weights[i], n, RANGE)
         keys = open_keyring(SEED_KEYS, 0, i, n).masks((j for j in range(n) if j != i), "experiment", round, attempt)
         masking.mask(words, i, keys)
         sent.append(words)
@@ -23,24 +27,29 @@ def uploads(values: np.ndarray, weights: list[float], round: int = 1, attempt: i
 
 
 def test_fixed_point_by_hand() -> None:
-    # N = 3, R = 8: 2^s * 24 <= 2^30 for s = 30 - ceil(log2 24) = 25. 1.5 * 2^25 = 50331648; 9 is clipped to 8; weight 0.5 halves.
+    # N = 3, R = 8: 2^s * 24 <= 2^30 for s = 30 - ceil(log2 24) = 25. 1.5 * 2^25 = 50331648; weight 0.5 halves.
     assert masking.scale(3, 8.0) == 25
-    words = masking.encode(np.float32([1.5, -1.5, 9, 0]), 1.0, 3, 8.0)
+    words = masking.encode(np.float32([1.5, -1.5, 8, 0]), 1.0, 3, 8.0)
     assert words.view(np.int32).tolist() == [50331648, -50331648, 2**28, 0]
     assert masking.encode(np.float32([1.5]), 0.5, 3, 8.0).tolist() == [25165824]
     assert masking.decode(words, 1.0, 3, 8.0).tolist() == [1.5, -1.5, 8, 0]
+    # R = 256: s = 30 - ceil(log2 768) = 20. 150 * 2^20 = 157286400
+    assert masking.scale(3, 256.0) == 20
+    words = masking.encode(np.float32([150, -256]), 1.0, 3, 256.0)
+    assert words.view(np.int32).tolist() == [157286400, -(2**28)]
+    assert masking.decode(words, 1.0, 3, 256.0).tolist() == [150, -256]
 
 
-@given(st.integers(1, 10**6), st.sampled_from([masking.PARAMS_RANGE, masking.BUFFERS_RANGE]))
-def test_no_sum_of_clipped_values_leaves_the_range(n: int, limit: float) -> None:
+@given(st.integers(1, 10**6), st.floats(0, LARGEST_PRIVATE_RANGE * masking.BUFFERS_TIMES, exclude_min=True, width=32))
+def test_no_sum_of_values_in_the_range_leaves_the_range(n: int, limit: float) -> None:
     largest = 2.0 ** masking.scale(n, limit) * limit * n
-    assert 2**29 < largest <= 2**30
+    assert 2**29 * (1 - 1e-12) < largest <= 2**30 * (1 + 1e-12)
 
 
 @given(st.integers(3, 9), st.integers(1, 40), st.integers(0, 2**32 - 1))
 def test_masks_cancel_and_the_sum_is_the_weighted_mean(n: int, d: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    values = rng.normal(0, 3, (n, d)).astype(np.float32)
+    values = np.clip(rng.normal(0, 3, (n, d)), -RANGE, RANGE).astype(np.float32)
     sizes = rng.integers(1, 1000, n).astype(np.float64)
     weights = (n * sizes / sizes.sum()).tolist()
     sent = uploads(values, weights)
@@ -48,7 +57,7 @@ def test_masks_cancel_and_the_sum_is_the_weighted_mean(n: int, d: int, seed: int
     plain = [masking.encode(values[i], weights[i], n, 8.0) for i in range(n)]
     assert (total == np.add.reduce(plain, axis=0, dtype=np.uint32)).all()
     mean = masking.decode(total, sum(weights), n, 8.0)
-    expected = sizes @ np.clip(values, -8, 8).astype(np.float64) / sizes.sum()
+    expected = sizes @ values.astype(np.float64) / sizes.sum()
     np.testing.assert_allclose(mean, expected, atol=2.0 ** -masking.scale(n, 8.0), rtol=2e-7)
     assert (total == np.add.reduce(sent[rng.permutation(n)], axis=0, dtype=np.uint32)).all()
 
@@ -97,7 +106,10 @@ def test_groups_that_hide_nothing_are_refused(keys: dict[int, bytes]) -> None:
         masking.mask(np.zeros(3, np.uint32), 0, keys)
 
 
-@pytest.mark.parametrize(("value", "weight"), [(np.nan, 1.0), (np.inf, 1.0), (0.0, -0.1), (0.0, 3.1), (0.0, np.nan)])
+@pytest.mark.parametrize(
+    ("value", "weight"),
+    [(np.nan, 1.0), (np.inf, 1.0), (8.001, 1.0), (-9.0, 1.0), (0.0, -0.1), (0.0, 3.1), (0.0, np.nan)],
+)
 def test_what_cannot_be_encoded_is_refused(value: float, weight: float) -> None:
     with pytest.raises(ValueError, match="must be"):
         masking.encode(np.float32([value]), weight, 3, 8.0)

@@ -16,8 +16,9 @@ from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
-from strategies import METHODS
+from strategies import METHODS, fedcac
 from strategies.engine.private import PrivateRounds
+from strategies.linkage import ALONE
 from tests.conftest import Run, config
 from tests.privacy.runs import PRIVATE, rounds
 
@@ -120,6 +121,40 @@ def test_fedcac_groups_are_a_partition_kept_for_some_rounds_and_end_at_beta(run:
         seen.append({frozenset(own) for own in mates.values()})
     assert seen[0] == {frozenset(range(9))} and all(len(own) == 1 for own in seen[6])
     assert seen[1] == seen[2] and seen[3] == seen[4] and len({frozenset(s) for s in seen}) > 2
+
+
+def test_fedcac_with_some_of_the_clients_a_round_still_collaborates(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is absent when groups are made anew keeps its group."""
+
+    def without_a_collaborator(name: str) -> int:
+        folder = run(
+            run_name=name,
+            method="fedcac",
+            private=True,
+            num_clients=12,
+            num_server_rounds=10,
+            fraction_train=0.5,
+            private_regroup=2,
+            fedcac={"beta": 20, "tau": 0.3},
+            train_samples=16,
+        )
+        assert all(len(own) >= 3 for own in cohorts_of(folder))
+        return sum(not row["collaborators"] for record in rounds(folder) for row in record["clients"].values())
+
+    kept = without_a_collaborator("kept")
+
+    def alone(labels: np.ndarray, ids: np.ndarray, parts: np.ndarray) -> np.ndarray:
+        after = np.full_like(labels, ALONE)
+        after[ids] = parts
+        return after
+
+    monkeypatch.setattr(fedcac, "regrouped", alone)
+    assert kept < 0.75 * without_a_collaborator("dissolved")
+
+
+def cohorts_of(folder: RunFolder) -> list[list[int]]:
+    numbers = json.loads((folder.path / "companies.json").read_text())["companies"]
+    return [[i for i, number in enumerate(numbers) if number == own] for own in set(numbers)]
 
 
 def test_a_resumed_run_ends_with_the_same_bits(run: Run) -> None:

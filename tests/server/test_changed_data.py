@@ -152,14 +152,17 @@ def test_the_server_refuses_a_site_whose_data_have_changed(
     assert last["round"] == 2 and set(last["clients"]) == {"0", "2"}
 
 
-def test_a_hash_of_a_sites_own_data_means_nothing_elsewhere(run: Run, tmp_path: Path) -> None:
+def test_a_hash_of_a_sites_own_data_means_nothing_elsewhere(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     site = write_data(tmp_path / "site.npz", 0)
     nodes: Any = {i: {"data-path": str(site)} for i in range(2)}
     found = []
     for where in ("here", "here", "there"):
+        monkeypatch.setenv("COROLLA_SITE_DIR", str(tmp_path / where))
         folder = run(
             method="fedavg", dataset="node", classes="0,1,2", num_clients=2, num_server_rounds=1, node_configs=nodes,
-            run_name=f"run{len(found)}", data_dir=str(tmp_path / where),
+            run_name=f"run{len(found)}",
         )  # fmt: skip
         found.append(read_hashes(folder.path)[0].data)
     assert found[0] == found[1] != found[2]

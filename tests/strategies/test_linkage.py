@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strategies.linkage import ALONE, held, partition
+from strategies.linkage import ALONE, held, partition, regrouped
 
 
 def alike(n: int, *pairs: tuple[int, int, float]) -> np.ndarray:
@@ -45,3 +45,16 @@ def test_who_was_only_added_to_a_sum_uses_none() -> None:
     # 2 has no sum: its others were moved
     labels = np.array([0, 0, 0, 1, 1, 1, ALONE, 2])
     assert held({ALONE: [6], 1: [3, 4, 5, 7], 0: [0, 1, 2]}, labels).tolist() == [2, 2, 2, 1, 1, 1, ALONE, ALONE]
+
+
+def test_who_is_absent_keeps_its_group() -> None:
+    labels = np.array([0, 0, 0, 2, 2, 2, ALONE, 0])
+    # 0 to 3 are there: 0, 1 and 2 are a new group, 3 has none
+    after = regrouped(labels, np.array([0, 1, 2, 3]), np.array([0, 0, 0, ALONE]))
+    assert after.tolist() == [3, 3, 3, ALONE, 2, 2, ALONE, 0]
+    # with all there, groups are the new ones and nothing else
+    parts = np.array([1, 1, 1, 0, 0, 0, ALONE, ALONE])
+    assert regrouped(labels, np.arange(8), parts).tolist() == parts.tolist()
+    # the first time all were alike
+    assert regrouped(np.zeros(6, int), np.arange(3), np.array([0, 0, 0])).tolist() == [1, 1, 1, 0, 0, 0]
+    assert regrouped(np.full(4, ALONE), np.arange(3), np.array([0, 0, 0])).tolist() == [0, 0, 0, ALONE]
