@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from client_app.client import CorollaClient
 from client_app.notes import Notes
 from client_app.session import Session
 from fl_app.config import RunConfig, parse
+from fl_app.data.prepared import HASH_KEY
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.layout import NOTHING
 from fl_app.server.run_folder import read_metrics
+from fl_app.site import site_directory
 from fl_app.wire import PRIVATE_KEYS, SEED_KEYS, Download
 from strategies import METHOD_PARAMS, METHODS
 from strategies.fedcac import FedCACParams
@@ -179,6 +182,8 @@ def test_the_server_refuses_an_epsilon_that_falls(
 ) -> None:
     """As from a site whose notes are lost."""
     folder = run(**WHOLE, node_configs=nodes)
+    (tmp_path / "empty").mkdir()
+    shutil.copy(site_directory() / HASH_KEY, tmp_path / "empty")
     monkeypatch.setenv("COROLLA_SITE_DIR", str(tmp_path / "empty"))
     with pytest.raises(
         UserError, match=r"dp-epsilon: its records have spent [23]\.\d+, and 3\.\d+ before: .* are lost"

@@ -124,6 +124,7 @@ class Asking:
                 {},
                 np.zeros(0),
                 metrics,
+                limit=8.0,
                 version="",
                 groups=groups,
                 weights={},
