@@ -50,7 +50,7 @@ def check_locally(config: RunConfig) -> None:
         info = data.check(config)
         if config.resume:
             check_data(Path(config.resume), data.open_data(config).hashes)
-        remarks = data.warnings(config)
+        remarks = data.partition_remarks(config, brief=True)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(
                 f"augment: {config.augment} needs square images, a sample has shape {list(info.input_shape)}"

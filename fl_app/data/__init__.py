@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fl_app.checksums import DataHashes, Stamp, stamps_in, unchanged
 from fl_app.config import RunConfig
 from fl_app.data import index_files
-from fl_app.data.index_files import Partition, partition_of, remarks
+from fl_app.data.index_files import Partition, partition_of
 from fl_app.data.prepared import DataRequest, DatasetInfo, Prepared, Samples, Targets, absolute, data_root, keyed
 from fl_app.errors import UserError
 from fl_app.sources import FOLDER, NODE, SOURCES, Source, path_in, source_of
@@ -34,13 +34,11 @@ __all__ = [
     "check",
     "check_client_id",
     "data_root",
-    "less_skewed",
     "open_client",
     "open_data",
     "partition_remarks",
     "prepare",
     "prepare_for",
-    "warnings",
 ]
 
 
@@ -137,32 +135,19 @@ def check(config: RunConfig, force: bool = False) -> DatasetInfo:
     return data.info
 
 
-def partition_remarks(config: RunConfig) -> list[str]:
-    """Say what was read how, which samples several clients hold, one holds repeatedly, or nobody holds, and whose mixes differ.
+def partition_remarks(config: RunConfig, *, brief: bool = False) -> list[str]:
+    """Say which samples several clients hold, one holds repeatedly, or nobody holds, and whose mixes of classes surprise.
 
-    Raises UserError as `check` does.
+    brief: only what a run warns of: repetitions, and mixes. Raises UserError as `check` does.
     """
     data = prepare_for(config)
-    partition = partition_of(config, data)
-    found = remarks(partition, data.info.num_train, data.info.num_test, data.info.samples)
-    return [*data.notes, *found, *_spills(config, data), *index_files.mix_remarks(config, partition, data)]
-
-
-def _spills(config: RunConfig, data: Prepared, least: float = 0.0) -> list[str]:
-    return index_files.spills(config, data.y_train, data.info.num_classes, data.info.samples, least)
-
-
-def warnings(config: RunConfig) -> list[str]:
-    """Say what was not read, who holds a sample more than once, or is not tested on what it trains on. Raises as `check` does."""
-    data = prepare_for(config)
-    partition = partition_of(config, data)
-    again = index_files.repeated(partition, data.info.samples)
-    return [
-        *data.notes,
-        *again,
-        *_spills(config, data, MANY_SPILLED),
-        *index_files.mix_remarks(config, partition, data),
-    ]
+    partition, info = partition_of(config, data), data.info
+    if brief:
+        held = index_files.repeated(partition, info.samples)
+    else:
+        held = index_files.remarks(partition, info.num_train, info.num_test, info.samples)
+    spilled = index_files.spills(config, data.y_train, info.num_classes, info.samples, MANY_SPILLED if brief else 0.0)
+    return [*held, *spilled, *index_files.mix_remarks(config, partition, data)]
 
 
 def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]:

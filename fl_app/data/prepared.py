@@ -50,8 +50,6 @@ FILES = "files.sha256"
 GROUPS = "groups.json"
 HASH_KEY = "hash-key"
 """In the site's own directory."""
-NOTES = "notes.json"
-"""Beside the arrays, where there is something to say: lines that tell what was read how, and what was not."""
 FACTS = "facts.json"
 STATISTICS_BATCH = 1024
 
@@ -278,13 +276,6 @@ class Prepared:
         names = [f"{name}.npy" for name in (*ARRAYS, *(("groups_train", "groups_test") if self.groups else ()))]
         return checksums.hash_of(self.directory, names, json.dumps([self.info.classes, self.info.groups, *told]))
 
-    @property
-    def notes(self) -> list[str]:
-        """What was read how, and what was not read, where that needs saying."""
-        file = self.directory / NOTES
-        found: list[str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-        return found
-
 
 def directory_of(root: Path, key: str) -> Path:
     """Return where the files of a data set are, by the data directory and its key."""
@@ -328,7 +319,7 @@ def open_or_convert(
         channels, size = _as_image(shape)
         known = () if images and shape == (channels, size, size) else shape
         column = json.loads((fresh / GROUPS).read_text()) if (fresh / GROUPS).exists() else ()
-        facts = Facts.from_json(json.loads((fresh / FACTS).read_text()) if (fresh / FACTS).exists() else {})
+        facts = _facts_in(fresh)
         info = DatasetInfo(
             channels, size, names, len(x_train), len(x_test), mean, std, known, tuple(column), still, facts
         )
@@ -349,13 +340,9 @@ def open_or_convert(
 
 
 def note(directory: Path, lines: Sequence[str]) -> None:
-    """Keep lines about what was read how; further ones come after those that are there."""
-    file = directory / NOTES
-    earlier = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    if lines:
-        file.write_text(json.dumps([*earlier, *lines]), encoding="utf-8")
-    for line in lines:
-        log.warning("%s", line)
+    """Add lines to the remarks of the facts in a directory (see `Facts`); call it after `save`."""
+    facts = _facts_in(directory)
+    _write_facts(directory, dataclasses.replace(facts, remarks=(*facts.remarks, *lines)))
 
 
 def save(directory: Path, arrays: Arrays, groups: Groups | None = None, facts: Facts | None = None) -> None:
@@ -364,7 +351,7 @@ def save(directory: Path, arrays: Arrays, groups: Groups | None = None, facts: F
     groups: whose the samples are. facts: what else is to be known of them.
     """
     if facts is not None:
-        (directory / FACTS).write_text(json.dumps(dataclasses.asdict(facts)), encoding="utf-8")
+        _write_facts(directory, facts)
     for name, array in zip(ARRAYS, arrays, strict=True):
         if name.startswith("x"):
             dtype = array.dtype
@@ -375,6 +362,15 @@ def save(directory: Path, arrays: Arrays, groups: Groups | None = None, facts: F
         np.save(directory / "groups_train.npy", groups.train.astype(np.int64))
         np.save(directory / "groups_test.npy", groups.test.astype(np.int64))
         (directory / GROUPS).write_text(json.dumps(groups.names))
+
+
+def _facts_in(directory: Path) -> Facts:
+    file = directory / FACTS
+    return Facts.from_json(json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {})
+
+
+def _write_facts(directory: Path, facts: Facts) -> None:
+    (directory / FACTS).write_text(json.dumps(dataclasses.asdict(facts)), encoding="utf-8")
 
 
 def _as_image(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -245,14 +245,14 @@ def test_saved_images_are_read_as_a_folders(tmp_path: Path, modes: tuple[str, st
     # the folder's are sorted by class
     order = np.argsort(saved.y_train, kind="stable")
     assert np.array_equal(saved.x_train[order], folder.x_train) and np.array_equal(saved.x_test, folder.x_test)
-    assert saved.info.in_channels == (1 if set(modes) <= {"L", "1"} else 3) and saved.notes == []
+    assert saved.info.in_channels == (1 if set(modes) <= {"L", "1"} else 3) and saved.info.remarks == []
 
 
 def test_saved_images_of_twelve_bits(tmp_path: Path) -> None:
     deep = [Image.fromarray(np.full((8, 8), value, np.uint16)) for value in (100, 2000, 4095)]
     prepared = data.prepare(saved_images(tmp_path, deep[:2], deep[2:]), tmp_path / "root", target="label")
     assert prepared.x_train[:, 0, 0, 0].tolist() == [100 >> 4, 2000 >> 4] and prepared.x_test.max() == 255
-    assert prepared.notes[0].startswith("16-bit images: values up to 4095 use 12 bits")
+    assert prepared.info.remarks[0].startswith("16-bit images: values up to 4095 use 12 bits")
 
 
 def test_saved_images_of_two_sizes_are_named_by_row(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_what_is_not_read_is_counted_by_reason(tmp_path: Path) -> None:
     image.save(folder / "train" / "beside.png")
     prepared = data.prepare(f"folder:{folder}", tmp_path / "root")
     assert prepared.info.num_train == 8 and prepared.info.num_test == 4
-    (line,) = prepared.notes
+    (line,) = prepared.info.remarks
     for words in (
         f"not read in {folder}: ",
         "2 .txt (no suffix of an image)",
@@ -240,8 +240,8 @@ def test_what_is_not_read_is_counted_by_reason(tmp_path: Path) -> None:
     ):
         assert words in line
     # from what is prepared already too
-    assert data.prepare(f"folder:{folder}", tmp_path / "root").notes == [line]
-    assert data.prepare(f"folder:{write_folder(tmp_path / 'all', {'a': 1, 'b': 1})}", tmp_path / "root").notes == []
+    assert data.prepare(f"folder:{folder}", tmp_path / "root").info.remarks == [line]
+    assert data.prepare(f"folder:{write_folder(tmp_path / 'all', {'a': 1, 'b': 1})}", tmp_path / "root").info.remarks == []
 
 
 @pytest.mark.parametrize("where", ["train/a/000.png", "test/b/000.jp2", "train/c"])
@@ -260,7 +260,7 @@ def test_a_link_that_is_no_image_may_lead_nowhere(tmp_path: Path) -> None:
     (folder / "train" / "a" / "notes.txt").symlink_to(tmp_path / "gone.txt")
     (folder / "train" / "a" / "linked.png").symlink_to(folder / "train" / "b" / "000.png")
     prepared = data.prepare(f"folder:{folder}", tmp_path / "root", look=True)
-    assert prepared.info.num_train == 5 and "1 .txt" in prepared.notes[0]
+    assert prepared.info.num_train == 5 and "1 .txt" in prepared.info.remarks[0]
 
 
 def write_deep(folder: Path, largest: int) -> Path:
@@ -277,7 +277,7 @@ def test_sixteen_bit_images_use_the_bits_of_the_data(tmp_path: Path, largest: in
     prepared = data.prepare(f"folder:{folder}", tmp_path / "root")
     pixels = np.concatenate([prepared.x_train, prepared.x_test])
     assert pixels.max() == largest >> (bits - 8) and prepared.info.in_channels == 1
-    assert prepared.notes == [
+    assert prepared.info.remarks == [
         f"16-bit images: values up to {largest} use {bits} bits, of which the upper 8 are kept (divided by {2 ** (bits - 8)})"
     ]
 

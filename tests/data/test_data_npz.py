@@ -123,4 +123,4 @@ def test_where_the_channels_are(
     assert np.array_equal(p.x_train, x if first else x.transpose(0, 3, 1, 2))
     sizes = " x ".join(map(str, shape))
     named = f"{path}: x_train is read as [n, C, H, W], {sizes}: {shape[0]} channels of {shape[1]} x {shape[2]} pixels"
-    assert p.notes == ([named] if first else [])
+    assert p.info.remarks == ([named] if first else [])
