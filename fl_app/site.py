@@ -1,5 +1,6 @@
 """A site's own directory: what its records have spent and which private rounds it has answered are noted there, for good.
 
+The key of the site's data hash (`hash-key`) lies there, too.
 Its place follows from the machine alone: no key of a run's config names it, and none may name a place within it.
 """
 

@@ -21,7 +21,7 @@ and `""` mean "not set" where the text says so. A method's own parameters stand 
 _SAME_RUN = """How a run runs and where its files lie does not change what comes out:
 {running}.
 Runs that differ in nothing else are the same to a sweep. A run may be resumed with other values of these, and with more rounds
-({extending}). It keeps its number of rounds where one of these is in use, whose meaning depends on it: {spanning}.
+({extending}). It keeps its number of rounds if one of these keys, which depend on it, is in use: {spanning}.
 """
 _BEGIN, _END = "[tool.flwr.app.config]\n", "\n[tool.ruff]"
 

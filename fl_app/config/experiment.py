@@ -222,7 +222,7 @@ class ExperimentKeys:
     metrics: str = key(
         "",
         "Which of the task's metrics evaluations of all clients measure beside its headline, with commas, or `all`. Empty: all, "
-        "but for `classification` accuracy alone (the others take every client's process a second to import).",
+        "but for `classification` accuracy alone.",
         compared=False,
         checked=True,
     )
