@@ -20,13 +20,14 @@ from client_app.notes import Notes, OwnData
 from client_app.session import Session
 from client_app.state import State, StateStore, state_root
 from fl_app import extras, tasks, trainable_tensors, wire
+from fl_app.checksums import HASHES
 from fl_app.config import RunConfig
 from fl_app.data import ClientData, data_root
 from fl_app.errors import Diverged, UserError, describe, diverged
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import EPSILON, FINETUNED, LOSS, MAX_NUMBER, moments, range_error
-from fl_app.server.properties import HASHES, NORMALIZATION
+from fl_app.server.properties import NORMALIZATION
 from fl_app.site import refuse_within_site, site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
@@ -150,8 +151,7 @@ class CorollaClient(NumPyClient):
             extras.require("opacus", "dp-epsilon")
             from client_app.dp import Plan, check_module
 
-            info = self.data.info
-            check_module(self.session.network(info, "")[0], self.config, info.input_shape)
+            self.session.check_once(check_module, self.data.info)
             Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config))
         properties: Config = {
             "client-id": self.client_id,
@@ -176,14 +176,15 @@ class CorollaClient(NumPyClient):
         return properties
 
     def _data_hashes(self) -> Config:
-        """Return what tells the data from others, and by what inputs are normalised where all clients share that."""
+        """Return what tells the data from others, and what inputs are shifted and scaled by where no client may hide it."""
         hashes = self.session.hashes(self.data_path)
+        if hashes is None:
+            return {}
         found: Config = dict(zip(HASHES, hashes, strict=True))
         info = self.data.info
-        shared = self.config.dataset != NODE and self.config.normalize == "mean-std"
         # one client's will do where there are many features
-        if shared and (self.client_id == 0 or len(info.mean) <= MOST_CHANNELS):
-            found[NORMALIZATION] = json.dumps({"mean": info.mean, "std": info.std})
+        if hashes.partition and (self.client_id == 0 or len(info.mean) <= MOST_CHANNELS):
+            found[NORMALIZATION] = json.dumps(info.scaling)
         return found
 
     def _evaluate(self, download: Download) -> dict[str, Scalar]:

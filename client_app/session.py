@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,10 +17,14 @@ from fl_app import plugins
 from fl_app.checksums import DataHashes, stamp_of
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData, DatasetInfo, OpenedData, check_client_id, open_data
+from fl_app.errors import UserError
 from fl_app.keys import Scalar, own
 from fl_app.layout import Layout, Model
+from fl_app.sources import NODE
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base.method import AnyMethod
+
+log = logging.getLogger("corolla")
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,6 +47,8 @@ class Session:
         self._facts: dict[tuple[object, ...], ModelFacts] = {}
         self._opened: dict[str, OpenedData] = {}
         self._refreshed: set[str] = set()
+        # what is wrong with the network for samples of a shape, "" if nothing
+        self._checked: dict[tuple[int, ...], str] = {}
 
     @classmethod
     def of(cls, run_config: Mapping[str, Scalar], num_clients: int, run: int) -> Session:
@@ -57,9 +64,19 @@ class Session:
         check_client_id(self.config, client_id)
         return self._open(data_path).client(client_id)
 
-    def hashes(self, data_path: str) -> DataHashes:
-        """Return what the opened data are told from others by."""
-        return self._open(data_path).hashes
+    def hashes(self, data_path: str) -> DataHashes | None:
+        """Return what the server may tell the opened data from others by; None if the site's key cannot be kept.
+
+        A site's own data, and data of private runs and of runs with a budget of privacy, have keyed hashes.
+        """
+        opened, config = self._open(data_path), self.config
+        if config.dataset != NODE and not config.private and not config.dp_epsilon:
+            return opened.hashes
+        try:
+            return opened.hidden_hashes
+        except OSError as error:
+            log.warning("the site's directory cannot keep a key (%s): a resumed run will not notice other data", error)
+            return None
 
     def _open(self, data_path: str) -> OpenedData:
         opened = self._opened.get(data_path)
@@ -83,6 +100,17 @@ class Session:
             shared = self.method.travelling(self.config, layout)
             self._facts[key] = ModelFacts(layout, weights.read(module), shared, layout.subset(shared))
         return module, self._facts[key]
+
+    def check_once(self, check: Callable[[nn.Module, RunConfig, tuple[int, ...]], None], info: DatasetInfo) -> None:
+        """Check the run's network for samples of some data, the first time that a client asks. Raises UserError each time."""
+        if info.input_shape not in self._checked:
+            try:
+                check(self.network(info, "")[0], self.config, info.input_shape)
+                self._checked[info.input_shape] = ""
+            except UserError as error:
+                self._checked[info.input_shape] = str(error)
+        if why := self._checked[info.input_shape]:
+            raise UserError(why)
 
     def prepare_changed_data(self, data_path: str) -> None:
         """Prepare the data again, once, if the files they were made of have changed. Raises UserError."""

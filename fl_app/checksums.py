@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,13 +55,48 @@ def hash_of(directory: Path, names: Sequence[str], more: str = "") -> str:
     return hashlib.sha256(json.dumps([*parts, more]).encode()).hexdigest()
 
 
+# of a hash, as far as people are shown it
+SHOWN_DIGITS = 12
+# of a keyed hash: they name the key
+KEY_DIGITS = 16
+
+
 class DataHashes(NamedTuple):
-    """Hashes of a data set and of its partition, as hexadecimal digits; the second is empty where all data are one client's, and
-    the first keyed.
+    """Hashes of a data set and of its partition, as hexadecimal digits.
+
+    A client that tells nobody what its data are has a keyed hash of both as the first, and none as the second.
     """
 
     data: str
     partition: str
+
+    def difference(self, other: DataHashes) -> str:
+        """Say what differs from another data set, with both hashes; empty if nothing does, or if two keys leave it unknown."""
+        if self == other:
+            return ""
+        if not self.partition and not other.partition and self.data[:KEY_DIGITS] != other.data[:KEY_DIGITS]:
+            return ""
+        if self.data != other.data:
+            return f"data set ({shown(self.data, other.data)})"
+        return f"partition ({shown(self.partition, other.partition)})"
+
+
+HASHES = ("data-sha256", "partition-sha256")
+"""How clients call the two."""
+
+
+def told_hashes(answer: Mapping[str, object]) -> DataHashes | None:
+    """Return the hashes that a client tells of its data; None if it tells none."""
+    data, partition = (str(answer.get(name, "")) for name in HASHES)
+    known = re.fullmatch("[0-9a-f]{64}", data) and re.fullmatch("([0-9a-f]{64})?", partition)
+    return DataHashes(data, partition) if known else None
+
+
+def shown(found: str, expected: str) -> str:
+    """Show the beginnings of two hashes, where they differ: those of one key begin alike."""
+    start = KEY_DIGITS if found[:KEY_DIGITS] == expected[:KEY_DIGITS] else 0
+    cut = slice(start, start + SHOWN_DIGITS)
+    return f"sha256 {found[cut]}..., expected {expected[cut]}..."
 
 
 Stamp = tuple[int, int, int]

@@ -21,6 +21,9 @@ BY_COLUMN = "by-column"
 OWN_PARTITION = "file:"
 """Prefix of a partition that is a file of the user's own."""
 
+SCALING = ("mean", "std", "shift", "scale", "target-shift")
+"""What numbers of data are normalised, shifted and scaled by, as clients tell it and as run.json keeps it."""
+
 TASKS = ("classification", "multi-label", "regression")
 
 

@@ -103,7 +103,7 @@ class Metric:
     @property
     def declared(self) -> dict[str, Any]:
         """What run.json keeps of a task's metric."""
-        return {name: getattr(self, name) for name in ("name", "higher_is_better", "ratio", "low", "high")}
+        return {name: getattr(self, name) for name in ("name", "higher_is_better", "ratio", "low", "high", "pooling")}
 
     def clipped(self, value: float) -> float:
         """Return a value that rounding took beyond the range as the bound; any other as it is."""

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from fl_app.checksums import SHOWN_DIGITS
 from fl_app.config import RunConfig
 from fl_app.keys import KeySpec, Scalar, bears_on, specs
 from fl_app.sources import named_data
@@ -14,7 +15,6 @@ from fl_app.sources import named_data
 T = TypeVar("T")
 DATA_SHA256 = "data-sha256"
 """Beside the keys of runs whose data sets are the same by name and not by content."""
-SHOWN_DIGITS = 12
 
 
 class Recorded(Protocol):

@@ -79,6 +79,10 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
+# numbers of an evaluation that are no metrics
+BOOKKEEPING = ("digest-version", "evaluated", "expected")
+
+
 def new_records(path: Path, position: int) -> Iterator[Record]:
     """Yield the whole lines of metrics.jsonl from a position on; `position` in a record is where the next one begins."""
     if not path.is_file():
@@ -117,6 +121,8 @@ def scalars(record: Mapping[str, Any], metric: Metric) -> dict[str, float]:
     found |= {f"seconds/{phase}": value for phase, value in numbers(record.get("seconds", {})).items()}
     found["failures"] = len(record.get("failures", []))
     for key, value in numbers(evaluation).items():
+        if key in BOOKKEEPING:
+            continue
         at_home = key == name or key.startswith(f"{name}-")
         found[f"{name}/all-clients{key.removeprefix(name)}" if at_home else f"all-clients/{key}"] = value
     return found | {f"unseen/{key}": value for key, value in numbers(evaluation.get("unseen", {})).items()}

@@ -21,7 +21,7 @@ from fl_app.checksums import DataHashes, Stamp, stamps_in, unchanged
 from fl_app.config import RunConfig
 from fl_app.data import index_files
 from fl_app.data.index_files import Partition, partition_of
-from fl_app.data.prepared import DataRequest, DatasetInfo, Prepared, Samples, Targets, absolute, data_root, keyed
+from fl_app.data.prepared import DataRequest, DatasetInfo, Prepared, Samples, Targets, absolute, data_root, keyed_hash
 from fl_app.errors import UserError
 from fl_app.sources import FOLDER, NODE, SOURCES, Source, path_in, source_of
 
@@ -72,10 +72,13 @@ class OpenedData:
 
     @cached_property
     def hashes(self) -> DataHashes:
-        """What the data are told from others by; a site's own have a hash that means nothing to others. Raises OSError."""
-        if self.partition is None:
-            return DataHashes(keyed(self.data.sha256), "")
-        return DataHashes(self.data.sha256, self.partition.sha256)
+        """What the data set and its partition are told from others by."""
+        return DataHashes(self.data.sha256, self.partition.sha256 if self.partition else "")
+
+    @cached_property
+    def hidden_hashes(self) -> DataHashes:
+        """`hashes` for those who must not learn what the data are. Raises OSError where the site's key cannot be kept."""
+        return DataHashes(keyed_hash("".join(self.hashes)), "")
 
     def client(self, client_id: int) -> ClientData:
         """Return one client's samples."""

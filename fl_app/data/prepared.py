@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import hmac
 import json
 import logging
@@ -29,6 +30,7 @@ from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError, describe
 from fl_app.files import build_once, cache_key, lock, make_directory, publish_text
+from fl_app.known_names import SCALING
 from fl_app.site import site_directory
 from fl_app.sources import NODE, path_in
 from fl_app.tasks import Task
@@ -184,6 +186,13 @@ class DatasetInfo:
         return tuple(0.0 if still else std for still, std in zip(self.still, self.std, strict=True))
 
     @property
+    def scaling(self) -> dict[str, list[float]]:
+        """What turns numbers into inputs: mean, std, and what they are stored less and divided by; [] where nothing is done."""
+        facts = self.facts
+        lists = (self.mean, self.std, facts.shift, facts.scale, facts.target_shift)
+        return {name: [*values] for name, values in zip(SCALING, lists, strict=True)}
+
+    @property
     def remarks(self) -> list[str]:
         """What its user should know of how the data were read."""
         features = self.facts.features
@@ -233,8 +242,10 @@ class Groups:
     names: tuple[str, ...]
 
 
-def keyed(sha256: str) -> str:
+def keyed_hash(sha256: str) -> str:
     """Return a hash of a site's data as others may see it: keyed, so that nobody can try out what the data may be.
+
+    Its first digits name the key: two hashes of different keys say nothing of each other.
 
     The site's own directory keeps the key: the same data have the same hash here, and another one elsewhere. Raises UserError for a
     relative one, and OSError.
@@ -246,7 +257,8 @@ def keyed(sha256: str) -> str:
         if not path.exists():
             publish_text(path, secrets.token_hex(32))
         key = path.read_text(encoding="utf-8").strip()
-    return hmac.new(key.encode(), sha256.encode(), "sha256").hexdigest()
+    name = hashlib.sha256(key.encode()).hexdigest()[: checksums.KEY_DIGITS]
+    return name + hmac.new(key.encode(), sha256.encode(), "sha256").hexdigest()[checksums.KEY_DIGITS :]
 
 
 @dataclass(frozen=True)

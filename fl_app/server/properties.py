@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from fl_app.checksums import DataHashes
+from fl_app.checksums import HASHES
 from fl_app.errors import plain
 from fl_app.keys import Scalar
+from fl_app.known_names import SCALING
 from fl_app.wire import ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WireError
 
 Properties = dict[str, Scalar]
@@ -20,9 +21,8 @@ MOST_CLIENTS = 10**6
 SAMPLES = ("train-samples", "test-samples")
 _COUNTS = (("in-channels", 1), ("image-size", 1), ("num-classes", 1), *((name, 0) for name in SAMPLES))
 LIST, SEALED = f"{PRIVATE}-list", f"{PRIVATE}-sealed"  # of private runs
-HASHES = ("data-sha256", "partition-sha256")
 NORMALIZATION = "normalization"
-"""Mean and standard deviation per channel or feature, as JSON."""
+"""What numbers are shifted, scaled and normalised by, as JSON."""
 _TEXTS = ("class-counts", "class-names", FEATURES, FEATURE_TAGS, *HASHES, NORMALIZATION, LIST, SEALED, ERROR)
 _SAMPLE = "input-shape"
 # names of an error's list
@@ -112,18 +112,23 @@ def check_names(answer: Mapping[str, Scalar], agreed: Names | None) -> None:
         raise WireError(f"its {what} are {_shown(mine)}; the others' are {_shown(theirs)}{first}")
 
 
-def tag(answer: Mapping[str, Scalar], client_id: object) -> str | None:
-    """Return a private run's tag of a client's names for another client; None if there is none."""
-    tags = str(answer.get(FEATURE_TAGS, "")).split(",")
-    if type(client_id) is not int or not 0 <= client_id < len(tags):
-        return None
-    return tags[client_id] if re.fullmatch("[0-9a-f]{64}", tags[client_id]) else None
+def tags(answer: Mapping[str, Scalar]) -> list[str]:
+    """Return a private run's tags of a client's names, one for each client."""
+    return str(answer.get(FEATURE_TAGS, "")).split(",")
 
 
-def same_tags(one: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-    """Tell whether two clients of a private run have the same names of features and classes."""
-    mine, theirs = tag(one, other.get("client-id")), tag(other, one.get("client-id"))
+def same_tags(
+    one: Mapping[str, Scalar], tags_of_one: Sequence[str], other: Mapping[str, Scalar], tags_of_other: Sequence[str]
+) -> bool:
+    """Tell whether two clients of a private run have the same names of features and classes. Tags: as `tags` returns them."""
+    mine, theirs = _tag(tags_of_one, other.get("client-id")), _tag(tags_of_other, one.get("client-id"))
     return mine is not None and mine == theirs
+
+
+def _tag(all_of: Sequence[str], client_id: object) -> str | None:
+    if type(client_id) is not int or not 0 <= client_id < len(all_of):
+        return None
+    return all_of[client_id] if len(all_of[client_id]) == 64 else None
 
 
 def _names(text: object) -> tuple[str, ...] | None:
@@ -157,21 +162,14 @@ def shape(answer: Mapping[str, Scalar]) -> Shape | None:
     return Shape(channels, classes, side, inputs) if channels and classes and side else None
 
 
-def hashes(answer: Mapping[str, Scalar]) -> DataHashes | None:
-    """Return the hashes of a client's data and of their partition, None if it tells none."""
-    data, partition = (str(answer.get(name, "")) for name in HASHES)
-    known = re.fullmatch("[0-9a-f]{64}", data) and re.fullmatch("([0-9a-f]{64})?", partition)
-    return DataHashes(data, partition) if known else None
-
-
 def normalization(text: Scalar | None) -> dict[str, list[float]] | None:
-    """Read the mean and standard deviation that a client tells; None if it tells none, or what is no such thing."""
+    """Read what a client tells of its numbers (`DatasetInfo.scaling`); None if it tells nothing, or what is no such thing."""
     try:
         told = json.loads(str(text))
-        found = {name: [float(value) for value in told[name]] for name in ("mean", "std")}
+        found = {name: [float(value) for value in told[name]] for name in SCALING}
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    fits = found["mean"] and len(found["mean"]) == len(found["std"])
+    fits = found["mean"] and len(found["mean"]) == len(found["std"]) and len(found["shift"]) == len(found["scale"])
     return found if fits and all(map(math.isfinite, chain(*found.values()))) else None
 
 

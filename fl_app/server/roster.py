@@ -17,7 +17,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fl_app import wire
-from fl_app.checksums import DataHashes
+from fl_app.checksums import DataHashes, told_hashes
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, plain
 from fl_app.keys import Scalar
@@ -64,6 +64,8 @@ class Roster:
         # What most sites call the features of their own data; in private runs, an answer that most agree with.
         self.names: Names | None = None
         self.like: Properties | None = None
+        # nodes whose answers it was chosen from
+        self._compared: set[int] = set()
         # The list of all sites' keys that most clients hold.
         self.key_list: str | None = None
         # Hashes of most clients' data and partition, where all hold the same.
@@ -234,9 +236,25 @@ class Roster:
             self._refused[node] = who, str(error)
 
     def _most_alike(self) -> Properties | None:
-        """Return the answer whose names most others share, as their tags say; None where no answer has tags."""
+        """Return an answer whose names most others share, as their tags say; None where no answer has tags.
+
+        The first that more than half agree with is taken, so that a few comparisons with all do where sites are alike.
+        """
         answers = [given for given in self._answers.values() if wire.FEATURE_TAGS in given]
-        return max(answers, key=lambda one: sum(properties.same_tags(one, other) for other in answers), default=None)
+        tags = [properties.tags(given) for given in answers]
+        best, most = None, 0
+        for given, own in zip(answers, tags, strict=True):
+            alike = sum(
+                properties.same_tags(given, own, other, theirs) for other, theirs in zip(answers, tags, strict=True)
+            )
+            if alike > most:
+                best, most = given, alike
+            if 2 * most > len(answers):
+                break
+        return best
+
+    def _called_alike(self, given: Properties, other: Properties) -> bool:
+        return properties.same_tags(given, properties.tags(given), other, properties.tags(other))
 
     # Which node is which client
 
@@ -249,10 +267,11 @@ class Roster:
             self.shape = most_common(properties.shape(p) for p in self._answers.values())
             if self.config.dataset == NODE:
                 self.names = most_common(map(properties.names, self._answers.values()))
-                self.like = self._most_alike()
+                if set(self._answers) != self._compared:
+                    self.like, self._compared = self._most_alike(), set(self._answers)
             self.key_list = most_common(properties.key_list(p) for p in self._answers.values())
             self.hashes = most_common(
-                found for p in self._answers.values() if (found := properties.hashes(p)) and found.partition
+                found for p in self._answers.values() if (found := told_hashes(p)) and found.partition
             )
             self.node_of, self.properties, self._holders = {}, {}, Holders()
         seated = set(self.node_of.values())
@@ -268,7 +287,7 @@ class Roster:
         client_id = properties.check(given, self.num_clients)
         if self.config.dataset == NODE:
             properties.check_names(given, self.names)
-            if self.config.private and self.like is not None and not properties.same_tags(given, self.like):
+            if self.config.private and self.like is not None and not self._called_alike(given, self.like):
                 raise wire.WireError(
                     f"its features or classes are not called as those of {claimed(self.like)} and most others, or are in another "
                     "order; which these are only the sites can compare"
@@ -277,7 +296,7 @@ class Roster:
             raise wire.WireError(
                 f"its data have {properties.describe(properties.shape(given))}, the others' {properties.describe(self.shape)}"
             )
-        self._check_data(client_id, properties.hashes(given))
+        self._check_data(client_id, told_hashes(given))
         if self.config.private:
             properties.check_keys(given, self.key_list, self.num_clients)
         self._holders.claim(client_id, self._who[node], client_id in self.node_of)
@@ -295,25 +314,17 @@ class Roster:
         if found is None:
             return
         whose = None if found.partition else client_id
-        if (began := self.recorded.get(whose, found)) != found:
-            raise wire.WireError(f"its {differing(found, began)} is not what the run started with")
-        if whose is None and self.hashes is not None and found != self.hashes:
-            raise wire.WireError(f"its {differing(found, self.hashes)} is not the others'")
+        if differs := found.difference(self.recorded.get(whose, found)):
+            raise wire.WireError(f"its {differs} is not what the run started with")
+        if whose is None and self.hashes is not None and (differs := found.difference(self.hashes)):
+            raise wire.WireError(f"its {differs} is not the others'")
 
     def _record_hashes(self) -> None:
         """Keep what data the run has, for clients that come later or again."""
         for client_id in self.node_of:
-            found = properties.hashes(self.properties[client_id])
+            found = told_hashes(self.properties[client_id])
             if found is not None:
                 self.recorded.setdefault(None if found.partition else client_id, found)
-
-
-def differing(found: DataHashes, other: DataHashes) -> str:
-    """Say which of two hashes differs from another client's or run's, and both."""
-    name, ours, theirs = "data set", found.data, other.data
-    if ours == theirs:
-        name, ours, theirs = "partition", found.partition, other.partition
-    return f"{name} (sha256 {ours[:12]}..., expected {theirs[:12]}...)"
 
 
 def claimed(given: Properties) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from fl_app import plugins, tasks
-from fl_app.checksums import DataHashes, sha256_of
+from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig, scheduled
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError, listed, plain
@@ -29,7 +29,6 @@ from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, ope
 from fl_app.keys import Scalar, own, show, table_of
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
-from fl_app.server.properties import hashes as hashes_of
 from fl_app.toml import flatten, parse_toml, to_toml
 
 log = logging.getLogger("corolla")
@@ -51,7 +50,7 @@ DATA, INITIAL_WEIGHTS = "data", "initial-weights-sha256"
 # Of data that all clients of a run share; a client that holds its own has its hash in clients.json.
 DATA_HASH, PARTITION_HASH, NORMALIZED_BY = "sha256", "partition-sha256", "normalization"
 # of clients.json
-CLIENT_HASH = "data-sha256"
+CLIENT_HASH = HASHES[0]
 ROUNDS, TUNING_RATE = "num-server-rounds", "finetune-learning-rate"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
@@ -371,21 +370,16 @@ def _check_weights(run: Path, config: RunConfig) -> None:
     began, path = read_about(run).get(INITIAL_WEIGHTS), Path(config.initial_weights)
     if began and config.initial_weights and path.is_file() and (now := sha256_of(path)) != began:
         raise UserError(
-            f"initial-weights: {config.initial_weights} has changed since the run started: sha256 {now[:12]}..., "
-            f"expected {began[:12]}...; put the old file back, or start a new run"
+            f"initial-weights: {config.initial_weights} has changed since the run started: {shown(now, began)}; put the old file "
+            "back, or start a new run"
         )
 
 
 def check_data(run: Path, found: DataHashes) -> None:
     """Raise UserError if the data that all clients share are not those that a run started with."""
-    began = read_hashes(run).get(None, found)
-    if began != found:
-        what, now, then = ("data set", found.data, began.data)
-        if now == then:
-            what, now, then = "partition", found.partition, began.partition
+    if differs := found.difference(read_hashes(run).get(None, found)):
         raise UserError(
-            f"resume: the {what} has changed since the run started: sha256 {now[:12]}..., expected {then[:12]}...; put the "
-            "old data back, or start a new run"
+            f"resume: since the run started its {differs} has changed; put the old data back, or start a new run"
         )
 
 
@@ -455,7 +449,7 @@ def _is_record(record: Any) -> bool:
 def client_facts(client_id: int, properties: Mapping[str, Scalar]) -> dict[str, Any]:
     """What clients.json keeps of a client's properties; malformed class counts are dropped and logged."""
     facts: dict[str, Any] = {name: properties.get(name) for name in ("train-samples", "test-samples")}
-    if (hashes := hashes_of(properties)) and not hashes.partition:
+    if (hashes := told_hashes(properties)) and not hashes.partition:
         facts[CLIENT_HASH] = hashes.data
     text = str(properties.get("class-counts", ""))
     counts = [int(word) for word in text.split(",") if word.isascii() and word.isdecimal()]

@@ -143,9 +143,12 @@ def require_packages(config: RunConfig) -> None:
 
 
 def recorded_headline(about: Mapping[str, Any]) -> Metric:
-    """Return the headline metric that a run's run.json tells; accuracy for runs that tell none."""
+    """Return the headline metric that a run's run.json tells; accuracy for runs that tell none.
+
+    Runs of earlier versions do not tell how it is pooled: every headline was averaged over samples.
+    """
     found = about.get("metrics")
     try:
-        return Metric(**found[0]) if found else ACCURACY
+        return Metric(**{"pooling": "mean"} | found[0]) if found else ACCURACY
     except (TypeError, KeyError):
         return ACCURACY

@@ -241,7 +241,9 @@ def test_what_is_not_read_is_counted_by_reason(tmp_path: Path) -> None:
         assert words in line
     # from what is prepared already too
     assert data.prepare(f"folder:{folder}", tmp_path / "root").info.remarks == [line]
-    assert data.prepare(f"folder:{write_folder(tmp_path / 'all', {'a': 1, 'b': 1})}", tmp_path / "root").info.remarks == []
+    assert (
+        data.prepare(f"folder:{write_folder(tmp_path / 'all', {'a': 1, 'b': 1})}", tmp_path / "root").info.remarks == []
+    )
 
 
 @pytest.mark.parametrize("where", ["train/a/000.png", "test/b/000.jp2", "train/c"])

@@ -17,7 +17,6 @@ from fl_app import models, weights
 from fl_app.checksums import DataHashes
 from fl_app.errors import UserError
 from fl_app.layout import Layout
-from fl_app.server.roster import differing
 from fl_app.server.run_folder import read_about, read_clients, read_hashes
 from fl_app.weights import save_safetensors
 from strategies import METHOD_PARAMS
@@ -86,7 +85,7 @@ def test_a_run_does_not_go_on_with_other_data(command: Command, tmp_path: Path, 
     metrics = (tmp_path / "one" / "metrics.jsonl").read_bytes()
     write_data(data, 1)
     code, out, err = command(*again(tmp_path, 2))
-    assert code == 2 and "the data set has changed since the run started: sha256" in " ".join((out + err).split())
+    assert code == 2 and "since the run started its data set (sha256 " in " ".join((out + err).split())
     assert (tmp_path / "one" / "metrics.jsonl").read_bytes() == metrics
     write_data(data, 0)
     assert command(*again(tmp_path, 2))[0] == 0
@@ -102,7 +101,7 @@ def test_a_run_does_not_go_on_with_another_partition(command: Command, tmp_path:
     assert command(*arguments(tmp_path, data, "one", *mine))[0] == 0
     parts(10)
     code, out, err = command(*again(tmp_path, 2))
-    assert code == 2 and "the partition has changed since the run started" in " ".join((out + err).split())
+    assert code == 2 and "since the run started its partition (sha256 " in " ".join((out + err).split())
 
 
 def test_a_run_does_not_go_on_with_other_initial_weights(run: Run, tmp_path: Path) -> None:
@@ -188,8 +187,46 @@ def test_the_server_refuses_a_client_that_holds_another_data_set(run: Run, tmp_p
 
 def test_which_hash_differs_is_said() -> None:
     a, b = DataHashes("a" * 64, "c" * 64), DataHashes("b" * 64, "c" * 64)
-    assert differing(a, b) == "data set (sha256 aaaaaaaaaaaa..., expected bbbbbbbbbbbb...)"
-    assert differing(DataHashes("a" * 64, "d" * 64), a).startswith("partition (sha256 dddddddddddd")
+    assert a.difference(a) == ""
+    assert a.difference(b) == "data set (sha256 aaaaaaaaaaaa..., expected bbbbbbbbbbbb...)"
+    assert DataHashes("a" * 64, "d" * 64).difference(a).startswith("partition (sha256 dddddddddddd")
+    # the first 16 digits of a keyed hash name the key: of another one nothing is known
+    mine = DataHashes("a" * 64, "")
+    assert mine.difference(DataHashes("b" * 64, "")) == ""
+    assert (
+        mine.difference(DataHashes("a" * 16 + "b" * 48, ""))
+        == "data set (sha256 aaaaaaaaaaaa..., expected bbbbbbbbbbbb...)"
+    )
+
+
+@pytest.mark.parametrize("more", [{"private": True}, {"dp_epsilon": 8.0}])
+def test_a_run_that_hides_its_data_tells_keyed_hashes_and_no_statistics(
+    run: Run, tmp_path: Path, data: Path, more: dict[str, Any]
+) -> None:
+    setting: dict[str, Any] = {
+        "method": "fedavg", "dataset": f"npz:{data}", "partition": "iid", "train_samples": 0, "test_samples": 0,
+        "num_clients": 3, "num_server_rounds": 1, "normalize": "mean-std", "model": "mlp",
+    }  # fmt: skip
+    plain = run(run_name="plain", **setting)
+    hidden = run(run_name="hidden", **setting, **more)
+    assert "data" not in read_about(hidden.path)
+    told = (hidden.path / "clients.json").read_text() + (hidden.path / "run.json").read_text()
+    assert read_about(plain.path)["data"]["sha256"] not in told and "normalization" not in told
+    assert len(read_hashes(hidden.path)) == 3
+
+
+def test_a_site_that_cannot_keep_a_key_takes_part_and_says_so(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("COROLLA_SITE_DIR", str(tmp_path / "file" / "site"))
+    site = write_data(tmp_path / "site.npz", 0)
+    nodes: Any = {i: {"data-path": str(site)} for i in range(2)}
+    caplog.set_level(logging.WARNING, logger="corolla")
+    folder = run(
+        method="fedavg", dataset="node", classes="0,1,2", num_clients=2, num_server_rounds=1, node_configs=nodes
+    )
+    assert read_hashes(folder.path) == {} and "cannot keep a key" in caplog.text
 
 
 def test_a_sweep_runs_again_what_was_made_of_other_data(command: Command, tmp_path: Path, data: Path) -> None:
@@ -254,3 +291,22 @@ def test_what_is_exported_later_is_normalised_as_the_run_was(command: Command, t
     assert code == 0, err
     (card,) = tmp_path.glob("m*.json")
     assert json.loads(card.read_text())["input"]["mean"] == pytest.approx(mean)
+
+
+def test_what_is_exported_later_is_shifted_as_the_run_was(command: Command, tmp_path: Path) -> None:
+    """Seconds since 1970 are stored less the smallest of them; the card says so when the file is gone, too."""
+    random = np.random.default_rng(0)
+    y = random.integers(0, 2, 120)
+    x = np.stack([1709251200.0 + 10 * y + random.normal(size=120), random.normal(size=120)], axis=1)
+    file = tmp_path / "seconds.npz"
+    np.savez(file, x_train=x[:80], y_train=y[:80], x_test=x[80:], y_test=y[80:])
+    assert command(*arguments(tmp_path, file, "one", "--set", "normalize=mean-std"))[0] == 0
+    cards = []
+    for name in ("there", "gone"):
+        code, _, err = command("export", str(tmp_path / "one"), "--output", str(tmp_path / f"{name}.pt"))
+        assert code == 0, err
+        (card,) = tmp_path.glob(f"{name}*.json")
+        cards.append(json.loads(card.read_text())["input"])
+        file.rename(tmp_path / "elsewhere.npz") if name == "there" else None
+    assert cards[0]["shift"][0] == pytest.approx(x[:80, 0].min()) and cards[0]["shift"][1] == 0
+    assert cards[0] == cards[1]

@@ -74,7 +74,7 @@ def predicts(task: Task) -> bool:
 def described(trained: Trained, data_path: str) -> Card:
     """Return what a card tells of samples and answers: `input`, `outputs`, `classes`.
 
-    data_path: of the node whose data the model is for, for dataset `node`. The mean and standard deviation are those that the run
+    data_path: of the node whose data the model is for, for dataset `node`. What numbers are scaled by is what the run
     recorded. Raises UserError if it has not, and its data are not here, or have changed since.
     """
     config, task = trained.config, tasks.of(trained.config)
@@ -88,8 +88,10 @@ def described(trained: Trained, data_path: str) -> Card:
                 raise UserError(f"{config.dataset} has changed since the run started")
             info, dtype = found.info, str(found.x_train.dtype)
         except UserError as error:
-            if (config.normalize == "mean-std" and not recorded) or data_path:
-                raise UserError(f"normalize: the data set's mean and standard deviation are needed: {error}") from None
+            # runs of earlier versions, which have no hashes, did not shift numbers
+            unknown = config.normalize == "mean-std" or bool(trained.run.hashes)
+            if (unknown and not recorded) or data_path:
+                raise UserError(f"normalize: what the data set's numbers are scaled by is needed: {error}") from None
     elif config.normalize == "mean-std":
         raise UserError(
             "normalize: mean-std's mean and standard deviation are of each node's own data: say with --data-path which, and export "
@@ -100,9 +102,8 @@ def described(trained: Trained, data_path: str) -> Card:
             f"{data_path or config.dataset} holds samples of shape {list(info.input_shape)}, the run's have {shape}"
         )
     names = trained.run.about.get("classes") or (list(info.classes) if info else None)
-    if recorded is None:
-        recorded = {"mean": list(info.mean), "std": list(info.std)} if info is not None else {}
-    constants = recorded if config.normalize == "mean-std" else {}
+    scaling = recorded or (info.scaling if info is not None else {})
+    normalized = scaling if config.normalize == "mean-std" else {}
     return {
         "input": {
             "name": SAMPLES,
@@ -110,12 +111,12 @@ def described(trained: Trained, data_path: str) -> Card:
             "shape": shape,
             "image-size": config.image_size,
             "normalize": config.normalize,
-            "mean": constants.get("mean", []),
-            "std": constants.get("std", []),
-            "shift": list(info.facts.shift) if info else [],
-            "scale": list(info.facts.scale) if info else [],
+            "mean": normalized.get("mean", []),
+            "std": normalized.get("std", []),
+            "shift": scaling.get("shift", []),
+            "scale": scaling.get("scale", []),
         },
-        "target-shift": list(info.facts.target_shift) if info else [],
+        "target-shift": scaling.get("target-shift", []),
         "outputs": [OUTPUTS, PREDICTIONS] if predicts(task) else [OUTPUTS],
         "classes": names or [str(k) for k in range(trained.shape["num_classes"])],
         "has-classes": task.has_classes,
