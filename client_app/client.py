@@ -16,7 +16,7 @@ import numpy as np
 from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
-from client_app.notes import Notes, OwnData
+from client_app.notes import Notes, OwnData, spent_on
 from client_app.session import Session
 from client_app.state import State, StateStore, state_root
 from fl_app import extras, tasks, trainable_tensors, wire
@@ -148,11 +148,14 @@ class CorollaClient(NumPyClient):
         tasks.require_packages(self.config)
         if self.config.dp_epsilon:
             extras.require("opacus", "dp-epsilon")
-            from client_app.dp import Plan, check_module
+            from client_app.dp import Plan, Spent, check_module
 
             info = self.data.info
             check_module(self.session.network(info, "")[0], self.config, info.input_shape)
-            Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config))
+            # what a resumed run has spent itself is not told from others' here
+            own = None if self.keys == wire.SEED_KEYS or self.config.resume else self._own_data()
+            before = Spent.of(spent_on(site_directory(), own) if own else [])
+            Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config), before)
         properties: Config = {
             "client-id": self.client_id,
             "num-clients": self.config.num_clients,
@@ -276,8 +279,16 @@ class CorollaClient(NumPyClient):
         config, simulated = self.config, self.keys == wire.SEED_KEYS
         refuse_within_site("data-dir", data_root(config))
         self._store = StateStore(state_root(config.state_dir), download.experiment, self.client_id)
-        own = OwnData.of(config, self.data_path, self.client_id)
+        own = self._own_data() if config.dp_epsilon else None
         self._notes = Notes(site_directory(), download.experiment, self.client_id, self.run, simulated, own)
+
+    def _own_data(self) -> OwnData | None:
+        """Return which of the site's own data this client trains on, None if it has none."""
+
+        def partition() -> str:
+            return ":".join(self.session.hashes(self.data_path))
+
+        return OwnData.of(self.config, self.data_path, self.client_id, partition)
 
     def _with_budget(self, trainer: LocalTrainer) -> Any:
         """Return a trainer that looks at records by noisy steps alone, within the budget of this client's records."""
