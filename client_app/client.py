@@ -277,8 +277,14 @@ class CorollaClient(NumPyClient):
     def _open_store(self, download: Download) -> None:
         """Open the client's state of an experiment, and what its site has noted of it. Raises UserError."""
         config, simulated = self.config, self.keys == wire.SEED_KEYS
-        refuse_within_site("data-dir", data_root(config))
         self._store = StateStore(state_root(config.state_dir), download.experiment, self.client_id)
+        # what the machine says itself its SuperNode has checked when it started
+        if config.state_dir:
+            refuse_within_site("state-dir", self._store.directory)
+        if config.data_dir:
+            refuse_within_site("data-dir", data_root(config))
+        if config.dp_epsilon or config.private:
+            self._store.refuse_earlier_notes()
         own = self._own_data() if config.dp_epsilon else None
         self._notes = Notes(site_directory(), download.experiment, self.client_id, self.run, simulated, own)
 
