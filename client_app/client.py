@@ -16,7 +16,7 @@ import numpy as np
 from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
-from client_app.notes import Notes, OwnData
+from client_app.notes import Notes, OwnData, spent_on
 from client_app.session import Session
 from client_app.state import State, StateStore, state_root
 from fl_app import extras, tasks, trainable_tensors, wire
@@ -149,10 +149,13 @@ class CorollaClient(NumPyClient):
         tasks.require_packages(self.config)
         if self.config.dp_epsilon:
             extras.require("opacus", "dp-epsilon")
-            from client_app.dp import Plan, check_module
+            from client_app.dp import Plan, Spent, check_module
 
             self.session.check_once(check_module, self.data.info)
-            Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config))
+            # what a resumed run has spent itself is not told from others' here
+            own = None if self.keys == wire.SEED_KEYS or self.config.resume else self._own_data()
+            before = Spent.of(spent_on(site_directory(), own) if own else [])
+            Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config), before)
         properties: Config = {
             "client-id": self.client_id,
             "num-clients": self.config.num_clients,
@@ -275,10 +278,24 @@ class CorollaClient(NumPyClient):
     def _open_store(self, download: Download) -> None:
         """Open the client's state of an experiment, and what its site has noted of it. Raises UserError."""
         config, simulated = self.config, self.keys == wire.SEED_KEYS
-        refuse_within_site("data-dir", data_root(config))
         self._store = StateStore(state_root(config.state_dir), download.experiment, self.client_id)
-        own = OwnData.of(config, self.data_path, self.client_id)
+        # what the machine says itself its SuperNode has checked when it started
+        if config.state_dir:
+            refuse_within_site("state-dir", self._store.directory)
+        if config.data_dir:
+            refuse_within_site("data-dir", data_root(config))
+        if config.dp_epsilon or config.private:
+            self._store.refuse_earlier_notes()
+        own = self._own_data() if config.dp_epsilon else None
         self._notes = Notes(site_directory(), download.experiment, self.client_id, self.run, simulated, own)
+
+    def _own_data(self) -> OwnData | None:
+        """Return which of the site's own data this client trains on, None if it has none."""
+
+        def partition() -> str:
+            return ":".join(self.session.hashes(self.data_path))
+
+        return OwnData.of(self.config, self.data_path, self.client_id, partition)
 
     def _with_budget(self, trainer: LocalTrainer) -> Any:
         """Return a trainer that looks at records by noisy steps alone, within the budget of this client's records."""

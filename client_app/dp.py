@@ -14,8 +14,8 @@ import math
 import secrets
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,6 +76,31 @@ def _keeping_records_apart(module: nn.Module, model: str) -> GradSampleModule:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What was spent of the same records, and what was promised for them with it.
+
+    steps: by kind. epsilon, delta: the smallest that any run promised; without one, what every budget is within.
+    """
+
+    steps: Mapping[Kind, int] = field(default_factory=dict)
+    epsilon: float = math.inf
+    delta: float = 1.0
+
+    @classmethod
+    def of(cls, trainings: Collection[Training], experiment: str = "") -> Spent:
+        """Sum up trainings: the steps of other experiments than one, and what all of them promised."""
+        return cls(
+            _by_kind(t for t in trainings if t.experiment != experiment),
+            min((t.epsilon for t in trainings), default=math.inf),
+            min((t.delta for t in trainings), default=1.0),
+        )
+
+    def budget(self, config: RunConfig) -> tuple[float, float]:
+        """Return (epsilon, delta) within which a run must stay: its own, or what was promised before if that is less."""
+        return min(self.epsilon, config.dp_epsilon), min(self.delta, config.dp_delta)
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a budget is spent. rate: a record's chance to be in a batch; steps: per epoch; noise: multiplier of `dp-clip`."""
 
@@ -84,11 +109,11 @@ class Plan:
     noise: float
 
     @classmethod
-    def of(cls, config: RunConfig, samples: int, epochs: int, before: Mapping[Kind, int] | None = None) -> Plan:
+    def of(cls, config: RunConfig, samples: int, epochs: int, before: Spent | None = None) -> Plan:
         """Plan for a client with so many training samples, whose every round has so many epochs.
 
-        before: steps that other runs took on the same records. The noise is what lets the client take part in all rounds. Raises
-        UserError if there is no such noise.
+        before: what other runs took of the same records. The noise is what lets the client take part in all rounds,
+        within the run's budget and whatever was promised before. Raises UserError if there is no such noise.
         """
         if config.dp_delta * samples >= 1:
             raise UserError(
@@ -96,15 +121,18 @@ class Plan:
                 f"got {config.dp_delta:g}"
             )
         rate, steps = min(1.0, config.batch_size / samples), math.ceil(samples / config.batch_size)
-        total, others = steps * epochs * config.num_server_rounds, tuple(sorted((before or {}).items()))
+        before = before or Spent()
+        epsilon, delta = before.budget(config)
+        total, others = steps * epochs * config.num_server_rounds, tuple(sorted(before.steps.items()))
         try:
-            noise = _noise(config.dp_epsilon, config.dp_delta, rate, total, others)
+            noise = _noise(epsilon, delta, rate, total, others)
         except ValueError:
-            spent = epsilon_of(before or {}, config.dp_delta)
+            spent = epsilon_of(before.steps, delta)
             other_runs = f"; other runs have spent {spent:.4g} of it on this data" if spent else ""
             raise UserError(
-                f"dp-epsilon: no noise keeps {samples} samples within {config.dp_epsilon:g} (dp-delta {config.dp_delta:g}) over "
-                f"{config.num_server_rounds} rounds of {steps * epochs} steps{other_runs}"
+                f"dp-epsilon: no noise keeps {samples} samples within {epsilon:g} (dp-delta {delta:g}"
+                f"{promised_before(config, epsilon, delta)}) over {config.num_server_rounds} rounds of {steps * epochs} steps"
+                f"{other_runs}"
             ) from None
         return cls(rate, steps, noise)
 
@@ -142,6 +170,12 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int, before: tuple[
     return high
 
 
+def promised_before(config: RunConfig, epsilon: float, delta: float) -> str:
+    """Say that a budget was promised by an earlier run, if it is not the run's own."""
+    own = config.dp_epsilon, config.dp_delta
+    return "" if (epsilon, delta) == own else ", promised before; this run's are {:g} and {:g}".format(*own)
+
+
 def epsilon_of(steps: Mapping[Kind, int], delta: float) -> float:
     """Return the epsilon of steps of these kinds together."""
     accountant = RDPAccountant()
@@ -174,27 +208,31 @@ class Budget:
         if not noted and any(self.state.glob(f"*{SUFFIX}")):
             raise UserError(f"dp-epsilon: what {self.state} keeps was trained without a budget, and is not told")
 
-    def before(self) -> Mapping[Kind, int]:
-        """Return the steps that other runs have taken on the same records."""
-        return _by_kind(t for t in self.notes.trainings() if t.experiment != self.notes.experiment)
+    def before(self) -> Spent:
+        """Return the steps that other runs have taken on the same records, and what was promised for these."""
+        return Spent.of(self.notes.trainings(), self.notes.experiment)
 
     def spend(self, name: str, plan: Plan, steps: int) -> float:
         """Note a training before it takes place, for good; return the epsilon spent then. Raises UserError if it is too much."""
         try:
             with self.notes.alone():
-                return self._spend(Training(self.notes.experiment, name, plan.noise, plan.rate, steps))
+                return self._spend(name, plan, steps)
         except OSError as error:
             raise UserError(f"dp-epsilon: cannot note what is spent in {self.notes.budget}: {error.strerror}") from None
 
-    def _spend(self, training: Training) -> float:
-        before, delta = self.notes.trainings(), self.config.dp_delta
-        if self.repeatable and training.name in (earlier.name for earlier in before):
+    def _spend(self, name: str, plan: Plan, steps: int) -> float:
+        before, config = self.notes.trainings(), self.config
+        training = Training(
+            self.notes.experiment, name, plan.noise, plan.rate, steps, config.dp_epsilon, config.dp_delta
+        )
+        allowed, delta = Spent.of(before).budget(config)
+        if self.repeatable and name in (earlier.name for earlier in before):
             return epsilon_of(_by_kind(before), delta)
-        spent, allowed = epsilon_of(_by_kind([*before, training]), delta), self.config.dp_epsilon
+        spent = epsilon_of(_by_kind([*before, training]), delta)
         if spent > allowed * (1 + SLACK):
             raise UserError(
-                f"dp-epsilon: {epsilon_of(_by_kind(before), delta):.4g} of {allowed:g} is spent, and {training.steps} steps more "
-                f"would make it {spent:.4g}"
+                f"dp-epsilon: {epsilon_of(_by_kind(before), delta):.4g} of {allowed:g} is spent"
+                f"{promised_before(config, allowed, delta)}, and {steps} steps more would make it {spent:.4g}"
             )
         self.notes.note(training)
         return spent

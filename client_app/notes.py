@@ -2,8 +2,11 @@
 
 - `runs/<experiment>/client-<id>/<attempt>.answered`: a private round that a client has answered.
 - `runs/<experiment>/client-<id>/budget.json`: the trainings of one run on data that anybody may have, and in simulations.
-- `data/<hash>.json`: the trainings of all runs on the site's own data, by the path of the data.
+- `data/<hash>.json`: the trainings of all runs on one client's part of the site's own data. Whose, its first line says, so that a
+  message reads no further in the files of other data.
 - `spending/<run>-<client>`: the experiment that a run of a deployment spends in.
+
+With each training stands the budget that its run promised: no later run, whatever its own, may break it.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from fl_app.checksums import Stamp, stamp_of
 from fl_app.config import RunConfig
 from fl_app.data.prepared import absolute
 from fl_app.errors import UserError
@@ -29,27 +33,35 @@ _RUNS, _DATA, _SPENDING, _ANSWERED = "runs", "data", "spending", ".answered"
 
 
 class Training(NamedTuple):
-    """A training that was noted: in which experiment, its name there, noise multiplier, sampling rate, steps."""
+    """Trainings that were noted: in which experiment, noise multiplier, sampling rate, steps.
+
+    epsilon, delta: what the run promised for the records. name: of one training in a simulation, where it may be repeated;
+    elsewhere equal trainings are one entry, without a name.
+    """
 
     experiment: str
     name: str
     noise: float
     rate: float
     steps: int
+    epsilon: float
+    delta: float
 
 
 @dataclass(frozen=True)
 class OwnData:
-    """A site's own data. client: whose part of them it is, None for all."""
+    """A site's own data. client: whose part of them it is, None for all. partition: names how they were divided, "" for all."""
 
     path: Path
     client: int | None
+    partition: str = ""
 
     @classmethod
-    def of(cls, config: RunConfig, data_path: str, client_id: int) -> OwnData | None:
+    def of(cls, config: RunConfig, data_path: str, client_id: int, partition: Callable[[], str]) -> OwnData | None:
         """Return what a run reads on a node, None if it is no path of the node's. data_path: the node's own data.
 
-        Data that the run names are the client's part of them, unless they are the node's own.
+        Data that the run names are the client's part of them, unless they are the node's own. partition: returns what names this
+        division of these data among all others.
         """
         site = absolute(data_path) if data_path else None
         if config.dataset == NODE:
@@ -57,17 +69,26 @@ class OwnData:
         if not (named := path_in("dataset", config.dataset)):
             return None
         path = absolute(named)
-        return cls(path, None if site and _overlap(path, site) else client_id)
+        return cls(path, None) if site and _overlap(path, site) else cls(path, client_id, partition())
 
     def shares(self, other: OwnData) -> bool:
-        """Tell whether both may have a record in common: one path is the other or lies in it, and so with the parts."""
-        return _overlap(self.path, other.path) and (None in (self.client, other.client) or self.client == other.client)
+        """Tell whether both may have a record in common: one path is the other or lies in it, unless they are two clients' parts.
+
+        Only parts of one division are apart: what is client 1's in one may be client 2's in another.
+        """
+        apart = None not in (self.client, other.client) and self.client != other.client
+        divided_alike = (self.path, self.partition) == (other.path, other.partition)
+        return _overlap(self.path, other.path) and not (apart and divided_alike)
 
     @property
     def file(self) -> str:
         """The name of the file in which its trainings are noted."""
-        whose = "" if self.client is None else f" client {self.client}"
-        return hashlib.sha256(f"{self.path}{whose}".encode()).hexdigest()[:32] + ".json"
+        return hashlib.sha256(json.dumps(self.header).encode()).hexdigest()[:32] + ".json"
+
+    @property
+    def header(self) -> list[str | int | None]:
+        """What the file's first line holds."""
+        return [str(self.path), self.client, self.partition]
 
 
 def _overlap(a: Path, b: Path) -> bool:
@@ -88,6 +109,9 @@ class Notes:
     run: int = 0
     simulated: bool = False
     own: OwnData | None = None
+    # in this message: files as they were read, and whether files are of data that share records with `own`
+    _read: dict[Path, tuple[Stamp | None, list[Training]]] = field(default_factory=dict, compare=False, repr=False)
+    _shared: dict[Path, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raise UserError for a name that is no experiment's."""
@@ -126,15 +150,28 @@ class Notes:
     def trainings(self) -> list[Training]:
         """Return all trainings that may have used a record of this client's. Raises UserError if they cannot be read."""
         if self.own is None or self.simulated:
-            return _read(self.budget)[1]
-        found = map(_read, sorted((self.site / _DATA).glob("*.json")))
-        return [training for own, noted in found if own is None or own.shares(self.own) for training in noted]
+            return self._trainings_in(self.budget)
+        return [t for path in _files_on(self.site, self.own, self._shared) for t in self._trainings_in(path)]
+
+    def _trainings_in(self, path: Path) -> list[Training]:
+        """Read a file, unless it was read before and nobody has written it since."""
+        stamp = stamp_of(path)
+        if path not in self._read or self._read[path][0] != stamp:
+            self._read[path] = stamp, _read(path)
+        return self._read[path][1]
 
     def note(self, training: Training) -> None:
         """Note a training before it takes place. Raises OSError; `alone` keeps others from doing so at the same time."""
-        _, noted = _read(self.budget)
-        own = None if self.own is None or self.simulated else [str(self.own.path), self.own.client]
-        publish_text(self.budget, json.dumps({"data": own, "trainings": [*noted, training]}) + "\n")
+        noted = self._trainings_in(self.budget)
+        if self.simulated:
+            noted = [*noted, training]
+        else:
+            training = training._replace(name="")
+            alike = [t for t in noted if t._replace(steps=training.steps) == training]
+            steps = sum(t.steps for t in alike) + training.steps
+            noted = [*(t for t in noted if t not in alike), training._replace(steps=steps)]
+        header = self.own.header if self.own and not self.simulated else None
+        publish_text(self.budget, f"{json.dumps(header)}\n{json.dumps(noted)}\n")
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -167,17 +204,41 @@ class Notes:
                 self.directory.parent.rmdir()
 
 
-def _read(path: Path) -> tuple[OwnData | None, list[Training]]:
-    """Read a file of trainings and whose data they used; nothing if it is not there. Raises UserError if it is not readable."""
-    try:
-        noted = json.loads(path.read_text(encoding="utf-8"))
-        own = noted["data"] and OwnData(Path(noted["data"][0]), noted["data"][1])
-        trainings = [
-            Training(str(experiment), str(name), float(noise), float(rate), int(steps))
-            for experiment, name, noise, rate, steps in noted["trainings"]
+def spent_on(site: Path, own: OwnData) -> list[Training]:
+    """Return what all runs of a deployment have spent on a site's own data. Raises UserError if it cannot be read."""
+    return [training for path in _files_on(site, own, {}) for training in _read(path)]
+
+
+def _files_on(site: Path, own: OwnData, shared: dict[Path, bool]) -> list[Path]:
+    """Return the files of trainings that may have used a record of these data, by their first lines. Raises UserError.
+
+    shared: of which files that is known. A file's first line never changes, as its name follows from it.
+    """
+    paths = sorted((site / _DATA).glob("*.json"))
+    for path in paths:
+        if path not in shared:
+            with _readable(path), path.open(encoding="utf-8") as file:
+                name, client, partition = json.loads(file.readline())
+                shared[path] = own.shares(OwnData(Path(name), client, partition))
+    return [path for path in paths if shared[path]]
+
+
+def _read(path: Path) -> list[Training]:
+    """Read a file of trainings; nothing if it is not there. Raises UserError if it is not readable."""
+    if not path.exists():
+        return []
+    with _readable(path):
+        _, noted = path.read_text(encoding="utf-8").splitlines()
+        return [
+            Training(str(experiment), str(name), float(noise), float(rate), int(steps), float(epsilon), float(delta))
+            for experiment, name, noise, rate, steps, epsilon, delta in json.loads(noted)
         ]
-    except FileNotFoundError:
-        return None, []
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise UserError for what goes wrong in reading a file of trainings: one that is not understood must not count as nothing."""
+    try:
+        yield
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise UserError(f"dp-epsilon: what was spent cannot be read from {path} ({error}); nothing more is") from None
-    return own or None, trainings

@@ -23,12 +23,14 @@ from numpy.typing import NDArray
 
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish
-from fl_app.site import refuse_within_site, user_state
+from fl_app.site import user_state
 from fl_app.wire import state_version
 
 log = logging.getLogger("corolla")
 
 SUFFIX = ".state"
+# where earlier versions noted for good what client_app/notes.py does
+_EARLIER = ("budget*", "*.answered")
 
 
 class _Damaged(UserError):
@@ -58,7 +60,14 @@ class StateStore:
             raise UserError(f"client {client_id}: malformed experiment id {experiment[:80]!r}")
         self.client_id = client_id
         self.directory = root / experiment / f"client-{client_id:04d}"
-        refuse_within_site("state-dir", self.directory)
+
+    def refuse_earlier_notes(self) -> None:
+        """Raise UserError if an earlier version noted here what was spent and answered: nothing of that would count any more."""
+        if earlier := _earlier_notes(self.directory):
+            raise UserError(
+                f"resume: experiment {self.directory.parent.name} was started with an earlier version, which noted budgets and "
+                f"answers in {self.directory} ({earlier[0].name}); start a new run"
+            )
 
     def load(self, version: str) -> State:
         """Read a generation, or if its checksum is wrong the newest sound one of an earlier round; "" is the empty state.
@@ -167,10 +176,17 @@ def remove(root: Path, experiment: str) -> None:
 
 
 def _clear(clients: Iterable[Path]) -> None:
-    """Delete the files in clients' directories, and the directories that are empty then."""
+    """Delete the files in clients' directories, but for an earlier version's notes, and the directories that are empty then."""
     for directory in list(clients):
+        kept = _earlier_notes(directory)
         for path in directory.glob("*"):
-            path.unlink(missing_ok=True)
+            if path not in kept:
+                path.unlink(missing_ok=True)
         for empty in (directory, directory.parent):
             with contextlib.suppress(OSError):
                 empty.rmdir()
+
+
+def _earlier_notes(directory: Path) -> list[Path]:
+    """Return the files in which an earlier version noted what a client had spent and answered."""
+    return sorted(path for pattern in _EARLIER for path in directory.glob(pattern))

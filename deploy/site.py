@@ -7,7 +7,7 @@ min-samples = 50
 max-upload = 20_000_000             # bytes
 readable-paths = ["/data/xray"]
 confine = true                      # the kernel keeps applications to these
-site-dir = "/srv/corolla"           # where this site notes what no run may undo
+site-dir = "/srv/corolla/notes"     # where this site notes what no run may undo
 approval = "ask"                    # each run waits for `corolla node approve RUN`
 
 [bounds]

@@ -29,7 +29,7 @@ from fl_app.data.prepared import data_root
 from fl_app.errors import UserError
 from fl_app.files import make_directory
 from fl_app.privacy.keyring import PEERS
-from fl_app.site import VARIABLE, site_directory
+from fl_app.site import VARIABLE, site_directory, user_state
 from fl_app.wire import PRIVATE_KEYS
 
 
@@ -61,11 +61,28 @@ def run(name: str, rules: str, options: list[str]) -> None:
         # applications inherit it
         os.environ.setdefault(VARIABLE, found.site_dir)
     directory = sites_directory() / name
+    check_places(directory)
     audit = Audit(directory)
     command = install(found, audit, directory)
     audit.append("start", site=found.source, rules=path.read_text(encoding="utf-8") if path else "")
     sys.argv = ["flower-supernode", *options]
     command()
+
+
+def check_places(directory: Path) -> None:
+    """Raise UserError if this machine keeps something else in the site's own directory. directory: of the site's keys and audit."""
+    kept = site_directory()
+    places = {
+        "the site's keys": directory,
+        "client state": Path(os.environ.get("COROLLA_STATE_DIR") or user_state()),
+        "prepared data": data_root(RunConfig()),
+    }
+    for what, place in places.items():
+        if place.expanduser().resolve().is_relative_to(kept.resolve()):
+            raise UserError(
+                f"site-dir: {kept} must hold nothing else, and {what} would lie in {place}; name one of its own, such as "
+                f"{kept / 'notes'} (in site.toml, or ${VARIABLE})"
+            )
 
 
 def configure_logging() -> None:

@@ -8,11 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from client_app.client import CorollaClient
 from client_app.notes import Notes, OwnData
+from client_app.session import Session
 from client_app.state import State, StateStore, remove, state_root, stored
 from fl_app.errors import UserError
+from fl_app.layout import NOTHING
 from fl_app.site import site_directory
-from tests.conftest import f32
+from fl_app.wire import Download
+from strategies import METHODS
+from tests.conftest import config, f32
 
 STATE = State({"local.params": f32(1, 2, 3), "mask": np.array([9, 2], np.uint8), "count": np.array(5)})
 
@@ -163,18 +168,54 @@ def test_state_does_not_lie_in_the_sites_own_directory(tmp_path: Path, monkeypat
     site = tmp_path / "site" / "abc"
     monkeypatch.setenv("COROLLA_SITE_DIR", str(site))
     (tmp_path / "link").symlink_to(site)
+
+    def opened(experiment: str = "abc", **changes: Any) -> None:
+        client = CorollaClient(Session(config(num_clients=8, **changes), METHODS["fedavg"]), 7, "", "", 1)
+        client._open_store(Download("train", 1, 0, experiment, NOTHING))
+
     for root in (site, site / "runs", tmp_path / "site", tmp_path / "link", tmp_path / "site" / "x" / ".."):
         with pytest.raises(UserError, match="state-dir: .* lies in the site's own directory, which no run may name"):
-            StateStore(root, "abc", 7)
-    StateStore(tmp_path / "site", "other", 7)
+            opened(state_dir=str(root))
+    with pytest.raises(UserError, match="data-dir: .* lies in the site's own directory, which no run may name"):
+        opened(data_dir=str(site / "x"))
+    opened("other", state_dir=str(tmp_path / "site"))
+    # what the machine says itself is no run's doing
+    monkeypatch.setenv("COROLLA_STATE_DIR", str(site / "state"))
+    monkeypatch.setenv("COROLLA_DATA_DIR", str(site / "data"))
+    opened(state_dir="", data_dir="")
+    monkeypatch.delenv("COROLLA_STATE_DIR")
     monkeypatch.setenv("COROLLA_SITE_DIR", "relative")
     with pytest.raises(UserError, match="COROLLA_SITE_DIR: must be an absolute path, got relative"):
-        StateStore(tmp_path, "abc", 7)
+        opened(state_dir=str(tmp_path))
     monkeypatch.delenv("COROLLA_SITE_DIR")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "user"))
     assert site_directory() == tmp_path / "user" / "corolla" / ".site"
     # beside the experiments, none of which has such a name
     StateStore(state_root(""), "site", 7)
+
+
+@pytest.mark.parametrize("file", ["budget.json", "000001-000000.answered"])
+def test_what_an_earlier_version_noted_is_named_and_kept(tmp_path: Path, file: str) -> None:
+    """It would not count any more: a spent budget would be whole, and a round answered again."""
+    directory = tmp_path / "abc" / "client-0007"
+
+    def opened(experiment: str = "abc", **changes: Any) -> CorollaClient:
+        wanted = config(num_clients=8, state_dir=str(tmp_path), **changes)
+        client = CorollaClient(Session(wanted, METHODS["fedavg"]), 7, "", "", 1)
+        client._open_store(Download("train", 1, 0, experiment, NOTHING))
+        return client
+
+    opened()._store.save(STATE, 1, 0)
+    (directory / file).write_text("[]")
+    for changes in ({"dp_epsilon": 2.0}, {"private": True}):
+        with pytest.raises(UserError, match=f"abc was started with an earlier version, .*{file}.; start a new run"):
+            opened(**changes)
+        opened("new", **changes)
+    opened()._store.forget()
+    assert [path.name for path in directory.iterdir()] == [file]
+    opened()._store.save(STATE, 1, 0)
+    remove(tmp_path, "abc")
+    assert [path.name for path in directory.iterdir()] == [file]
 
 
 def test_an_attempt_is_answered_once(tmp_path: Path) -> None:

@@ -163,3 +163,20 @@ def test_the_gate_tells_applications_where_the_site_keeps_its_notes(
     monkeypatch.delenv("COROLLA_SITE_DIR")
     supernode.run("b", str(rules), [])
     assert seen == [tmp_path / "site", tmp_path / "ruled"]
+
+
+@pytest.mark.parametrize("variable", ["COROLLA_STATE_HOME", "COROLLA_STATE_DIR", "COROLLA_DATA_DIR"])
+def test_a_supernode_does_not_start_with_other_things_in_the_sites_own_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv("COROLLA_SITE_DIR")
+    for name in ("COROLLA_STATE_HOME", "COROLLA_STATE_DIR", "COROLLA_DATA_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "elsewhere"))
+    monkeypatch.setenv(variable, str(tmp_path / "srv" / "x"))
+    monkeypatch.setattr(supernode, "install", lambda *given: lambda: None)
+    monkeypatch.setattr(supernode, "configure_logging", lambda: None)
+    rules = written(tmp_path, f'site-dir = "{tmp_path}/srv"\n')
+    with pytest.raises(UserError, match=r"site-dir: .*/srv must hold nothing else, and .*, such as .*/srv/notes"):
+        supernode.run("a", str(rules), [])
+    monkeypatch.setenv("COROLLA_SITE_DIR", str(tmp_path / "srv" / "notes"))
+    supernode.run("a", str(rules), [])

@@ -14,8 +14,8 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from client_app.dp import Budget, NoisyTrainer, Plan, epsilon_of
-from client_app.notes import Notes, OwnData
+from client_app.dp import Budget, NoisyTrainer, Plan, Spent, epsilon_of
+from client_app.notes import Notes, OwnData, _read
 from client_app.state import State, StateStore
 from client_app.trainer import LocalTrainer
 from fl_app import models, weights
@@ -85,8 +85,8 @@ def test_what_is_spent_stays_spent(tmp_path: Path) -> None:
     again = budget_of(tmp_path, wanted, run=2)
     with pytest.raises(UserError, match=r"dp-epsilon: 2 of 2 is spent, and 13 steps more would make it 2\.\d"):
         again.spend("3-1-train", plan, plan.steps)
-    # what was refused is not noted
-    assert len(again.notes.trainings()) == 3
+    # equal trainings are one entry, and what was refused is not noted
+    assert [t.steps for t in again.notes.trainings()] == [3 * plan.steps]
 
 
 def test_a_repetition_with_the_same_noise_costs_nothing(tmp_path: Path) -> None:
@@ -97,7 +97,9 @@ def test_a_repetition_with_the_same_noise_costs_nothing(tmp_path: Path) -> None:
     assert budget.spend("1-2-train", plan, plan.steps) > once
 
 
-@pytest.mark.parametrize("content", ["", "[[1]]", "{}x", "[1]", "{}", '{"data": 1, "trainings": []}'])
+@pytest.mark.parametrize(
+    "content", ["", "[[1]]", "{}x", "[1]", "{}", '{"data": 1, "trainings": []}', "[1, 2, 3]\n[[1]]"]
+)
 @pytest.mark.parametrize("own", [None, OwnData(Path("/data"), None)])
 def test_a_damaged_budget_stops_everything(tmp_path: Path, content: str, own: OwnData | None) -> None:
     budget = budget_of(tmp_path, config(dp_epsilon=2.0), own=own)
@@ -130,8 +132,10 @@ def test_all_runs_on_a_sites_own_data_spend_from_one_budget(tmp_path: Path) -> N
     wanted = config(dp_epsilon=4.0, num_server_rounds=5)
     plan = Plan.of(wanted, 100, 1)
 
-    def spend(data: str, experiment: str = "first", client: int | None = None, **more: Any) -> float:
-        own = OwnData(Path(data), client)
+    def spend(
+        data: str, experiment: str = "first", client: int | None = None, partition: str = "", **more: Any
+    ) -> float:
+        own = OwnData(Path(data), client, partition)
         return budget_of(tmp_path, wanted, experiment=experiment, own=own, **more).spend("1", plan, plan.steps)
 
     spent = [spend("/a/b", "first"), spend("/a/b", "second", run=2), spend("/a/b", "second", client_id=9)]
@@ -143,12 +147,14 @@ def test_all_runs_on_a_sites_own_data_spend_from_one_budget(tmp_path: Path) -> N
             spend(data, "fourth", client)
     # other data, and two clients' parts of one file
     assert spend("/a2") == spend("/b", client=1) == spend("/b", client=2) == spent[0]
+    # divided in another way, what was client 1's or 2's may be anybody's
+    assert spend("/b", client=3, partition="other") > spend("/b", client=3) > spent[0]
     # a simulation protects nobody, and a repeated experiment has a whole budget
     assert spend("/a/b", "fifth", simulated=True) == spend("/a/b", "sixth", simulated=True) == spent[0]
 
 
 def test_a_plan_leaves_room_for_what_other_runs_have_spent(tmp_path: Path) -> None:
-    first, second = (config(dp_epsilon=epsilon, num_server_rounds=3) for epsilon in (2.0, 4.0))
+    first, second = (config(dp_epsilon=4.0, num_server_rounds=rounds) for rounds in (9, 3))
     own = OwnData(Path("/a"), None)
     budget = budget_of(tmp_path, first, own=own)
     plan = Plan.of(first, 100, 1)
@@ -163,9 +169,57 @@ def test_a_plan_leaves_room_for_what_other_runs_have_spent(tmp_path: Path) -> No
     assert spent[2] == pytest.approx(4.0, rel=0.002) and spent[2] <= 4.0
     last = budget_of(tmp_path, second, experiment="last", own=own)
     with pytest.raises(
-        UserError, match=r"no noise keeps 100 samples within 3.9 .*; other runs have spent 3\.99\d of it"
+        UserError, match=r"no noise keeps 100 samples within 3.9 .*; other runs have spent (3\.99\d|4) of it"
     ):
         Plan.of(config(dp_epsilon=3.9), 100, 1, last.before())
+
+
+def test_no_later_run_breaks_what_an_earlier_one_promised(tmp_path: Path) -> None:
+    """A larger delta makes less of what was spent, and a larger epsilon makes room: neither is the later run's to choose."""
+    own, first = OwnData(Path("/a"), None), config(dp_epsilon=3.0, dp_delta=1e-5, num_server_rounds=2)
+    plan, budget = Plan.of(first, 100, 1), budget_of(tmp_path, first, own=own)
+    spent = [budget.spend(f"{round}", plan, plan.steps) for round in (1, 2)]
+    assert 2.99 < spent[1] <= 3.0
+    for changes in ({"dp_delta": 1e-3}, {"dp_epsilon": 30.0}, {"dp_epsilon": 30.0, "dp_delta": 1e-3}):
+        wanted = config(**{"dp_epsilon": 3.0, "dp_delta": 1e-5, "num_server_rounds": 2, **changes})
+        # in the run itself too, whose config its server may change
+        for experiment in ("abc", "later"):
+            later = budget_of(tmp_path, wanted, own=own, experiment=experiment)
+            with pytest.raises(
+                UserError, match=r"\d of 3 is spent, promised before; this run's are (3|30) and (1e-05|0.001)"
+            ):
+                later.spend("1", plan, plan.steps)
+        # what is left is planned for as that of the promise
+        try:
+            left = Plan.of(wanted, 100, 1, later.before()).noise
+        except UserError as error:
+            assert "within 3 (dp-delta 1e-05, promised before" in str(error)
+        else:
+            assert left > 5 * plan.noise
+    # a smaller delta is a promise of its own, by which more is spent already
+    strict = config(dp_epsilon=3.0, dp_delta=1e-7)
+    with pytest.raises(UserError, match=r"within 3 \(dp-delta 1e-07\) .* other runs have spent [34]\.\d+ of it"):
+        Plan.of(strict, 100, 1, Spent.of(budget.notes.trainings()))
+
+
+def test_a_message_reads_its_own_data_s_notes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = config(dp_epsilon=4.0, num_server_rounds=5)
+    plan = Plan.of(wanted, 100, 1)
+    for client in range(6):
+        budget = budget_of(tmp_path, wanted, own=OwnData(Path(f"/site-{client}"), None))
+        for round in (1, 2, 3):
+            budget.spend(f"{round}", plan, plan.steps)
+    read: list[Path] = []
+    monkeypatch.setattr("client_app.notes._read", lambda path, whole=_read: read.append(path) or whole(path))
+    before = budget_of(tmp_path, wanted, own=OwnData(Path("/site-3"), None))
+    before.check_state()
+    assert before.before().steps == {}
+    before.spend("4", plan, plan.steps)
+    assert read == [before.notes.budget]
+    # another message has noted more since
+    budget_of(tmp_path, wanted, own=OwnData(Path("/site-3"), None)).spend("5", plan, plan.steps)
+    assert [t.steps for t in before.notes.trainings()] == [5 * plan.steps]
+    assert len(before.notes.budget.read_text().splitlines()) == 2
 
 
 def test_a_budget_outlasts_the_state_and_what_a_simulation_noted_does_not(tmp_path: Path) -> None:

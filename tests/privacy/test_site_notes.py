@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from client_app.client import CorollaClient
-from client_app.notes import Notes
+from client_app.notes import Notes, Training
 from client_app.session import Session
 from fl_app.config import RunConfig, parse
 from fl_app.data.prepared import HASH_KEY
@@ -44,7 +45,7 @@ def other(spec: KeySpec, directory: Path) -> Scalar:
         "method": "fedavg",
         "model": "cnn",
         "dataset": f"npz:{directory / 'own.npz'}",
-        "partition": "iid",
+        "partition": "by-column",
         "device": "cpu",
         "track": "tensorboard",
         "image-size": 32,
@@ -81,9 +82,12 @@ def test_no_key_of_a_run_resets_what_is_noted(
     monkeypatch.chdir(tmp_path)
     own = write(tmp_path / "own.npz")
     base: dict[str, Scalar] = {"dataset": f"npz:{own}" if dataset == "npz" else dataset, "method": "fedcac"}
+    base |= {"dp-epsilon": 2.0, "partition": "iid", "train-samples": 5, "test-samples": 2}
     data_path = own if dataset == "node" else ""
     first = notes(base, data_path, keys)
     first.claim("000001-000000")
+    with first.alone():
+        first.note(training := Training("abc", "1", 3.0, 0.1, 10, 2.0, 1e-5))
     tried = set()
     for spec in KEYS:
         if spec.name == "dataset" and dataset != "node":
@@ -95,7 +99,11 @@ def test_no_key_of_a_run_resets_what_is_noted(
             # the value does not go with the others: there is no such run
             continue
         tried.add(spec.name)
-        assert found.budget == first.budget, spec.name
+        # without a budget nothing of it is asked
+        if found.own or dataset == "digits" or keys == SEED_KEYS:
+            assert [t.steps for t in found.trainings()] == [training.steps], spec.name
+        else:
+            assert spec.name == "dp-epsilon"
         with pytest.raises(UserError, match="attempt 000001-000000 was answered before"):
             found.claim("000001-000000")
     assert len(tried) > 0.8 * len(KEYS)
@@ -105,20 +113,34 @@ def test_no_key_of_a_run_resets_what_is_noted(
 
 def test_what_is_the_site_s_own_has_one_budget_whoever_asks(tmp_path: Path) -> None:
     own = write(tmp_path / "own.npz")
+    iid: dict[str, Scalar] = {"partition": "iid", "train-samples": 5, "test-samples": 2, "dp-epsilon": 2.0}
     (tmp_path / "link.npz").symlink_to(own)
-    node = notes({"dataset": "node"}, own)
+    node = notes({"dataset": "node", **iid}, own)
     assert node.budget.parent.name == "data"
     # whatever the server calls it, and however it is reached
-    assert notes({"dataset": "node"}, tmp_path / "link.npz", experiment="another").budget == node.budget
+    assert notes({"dataset": "node", **iid}, tmp_path / "link.npz", experiment="another").budget == node.budget
     for name in ("own.npz", "link.npz", "x/../own.npz"):
-        assert notes({"dataset": f"npz:{tmp_path / name}"}, own, experiment="another").budget == node.budget
+        assert notes({"dataset": f"npz:{tmp_path / name}", **iid}, own, experiment="another").budget == node.budget
     # a part of what the run names is a client's
-    part = notes({"dataset": f"npz:{own}"}, "")
-    assert part.budget not in (node.budget, notes({"dataset": "digits"}, "").budget)
+    part = notes({"dataset": f"npz:{own}", **iid}, "")
+    assert part.budget not in (node.budget, notes({"dataset": "digits", **iid}, "").budget)
     assert part.own is not None and node.own is not None and part.own.shares(node.own)
+    # another client's is apart, until the data are divided in another way, or are other data
+    other_client = dataclasses.replace(part.own, client=1)
+    assert not part.own.shares(other_client)
+    again = notes({"dataset": f"npz:{own}", **iid, "state-dir": str(tmp_path / "x"), "dp-delta": 1e-3}, "").own
+    assert again == part.own
+    for key, value in {"seed": 3, "num-clients": 2, "train-samples": 6}.items():
+        divided = notes({"dataset": f"npz:{own}", **iid, key: value}, "").own
+        assert divided is not None and divided.shares(other_client), key
+    write(own, seed=1)
+    changed = notes({"dataset": f"npz:{own}", **iid}, "")
+    changed_own = notes({"dataset": f"npz:{own}", **iid, "data-dir": str(tmp_path / "anew")}, "").own
+    assert changed.own == part.own or changed.own == changed_own
+    assert changed_own is not None and changed_own.shares(other_client)
     # what anybody has, and a simulation, spend by run
     for raw, path, keys in (({"dataset": "digits"}, "", "secret"), ({"dataset": "node"}, own, SEED_KEYS)):
-        one, two = (notes(raw, path, keys, experiment).budget for experiment in ("first", "second"))
+        one, two = (notes({**raw, **iid}, path, keys, experiment).budget for experiment in ("first", "second"))
         assert one != two and one.is_relative_to(tmp_path / "site" / "runs" / "first" / "client-0000")
 
 
@@ -157,13 +179,16 @@ def test_a_resumed_run_with_other_places_does_not_spend_again(
 def test_the_next_run_on_a_site_s_own_data_has_what_is_left(
     run: Run, nodes: dict[int, dict[str, Any]], tmp_path: Path
 ) -> None:
-    run(**WHOLE, node_configs=nodes)
-    elsewhere = {**WHOLE, "run_name": "next", "state_dir": str(tmp_path / "elsewhere"), "seed": 5}
+    """A site whose budget is spent is refused at the start, by name, whatever the next run promises."""
+    # a third of the clients a round, each of which has room for all rounds
+    first = run(**{**WHOLE, "fraction_train": 0.3}, node_configs=nodes)
+    spent = max(record["dp-epsilon"] for record in read_metrics(first.path))
+    elsewhere = {**WHOLE, "state_dir": str(tmp_path / "elsewhere"), "seed": 5}
+    more = run(**{**elsewhere, "run_name": "more", "dp_epsilon": 6.0, "dp_delta": 1e-3}, node_configs=nodes)
+    last = list(read_metrics(more.path))[-1]["dp-epsilon"]
+    assert spent < last <= 4.0 and last == pytest.approx(4.0, rel=0.01)
     with pytest.raises(UserError, match=r"dp-epsilon: no noise keeps 30 samples within 3.5 .*; other runs have spent"):
-        run(**{**elsewhere, "dp_epsilon": 3.5}, node_configs=nodes)
-    more = run(**{**elsewhere, "run_name": "more", "dp_epsilon": 6.0}, node_configs=nodes)
-    spent = [record["dp-epsilon"] for record in read_metrics(more.path)]
-    assert 4.0 < spent[0] < spent[1] < spent[2] <= 6.0 and spent[2] == pytest.approx(6.0, rel=0.01)
+        run(**{**elsewhere, "run_name": "next", "dp_epsilon": 3.5}, node_configs=nodes)
 
 
 def test_an_experiment_is_repeated_in_simulation(run: Run) -> None:
