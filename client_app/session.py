@@ -64,7 +64,11 @@ class Session:
         check_client_id(self.config, client_id)
         return self._open(data_path).client(client_id)
 
-    def hashes(self, data_path: str) -> DataHashes | None:
+    def hashes(self, data_path: str) -> DataHashes:
+        """Return the hashes of the opened data, which stay here."""
+        return self._open(data_path).hashes
+
+    def told_hashes(self, data_path: str) -> DataHashes | None:
         """Return what the server may tell the opened data from others by; None if the site's key cannot be kept.
 
         A site's own data, and data of private runs and of runs with a budget of privacy, have keyed hashes.

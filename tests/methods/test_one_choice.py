@@ -63,7 +63,8 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Arrays]]:
 )
 def test_all_that_is_averaged_is_one_clients(run: Run, rounds: list[tuple[Arrays, Arrays]], method: str) -> None:
     own = {**IN_TWO_ROUNDS.get(method, {}), **({method: SETTINGS[method]} if method in SETTINGS else {})}
-    run(method=method, model="resnet8", robust="krum", num_clients=CLIENTS, max_update_norm=0, seed=1, **own)
+    few = {"train_samples": 10, "test_samples": 4, "batch_size": 5}
+    run(**{"method": method, "model": "resnet8", "robust": "krum", "num_clients": CLIENTS, "seed": 1, **few, **own})
     assert len(rounds) == 2
     for stacks, averages in rounds:
         chosen = [
