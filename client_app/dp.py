@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from opacus.accountants import RDPAccountant
+from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import GradSampleModule
 from opacus.optimizers import DPOptimizer
@@ -157,14 +158,21 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int, before: tuple[
         return float(found)
     low = high = float(found)
 
+    orders = RDPAccountant.DEFAULT_ALPHAS
+    with quiet():
+        # of all that is past, once: a search asks for the sum many times
+        past = sum(compute_rdp(q=r, noise_multiplier=n, steps=taken, orders=orders) for (n, r), taken in before)
+
     def spent(noise: float) -> float:
-        return epsilon_of(Counter(dict(before)) + Counter({(noise, rate): steps}), delta)
+        with quiet():
+            ahead = compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=orders)
+            return float(get_privacy_spent(orders=orders, rdp=past + ahead, delta=delta)[0])
 
     while spent(high) > epsilon:
         low, high = high, 2 * high
         if high > _MOST_NOISE:
             raise ValueError
-    while epsilon - spent(high) > tolerance and high - low > high * 1e-6:
+    while epsilon - spent(high) > tolerance and high - low > high * 1e-4:
         middle = (low + high) / 2
         low, high = (low, middle) if spent(middle) <= epsilon else (middle, high)
     return high
