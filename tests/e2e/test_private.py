@@ -32,7 +32,8 @@ def test_a_killed_client_costs_one_repeat_among_the_others(cluster: Cluster, tmp
 
 def test_a_killed_training_has_spent_its_budget(cluster: Cluster, tmp_path: Path) -> None:
     cluster.start(2)
-    cluster.hold(1, training=2)
+    # before its first, a client tries its model's gradients record by record, in a process of its own
+    cluster.hold(1, training=3)
     config = {
         "method": "fedavg",
         "dp-epsilon": 8.0,
@@ -44,7 +45,7 @@ def test_a_killed_training_has_spent_its_budget(cluster: Cluster, tmp_path: Path
         "state-dir": str(tmp_path / "state"),
     }
     run = BackgroundRun(cluster, tmp_path / "killed", 2, config)
-    cluster.training(1, 2).kill()
+    cluster.training(1, 3).kill()
     run.finish()
     records = rounds(run.folder)
     assert [sorted(r["clients"]) for r in records] == [["0", "1"], ["0"], ["0", "1"]]
