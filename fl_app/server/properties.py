@@ -112,23 +112,26 @@ def check_names(answer: Mapping[str, Scalar], agreed: Names | None) -> None:
         raise WireError(f"its {what} are {_shown(mine)}; the others' are {_shown(theirs)}{first}")
 
 
-def tags(answer: Mapping[str, Scalar]) -> list[str]:
-    """Return a private run's tags of a client's names, one for each client."""
-    return str(answer.get(FEATURE_TAGS, "")).split(",")
+class Tags(NamedTuple):
+    """A private run's tags of a client's names of features and classes, one for each client."""
+
+    client_id: object
+    values: list[str]
+
+    def alike(self, other: Tags) -> bool:
+        """Tell whether two clients have the same names."""
+        mine = self._for(other.client_id)
+        return mine is not None and mine == other._for(self.client_id)
+
+    def _for(self, client_id: object) -> str | None:
+        if type(client_id) is not int or not 0 <= client_id < len(self.values):
+            return None
+        return self.values[client_id] if len(self.values[client_id]) == 64 else None
 
 
-def same_tags(
-    one: Mapping[str, Scalar], tags_of_one: Sequence[str], other: Mapping[str, Scalar], tags_of_other: Sequence[str]
-) -> bool:
-    """Tell whether two clients of a private run have the same names of features and classes. Tags: as `tags` returns them."""
-    mine, theirs = _tag(tags_of_one, other.get("client-id")), _tag(tags_of_other, one.get("client-id"))
-    return mine is not None and mine == theirs
-
-
-def _tag(all_of: Sequence[str], client_id: object) -> str | None:
-    if type(client_id) is not int or not 0 <= client_id < len(all_of):
-        return None
-    return all_of[client_id] if len(all_of[client_id]) == 64 else None
+def tags(answer: Mapping[str, Scalar]) -> Tags:
+    """Read a client's tags."""
+    return Tags(answer.get("client-id"), str(answer.get(FEATURE_TAGS, "")).split(","))
 
 
 def _names(text: object) -> tuple[str, ...] | None:

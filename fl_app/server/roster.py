@@ -244,17 +244,12 @@ class Roster:
         tags = [properties.tags(given) for given in answers]
         best, most = None, 0
         for given, own in zip(answers, tags, strict=True):
-            alike = sum(
-                properties.same_tags(given, own, other, theirs) for other, theirs in zip(answers, tags, strict=True)
-            )
+            alike = sum(own.alike(theirs) for theirs in tags)
             if alike > most:
                 best, most = given, alike
             if 2 * most > len(answers):
                 break
         return best
-
-    def _called_alike(self, given: Properties, other: Properties) -> bool:
-        return properties.same_tags(given, properties.tags(given), other, properties.tags(other))
 
     # Which node is which client
 
@@ -287,7 +282,11 @@ class Roster:
         client_id = properties.check(given, self.num_clients)
         if self.config.dataset == NODE:
             properties.check_names(given, self.names)
-            if self.config.private and self.like is not None and not self._called_alike(given, self.like):
+            if (
+                self.config.private
+                and self.like is not None
+                and not properties.tags(given).alike(properties.tags(self.like))
+            ):
                 raise wire.WireError(
                     f"its features or classes are not called as those of {claimed(self.like)} and most others, or are in another "
                     "order; which these are only the sites can compare"
