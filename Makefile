@@ -1,30 +1,33 @@
-# Two commands on a fresh machine: `make run` and `make test`. Each sets everything up first.
+# Two commands on a fresh machine: `make run` and `make test`. Each sets everything up first. `make help` lists all.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
 NEXT := .venv-next
 
-.PHONY: install run test test-long test-faults test-nightly test-hostile test-next test-docker cluster-demo soak bench bench-short check lint types \
-  docs wheel clean
+.PHONY: install help run test test-long test-faults test-nightly test-hostile test-next test-docker cluster-demo soak bench bench-short check lint types \
+  docs site site-serve wheel clean
 
-install: $(VENV)/.installed
+install: $(VENV)/.installed ## into .venv, with all extras and what development needs
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) deploy/install.py $(VENV)
 	@touch $@
 
-run: install
+run: install ## install, then compare three methods on digits
 	$(BIN)/corolla demo
 
 # first what is quick, then what needs no Flower processes either, both on up to four cores with a thread each, then what starts them
-MINUTES := tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py studies/tests
+MINUTES := tests/pages tests/experiments tests/methods tests/report tests/api tests/tracking tests/test_all_methods.py studies/tests
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 # two files at a time: such tests wait more than they compute
 WAITING := $(BIN)/python -m pytest -n 2 --dist loadfile -rs
 unexport PYTHONDONTWRITEBYTECODE # the processes that tests start would compile everything anew
 
-test: install
+test: install ## the tests
 	@echo "1/3: what is quick"
 	@$(UNIT) --ignore tests/e2e $(MINUTES:%=--ignore %)
 	@echo "2/3: methods, reports, whole runs"
@@ -33,22 +36,22 @@ test: install
 	@$(WAITING) tests/e2e
 
 # minutes of real Flower processes: every method in simulation, launched clusters
-test-long: install
+test-long: install ## minutes of real Flower processes
 	$(UNIT) -m "long and not nightly" --ignore tests/e2e
 	$(WAITING) -m "long and not nightly" tests/e2e
 
 # deployments whose processes are killed and whose network is cut (as root; says so otherwise)
-test-faults: install
+test-faults: install ## deployments whose processes are killed and whose network is cut
 	$(WAITING) -m "faults and not nightly" tests/e2e
 
 # the rest of both: every method in simulation, every preset, longer cuts, leaks; more than an hour
-test-nightly: install
+test-nightly: install ## the rest of both, more than an hour
 	$(UNIT) -m nightly --ignore tests/e2e
 	$(BIN)/python -m pytest -m nightly -rs tests/e2e
 	$(BIN)/python -m tests.matrix
 
 # the newest Flower, in an environment of its own on top of this one's other packages: unit tests there, and digests of both
-test-next: install
+test-next: install ## with the newest Flower, in an environment of its own
 	test -x $(NEXT)/bin/python || $(BIN)/python -m venv $(NEXT)
 	{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; pwd; } \
 	  > "$$($(NEXT)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/pinned.pth"
@@ -59,48 +62,56 @@ test-next: install
 
 # every attack of tests/hostile/catalogue.py; the results are in hostile.json, `python -m tests.hostile.table` makes docs/security.md's
 # table of them
-test-hostile: install
+test-hostile: install ## every attack of tests/hostile/catalogue.py
 	$(WAITING) -m hostile tests/hostile
 
 # clusters in containers; needs a Docker engine, says so without one
-test-docker: install
+test-docker: install ## clusters in containers
 	$(BIN)/python -m pytest -m docker -rs
 
 # SuperLink and four SuperNodes in containers: build, up, FedCAC on digits, table, down
-cluster-demo:
+cluster-demo: ## SuperLink and four SuperNodes in containers
 	deploy/demo.sh
 
 # 20 SuperNodes for 20 rounds: memory stays flat, nothing is left running
-soak: install
+soak: install ## 20 SuperNodes for 20 rounds
 	COROLLA_SOAK_CLIENTS=20 COROLLA_SOAK_ROUNDS=20 $(BIN)/python -m pytest -m nightly -k leak -s tests/e2e
 
 # ratios of docs/performance.md; about half an hour on two idle cores
-bench: install
-	for name in kernels privacy training methods simulation deployment startup memory gpu_check; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+bench: install ## the ratios of docs/performance.md, half an hour
+	for name in kernels privacy training client_cost methods simulation deployment startup memory scale gpu_check; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 # small forms; fail when a ratio is more than twice its target, and is so again: a slow moment passes, a slow program does not
-bench-short: install
-	for name in kernels privacy training simulation deployment startup memory; do \
+bench-short: install ## their small forms
+	for name in kernels privacy training simulation deployment startup memory scale; do \
 	  $(BIN)/python -m benchmarks.$$name --short || $(BIN)/python -m benchmarks.$$name --short || exit 1; done
 
-check: lint types test
+check: lint types test ## lint, types and tests
 
-lint: install
+lint: install ## ruff
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install
+types: install ## mypy
 	$(BIN)/mypy
 
 # the reference, and the tables and pictures of docs/results.md; what it writes into pyproject.toml is the run config's defaults, which need no new installation
-docs: install
+docs: install ## the reference of keys, and the tables and pictures of docs/results.md
 	$(BIN)/corolla reference
 	$(BIN)/python -m studies.results_page
 	touch $(VENV)/.installed
 
+# build/site: pages for a browser, with a search; a broken link or anchor ends it. NO_MKDOCS_2_WARNING: a notice of the theme's authors
+site: install ## the documentation as a site: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet
+	@echo "build/site/index.html"
+
+site-serve: install ## the site on this machine, built anew when a page changes
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs serve
+
 # dist/corolla-*.whl, for an environment without a clone
-wheel: install
+wheel: install ## dist/corolla-*.whl
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-clean:
-	rm -rf $(VENV) $(NEXT) dist *.egg-info
+clean: ## remove the environments and what was built
+	rm -rf $(VENV) $(NEXT) build dist *.egg-info

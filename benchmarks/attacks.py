@@ -1,7 +1,8 @@
-"""What a client that lies may upload within the format: attacks by name, and the client half that applies one to its own uploads.
+"""Attacks of a lying client within the format, by name, and the client half that applies one to its own uploads.
 
-Every upload here passes the checks of form: names, shapes, finite numbers, the right number of ones in a mask. A liar trains as
-the method does, then lies. The strongest attacks know what all others upload in the round; several liars agree.
+Every upload here passes the checks of form: names, shapes, finite numbers, the right number of ones in a mask. A liar
+trains as the method does, then changes its upload. The strongest attacks know all other uploads of the round; several
+liars cooperate.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ from strategies.engine.screening import USUAL, Screening
 HUGE = 1e6
 BACKWARDS = 5
 NOISE = 1.0  # standard deviation
-# Share of the bound that an adaptive liar uses.
+# fraction of the bound that an adaptive liar uses
 MARGIN = 0.95
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a liar has before it when it uploads: what it was sent, its honest upload, all others' uploads of this round and what
-    they were sent; and what the server remembers of uploads, after each round that is over.
+    """A liar's knowledge when it uploads.
+
+    It knows the model it was sent, its honest upload, all other clients' uploads of this round, and the models that
+    they were sent (starts). It also knows the server's memory of uploads after each past round (screenings).
     """
 
     sent: Model
@@ -55,7 +58,7 @@ Attack = Callable[[Scene], Upload]
 
 
 def honest(scene: Scene) -> Upload:
-    """Do not lie."""
+    """Upload the honest upload."""
     return scene.honest
 
 
@@ -66,7 +69,7 @@ def scaled(scene: Scene) -> Upload:
 
 
 def negated(scene: Scene) -> Upload:
-    """Upload the trained model with all signs turned."""
+    """Upload the trained model with all signs reversed."""
     return _with(scene, -scene.honest.model.params, scene.honest.model.buffers)
 
 
@@ -86,12 +89,15 @@ def noise(scene: Scene) -> Upload:
 
 
 def crafted_mask(scene: Scene) -> Upload:
-    """Upload the update backwards, under a mask that all others find most like their own: what most of them call critical."""
+    """Upload the update backwards, under the mask most similar to all others'.
+
+    Its ones are where most other masks have ones.
+    """
     return _chosen_by_all(scene, backwards(scene))
 
 
 def adaptive(scene: Scene) -> Upload:
-    """Stay just inside the bound, as far from the median as it allows, against the others' mean update; with a crafted mask."""
+    """Go against the others' mean update, as far from the median as the bound allows, with a crafted mask."""
     others = np.stack([upload.model.params for upload in scene.others])
     middle = np.median(others, axis=0)
     away = scene.sent.params - others.mean(axis=0, dtype=np.float64)
@@ -114,7 +120,7 @@ ATTACKS: Mapping[str, Attack] = {
     "crafted mask": crafted_mask,
     "adaptive": adaptive,
 }
-# attacks on methods whose uploads have a mask
+# attacks on methods with masks in their uploads
 WITH_MASKS = frozenset({"crafted mask"})
 
 
@@ -123,7 +129,10 @@ def _with(scene: Scene, params: np.ndarray, buffers: Vector) -> Upload:
 
 
 def _inside(scene: Scene, params: np.ndarray) -> bool:
-    """Tell whether the server would take these parameters from all liars; note what it would remember then."""
+    """Return whether the server would accept these parameters from all liars.
+
+    Note the server's memory for that case.
+    """
     before = [screening for round, screening in scene.screenings.items() if round < scene.round]
     screening = Screening.restored(before[-1].saved() if before else {})
     uploads = [*scene.others, *[_with(scene, params, scene.honest.model.buffers)] * scene.liars]
@@ -139,11 +148,11 @@ def _inside(scene: Scene, params: np.ndarray) -> bool:
 
 
 def _chosen_by_all(scene: Scene, upload: Upload) -> Upload:
-    """Return an upload whose mask has its ones where most others' have theirs."""
+    """Return an upload with a mask that has its ones where most others have theirs."""
     if upload.mask is None or not scene.others:
         return upload
     d = upload.model.params.size
-    votes = masks.unpack(upload.mask, d) * 0.5  # among equal ones its own
+    votes = masks.unpack(upload.mask, d) * 0.5  # its own ones win a tie
     for other in scene.others:
         assert other.mask is not None
         votes += masks.unpack(other.mask, d)
@@ -155,7 +164,7 @@ def _chosen_by_all(scene: Scene, upload: Upload) -> Upload:
 # The client half ------------------------------------------------------------------------------------------------------
 
 
-# what honest clients were sent and uploaded last
+# by client, the model it was sent last, and its honest upload
 Heard = dict[int, tuple[Vector, Upload]]
 
 
@@ -178,10 +187,10 @@ def hostile(
 
 
 def overheard(update: type[LocalUpdate[Any]], heard: Heard) -> type[LocalUpdate[Any]]:
-    """Return a method's client half that lets its uploads be heard, by client."""
+    """Return a method's client half that records its uploads in `heard`, by client."""
 
     class Overheard(update):  # type: ignore[misc, valid-type]
-        """Does what the method does."""
+        """Works as the method does."""
 
         def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[Any]) -> Upload:
             """Upload honestly."""
@@ -193,7 +202,7 @@ def overheard(update: type[LocalUpdate[Any]], heard: Heard) -> type[LocalUpdate[
 
 
 def client_app(attack: Attack, liars: int, config: RunConfig) -> ClientApp:
-    """Return a ClientApp for one process whose last `liars` clients lie, when all others have uploaded."""
+    """Return a ClientApp for one process. The last `liars` clients lie, after all others have uploaded."""
     method, heard, screenings = METHODS[config.method], Heard(), dict[int, Screening]()
     data = functools.cache(lambda client_id: open_client(config, client_id))
 

@@ -1,10 +1,10 @@
-"""A deployed round beside that of a minimal stock Flower app: both on one SuperLink and two SuperNodes on loopback.
+"""A deployed round beside a minimal stock Flower app's: both on one SuperLink and two SuperNodes on loopback.
 
 python -m benchmarks.deployment [--short]
 
-Both share a model of 1 kB and hardly compute. The stock app is Flower's FedAvg as it comes, which evaluates in a second
-message per round; its client returns what it got, and unlike ours never imports torch. A round's seconds are the ServerApp's,
-from the second round on; the last evaluation of ours is no part of a round.
+Both share a model of 1 kB and hardly compute. The stock app is Flower's unchanged FedAvg, which evaluates in a second
+message per round. Its client returns the model it got, and unlike ours never imports torch. A round's seconds are the
+ServerApp's, from the second round on. Our last evaluation is not part of a round.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def write_stock_app(directory: Path) -> Path:
 
 
 def stock_rounds(cluster: Loopback, app: Path, rounds: int) -> list[float]:
-    """Run the stock app and return the seconds of its rounds but the first."""
+    """Run the stock app. Return the seconds of its rounds, without the first."""
     output = cluster.directory / "stock.json"
     output.unlink(missing_ok=True)
     overrides = f'num-server-rounds={rounds} output="{output}"'
@@ -99,7 +99,7 @@ def stock_rounds(cluster: Loopback, app: Path, rounds: int) -> list[float]:
 
 
 def our_rounds(cluster: Loopback, name: str, rounds: int) -> tuple[list[float], list[dict[str, Any]]]:
-    """Run ours and return the seconds of its rounds but the first, and their records."""
+    """Run our app. Return the seconds of its rounds, without the first, and their records."""
     records = cluster.corolla(name, {**tiny(cluster.directory), "num-server-rounds": rounds})[1:]
     return [r["seconds"]["round"] - r["seconds"].get("evaluate", 0.0) for r in records], records
 

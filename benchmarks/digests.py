@@ -1,8 +1,9 @@
-"""Digests of short runs, every method x {mlp, resnet8} x {all, half of the clients}: what a redesign must leave as it is.
+"""Digests of short runs, every method x {mlp, resnet8} x {all, half of the clients}; a refactoring must keep them.
 
-`python -m benchmarks.digests [--version 1] [METHOD ...]` prints which version of the digest follows, then a line per run: three
-rounds in process, all method parameters at their defaults but for FedConcat's phases. Two trees compute the same if they print the
-same on one machine. A tree that prints no version prints version 1, of parameters alone; with `--version 1` others do, too.
+`python -m benchmarks.digests [--version 1] [METHOD ...]` prints the digest's version, then a line per run: three rounds
+in process, all method parameters at their defaults except FedConcat's phases. Two trees compute the same if they print
+the same on one machine. A tree that prints no version prints version 1, of parameters alone. `--version 1` makes other
+trees print that, too.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ FRACTIONS = (1.0, 0.5)
 
 
 def digest(directory: Path, method: str, model: str, fraction: float, version: int = DIGEST_VERSION) -> str:
-    """Digest, of a version, of three rounds with `CLIENTS` clients, a `fraction` of them in every round."""
+    """Return the digest of three rounds with `CLIENTS` clients, a `fraction` of them in every round.
+
+    version: the digest's version.
+    """
     raw: dict[str, Scalar] = {
         "method": method,
         "model": model,

@@ -1,4 +1,4 @@
-"""The table of docs/privacy.md on what differential privacy costs, from the folders of sweeps/dp.toml.
+"""The table of docs/privacy.md on the cost of differential privacy, from the folders of sweeps/dp.toml.
 
 python -m benchmarks.dp_accuracy runs/dp
 """
@@ -21,19 +21,19 @@ EPSILONS = (0.0, 8.0, 2.0)
 
 
 def cell(values: Sequence[float]) -> str:
-    """Mean and sample standard deviation, in percent."""
+    """Return mean and sample standard deviation, in percent."""
     mean, std = mean_std(values)
     return f"{mean:.1f}" + ("" if std is None else f" ± {std:.1f}")
 
 
 def majority(config: RunConfig) -> float:
-    """Mean accuracy, in percent, of clients that always answer the most frequent class of their own training samples."""
+    """Return the mean accuracy, in percent, of clients that always answer their most frequent training class."""
     clients = [open_client(config, i) for i in range(config.num_clients)]
     return 100 * float(np.mean([np.mean(np.asarray(c.y_test) == np.bincount(c.y_train).argmax()) for c in clients]))
 
 
 def lines(paths: Sequence[Path]) -> list[str]:
-    """Return the table: a row per data set, number of records and method; of several learning rates the best."""
+    """Return the table: a row per data set, number of records and method, at the best of several learning rates."""
     found: dict[tuple[str, int, int, str], dict[float, list[list[float]]]] = {}
     alone: dict[tuple[str, int, int, str], list[float]] = {}
     for runs in compare.group(compare.load(paths, METHOD_PARAMS)[0]):

@@ -1,4 +1,4 @@
-"""How much noise a site's budget takes, by how many training records it has: docs/privacy.md's table.
+"""The noise that a site's budget requires, by its number of training records: docs/privacy.md's table.
 
 python -m benchmarks.dp_noise
 """
@@ -15,7 +15,7 @@ RECORDS, EPSILONS, ROUNDS, D = (100, 500, 2_000, 10_000, 50_000), (1.0, 3.0, 8.0
 
 
 def cell(records: int, batch: int, epsilon: float) -> str:
-    """Return the noise multiplier, and the norm of a step's noise in norms of the largest gradient there can be."""
+    """Return the noise multiplier, and the norm of a step's noise in units of the largest possible gradient's norm."""
     config = RunConfig(dp_epsilon=epsilon, batch_size=batch, num_server_rounds=ROUNDS)
     try:
         noise = Plan.of(config, records, epochs=1).noise

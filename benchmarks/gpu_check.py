@@ -1,9 +1,10 @@
-"""Training on a GPU: right, how fast beside the plain loop, how much memory. Needs no Ray and no SuperLink.
+"""Training on a GPU: correctness, speed beside the plain loop, memory. Needs no Ray and no SuperLink.
 
 python -m benchmarks.gpu_check [--device cuda:1]
 
-Without a GPU it says so and ends well; `--device cpu` runs the same code. The last part, a whole run in one process, needs
-Flower; it is left out where that is not installed. A check that fails makes the exit code 1.
+Without a GPU the script prints that nothing was checked, and exits with code 0. `--device cpu` runs the same code. The
+last part, a whole run in one process, needs Flower, and is left out where Flower is not installed. A failed check makes
+the exit code 1.
 """
 
 from __future__ import annotations
@@ -34,25 +35,28 @@ from fl_app.layout import Model
 
 SHAPES = {"cnn": (28, 1), "resnet8": (32, 3)}  # pixels, channels
 BATCH = 100
-# Of one step's length. float32: a GPU sums in another order, and cuDNN may transform. bfloat16: 8 bits in every layer, and the
-# gradients of random labels nearly cancel (seen on a CPU: 0.1 and 0.18); a wrong gradient is off by 1.
+# In units of one step's length. float32: a GPU sums in another order, and cuDNN may transform. bfloat16: every layer
+# has 8 bits, and gradients of random labels nearly cancel (0.1 and 0.18 on a CPU). A wrong gradient is off by 1.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 
 
 def exact() -> None:
-    """Let float32 be float32 on a GPU; TF32, torch's default for convolutions, keeps 10 bits."""
+    """Make float32 exact on a GPU: TF32, torch's default for convolutions, keeps 10 bits."""
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def wait(device: torch.device) -> None:
-    """Return when the device has done what it was told."""
+    """Return when the device has finished all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def correctness(config: RunConfig, data: ClientData, start: Model) -> dict[str, float]:
-    """Differences from the CPU: one step by precision, in units of the step; and the evaluation's loss, relative."""
+    """Return differences from the CPU.
+
+    They are one step by precision, in units of the step, and the evaluation's loss, relative.
+    """
     step = dataclasses.replace(config, local_epochs=1)
     on_cpu = dataclasses.replace(step, device="cpu")
     first = ClientData(
@@ -75,7 +79,7 @@ def correctness(config: RunConfig, data: ClientData, start: Model) -> dict[str, 
 
 
 def speed(config: RunConfig, data: ClientData, start: Model, repeats: int) -> dict[str, Any]:
-    """Samples per second of the plain loop and of ours, by precision, and ours' peak memory on the GPU."""
+    """Return samples per second of the plain loop and of ours, by precision, and ours' peak memory on the GPU."""
     device = resolve_device(config.device)
 
     def timed(train: Callable[[], Model]) -> None:
@@ -90,7 +94,7 @@ def speed(config: RunConfig, data: ClientData, start: Model, repeats: int) -> di
         changed = dataclasses.replace(config, precision=precision)  # type: ignore[arg-type]
         cases[f"ours {precision}"] = partial(ours, changed, data, start)
     peaks = {}
-    # also a warm-up: cuDNN chooses algorithms, the allocator fills
+    # this loop is also a warm-up: cuDNN chooses algorithms, the allocator fills
     for name, case in cases.items():
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -103,7 +107,7 @@ def speed(config: RunConfig, data: ClientData, start: Model, repeats: int) -> di
 
 
 def whole_run(device: str) -> dict[str, float]:
-    """Run FedCAC on digits in this process, on the device and on the CPU; return the accuracies and seconds per round."""
+    """Run FedCAC on digits in this process, on the device and on the CPU. Return accuracies and seconds per round."""
     from client_app.client_app import app
     from fl_app import server_app
     from fl_app.config import parse
@@ -133,7 +137,7 @@ def whole_run(device: str) -> dict[str, float]:
 
 
 def check_device(device: torch.device, small: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return what was found, and what is wrong."""
+    """Return the results, and the wrong ones."""
     results: dict[str, Any] = {"device": str(device), "torch": torch.__version__}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

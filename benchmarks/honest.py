@@ -1,8 +1,8 @@
-"""How often `max-update-norm = 3` would drop an upload although nobody lies: methods x partitions x participation x optimizers.
+"""The uploads that `max-update-norm = 3` would drop without a liar: methods x partitions x participation x optimizers.
 
-`python -m benchmarks.honest [METHOD ...]` trains on digits in one process, 10 clients, 4 rounds, all other keys at their defaults,
-which report such uploads and use them. It prints, per method, how many of its uploads would have been dropped, with the settings
-of every one; the last line sums up. --rounds: how many a run has.
+`python -m benchmarks.honest [METHOD ...]` trains on digits in one process, 10 clients, 4 rounds, all other keys at
+their defaults. These report far uploads and use them. For each method the script prints the number of uploads that
+would have been dropped, with the settings of each one. The last line sums up. --rounds: rounds per run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ OPTIMIZERS: dict[str, dict[str, Scalar]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """Uploads of one run that arrived, and what is said of those that lie far from the others; refused: why it did not run."""
+    """The uploads of one run.
+
+    uploads: their number. far: descriptions of those far from the others. refused: the reason why the run was refused.
+    """
 
     uploads: int = 0
     far: tuple[str, ...] = ()
@@ -48,7 +51,7 @@ class Measured:
 
 
 def settings(rounds: int) -> Iterator[tuple[str, dict[str, Scalar]]]:
-    """All runs of a method, by name."""
+    """Yield all runs of a method: name and settings."""
     for names in itertools.product(PARTITIONS, PARTICIPATION, OPTIMIZERS):
         partition, participation, optimizer = names
         own = {**PARTITIONS[partition], **PARTICIPATION[participation], **OPTIMIZERS[optimizer]}
@@ -56,7 +59,7 @@ def settings(rounds: int) -> Iterator[tuple[str, dict[str, Scalar]]]:
 
 
 def measure(method: str, own: dict[str, Scalar]) -> Measured:
-    """Run a setting of a method."""
+    """Run one setting of a method."""
     with tempfile.TemporaryDirectory() as directory:
         raw: dict[str, Scalar] = {
             "method": method,
@@ -84,7 +87,7 @@ def measure(method: str, own: dict[str, Scalar]) -> Measured:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print what was found, method by method."""
+    """Print the results, method by method."""
     parser = argparse.ArgumentParser(description="Honest uploads that lie far from the others.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("methods", nargs="*", metavar="METHOD", default=list(METHODS))

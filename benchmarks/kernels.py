@@ -1,4 +1,4 @@
-"""Server steps and client scoring against the memory's own speed: ratios within one run, medians of interleaved repeats.
+"""Server steps and client scoring beside the memory's own speed: ratios within one run, medians of repeats in turns.
 
 python -m benchmarks.kernels            # d = 11.2 million, as ResNet-18
 python -m benchmarks.kernels --short    # d = 3.7 million; beside plain NumPy instead of a copy
@@ -16,7 +16,7 @@ from benchmarks.measure import arguments, finish, interleaved, peak_bytes
 from strategies import fedcac, feddac, fedobp, fedpake, masks, scores
 from strategies.aggregate import Stack
 
-# elements per layer of a ResNet-18 for 3x32x32 and 10 classes, which the sizes below are scaled from
+# elements per layer of a ResNet-18 for 3x32x32 and 10 classes; the sizes below are scaled from these
 RESNET18 = (1728, 36864, 73728, 147456, 294912, 589824, 1179648, 2359296, 2359296, 2359296, 1797594)
 PAKE: dict[str, Any] = {
     "threshold": 0.2,
@@ -29,7 +29,7 @@ PAKE: dict[str, Any] = {
 
 
 def stack(n: int, d: int, seed: int = 0) -> Stack:
-    """Rows that differ a little, as clients' models do."""
+    """Return rows that differ a little, as clients' models do."""
     rng = np.random.default_rng(seed)
     base = rng.standard_normal(d, dtype=np.float32) * np.float32(0.05)
     out = np.empty((n, d), np.float32)
@@ -39,13 +39,13 @@ def stack(n: int, d: int, seed: int = 0) -> Stack:
 
 
 def random_masks(n: int, sizes: list[int], ratio: float) -> masks.Bits:
-    """Random critical masks with the same number of ones."""
+    """Return random critical masks with the same number of ones."""
     rng = np.random.default_rng(1)
     return np.stack([masks.pack(masks.top_k(rng.random(sum(sizes), dtype=np.float32), sizes, ratio)) for _ in range(n)])
 
 
 def plain(W: Stack, bits: masks.Bits, round: int, beta: int) -> NDArray[np.float32]:
-    """FedCAC's equations as one writes them in NumPy: personalized vectors, float32 [N, d]."""
+    """Compute FedCAC's equations in straightforward NumPy. Return personalized vectors, float32 [N, d]."""
     critical = np.unpackbits(bits, axis=1, count=W.shape[1], bitorder="little").view(np.bool_)
     chosen = np.eye(len(W), dtype=bool)
     if round <= beta:
@@ -111,7 +111,7 @@ def main() -> None:
         curve[n] = {"seconds": at["fedcac"], "per copy": at["fedcac"] / at["copy"]}
     results[f"fedcac by number of clients, d = {sum(small)}"] = curve
 
-    # how many times faster than it computes a machine copies differs threefold between machines: a short run, on any, leaves it out
+    # Machines differ threefold in copying speed over computing speed, so a short run, for any machine, leaves it out.
     of_fedcac = {"fedcac / plain NumPy": 0.5} if options.short else {"fedcac / copy of W": 2.5}
     targets = of_fedcac | {
         "fedcac peak memory / W": 1.2,

@@ -1,4 +1,4 @@
-"""A SuperLink and SuperNodes on loopback for the benchmarks: own FLWR_HOME, free ports, ended with everything they started."""
+"""A SuperLink and SuperNodes on loopback, for benchmarks: own FLWR_HOME, free ports, ended with their children."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,36 +17,45 @@ from fl_app.keys import Scalar
 from fl_app.processes import end_processes, flower_environment, free_ports, processes_with, wait_for_http
 
 BIN = Path(sys.executable).parent
-# Name of the SuperLink connection.
+# name of the SuperLink connection
 NAME = "loopback"
 
 
 class Loopback:
-    """num_nodes SuperNodes; `directory` is on every process's PYTHONPATH and goes when this ends."""
+    """A SuperLink and `num_nodes` SuperNodes. `directory` is on every process's PYTHONPATH, and is deleted at the end.
 
-    def __init__(self, num_nodes: int) -> None:
-        self.num_nodes = num_nodes
+    gate: options of `deploy.supernode`, which starts the nodes as `corolla cluster` does; None starts them with
+    Flower's own command.
+    """
+
+    def __init__(self, num_nodes: int, gate: Sequence[str] | None = None) -> None:
+        self.num_nodes, self._gate = num_nodes, gate
         self._directory = tempfile.TemporaryDirectory(prefix="corolla-loopback-")
         self.directory = Path(self._directory.name)
         self.environment = flower_environment(self.directory)
         self.environment["COROLLA_LAUNCH"] = str(self.directory)
         self.environment["PYTHONPATH"] = str(self.directory)
+        self.environment["COROLLA_STATE_HOME"] = str(self.directory / "nodes")
+        self.environment["COROLLA_SITE_DIR"] = str(self.directory / "site")
         self._processes: list[psutil.Popen] = []
 
     def __enter__(self) -> Loopback:
-        """Start everything; SuperNodes retry until they reach the SuperLink."""
+        """Start everything. SuperNodes retry until they reach the SuperLink."""
         port, fleet = free_ports(1)[0], f"127.0.0.1:{free_ports(1)[0]}"
         (self.directory / "config.toml").write_text(
             f'[superlink]\ndefault = "{NAME}"\n[superlink.{NAME}]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
         )
         address = ["--host", "127.0.0.1", "--port", str(port), "--fleet-api-address", fleet]
         try:
-            self._start("superlink", "flower-superlink", "--insecure", *address)
+            self._start("superlink", str(BIN / "flower-superlink"), "--insecure", *address)
             wait_for_http(f"http://127.0.0.1:{port}/health", self._processes[0], self.directory / "superlink.log")
             for k in range(self.num_nodes):
                 node = f"partition-id={k} num-partitions={self.num_nodes}"
                 address = ["--superlink", fleet, "--port", str(free_ports(1)[0]), "--node-config", node]
-                self._start(f"supernode-{k}", "flower-supernode", "--insecure", *address)
+                command = [str(BIN / "flower-supernode")]
+                if self._gate is not None:
+                    command = [sys.executable, "-P", "-m", "deploy.supernode", "--name", str(k), *self._gate, "--"]
+                self._start(f"supernode-{k}", *command, "--insecure", *address)
         except BaseException:
             self.__exit__(None, None, None)
             raise
@@ -55,16 +64,20 @@ class Loopback:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the processes and what they started, and remove the directory."""
+        """End the processes and their children, and delete the directory."""
         end_processes([*self._processes])
         end_processes(processes_with(f"COROLLA_LAUNCH={self.directory}"))
         self._directory.cleanup()
 
-    def _start(self, name: str, command: str, *arguments: str) -> None:
+    def supernodes(self) -> list[psutil.Process]:
+        """Return all processes of the SuperNodes."""
+        return [p for node in self._processes[1:] for p in (node, *node.children(recursive=True))]
+
+    def _start(self, name: str, *command: str) -> None:
         with (self.directory / f"{name}.log").open("wb") as log:
             self._processes.append(
                 psutil.Popen(
-                    [str(BIN / command), *arguments],
+                    command,
                     env=self.environment,
                     cwd=self.directory,
                     stdin=subprocess.DEVNULL,
@@ -75,7 +88,7 @@ class Loopback:
             )
 
     def run(self, *command: str) -> str:
-        """Run one of the installed commands and return its output. Exits with the output if it fails."""
+        """Run one of the installed commands and return its output. If it fails, exit with the output."""
         done = subprocess.run(
             [str(BIN / command[0]), *command[1:]],
             env=self.environment,
@@ -90,7 +103,7 @@ class Loopback:
         return done.stdout
 
     def corolla(self, name: str, config: Mapping[str, Scalar]) -> list[dict[str, Any]]:
-        """Run our app on the SuperNodes and return the lines of metrics.jsonl."""
+        """Run our app on the SuperNodes. Return the lines of metrics.jsonl."""
         values = {
             **config,
             "run-name": name,
@@ -112,7 +125,7 @@ def build(in_channels, num_classes, image_size):
 
 
 def tiny(directory: Path) -> dict[str, Scalar]:
-    """Write the 1 kB model and return settings under which training takes next to nothing."""
+    """Write the 1 kB model. Return settings with which training takes almost no time."""
     (directory / "tinymodel.py").write_text(TINY_MODEL)
     return {
         "method": "fedcac",

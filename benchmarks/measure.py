@@ -1,4 +1,4 @@
-"""What the benchmark scripts share: interleaved timing, peak memory, JSON output, checked ratios."""
+"""Functions shared by the benchmark scripts: interleaved timing, peak memory, JSON output, checked ratios."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from fl_app.machine import made_with
 
-# a short run fails only beyond this factor of the target
+# a short run fails only beyond this multiple of the target
 SLACK = 2.0
 
 
@@ -26,10 +26,10 @@ def interleaved(
     *,
     short: bool = False,
 ) -> dict[str, float]:
-    """Return the median seconds of each case, measured in turn so that a slow moment hits them all.
+    """Return the median seconds of each case, measured in turns so that a slow moment hits all cases.
 
-    clock: time.process_time for what runs on one thread, whatever else the machine does. short: of few repeats the quickest, which
-    a busy machine delays least.
+    clock: time.process_time for single-threaded cases, which ignores other work on the machine. short: return the
+    quickest of the few repeats, which a busy machine delays least.
     """
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
@@ -44,7 +44,7 @@ def interleaved(
 
 
 def peak_bytes(case: Callable[[], object]) -> int:
-    """Return by how many bytes a call raises the process's peak resident memory (Linux)."""
+    """Return the number of bytes by which a call raises the process's peak resident memory (Linux)."""
 
     def status(field: str) -> int:
         for line in Path("/proc/self/status").read_text().splitlines():
@@ -63,17 +63,20 @@ def peak_bytes(case: Callable[[], object]) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Describe where this ran."""
+    """Return a description of this machine and its software."""
     return {**made_with(), "peak-rss": resource_peak()}
 
 
 def resource_peak() -> int:
-    """Peak resident bytes of this process."""
+    """Return the peak resident bytes of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def finish(results: dict[str, Any], targets: dict[str, float], options: argparse.Namespace) -> None:
-    """Print results as JSON and each ratio beside its target; with --short exit 1 on one far beyond it."""
+    """Print results as JSON, then each ratio beside its target.
+
+    With --short, exit with code 1 if a ratio is beyond SLACK times its target.
+    """
     print(json.dumps({**results, "machine": machine()}, indent=2))
     broken = []
     for name, target in targets.items():
@@ -86,7 +89,7 @@ def finish(results: dict[str, Any], targets: dict[str, float], options: argparse
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the option every benchmark has."""
+    """Return a parser with the option that every benchmark has."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="small sizes; fail beyond twice a target (for CI)")
     return parser

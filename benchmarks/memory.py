@@ -1,10 +1,10 @@
-"""Memory of a whole simulation: SuperLink, ServerApp, Ray and its actors, sampled until the run ends.
+"""Memory of a whole simulation: the server and all processes of its clients, sampled until the run ends.
 
 python -m benchmarks.memory             # 100 clients x ResNet-18, FedCAC: a personalized model per client on the server
 python -m benchmarks.memory --short     # 10 clients x ResNet-18
 
-Counted is the proportional set size (PSS, Linux): shared pages once. Besides the peak it tells how many vectors of the model's
-size the ServerApp holds per client beyond what a run with a tiny model takes.
+The unit is the proportional set size (PSS, Linux), which counts shared pages once. Beside the peak the script prints
+the number of model-sized vectors that the server's process holds per client, beyond the memory of a run with a tiny model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VECTOR = 4 * 11_173_962
 
 
 def peak(directory: Path, model: str, clients: int, rounds: int) -> dict[str, float]:
-    """Run a simulation; return the largest PSS in bytes of all its processes, and of the ServerApp."""
+    """Run a simulation in the pool. Return the largest PSS in bytes of all its processes, and of the server's process."""
     settings = {
         "method": "fedcac",
         "model": model,
@@ -43,26 +43,35 @@ def peak(directory: Path, model: str, clients: int, rounds: int) -> dict[str, fl
         "output-dir": directory,
     }
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    command = [str(Path(sys.executable).parent / "corolla"), "run", "--clients", str(clients), *words]
+    command = [
+        str(Path(sys.executable).parent / "corolla"),
+        "run",
+        "--backend",
+        "pool",
+        "--clients",
+        str(clients),
+        *words,
+    ]
     with (directory / "log").open("w") as log:
         run = psutil.Popen(command, env=flower_environment(directory / "flwr"), stdout=log, stderr=log)
-    highest = {"all": 0.0, "serverapp": 0.0}
+    highest = {"all": 0.0, "server": 0.0}
     while run.poll() is None:
+        # the command's own process runs the server
         sizes = {process.pid: pss(process) for process in [run, *run.children(recursive=True)]}
-        highest["all"] = max(highest["all"], sum(size for size, _ in sizes.values()))
-        highest["serverapp"] = max(highest["serverapp"], sum(size for size, server in sizes.values() if server))
+        highest = {"all": max(highest["all"], sum(sizes.values())), "server": max(highest["server"], sizes[run.pid])}
         time.sleep(0.5)
     if run.returncode:
         sys.exit((directory / "log").read_text())
     return highest
 
 
-def pss(process: psutil.Process) -> tuple[float, bool]:
-    """Proportional set size in bytes, and whether the process is the ServerApp's."""
+def pss(process: psutil.Process) -> float:
+    """Return the proportional set size in bytes; 0 for a process that has ended."""
     try:
-        return process.memory_full_info().pss, any("flwr-simulation" in word for word in process.cmdline())
+        size: float = process.memory_full_info().pss
     except psutil.Error:
-        return 0.0, False
+        return 0.0
+    return size
 
 
 def main() -> None:
@@ -78,8 +87,8 @@ def main() -> None:
         large = peak(directory, "resnet18", clients, rounds)
     results["peak bytes"] = {"mlp": small, "resnet18": large}
     results["peak GB of the simulation"] = large["all"] / 1e9
-    results["ServerApp: vectors per client"] = (large["serverapp"] - small["serverapp"]) / (clients * VECTOR)
-    finish(results, {"peak GB of the simulation": 12.0, "ServerApp: vectors per client": 2.2}, options)
+    results["server: vectors per client"] = (large["server"] - small["server"]) / (clients * VECTOR)
+    finish(results, {"peak GB of the simulation": 12.0, "server: vectors per client": 2.2}, options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Local training of every method beside FedAvg's: seconds of a client's round, and the passes over the data they should cost.
+"""Local training of every method beside FedAvg's: seconds of a client's round, and its expected passes over the data.
 
 python -m benchmarks.methods [--short]
 
-A round is what a client does between a download and its upload, evaluations left out: merge, train, score, and make the model it
-would be evaluated with, before training and after. It is the client's third, so that everything a method keeps is there. All
-methods take turns with a bare forward pass and a bare solve (pFedFDA's), whose shares in FedAvg's epoch turn what is counted into
-time. Seconds are the processor's, on one thread, so that other work on the machine matters little.
+A round is a client's work between a download and its upload, without evaluations: merge, train, score, and make the
+model to evaluate, before training and after. It is the client's third round, so that all of a method's state exists.
+All methods take turns with a bare forward pass and a bare solve (pFedFDA's). Their shares of FedAvg's epoch convert the
+counted passes into time. Seconds are the processor's, on one thread, so that other work on the machine matters little.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.training import client_data
 from client_app.process import prepare_training
 from client_app.state import State
 from client_app.trainer import LocalTrainer
+from corolla.testing import local_round
 from fl_app import weights
 from fl_app.config import RunConfig, parse
 from fl_app.data import ClientData
@@ -34,16 +35,19 @@ from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload
 from strategies import METHOD_PARAMS, METHODS, pfedfda
-from strategies.base import Method, RoundContext
+from strategies.base import RoundContext
 from strategies.base.uploads import Intake
 
 EPOCHS = 5
 TARGET = 1.15  # measured / counted
-FORWARD, SOLVE = "forward passes", "a solve"  # cases of their own
+FORWARD, SOLVE = "forward passes", "a solve"  # separate cases
 
 
 class Passes(NamedTuple):
-    """Forward and backward passes over the training data, per local epoch and beside them, and solves with a k x k matrix."""
+    """Forward and backward passes over the training data, and solves with a k x k matrix.
+
+    forward, backward: per local epoch; more_forward, more_backward: in addition, per round; solves: per round.
+    """
 
     forward: float = 1
     backward: float = 1
@@ -52,13 +56,13 @@ class Passes(NamedTuple):
     solves: int = 0
 
     def seconds(self, taken: Mapping[str, float]) -> float:
-        """What it should take, from the seconds of FedAvg, of the forward passes in it, and of a solve."""
+        """Return the expected seconds, from those of FedAvg, of its forward passes, and of a solve."""
         forward, backward = EPOCHS * self.forward + self.more_forward, EPOCHS * self.backward + self.more_backward
         per_epoch = forward * taken[FORWARD] + backward * (taken["fedavg"] - taken[FORWARD])
         return per_epoch / EPOCHS + self.solves * taken[SOLVE]
 
     def __str__(self) -> str:
-        """Return it as the table shows it, E being the local epochs."""
+        """Return the text in the table; E is the number of local epochs."""
         text = f"{_sum(self.forward, self.more_forward)} forward, {_sum(self.backward, self.more_backward)} backward"
         return text + (f", {self.solves} solves" if self.solves else "")
 
@@ -71,48 +75,40 @@ def _sum(per_epoch: float, more: float) -> str:
 COUNTED = {
     # E - 1 epochs on the head, without a backward pass through the body, then one on the body
     "fedrep": Passes(1, 0, 0, 1),
-    "flute": Passes(1, 0, 0, 1),  # likewise
+    "flute": Passes(1, 0, 0, 1),  # the same as fedrep
     "ditto": Passes(2, 2),
     "pfedme": Passes(5, 5),  # inner steps
     "apfl": Passes(2, 2),
     "fedselect": Passes(2, 2),
-    "feddpa": Passes(2, 2, 1, 1),  # and Fisher
-    "moon": Passes(3, 1),  # two references
-    "fedntd": Passes(2, 1),  # one
+    "feddpa": Passes(2, 2, 1, 1),  # plus the Fisher information
+    "moon": Passes(3, 1),  # two reference models
+    "fedntd": Passes(2, 1),  # one reference model
     # features at two bodies, and at each about 40 solves
     "pfedfda": Passes(1, 1, 2, 0, 80),
     "fedala": Passes(1, 1, 0.8, 0),  # features, to learn A on
     "feddwa": Passes(2, 2),  # the guidance
     # prototypes; an epoch of alignment; gradients for the information
     "fedas": Passes(1, 1, 3, 2),
-    # a fifth is held out, on which three models are judged
+    # a fifth is held out, to judge three models
     "fedfomo": Passes(0.8, 0.8, 0.6, 0),
     "ifca": Passes(1, 1, 4, 0),  # models to choose from
     "fedem": Passes(3, 3, 3, 0),  # components
-    # while encoders train; later K forward passes over three batches
+    # rounds that train encoders; later rounds have K forward passes over three batches
     "fedconcat": Passes(),
 }
-"""What a method's round costs by its specification, defaults throughout; one that is not named here costs what FedAvg's does."""
+"""The cost of a method's round by its specification, with all defaults.
+
+A method not named here costs the same as FedAvg.
+"""
 
 
 def counted(method: str) -> Passes:
-    """Passes of one of a method's rounds."""
+    """Return the passes of one round of a method."""
     return COUNTED.get(method, Passes())
 
 
-def local_round(method: Method[Any], context: RoundContext[Any], received: Model, state: State) -> Upload:
-    """A client's part of a round: everything between a download and the upload but the evaluations."""
-    update = method.local_update()
-    start = update.merge(received, state, context)
-    update.personal(start, state, context)
-    trained = update.train(start, state, context)
-    update.keep_local(trained, state, context)
-    update.personal(trained, state, context)
-    return update.upload(start, trained, state, context)
-
-
 class Client:
-    """One client of a method and the server it talks to, without messages."""
+    """One client of a method, and its server, without messages."""
 
     def __init__(self, config: RunConfig, data: ClientData) -> None:
         method = METHODS[config.method]
@@ -126,7 +122,7 @@ class Client:
         self.state = State()
 
     def context(self, round: int) -> tuple[RoundContext[Any], Model]:
-        """What the client is given in a round, and the model it is sent."""
+        """Return the client's context in a round, and the model that it is sent."""
         download = self.server.download_for(0, round, "train")
         trainer = LocalTrainer(
             self.method.network(self.config, **self.data.info.model_arguments), self.config, self.data, round, 0
@@ -146,7 +142,7 @@ class Client:
         return context, download.model
 
     def take_part(self, round: int) -> None:
-        """Take part in a round alone."""
+        """Take part in a round as the only client."""
         context, received = self.context(round)
         self.server.attempt = dataclasses.replace(self.server.attempt, round=round)
         self.server.sample([0], round)
@@ -157,7 +153,7 @@ class Client:
         self.server.personalize(round, intake.uploads())
 
     def third_round(self) -> Callable[[], Upload]:
-        """Take part in two rounds; return the third, to be repeated."""
+        """Take part in two rounds. Return the third as a function that can be repeated."""
         for round in (1, 2):
             self.take_part(round)
         context, received = self.context(3)
@@ -165,7 +161,10 @@ class Client:
 
 
 def forward(context: RoundContext[Any], model: Model) -> None:
-    """A forward pass over the training data per local epoch, in batches and with BatchNorm's statistics as in training."""
+    """Do a forward pass over the training data per local epoch.
+
+    Batches, and BatchNorm's statistics, are those of training.
+    """
     with torch.no_grad():
         network = context.trainer.network(model).train()
         for x, _ in context.trainer.batches():
@@ -173,14 +172,14 @@ def forward(context: RoundContext[Any], model: Model) -> None:
 
 
 def solve(context: RoundContext[Any]) -> Callable[[], object]:
-    """Return one solve with a matrix as wide as the classifier's input."""
+    """Return one solve, with a matrix as wide as the classifier's input."""
     classes, width = pfedfda.head_shape(context.layout)
     means, covariance = np.ones((classes, width)), np.eye(width) + 0.5
     return partial(pfedfda.lda_head, means, covariance, np.ones(classes), eps=1e-4)
 
 
 def measure(model: str, side: int, channels: int, batch: int, steps: int, repeats: int) -> dict[str, float]:
-    """Median seconds of a round, by method."""
+    """Return the median seconds of a round, by method."""
     data = client_data(batch * steps, side, channels)
     cases: dict[str, Callable[[], object]] = {}
     for method in METHODS:

@@ -1,10 +1,10 @@
-"""What clients that lie do to honest ones, and what helps: attack x method x defence, the table of docs/security.md.
+"""The effect of lying clients, and the defences: attack x method x defence, the table of docs/security.md.
 
-`python -m benchmarks.poisoning [METHOD ...]` trains on digits in one process, 10 clients, 15 rounds, all other keys at their
-defaults; the last one or three clients lie in every round (benchmarks/attacks.py). It prints the honest clients' mean accuracy
-after the last round, with no defence, which is the default, with `max-update-norm = 3`, with each rule of `robust` alone, and with
-the bound and the median together; `ends`: the run had too few usable uploads. --defences: only these columns; --processes: how many
-runs at once.
+`python -m benchmarks.poisoning [METHOD ...]` trains on digits in one process, 10 clients, 15 rounds, all other keys at
+their defaults. The last client, or the last three, lie in every round (benchmarks/attacks.py). The script prints the
+honest clients' mean accuracy after the last round. The columns are no defence (the default), `max-update-norm = 3`,
+each rule of `robust` alone, and the bound with the median. `ends`: the run had too few usable uploads. --defences: only
+these columns; --processes: number of runs at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from strategies.engine.screening import USUAL
 CLIENTS, ROUNDS = 10, 15
 LIARS = (1, 3)
 METHODS_SHOWN = ("fedavg", "fedcac", "feddac")
-# methods whose uploads have one
+# methods with masks in their uploads
 WITH_A_MASK = ("fedcac", "feddac")
 NOBODY = "nobody lies"
 NO_BOUND: dict[str, Scalar] = {"max-update-norm": 0.0}
@@ -43,7 +43,7 @@ BOUND: dict[str, Scalar] = {"max-update-norm": USUAL}
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: who lies how, and against what."""
+    """One run: method, attack, number of liars, defence."""
 
     method: str
     attack: str
@@ -53,7 +53,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Honest clients' mean accuracy, None if the run ended early; how often an honest client was dropped, and how often a liar."""
+    """Honest clients' mean accuracy, None if the run ended early.
+
+    honest_dropped, liars_dropped: number of dropped uploads of honest clients, and of liars.
+    """
 
     accuracy: float | None
     honest_dropped: int = 0
@@ -61,7 +64,7 @@ class Outcome:
 
 
 def defences(method: str) -> dict[str, dict[str, Scalar]]:
-    """Run config of every defence, by its name in the table."""
+    """Return the run config of every defence, by its name in the table."""
     rules = sorted(METHODS[method].strategy.robust)
     alone: dict[str, dict[str, Scalar]] = {rule: {"robust": rule, **NO_BOUND} for rule in rules}
     both: dict[str, dict[str, Scalar]] = (
@@ -71,7 +74,7 @@ def defences(method: str) -> dict[str, dict[str, Scalar]]:
 
 
 def trials(method: str, chosen: Sequence[str] = ()) -> Iterator[Trial]:
-    """All runs of a method, those in which nobody lies first. chosen: defences by name, all if empty."""
+    """Yield all runs of a method, those without liars first. chosen: defences by name; all if empty."""
     names = [name for name in defences(method) if name in chosen or not chosen]
     yield from (Trial(method, NOBODY, 0, name) for name in names)
     masked = method in WITH_A_MASK
@@ -109,7 +112,7 @@ def outcome(trial: Trial, clients: int = CLIENTS, rounds: int = ROUNDS) -> Outco
 
 
 def outcomes_table(method: str, outcomes: dict[Trial, Outcome]) -> str:
-    """Markdown of a method's outcomes: a row per attack and number of liars, a column per defence."""
+    """Return the Markdown of a method's outcomes: a row per attack and number of liars, a column per defence."""
     names = list(dict.fromkeys(trial.defence for trial in outcomes if trial.method == method))
     lines = [f"| `{method}` | liars | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for attack, liars in dict.fromkeys((trial.attack, trial.liars) for trial in outcomes if trial.method == method):
@@ -119,7 +122,7 @@ def outcomes_table(method: str, outcomes: dict[Trial, Outcome]) -> str:
 
 
 def cell(found: Outcome) -> str:
-    """An accuracy, with the number of uploads of honest clients that were dropped, if any."""
+    """Return an accuracy, with the number of dropped uploads of honest clients, if any."""
     if found.accuracy is None:
         return "ends"
     lost = f" (honest uploads dropped: {found.honest_dropped})" if found.honest_dropped else ""

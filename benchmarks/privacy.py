@@ -1,7 +1,9 @@
-"""What a private round of FedCAC costs beside a plain one: a client's work, the server's step, bytes. N = 40, processor time.
+"""The cost of a private round of FedCAC beside a plain one: a client's work, the server's step, bytes.
 
 python -m benchmarks.privacy            # d = 1.2 million, as resnet8
 python -m benchmarks.privacy --short    # d = 0.4 million
+
+There are 40 clients. Times are the processor's.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ N = 40
 
 
 def site_keys(directory: Path) -> Path:
-    """Make the keys of N sites; the first one's file, with the list beside it."""
+    """Make the keys of N sites. Return the first site's key file; the list is beside it."""
     lines = []
     for i in range(N):
         path = directory / f"{i}.x25519"
@@ -46,7 +48,7 @@ def site_keys(directory: Path) -> Path:
 
 
 def asked(keys: Keyring) -> Download:
-    """What the server asks client 0 for, in one group of all."""
+    """Return the server's request to client 0, in one group of all clients."""
     sealed = str(properties(keys)[f"{PRIVATE}-sealed"]).split(",")[0]
     said: dict[str, Scalar] = {
         "members": ",".join(map(str, range(N))),
@@ -61,7 +63,7 @@ def asked(keys: Keyring) -> Download:
 
 
 def server(words: np.ndarray, bits: masks.Bits, d: int, k: int) -> None:
-    """The private server's part of a round, with eight groups of five: sums, overlaps, the next partition, means."""
+    """Do the private server's part of a round, with eight groups of five: sums, overlaps, the next partition, means."""
     totals = np.zeros((8, d), np.uint32)
     for i in range(N):
         totals[i // 5] += words
@@ -74,7 +76,7 @@ def server(words: np.ndarray, bits: masks.Bits, d: int, k: int) -> None:
 
 
 def plain(W: np.ndarray, uploads: np.ndarray, bits: masks.Bits) -> None:
-    """The plain server's part: rows taken in, FedCAC's step."""
+    """Do the plain server's part: copy the rows, then FedCAC's step."""
     for i in range(N):
         W[i] = uploads[i]
     fedcac.personalize(W, bits, 50, beta=100, out=W)

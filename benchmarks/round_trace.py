@@ -1,15 +1,16 @@
-"""One round through the files: which functions an in-process FedAvg round with two clients calls, and how often it changes file.
+"""The path of one round through the files: the functions that an in-process FedAvg round with two clients calls.
 
 python -m benchmarks.round_trace [--path]
 
-Counted are Python's calls of functions in `fl_app`, `strategies`, `client_app`, `deploy` and `corolla`: those of comprehensions,
-lambdas and generators too (a generator is called again whenever it goes on), returns not. A change of file is a call whose function
-stands in another file than the one called before it.
+The script counts Python's calls of functions in `fl_app`, `strategies`, `client_app`, `deploy` and `corolla`.
+Comprehensions, lambdas and generators count too (a generator counts each time it resumes); returns do not. A change of
+file is a call of a function in another file than the previous call's.
 
-`round` is the first of two rounds, from its first call to its line in the log. `server` is what is left of it without the clients'
-part, from the message to the upload. `run` is a whole run of one round, from its start to its summary. All are taken in a process
-that has done the same once before, so that nothing is imported or prepared in between. Each client trains on one batch. Other
-versions of Python call comprehensions otherwise: numbers are to be compared under one.
+`round` is the first of two rounds, from its first call to its line in the log. `server` is the same without the
+clients' part, from the message to the upload. `run` is a whole run of one round, from its start to its summary. All are
+measured in a process that has done the same once before, so that nothing is imported or prepared in between. Each
+client trains on one batch. Versions of Python differ in their calls of comprehensions, so compare numbers only under
+one version.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ CLIENT_BEGINS, CLIENT_ENDS = "client_fn", "encode_upload"
 
 
 class Call(NamedTuple):
-    """A call: the file, from the repository's root, and the function's qualified name."""
+    """A call: the file, relative to the repository's root, and the function's qualified name."""
 
     file: str
     function: str
@@ -49,7 +50,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def traced() -> Iterator[list[Call]]:
-    """Yield the calls that this thread makes within it, in their order."""
+    """Yield the list of calls that this thread makes inside, in order."""
     calls: list[Call] = []
     known: dict[CodeType, Call | None] = {}
 
@@ -77,7 +78,7 @@ def traced() -> Iterator[list[Call]]:
 
 
 def calls_of(directory: Path, rounds: int, name: str) -> list[Call]:
-    """Return the calls of a run of so many rounds, without those that end the tracing."""
+    """Return the calls of a run with this many rounds, without those that end the tracing."""
     raw: dict[str, Scalar] = {
         "method": "fedavg",
         "model": "mlp",
@@ -98,14 +99,14 @@ def calls_of(directory: Path, rounds: int, name: str) -> list[Call]:
 
 
 def first_round(calls: Sequence[Call]) -> Sequence[Call]:
-    """Return the part of a run's calls that are its first round's."""
+    """Return the part of a run's calls that belongs to its first round."""
     names = [call.function for call in calls]
     start = next(k for k, name in enumerate(names) if name in FIRST)
     return calls[start : names.index(LAST)]
 
 
 def without_clients(calls: Sequence[Call]) -> list[Call]:
-    """Return a round's calls without those that clients make of a message."""
+    """Return a round's calls without those of clients."""
     kept, inside = [], False
     for call in calls:
         inside = inside or call.function == CLIENT_BEGINS
@@ -116,7 +117,7 @@ def without_clients(calls: Sequence[Call]) -> list[Call]:
 
 
 def counted(calls: Sequence[Call]) -> str:
-    """Return the three numbers in words."""
+    """Return the numbers of files, functions and changes of file, as text."""
     files, functions = len({call.file for call in calls}), len(set(calls))
     changes = sum(before.file != after.file for before, after in pairwise(calls))
     return f"{files} files, {functions} functions, {changes} changes of file"

@@ -1,10 +1,10 @@
-"""A simulated round beside the bare training of its clients on the same cores, and where the rest of its time goes.
+"""A simulated round beside the bare training of its clients on the same cores, and the use of the remaining time.
 
 python -m benchmarks.simulation [--short]
 
-FedCAC, resnet8 on generated 32x32x3 images, run by `corolla run`: Flower, Ray, one actor with one thread per core. The bare
-training is LocalTrainer.train for the same clients, in as many plain processes, before and after the simulation. Counted are
-the rounds between the first (actors start) and the last (all clients are evaluated).
+The simulation is FedCAC with resnet8 on generated 32x32x3 images, by `corolla run` with its default workers: one per
+core, each with one thread. The bare training is LocalTrainer.train for the same clients, in as many plain processes,
+before and after the simulation. The first round (workers start) and the last (all clients are evaluated) do not count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Config = dict[str, Scalar]
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured."""
+    """The size of a measurement."""
 
     clients: int
     rounds: int
@@ -48,7 +48,7 @@ SHORT = Size(clients=8, rounds=4, epochs=2, repeats=1)
 
 
 def write_images(path: Path, train: int, test: int) -> None:
-    """Write a data set of random images; training takes as long on noise as on anything."""
+    """Write a data set of random images. Training takes as long on noise as on real images."""
     draw = np.random.default_rng(0)
     arrays: dict[str, Any] = {}
     for name, count in (("train", train), ("test", test)):
@@ -58,7 +58,7 @@ def write_images(path: Path, train: int, test: int) -> None:
 
 
 def run_config(size: Size, directory: Path) -> Config:
-    """Return FedCAC's setting of Table 1, for this many clients."""
+    """Return the setting of FedCAC's Table 1, for this many clients."""
     return {
         "method": "fedcac",
         "model": "resnet8",
@@ -79,7 +79,7 @@ def run_config(size: Size, directory: Path) -> Config:
 
 
 def bare_seconds(config: Mapping[str, Scalar], clients: int, processes: int) -> float:
-    """Train every client once in plain processes; return the seconds spent training per process."""
+    """Train every client once in plain processes. Return the seconds of training per process."""
     context = multiprocessing.get_context("spawn")
     ids, seconds, ready = context.Queue(), context.Queue(), context.Barrier(processes)
     for client_id in [*range(clients), *[None] * processes]:
@@ -127,11 +127,11 @@ class Round:
 
     @property
     def phases(self) -> float:
-        """Seconds of the server's phases."""
+        """The seconds of all server phases."""
         return float(sum(seconds for name, seconds in self.record["seconds"].items() if name != "round"))
 
     def client_phases(self, processes: int) -> dict[str, float]:
-        """Seconds of the clients' phases, summed over clients, per process."""
+        """Return the seconds of the clients' phases, summed over clients, per process."""
         total: dict[str, float] = {}
         for row in self.record["clients"].values():
             for name, seconds in row["seconds"].items():
@@ -140,7 +140,7 @@ class Round:
 
 
 def simulate(config: Config, clients: int, directory: Path, name: str) -> list[Round]:
-    """Run `corolla run` and return the counted rounds; a line of metrics.jsonl is timed when it appears."""
+    """Run `corolla run` and return the counted rounds. A line of metrics.jsonl is timed when it appears."""
     values = {**config, "run-name": name, "output-dir": str(directory)}
     words = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     command = [str(Path(sys.executable).parent / "corolla"), "run", "--clients", str(clients), *words]
@@ -164,7 +164,7 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def measure(size: Size, directory: Path) -> dict[str, Any]:
-    """Alternate bare training and simulations; return the results."""
+    """Alternate bare training and simulations. Return the results."""
     actors = os.cpu_count() or 1
     write_images(directory / "images.npz", 500 * size.clients, 100 * size.clients)
     config = run_config(size, directory)
@@ -172,7 +172,7 @@ def measure(size: Size, directory: Path) -> dict[str, Any]:
     for k in range(size.repeats):
         found = simulate(config, size.clients, directory, f"run-{k}")
         bare.append(bare_seconds(config, size.clients, actors))
-        # what ran just before and just after
+        # compare with the bare training just before and just after
         ratios += [r.wall / statistics.mean(bare[-2:]) for r in found]
         rounds += found
     clients = [r.client_phases(actors) for r in rounds]
@@ -188,7 +188,7 @@ def measure(size: Size, directory: Path) -> dict[str, Any]:
         ),
         "round / its own training phase": statistics.median(wall / p["train"] for wall, p in within),
         "round / bare training": statistics.median(ratios),
-        # over all rounds together: a checkpoint counts as a phase of the round after it, whose line is not yet written
+        # over all rounds together: a checkpoint counts as a phase of the next round, which has no line yet
         "wall of the rounds missing from their phases": abs(
             1 - sum(r.phases for r in rounds) / sum(r.wall for r in rounds)
         ),

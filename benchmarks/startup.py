@@ -1,10 +1,10 @@
-"""From a client process's start to its first training step, beside `python -c 'import torch'`.
+"""The time from a client process's start to its first training step, beside `python -c 'import torch'`.
 
 python -m benchmarks.startup [--short]
 
-Real processes: `flwr-clientapp` as a SuperNode starts it for every message. They are watched from a sitecustomize.py, which
-tells their age and their processor time when a module is first looked for, and by the model, which tells them after the
-first step. `import torch` is timed between two rounds, while the SuperNode sleeps. Processor time bears a busy machine better.
+The processes are real: `flwr-clientapp`, as a SuperNode starts it for every message. A sitecustomize.py records their
+age and processor time when a module is first looked up. The model records them after the first step. `import torch` is
+timed between two rounds, while the SuperNode sleeps. Processor time is the more robust measure on a busy machine.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def build(in_channels, num_classes, image_size):
 """
 Times = Sequence[float]  # seconds, processor seconds
 FLOWER = "Flower: its imports, message, app files"
-# what a process has done when it has reached the mark of this name
+# by mark, the work that a process has done since the mark before
 PARTS = {
     "interpreter": "Python",
     "client_app.client_app": FLOWER,
@@ -90,7 +90,7 @@ def import_torch() -> Times:
 
 
 def watched_cluster() -> Loopback:
-    """Return a cluster of one SuperNode, not yet started, whose client processes are watched."""
+    """Return a cluster of one SuperNode, not yet started, with client processes that record their times."""
     cluster = Loopback(1)
     cluster.environment["COROLLA_STARTUP"] = str(cluster.directory / "startup.jsonl")
     (cluster.directory / "sitecustomize.py").write_text(WATCH)
@@ -99,12 +99,12 @@ def watched_cluster() -> Loopback:
 
 
 def lines(path: Path) -> list[dict[str, Times]]:
-    """Return what the client processes have told so far."""
+    """Return the records of the client processes so far."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def alternate(cluster: Loopback, rounds: int) -> tuple[list[dict[str, Times]], list[Times]]:
-    """Run our app, and import torch after every round; return what the processes told and the times of the imports."""
+    """Run our app, and import torch after every round. Return the processes' records and the times of the imports."""
     log = Path(cluster.environment["COROLLA_STARTUP"])
     settings = {**tiny(cluster.directory), "model": "watchedmodel:build", "batch-size": 10, "num-server-rounds": rounds}
     run = threading.Thread(target=cluster.corolla, args=("run", settings))
@@ -119,7 +119,7 @@ def alternate(cluster: Loopback, rounds: int) -> tuple[list[dict[str, Times]], l
 
 
 def parts(told: dict[str, Times], which: int) -> dict[str, float]:
-    """Return the seconds (0) or processor seconds (1) between marks."""
+    """Return the seconds (which = 0) or processor seconds (which = 1) between marks."""
     spent, before = {}, 0.0
     for name, label in PARTS.items():
         spent[label] = told[name][which] - before

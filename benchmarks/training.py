@@ -26,7 +26,7 @@ from fl_app.layout import Model
 
 
 def client_data(samples: int, side: int, channels: int) -> ClientData:
-    """Random images."""
+    """Return random images."""
     draw = np.random.default_rng(0)
     x = draw.integers(0, 256, (samples, channels, side, side), dtype=np.uint8)
     y = draw.integers(0, 10, samples)
@@ -35,13 +35,13 @@ def client_data(samples: int, side: int, channels: int) -> ClientData:
 
 
 def configure(**keys: Scalar) -> RunConfig:
-    """Parse keys in snake case; FedAvg, whose name alone does not need the strategies."""
+    """Parse keys in snake case. The method is FedAvg, which needs no import of the strategies."""
     named: dict[str, Scalar] = {name.replace("_", "-"): value for name, value in keys.items()}
     return parse({"method": "fedavg", **named}, {"fedavg": NoParams})
 
 
 def plain(config: RunConfig, data: ClientData, start: Model, layout: torch.memory_format) -> Model:
-    """The loop everybody writes: torch.optim.SGD, float32, the same batches."""
+    """Train by the loop that everybody writes: torch.optim.SGD, float32, the same batches."""
     device = resolve_device(config.device)
     module = models.build(config.model, **data.info.model_arguments)
     weights.write(module, start)
@@ -59,23 +59,25 @@ def plain(config: RunConfig, data: ClientData, start: Model, layout: torch.memor
 
 
 def ours(config: RunConfig, data: ClientData, start: Model) -> Model:
-    """The same by LocalTrainer."""
+    """Train the same by LocalTrainer."""
     return LocalTrainer(models.build(config.model, **data.info.model_arguments), config, data, 1, 0).train(start)
 
 
 def relative(got: Model, want: Model, start: Model) -> float:
-    """Distance between two results, in units of how far training went."""
+    """Return the distance between two results, in units of the training's own distance."""
     return float(np.linalg.norm(got.params - want.params) / np.linalg.norm(want.params - start.params))
 
 
 def main() -> None:
     """Measure, print, check.
 
-    Differences are checked twice. One step from the plain loop: float32 rounds weights to 6e-8 of their size, and one step at
-    this learning rate is about a thousandth of it, so 1e-4 of the step is rounding (seen: 1e-5). Later steps say nothing: a
-    rounding error moves activations across ReLU's kink, and after 8 steps of resnet8 the plain float32 loop itself is 7 % of
-    the way off the same loop in float64. So the whole epoch is compared with the plain loop in our memory layout, channels
-    last, whose convolutions sum in the same order: there nothing may differ beyond rounding (seen: not a bit).
+    Differences are checked twice. The first check compares one step with the plain loop. float32 rounds weights to 6e-8
+    of their size, and one step at this learning rate is about a thousandth of that size. So a difference of 1e-4 of the
+    step is rounding (measured: 1e-5). Later steps prove nothing: a rounding error moves activations across ReLU's kink,
+    and after 8 steps of resnet8 the plain float32 loop itself is 7 % of the way off the same loop in float64.
+
+    The second check therefore compares the whole epoch with the plain loop in our memory layout, channels last. Its
+    convolutions sum in the same order, so only rounding may differ (measured: not a bit).
     """
     options = arguments(__doc__).parse_args()
     prepare_training(threads=1)

@@ -1,6 +1,7 @@
-"""Random changes of training images, on the device; their random numbers are drawn on the CPU with the epoch's order.
+"""Random changes of training images, on the device.
 
-Images are normalised before: what comes into them from outside is 0 after that.
+The random numbers are drawn on the CPU together with the epoch's order. Images are normalised first, so pixels that
+enter from outside the image are 0.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ _PER_DEGREE = 10**6
 
 @dataclass(frozen=True)
 class Augmentation:
-    """draws: (n images, their side, generator) -> int64 [n, k] on the CPU; apply: (x float32 [n, C, S, S], draws) -> the same."""
+    """A random change, as two functions.
+
+    draws: (n images, their side, generator) -> int64 [n, k] on the CPU; apply: (float32 [n, C, S, S], draws) -> the
+    same shape.
+    """
 
     draws: Callable[[int, int, torch.Generator], Tensor]
     apply: Callable[[Tensor, Tensor], Tensor]
 
 
 def crop_flip_draws(n: int, side: int, generator: torch.Generator) -> Tensor:
-    """Draw what `crop_flip` does to n images: int64 [n, 3], rows to skip, columns to skip, 1 to flip."""
+    """Draw the changes of `crop_flip` for n images: int64 [n, 3], rows to skip, columns to skip, 1 to flip."""
     margin = max(1, side // 8)
     top, left = (torch.randint(0, 2 * margin + 1, (n,), generator=generator) for _ in range(2))
     flip = torch.rand(n, generator=generator) < 0.5
@@ -34,7 +39,7 @@ def crop_flip_draws(n: int, side: int, generator: torch.Generator) -> Tensor:
 
 
 def crop_flip(x: Tensor, draws: Tensor) -> Tensor:
-    """Crop after zero padding by an eighth of the side, and flip horizontally, per image.
+    """Pad with zeros by an eighth of the side, crop back, and flip horizontally, per image.
 
     x: float32 [n, C, S, S]; draws: int64 [n, 3] of crop_flip_draws, on the same device. Returns the same shape.
     """
@@ -50,7 +55,10 @@ def crop_flip(x: Tensor, draws: Tensor) -> Tensor:
 
 
 def crop_flip_rotate_draws(n: int, side: int, generator: torch.Generator) -> Tensor:
-    """Draw what `crop_flip_rotate` does to n images: int64 [n, 4], crop_flip_draws and an angle in millionths of a degree."""
+    """Draw the changes of `crop_flip_rotate` for n images, int64 [n, 4].
+
+    The columns are those of crop_flip_draws and an angle in millionths of a degree.
+    """
     limit = MAX_DEGREES * _PER_DEGREE
     moves = crop_flip_draws(n, side, generator)
     return torch.cat([moves, torch.randint(-limit, limit + 1, (n, 1), generator=generator)], dim=1)
@@ -65,16 +73,16 @@ def crop_flip_rotate(x: Tensor, draws: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn images counterclockwise about their centre, bilinear, zeros from outside.
+    """Turn images counterclockwise about their centre: bilinear, zeros from outside.
 
     x: float32 [n, C, S, S]; angles: float32 [n], radians. Returns the same shape.
     """
     side = x.shape[-1]
-    # pixel centres, the image's edges at -1 and 1
+    # pixel centres; the image's edges are at -1 and 1
     from_centre = (2 * torch.arange(side, device=x.device) + 1 - side) / side
     across, down = from_centre[None, None, :], from_centre[None, :, None]
     sin, cos = angles.sin()[:, None, None], angles.cos()[:, None, None]
-    # rows run downwards: a pixel of the turned image comes from where it was, turned clockwise
+    # Rows run downwards. A pixel of the turned image comes from its place turned clockwise.
     grid = torch.stack([cos * across - sin * down, sin * across + cos * down], dim=-1)
     return grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 

@@ -1,14 +1,15 @@
 """One client's samples, resident on the device, and the batches made of them.
 
-Batches come from an own generator seeded by (seed, round, client id, purpose). All random numbers of an epoch are drawn on
-the CPU and moved in one copy: a GPU never waits for the host within an epoch, and every device sees the same batches.
+Batches come from a separate generator, seeded by (seed, round, client id, purpose). All random numbers of an epoch are
+drawn on the CPU and moved in one copy. So a GPU never waits for the host within an epoch, and every device sees the
+same batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +21,18 @@ from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.tasks.task import Inputs
 
+# On these devices all training inputs are computed once, if they have at most READY_BYTES. A GPU runs a batch's few
+# operations faster than they can be launched. A CPU has better use for the memory.
+READY_ON, READY_BYTES = {"cuda"}, 256 << 20
+Part = Literal["test", "validation"]
+"""The kinds of samples beside those for training."""
+
 
 class Batch(NamedTuple):
     """One batch of training, on the device.
 
     first: whether it opens an epoch. x: float32 [m, ...], normalised and augmented. y: int64 [m] or float32 [m, k].
-    indices: int64 [m] of the samples in the client's training data.
+    indices: int64 [m], the samples' positions in the client's training data.
     """
 
     first: bool
@@ -35,10 +42,10 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """A client's training and test samples on a device.
+    """A client's training, test and validation samples on a device.
 
-    avoid_single: a last batch of one sample joins the batch before it, for models with BatchNorm (under `drop-last` it goes with
-    every incomplete one, under `drop-single` alone). memory_format: of images.
+    avoid_single: for models with BatchNorm, a last batch of one sample joins the batch before it. Where `drop-last` or
+    `drop-single` is set, they drop that batch instead. memory_format: of images.
     """
 
     def __init__(
@@ -57,43 +64,71 @@ class Batches:
         self._avoid_single, self._format = avoid_single, memory_format
         self._x_train, self.train_labels = self._resident(data.x_train), self._resident(data.y_train)
         self._x_test, self.test_labels = self._resident(data.x_test), self._resident(data.y_test)
-        self._prepared = Inputs(
-            self.task, config.normalize, self._x_train.ndim - 1, device, data.info.mean, data.info.std
-        )
+        self._x_validation = self._resident(data.x_validation)
+        self._validation_labels = self._resident(data.y_validation)
+        normalize = tasks.normalization(config, data.x_train.dtype)
+        self._prepared = Inputs(self.task, normalize, self._x_train.ndim - 1, device, data.info.mean, data.info.std)
         if self._x_train.ndim != 4:
             self._format = torch.contiguous_format
 
-        # with larger ones a CPU is 1.5 to 2 times as slow
+        # larger batches make a CPU 1.5 to 2 times slower
         self._evaluation_batch = 128 if device.type == "cpu" else 512
-        # training samples that batches are made of, on the CPU; None: all
+        self._ready = self._made_ready()
+        # positions of the training samples in use, on the CPU; None: all
         self._used: Tensor | None = None
-        # Set if batches are drawn at random: each sample's chance, batches per epoch, the generator.
+        # Set if batches are drawn at random: each sample's probability, batches per epoch, the generator.
         self.poisson: tuple[float, int, torch.Generator] | None = None
 
     def _resident(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.array(array)).to(self.device)
 
+    def _moved(self, plan: Tensor) -> Tensor:
+        """Copy drawn numbers to the device. On a GPU the copy is queued, and this thread does not wait."""
+        return plan.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else plan
+
+    def _made_ready(self) -> Tensor | None:
+        """Return the inputs of all training samples, or None if batches cannot be taken from them.
+
+        Channels-last images are stored as [n, H, W, C].
+        """
+        samples = self._x_train
+        own = type(self.task).__module__.startswith("fl_app.")
+        if self.device.type not in READY_ON or not own or 4 * samples.numel() > READY_BYTES:
+            return None
+        ready = self.inputs(samples)
+        return ready.permute(0, 2, 3, 1).contiguous() if self._format == torch.channels_last else ready
+
+    def _training_inputs(self, chosen: Tensor) -> Tensor:
+        if self._ready is None:
+            return self.inputs(self._x_train[chosen])
+        x = self._ready[chosen]
+        return x.permute(0, 3, 1, 2) if self._format == torch.channels_last else x
+
     def leave_out(self, samples: np.ndarray) -> None:
-        """Make no batches of some training samples any more: int64 [m], fewer than there are."""
+        """Exclude training samples from all later batches: int64 [m], not all samples."""
         used = np.setdiff1d(np.arange(len(self.train_labels)), samples)
         self._used = torch.from_numpy(used) if len(used) < len(self.train_labels) else None
 
     @property
     def num_used(self) -> int:
-        """Training samples that batches are made of."""
+        """The number of training samples that batches are made of."""
         return len(self.train_labels) if self._used is None else len(self._used)
 
     def epochs(self, epochs: int, purpose: str) -> Iterator[Batch]:
         """Yield the batches of shuffled epochs. purpose: names the random stream."""
         if self.poisson:
-            # with a seed that others know, a record's augmentation would show which others are in its batch
+            # With a public seed, a record's augmentation would reveal the other records of its batch.
             generator = self.poisson[2]
             seed = int(torch.randint(2**63 - 1, (), generator=generator))
         else:
             seed = rng.torch_seed(self.config.seed, purpose, self.round, self.client_id)
             generator = torch.Generator().manual_seed(seed)
-        # for a user's model with dropout
-        torch.manual_seed(seed)
+        # a user's model may have dropout, which uses the global generators
+        if self.device.type == "cpu":
+            # Only the CPU's generator: `torch.manual_seed` also queues the call for accelerators that have not started.
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
         rng.seed_global(seed)
         n, augment = self.num_used, AUGMENTATIONS[self.config.augment]
         bounds = self._bounds()
@@ -107,16 +142,16 @@ class Batches:
                 side = self._x_train.shape[-1]
                 draws = [augment.draws(stop - start, side, generator) for start, stop in bounds]
                 plan = torch.cat([plan, torch.cat(draws)], dim=1)
-            plan = plan.to(self.device)
+            plan = self._moved(plan)
             for batch, (start, stop) in enumerate(bounds):
                 chosen = plan[start:stop, 0]
-                x = self.inputs(self._x_train[chosen])
+                x = self._training_inputs(chosen)
                 if augment is not None:
                     x = augment.apply(x, plan[start:stop, 1:])
                 yield Batch(batch == 0, x, self.train_labels[chosen], chosen)
 
     def alternating_epochs(self, epochs: int, purposes: Iterable[str]) -> Iterator[tuple[str, Batch]]:
-        """Yield (purpose, batch): `epochs` times an epoch of every purpose's stream."""
+        """Yield (purpose, batch): `epochs` times, one epoch of each purpose's stream in turn."""
         streams = [(purpose, self.epochs(epochs, purpose)) for purpose in purposes]
         batches_per_epoch = len(self._bounds())
         for _ in range(epochs):
@@ -125,10 +160,10 @@ class Batches:
                     yield purpose, batch
 
     def _bounds(self) -> list[tuple[int, int]]:
-        """First and last + 1 position of every batch of an epoch; samples beyond the last one's are not used in it."""
+        """Return every batch's first and last + 1 position in an epoch. Samples after the last batch are unused."""
         n, size = self.num_used, self.config.batch_size
         bounds = [*range(0, n, size), n]
-        # samples of the last batch, if it is not the only one
+        # samples in the last batch, unless it is the only one
         left = n - bounds[-2] if len(bounds) > 2 else size
         single = left == 1 < size
         if self.config.drop_last and left < size or self.config.drop_single and single:
@@ -138,22 +173,34 @@ class Batches:
         return list(zip(bounds, bounds[1:], strict=False))
 
     def chosen(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (inputs float32 [m, C, S, S], labels int64 [m]) of chosen training samples, nothing augmented."""
+        """Return (inputs float32 [m, C, S, S], labels int64 [m]) of chosen training samples, without augmentation."""
         return self.inputs(self._x_train[indices]), self.train_labels[indices]
 
     def blank(self, n: int) -> Tensor:
-        """Return n samples of zeros, as they are kept."""
+        """Return n samples of zeros, in the stored dtype and shape."""
         return self._x_train.new_zeros((n, *self._x_train.shape[1:]))
 
     def train(self, chosen: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over training samples, default all, in order, nothing augmented."""
+        """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over training samples in order, without augmentation.
+
+        chosen: positions of the samples, int64 [n]; default all.
+        """
         if chosen is None:
             return self._in_order(self._x_train, self.train_labels)
         return (self.chosen(part) for part in torch.split(chosen, self._evaluation_batch))
 
     def test(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over the test data in order."""
-        return self._in_order(self._x_test, self.test_labels)
+        return self.in_order("test")
+
+    def labels_of(self, part: Part) -> Tensor:
+        """Return the targets of test or validation data, [n] or [n, k]."""
+        return self.test_labels if part == "test" else self._validation_labels
+
+    def in_order(self, part: Part) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (inputs float32 [m, C, S, S], labels int64 [m]) over test or validation data in order."""
+        samples = self._x_test if part == "test" else self._x_validation
+        return self._in_order(samples, self.labels_of(part))
 
     def _in_order(self, images: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for start in range(0, len(labels), self._evaluation_batch):
@@ -168,7 +215,10 @@ class Batches:
 def _poisson_batches(
     n: int, rate: float, batches: int, generator: torch.Generator
 ) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Draw batches that hold each of n samples with a chance of its own: (samples int64 [m], first and last + 1 of every batch)."""
+    """Draw batches in which each of n samples is included independently with probability `rate`.
+
+    Returns (samples int64 [m], first and last + 1 position of every batch).
+    """
     parts = [(torch.rand(n, generator=generator) < rate).nonzero()[:, 0] for _ in range(batches)]
     ends = np.cumsum([0, *map(len, parts)]).tolist()
     return torch.cat(parts), list(zip(ends, ends[1:], strict=False))

@@ -1,7 +1,8 @@
-"""The only NumPyClient: one download in, merge, evaluate, train, evaluate, upload; every method is a LocalUpdate inside it."""
+"""The only NumPyClient: receive, merge, evaluate, train, evaluate, upload. Every method is a LocalUpdate inside it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -10,85 +11,108 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flwr.compat.client.numpy_client import NumPyClient
 from flwr.compat.common.typing import Config, NDArrays
 
+from client_app import at_once
 from client_app.notes import Notes, OwnData, spent_on
 from client_app.session import Session
 from client_app.state import State, StateStore, state_root
-from fl_app import extras, tasks, trainable_tensors, wire
-from fl_app.checksums import HASHES
+from fl_app import debugging, extras, tasks, trainable_tensors, wire
+from fl_app.checksums import HASHES, stamp_of
 from fl_app.config import RunConfig
-from fl_app.data import ClientData, data_root
-from fl_app.errors import Diverged, UserError, describe, diverged
+from fl_app.data import ClientData, client_names, data_root
+from fl_app.data.moments import Scaling, Sums
+from fl_app.debugging import Place
+from fl_app.errors import Diverged, UserError, diverged
 from fl_app.keys import Scalar
+from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
-from fl_app.metrics import EPSILON, FINETUNED, LOSS, MAX_NUMBER, moments, range_error
-from fl_app.server.properties import NORMALIZATION
-from fl_app.site import refuse_within_site, site_directory
+from fl_app.metrics import EPSILON, FINETUNED, LOSS, MAX_NUMBER, ONE_CLASS, VALIDATION, range_error
+from fl_app.server.properties import INPUT, NORMALIZATION, SUMS, normalization
+from fl_app.site import site_directory
 from fl_app.sources import NODE, source_of
 from fl_app.wire import FEATURE_TAGS, FEATURES, Download, Upload
 from strategies.base import RoundContext
 
 if TYPE_CHECKING:
+    from client_app.flat import FlatModule
     from client_app.private import Masker
+    from client_app.session import Network
     from client_app.trainer import LocalTrainer
 
 log = logging.getLogger("corolla")
 
-# training on a client's own data does not lead to such a loss, and does not come back from it
+# training on a client's own data neither reaches such a loss nor recovers from it
 DIVERGED_LOSS = 1e4
-# of inputs or targets: a standardised one is hardly ever this large
+# inputs and targets beyond it count as far from 1; standardised ones hardly ever reach it
 FAR = 30.0
-# of images; of what has more, one client tells mean and deviation
+# most channels of an image; with more features only one client sends mean and deviation
 MOST_CHANNELS = 16
 
 
 class CorollaClient(NumPyClient):
-    """One client of a run. Failures are reported to the server by name instead of raised."""
+    """One client of a run. A failure is reported in the reply, with its reason, and not raised."""
 
-    def __init__(self, session: Session, client_id: int, data_path: str, keys: str = "", run: int = 0) -> None:
+    def __init__(
+        self,
+        session: Session,
+        client_id: int,
+        data_path: str,
+        keys: str = "",
+        run: int = 0,
+        place: Place = Place.DEPLOYMENT,
+    ) -> None:
         self.session, self.config, self.method = session, session.config, session.method
+        self.place = place
         self.client_id, self.data_path, self.keys, self.run = client_id, data_path, keys, run
         self._seconds: dict[str, float] = {}
-        # Metrics that name the state used, where the one the server named is damaged.
+        # metrics that name the state used instead, if the one that the server named is damaged
         self._fallback: dict[str, Scalar] = {}
+        # the network that a task trains or evaluates with
+        self._used: tuple[Network, FlatModule] | None = None
 
     # Messages
 
     def get_properties(self, config: Config) -> Config:
-        """Return this client's id and the properties of its data, or why it cannot take part. Does not import torch on a CPU.
+        """Return this client's id and the properties of its data, or why it cannot take part.
 
-        This is asked once, when a run starts. The first client of a process looks whether files of the data were overwritten.
+        On a CPU this does not import torch. The server asks once, when a run starts. The first client of a process
+        checks whether files of the data were overwritten.
         """
         try:
             return self._properties()
         except Exception as error:
             log.debug("properties", exc_info=True)
-            return {"client-id": self.client_id, wire.ERROR: reason(error)}
+            return {"client-id": self.client_id, wire.ERROR: debugging.reason(error)}
 
     def fit(self, parameters: NDArrays, config: Config) -> tuple[NDArrays, int, Config]:
-        """Train one round ("train"), hand out the personal model ("collect") or remove what is kept of a run ("forget")."""
+        """Answer a task: "train" a round, "collect" the personal model, or "forget" all that is kept of a run."""
+        aside: dict[str, Scalar] = {}
         try:
-            download = wire.decode_download(parameters, config)
-            answer = {"collect": self._collect, "forget": self._forget}.get(download.task, self._train)
-            arrays, num_examples, metrics = wire.encode_upload(answer(download))
-            return arrays, num_examples, dict(metrics)
+            with self._printing_into(aside):
+                download = wire.decode_download(parameters, config)
+                answer = {"collect": self._collect, "forget": self._forget}.get(download.task, self._train)
+                arrays, num_examples, metrics = wire.encode_upload(answer(download))
+                self._leave_network()
+            return arrays, num_examples, {**metrics, **aside}
         except Exception as error:
-            log.exception("client %d failed", self.client_id)
-            return [], 0, {wire.ERROR: reason(error)}
+            return [], 0, {**self._failed(error), **aside}
 
     def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
-        """Evaluate the personalized model; with finetune-epochs also after so many more local epochs."""
+        """Evaluate the personalized model. With `finetune-epochs`, evaluate it again after that many local epochs."""
+        aside: dict[str, Scalar] = {}
         try:
-            metrics = self._evaluate(wire.decode_download(parameters, config))
-            return float(metrics.pop("loss")), self._reported_count(len(self.data.y_test)), dict(metrics)
+            with self._printing_into(aside):
+                metrics = self._evaluate(wire.decode_download(parameters, config))
+                self._leave_network()
+            return float(metrics.pop("loss")), self._reported_count(len(self.data.y_test)), {**metrics, **aside}
         except Exception as error:
-            log.exception("client %d failed", self.client_id)
-            return 0.0, 0, {wire.ERROR: reason(error)}
+            return 0.0, 0, {**self._failed(error), **aside}
 
     # A client's turn in a round
 
@@ -100,25 +124,19 @@ class CorollaClient(NumPyClient):
         with self._timed("merge"):
             start = update.merge(download.model, state, ctx)
         with self._timed("evaluate"):
-            loss_before, metric_before = trainer.evaluate(update.personal(start, state, ctx))
+            before = self._measured(update.personal(start, state, ctx), trainer, "before")
         with self._timed("train"):
             try:
                 trained = update.train(start, state, ctx)
             except UserError as error:
-                raise self._training_error(error, loss_before) from None
+                raise self._training_error(error, before["loss-before"]) from None
         train_loss = trainer.last_loss
         update.keep_local(trained, state, ctx)
         with self._timed("evaluate"):
-            loss_after, metric_after = trainer.evaluate(update.personal(trained, state, ctx))
-        name_before, name_after = moments(trainer.headline.name)
-        measured = {
-            name_before: metric_before,
-            name_after: metric_after,
-            "loss": train_loss,
-            "loss-before": loss_before,
-            "loss-after": loss_after,
-        }
-        reported = self._reported(measured, trainer)
+            after = self._measured(update.personal(trained, state, ctx), trainer, "after")
+        # the first figure that shows a divergence is named: metrics, then the training loss, then other losses
+        figures = sorted({**before, LOSS.name: train_loss, **after}.items(), key=lambda item: _order(item[0]))
+        reported = self._reported(dict(figures), trainer)
         with self._timed("score"):
             upload = update.upload(start, trained, state, ctx)
             if masker:
@@ -152,7 +170,7 @@ class CorollaClient(NumPyClient):
             from client_app.dp import Plan, Spent, check_module
 
             self.session.check_once(check_module, self.data.info)
-            # what a resumed run has spent itself is not told from others' here
+            # a resumed run's own spending cannot be separated from that of other runs here
             own = None if self.keys == wire.SEED_KEYS or self.config.resume else self._own_data()
             before = Spent.of(spent_on(site_directory(), own) if own else [])
             Plan.of(self.config, len(self.data.y_train), self.method.dp_epochs_of(self.config), before)
@@ -164,9 +182,16 @@ class CorollaClient(NumPyClient):
             **data_properties(self.data, self.config),
             **self._data_hashes(),
         }
+        names = client_names(self.config, self.data.info)
+        if names and not self.config.private and not self.config.dp_epsilon:
+            properties[CLIENT_NAME] = names[self.client_id]
         own_data = self.config.dataset == NODE
+        if (text := self._input_facts()) and len(text) <= wire.MAX_TEXT:
+            properties[INPUT] = text
         if own_data and not self.config.private:
             properties[FEATURES] = json.dumps(self.data.info.facts.features)
+        if self._needs_agreement:
+            properties[SUMS] = self._sums()
         if self.config.private:
             from client_app import private
             from fl_app.privacy.keyring import open_keyring
@@ -178,15 +203,73 @@ class CorollaClient(NumPyClient):
                 properties[FEATURE_TAGS] = private.tags(keys, json.dumps([info.facts.features, info.classes]))
         return properties
 
+    def _input_facts(self) -> str:
+        """Return the facts by which an exported model reads raw rows, as JSON.
+
+        Empty where the server must not know them, or where another client sends them.
+        """
+        own_data, info = self.config.dataset == NODE, self.data.info
+        if self.config.private or self.config.dp_epsilon or not (own_data or self.client_id == 0):
+            return ""
+        # The columns that a site leaves out, and the values that it fills in, are its own business.
+        found = info.columns_facts()
+        if own_data:
+            told = [dataclasses.asdict(encoding.as_told) for encoding in info.facts.encodings]
+            found = {"encodings": told, "others": []}
+        return json.dumps({"dtype": str(self.data.x_train.dtype), **found})
+
+    @property
+    def _needs_agreement(self) -> bool:
+        """Whether sites, each with its own data, must agree on one mean and deviation to scale inputs by."""
+        if self.config.dataset != NODE or self.config.normalizes_by_site:
+            return False
+        return tasks.normalization(self.config, self.data.x_train.dtype) == "mean-std"
+
+    def _sums(self) -> str:
+        """Return sums over this site's training samples, from which all sites' mean and deviation follow.
+
+        Validation samples are included, as they are in the data set's own mean and deviation. Raises UserError if the
+        text is too long.
+        """
+        facts = self.data.info.facts
+        found = Sums.of(self.data.x_train, facts.shift, facts.scale)
+        if len(self.data.x_validation):
+            found += Sums.of(self.data.x_validation, facts.shift, facts.scale)
+        sums = found.to_json()
+        if len(sums) > wire.MAX_TEXT:
+            raise UserError(
+                f"normalize-over: sites cannot agree on {len(self.data.info.mean)} features: their sums take {len(sums)} "
+                f"characters, more than {wire.MAX_TEXT}; set normalize-over = site"
+            )
+        return sums
+
+    def _scaled(self, download: Download) -> ClientData:
+        """Return this client's data, with the mean and deviation that the sites agreed on, if they must agree.
+
+        Raises UserError if the server does not send them.
+        """
+        if not self._needs_agreement:
+            return self.data
+        info = self.data.info
+        agreed = normalization(download.method.get(NORMALIZATION))
+        if agreed is None or len(agreed["mean"]) != len(info.mean):
+            raise UserError(
+                f"normalize-over: the server must send mean and std of {len(info.mean)} features or channels that the sites agreed "
+                f"on, got {len(agreed['mean']) if agreed else 'none'}"
+            )
+        own = Scaling.from_json(agreed).stored_with(info.facts.shift, info.facts.scale)
+        return dataclasses.replace(self.data, info=dataclasses.replace(info, mean=own.mean, std=own.std))
+
     def _data_hashes(self) -> Config:
-        """Return what tells the data from others, and what inputs are shifted and scaled by where no client may hide it."""
+        """Return the hashes that identify the data, and the inputs' scaling where no client may hide it."""
         hashes = self.session.told_hashes(self.data_path)
         if hashes is None:
             return {}
         found: Config = dict(zip(HASHES, hashes, strict=True))
         info = self.data.info
-        # one client's will do where there are many features
-        if hashes.partition and (self.client_id == 0 or len(info.mean) <= MOST_CHANNELS):
+        # with many features, one client's copy is enough
+        shared = hashes.partition and not self.config.normalizes_by_site
+        if shared and (self.client_id == 0 or len(info.mean) <= MOST_CHANNELS):
             found[NORMALIZATION] = json.dumps(info.scaling)
         return found
 
@@ -195,16 +278,15 @@ class CorollaClient(NumPyClient):
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
         model = update.personal(start, state, ctx)
-        names = [metric.name for metric in tasks.measured(self.config)]
-        loss, measured = trainer.measure(model, names)
+        measured = self._measured(model, trainer)
         if self.config.finetune_epochs:
             trainer.begin_finetuning()
             tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
-            _, tuned_measured = trainer.measure(tuned, names)
-            measured = measured | {f"{name}{FINETUNED}": value for name, value in tuned_measured.items()}
+            after = self._measured(tuned, trainer, FINETUNED.removeprefix("-"))
+            measured |= {name: value for name, value in after.items() if not _is_loss(name)}
         exported = update.export(model, state, ctx)
         return {
-            **self._reported({"loss": loss, **measured}, trainer),
+            **self._reported(measured, trainer),
             **wire.hashes(exported),
             **self._fallback,
             **self._failed_metrics(trainer),
@@ -212,7 +294,7 @@ class CorollaClient(NumPyClient):
 
     def _collect(self, download: Download) -> Upload:
         if self.config.private:
-            raise UserError("private: this client hands out no model of its own")
+            raise UserError("private: this client sends no personal model")
         ctx, state, _ = self._prepare(download)
         update = self.method.local_update()
         start = update.merge(download.model, state, ctx)
@@ -225,7 +307,7 @@ class CorollaClient(NumPyClient):
         self._notes.forget()
         return Upload(download.model)
 
-    # What a task works with: data, state, the model in a trainer
+    # A task's data and state, and the model in a trainer
 
     @cached_property
     def data(self) -> ClientData:
@@ -233,9 +315,9 @@ class CorollaClient(NumPyClient):
         return self.session.data(self.client_id, self.data_path)
 
     def _prepare(self, download: Download) -> tuple[RoundContext[Any], State, Any]:
-        """Load the state, build the run's model, and return the context of the method's client half, the state and the trainer.
+        """Load the state and build the run's model. Return the method's context, the state and the trainer.
 
-        Raises UserError if the download is not of the model that is here, or if the state was trained without a budget.
+        Raises UserError if the download is of another model, or if the state was trained without a privacy budget.
         """
         from client_app.process import prepare_training
 
@@ -247,20 +329,22 @@ class CorollaClient(NumPyClient):
         state = self._store.load(download.state_version)
         if state.version != download.state_version:
             self._fallback = {wire.STATE_USED: state.version}
-        # With `train` or `share`, tensors that never travel start from the file too, and the server sends them to nobody.
+        # With `train` or `share`, tensors that never travel start from the file too: the server does not send them.
         weights_file = config.initial_weights if config.train or config.share else ""
-        module, facts = self.session.network(self.data.info, weights_file)
+        network = self._network(weights_file)
+        facts = network.facts
         check_same_model(download, facts.layout, facts.shared_layout, config.model)
 
         @functools.cache
         def initial() -> Model:
-            start = facts.initial
+            start = facts.initial()
             if config.initial_weights and not weights_file and method.local_update.local_from_file:
-                start = self.session.network(self.data.info, config.initial_weights)[1].initial
+                start = self.session.initial(self.data.info, config.initial_weights, facts.layout)
             # the method may write into it
             return Model(start.params.copy(), start.buffers.copy())
 
-        trainer = LocalTrainer(module, config, self.data, download.round, self.client_id)
+        trainer = LocalTrainer(network.module, config, self._scaled(download), download.round, self.client_id)
+        self._used = network, trainer.flat
         ctx = RoundContext(
             config=config,
             params=config.params,
@@ -275,22 +359,41 @@ class CorollaClient(NumPyClient):
         )
         return ctx, state, ctx.trainer
 
+    def _network(self, weights_file: str) -> Network:
+        """Return the run's network. In a lane it is the previous client's, to be set by `load`."""
+        info = self.data.info
+        # opacus leaves its marks on a network
+        if at_once.current() is None or self.config.dp_epsilon:
+            return self.session.network(info, weights_file)
+        stamp = stamp_of(Path(weights_file)) if weights_file else None
+        name = ("network", tuple(sorted(info.model_arguments.items())), weights_file, stamp)
+        return at_once.kept(name, lambda: self.session.network(info, weights_file))
+
+    def _leave_network(self) -> None:
+        """Leave the network for the next client of this process. A task that failed leaves none."""
+        if self._used and at_once.current() is None:
+            self.session.leave(*self._used)
+
     def _open_store(self, download: Download) -> None:
-        """Open the client's state of an experiment, and what its site has noted of it. Raises UserError."""
+        """Open the client's state of an experiment, and its site's notes on it. Raises UserError."""
         config, simulated = self.config, self.keys == wire.SEED_KEYS
         self._store = StateStore(state_root(config.state_dir), download.experiment, self.client_id)
-        # what the machine says itself its SuperNode has checked when it started
-        if config.state_dir:
-            refuse_within_site("state-dir", self._store.directory)
+        # The SuperNode checks the machine's own settings when it starts. In a simulation all clients' directories lie
+        # in one, so one check of that is enough.
+        named = {"state-dir": self._store.directory} if config.state_dir else {}
+        if simulated and named:
+            named = {"state-dir": state_root(config.state_dir) / download.experiment}
         if config.data_dir:
-            refuse_within_site("data-dir", data_root(config))
+            named["data-dir"] = data_root(config)
+        for key, directory in named.items():
+            self.session.refuse_within_site(key, directory)
         if config.dp_epsilon or config.private:
             self._store.refuse_earlier_notes()
         own = self._own_data() if config.dp_epsilon else None
         self._notes = Notes(site_directory(), download.experiment, self.client_id, self.run, simulated, own)
 
     def _own_data(self) -> OwnData | None:
-        """Return which of the site's own data this client trains on, None if it has none."""
+        """Return the part of the site's own data that this client trains on, or None."""
 
         def partition() -> str:
             return ":".join(self.session.hashes(self.data_path))
@@ -298,7 +401,7 @@ class CorollaClient(NumPyClient):
         return OwnData.of(self.config, self.data_path, self.client_id, partition)
 
     def _with_budget(self, trainer: LocalTrainer) -> Any:
-        """Return a trainer that looks at records by noisy steps alone, within the budget of this client's records."""
+        """Return a trainer that reads records only in noisy steps, within these records' privacy budget."""
         # Opacus takes seconds to import
         from client_app.dp import Budget, NoisyTrainer
 
@@ -307,7 +410,7 @@ class CorollaClient(NumPyClient):
         return NoisyTrainer(trainer, budget=budget, epochs=self.method.dp_epochs_of(self.config))
 
     def _claim_attempt(self, download: Download) -> Masker | None:
-        """Claim the attempt of a private round; raises UserError if it must not be answered."""
+        """Claim the attempt of a private round. Raises UserError if it must not be answered."""
         if not self.config.private:
             return None
         from client_app import private
@@ -319,16 +422,70 @@ class CorollaClient(NumPyClient):
         return masker
 
     def _save(self, state: State, download: Download) -> str:
-        # a repetition of this round would start from it again
+        # a repeated round would start from it again
         read_from = state.version
         version = self._store.save(state, download.round, download.attempt)
         self._store.delete_before(read_from, download.keep)
         return version
 
-    # What the server gets to know
+    # Prints and exceptions, for the author of a method
+
+    @contextmanager
+    def _printing_into(self, aside: dict[str, Scalar]) -> Iterator[None]:
+        """Label lines printed inside with this client's number. A site's prints stay in its log.
+
+        In the caller's process lines are shown at once. In a simulation they travel in `aside`, and the server shows
+        them.
+        """
+        if self.place is Place.DEPLOYMENT:
+            yield
+            return
+        lines: list[str] = []
+
+        def show(line: str) -> None:
+            debugging.show_printed(f"client {self.client_id}", line)
+
+        try:
+            with debugging.printed_lines(show if self.place is Place.IN_PROCESS else lines.append):
+                yield
+        finally:
+            if lines:
+                aside[wire.PRINTED] = debugging.cut(lines)
+
+    def _failed(self, error: Exception) -> dict[str, Scalar]:
+        """Return the metrics that report an exception to the server. A site's traceback stays in its log."""
+        if self.place is Place.DEPLOYMENT:
+            log.exception("client %d failed", self.client_id)
+            return {wire.ERROR: debugging.reason(error, "the log of its SuperNode")}
+        told: dict[str, Scalar] = {wire.ERROR: debugging.reason(error)}
+        trace = debugging.trace_to_show(error)
+        return {**told, wire.TRACEBACK: debugging.cut([trace])} if trace else told
+
+    # Figures for the server
+
+    def _measured(self, model: Model, trainer: Any, moment: str = "") -> dict[str, float]:
+        """Return a model's losses and metrics on test and validation data, by their names in records.
+
+        moment: `before` or `after` training, or `finetuned`; empty for an evaluation.
+        """
+        names = [metric.name for metric in tasks.measured(self.config)]
+        end = f"-{moment}" if moment else ""
+        parts = {"": "test", VALIDATION: "validation"} if self.config.validation_ratio else {"": "test"}
+        found: dict[str, float] = {}
+        # together with a perfect accuracy it would reveal that a site has only one class
+        tells_one_class = not end and not self.config.private and not self.config.dp_epsilon
+        for word, part in parts.items():
+            asked = [*names, ONE_CLASS.name] if tells_one_class and part == "test" else names
+            loss, values = trainer.measure(model, asked, part)
+            # NaN for tasks without classes
+            if math.isnan(values.get(ONE_CLASS.name, 0.0)):
+                del values[ONE_CLASS.name]
+            measured = {**values, LOSS.name: loss}
+            found |= {f"{word}{name}{end}": value for name, value in measured.items()}
+        return found
 
     def _reported(self, measured: Mapping[str, float], trainer: Any) -> dict[str, Scalar]:
-        """Return losses and metrics as the server gets them: all NaN with `report-accuracy = false`.
+        """Return losses and metrics in the form that the server gets: all NaN with `report-accuracy = false`.
 
         Raises UserError if they show that training diverged.
         """
@@ -337,10 +494,13 @@ class CorollaClient(NumPyClient):
         if name := diverged_metric(measured):
             error = diverged(name, measured[name], trainer.learning_rate)
             raise UserError(f"{error}{self._far_values()}")
-        return {name: LOSS.clipped(value) if name.startswith(LOSS.name) else value for name, value in measured.items()}
+        return {name: LOSS.clipped(value) if _is_loss(name) else value for name, value in measured.items()}
 
     def _own(self, reported: Mapping[str, Scalar], trainer: Any) -> dict[str, Scalar]:
-        """Return a method's own metrics clipped to their ranges; NaN for one beyond its range, and the trainer notes why."""
+        """Return a method's own metrics, clipped to their ranges.
+
+        One beyond its range becomes NaN, and the trainer's `metric_errors` gets the reason.
+        """
         own = dict(reported)
         for metric in self.method.reports:
             if not isinstance(value := own.get(metric.name), float):
@@ -351,7 +511,7 @@ class CorollaClient(NumPyClient):
         return own
 
     def _failed_metrics(self, trainer: Any) -> dict[str, Scalar]:
-        """Return what the server is told of metrics that could not be had: nothing if it gets none."""
+        """Return the reasons why metrics failed, for the server. Empty with `report-accuracy = false`."""
         errors = trainer.metric_errors if self.config.report_accuracy else {}
         return {wire.METRIC_ERRORS: "; ".join(f"{name}: {error}" for name, error in errors.items())} if errors else {}
 
@@ -360,11 +520,11 @@ class CorollaClient(NumPyClient):
         return self.method.reports_counts(self.config)
 
     def _reported_count(self, samples: int) -> int:
-        """Return a number of samples as the server gets it: 1 where it need not know."""
+        """Return a number of samples in the form that the server gets: 1 where it need not know it."""
         return samples if self._reports_counts else 1
 
     def _training_error(self, error: UserError, loss_before: float) -> UserError:
-        """Return the error of a training, which names the model the client was sent if that was lost already."""
+        """Return a training's error. It adds the received model's loss if that model had diverged already."""
         may_tell = self.config.report_accuracy and len(self.data.y_test) > 0
         if may_tell and isinstance(error, Diverged):
             error = UserError(f"{error}{self._far_values()}")
@@ -373,7 +533,10 @@ class CorollaClient(NumPyClient):
         return UserError(f"{error}; the model it was sent had a loss of {loss_before:.3g} already")
 
     def _far_values(self) -> str:
-        """Say how far from 1 the data are that training diverged on, and what to do; empty if they are near, or not to be told."""
+        """Return advice on data far from 1, as the end of an error; empty if all are near.
+
+        It is empty under privacy too: the ranges are the site's business.
+        """
         if self.config.private or self.config.dp_epsilon:
             return ""
         return "".join(f"; {line}" for line in far_values(self.data, self.config))
@@ -385,10 +548,23 @@ class CorollaClient(NumPyClient):
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
+def _is_loss(name: str) -> bool:
+    """Return whether a reported number is a loss, on any data and at any moment."""
+    return name.removeprefix(VALIDATION).startswith(LOSS.name)
+
+
+def _order(name: str) -> int:
+    """Return the rank of a reported number's kind: metrics, then the training loss, then losses of models."""
+    return 0 if not _is_loss(name) else 1 if name == LOSS.name else 2
+
+
 def far_values(data: ClientData, config: RunConfig) -> list[str]:
-    """Say which of the inputs and targets of training are far from 1: a learning rate that suits others is too large for them."""
+    """Return a line for the inputs and one for the targets, each if training values are far from 1.
+
+    A learning rate that suits other data is too large for them.
+    """
     lines = []
-    scaled = config.normalize == "mean-std" or data.x_train.dtype.kind != "f"
+    scaled = tasks.normalization(config, data.x_train.dtype) == "mean-std" or data.x_train.dtype.kind != "f"
     for name, values, advice in (
         ("inputs", data.x_train, 'normalize = "mean-std" scales them'),
         ("targets", data.y_train, "scale them, or lower the learning rate"),
@@ -401,11 +577,14 @@ def far_values(data: ClientData, config: RunConfig) -> list[str]:
 
 
 def check_same_model(download: Download, layout: Layout, received: Layout, model: str) -> None:
-    """Raise UserError if a download is not of this client's model. layout: of the model. received: of its tensors that travel."""
+    """Raise UserError if a download is not of this client's model.
+
+    layout: the model's layout. received: the layout of its tensors that travel.
+    """
     theirs = str(download.method.get(trainable_tensors.HASH, ""))
     if layout.constants != theirs:
         raise UserError(
-            f"train: the tensors of model {model} that do not train are not the server's (sha256 "
+            f"train: the frozen tensors of model {model} differ from the server's (sha256 "
             f"{layout.constants[:12] or 'of none'}, the server's {theirs[:12] or 'of none'}); every node needs the same file"
         )
     params, buffers = download.model.params.size, download.model.buffers.size
@@ -417,17 +596,17 @@ def check_same_model(download: Download, layout: Layout, received: Layout, model
 
 
 def data_properties(data: ClientData, config: RunConfig) -> Config:
-    """Return the properties of a client's data that the server gets: their shape, and their classes where it may."""
+    """Return the properties of a client's data for the server: their shape, and their classes where allowed."""
     info = data.info
     properties: Config = {
         "in-channels": info.in_channels,
         "image-size": info.image_size,
         "num-classes": info.num_classes,
     }
-    # Samples that are no square images.
+    # samples that are no square images
     if info.shape:
         properties["input-shape"] = ",".join(map(str, info.shape))
-    # Whoever reads a model's outputs needs the names.
+    # readers of a model's outputs need the names
     if config.report_class_counts or source_of(config.dataset).tells_classes:
         properties["class-names"] = json.dumps(info.classes)
     if config.report_class_counts and not config.private and not config.dp_epsilon and tasks.of(config).has_classes:
@@ -437,9 +616,9 @@ def data_properties(data: ClientData, config: RunConfig) -> Config:
 
 
 def diverged_metric(measured: Mapping[str, float]) -> str:
-    """Return the name of a loss or metric that shows that training diverged, "" if none does.
+    """Return the name of a loss or metric that shows that training diverged, or "" if none does.
 
-    That is one larger than the server takes, or a loss after training that is infinite, or NaN where it was a number before.
+    It is one larger than the server accepts, or a loss after training that is infinite, or NaN after a number before.
     """
     for name, value in measured.items():
         if MAX_NUMBER < abs(value) < math.inf:
@@ -447,8 +626,3 @@ def diverged_metric(measured: Mapping[str, float]) -> str:
     before, after = measured.get("loss-before", 0.0), measured.get("loss-after", 0.0)
     became_nan = math.isnan(after) and not math.isnan(before)
     return "loss-after" if after == math.inf or became_nan else ""
-
-
-def reason(error: Exception) -> str:
-    """Return what the server is told of an exception: a UserError's own words, else its type and message."""
-    return str(error) if isinstance(error, UserError) else describe(error)

@@ -1,4 +1,4 @@
-"""A client's module and data on its device, and the measurements of models there."""
+"""A client's module and data on its device, and the measurements made there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from client_app.batches import Batches
+from client_app import at_once
+from client_app.batches import Batches, Part
 from client_app.fisher import fisher_diagonal
 from client_app.flat import FlatModule
 from fl_app import rng, tasks
@@ -19,11 +20,12 @@ from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError
 from fl_app.layout import Model, Vector
+from fl_app.metrics import ONE_CLASS
 from fl_app.tasks import Task
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device a config asks for. Raises UserError if it is a GPU this machine does not have."""
+    """Return the device that the config names. Raises UserError for a GPU that this machine does not have."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
@@ -33,12 +35,26 @@ def resolve_device(name: str) -> torch.device:
 
 
 class LoadedModel:
-    """One client's module, as flat vectors, with its data: loads models and measures them."""
+    """One client's module, as flat vectors, with its data. It loads models and measures them."""
 
-    def __init__(self, module: nn.Module, config: RunConfig, data: ClientData, round: int, client_id: int) -> None:
+    def __init__(
+        self, module: nn.Module | FlatModule, config: RunConfig, data: ClientData, round: int, client_id: int
+    ) -> None:
+        """module: the run's network, or the vectors that an earlier client made of it."""
         self.config, self.round, self.client_id = config, round, client_id
         self.device = resolve_device(config.device)
-        self.flat = FlatModule(module, self.device)
+        at_once.use_stream(self.device)
+        if self.device.type == "cuda":
+            # torch's default for convolutions is TF32
+            torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.precision == "tf32"
+        if isinstance(module, FlatModule):
+            self.flat = module
+        elif config.dp_epsilon:
+            # every message has its own network, which a lane must not keep
+            self.flat = FlatModule(module, self.device)
+        else:
+            self.flat = at_once.kept(("flat", id(module)), lambda: FlatModule(module, self.device))
+        self.flat.reset()
         self.module, self.layout = self.flat.module, self.flat.layout
         self.weights, self.gradient, self.statistics = self.flat.weights, self.flat.gradient, self.flat.statistics
         self.load, self.read, self.tensor, self.vector = (
@@ -47,10 +63,7 @@ class LoadedModel:
             self.flat.tensor,
             self.flat.vector,
         )
-        norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
-        frozen: frozenset[str] = getattr(module, "frozen_names", frozenset())
-        self._frozen_batchnorms = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
-        self._batchnorms = [m for m in norms.values() if m not in self._frozen_batchnorms]
+        self._frozen_batchnorms, self._batchnorms = self.flat.frozen_batchnorms, self.flat.batchnorms
         self.data = Batches(
             config,
             data,
@@ -63,7 +76,7 @@ class LoadedModel:
         self.leave_out = self.data.leave_out
         self.task, self.num_classes = self.data.task, len(data.info.classes)
         self.headline = self.task.headline
-        # by name, why a metric could not be had
+        # reasons why metrics failed, by name
         self.metric_errors: dict[str, str] = {}
 
     @property
@@ -72,7 +85,7 @@ class LoadedModel:
         return np.bincount(self.data.train_labels.cpu().numpy(), minlength=self.num_classes)
 
     def samples(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return (x, y) of chosen training samples, nothing augmented."""
+        """Return (x, y) of chosen training samples, without augmentation."""
         return self.data.chosen(self._indices(indices))
 
     def _indices(self, indices: NDArray[np.int64]) -> Tensor:
@@ -86,12 +99,16 @@ class LoadedModel:
         """Return a module's last Linear layer. Raises UserError if it has none."""
         linear = [m for m in (self.module if module is None else module).modules() if isinstance(m, nn.Linear)]
         if not linear:
-            raise UserError(f"model: {self.config.model} has no Linear layer, whose input the features are")
+            raise UserError(
+                f"model: {self.config.model} has no Linear layer, so it has no features (the input of the last one)"
+            )
         return linear[-1]
 
     def logits(self, module: nn.Module, x: Tensor) -> Tensor:
         """Return logits float32 [n, C], computed in the run's precision."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bfloat16"):
+        if self.config.precision != "bfloat16":
+            return module(x).float()  # type: ignore[no-any-return]
+        with torch.autocast(self.device.type, torch.bfloat16):
             logits: Tensor = module(x)
         return logits.float()
 
@@ -112,7 +129,7 @@ class LoadedModel:
 
     @torch.no_grad()
     def features(self, model: Model) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return (features float32 [n, f], labels int64 [n]) of all training data: evaluation mode, nothing augmented."""
+        """Return (features float32 [n, f], labels int64 [n]) of all training data: evaluation mode, no augmentation."""
         self.load_for_evaluation(model)
         features, labels = [], []
         for x, y in self.data.train():
@@ -126,7 +143,8 @@ class LoadedModel:
     ) -> NDArray[np.float32]:
         """Return each training sample's loss at a model, in evaluation mode, float32 [n].
 
-        samples: which ones, default all; module: what of the network gives the logits, default all of it.
+        samples: positions of the samples, default all; module: the part of the network that gives the logits, default
+        all of it.
         """
         self.load_for_evaluation(model)
         network = self.module if module is None else module
@@ -135,9 +153,9 @@ class LoadedModel:
         return torch.cat(losses).cpu().numpy()
 
     def fisher(self, model: Model, samples: int = 0) -> Vector:
-        """Return the mean over training samples of the squared gradient of each one's loss, float32 [d].
+        """Return the mean over training samples of the squared gradient of each sample's loss, float32 [d].
 
-        samples: how many, drawn without replacement from the stream "fisher"; 0: all.
+        samples: the number of samples, drawn without replacement from the stream "fisher"; 0 means all.
         """
         self.load_for_evaluation(model)
         n = len(self.data.train_labels)
@@ -158,26 +176,31 @@ class LoadedModel:
         return self.vector(self.gradient)
 
     def evaluate(self, model: Model) -> tuple[float, float]:
-        """Return (mean loss, headline metric) on the test data; NaN where there is none."""
+        """Return (mean loss, headline) on the test data. NaN means no test data."""
         loss, metrics = self.measure(model, (self.headline.name,))
         return loss, metrics[self.headline.name]
 
     @torch.no_grad()
-    def measure(self, model: Model, names: Sequence[str]) -> tuple[float, dict[str, float]]:
-        """Return the mean loss and the named metrics on the test data, in evaluation mode; NaN where there is none.
+    def measure(self, model: Model, names: Sequence[str], part: Part = "test") -> tuple[float, dict[str, float]]:
+        """Return the mean loss and the named metrics on test or validation data, in evaluation mode.
 
-        A metric that fails is NaN too, and `metric_errors` says why.
+        NaN means no data of this kind. names: metrics of the task, and ONE_CLASS. A metric that fails is NaN too, with
+        its reason in `metric_errors`.
         """
-        targets = self.data.test_labels
+        targets = self.data.labels_of(part)
         if not len(targets):
             return math.nan, dict.fromkeys(names, math.nan)
         self.load_for_evaluation(model)
         loss = torch.zeros((), device=self.device, dtype=torch.float64)
         outputs = []
-        for x, y in self.data.test():
+        for x, y in self.data.in_order(part):
             outputs.append(self.module(x).float())
             loss += self.task.total(outputs[-1], y).double()
-        metrics, errors = tasks.measure(self.task, torch.cat(outputs), targets, names)
+        at_once.pause()
+        answers = torch.cat(outputs)
+        metrics, errors = tasks.measure(self.task, answers, targets, [n for n in names if n != ONE_CLASS.name])
+        if ONE_CLASS.name in names:
+            metrics[ONE_CLASS.name] = tasks.one_class(self.task, answers, targets)
         self.metric_errors |= errors
         return float(loss) / len(targets), metrics
 

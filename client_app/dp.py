@@ -1,7 +1,8 @@
-"""Differential privacy of one site's records: DP-SGD with Opacus, whose accountant computes what a training spends of the budget.
+"""Differential privacy of one site's records: DP-SGD with Opacus, its accountant included (Abadi et al., CCS 2016).
 
-Every training record is in a batch by chance; its gradient is cut to a norm of `dp-clip`, and Gaussian noise is added to the sum.
-What a model says of any one record is bounded by (`dp-epsilon`, `dp-delta`), over all rounds together. Abadi et al., CCS 2016.
+Each training record enters a batch by chance. Its gradient is clipped to a norm of `dp-clip`, and Gaussian noise is
+added to the sum. So (`dp-epsilon`, `dp-delta`) bound the information that a model reveals about any one record, over
+all rounds together.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ log = logging.getLogger("corolla")
 
 # relative, for the rounding in an accountant's sums
 SLACK = 1e-6
-# beyond it noise costs nothing that an accountant could tell
+# beyond it more noise changes no accountant's result
 _MOST_NOISE = 1e6
 
 Kind = tuple[float, float]
-"""Steps that cost alike: their noise multiplier and sampling rate."""
+"""A kind of step: (noise multiplier, sampling rate). Steps of one kind cost the same."""
 
 
 def check_module(module: nn.Module, config: RunConfig, input_shape: tuple[int, ...]) -> None:
-    """Raise UserError for a module whose gradients cannot be had record by record, such as an LSTM's.
+    """Raise UserError for a module without per-record gradients, such as an LSTM.
 
-    Two samples of zeros go through a copy of it, forward and backward. input_shape: of a sample.
+    Two samples of zeros pass through a copy of it, forward and backward. input_shape: the shape of a sample.
     """
     wrapped = _keeping_records_apart(copy.deepcopy(module), config.model)
     example = torch.zeros((2, *input_shape), dtype=getattr(torch, tasks.of(config).input_dtype))
@@ -61,11 +62,11 @@ def check_module(module: nn.Module, config: RunConfig, input_shape: tuple[int, .
             warnings.simplefilter("ignore")
             wrapped(example).sum().backward()
     except Exception as error:
-        # of PyTorch, of its function transforms, or of Opacus
+        # raised by PyTorch, by its function transforms, or by Opacus
         why = describe(error).splitlines()[0]
         raise UserError(
-            f"dp-epsilon: the gradients of model {config.model} cannot be had record by record ({why}); layers of opacus.layers "
-            "(DPLSTM, DPMultiheadAttention) can replace what has none"
+            f"dp-epsilon: model {config.model} gives no gradients per record ({why}); replace the layer by one of opacus.layers "
+            "(DPLSTM, DPMultiheadAttention)"
         ) from None
 
 
@@ -78,9 +79,10 @@ def _keeping_records_apart(module: nn.Module, model: str) -> GradSampleModule:
 
 @dataclass(frozen=True)
 class Spent:
-    """What was spent of the same records, and what was promised for them with it.
+    """The privacy budget that earlier trainings spent on the same records, and the budgets that they promised.
 
-    steps: by kind. epsilon, delta: the smallest that any run promised; without one, what every budget is within.
+    steps: by kind. epsilon, delta: the smallest that any run promised. Without one they are inf and 1, which limit
+    nothing.
     """
 
     steps: Mapping[Kind, int] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class Spent:
 
     @classmethod
     def of(cls, trainings: Collection[Training], experiment: str = "") -> Spent:
-        """Sum up trainings: the steps of other experiments than one, and what all of them promised."""
+        """Sum up trainings: the steps of all experiments but `experiment`, and all promised budgets."""
         return cls(
             _by_kind(t for t in trainings if t.experiment != experiment),
             min((t.epsilon for t in trainings), default=math.inf),
@@ -97,13 +99,16 @@ class Spent:
         )
 
     def budget(self, config: RunConfig) -> tuple[float, float]:
-        """Return (epsilon, delta) within which a run must stay: its own, or what was promised before if that is less."""
+        """Return the run's limit (epsilon, delta): for each, the smaller of the run's own and the promised one."""
         return min(self.epsilon, config.dp_epsilon), min(self.delta, config.dp_delta)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a budget is spent. rate: a record's chance to be in a batch; steps: per epoch; noise: multiplier of `dp-clip`."""
+    """A plan to spend a budget.
+
+    rate: a record's probability of being in a batch; steps: per epoch; noise: multiplier of `dp-clip`.
+    """
 
     rate: float
     steps: int
@@ -111,15 +116,15 @@ class Plan:
 
     @classmethod
     def of(cls, config: RunConfig, samples: int, epochs: int, before: Spent | None = None) -> Plan:
-        """Plan for a client with so many training samples, whose every round has so many epochs.
+        """Plan for a client with `samples` training samples, which trains `epochs` epochs a round.
 
-        before: what other runs took of the same records. The noise is what lets the client take part in all rounds,
-        within the run's budget and whatever was promised before. Raises UserError if there is no such noise.
+        before: the spending of other runs on the same records. With the plan's noise the client can take part in all
+        rounds, within the run's budget and all budgets promised before. Raises UserError if no noise is enough.
         """
         if config.dp_delta * samples >= 1:
             raise UserError(
-                f"dp-delta: must be below 1 / {samples}, one over the training samples, or it allows to publish one of them; "
-                f"got {config.dp_delta:g}"
+                f"dp-delta: must be below 1 / {samples}, one over the number of training samples, got {config.dp_delta:g}; "
+                "a larger value would allow a run to publish a sample"
             )
         rate, steps = min(1.0, config.batch_size / samples), math.ceil(samples / config.batch_size)
         before = before or Spent()
@@ -140,9 +145,9 @@ class Plan:
 
 @functools.cache
 def _noise(epsilon: float, delta: float, rate: float, steps: int, before: tuple[tuple[Kind, int], ...]) -> float:
-    """Return the noise multiplier that keeps so many steps within the budget. Raises ValueError if none does.
+    """Return the noise multiplier that keeps `steps` steps within the budget. Raises ValueError if none does.
 
-    before: steps that have been taken already, by kind.
+    before: steps already taken, by kind.
     """
     with quiet():
         tolerance = epsilon / 1000
@@ -160,7 +165,7 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int, before: tuple[
 
     orders = RDPAccountant.DEFAULT_ALPHAS
     with quiet():
-        # of all that is past, once: a search asks for the sum many times
+        # computed once: the search below needs it many times
         past = sum(compute_rdp(q=r, noise_multiplier=n, steps=taken, orders=orders) for (n, r), taken in before)
 
     def spent(noise: float) -> float:
@@ -179,7 +184,7 @@ def _noise(epsilon: float, delta: float, rate: float, steps: int, before: tuple[
 
 
 def promised_before(config: RunConfig, epsilon: float, delta: float) -> str:
-    """Say that a budget was promised by an earlier run, if it is not the run's own."""
+    """Return the part of an error that names an earlier run's promise, or "" if the limit is the run's own budget."""
     own = config.dp_epsilon, config.dp_delta
     return "" if (epsilon, delta) == own else ", promised before; this run's are {:g} and {:g}".format(*own)
 
@@ -194,17 +199,20 @@ def epsilon_of(steps: Mapping[Kind, int], delta: float) -> float:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress Opacus's warning that its table of orders ends near the best one: its result is a bound all the same."""
+    """Suppress Opacus's warning that its table of orders ends near the best order.
+
+    Its result is a bound all the same.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class Budget:
-    """The budget of a client's records, and what is spent of it: in one run, or in all runs on a site's own data (Notes).
+    """The budget of a client's records, and its spending: in one run, or in all runs on a site's own data (Notes).
 
-    state: the directory of the client's state. repeatable: noise follows from the seed: a training that is repeated gives the same
-    result and costs nothing more.
+    state: the directory of the client's state. repeatable: in a simulation noise follows from the seed, so a repeated
+    training gives the same result and costs nothing more.
     """
 
     def __init__(self, notes: Notes, config: RunConfig, state: Path) -> None:
@@ -214,19 +222,24 @@ class Budget:
         """Raise UserError if the client's state of the experiment was trained without a budget."""
         noted = any(training.experiment == self.notes.experiment for training in self.notes.trainings())
         if not noted and any(self.state.glob(f"*{SUFFIX}")):
-            raise UserError(f"dp-epsilon: what {self.state} keeps was trained without a budget, and is not told")
+            raise UserError(f"dp-epsilon: the state in {self.state} was trained without a budget, so it is not used")
 
     def before(self) -> Spent:
-        """Return the steps that other runs have taken on the same records, and what was promised for these."""
+        """Return the steps that other runs took on the same records, and the budgets promised for these records."""
         return Spent.of(self.notes.trainings(), self.notes.experiment)
 
     def spend(self, name: str, plan: Plan, steps: int) -> float:
-        """Note a training before it takes place, for good; return the epsilon spent then. Raises UserError if it is too much."""
+        """Note a training permanently, before it takes place. Return the epsilon spent with it.
+
+        Raises UserError if that exceeds the budget.
+        """
         try:
             with self.notes.alone():
                 return self._spend(name, plan, steps)
         except OSError as error:
-            raise UserError(f"dp-epsilon: cannot note what is spent in {self.notes.budget}: {error.strerror}") from None
+            raise UserError(
+                f"dp-epsilon: cannot write the spent budget to {self.notes.budget}: {error.strerror}"
+            ) from None
 
     def _spend(self, name: str, plan: Plan, steps: int) -> float:
         before, config = self.notes.trainings(), self.config
@@ -247,7 +260,7 @@ class Budget:
 
 
 def _by_kind(trainings: Iterable[Training]) -> Mapping[Kind, int]:
-    """Return how many steps of each kind trainings took."""
+    """Return the number of steps of each kind that trainings took."""
     steps: Counter[Kind] = Counter()
     for training in trainings:
         steps[training.noise, training.rate] += training.steps
@@ -255,9 +268,9 @@ def _by_kind(trainings: Iterable[Training]) -> Mapping[Kind, int]:
 
 
 class NoisyTrainer:
-    """A strategies.base.Trainer that looks at training records only by noisy steps, each within the budget.
+    """A strategies.base.Trainer that reads training records only in noisy steps, each within the budget.
 
-    It hands on what a LocalTrainer offers beside training records, trains with it, and refuses everything else.
+    It trains with a LocalTrainer, and passes on its functions that read no training records. It refuses all others.
     """
 
     def __init__(self, local: LocalTrainer, *, budget: Budget, epochs: int) -> None:
@@ -281,7 +294,7 @@ class NoisyTrainer:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """How the budget is spent."""
+        """The plan to spend the budget."""
         return Plan.of(self._local.config, self._local.data.num_used, self._epochs, self.budget.before())
 
     @property
@@ -310,16 +323,16 @@ class NoisyTrainer:
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
         max_batches: int = 0,
     ) -> Model:
-        """Train by noisy steps, which are noted as spent before the first."""
+        """Train in noisy steps, which are noted as spent before the first."""
         if objective is not None or max_batches:
-            raise self._refusal("an objective of its own, or parts of epochs")
+            raise self._refusal("its own objective, or by parts of epochs")
         local, config, plan = self._local, self._local.config, self.plan
         steps = plan.steps * (config.local_epochs if epochs is None else epochs)
         sampling = self._generator(purpose)
         self._trainings += 1
         self.epsilon = self.budget.spend(f"{local.round}-{self._trainings}-{purpose}", plan, steps)
         log.debug("client %d: epsilon %.4g of %g spent", local.client_id, self.epsilon, config.dp_epsilon)
-        # a frozen parameter gets no gradient: in a record's gradient it would count in the norm
+        # a frozen parameter gets no gradient: it would count in the norm of each record's gradient
         local.flat.freeze(frozen)
         local.data.poisson = plan.rate, plan.steps, sampling
         try:
@@ -348,17 +361,17 @@ class NoisyTrainer:
     def differentiate(
         self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True
     ) -> NoReturn:
-        """Refused: nothing would note as spent what a method's own loop learns of records."""
-        raise self._refusal("a loop of its own")
+        """Refused: the records that a method's own loop reads would not be noted as spent."""
+        raise self._refusal("its own loop")
 
     def batches(self, epochs: int | None = None, purpose: str = "train") -> NoReturn:
         """Refused, as `differentiate` is."""
-        raise self._refusal("a loop of its own")
+        raise self._refusal("its own loop")
 
     @property
     def class_counts(self) -> NoReturn:
-        """Refused, as is everything else that looks at training records."""
-        raise self._refusal("more than steps")
+        """Refused, as is every other function that reads training records."""
+        raise self._refusal("more than training steps")
 
     samples = indices = sample_losses = leave_out = features = class_counts
     fisher = loss_gradient = alternate = step = class_counts
@@ -369,12 +382,11 @@ class NoisyTrainer:
         if len(y):
             self._local.differentiate(x, y, counted=False)
         for p in noise.params:
-            # an empty batch, or a parameter that had no part in it
+            # an empty batch, or a parameter that the batch did not use
             if p.grad_sample is None:
                 p.grad_sample = p.new_zeros((len(y), *p.shape))
-            # With `precision = bfloat16` it has 8 bits: norms and sums of it would be off by as much, and clipped gradients longer
-            # than `dp-clip`.
-            # A NaN of one record's would be in the sum, whatever its norm.
+            # With `precision = bfloat16` it has 8 bits: norms and sums would be as imprecise, and clipped gradients
+            # could exceed `dp-clip`. One record's NaN would enter the sum, whatever its norm.
             p.grad_sample = p.grad_sample.float().nan_to_num(0.0, 0.0, 0.0)
         noise.pre_step()
         # Opacus puts a new tensor in the gradient's place
@@ -385,7 +397,7 @@ class NoisyTrainer:
 
     @contextlib.contextmanager
     def _gradients_by_record(self) -> Iterator[None]:
-        """Have backward passes leave each record's gradient, `grad_sample`, with every parameter that trains."""
+        """Inside, backward passes store each record's gradient, `grad_sample`, with every parameter that trains."""
         wrapped = _keeping_records_apart(self.module, self._local.config.model)
         try:
             self._check_records_are_apart()
@@ -395,19 +407,19 @@ class NoisyTrainer:
 
     @torch.no_grad()
     def _check_records_are_apart(self) -> None:
-        """Raise UserError if the module's output for a sample changes with another one in the batch; both are made up."""
+        """Raise UserError if a made-up sample's output changes with another sample in its batch."""
         data = self._local.data
         self._local.train_mode()
         outputs = []
         for other in (0, 1):
             samples = data.blank(2)
             samples[1] = other
-            # Dropout must drop the same units both times.
+            # dropout must drop the same units both times
             torch.manual_seed(0)
             outputs.append(self.logits(self.module, data.inputs(samples))[0])
         if not torch.allclose(outputs[0], outputs[1], equal_nan=True):
             raise UserError(
-                f"dp-epsilon: model {self._local.config.model} does not keep records apart: what it says of one changes with others"
+                f"dp-epsilon: model {self._local.config.model} does not keep records apart: its output for one changes with others"
             )
 
     def _generator(self, purpose: str, device: torch.device | None = None) -> torch.Generator:
@@ -420,5 +432,5 @@ class NoisyTrainer:
 
     def _refusal(self, way: str) -> UserError:
         return UserError(
-            f"dp-epsilon: method {self._local.config.method} looks at records by {way}, which no noise covers"
+            f"dp-epsilon: method {self._local.config.method} reads records by {way}, which no noise protects"
         )

@@ -1,8 +1,8 @@
-"""The diagonal of the Fisher information: the mean over samples of squared gradients, one sample's loss at a time.
+"""The diagonal of the Fisher information: the mean over samples of the squared gradient of each sample's loss.
 
-Layers of the usual kinds give it from what goes through them, in about one pass over the data: the gradient of a sample is a
-product of the layer's input and its output's gradient, and for a Linear layer so is its square, which is never formed per
-sample. Any other model is differentiated by torch.func, which takes several times as long.
+For usual layers it follows from their inputs and their outputs' gradients, in about one pass over the data. A sample's
+gradient is a product of the two. For a Linear layer its square is a product as well, so it is never formed per sample.
+Any other model is differentiated by torch.func, which takes several times as long.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def fisher_diagonal(
     indices: NDArray[np.int64],
     samples: Callable[[NDArray[np.int64]], tuple[Tensor, Tensor]],
 ) -> Vector:
-    """Mean over samples of (d loss(x, y) / d w)^2 at a module in evaluation mode, float32 [d] in named_parameters order.
+    """Return the mean over samples of (d loss(x, y) / d w)^2, float32 [d] in named_parameters order.
 
-    indices: int64 [n], of the samples. samples: returns the (x, y) of some of them.
+    module: in evaluation mode. indices: int64 [n], the samples' positions. samples: returns (x, y) of positions.
     """
     layers = known_layers(module)
     parameters = list(module.parameters())
     sums = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in parameters]
-    # layer by layer the largest parameter's gradients are held at once, otherwise those of all parameters
+    # by layer, only the largest parameter's gradients are held at once; otherwise those of all parameters
     sizes = [p.numel() for p in parameters]
     held = max(sizes, default=1) if layers else sum(sizes)
     step = max(1, min(_MAX_SAMPLES, _MAX_GRADIENT_BYTES // max(4 * held, 1)))
@@ -58,7 +58,7 @@ def fisher_diagonal(
 
 
 def by_sample(module: nn.Module, x: Tensor, y: Tensor, task: Task = _CROSS_ENTROPY) -> list[Tensor]:
-    """Return the sum of the samples' squared gradients, by parameter, of any module that torch.func can differentiate."""
+    """Return each parameter's sum of the samples' squared gradients, for modules that torch.func can differentiate."""
     parameters = {name: p.detach() for name, p in module.named_parameters()}
 
     def sample_loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -71,7 +71,10 @@ def by_sample(module: nn.Module, x: Tensor, y: Tensor, task: Task = _CROSS_ENTRO
 def by_layer(
     module: nn.Module, layers: dict[nn.Module, Squares], x: Tensor, y: Tensor, task: Task = _CROSS_ENTROPY
 ) -> list[Tensor]:
-    """Return the same from the layers' inputs and outputs; [] if a layer, or how it is used, is not of the known kinds."""
+    """Return the same sums from the layers' inputs and outputs.
+
+    Return [] if a layer, or the way it is used, is not of a known kind.
+    """
     recorded = forward_recorded(module, layers, x) if layers else None
     if recorded is None:
         return []
@@ -82,7 +85,7 @@ def by_layer(
     with torch.no_grad():
         for layer, squares_of in layers.items():
             found = squares_of(layer, passes[layer][0], slope_of[layer])
-            # `train` may have made a constant of the weight or the bias
+            # the key `train` may have made the weight or the bias a constant
             squares += [found[name] for name, _ in layer.named_parameters(recurse=False)]
     return squares
 
@@ -90,9 +93,10 @@ def by_layer(
 def forward_recorded(
     module: nn.Module, layers: Iterable[nn.Module], x: Tensor
 ) -> tuple[Tensor, dict[nn.Module, tuple[Tensor, Tensor]]] | None:
-    """Return the logits, and each layer's input and output; None unless each is used once, a Linear one on a vector per sample.
+    """Return the logits, and each layer's input and output.
 
-    What follows a layer gets a copy of its output, which it may overwrite.
+    Return None unless each layer is used once, and each Linear layer on one vector per sample. The code after a layer
+    gets a copy of its output, which it may overwrite.
     """
     passes: dict[nn.Module, tuple[Tensor, Tensor]] = {}
     uses: list[nn.Module] = []
@@ -126,11 +130,11 @@ def _convolution(layer: nn.Conv2d, z: Tensor, slope: Tensor) -> dict[str, Tensor
 
 
 def _squared_products(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of the squares of a_i b_i over i: [n, o, l], [n, l, k] -> [o, k]."""
+    """Return the sum of the squares of a_i b_i over i: [n, o, l], [n, l, k] -> [o, k]."""
     if a.is_cuda:
         return (a @ b).square_().sum(0)
     product, total = a.new_empty(a.shape[1], b.shape[2]), a.new_zeros(a.shape[1], b.shape[2])
-    # one sample at a time stays in the cache: five times as fast
+    # one sample at a time fits the cache, which is five times as fast
     for left, right in zip(a, b, strict=True):
         torch.mm(left, right, out=product)
         total.addcmul_(product, product)
@@ -161,7 +165,10 @@ _KINDS: dict[type[nn.Module], Squares] = {
 
 
 def known_layers(module: nn.Module) -> dict[nn.Module, Squares]:
-    """Return the layers that own parameters, in order, and how their squares are computed; nothing if one is of another kind."""
+    """Return the layers that own parameters, in order, each with the function that computes its squares.
+
+    Return {} if one of them is of another kind.
+    """
     layers = [layer for layer in module.modules() if next(layer.parameters(recurse=False), None) is not None]
     owned = [id(p) for layer in layers for p in layer.parameters(recurse=False)]
     if len(set(owned)) != len(owned) or not all(_is_known(layer) for layer in layers):

@@ -1,14 +1,15 @@
-"""A module as vectors: its parameters, their gradients and its statistics, each one tensor on the device.
+"""A module as vectors: its parameters, their gradients and its statistics are one tensor each on the device.
 
-The module's own tensors are views into these vectors, so that an SGD step, a proximal term and reading the model are single
-operations. Convolution kernels [O, I, h, w] lie there as [O, h, w, I], channels last, which CPUs and tensor cores want;
-vectors are rearranged where they come in and go out. That order is "the device's order".
+The module's own tensors are views into these vectors. So an SGD step, a proximal term and reading the model are single
+operations. Convolution kernels [O, I, h, w] are stored as [O, h, w, I], channels last, the layout that suits CPUs and
+tensor cores. Vectors are rearranged on their way in and out. The stored order is called "the device's order".
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from fl_app.layout import Layout, Model, Slot, Vector
 
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 class FlatModule:
@@ -29,8 +31,11 @@ class FlatModule:
         self.module = module.to(device)
         self._kernels = [slot for slot in self.layout.params if len(slot.shape) == 4]
         self.memory_format = torch.channels_last if self._kernels else torch.contiguous_format
-        parameters = list(self.module.parameters())
+        self._parameters = parameters = list(self.module.parameters())
         self._trainable = [p.requires_grad for p in parameters]
+        # everything between kernels has the same order on the device
+        ends = [0, *(end for slot in self._kernels for end in (slot.start, slot.stop)), self.layout.d]
+        self._plain = [slice(*pair) for pair in zip(ends[::2], ends[1::2], strict=True) if pair[0] < pair[1]]
         self.weights = torch.empty(self.layout.d, device=device)
         self.gradient = torch.zeros(self.layout.d, device=device)
         for slot, parameter in zip(self.layout.params, parameters, strict=True):
@@ -40,10 +45,50 @@ class FlatModule:
             parameter.grad = self._view(self.gradient, slot)
         buffers = dict(self.module.named_buffers())
         self.statistics = torch.empty(self.layout.b, device=device)
+        # the sum of an epoch's losses, for training
+        self.epoch_loss = torch.zeros((), device=device)
         for slot in self.layout.buffers:
             view = self.statistics[slot.start : slot.stop].view(slot.shape)
             view.copy_(buffers[slot.name])
             buffers[slot.name].data = view
+        self._gradients = [parameter.grad for parameter in parameters]
+        loaded = {slot.name for slot in self.layout.buffers}
+        counted = [name for name, buffer in buffers.items() if not buffer.is_floating_point()]
+        # A pass through the network changes no constants (the key `train`) but BatchNorm's statistics.
+        norms = {name: layer for name, layer in self.module.named_modules() if isinstance(layer, BatchNorm)}
+        counted += [
+            f"{name}.{own}".lstrip(".")
+            for name, layer in norms.items()
+            for own, buffer in layer.named_buffers(recurse=False)
+            if buffer.is_floating_point() and f"{name}.{own}".lstrip(".") not in loaded
+        ]
+        self._others = [(buffers[name], buffers[name].clone()) for name in counted]
+        frozen: frozenset[str] = getattr(module, "frozen_names", frozenset())
+        self.frozen_batchnorms = [m for name, m in norms.items() if f"{name}.running_mean".lstrip(".") in frozen]
+        self.batchnorms = [m for m in norms.values() if m not in self.frozen_batchnorms]
+        self._first = [(layer, dict(layer.__dict__), _tables(layer)) for layer in self.module.modules()]
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Restore the first values of everything that `load` does not set, for another client.
+
+        These are: all that layers hold by name (hooks, the mode, parts, attributes), which parameters train, gradients,
+        counters. The contents of an attribute, for example a list's entries, are not restored.
+        """
+        for layer, attributes, tables in self._first:
+            layer.__dict__.clear()
+            layer.__dict__.update(attributes)
+            for name, entries in tables.items():
+                table = layer.__dict__[name]
+                if table or entries:
+                    table.clear()
+                    table.update(entries)
+        for parameter, trainable, gradient in zip(self._parameters, self._trainable, self._gradients, strict=True):
+            parameter.requires_grad_(trainable)
+            parameter.grad = gradient
+        self.gradient.zero_()
+        for buffer, first in self._others:
+            buffer.copy_(first)
 
     def _view(self, vector: Tensor, slot: Slot) -> Tensor:
         piece = vector[slot.start : slot.stop]
@@ -53,11 +98,19 @@ class FlatModule:
         return piece.view(o, h, w, i).permute(0, 3, 1, 2)
 
     def tensor(self, vector: Vector | NDArray[np.bool_]) -> Tensor:
-        """Return a float32 or bool [d] in named_parameters order as the device holds it."""
-        inward = torch.from_numpy(np.array(vector)).to(self.device)
-        for slot in self._kernels:
-            self._view(inward, slot).copy_(inward[slot.start : slot.stop].clone().view(slot.shape))
+        """Return a float32 or bool [d] in named_parameters order as a tensor in the device's order."""
+        source = _readable(vector)
+        inward = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        self._put(inward, source)
         return inward
+
+    def _put(self, inward: Tensor, source: Tensor) -> None:
+        """Copy a tensor [d] in named_parameters order into one in the device's order."""
+        source = source.to(self.device)
+        for part in self._plain:
+            inward[part].copy_(source[part])
+        for slot in self._kernels:
+            self._view(inward, slot).copy_(source[slot.start : slot.stop].view(slot.shape))
 
     def vector(self, tensor: Tensor) -> Vector:
         """Return a vector [d] on the device in named_parameters order."""
@@ -70,8 +123,9 @@ class FlatModule:
     def load(self, model: Model) -> None:
         """Put a model's values into the module."""
         with torch.no_grad():
-            self.weights.copy_(self.tensor(model.params))
-            self.statistics.copy_(torch.from_numpy(np.array(model.buffers)))
+            self._put(self.weights, _readable(model.params))
+            if self.layout.b:
+                self.statistics.copy_(_readable(model.buffers))
 
     def read(self) -> Model:
         """Copy the module's values out."""
@@ -88,28 +142,43 @@ class FlatModule:
         return module.requires_grad_(False).eval()
 
     def freeze(self, frozen: frozenset[str] | NDArray[np.bool_]) -> Tensor | None:
-        """Keep these parameters, and those the user's model froze, from training; autograd skips what need not be computed.
+        """Exclude these parameters, and those that the user's model froze, from training. Autograd skips them.
 
         frozen: tensors by name, or parameters by position, bool [d]. Returns bool [d] in the device's order, True where
         nothing may change, or None if everything may.
         """
         by_name = isinstance(frozen, frozenset)
+        if by_name and not frozen and all(self._trainable):
+            for parameter in self._parameters:
+                parameter.requires_grad_(True)
+            return None
         fixed = np.zeros(self.layout.d, bool) if by_name else np.array(frozen, bool)
-        for slot, parameter, trainable in zip(
-            self.layout.params, self.module.parameters(), self._trainable, strict=True
-        ):
+        for slot, parameter, trainable in zip(self.layout.params, self._parameters, self._trainable, strict=True):
             part = fixed[slot.start : slot.stop]
             if by_name and slot.name in frozen:
                 part[:] = True
             parameter.requires_grad_(trainable and not part.all())
-            # what does not train has no weight decay either
+            # parameters that do not train have no weight decay either
             part |= not trainable
         return self.tensor(fixed) if fixed.any() else None
 
 
+def _readable(vector: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor for reading only, without a copy if possible."""
+    return torch.from_numpy(np.require(vector, requirements=("C", "W")))
+
+
+def _tables(layer: nn.Module) -> dict[str, dict[Any, Any]]:
+    """Return copies of a layer's own dicts by name: its tensors, its parts, its hooks."""
+    return {name: dict(value) for name, value in layer.__dict__.items() if isinstance(value, dict)}
+
+
 @torch.no_grad()
 def mask_and_clip(gradient: Tensor, fixed: Tensor | None, clip_norm: float) -> None:
-    """Zero the gradient of what is fixed; scale the rest down to a norm (0: do not), as torch.nn.utils.clip_grad_norm_ does."""
+    """Zero the gradient of fixed parameters, and scale the rest down to a norm, as torch.nn.utils.clip_grad_norm_ does.
+
+    clip_norm: the largest norm; 0 does not scale.
+    """
     if fixed is not None:
         gradient.masked_fill_(fixed, 0)
     if clip_norm:
@@ -117,13 +186,16 @@ def mask_and_clip(gradient: Tensor, fixed: Tensor | None, clip_norm: float) -> N
 
 
 class SGD:
-    """torch.optim.SGD's step on a flat vector: weight decay, then momentum. fixed: bool [d], the parameters that do not change."""
+    """torch.optim.SGD's step on a flat vector: weight decay, then momentum.
+
+    fixed: bool [d], the parameters that do not change.
+    """
 
     def __init__(
         self, vector: Tensor, *, momentum: float, weight_decay: float, fixed: Tensor | None = None, clip_norm: float = 0
     ) -> None:
         moving = range(len(vector))
-        # of a large part that is fixed nothing need be computed
+        # compute nothing for fixed parameters at either end
         if fixed is not None:
             free = (~fixed).nonzero()
             moving = range(int(free[0]), int(free[-1]) + 1) if len(free) else range(0)
@@ -149,9 +221,19 @@ class SGD:
             update = self._velocity.mul_(self._momentum).add_(update)
         self._vector.add_(update, alpha=-learning_rate)
 
+    def restart(self) -> None:
+        """Reset the momentum to zero."""
+        if self._velocity is not None:
+            self._velocity.zero_()
+
+    @property
+    def state(self) -> list[Tensor]:
+        """The momentum, if there is one."""
+        return [] if self._velocity is None else [self._velocity]
+
 
 class AdamW:
-    """torch.optim.AdamW's step on a flat vector, with its default betas and epsilon. fixed: as of SGD."""
+    """torch.optim.AdamW's step on a flat vector, with its default betas and epsilon. fixed: as for SGD."""
 
     def __init__(
         self, vector: Tensor, *, weight_decay: float, fixed: Tensor | None = None, clip_norm: float = 0

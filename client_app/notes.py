@@ -1,12 +1,14 @@
-"""What a site notes for good, in its own directory (fl_app/site.py): answers to private rounds, and what records have spent.
+"""A site's permanent notes, in its own directory (fl_app/site.py): answers to private rounds, spent privacy budgets.
 
 - `runs/<experiment>/client-<id>/<attempt>.answered`: a private round that a client has answered.
-- `runs/<experiment>/client-<id>/budget.json`: the trainings of one run on data that anybody may have, and in simulations.
-- `data/<hash>.json`: the trainings of all runs on one client's part of the site's own data. Whose, its first line says, so that a
-  message reads no further in the files of other data.
-- `spending/<run>-<client>`: the experiment that a run of a deployment spends in.
+- `runs/<experiment>/client-<id>/budget.json`: the trainings of one run on data that anybody may have, and in
+  simulations.
+- `data/<hash>.json`: the trainings of all runs on one client's part of the site's own data. The first line names the
+  data, so that a message reads no further in files of other data.
+- `spending/<run>-<client>`: the experiment in which a run of a deployment spends.
 
-With each training stands the budget that its run promised: no later run, whatever its own, may break it.
+Each training is noted with the budget that its run promised. No later run may break that promise, whatever its own
+budget.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ _RUNS, _DATA, _SPENDING, _ANSWERED = "runs", "data", "spending", ".answered"
 
 
 class Training(NamedTuple):
-    """Trainings that were noted: in which experiment, noise multiplier, sampling rate, steps.
+    """Noted trainings of one kind: experiment, noise multiplier, sampling rate, steps.
 
-    epsilon, delta: what the run promised for the records. name: of one training in a simulation, where it may be repeated;
-    elsewhere equal trainings are one entry, without a name.
+    epsilon, delta: the budget that the run promised for the records. name: names one training in a simulation, where it
+    may be repeated. Elsewhere equal trainings are one entry, without a name.
     """
 
     experiment: str
@@ -50,7 +52,11 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnData:
-    """A site's own data. client: whose part of them it is, None for all. partition: names how they were divided, "" for all."""
+    """A site's own data, or one client's part of them.
+
+    client: the client that has this part, None for all data. partition: identifies the division into parts, "" for all
+    data.
+    """
 
     path: Path
     client: int | None
@@ -58,10 +64,10 @@ class OwnData:
 
     @classmethod
     def of(cls, config: RunConfig, data_path: str, client_id: int, partition: Callable[[], str]) -> OwnData | None:
-        """Return what a run reads on a node, None if it is no path of the node's. data_path: the node's own data.
+        """Return the data that a run reads on a node, or None if the run reads no path of the node's.
 
-        Data that the run names are the client's part of them, unless they are the node's own. partition: returns what names this
-        division of these data among all others.
+        data_path: the node's own data. If the run names a path, the client has a part of it, unless the path is the
+        node's own data. partition: returns a text that identifies this division among all others.
         """
         site = absolute(data_path) if data_path else None
         if config.dataset == NODE:
@@ -72,9 +78,10 @@ class OwnData:
         return cls(path, None) if site and _overlap(path, site) else cls(path, client_id, partition())
 
     def shares(self, other: OwnData) -> bool:
-        """Tell whether both may have a record in common: one path is the other or lies in it, unless they are two clients' parts.
+        """Return whether both may have a record in common: one path equals the other or lies in it.
 
-        Only parts of one division are apart: what is client 1's in one may be client 2's in another.
+        Two clients' parts of one division have none. Parts of different divisions may: client 1's part in one can be
+        client 2's in another.
         """
         apart = None not in (self.client, other.client) and self.client != other.client
         divided_alike = (self.path, self.partition) == (other.path, other.partition)
@@ -82,12 +89,12 @@ class OwnData:
 
     @property
     def file(self) -> str:
-        """The name of the file in which its trainings are noted."""
+        """The name of the file with the trainings on these data."""
         return hashlib.sha256(json.dumps(self.header).encode()).hexdigest()[:32] + ".json"
 
     @property
     def header(self) -> list[str | int | None]:
-        """What the file's first line holds."""
+        """The contents of that file's first line."""
         return [str(self.path), self.client, self.partition]
 
 
@@ -97,10 +104,10 @@ def _overlap(a: Path, b: Path) -> bool:
 
 @dataclass(frozen=True)
 class Notes:
-    """What a site has noted of one client in one experiment.
+    """A site's notes on one client in one experiment.
 
-    site: the site's own directory. run: Flower's number of the run. simulated: all clients are on one machine and their keys follow
-    from the seed, so that nobody is protected by it. own: the site's own data that the client trains on, None if it has none.
+    site: the site's own directory. run: Flower's number of the run. simulated: all clients are on one machine and their
+    keys follow from the seed, so the notes protect nobody. own: the site's own data that the client trains on, or None.
     """
 
     site: Path
@@ -109,31 +116,31 @@ class Notes:
     run: int = 0
     simulated: bool = False
     own: OwnData | None = None
-    # in this message: files as they were read, and whether files are of data that share records with `own`
+    # kept during one message: the contents of files, and whether their data share records with `own`
     _read: dict[Path, tuple[Stamp | None, list[Training]]] = field(default_factory=dict, compare=False, repr=False)
     _shared: dict[Path, bool] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Raise UserError for a name that is no experiment's."""
+        """Raise UserError for a malformed experiment id."""
         if not re.fullmatch(r"[\w-]{1,64}", self.experiment):
             raise UserError(f"client {self.client_id}: malformed experiment id {self.experiment[:80]!r}")
 
     @property
     def directory(self) -> Path:
-        """Where the notes of this client in this experiment are."""
+        """The directory with the notes on this client in this experiment."""
         return self.site / _RUNS / self.experiment / f"client-{self.client_id:04d}"
 
     @property
     def budget(self) -> Path:
-        """The file in which this client's trainings are noted."""
+        """The file with this client's trainings."""
         if self.own and not self.simulated:
             return self.site / _DATA / self.own.file
         return self.directory / "budget.json"
 
     def claim(self, version: str) -> None:
-        """Note that an attempt at a private round is being answered. Raises UserError if it has been before.
+        """Note that an attempt at a private round is being answered. Raises UserError if it was answered before.
 
-        A second answer under the same masks would tell the difference of the two.
+        A second answer under the same masks would reveal the difference of the two.
         """
         path = self.directory / f"{version}{_ANSWERED}"
         try:
@@ -142,26 +149,26 @@ class Notes:
             sync(self.directory)
         except FileExistsError:
             raise UserError(
-                f"client {self.client_id}: private: attempt {version} was answered before, and is not again"
+                f"client {self.client_id}: private: attempt {version} was answered before, and is answered only once"
             ) from None
         except OSError as error:
             raise UserError(f"client {self.client_id}: cannot note its answer in {path}: {error.strerror}") from None
 
     def trainings(self) -> list[Training]:
-        """Return all trainings that may have used a record of this client's. Raises UserError if they cannot be read."""
+        """Return all trainings that may have used one of this client's records. Raises UserError if unreadable."""
         if self.own is None or self.simulated:
             return self._trainings_in(self.budget)
         return [t for path in _files_on(self.site, self.own, self._shared) for t in self._trainings_in(path)]
 
     def _trainings_in(self, path: Path) -> list[Training]:
-        """Read a file, unless it was read before and nobody has written it since."""
+        """Read a file, unless it was read before and has not changed since."""
         stamp = stamp_of(path)
         if path not in self._read or self._read[path][0] != stamp:
             self._read[path] = stamp, _read(path)
         return self._read[path][1]
 
     def note(self, training: Training) -> None:
-        """Note a training before it takes place. Raises OSError; `alone` keeps others from doing so at the same time."""
+        """Note a training before it takes place. Raises OSError. Call it inside `alone`."""
         noted = self._trainings_in(self.budget)
         if self.simulated:
             noted = [*noted, training]
@@ -175,9 +182,10 @@ class Notes:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other messages from spending at the same time, and a run from a second experiment, whose budget is whole.
+        """Exclude other messages from spending at the same time, and this run from spending in a second experiment.
 
-        Raises OSError, and UserError for a run that has spent in another experiment.
+        A second experiment would have its whole budget left. Raises OSError, and UserError for a run that spent in
+        another experiment.
         """
         make_directory(self.budget.parent)
         with lock(self.budget.parent / ".lock", wait=True):
@@ -191,13 +199,13 @@ class Notes:
             file.seek(0)
             if (bound := file.read().decode() or self.experiment) != self.experiment:
                 raise UserError(
-                    f"dp-epsilon: this run spends in experiment {bound}, and not in {self.experiment} as well"
+                    f"dp-epsilon: this run spends in experiment {bound}, so it cannot spend in {self.experiment}"
                 )
             file.truncate(0)
             file.write(self.experiment.encode())
 
     def forget(self) -> None:
-        """Delete the notes of a finished simulation. Others stay: whoever names the experiment again must find them."""
+        """Delete the notes of a finished simulation. Others stay: a later run of the same experiment must find them."""
         if self.simulated:
             shutil.rmtree(self.directory, ignore_errors=True)
             with contextlib.suppress(OSError):
@@ -205,14 +213,15 @@ class Notes:
 
 
 def spent_on(site: Path, own: OwnData) -> list[Training]:
-    """Return what all runs of a deployment have spent on a site's own data. Raises UserError if it cannot be read."""
+    """Return the trainings of all runs of a deployment on a site's own data. Raises UserError if unreadable."""
     return [training for path in _files_on(site, own, {}) for training in _read(path)]
 
 
 def _files_on(site: Path, own: OwnData, shared: dict[Path, bool]) -> list[Path]:
     """Return the files of trainings that may have used a record of these data, by their first lines. Raises UserError.
 
-    shared: of which files that is known. A file's first line never changes, as its name follows from it.
+    shared: the answers known so far, by file. A file's first line never changes, because the file's name follows from
+    it.
     """
     paths = sorted((site / _DATA).glob("*.json"))
     for path in paths:
@@ -224,7 +233,7 @@ def _files_on(site: Path, own: OwnData, shared: dict[Path, bool]) -> list[Path]:
 
 
 def _read(path: Path) -> list[Training]:
-    """Read a file of trainings; nothing if it is not there. Raises UserError if it is not readable."""
+    """Read a file of trainings; [] if there is no file. Raises UserError if it cannot be read."""
     if not path.exists():
         return []
     with _readable(path):
@@ -237,8 +246,13 @@ def _read(path: Path) -> list[Training]:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Raise UserError for what goes wrong in reading a file of trainings: one that is not understood must not count as nothing."""
+    """Raise UserError for errors in reading a file of trainings.
+
+    An unreadable file must not count as no spending.
+    """
     try:
         yield
     except (OSError, ValueError, TypeError, LookupError) as error:
-        raise UserError(f"dp-epsilon: what was spent cannot be read from {path} ({error}); nothing more is") from None
+        raise UserError(
+            f"dp-epsilon: the spent budget cannot be read from {path} ({error}), so nothing more is spent"
+        ) from None

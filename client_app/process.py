@@ -1,4 +1,4 @@
-"""What a client does to its own process before it computes: import torch quickly, limit threads, keep freed memory."""
+"""Preparation of a client's process: import torch quickly, limit threads, keep freed memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import gc
 import os
 import sys
 
-# glibc's allocator: blocks of this size or more are mapped on their own; so much free memory stays on the heap.
+# glibc's allocator maps blocks of at least MMAP_THRESHOLD_BYTES separately, and keeps up to TRIM_THRESHOLD_BYTES of
+# free memory on the heap.
 MMAP_THRESHOLD_BYTES = 64 << 20
 TRIM_THRESHOLD_BYTES = 256 << 20
 # parameters of mallopt(3)
@@ -16,9 +17,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def import_torch() -> None:
-    """Import torch without the garbage collector, whose passes over what stays anyway are a fifth of the import's time.
+    """Import torch without the garbage collector: its passes take a fifth of the import's time.
 
-    In a deployment every message pays for the import.
+    They would free nothing. In a deployment every message pays for the import.
     """
     if "torch" in sys.modules or not gc.isenabled():
         return
@@ -26,7 +27,7 @@ def import_torch() -> None:
     try:
         import torch  # noqa: F401
 
-        # later passes of the collector leave out what the import made
+        # later passes of the collector skip the import's objects
         gc.freeze()
     finally:
         gc.enable()
@@ -43,17 +44,18 @@ def prepare_training(threads: int) -> None:
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let glibc's allocator keep freed memory, up to 256 MB, for the next batch. Returns whether it does.
+    """Make glibc's allocator keep freed memory, up to 256 MB, for the next batch. Return whether it does.
 
-    By default it gives a batch's activations back to the kernel and faults them in again with the next batch: a tenth to a fifth of
-    the time of training on a CPU. Elsewhere than on glibc, and where the environment configures the allocator, nothing changes.
+    By default it returns a batch's activations to the kernel, and faults them in again for the next batch. This costs a
+    tenth to a fifth of the training time on a CPU. Without glibc, or where the environment configures the allocator,
+    nothing changes.
     """
     by_variable = any(name.startswith("MALLOC_") for name in os.environ)
     by_tunable = "malloc" in os.environ.get("GLIBC_TUNABLES", "")
     if sys.platform != "linux" or by_variable or by_tunable:
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # another C library has none
+    # other C libraries have none
     if mallopt is None:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES))

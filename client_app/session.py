@@ -1,4 +1,4 @@
-"""What a client process keeps from one message of a run to the next: config, method, opened data, facts of the model.
+"""A client process's memory between the messages of a run: config, method, opened data, facts of the model.
 
 A process of a simulation answers for many clients. A process of a deployment answers one message, and gains nothing.
 """
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +20,7 @@ from fl_app.data import ClientData, DatasetInfo, OpenedData, check_client_id, op
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, own
 from fl_app.layout import Layout, Model
+from fl_app.site import refuse_within_site
 from fl_app.sources import NODE
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base.method import AnyMethod
@@ -29,49 +30,68 @@ log = logging.getLogger("corolla")
 if TYPE_CHECKING:
     from torch import nn
 
+    from client_app.flat import FlatModule
+
 
 class ModelFacts(NamedTuple):
-    """What is the same of all networks of a run: layout, initial values, names of the tensors that travel, their layout."""
+    """Facts common to all networks of a run: layout, names of the tensors that travel, their layout, initial values.
+
+    initial: returns the initial values. Where every tensor travels it builds the network again, because few methods ask
+    for them.
+    """
 
     layout: Layout
-    initial: Model
     shared: frozenset[str]
     shared_layout: Layout
+    initial: Callable[[], Model]
+
+
+class Network(NamedTuple):
+    """A run's network for one message. key: its origin. module: a module, or the vectors that a trainer made of it."""
+
+    key: Hashable
+    module: nn.Module | FlatModule
+    facts: ModelFacts
 
 
 class Session:
-    """A run, in a process that answers its messages. method: of its config, or what takes its place."""
+    """A run, in a process that answers its messages. method: the config's method, or a substitute."""
 
     def __init__(self, config: RunConfig, method: AnyMethod) -> None:
         self.config, self.method = config, method
         self._facts: dict[tuple[object, ...], ModelFacts] = {}
+        # networks left by a message for the next one
+        self._left: dict[Hashable, Network] = {}
         self._opened: dict[str, OpenedData] = {}
         self._refreshed: set[str] = set()
-        # what is wrong with the network for samples of a shape, "" if nothing
+        # (key, directory) pairs outside the site's own directory
+        self._outside: set[tuple[str, Path]] = set()
+        # the network's fault for samples of a shape, "" for none
         self._checked: dict[tuple[int, ...], str] = {}
 
     @classmethod
     def of(cls, run_config: Mapping[str, Scalar], num_clients: int, run: int) -> Session:
-        """Return the session of a run, the last one if it is the same. Raises UserError naming what is wrong with the config.
+        """Return the session of a run, the last one if it is the same.
 
-        run: its id. Two runs of one config share nothing: files may have changed in between.
+        Raises UserError that names the fault of the config. run: its id. Two runs with one config share nothing,
+        because files may have changed in between.
         """
         # as JSON: 1, 1.0 and true are three values
         return _session(json.dumps(dict(run_config)), num_clients, run, plugins.generation())
 
     def data(self, client_id: int, data_path: str) -> ClientData:
-        """Open a client's samples: from what is open already, unless files of it have changed. Raises UserError."""
+        """Return a client's samples, from data already open unless their files have changed. Raises UserError."""
         check_client_id(self.config, client_id)
         return self._open(data_path).client(client_id)
 
     def hashes(self, data_path: str) -> DataHashes:
-        """Return the hashes of the opened data, which stay here."""
+        """Return the hashes of the opened data, for this process alone. The server gets those of `told_hashes`."""
         return self._open(data_path).hashes
 
     def told_hashes(self, data_path: str) -> DataHashes | None:
-        """Return what the server may tell the opened data from others by; None if the site's key cannot be kept.
+        """Return the hashes by which the server recognises the data, or None if the site's key cannot be kept.
 
-        A site's own data, and data of private runs and of runs with a budget of privacy, have keyed hashes.
+        They are keyed for a site's own data, in private runs, and in runs with a privacy budget.
         """
         opened, config = self._open(data_path), self.config
         if config.dataset != NODE and not config.private and not config.dp_epsilon:
@@ -79,7 +99,9 @@ class Session:
         try:
             return opened.hidden_hashes
         except OSError as error:
-            log.warning("the site's directory cannot keep a key (%s): a resumed run will not notice other data", error)
+            log.warning(
+                "the site's directory cannot keep a key (%s): a resumed run will not detect changed data", error
+            )
             return None
 
     def _open(self, data_path: str) -> OpenedData:
@@ -88,36 +110,77 @@ class Session:
             opened = self._opened[data_path] = open_data(self.config, data_path)
         return opened
 
-    def network(self, info: DatasetInfo, weights_file: str) -> tuple[nn.Module, ModelFacts]:
-        """Build the run's network, and return it with its facts. weights_file: gives its initial values; "": the seed does.
+    def network(self, info: DatasetInfo, weights_file: str) -> Network:
+        """Return the run's network: one passed to `leave`, else a new one.
 
-        Raises UserError for a network that the method cannot be used with.
+        weights_file: the source of its initial values; "" means the seed. A network passed to `leave` has its last
+        values, which `load` replaces. Raises UserError for a network that the method cannot use.
         """
+        # taken before the file is read, so that a change in between is noticed the next time
+        stamp = stamp_of(Path(weights_file)) if weights_file else None
+        key = tuple(sorted(info.model_arguments.items())), weights_file, stamp
+        if (left := self._left.pop(key, None)) is not None:
+            return left
+        module = self._built(info, weights_file)
+        layout = Layout.of(module)
+        known = layout, weights_file, stamp
+        if known not in self._facts:
+            shared = self.method.travelling(self.config, layout)
+            self._facts[known] = ModelFacts(
+                layout, shared, layout.subset(shared), self._initial(module, layout.names > shared, info, weights_file)
+            )
+        return Network(key, module, self._facts[known])
+
+    def initial(self, info: DatasetInfo, weights_file: str, layout: Layout) -> Model:
+        """Return the values that a file gives a network of this layout. Raises UserError if the file does not fit."""
+        stamp = stamp_of(Path(weights_file))
+        facts = self._facts.get((layout, weights_file, stamp)) or self.network(info, weights_file).facts
+        return facts.initial()
+
+    def leave(self, network: Network, flat: FlatModule) -> None:
+        """Keep a message's network, as vectors, for the next message, if `FlatModule.reset` can restore all of it.
+
+        It cannot for code that is not Corolla's, because modules may keep anything in their attributes, nor for
+        networks that a method makes of the run's model. Differential privacy leaves marks on a network, too.
+        """
+        config, method = self.config, self.method
+        own = plugins.is_reference(config.model) or plugins.is_reference(config.method)
+        if not own and method.wrap is None and method.compose is None and not config.dp_epsilon:
+            self._left = {network.key: network._replace(module=flat)}
+
+    def _built(self, info: DatasetInfo, weights_file: str) -> nn.Module:
+        return self.method.network(self.config, **info.model_arguments, initial_weights=weights_file)
+
+    def _initial(self, module: nn.Module, asked: bool, info: DatasetInfo, weights_file: str) -> Callable[[], Model]:
+        """Return a function that gives a new network's values. asked: whether the values will be needed in any case."""
         from fl_app import weights
 
-        # before the file is read: one that changes in between is another the next time
-        stamp = stamp_of(Path(weights_file)) if weights_file else None
-        module = self.method.network(self.config, **info.model_arguments, initial_weights=weights_file)
-        layout = Layout.of(module)
-        key = layout, weights_file, stamp
-        if key not in self._facts:
-            shared = self.method.travelling(self.config, layout)
-            self._facts[key] = ModelFacts(layout, weights.read(module), shared, layout.subset(shared))
-        return module, self._facts[key]
+        if asked:
+            values = weights.read(module)
+            return lambda: values
+        return functools.cache(lambda: weights.read(self._built(info, weights_file)))
 
     def check_once(self, check: Callable[[nn.Module, RunConfig, tuple[int, ...]], None], info: DatasetInfo) -> None:
-        """Check the run's network for samples of some data, the first time that a client asks. Raises UserError each time."""
+        """Check the run's network for samples of some data, at a client's first request. Raises UserError each time."""
         if info.input_shape not in self._checked:
             try:
-                check(self.network(info, "")[0], self.config, info.input_shape)
+                module = self._built(info, "")
+                self.method.travelling(self.config, Layout.of(module))
+                check(module, self.config, info.input_shape)
                 self._checked[info.input_shape] = ""
             except UserError as error:
                 self._checked[info.input_shape] = str(error)
         if why := self._checked[info.input_shape]:
             raise UserError(why)
 
+    def refuse_within_site(self, key: str, directory: Path) -> None:
+        """Raise UserError if a directory lies in the site's own. One that does not is checked only once."""
+        if (key, directory) not in self._outside:
+            refuse_within_site(key, directory)
+            self._outside.add((key, directory))
+
     def prepare_changed_data(self, data_path: str) -> None:
-        """Prepare the data again, once, if the files they were made of have changed. Raises UserError."""
+        """Prepare the data again, once, if their source files have changed. Raises UserError."""
         if data_path not in self._refreshed:
             self._opened[data_path] = open_data(self.config, data_path, look=True)
             self._refreshed.add(data_path)

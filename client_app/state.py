@@ -1,9 +1,12 @@
 """Durable client state: immutable generations on the client's disk.
 
-A generation is one file, `<state dir>/<experiment>/client-<id>/<round>-<attempt>.state`: a sha256 and then safetensors bytes,
-published whole and durable. A client loads exactly the generation the server names, never the latest: after a server crash or
-a repeated round the client may be ahead of the server. What is older than that and named by no checkpoint is deleted at once, all
-of it when the run is finished.
+A generation is one file, `<state dir>/<experiment>/client-<id>/<round>-<attempt>.state`: a sha256, then safetensors
+bytes. It is published whole and durable. A client loads exactly the generation that the server names, never the latest.
+After a server crash or a repeated round the client may be ahead of the server. Older generations that no checkpoint
+names are deleted at once, and all generations when the run ends.
+
+No directory has more than a thousand entries. Clients from 500 on are grouped by the thousand, in
+`<experiment>/clients-<first>/client-<id>`. A directory that an earlier version put beside the others stays there.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,15 @@ from fl_app.wire import state_version
 log = logging.getLogger("corolla")
 
 SUFFIX = ".state"
-# where earlier versions noted for good what client_app/notes.py does
+# clients below _DIRECT have a directory directly in the experiment's; others are grouped by _GROUP
+_DIRECT, _GROUP = 500, 1000
+_EVERY_CLIENT = ("client-*", "clients-*/client-*")
+# files of earlier versions, with the notes that client_app/notes.py keeps elsewhere
 _EARLIER = ("budget*", "*.answered")
 
 
 class _Damaged(UserError):
-    """A generation whose checksum is wrong."""
+    """A generation's checksum is wrong."""
 
 
 @dataclass
@@ -58,21 +64,21 @@ class StateStore:
     def __init__(self, root: Path, experiment: str, client_id: int) -> None:
         if not re.fullmatch(r"[\w-]{1,64}", experiment):
             raise UserError(f"client {client_id}: malformed experiment id {experiment[:80]!r}")
-        self.client_id = client_id
-        self.directory = root / experiment / f"client-{client_id:04d}"
+        self.client_id, self.experiment = client_id, experiment
+        self.directory = _directory(root / experiment, client_id)
 
     def refuse_earlier_notes(self) -> None:
-        """Raise UserError if an earlier version noted here what was spent and answered: nothing of that would count any more."""
+        """Raise UserError if an earlier version noted spending or answers here: they would not count any more."""
         if earlier := _earlier_notes(self.directory):
             raise UserError(
-                f"resume: experiment {self.directory.parent.name} was started with an earlier version, which noted budgets and "
+                f"resume: experiment {self.experiment} was started with an earlier version, which noted budgets and "
                 f"answers in {self.directory} ({earlier[0].name}); start a new run"
             )
 
     def load(self, version: str) -> State:
-        """Read a generation, or if its checksum is wrong the newest sound one of an earlier round; "" is the empty state.
+        """Read a generation, or if its checksum is wrong, the newest sound one of an earlier round.
 
-        Raises UserError if the generation is missing, or damaged with none before it.
+        "" is the empty state. Raises UserError if the generation is missing, or damaged with no sound one before it.
         """
         if not version:
             return State()
@@ -106,7 +112,7 @@ class StateStore:
         return State(dict(load(data[32:])), version)
 
     def save(self, state: State, round: int, attempt: int) -> str:
-        """Write a generation and return its version; nothing is written for an empty state ("")."""
+        """Write a generation and return its version. Nothing is written for an empty state ("")."""
         if not state.arrays:
             return ""
         from safetensors.numpy import save
@@ -128,7 +134,7 @@ class StateStore:
         return version
 
     def delete_before(self, version: str, keep: Collection[str] = ()) -> None:
-        """Delete the generations older than `version`, and the remains of interrupted writes of such; "" deletes none.
+        """Delete the generations older than `version`, and their remains of interrupted writes. "" deletes none.
 
         keep: generations that stay.
         """
@@ -141,13 +147,25 @@ class StateStore:
         """Delete this client's state of the experiment, and its directories if they are empty then."""
         _clear([self.directory])
 
+    def has(self, version: str) -> bool:
+        """Return whether a generation exists."""
+        return self._path(version).is_file()
+
     def _path(self, version: str) -> Path:
         return self.directory / f"{version}{SUFFIX}"
 
 
+def _directory(experiment: Path, client_id: int) -> Path:
+    """Return the directory of a client's state."""
+    direct = experiment / f"client-{client_id:04d}"
+    if client_id < _DIRECT or direct.is_dir():
+        return direct
+    return experiment / f"clients-{client_id // _GROUP * _GROUP:06d}" / direct.name
+
+
 @dataclass(frozen=True)
 class StoredExperiment:
-    """Client state one experiment left on this machine."""
+    """The client state of one experiment on this machine."""
 
     experiment: str
     clients: int
@@ -159,7 +177,7 @@ def stored(root: Path) -> list[StoredExperiment]:
     """List the experiments with client state under a state directory, oldest first."""
     found = []
     for directory in root.iterdir() if root.is_dir() else []:
-        files = list(directory.glob(f"client-*/*{SUFFIX}"))
+        files = [file for client in _clients(directory) for file in client.glob(f"*{SUFFIX}")]
         if not files:
             continue
         stats = [file.stat() for file in files]
@@ -168,25 +186,40 @@ def stored(root: Path) -> list[StoredExperiment]:
     return sorted(found, key=lambda e: e.modified)
 
 
+def missing_clients(root: Path, experiment: str, versions: Mapping[int, str]) -> list[int]:
+    """Return the clients without the named generation under a state directory.
+
+    versions: by client id, "" for none.
+    """
+    return [i for i, version in versions.items() if version and not StateStore(root, experiment, i).has(version)]
+
+
 def remove(root: Path, experiment: str) -> None:
     """Delete one experiment's client state, as `StateStore.forget` does. Raises UserError if there is none."""
     if experiment not in {e.experiment for e in stored(root)}:
         raise UserError(f"no client state of experiment {experiment!r} under {root}")
-    _clear((root / experiment).glob("client-*"))
+    _clear(_clients(root / experiment))
+
+
+def _clients(experiment: Path) -> Iterator[Path]:
+    """Yield the directories of an experiment's clients."""
+    for pattern in _EVERY_CLIENT:
+        yield from experiment.glob(pattern)
 
 
 def _clear(clients: Iterable[Path]) -> None:
-    """Delete the files in clients' directories, but for an earlier version's notes, and the directories that are empty then."""
+    """Delete clients' files, except an earlier version's notes, and directories that are empty then."""
     for directory in list(clients):
         kept = _earlier_notes(directory)
         for path in directory.glob("*"):
             if path not in kept:
                 path.unlink(missing_ok=True)
-        for empty in (directory, directory.parent):
+        group, above = directory.parent, directory.parent.parent
+        for empty in (directory, group, *([above] if group.name.startswith("clients-") else [])):
             with contextlib.suppress(OSError):
                 empty.rmdir()
 
 
 def _earlier_notes(directory: Path) -> list[Path]:
-    """Return the files in which an earlier version noted what a client had spent and answered."""
+    """Return the files in which an earlier version noted a client's spending and answers."""
     return sorted(path for pattern in _EARLIER for path in directory.glob(pattern))

@@ -1,6 +1,6 @@
-"""Local training and evaluation: a plain torch loop over the batches of client_app/batches.py, on the vectors of flat.py.
+"""Local training and evaluation: a plain torch loop over the batches of batches.py, on the vectors of flat.py.
 
-What a method may do with it is strategies.base.Trainer.
+strategies.base.Trainer is the part that methods may use.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 
@@ -16,9 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from client_app import at_once
 from client_app.batches import Batch
+from client_app.captured import Differentiate, Step, launched
 from client_app.device_model import LoadedModel
-from client_app.flat import SGD, AdamW
+from client_app.flat import SGD, AdamW, FlatModule
 from fl_app.config import RunConfig
 from fl_app.data import ClientData
 from fl_app.errors import UserError, diverged
@@ -30,25 +33,58 @@ from strategies.base import Correction, Objective, Optimizer
 class LocalTrainer(LoadedModel):
     """Trains and evaluates one client's models (strategies.base.Trainer)."""
 
-    def __init__(self, module: nn.Module, config: RunConfig, data: ClientData, round: int, client_id: int) -> None:
+    def __init__(
+        self, module: nn.Module | FlatModule, config: RunConfig, data: ClientData, round: int, client_id: int
+    ) -> None:
+        """module: as for LoadedModel."""
         super().__init__(module, config, data, round, client_id)
-        self.steps = self.epoch = 0
+        self._steps = self._epoch = 0
+        # whether a caller read them
+        self._counters_read = False
         self._tuning = False
         self.indices = torch.zeros(0, dtype=torch.int64, device=self.device)
         # the task's loss of the current batch, if an objective asked for it
         self._reported: Tensor | None = None
         self._plain: SGD | None = None
-        self._epoch_loss, self._counted = torch.zeros((), device=self.device), 0
+        self._epoch_loss, self._counted = self.flat.epoch_loss, 0
+
+    @property
+    def steps(self) -> int:
+        """Steps taken since the last `train` or `batches` began."""
+        self._counters_read = True
+        return self._steps
+
+    @property
+    def epoch(self) -> int:
+        """The current batch's epoch, from 1."""
+        self._counters_read = True
+        return self._epoch
+
+    @contextmanager
+    def uncounted(self) -> Iterator[Callable[[], bool]]:
+        """Restore the counters at the end.
+
+        Yields a function that returns whether `steps` or `epoch` was read inside so far.
+        """
+        counted, reported, self._counters_read = self._counted, self._reported, False
+        try:
+            yield lambda: self._counters_read
+        finally:
+            self._counted, self._reported = counted, reported
+
+    def count(self, samples: int) -> None:
+        """Count a batch's samples as `differentiate` does."""
+        self._counted += samples
 
     @property
     def learning_rate(self) -> float:
-        """This round's learning rate; from `begin_finetuning` on that of fine-tuning."""
+        """This round's learning rate; after `begin_finetuning`, that of fine-tuning."""
         if self._tuning:
             return self.config.tuning_rate
         return self.config.learning_rate * self.config.rate_factor(self.round)
 
     def begin_finetuning(self) -> None:
-        """Train at `finetune-learning-rate` from here on, whatever loop of a method's own asks for the learning rate."""
+        """Train at `finetune-learning-rate` from here on, also in a method's own loops."""
         self._tuning = True
 
     @property
@@ -66,24 +102,24 @@ class LocalTrainer(LoadedModel):
         correction: Correction | None = None,
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
         max_batches: int = 0,
-        differentiate: Callable[[Tensor, Tensor], object] | None = None,
+        differentiate: Differentiate | None = None,
     ) -> Model:
-        """Train locally and return the trained model; `last_loss` is the last epoch's mean training loss.
+        """Train locally and return the trained model. `last_loss` is then the last epoch's mean training loss.
 
-        differentiate: (x, y) of a batch; leaves what a step goes along in `gradient`, in place of the objective's gradient.
+        differentiate: replaces the objective's gradient.
         """
-        if differentiate is None:
-            differentiate = partial(self.differentiate, objective=objective)
         self.load(start)
-        optimizer, learning_rate = self.optimizer(self.weights, fixed=self.flat.freeze(frozen)), self.learning_rate
-        # an epoch has one batch at least: as many epochs as batches are enough
-        for x, y in self.batches(max_batches or epochs, purpose, max_batches):
-            differentiate(x, y)
-            if correction is not None:
-                with torch.no_grad():
-                    correction(self.weights, self.gradient)
-            optimizer.step(self.gradient, learning_rate)
-            self.steps += 1
+        optimizer = self.optimizer(self.weights, fixed=self.flat.freeze(frozen))
+        own = differentiate or partial(self.differentiate, objective=objective)
+        step = Step(self, own, correction, optimizer, self.learning_rate)
+        # the key under which a lane keeps the step, if every training of the run takes the same
+        alike = objective is None and correction is None
+        key = frozen if alike and isinstance(frozen, frozenset) else None
+        take = launched(step, key) if differentiate is None else step
+        # an epoch has at least one batch, so as many epochs as batches are enough
+        for x, y in self._batches(max_batches or epochs, purpose, max_batches):
+            take(x, y)
+            self._steps += 1
         trained = self.finish()
         # statistics of frozen layers stay too
         if isinstance(frozen, frozenset) and frozen:
@@ -93,12 +129,13 @@ class LocalTrainer(LoadedModel):
     def alternate(self, start: Model, sides: Mapping[str, NDArray[np.bool_]], *, epochs: int | None = None) -> Model:
         """Run local SGD on sides of the parameters in turn, an epoch each, and return the trained model.
 
-        sides: the parameters that are frozen, bool [d] in named_parameters order, by the purpose that names the side's random
-        stream. Momentum is a side's own, over all its epochs. epochs: on every side; default local-epochs.
+        sides: by the purpose that names the side's random stream, its frozen parameters, bool [d] in named_parameters
+        order. Each side keeps its own momentum over all its epochs. epochs: on every side; default local-epochs.
         """
         self.load(start)
+        self._say_own_loop()
         self.train_mode()
-        self.steps = self.epoch = 0
+        self._steps = self._epoch = 0
         parameters = list(self.module.parameters())
         learning_rate = self.learning_rate
         optimizers, differentiated = {}, {}
@@ -113,45 +150,60 @@ class LocalTrainer(LoadedModel):
             x, y = self.begin_batch(batch)
             self.differentiate(x, y)
             optimizers[purpose].step(self.gradient, learning_rate)
-            self.steps += 1
+            self._steps += 1
+        at_once.pause()
         self.check_loss()
         return self.finish()
 
     def finish(self) -> Model:
-        """End a training: nothing is frozen any more. Returns the trained model."""
+        """End a training: unfreeze all parameters, and return the trained model."""
         self.flat.freeze(frozenset())
         return self.read()
 
     def batches(
         self, epochs: int | None = None, purpose: str = "train", max_batches: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (x, y) over shuffled epochs (default local-epochs), the module in training mode; `indices` says which samples.
+        """Yield (x, y) over shuffled epochs, the module in training mode. `indices` has the samples' positions.
 
-        max_batches: the first of them alone; 0: all. After the last raises UserError if the last epoch's loss is not finite.
+        epochs: default local-epochs. max_batches: yield only the first ones; 0 means all. Raises UserError at the end
+        if the last epoch's loss is not finite.
         """
+        self._say_own_loop()
+        return self._batches(epochs, purpose, max_batches)
+
+    def _batches(self, epochs: int | None, purpose: str, max_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
         self.train_mode()
-        self.steps = self.epoch = 0
+        self._steps = self._epoch = 0
         batches = self.data.epochs(self.config.local_epochs if epochs is None else epochs, purpose)
         for batch in islice(batches, max_batches or None):
             yield self.begin_batch(batch)
+        at_once.pause()
         self.check_loss()
 
+    def _say_own_loop(self) -> None:
+        lane = at_once.current()
+        if lane is not None:
+            lane.lanes.say(
+                f"clients-at-once: method {self.config.method} has its own training loop; its steps are taken one by one"
+            )
+
     def train_mode(self) -> None:
-        """Put the module into training mode, but for BatchNorm whose statistics are frozen."""
+        """Put the module into training mode, except BatchNorm layers with frozen statistics."""
         self.module.train()
         for layer in self._frozen_batchnorms:
             layer.eval()
 
     def begin_batch(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return a batch's (x, y), noting its `indices`; an epoch's first starts the mean loss anew."""
+        """Return a batch's (x, y), and set `indices`. An epoch's first batch resets the mean loss."""
         if batch.first:
-            self._epoch_loss, self._counted = torch.zeros((), device=self.device), 0
-            self.epoch += 1
+            self._epoch_loss.zero_()
+            self._counted = 0
+            self._epoch += 1
         self.indices = batch.indices
         return batch.x, batch.y
 
     def check_loss(self) -> None:
-        """Raise UserError if the last epoch's mean training loss is not finite, or larger than the server takes."""
+        """Raise UserError if the last epoch's mean training loss is not finite, or larger than the server accepts."""
         largest = MAX_NUMBER if self.config.report_accuracy else sys.float_info.max
         if self._counted and not abs(self.last_loss) <= largest:
             raise diverged("loss", self.last_loss, self.learning_rate)
@@ -159,10 +211,11 @@ class LocalTrainer(LoadedModel):
     def differentiate(
         self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True
     ) -> Tensor:
-        """Leave the gradient of the objective, by default the mean loss, in `gradient`; return its value, detached.
+        """Leave the gradient of the objective, by default the mean loss, in `gradient`. Return its value, detached.
 
-        counted: the batch counts in `last_loss`, with the task's loss where the objective computes it (`loss`). BatchNorm cannot
-        normalise a single sample: such a batch uses its running statistics. Raises UserError if the objective is not a scalar.
+        counted: the batch counts in `last_loss`, with the task's loss if the objective computes it (`loss`). BatchNorm
+        cannot normalise a single sample, so a batch of one uses the running statistics. Raises UserError if the
+        objective is not a scalar.
         """
         self.gradient.zero_()
         alone = len(y) == 1 and self.module.training and bool(self._batchnorms)
@@ -173,7 +226,7 @@ class LocalTrainer(LoadedModel):
         if not isinstance(value, Tensor) or value.ndim:
             got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise UserError(f"objective: must return a scalar tensor, the batch's mean, got {got}")
-        # without a gradient: everything that the user's model trains is frozen
+        # there is no gradient if all trainable parameters of the user's model are frozen
         if value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
         for layer in self._batchnorms if alone else []:
@@ -186,18 +239,21 @@ class LocalTrainer(LoadedModel):
         return value
 
     def step(self, learning_rate: float | None = None) -> None:
-        """One gradient step on `weights`, with weight decay and without momentum; default: this round's learning rate."""
+        """Take one gradient step on `weights`, with weight decay and without momentum.
+
+        learning_rate: default this round's.
+        """
         if self._plain is None:
             fixed = self.flat.freeze(frozenset())
             decay, clip = self.config.weight_decay, self.config.clip_norm
             self._plain = SGD(self.weights, momentum=0, weight_decay=decay, fixed=fixed, clip_norm=clip)
         self._plain.step(self.gradient, self.learning_rate if learning_rate is None else learning_rate)
-        self.steps += 1
+        self._steps += 1
 
     def optimizer(self, vector: Tensor, fixed: Tensor | None = None, part: slice = slice(None)) -> Optimizer:
         """Return the run's optimizer for a vector [d] on the device, or a part of it.
 
-        fixed: bool [d], the parameters that do not change; default: those the user's model fixes.
+        fixed: bool [d], the parameters that do not change; default: those that the user's model fixes.
         """
         if fixed is None:
             fixed = self.flat.freeze(frozenset())
@@ -211,7 +267,7 @@ class LocalTrainer(LoadedModel):
         )
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the task's mean loss, a scalar; inside an objective this is what `last_loss` counts."""
+        """Return the task's mean loss, a scalar. Inside an objective, this value counts in `last_loss`."""
         value = self.task.loss(logits.float(), y)
         self._reported = value.detach()
         return value

@@ -1,6 +1,6 @@
 """Corolla: personalized federated learning on Flower. `from corolla import run, load, compare`: docs/notebook.md.
 
-Importing this package imports nothing else: what it names is loaded when it is first asked for.
+Importing this package imports nothing else: each name is loaded on first use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HERE = Path(__file__).resolve().parent.parent
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for."""
+    """Import a public name on first use."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(_HOMES[name]), name)
@@ -43,9 +43,9 @@ def __dir__() -> list[str]:
 
 
 def _refuse_foreign_packages() -> None:
-    """Raise ImportError naming a file that is imported in place of a package of Corolla's.
+    """Raise ImportError naming a file that Python imports instead of a package of Corolla's.
 
-    A working directory often has a deploy.py or a folder of that name, and Python imports from there first.
+    Python searches the working directory first, and that often has a deploy.py or a folder of this name.
     """
     for name in _BESIDE:
         loaded = sys.modules.get(name)
@@ -54,11 +54,11 @@ def _refuse_foreign_packages() -> None:
         if origin is not None and Path(origin).resolve().parent != _HERE / name:
             raise ImportError(
                 f"{origin} is imported in place of Corolla's package {name}: rename it, or start Python in another "
-                "directory; the command `corolla` does not look into the current one",
+                "directory. The command `corolla` does not search the current directory",
                 name=name,
             )
 
 
-# `python -m corolla` comes here too, before corolla/__main__.py, which takes the current directory out of the way.
+# `python -m corolla` imports this before corolla/__main__.py, which removes the current directory from the path.
 if not (sys.argv[0] == "-m" and "corolla" in sys.orig_argv):
     _refuse_foreign_packages()

@@ -1,7 +1,8 @@
-"""What a method's file imports, in one line: docs/methods-howto.md teaches it.
+"""Everything that a method's file imports, in one line (docs/methods-howto.md).
 
-The two halves of a method and what they are given, its registration, the declaration of its keys, and what it may let a report
-draw. The file travels to the nodes, so nothing here loads torch, Flower's commands or the `corolla` command.
+These are the two halves of a method and their arguments, its registration, the declaration of its keys, and the figures
+that a report may draw. The file travels to the nodes, so importing this module loads neither torch nor Flower's or
+Corolla's commands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a task's file imports, in one line: docs/tasks.md teaches it. Nothing here loads torch."""
+"""Everything that a task's file imports, in one line (docs/tasks.md). Importing it does not load torch."""
 
 from __future__ import annotations
 

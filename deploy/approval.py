@@ -1,7 +1,7 @@
-"""Runs that wait for a site's approval, with `approval = "ask"` in `site.toml`; `corolla node approve` answers them.
+"""Runs that wait for a site's approval, with `approval = "ask"` in `site.toml`. `corolla node approve` answers them.
 
-A directory per site: `waiting/RUN.json` is the request, `decided/RUN.json` the answer. An answer holds for this
-application with this config alone.
+Each site has a directory: `waiting/RUN.json` is the request, `decided/RUN.json` the answer. An answer holds only for
+this application with this config.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WAITING, DECIDED = "waiting", "decided"
 
 @dataclass(frozen=True)
 class Request:
-    """A run that asks to be let in: its id, the sha256 of its code, its whole config."""
+    """A run that asks for approval: its id, the sha256 of its code, its whole config."""
 
     run: str
     application: str
@@ -30,7 +30,7 @@ class Request:
 
     @property
     def digest(self) -> str:
-        """Sha256 of the request, which its answer names."""
+        """The sha256 of the request, which its answer names."""
         return hashlib.sha256(
             json.dumps([self.run, self.application, dict(self.config)], sort_keys=True).encode()
         ).hexdigest()
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A site's answer to a request, and the user who gave it."""
+    """A site's answer to a request. by: the user that gave it."""
 
     digest: str
     approved: bool
@@ -46,7 +46,7 @@ class Answer:
 
 
 def ask(directory: Path, request: Request) -> None:
-    """Let a run wait. Raises OSError."""
+    """Add a run to the waiting ones. Raises OSError."""
     path = directory / WAITING / f"{request.run}.json"
     make_directory(path.parent)
     if not path.exists():
@@ -54,7 +54,7 @@ def ask(directory: Path, request: Request) -> None:
 
 
 def answer(directory: Path, request: Request) -> Answer | None:
-    """Return the answer to a request; None if there is none, or only one about another application or config."""
+    """Return the answer to a request, or None. An answer for another application or config does not count."""
     try:
         found = Answer(**json.loads((directory / DECIDED / f"{request.run}.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -71,10 +71,10 @@ def waiting(directory: Path) -> list[Request]:
 
 
 def decide(directory: Path, run: str, approved: bool) -> Request:
-    """Answer a run that waits. Raises UserError if none of that id does."""
+    """Answer a waiting run. Raises UserError if no run of this id waits."""
     requests = {request.run: request for request in waiting(directory)}
     if run not in requests:
-        raise UserError(f"run {run}: does not wait for approval here; {', '.join(requests) or 'none'} does")
+        raise UserError(f"run {run}: does not wait for approval here; waiting: {', '.join(requests) or 'none'}")
     path = directory / DECIDED / f"{run}.json"
     make_directory(path.parent)
     publish_text(path, json.dumps(asdict(Answer(requests[run].digest, approved, getpass.getuser()))))
@@ -82,5 +82,5 @@ def decide(directory: Path, run: str, approved: bool) -> Request:
 
 
 def forget(directory: Path, run: str) -> None:
-    """Take a run off the list: it was answered, or asks no longer."""
+    """Take a run off the waiting list, because it was answered or has withdrawn."""
     (directory / WAITING / f"{run}.json").unlink(missing_ok=True)

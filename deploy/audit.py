@@ -1,9 +1,9 @@
-"""A site's audit of every run: a file of JSON lines, each of which carries the hash of the one before it.
+"""A site's audit of every run: a file of JSON lines, each with the hash of the line before.
 
-A line is an object whose last key is `hash`: the sha256 of the line without it. Its `previous` is the hash of the line before,
-64 zeros in the first. So whoever changes, inserts or removes one byte of a line has to make every later line anew; and the last
-hash, kept beside the file and printed by `corolla node audit`, tells whether that has happened, or the end was cut off, to
-everyone who has noted it elsewhere.
+A line is an object with `hash` as its last key: the sha256 of the line without it. Its `previous` is the hash of the
+line before, 64 zeros in the first line. So a change, insertion or removal of one byte makes it necessary to rewrite
+every later line. The last hash is kept beside the file, and `corolla node audit` prints it. A copy noted elsewhere
+reveals a rewritten or truncated audit.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ _TAIL = len(_HASH_KEY) + 64 + len('"}\n')
 
 @dataclass(frozen=True)
 class Chain:
-    """An intact chain: how many lines, and the hashes of all of them in order."""
+    """An intact chain. hashes: of all its lines in order."""
 
     hashes: tuple[str, ...]
 
     @property
     def last(self) -> str:
-        """The hash that stands for everything so far."""
+        """The last hash, which depends on every line so far."""
         return self.hashes[-1] if self.hashes else _FIRST
 
 
 def verify(directory: Path) -> Chain:
-    """Read a site's audit. Raises UserError naming the first line that is not as it was written, or a tail that is missing."""
+    """Read a site's audit.
+
+    Raises UserError that names the first line that was changed, or states that the end is missing.
+    """
     path = directory / FILE
     try:
         content = path.read_bytes()
@@ -51,20 +54,16 @@ def verify(directory: Path) -> Chain:
         hashes.append(_verify_line(line, hashes[-1], f"{path}: line {number}"))
     chain = Chain(tuple(hashes[1:]))
     count, head = _head(directory)
-    # a process that was killed between a line and its note in the head leaves the head one line behind
+    # a process killed between writing a line and updating the head leaves the head one line behind
     noted = chain.hashes[count - 1] if 0 < count <= len(chain.hashes) else _FIRST
     if count > len(chain.hashes):
         raise UserError(
-            f"{path}: its end is cut off: {len(chain.hashes)} lines are left of {count} ({directory / HEAD})"
+            f"{path}: its end is missing: {len(chain.hashes)} of {count} lines are left ({directory / HEAD})"
         )
     if not count and len(chain.hashes) > 1:
-        raise UserError(
-            f"{path} has {len(chain.hashes)} lines, and {directory / HEAD}, which counts them, is not there"
-        )
+        raise UserError(f"{path} has {len(chain.hashes)} lines, but {directory / HEAD}, which counts them, is missing")
     if noted != head or count < len(chain.hashes) - 1:
-        raise UserError(
-            f"{path}: line {count}, the last when {directory / HEAD} was written, had another hash: rewritten"
-        )
+        raise UserError(f"{path}: line {count} was rewritten: {directory / HEAD} has another hash for it")
     return chain
 
 
@@ -72,18 +71,18 @@ def _verify_line(line: bytes, previous: str, where: str) -> str:
     body, tail = line[:-_TAIL] + b"}", line[-_TAIL:]
     digest = hashlib.sha256(body).hexdigest()
     if tail != f'{_HASH_KEY}{digest}"}}\n'.encode():
-        raise UserError(f"{where} is not as it was written (its hash is another)")
+        raise UserError(f"{where} was changed: its hash does not match")
     try:
         found = json.loads(body)["previous"]
     except (ValueError, KeyError, TypeError):
-        raise UserError(f"{where} is no line of an audit") from None
+        raise UserError(f"{where} is not a line of an audit") from None
     if found != previous:
         raise UserError(f"{where} does not follow the line before it: lines were removed, inserted or changed")
     return digest
 
 
 def _head(directory: Path) -> tuple[int, str]:
-    """Return how many lines there were when the last was written, and its hash."""
+    """Return the number of lines when the last was written, and that line's hash."""
     path = directory / HEAD
     try:
         count, head = path.read_text(encoding="ascii").split()
@@ -91,13 +90,13 @@ def _head(directory: Path) -> tuple[int, str]:
     except FileNotFoundError:
         return 0, _FIRST
     except ValueError:
-        raise UserError(f"{path} is not as it was written: a number of lines and a hash") from None
+        raise UserError(f"{path} was changed: it must be a number of lines and a hash") from None
 
 
 class Audit:
     """The audit of one site, written by one process at a time.
 
-    Raises UserError if another process has it, or the audit that is there is not intact: nothing is appended to it.
+    Raises UserError if another process holds it, or if the existing audit is not intact. Nothing is then appended.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -120,7 +119,7 @@ class Audit:
         self._lock = threading.Lock()
 
     def append(self, kind: str, **fields: Any) -> str:
-        """Write one line, durable when this returns, and return its hash. Raises UserError if the file cannot be written."""
+        """Write one line, durable on return, and return its hash. Raises UserError if it cannot be written."""
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         with self._lock:
             entry = {"n": self._count + 1, "time": now, "kind": kind, **fields, "previous": self._last}
@@ -136,7 +135,7 @@ class Audit:
         return digest
 
     def _write(self, line: bytes) -> None:
-        """Append after this process's last line, at no other place."""
+        """Append after this process's last line. Raises UserError if the file has another size."""
         descriptor = os.open(self.directory / FILE, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             if (size := os.fstat(descriptor).st_size) != self._size:
@@ -157,6 +156,6 @@ class Audit:
 
 
 def entries(directory: Path) -> list[Mapping[str, Any]]:
-    """Read the lines of an audit, as they are."""
+    """Return the lines of an audit, without verifying them."""
     with open(directory / FILE, encoding="utf-8") as file:
         return [json.loads(line) for line in file]

@@ -1,10 +1,10 @@
 """Keys of a cluster: a CA, the SuperLink's server certificate, one ECDSA P-384 key pair per SuperNode.
 
-All in one directory (mode 0700): `ca.crt`, `server.crt`, `supernode-K.pub` and `peers.txt` are public, `ca.key`, `server.key`,
-`supernode-K.key` and `supernode-K.x25519` (for private runs, deploy/peers.py) private (0600). Nodes get `ca.crt`, `peers.txt` and
-their own keys, nothing else; `ca.key` is needed only to make another
-server certificate and is best kept off the cluster. A .gitignore keeps all of it out of Git. Nothing that exists is overwritten
-unless forced.
+All are in one directory (mode 0700). Public are `ca.crt`, `server.crt`, `supernode-K.pub` and `peers.txt`. Private
+(mode 0600) are `ca.key`, `server.key`, `supernode-K.key`, and `supernode-K.x25519` for private runs (deploy/peers.py).
+Nodes get `ca.crt`, `peers.txt` and their own keys, nothing else. `ca.key` is needed only to make another server
+certificate, and is best kept off the cluster. A .gitignore keeps the whole directory out of Git. Existing files are not
+overwritten without `force`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from fl_app.files import publish
 CA, CA_KEY, SERVER, SERVER_KEY = "ca.crt", "ca.key", "server.crt", "server.key"
 IGNORE = ".gitignore"
 _CA_DAYS, _SERVER_DAYS = 3650, 825
-# days before its end from which on a certificate is warned of
+# days before a certificate's end at which warnings begin
 WARNING_DAYS = 30
-# names of the control API, which only listens on loopback
+# names of the control API, which listens on loopback only
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
 
 
 def server_names(inventory: Inventory) -> tuple[str, ...]:
-    """Names and addresses the server certificate is for: fleet address, SuperLink's host, `names`, loopback."""
+    """Return the server certificate's names and addresses: fleet address, SuperLink's host, `names`, loopback."""
     superlink = inventory.superlink
     host = () if superlink.host == LOCAL else (superlink.host.rpartition("@")[2],)
     return tuple(dict.fromkeys((superlink.fleet_address, *host, *superlink.names, *_ALWAYS)))
 
 
 def make(inventory: Inventory, force: bool = False) -> list[Path]:
-    """Make what is missing (with `force` everything, anew) and return the files written.
+    """Make the missing keys and certificates, or with `force` all of them anew. Return the files written.
 
-    Raises UserError if the directory is open to others, or if the server certificate that is there does not fit.
+    Raises UserError if other users can open the directory, or if the existing server certificate does not fit.
     """
     directory = Path(inventory.keys)
     _private_directory(directory)
@@ -74,10 +74,10 @@ def make(inventory: Inventory, force: bool = False) -> list[Path]:
 
 
 def renew(inventory: Inventory) -> list[Path]:
-    """Make another server key and certificate by the same CA, for the names the inventory has now, and what else is missing.
+    """Make a new server key and certificate by the same CA, for the inventory's present names, and other missing files.
 
-    The nodes need nothing new, unless the CA's own certificate is about to end: then it is made anew with the CA's key, and every
-    node needs the new ca.crt. Returns the files written. Raises UserError.
+    The nodes need nothing new, unless the CA's own certificate is about to expire. That one is then made anew with the
+    CA's key, and every node needs the new ca.crt. Returns the files written. Raises UserError.
     """
     directory = Path(inventory.keys)
     if not (directory / CA).exists():
@@ -101,9 +101,9 @@ def _write_server(
 
 
 def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = None) -> None:
-    """Raise UserError naming a file that is missing, open to others, expired or does not fit, and the command that mends it.
+    """Raise UserError for a file that is missing, open to others, expired or does not fit.
 
-    nodes: whose keys are needed; None: all.
+    The error names the file, and the command that repairs it. nodes: the SuperNodes that need keys; None means all.
     """
     directory = Path(inventory.keys)
     names = [CA, SERVER, SERVER_KEY]
@@ -128,13 +128,13 @@ def require_usable(inventory: Inventory, nodes: Sequence[SuperNode] | None = Non
         raise UserError(f"keys: {directory / SERVER} is {what}; {again}")
     try:
         certificate.verify_directly_issued_by(ca)
-    # InvalidSignature, ValueError, TypeError: all mean the same to a user
+    # InvalidSignature, ValueError, TypeError: the same for a user
     except Exception:
         raise UserError(f"keys: {directory / SERVER} was not signed by {directory / CA}; {again}") from None
 
 
 def expiry_warnings(inventory: Inventory) -> list[str]:
-    """Return a warning for each certificate that is there and has expired or is about to."""
+    """Return a warning for each existing certificate that has expired or is about to."""
     again = "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
     found = []
     for path in (Path(inventory.keys) / CA, Path(inventory.keys) / SERVER):
@@ -144,17 +144,17 @@ def expiry_warnings(inventory: Inventory) -> list[str]:
 
 
 def now() -> datetime.datetime:
-    """Return the time a certificate's end is compared with, UTC."""
+    """Return the current time, UTC, to compare with a certificate's end."""
     return datetime.datetime.now(datetime.UTC)
 
 
 def days_left(certificate: x509.Certificate) -> float:
-    """Return how many days a certificate still holds; negative if it has expired."""
+    """Return the number of days until a certificate expires; negative if it has expired."""
     return (certificate.not_valid_after_utc - now()) / datetime.timedelta(days=1)
 
 
 def expiry_warning(certificate: x509.Certificate) -> str:
-    """Return "expired on DATE" or "expires on DATE, in N days" if that is soon, else ""."""
+    """Return "expired on DATE", or "expires on DATE, in N days" if that is soon, or ""."""
     days, end = days_left(certificate), f"{certificate.not_valid_after_utc:%Y-%m-%d}"
     if days < 0:
         return f"expired on {end}"
@@ -162,7 +162,7 @@ def expiry_warning(certificate: x509.Certificate) -> str:
 
 
 def read_certificate(path: Path) -> x509.Certificate:
-    """Read a certificate. Raises UserError if the file holds none."""
+    """Read a certificate. Raises UserError if the file contains none."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -170,7 +170,7 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def subject_names(certificate: x509.Certificate) -> set[str]:
-    """Return the DNS names and IP addresses a certificate is for, as text."""
+    """Return the DNS names and IP addresses that a certificate is for, as text."""
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return set(names.get_values_for_type(x509.DNSName)) | {str(ip) for ip in names.get_values_for_type(x509.IPAddress)}
 
@@ -283,7 +283,7 @@ def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _openssh(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Encode a SuperNode's private key as Flower reads it."""
+    """Encode a SuperNode's private key in the form that Flower reads."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import click
 import typer
 
-from fl_app.errors import UserError
+from fl_app import exit_codes
+from fl_app.errors import UserError, counted
 
 if TYPE_CHECKING:
     from deploy.cluster import Cluster
@@ -18,6 +21,7 @@ InventoryFile = Annotated[Path, typer.Argument(metavar="CLUSTER.yaml", help="The
 Running = Annotated[
     str, typer.Argument(metavar="CLUSTER.yaml", help="The inventory of a running cluster, or its name.")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Nothing on standard output; errors on standard error.")]
 Insecure = Annotated[bool, typer.Option("--insecure", help="No TLS, no authentication: for a trusted network only.")]
 
 
@@ -26,6 +30,7 @@ def up(
     inventory: InventoryFile,
     insecure: Insecure = False,
     timeout: Annotated[float, typer.Option(help="Seconds the SuperLink, then the SuperNodes, may take.", min=1)] = 90,
+    quiet: Quiet = False,
 ) -> None:
     """Start the SuperLink and all SuperNodes, and return when they are connected."""
     from deploy import inventory as inventories
@@ -53,7 +58,7 @@ def print_commands(
         bool, typer.Option("--slurm", help="As a job script for sbatch: SuperLink, SuperNodes and a run.")
     ] = False,
 ) -> None:
-    """Print what `up` would start, host by host, for systemd, Ansible or a person; nothing is started."""
+    """Print the commands that `up` would start, host by host, for systemd, Ansible or a person. Start nothing."""
     from deploy import inventory as inventories
     from deploy import render
 
@@ -62,8 +67,11 @@ def print_commands(
 
 
 @app.command()
-def status(inventory: Running) -> None:
-    """Show every process; exit code 1 if one is not running, healthy and connected."""
+def status(
+    inventory: Running,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")] = False,
+) -> None:
+    """Show every process. Exit with code 1 if one is not running, healthy and connected."""
     from rich.console import Console
     from rich.table import Table
 
@@ -73,32 +81,40 @@ def status(inventory: Running) -> None:
     found, failures = running.status()
     status_by_id = superlink_nodes.status_by_node_id(running)
     nodes = {node.name: node for node in running.inventory.supernodes}
-    table = Table("node", "client", "host", "GPU", "pid", "state", "health", "SuperLink says")
+    header = ("node", "client", "host", "GPU", "pid", "state", "health", "SuperLink says")
+    rows: list[tuple[str, ...]] = []
     good = not failures
     for host, names in running.placement.items():
         for name in names:
             state, node = found[name], nodes.get(name)
             client, gpu = (str(node.client_id), _gpu(node.gpu)) if node else ("", "")
             if not state:
-                table.add_row(name, client, host, gpu, "", "unknown", "", "")
+                rows.append((name, client, host, gpu, "", "unknown", "", ""))
                 continue
             connected = status_by_id.get(state["node-id"], "unknown") if node else ""
             good = good and cluster.is_ready(name, state) and (not node or connected == "online")
             lives = "alive" if state["alive"] else "ended"
             healthy = "serving" if state["healthy"] else "no answer"
             pid = str(state["pid"] or "")
-            table.add_row(name, client, host, gpu, pid, lives, healthy if state["alive"] else "", connected)
+            rows.append((name, client, host, gpu, pid, lives, healthy if state["alive"] else "", connected))
     for client_id, connected in superlink_nodes.status_of_joined(running).items():
         admitted = "admitted" if connected else "not admitted yet"
-        table.add_row(f"supernode-{client_id}", str(client_id), "joins", "", "", admitted, "", connected)
-    Console(width=None if Console().is_terminal else 140).print(table)
+        rows.append((f"supernode-{client_id}", str(client_id), "joins", "", "", admitted, "", connected))
+    if as_json:
+        keys = [name.lower().replace(" ", "-") for name in header]
+        typer.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2, ensure_ascii=False))
+    else:
+        table = Table(*header)
+        for row in rows:
+            table.add_row(*row)
+        Console(width=None if Console().is_terminal else 140).print(table)
     problems = [str(error) for error in failures.values()]
     if running.inventory.secure:
         problems += certificates.expiry_warnings(running.inventory)
     for problem in problems:
         typer.echo(problem, err=True)
     if not good:
-        raise typer.Exit(1)
+        raise typer.Exit(exit_codes.FAILED)
 
 
 @app.command()
@@ -107,7 +123,7 @@ def logs(
     node: Annotated[str | None, typer.Argument(help="superlink, supernode-K, tunnel; without it all.")] = None,
     lines: Annotated[int, typer.Option(help="Lines of each log.", min=1)] = 20,
 ) -> None:
-    """Show the end of the logs, also of a cluster whose processes ended."""
+    """Show the end of the logs, also for a cluster with processes that ended."""
     running = _running(inventory)
     for name in [node] if node else running.names:
         text = running.log_end(name, lines)
@@ -119,8 +135,9 @@ def restart(
     inventory: Running,
     node: Annotated[str, typer.Argument(help="supernode-K")],
     timeout: Annotated[float, typer.Option(help="Seconds it may take.", min=1)] = 90,
+    quiet: Quiet = False,
 ) -> None:
-    """Start one SuperNode again, after its machine came back; a run that waits goes on with it."""
+    """Start one SuperNode again after its machine came back. A waiting run continues with it."""
     from deploy import lifecycle
 
     lifecycle.restart(_running(inventory), node, _say, timeout)
@@ -131,23 +148,25 @@ def restart(
 def revoke(
     inventory: Running,
     client: Annotated[int, typer.Argument(metavar="CLIENT", help="Client id: the K of supernode-K.")],
+    quiet: Quiet = False,
 ) -> None:
-    """Take one SuperNode's key back: it is locked out at once and for good, and the others go on."""
+    """Revoke one SuperNode's key. It is locked out at once and permanently; the others continue."""
     from deploy import superlink_nodes
 
     problems = superlink_nodes.revoke(_running(inventory), client)
-    _say(f"client {client}: the SuperLink takes its key no more; `corolla cluster keys` would make it another one")
+    _say(f"client {client}: the SuperLink rejects its key; `corolla cluster keys` makes a new one")
     if problems:
         typer.echo("\n".join(problems), err=True)
-        raise typer.Exit(1)
+        raise typer.Exit(exit_codes.FAILED)
 
 
 @app.command()
 def down(
     inventory: Running,
-    forget: Annotated[bool, typer.Option("--forget", help="Take hosts that cannot be reached as ended.")] = False,
+    forget: Annotated[bool, typer.Option("--forget", help="Treat hosts that cannot be reached as ended.")] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """End exactly what `up` started, on all hosts, with all children."""
+    """End exactly the processes that `up` started, on all hosts, with all children."""
     from deploy import lifecycle
 
     running = _running(inventory)
@@ -158,7 +177,7 @@ def down(
             "not everything could be ended; the cluster stays recorded: try again, or give up hosts with --forget",
             err=True,
         )
-        raise typer.Exit(1)
+        raise typer.Exit(exit_codes.FAILED)
     _say(f"cluster {running.inventory.name} is down")
 
 
@@ -171,8 +190,9 @@ def keys(
     renew: Annotated[
         bool, typer.Option("--renew", help="Make another server certificate; the nodes' keys stay.")
     ] = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Make the CA, the server certificate and a key pair for every SuperNode; what exists is kept."""
+    """Make the CA, the server certificate and a key pair for every SuperNode. Existing files are kept."""
     from deploy import certificates
     from deploy import inventory as inventories
 
@@ -182,25 +202,27 @@ def keys(
             "--force and --renew exclude each other: --force makes everything anew, --renew the certificates"
         )
     written = certificates.renew(found) if renew else certificates.make(found, force)
-    _say(f"{found.keys}: {len(written)} files written" + (": " + ", ".join(p.name for p in written) if written else ""))
+    _say(
+        f"{found.keys}: {counted(len(written), 'file')} written"
+        + (": " + ", ".join(p.name for p in written) if written else "")
+    )
     _say(f"the server certificate is for {', '.join(certificates.server_names(found))}")
     if renew:
         also = " (the CA's certificate is new, too: a node that has its own copy of ca.crt needs it)"
         renewed_ca = any(path.name == certificates.CA for path in written)
-        _say(f"a running cluster takes them at its next `down` and `up`{also if renewed_ca else ''}")
+        _say(f"a running cluster uses them after its next `down` and `up`{also if renewed_ca else ''}")
     if not found.secure:
-        _say("note: this cluster is on loopback or insecure and will not use them unless it says `tls: true`")
+        _say("note: this cluster is on loopback or insecure, and uses them only with `tls: true`")
 
 
 @app.command()
 def admit(
     inventory: InventoryFile,
-    client: Annotated[
-        int, typer.Argument(metavar="CLIENT", help="Which client the site will be: an entry {host: joins}.")
-    ],
+    client: Annotated[int, typer.Argument(metavar="CLIENT", help="The site's client id, from an entry {host: joins}.")],
     public: Annotated[
         Path, typer.Argument(metavar="FILE.pub", help="The site's public key, from `corolla node join`.")
     ],
+    quiet: Quiet = False,
 ) -> None:
     """Register the public key of a site that joins by itself, and write the invitation to send back."""
     from deploy import cluster, joining, superlink_nodes
@@ -237,4 +259,7 @@ def _gpu(gpu: str | None) -> str:
 
 
 def _say(text: str) -> None:
-    typer.echo(text)
+    """Print a line, unless the command that runs was called with --quiet."""
+    context = click.get_current_context(silent=True)
+    if context is None or not context.params.get("quiet"):
+        typer.echo(text)

@@ -1,4 +1,4 @@
-"""A cluster that is up: its record on this machine, and what its hosts answer about its processes."""
+"""A running cluster: its record on this machine, and its hosts' answers about their processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fl_app.errors import UserError
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that is up, as recorded: the inventory at that time, its token and Flower connection.
+    """A running cluster, as recorded: the inventory at its start, its token and its Flower connection.
 
     config: Flower's config file on this machine.
     """
@@ -32,7 +32,7 @@ class Cluster:
 
     @property
     def connection(self) -> dict[str, Any]:
-        """The table in Flower's config."""
+        """The connection's table in Flower's config."""
         table: dict[str, Any] = {"address": f"127.0.0.1:{self.inventory.superlink.control_port}"}
         if self.inventory.secure:
             return table | {"root-certificates": str(Path(self.inventory.keys) / certificates.CA)}
@@ -40,7 +40,7 @@ class Cluster:
 
     @property
     def placement(self) -> dict[str, list[str]]:
-        """Names of the processes on each host."""
+        """The names of the processes on each host."""
         found: dict[str, list[str]] = {host: [] for host in self.inventory.hosts}
         found[self.inventory.superlink.host].append(SUPERLINK)
         for node in self.inventory.supernodes:
@@ -50,12 +50,12 @@ class Cluster:
         return found
 
     def ask(self, host: str, action: str, **request: Any) -> Json:
-        """Send one of the hosts a request."""
+        """Send a request to one of the hosts."""
         request |= {"action": action, "cluster": self.inventory.name, "token": self.token}
         return hosts.ask(host, self.inventory.hosts.get(host, sys.executable), request)
 
     def status(self) -> tuple[dict[str, Json], dict[str, UserError]]:
-        """Return every process's status by name, and the hosts that could not be asked."""
+        """Return every process's status by name, and the hosts that gave no answer, with their errors."""
         replies, failures = hosts.attempt_each(lambda host: self.ask(host, "status"), self.placement)
         found: dict[str, Json] = {}
         for host, names in self.placement.items():
@@ -65,7 +65,7 @@ class Cluster:
         return found, failures
 
     def log_end(self, name: str, lines: int) -> str:
-        """Return the end of a process's log and the meaning of refusals in it. Raises UserError for an unknown name."""
+        """Return a log's end, and the meaning of refusals in it. Raises UserError for an unknown name."""
         for host, names in self.placement.items():
             if name in names:
                 reply = self.ask(host, "logs", name=name, lines=lines)
@@ -74,12 +74,12 @@ class Cluster:
 
     @property
     def names(self) -> list[str]:
-        """Names of all processes."""
+        """The names of all processes."""
         return [name for names in self.placement.values() for name in names]
 
 
 def is_ready(name: str, status: Json) -> bool:
-    """Tell whether a process answers, and for a SuperNode whether it has reached the SuperLink."""
+    """Return whether a process answers. A SuperNode must also have reached the SuperLink."""
     return bool(status.get("healthy") and (name in (SUPERLINK, TUNNEL) or status["node-id"]))
 
 
@@ -87,12 +87,12 @@ def is_ready(name: str, status: Json) -> bool:
 
 
 def record_path(name: str) -> Path:
-    """Return the file in which this machine records a cluster it started."""
+    """Return the file in which this machine records a cluster that it started."""
     return cluster_directory(name) / "cluster.json"
 
 
 def load(name: str) -> Cluster:
-    """Read a cluster's record. Raises UserError if it is not up."""
+    """Read a cluster's record. Raises UserError if the cluster is not up."""
     try:
         raw = json.loads(record_path(name).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def load(name: str) -> Cluster:
 
 
 def save_new(cluster: Cluster) -> None:
-    """Record a cluster that is about to start. Raises UserError if one of its name is up."""
+    """Record a cluster that is about to start. Raises UserError if a cluster of this name is up."""
     path = record_path(cluster.inventory.name)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

@@ -15,9 +15,10 @@ SUPERLINK, TUNNEL = "superlink", "tunnel"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a cluster lives on one host: its state directory, where Flower's commands are, free ports (all on that host).
+    """A cluster's places on one host: its state directory, the directory of Flower's commands, free ports.
 
-    In a script they may be its variables (fl_app.shell). own_keys: where the key files lie if they are not copied.
+    In a script they may be the script's variables (fl_app.shell). own_keys: the directory of the key files, if they are
+    not copied.
     """
 
     directory: str
@@ -27,7 +28,7 @@ class Place:
 
     @property
     def keys(self) -> str:
-        """Directory of the key files."""
+        """The directory of the key files."""
         return self.own_keys or f"{self.directory}/keys"
 
 
@@ -35,7 +36,8 @@ class Place:
 class Process:
     """One process to start: its name, command line and added environment.
 
-    health: its gRPC health service, host:port. http: a URL that answers 200 when it is well; ca: the CA's certificate for it.
+    health: its gRPC health service, host:port. http: a URL that answers 200 if the process is well. ca: the CA's
+    certificate for it.
     """
 
     name: str
@@ -52,14 +54,17 @@ def host_port(host: str, port: int) -> str:
 
 
 def bind_address(link: SuperLink) -> str:
-    """Return where the fleet API listens: on loopback only if that is its address, else on all interfaces."""
+    """Return the address on which the fleet API listens: loopback if that is its address, else all interfaces."""
     if is_loopback(link.fleet_address):
         return "127.0.0.1" if link.fleet_address.lower() == "localhost" else link.fleet_address
     return "::" if ":" in link.fleet_address else "0.0.0.0"
 
 
 def superlink(inventory: Inventory, place: Place) -> Process:
-    """Return the SuperLink: fleet API on all interfaces unless its address is loopback, control API on loopback only."""
+    """Return the SuperLink's process.
+
+    The fleet API listens on all interfaces unless its address is loopback. The control API listens on loopback only.
+    """
     link = inventory.superlink
     health = f"127.0.0.1:{place.ports[0]}"
     command = [f"{place.scripts}/flower-superlink"]
@@ -73,18 +78,21 @@ def superlink(inventory: Inventory, place: Place) -> Process:
     if link.database:
         command += ["--database", link.database]
     ca = f"{place.keys}/{CA}" if inventory.secure else ""
-    # gRPC says only at level info why it refused a connection (plaintext to the TLS port)
+    # only at level info does gRPC log why it refused a connection (plaintext to the TLS port)
     environment = {"GRPC_VERBOSITY": "info"} | dict(link.environment)
     return Process(SUPERLINK, tuple(command), environment, health, health_url(inventory), ca)
 
 
 def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -> Process:
-    """Return a SuperNode behind its site's gate. index: its place among its host's SuperNodes, for the ports."""
+    """Return the process of a SuperNode behind its site's gate.
+
+    index: its position among its host's SuperNodes, which decides its ports.
+    """
     runtime, health = str(place.ports[2 * index + 1]), f"127.0.0.1:{place.ports[2 * index + 2]}"
     private = f"{place.keys}/{node.name}{KEY_SUFFIX}" if inventory.secure else ""
     config = node_config(node.client_id, inventory.num_clients, node.data_path, private)
     command = [node.python, "-P", "-m", "deploy.supernode", "--name", f"{inventory.name}/{node.name}"]
-    command += [*(["--site", node.site] if node.site else []), "--"]
+    command += [*(["--site", node.site] if node.site else []), *(["--warm"] if node.warm else []), "--"]
     if inventory.secure:
         command += ["--root-certificates", f"{place.keys}/{CA}"]
         command += ["--auth-supernode-private-key", f"{place.keys}/{node.name}.key"]
@@ -99,14 +107,17 @@ def supernode(inventory: Inventory, node: SuperNode, place: Place, index: int) -
 
 
 def node_config(client_id: int, num_clients: int, data_path: str, private_keys: str) -> str:
-    """Return --node-config, which reaches the client: its id, the number of clients, its own data, its key for private runs."""
+    """Return --node-config, which the client receives.
+
+    It holds the client's id, the number of clients, the path of its own data, and the path of its key for private runs.
+    """
     paths = {"data-path": data_path, PRIVATE_KEYS: private_keys}
     given = "".join(f' {name}="{path}"' for name, path in paths.items() if path)
     return f"partition-id={client_id} num-partitions={num_clients}{given}"
 
 
 def tunnel(inventory: Inventory, ca: str) -> Process:
-    """Return the ssh that brings a remote SuperLink's control port to this machine's loopback."""
+    """Return the ssh process that forwards a remote SuperLink's control port to this machine's loopback."""
     port = inventory.superlink.control_port
     command = ["ssh", *SSH_OPTIONS, "-o", "ExitOnForwardFailure=yes", "-o", "ServerAliveInterval=15", "-N"]
     command += ["-L", f"127.0.0.1:{port}:127.0.0.1:{port}", "--", inventory.superlink.host]
@@ -117,10 +128,10 @@ SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 
 
 def health_url(inventory: Inventory) -> str:
-    """URL of the control API's health check."""
+    """Return the URL of the control API's health check."""
     return f"http{'s' if inventory.secure else ''}://127.0.0.1:{inventory.superlink.control_port}/health"
 
 
 def num_ports(inventory: Inventory, host: str) -> int:
-    """Free ports a host needs: the SuperLink's health, then two for each of its SuperNodes."""
+    """Return the number of free ports for a host: one for the SuperLink's health, two for each of its SuperNodes."""
     return 1 + 2 * len([node for node in inventory.supernodes if node.host == host])

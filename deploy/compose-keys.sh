@@ -1,14 +1,14 @@
 #!/bin/sh
 # One-shot services of compose.tls.yaml.
-#   keys      make keys (what exists is kept) and hand every container's volume its own: CA + one node's private keys, and for
-#             private runs the list of all nodes' public ones
-#   register  tell the SuperLink the SuperNodes' public keys
+#   keys      make the missing keys, and copy each container's own to its volume: the CA's certificate, one node's private keys,
+#             and the list of all nodes' public keys for private runs
+#   register  register the SuperNodes' public keys with the SuperLink
 set -eu
 case "$1" in
 keys)
   chmod 700 /keys/all
   corolla cluster keys /app/deploy/compose-cluster.yaml
-  give() { # give DIRECTORY FILE...: readable by the containers' user only
+  give() { # give DIRECTORY FILE...: only the containers' user can read the copies
     directory=$1
     shift
     chown corolla:corolla "$directory"
@@ -24,7 +24,7 @@ keys)
 register)
   for k in 0 1 2 3; do
     said=$(flwr supernode register "/keys/supernode-$k.pub" cluster-tls --name "supernode-$k" 2>&1) || case "$said" in
-    *"already in use"*) said="supernode-$k is registered" ;; # a database that was kept
+    *"already in use"*) said="supernode-$k is registered" ;; # by a database that was kept
     *) echo "$said" >&2 && exit 1 ;;
     esac
     echo "$said"

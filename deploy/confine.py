@@ -1,9 +1,9 @@
-"""The kernel keeps an application to what a site has named: `python -m deploy.confine RULES -- COMMAND ...` becomes that command.
+"""Confinement of an application by the kernel: `python -m deploy.confine RULES -- COMMAND ...` becomes the command.
 
-Linux's Landlock: rules that a process takes on itself, that hold for all it starts, and that nothing can take back, whatever code
-runs later and under whatever account. RULES is JSON: paths to read, paths to write, TCP ports to connect to. Everything else of the
-file system can be neither read nor written, no process outside can be traced. TCP is restricted from Linux 6.7 on; without
-Landlock at all (5.13) the command is not started.
+It uses Linux's Landlock: a process sets rules for itself, they hold for all processes it starts, and no code or account
+can lift them later. RULES is JSON: paths to read, paths to write, TCP ports to connect to. Nothing else of the file
+system can be read or written, and no outside process can be traced. TCP is restricted from Linux 6.7 on. Without
+Landlock (Linux 5.13) the command does not start.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fl_app.errors import UserError
+from fl_app.exit_codes import BAD_INPUT
 
-# the system calls, by the same numbers on all architectures
+# numbers of the system calls, the same on all architectures
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1, 2, 4, 8, 1 << 14, 1 << 15
-# the rights that a file can have; the others are directories'
+# the rights that apply to files; the others apply to directories
 _ON_FILES = _EXECUTE | _WRITE | _READ | _TRUNCATE | _IOCTL
-# all rights, by the kernel's version of Landlock; later versions have the last
+# all rights, by the kernel's version of Landlock; later versions have _LATEST
 _ALL = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1}
 _LATEST = (1 << 16) - 1
 _BIND, _CONNECT = 1, 2
@@ -35,7 +36,10 @@ _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "
 
 @dataclass(frozen=True)
 class Confinement:
-    """What a confined process may reach. read, write: files and directories with all below; ports: TCP, to connect to."""
+    """The reach of a confined process.
+
+    read, write: files, and directories with all their contents; ports: TCP ports to connect to.
+    """
 
     read: tuple[str, ...]
     write: tuple[str, ...]
@@ -43,13 +47,13 @@ class Confinement:
 
 
 def installation() -> tuple[str, ...]:
-    """Return what Python and the system's libraries are read from."""
+    """Return the paths of Python and the system's libraries."""
     places = [*_SYSTEM, sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path]
     return tuple(dict.fromkeys(place for place in places if place.startswith("/") and place != "/"))
 
 
 def landlock_version() -> int:
-    """Return the kernel's version of Landlock; 0: it has none."""
+    """Return the kernel's version of Landlock; 0 means none."""
     return max(0, int(_libc().syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
@@ -59,7 +63,7 @@ def confined_command(confinement: Confinement, command: Sequence[str]) -> list[s
 
 
 def confine_process(confinement: Confinement) -> None:
-    """Confine this process and all it will start, for ever. Raises UserError where the kernel does not."""
+    """Confine this process, and all that it will start, permanently. Raises UserError if the kernel cannot."""
     libc, supported = _libc(), landlock_version()
     if not supported:
         raise UserError("confine: this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)")
@@ -69,11 +73,13 @@ def confine_process(confinement: Confinement) -> None:
     ruleset = _call(libc, _CREATE, words, ctypes.c_size_t(ctypes.sizeof(words)), ctypes.c_uint32(0))
     reading, writing = handled & (_EXECUTE | _READ | _LIST), handled
     devices = handled & (_READ | _WRITE | _LIST | _IOCTL | _TRUNCATE)
-    # OpenMP libraries make files there, and some end the process if they cannot
+    # OpenMP libraries make files there; some end the process if they cannot
     shared = ("/dev/shm",)
     for places, rights in ((confinement.read, reading), ((*confinement.write, *shared), writing), (("/dev",), devices)):
         for place in places:
             _allow(libc, ruleset, place, rights)
+    # CUDA names its threads there, and does not start otherwise. A rule for a file in /proc holds while it is open.
+    _allow(libc, ruleset, "/proc/self/task", handled & (_READ | _LIST | _WRITE | _TRUNCATE), keep_open=True)
     for port in confinement.ports if supported >= 4 else ():
         rule = (ctypes.c_uint64 * 2)(_CONNECT, port)
         _call(libc, _ADD, ruleset, _PORT, rule, 0)
@@ -83,10 +89,10 @@ def confine_process(confinement: Confinement) -> None:
     os.close(ruleset)
 
 
-def _allow(libc: ctypes.CDLL, ruleset: int, place: str, rights: int) -> None:
+def _allow(libc: ctypes.CDLL, ruleset: int, place: str, rights: int, keep_open: bool = False) -> None:
     try:
         descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
-    # what is not there needs no right
+    # a missing path needs no right
     except OSError:
         return
     if not Path(place).is_dir():
@@ -95,7 +101,11 @@ def _allow(libc: ctypes.CDLL, ruleset: int, place: str, rights: int) -> None:
     try:
         _call(libc, _ADD, ruleset, _PATH, rule, 0)
     finally:
-        os.close(descriptor)
+        if keep_open:
+            # it stays open in the command that this process becomes
+            os.set_inheritable(descriptor, True)
+        else:
+            os.close(descriptor)
 
 
 def _call(libc: ctypes.CDLL, number: int, *arguments: object) -> int:
@@ -110,13 +120,13 @@ def _libc() -> ctypes.CDLL:
 
 
 def main() -> None:
-    """Confine this process, and become the command."""
+    """Confine this process, then become the command."""
     rules, _, *command = sys.argv[1:]
     try:
         confine_process(Confinement(**{name: tuple(values) for name, values in json.loads(rules).items()}))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(BAD_INPUT) from None
     os.execvp(command[0], command)
 
 

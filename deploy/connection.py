@@ -1,7 +1,7 @@
-"""The cluster's SuperLink connection in the user's Flower config: one table, `[superlink.NAME]`, added and removed as text.
+"""The cluster's SuperLink connection in the user's Flower config: one table, `[superlink.NAME]`, edited as text.
 
-Everything else in the file stays byte for byte as it is, and the result is parsed before it is written: if adding or removing
-our lines would change anything else, the file is left alone.
+The rest of the file stays byte for byte the same. The result is parsed before it is written. If the edit would change
+anything else, the file is left alone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from fl_app.errors import UserError
 from fl_app.files import publish_text
+from fl_app.keys import nearest
 
 
 def config_path() -> Path:
@@ -27,17 +28,17 @@ def config_path() -> Path:
 
 
 def require_free(path: Path, name: str, table: dict[str, Any]) -> None:
-    """Raise UserError if the connection could not be added, as when there is one of its name already."""
+    """Raise UserError if the connection cannot be added, for example because one of its name exists."""
     _with_table(path, _text(path), name, table)
 
 
 def add(path: Path, name: str, table: dict[str, Any]) -> None:
-    """Add the table `[superlink.NAME]`. Raises UserError if another one of that name is there."""
+    """Add the table `[superlink.NAME]`. Raises UserError if another one of that name exists."""
     _write(path, _with_table(path, _text(path), name, table))
 
 
 def remove(path: Path, name: str, table: dict[str, Any]) -> None:
-    """Remove our table if it is still there as we wrote it. Raises UserError if it cannot be cut out."""
+    """Remove our table if it still exists unchanged. Raises UserError if it cannot be cut out."""
     if not path.exists():
         return
     text = path.read_text(encoding="utf-8")
@@ -51,7 +52,7 @@ def remove(path: Path, name: str, table: dict[str, Any]) -> None:
         if re.fullmatch(rf"""\s*\[\s*superlink\s*\.\s*["']?{re.escape(name)}["']?\s*\]\s*(#.*)?""", line.strip()):
             inside = True
             if kept and not kept[-1].strip():
-                # the empty line that `add` put before
+                # `add` put an empty line before the table
                 kept.pop()
         elif inside and (not line.strip() or line.lstrip().startswith(("[", "#"))):
             inside = False
@@ -65,10 +66,25 @@ def remove(path: Path, name: str, table: dict[str, Any]) -> None:
     _write(path, after)
 
 
-def bad_certificate(name: str, seconds: float = 5) -> str:
-    """Return the fault of the certificate that a connection's SuperLink shows; "" if it has none, or if nobody answers.
+def require_known(name: str) -> None:
+    """Raise UserError if Flower's config file has no connection of this name.
 
-    Flower's own commands report it as a network that does not work.
+    If there is no file, Flower's default config counts.
+    """
+    path = config_path()
+    links = _parse(path, _text(path)).get("superlink", {})
+    known = [link for link, table in links.items() if isinstance(table, dict)] if isinstance(links, dict) else []
+    if name not in known:
+        raise UserError(
+            f"--superlink {name}: {path} has no connection of this name; it has {', '.join(known) or 'none'}"
+            f"{nearest(name, known)}; `corolla cluster up` adds the one of a cluster"
+        )
+
+
+def bad_certificate(name: str, seconds: float = 5) -> str:
+    """Return the fault of the certificate of a connection's SuperLink.
+
+    Return "" if it has no fault, or if there is no answer. Flower's own commands report the fault as a network error.
     """
     path = config_path()
     table = _parse(path, _text(path)).get("superlink", {}).get(name, {})
@@ -104,7 +120,7 @@ def _with_table(path: Path, text: str, name: str, table: dict[str, Any]) -> str:
 
 
 def _text(path: Path) -> str:
-    """Return the file's text, or what Flower itself would create."""
+    """Return the file's text, or the text that Flower itself would create."""
     if path.exists():
         return path.read_text(encoding="utf-8")
     from flwr.cli.constant import DEFAULT_FLOWER_CONFIG_TOML
@@ -120,7 +136,7 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace the file in one step, through a symbolic link, keeping its mode."""
+    """Replace the file in one step, through a symbolic link, and keep its mode."""
     target = path.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o644

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Build, up, FedCAC on digits, table, down: `make cluster-demo`. From the clone's root:
+# `make cluster-demo`: build, start, run FedCAC on digits, print its table, stop. From the clone's root:
 #   deploy/demo.sh [--tls] [--gpu] [more arguments of `corolla run`]
-# The run folder is copied to runs/ ($RUNS). Containers, network and volumes are removed at the end, the image is kept.
+# The run folder is copied to runs/ ($RUNS). At the end containers, network and volumes are removed; the image is kept.
 set -eu
 cd "$(dirname "$0")/.."
 files="-f deploy/compose.yaml"

@@ -1,8 +1,8 @@
-"""A site's gate, between a SuperNode's connection and the applications it would start.
+"""A site's gate, between a SuperNode's connection and the applications that it would start.
 
-Flower's SuperNode takes its messages from seven functions, its connection to the SuperLink. Here each of them is passed through the
-site's rules: an application that is refused is neither unpacked nor imported, its server gets an answer that names the rule, and
-the SuperNode goes on. All of it runs in the SuperNode's process, where no application's code runs.
+Flower's SuperNode receives its messages through seven functions, its connection to the SuperLink. The gate wraps each
+of them with the site's rules. A refused application is neither unpacked nor imported. Its server gets an answer that
+names the rule, and the SuperNode continues. The gate runs in the SuperNode's process, where no application's code runs.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ from fl_app.plugins import is_reference
 
 log = logging.getLogger("corolla")
 
-# how long an application may take from announcing a reply to handing it over
+# seconds that an application may take from announcing a reply to delivering it
 _CONTENT_SECONDS = 600
-# messages of runs that wait for approval
+# most messages that are held for runs that wait for approval
 _MAX_HELD = 1000
 
 
 @dataclass(frozen=True)
 class Connection:
-    """Flower's connection to a SuperLink, in the order in which its loop takes it."""
+    """Flower's connection to a SuperLink, its parts in the order in which Flower's loop takes them."""
 
     node_id: int
     receive: Callable[[], tuple[Message, ObjectTree] | None]
@@ -70,7 +70,7 @@ class Connection:
 
 @dataclass(frozen=True)
 class Node:
-    """A SuperNode's --node-config: which client of how many it is, and where its data lies."""
+    """A SuperNode's --node-config: its client's id, the number of clients, the path of its data."""
 
     client_id: int
     num_clients: int
@@ -79,9 +79,9 @@ class Node:
 
 @dataclass
 class Judged:
-    """A run and its code, fetched once, so that the code that was judged is the code that starts.
+    """A run and its code, fetched once, so that the code that is checked is the code that starts.
 
-    refusal: the broken rule, or "". waits: for a person's approval.
+    refusal: the broken rule, or "". waits: the run waits for a person's approval.
     """
 
     run: Run
@@ -93,13 +93,16 @@ class Judged:
 
     @property
     def request(self) -> Request:
-        """The request that a person of the site answers."""
+        """The request for a person of the site."""
         return Request(str(self.run.run_id), self.application, self.config)
 
 
 @dataclass
 class Gate:
-    """The rules of one site in front of one connection. directory: of the site's audit and approvals."""
+    """The rules of one site in front of one connection.
+
+    directory: of the site's audit and approvals.
+    """
 
     rules: Site
     audit: Audit
@@ -109,13 +112,13 @@ class Gate:
     _inner: Connection = field(init=False)
     _judged: dict[int, Judged] = field(default_factory=dict)
     _held: list[tuple[Message, ObjectTree]] = field(default_factory=list)
-    # received and not answered yet, by message id
+    # messages not yet answered, by id
     _open: dict[str, Message] = field(default_factory=dict)
     _pulled: int = 0
     _counting: threading.Lock = field(default_factory=threading.Lock)
 
     def around(self, inner: Connection) -> Connection:
-        """Return the connection that Flower's loop gets."""
+        """Return the wrapped connection, for Flower's loop."""
         self._inner = inner
         return Connection(
             inner.node_id,
@@ -131,7 +134,10 @@ class Gate:
     # In
 
     def receive(self) -> tuple[Message, ObjectTree] | None:
-        """Return the next message of a run that may run here; the others are answered, or held until a person has decided."""
+        """Return the next message of a run that may run here.
+
+        Messages of refused runs are answered. Those of runs that wait for approval are held until a person decides.
+        """
         received = self._released() or self._inner.receive()
         if received is None:
             return None
@@ -141,30 +147,30 @@ class Gate:
             if judged.waits and self._undecided(judged):
                 self._hold(received)
                 return None
-        # a run that cannot be noted does not start
+        # a run that cannot be written to the audit does not start
         except (UserError, OSError) as error:
             self._answer(message, str(error))
             return None
         if judged.refusal:
             self._refuse(message, judged.refusal)
             return None
-        # Flower's loop has one at a time
+        # Flower's loop handles one message at a time
         self._open = {message.metadata.message_id: message}
         self._pulled = 0
         return received
 
     def pull_object(self, run_id: int, object_id: str) -> bytes:
-        """Fetch a part of a message; its name must be its sha256, so that a message's id stands for all of its bytes."""
+        """Fetch a part of a message. Its name must be its sha256, so that a message's id covers all of its bytes."""
         content = self._inner.pull_object(run_id, object_id)
         if get_object_id(content) != object_id:
-            raise ValueError(f"{object_id} is not the sha256 of what was sent")
+            raise ValueError(f"{object_id} is not the sha256 of the received bytes")
         with self._counting:
             self._pulled += len(content)
         return content
 
     def confirm_message_received(self, run_id: int, message_id: str) -> None:
-        """Note a download that is complete."""
-        # noting the reply will fail, too, and then the reply is refused
+        """Note a complete download."""
+        # if noting fails here, noting the reply fails too, and the reply is refused
         with contextlib.suppress(UserError):
             self._note("download", run_id, self._open[message_id], self._pulled, message_id)
         self._inner.confirm_message_received(run_id, message_id)
@@ -172,7 +178,7 @@ class Gate:
     # Out
 
     def send(self, message: Message, tree: ObjectTree, seconds: float) -> tuple[set[str], str]:
-        """Note a reply and let it through, or send the refusal in its place."""
+        """Note a reply and send it, or send a refusal instead."""
         asked = self._open.get(message.metadata.reply_to_message_id)
         size = sum(len(content) for content in self._contents(tree))
         if asked is not None and self.rules.max_upload is not None and size > self.rules.max_upload:
@@ -187,24 +193,24 @@ class Gate:
         return self._inner.send(message, tree, seconds)
 
     def _contents(self, tree: ObjectTree) -> Iterator[bytes]:
-        """Yield the parts of a reply as the application hands them over. Raises TimeoutError if it does not."""
+        """Yield the parts of a reply as the application delivers them. Raises TimeoutError if it does not."""
         deadline = time.monotonic() + _CONTENT_SECONDS
         for object_id in {part.object_id for part in iterate_object_tree(tree)}:
             while not (content := self.store.get(object_id)):
                 if content is None or time.monotonic() > deadline:
-                    raise TimeoutError("the application announced a reply and did not hand it over")
+                    raise TimeoutError("the application announced a reply and did not deliver it")
                 time.sleep(0.02)
             yield content
 
     def _refuse(self, message: Message, why: str) -> None:
-        """Note a refusal and answer a message with the rule that was broken."""
-        # a refusal gives nothing away: it is sent even if it cannot be noted
+        """Note a refusal, and answer a message with the broken rule."""
+        # a refusal reveals no data, so it is sent even if it cannot be noted
         with contextlib.suppress(UserError):
             self._note("refusal", message.metadata.run_id, message, 0, "", why=why)
         self._answer(message, why)
 
     def _answer(self, message: Message, why: str) -> None:
-        """Send an error in the client's name, in place of the application's reply."""
+        """Send an error in the client's name, instead of the application's reply."""
         kind, run_id = message.metadata.message_type, message.metadata.run_id
         text = f"refused by its site: {why}"
         log.warning("run %d, %s: %s", run_id, kind, text)
@@ -222,7 +228,7 @@ class Gate:
                 if object_id in wanted:
                     self._inner.push_object(run_id, session, object_id, part.deflate())
         except Exception:
-            # as Flower's loop does with a reply that cannot be sent: the SuperNode goes on
+            # as in Flower's loop when a reply cannot be sent: the SuperNode continues
             log.exception("run %d: the refusal could not be sent", run_id)
 
     def _note(self, kind: str, run_id: int, message: Message, size: int, sha256: str, **more: Any) -> None:
@@ -233,7 +239,7 @@ class Gate:
     # Judging
 
     def _judge(self, run_id: int) -> Judged:
-        """Fetch a run and its code, once, and hold them against the rules."""
+        """Fetch a run and its code, once, and check them against the rules."""
         if (known := self._judged.get(run_id)) is not None:
             return known
         run = self._inner.get_run(run_id)
@@ -244,7 +250,7 @@ class Gate:
             judged.refusal = self._refusal(judged)
         except grpc.RpcError:
             raise
-        # whatever a server may have sent
+        # a server may have sent anything
         except Exception as error:
             log.warning("run %d", run_id, exc_info=True)
             if isinstance(error, UserError):
@@ -260,7 +266,7 @@ class Gate:
     def _refusal(self, judged: Judged) -> str:
         run, fab = judged.run, judged.fab
         if not judged.application == fab.hash_str == run.fab_hash:
-            return f"applications: the code's sha256 is {judged.application}, announced was {run.fab_hash}"
+            return f"applications: the code's sha256 is {judged.application}, but {run.fab_hash} was announced"
         if run.primary_task_type == TaskType.AGENT_APP:
             return "applications: agents do not run here"
         judged.config = get_fused_config_from_fab(fab.content, run)
@@ -274,7 +280,7 @@ class Gate:
     # Asking a person
 
     def _undecided(self, judged: Judged) -> bool:
-        """Tell whether a run still waits for an answer; take in one that is there."""
+        """Return whether a run still waits for an answer. Apply an answer that has come."""
         if (answer := approval.answer(self.directory, judged.request)) is None:
             return True
         verdict = "approved" if answer.approved else "declined"
@@ -290,16 +296,16 @@ class Gate:
         judged = self._judge(received[0].metadata.run_id)
         approval.ask(self.directory, judged.request)
         if len(self._held) < _MAX_HELD:
-            log.warning("run %s waits: corolla node approve %s", judged.request.run, judged.request.run)
+            log.warning("run %s waits for approval: corolla node approve %s", judged.request.run, judged.request.run)
             self._held.append(received)
 
     def _released(self) -> tuple[Message, ObjectTree] | None:
-        """Return a message whose run has been decided since it came."""
+        """Return a held message of a run that has been decided since."""
         for held in self._held:
             judged = self._judge(held[0].metadata.run_id)
             try:
                 decided = not judged.waits or not self._undecided(judged)
-            # it waits on: a run that cannot be noted does not start
+            # it keeps waiting: a run that cannot be written to the audit does not start
             except (UserError, OSError) as error:
                 log.error("run %s: %s", judged.request.run, error)
                 continue
@@ -310,7 +316,7 @@ class Gate:
 
 
 def train_samples(config: Mapping[str, Scalar], node: Node) -> int:
-    """Count the training samples that a run's config gives this client. Raises UserError if they cannot be opened."""
+    """Return the number of training samples that a run's config gives this client. Raises UserError if unreadable."""
     if is_reference(task := str(config.get("task", ""))):
         raise UserError(f"min-samples: the samples of task {task} cannot be counted without running its code")
     wanted = {

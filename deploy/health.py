@@ -1,7 +1,7 @@
 """Health checks: Flower's gRPC health service, and HTTP. As a command (a container's health check): exit 0 if serving.
 
-Flower's service answers as soon as the process is up, before a SuperNode has reached its SuperLink: whether it is connected
-is another question, which deploy.node answers.
+Flower's service answers as soon as the process is up, before a SuperNode has reached its SuperLink. deploy.node checks
+whether it is connected.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import urllib.request
 
 
 def serving(address: str, seconds: float = 2) -> bool:
-    """Ask a gRPC health service at host:port."""
+    """Return whether a gRPC health service at host:port reports that it serves."""
     import grpc
     from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
     from grpc_health.v1.health_pb2_grpc import HealthStub
@@ -26,7 +26,7 @@ def serving(address: str, seconds: float = 2) -> bool:
 
 
 def answers(url: str, ca: str = "", seconds: float = 2) -> bool:
-    """Ask an HTTP(S) URL for status 200, past any proxy. ca: file with the CA's certificate."""
+    """Return whether an HTTP(S) URL answers with status 200; no proxy is used. ca: file with the CA's certificate."""
     try:
         context = ssl.create_default_context(cafile=ca) if ca else None
         handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]

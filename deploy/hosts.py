@@ -20,13 +20,13 @@ _SECONDS = 120
 
 
 def ask(host: str, python: str, request: Json) -> Json:
-    """Send a request and return the reply. Raises UserError naming the host and the fault, on the way or there."""
+    """Send a request and return the reply. Raises UserError with the host and the fault, there or on the way."""
     if host == LOCAL:
         try:
             return node.handle(request)
         except UserError as error:
             raise UserError(_prefixed(host, str(error))) from None
-    # -P: a directory named deploy in the home directory must not be taken for ours
+    # -P: a directory named deploy in the home directory must not shadow this package
     command = ["ssh", *SSH_OPTIONS, "--", host, shlex.join([python, "-P", "-m", "deploy.node"])]
     try:
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=_SECONDS)
@@ -34,7 +34,7 @@ def ask(host: str, python: str, request: Json) -> Json:
         raise UserError(f"{host}: there is no ssh command on this machine") from None
     except subprocess.TimeoutExpired:
         raise UserError(f"{host}: no reply over ssh within {_SECONDS} s") from None
-    # whatever a login shell prints comes before
+    # a login shell may print lines before the reply
     for line in reversed(done.stdout.splitlines()):
         if line.startswith(REPLY_MARK):
             reply: Json = json.loads(line.removeprefix(REPLY_MARK))
@@ -49,7 +49,7 @@ def _prefixed(host: str, message: str) -> str:
 
 
 def _failure(done: subprocess.CompletedProcess[str], python: str) -> str:
-    """Return the reason why an ssh brought no reply."""
+    """Return the reason why an ssh command returned no reply."""
     output = "\n".join((done.stderr or done.stdout).strip().splitlines()[-5:])
     if done.returncode == 255:
         return f"ssh failed: {output}"
@@ -61,7 +61,7 @@ def _failure(done: subprocess.CompletedProcess[str], python: str) -> str:
 
 
 def each(work: Callable[[str], T], hosts: Iterable[str]) -> dict[str, T]:
-    """Do something for all hosts at once. Raises one UserError with every host's problem."""
+    """Run `work` for all hosts at once and return the results. Raises one UserError with every host's problem."""
     results, failures = attempt_each(work, hosts)
     if failures:
         raise UserError("\n".join(str(error) for error in failures.values()))
@@ -69,7 +69,7 @@ def each(work: Callable[[str], T], hosts: Iterable[str]) -> dict[str, T]:
 
 
 def attempt_each(work: Callable[[str], T], hosts: Iterable[str]) -> tuple[dict[str, T], dict[str, UserError]]:
-    """Do something for all hosts at once; return results and failures by host."""
+    """Run `work` for all hosts at once. Return results and failures by host."""
 
     def attempt(host: str) -> tuple[str, T | UserError]:
         try:

@@ -1,6 +1,6 @@
-"""`make install`: a virtual environment with Corolla in it, step by step, with a word at least every ten seconds.
+"""`make install`: a virtual environment with Corolla, made in steps, with progress at least every ten seconds.
 
-`python deploy/install.py .venv` runs with any Python's standard library alone: nothing is installed yet.
+`python deploy/install.py .venv` needs only Python's standard library, because nothing is installed yet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PACKAGES = re.compile(r"\s*Installing collected packages: (.+)")
 
 
 def main() -> None:
-    """Install the clone in the current directory, with what its tests need."""
+    """Install the clone in the current directory, with its test dependencies."""
     if sys.version_info < OLDEST:
         sys.exit(f"Python {'.'.join(map(str, OLDEST))} or newer is needed, this is {sys.version}")
     venv = Path(sys.argv[1])
@@ -30,20 +30,20 @@ def main() -> None:
         print(f"1/3 making the virtual environment {venv}", flush=True)
         run([sys.executable, "-m", "venv", str(venv)], "making it")
     else:
-        print(f"1/3 the virtual environment {venv} is there", flush=True)
+        print(f"1/3 the virtual environment {venv} exists", flush=True)
     print("2/3 fetching and installing packages (PyTorch among them: up to 5 GB, minutes)", flush=True)
     run(
         [python, "-m", "pip", "install", "--progress-bar", "off", "--editable", ".[dev]"],
         "looking up packages",
         summarize,
     )
-    print("3/3 trying it out", flush=True)
+    print("3/3 testing the installation", flush=True)
     run([python, "-c", "import corolla.cli"], "importing Corolla for the first time")
     print(f"installed: {venv / 'bin' / 'corolla'} --help", flush=True)
 
 
 def summarize(line: str) -> str:
-    """Return the progress that a line of pip's output shows, in a few words; "" if none."""
+    """Return the progress that a line of pip's output shows, in a few words, or ""."""
     if large := _LARGE.match(line):
         return f"downloading {large[1].split('-')[0]} ({large[2]})"
     if found := _PACKAGES.match(line):
@@ -52,9 +52,9 @@ def summarize(line: str) -> str:
 
 
 def run(command: list[str], doing: str, summary: Callable[[str], str] = lambda line: "") -> None:
-    """Run a command; print the summaries of its lines, and the current step when nothing was printed for a while.
+    """Run a command. Print the summaries of its lines, and the current step when nothing was printed for a while.
 
-    Exits with the end of its output if it fails.
+    If the command fails, exit with the end of its output.
     """
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     assert process.stdout is not None

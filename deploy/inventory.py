@@ -1,4 +1,4 @@
-"""The inventory, CLUSTER.yaml: where the SuperLink runs, which hosts run SuperNodes, on which GPUs and data.
+"""The inventory, CLUSTER.yaml: the SuperLink's host, the hosts that run SuperNodes, their GPUs and data.
 
 ```yaml
 superlink: {host: local, fleet-address: server.example.org}
@@ -7,7 +7,7 @@ hosts:
   - {host: user@node2, python: /opt/corolla/.venv/bin/python, gpus: [0], data-path: /site}
 ```
 
-Parsed once into frozen dataclasses; all problems are reported together. docs/deployment.md lists every key.
+It is parsed once into frozen dataclasses, and all problems are reported together. docs/deployment.md lists every key.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _DNS_NAME = r"[A-Za-z0-9]([\w-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([\w-]*[A-Za-z0-9])?)
 
 @dataclass(frozen=True)
 class Form:
-    """A rule for a value of YAML or TOML, beyond those of a run's config: a description, and the test."""
+    """A rule for a value of YAML or TOML, beyond those of a run's config: a description, and a test."""
 
     words: str
     admits: Callable[[Any], bool]
 
     def __str__(self) -> str:
-        """Return the words."""
+        """Return the description."""
         return self.words
 
 
@@ -58,14 +58,14 @@ def _is_address(text: Any) -> bool:
     try:
         ipaddress.ip_address(text)
     except ValueError:
-        # what looks like four numbers but is no IP address is a typing error, not a name
+        # a string of digits and dots that is no IP address is a typing error, not a name
         return isinstance(text, str) and bool(re.fullmatch(_DNS_NAME, text)) and not re.fullmatch(r"[\d.]+", text)
     return isinstance(text, str)
 
 
 def _are_gpus(value: Any) -> bool:
     def is_gpu(one: Any) -> bool:
-        """Tell whether it is a number, or one of CUDA's names."""
+        """Return whether a value is a number, or one of CUDA's names."""
         named = isinstance(one, str) and re.fullmatch(r"(GPU|MIG)-[\w/-]+", one) is not None
         return named or (type(one) is int and one >= 0)
 
@@ -76,7 +76,7 @@ def _are_gpus(value: Any) -> bool:
 
 def _are_variables(value: Any) -> bool:
     def is_pair(name: Any, text: Any) -> bool:
-        """Tell whether the kernel takes it as a variable."""
+        """Return whether the kernel accepts the pair as an environment variable."""
         if not isinstance(name, str) or not isinstance(text, str):
             return False
         return bool(re.fullmatch(r"[^=\0]+", name)) and "\0" not in text
@@ -101,31 +101,32 @@ _PYTHON = "Corolla's Python there; only for a remote host"
 
 @dataclass(frozen=True)
 class SuperLink:
-    """The SuperLink: where it runs, the address SuperNodes connect to, its ports."""
+    """The SuperLink: its host, the address that SuperNodes connect to, its ports."""
 
     host: str = key(LOCAL, "`local`, or `USER@HOST` as ssh takes it", _HOST)
     python: str = key("", _PYTHON, _PATH)
-    fleet_address: str = key("127.0.0.1", "what SuperNodes connect to: a name or an IP address", _ADDRESS)
+    fleet_address: str = key("127.0.0.1", "the address that SuperNodes connect to: a name or an IP address", _ADDRESS)
     fleet_port: int = key(
         9092, "its port; the SuperLink listens on all interfaces unless the address is loopback", _integer(1, 65535)
     )
     control_port: int = key(8000, "where runs are submitted, on loopback", _integer(1, 65535))
-    database: str = key("", "file in which the SuperLink keeps nodes and runs", _PATH)
+    database: str = key("", "file in which the SuperLink stores its nodes and runs", _PATH)
     names: tuple[str, ...] = key((), "more names and addresses for its certificate", _ADDRESSES)
     environment: Mapping[str, str] = key({}, "more environment variables", _VARIABLES)
 
 
 @dataclass(frozen=True)
 class _Host:
-    """An entry of `hosts`: the SuperNodes of one machine. supernodes 0: one per GPU, else one."""
+    """An entry of `hosts`: the SuperNodes of one machine. supernodes 0 means one per GPU, or one without GPUs."""
 
-    host: str = key(LOCAL, "as above, or `joins`: its own site starts it (`corolla node join`)", _HOST)
+    host: str = key(LOCAL, "as above, or `joins`: a client that its own site starts (`corolla node join`)", _HOST)
     python: str = key("", _PYTHON, _PATH)
-    supernodes: int = key(0, "another number of SuperNodes, GPUs taken round robin", _integer(1, 10_000))
+    supernodes: int = key(0, "number of SuperNodes; they share the GPUs in turn", _integer(1, 10_000))
     gpus: tuple[str | int, ...] | None = key(None, "GPU numbers, one SuperNode each; `[]` hides all GPUs", _GPUS)
     data_path: str = key("", "this node's own data", _PATH)
     threads: int = key(1, "`OMP_NUM_THREADS`, `MKL_NUM_THREADS`", _integer(1, 4096))
-    site: str = key("", "the node's `site.toml`, if it lies elsewhere than usual", _PATH)
+    site: str = key("", "the node's `site.toml`, if it is not in its usual place", _PATH)
+    warm: bool | None = key(None, "`true`: applications are forked from a process that has imported PyTorch", _FLAG)
     environment: Mapping[str, str] = key({}, "more environment variables, such as `COROLLA_DATA_DIR`", _VARIABLES)
 
 
@@ -138,12 +139,15 @@ class _File:
     hosts: tuple[Any, ...] = key((), "", _ENTRIES)
     keys: str = key("", "directory of the keys, relative to the file", _TEXT)
     tls: bool | None = key(None, "`true`: TLS and authentication also on loopback", _FLAG)
-    insecure: bool | None = key(None, "`true` (or `--insecure`): neither, on any address", _FLAG)
+    insecure: bool | None = key(None, "`true` (or `--insecure`): neither TLS nor authentication, on any address", _FLAG)
 
 
 @dataclass(frozen=True)
 class SuperNode:
-    """One SuperNode; client_id is its partition-id. gpu None leaves CUDA_VISIBLE_DEVICES alone, "" hides all GPUs."""
+    """One SuperNode; client_id is its partition-id.
+
+    gpu: None leaves CUDA_VISIBLE_DEVICES alone, "" hides all GPUs.
+    """
 
     client_id: int
     host: str
@@ -153,16 +157,20 @@ class SuperNode:
     threads: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)
     site: str = ""
+    warm: bool = False
 
     @property
     def name(self) -> str:
-        """Name of its process, log and key files."""
+        """The name of its process, log and key files."""
         return f"supernode-{self.client_id}"
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """A whole cluster. `secure`: TLS and SuperNode authentication are on. joined: clients whose SuperNodes their sites start."""
+    """A whole cluster.
+
+    secure: TLS and SuperNode authentication are on. joined: clients with SuperNodes that their own sites start.
+    """
 
     name: str
     superlink: SuperLink
@@ -173,18 +181,18 @@ class Inventory:
 
     @property
     def num_clients(self) -> int:
-        """Clients of the cluster, whoever starts their SuperNodes."""
+        """The number of clients in the cluster, including those that join."""
         return len(self.supernodes) + len(self.joined)
 
     @property
     def hosts(self) -> dict[str, str]:
-        """Every host that runs something, with its Python, in order."""
+        """Every host that runs a process, with its Python, in order."""
         found = {self.superlink.host: self.superlink.python}
         return found | {node.host: node.python for node in self.supernodes if node.host not in found}
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether an address or name can only be reached from its own machine."""
+    """Return whether an address or name can be reached only from its own machine."""
     try:
         return ipaddress.ip_address(address.strip("[]")).is_loopback
     except ValueError:
@@ -192,14 +200,14 @@ def is_loopback(address: str) -> bool:
 
 
 def read_inventory(path: Path, insecure: bool = False) -> Inventory:
-    """Read CLUSTER.yaml. insecure: as if it had `insecure: true`. Raises UserError with all problems."""
+    """Read CLUSTER.yaml. insecure: as if the file had `insecure: true`. Raises UserError with all problems."""
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except RecursionError:
         raise UserError(f"{path}: not valid YAML: nested too deeply") from None
-    # ValueError: not UTF-8, or what looks like a date or a number and is none
+    # ValueError: not UTF-8, or a malformed date or number
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{path}: not valid YAML: {error}") from None
     if isinstance(raw, dict) and insecure:
@@ -208,7 +216,7 @@ def read_inventory(path: Path, insecure: bool = False) -> Inventory:
 
 
 def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
-    """Check a loaded inventory. directory: what a relative `keys` is relative to. Raises UserError with all problems."""
+    """Check a loaded inventory. directory: the base of a relative `keys`. Raises UserError with all problems."""
     problems: list[str] = []
     top = _parse_mapping(
         "", {"name": default_name, "hosts": None, **raw} if isinstance(raw, dict) else raw, _File, problems
@@ -220,11 +228,13 @@ def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
     if top.tls and top.insecure:
         problems.append("tls, insecure: true for both; choose one (--insecure counts as insecure: true)")
     elif top.tls is False and top.insecure is None and not is_loopback(superlink.fleet_address):
-        problems.append(f"tls: false with fleet-address {superlink.fleet_address}; say `insecure: true` if you mean it")
+        problems.append(
+            f"tls: false with fleet-address {superlink.fleet_address}; write `insecure: true` if this is intended"
+        )
     _check_together(superlink, supernodes, problems)
     secure = bool(top.tls) or (not top.insecure and not is_loopback(superlink.fleet_address))
     if joined and not secure:
-        problems.append("hosts: sites that join need TLS and keys: say `tls: true`, or leave `insecure` out")
+        problems.append("hosts: sites that join need TLS and keys: set `tls: true`, or remove `insecure`")
     if problems:
         raise UserError("invalid cluster:\n" + "\n".join(f"  {p}" for p in problems))
     keys = Path(top.keys or f"{top.name}-keys").expanduser()
@@ -232,7 +242,7 @@ def parse(raw: Any, default_name: str, directory: Path) -> Inventory:
 
 
 def _parse_mapping(label: str, raw: Any, cls: type[Entry], problems: list[str]) -> Entry:
-    """Read one mapping of the inventory as a dataclass of keys; a wrong value is noted, and counts as its default."""
+    """Read one mapping of the inventory as a dataclass of keys. A wrong value is noted, and replaced by its default."""
     known = {spec.name: spec for spec in specs(cls)}
     if not isinstance(raw, dict):
         problems.append(f"{label or 'the file'}: must be a mapping with the keys {', '.join(known)}, got {_shown(raw)}")
@@ -252,7 +262,7 @@ def _parse_mapping(label: str, raw: Any, cls: type[Entry], problems: list[str]) 
 
 
 def _shown(value: Any) -> str:
-    """Return a value as errors print it: not all of what is long, deep, or by YAML's aliases vast."""
+    """Return a value for an error message, shortened if it is long, deep, or huge through YAML's aliases."""
     words = reprlib.Repr()
     words.maxlevel, words.maxstring = 3, _LONGEST_SHOWN
     try:
@@ -274,7 +284,10 @@ def _superlink(raw: Any, problems: list[str]) -> SuperLink:
 
 
 def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperNode, ...], tuple[int, ...]]:
-    """Number the clients over all entries, in order: one per GPU unless `supernodes` is given. Returns also those that join."""
+    """Number the clients over all entries, in order: one per GPU unless `supernodes` is given.
+
+    Returns the SuperNodes, and the ids of clients that join.
+    """
     nodes: list[SuperNode] = []
     joined: list[int] = []
     for index, item in enumerate(raw):
@@ -303,14 +316,22 @@ def _supernodes(raw: tuple[Any, ...], problems: list[str]) -> tuple[tuple[SuperN
             client_id = len(nodes) + len(joined)
             nodes.append(
                 SuperNode(
-                    client_id, entry.host, python, gpu, entry.data_path, entry.threads, entry.environment, entry.site
+                    client_id,
+                    entry.host,
+                    python,
+                    gpu,
+                    entry.data_path,
+                    entry.threads,
+                    entry.environment,
+                    entry.site,
+                    bool(entry.warm),
                 )
             )
     return tuple(nodes), tuple(joined)
 
 
 def _python(label: str, entry: SuperLink | _Host, problems: list[str]) -> str:
-    """Return the Python of an entry's host: this machine's own for `local`, a required path elsewhere."""
+    """Return the Python of an entry's host: this machine's own for `local`, else the path that the entry must give."""
     if entry.host == LOCAL and entry.python:
         problems.append(
             f"{label}.python: must be absent for host local, which uses the Python corolla runs on, got {entry.python!r}"

@@ -1,12 +1,14 @@
-"""How a site joins a cluster by itself: its key is made where it stays, and nobody needs a login there.
+"""A site joins a cluster by itself: its private key never leaves the site, and nobody needs a login there.
 
-1. The site: `corolla node join NAME` makes a key pair and names the public half, which goes to the server's operator.
-2. The server: `corolla cluster admit CLUSTER.yaml CLIENT FILE.pub` takes it in and writes an invitation, which goes back: where
-   the SuperLink is, which client of how many the site is, the CA's certificate. Nothing in it is secret.
+1. The site: `corolla node join NAME` makes a key pair, and names the public half, which goes to the server's operator.
+2. The server: `corolla cluster admit CLUSTER.yaml CLIENT FILE.pub` registers it and writes an invitation, which goes
+   back. The invitation holds the SuperLink's address, the site's client number, the number of clients, and the CA's
+   certificate. Nothing in it is secret.
 3. The site: `corolla node start NAME --invitation FILE`.
 
-Once all have been admitted the server has the list of all sites' keys for private runs (deploy/peers.py), `peers.txt`, for every
-site: `corolla node start NAME --peers peers.txt`. It, too, has nothing secret in it, but sites should compare it among themselves.
+After all sites have been admitted, the server has the list of all sites' keys for private runs (deploy/peers.py),
+`peers.txt`. Every site gets it: `corolla node start NAME --peers peers.txt`. It contains no secrets either, but sites
+should compare their copies.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ KEY, PUBLIC, INVITATION, CA = "node.key", "node.pub", "invitation.toml", "ca.crt
 
 @dataclass(frozen=True)
 class Invitation:
-    """A site's view of a cluster: the SuperLink's address and port, which client of how many it is, the CA's certificate."""
+    """A site's view of a cluster.
+
+    superlink: address and port. client: the site's client id. clients: their number. ca: the CA's certificate.
+    """
 
     superlink: str
     client: int
@@ -44,7 +49,7 @@ class Invitation:
 
 
 def make_key(directory: Path) -> Path:
-    """Make a site's key pair where it stays, unless it is there already, and return the public half's path."""
+    """Make a site's key pair in its directory, unless it exists. Return the public half's path."""
     private, public = directory / KEY, directory / PUBLIC
     if not private.exists():
         make_directory(directory)
@@ -60,7 +65,10 @@ def make_key(directory: Path) -> Path:
 
 
 def keep_peers(directory: Path, given: Path) -> str:
-    """Keep a copy of the list of all sites' keys for private runs; return the sha256 by which sites compare theirs."""
+    """Keep a copy of the list of all sites' keys for private runs. Return its sha256, by which sites compare copies.
+
+    Raises UserError if the list cannot be read.
+    """
     try:
         content = given.read_bytes()
     except OSError as error:
@@ -70,11 +78,11 @@ def keep_peers(directory: Path, given: Path) -> str:
 
 
 def accept_invitation(directory: Path, given: Path | None) -> Invitation:
-    """Keep the invitation that is given, and return it, or the one kept before. Raises UserError if there is none."""
+    """Keep and return the given invitation, or return the one kept before. Raises UserError if there is none."""
     path = given or directory / INVITATION
     if given is None and not path.exists():
         raise UserError(
-            f"{directory.name}: has no invitation yet; `--invitation FILE` with what `corolla cluster admit` wrote"
+            f"{directory.name}: has no invitation yet; `--invitation FILE` takes the file from `corolla cluster admit`"
         )
     raw = read_toml(path)
     forms = {"superlink": str, "client": int, "clients": int, "ca": str}
@@ -106,9 +114,10 @@ def supernode_options(directory: Path, invitation: Invitation, data_path: str) -
 
 
 def admit(inventory: Inventory, client: int, public: Path) -> Path:
-    """Take in a site's public key as a client's, and return the invitation written for it, beside the key.
+    """Register a site's public key as a client's. Return the path of its invitation, beside the key.
 
-    Raises UserError if the client is not one that joins, has another key already, or the key is not such a key, or another's.
+    Raises UserError if the client does not join by itself, if it has another key already, if the file holds no suitable
+    key, or if the key is another client's.
     """
     if client not in inventory.joined:
         there = ", ".join(map(str, inventory.joined)) or "none; write an entry `{host: joins}`"
@@ -119,9 +128,9 @@ def admit(inventory: Inventory, client: int, public: Path) -> Path:
     kept = directory / f"supernode-{client}.pub"
     for path in sorted(directory.glob("supernode-*.pub")):
         if path != kept and _public_key(path) == text:
-            raise UserError(f"{public}: is {path.name} already; every client needs a key of its own")
+            raise UserError(f"{public}: is {path.name} already; every client needs its own key")
     if kept.exists() and _public_key(kept) != text:
-        raise UserError(f"client {client}: has another key, {kept}; remove that file to give its place to this one")
+        raise UserError(f"client {client}: has another key, {kept}; remove that file to replace it")
     line = b" ".join(filter(None, [text, peers.statement_in(public).encode()]))
     publish(kept, lambda path: path.write_bytes(line + b"\n"), 0o644)
     peers.write_list(inventory)
@@ -134,14 +143,14 @@ def admit(inventory: Inventory, client: int, public: Path) -> Path:
 
 
 def _public_key(path: Path) -> bytes:
-    """Read a public key as this software writes it, without its comment."""
+    """Read a public key in the form that Corolla writes, without its comment."""
     try:
         key = serialization.load_ssh_public_key(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    # ValueError, UnsupportedAlgorithm: all mean the same to a user
+    # ValueError, UnsupportedAlgorithm: the same for a user
     except Exception:
-        raise UserError(f"{path}: is no public key (one line that begins with ecdsa-sha2-nistp384)") from None
+        raise UserError(f"{path}: is not a public key (one line that begins with ecdsa-sha2-nistp384)") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP384R1):
         raise UserError(f"{path}: must be an ECDSA P-384 key, as `corolla node join` makes it")
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)

@@ -1,4 +1,4 @@
-"""A cluster's life: up, restart, down. What was started is recorded, so `down` ends exactly that."""
+"""A cluster's life: up, restart, down. Started processes are recorded, so that `down` ends exactly those."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _LOG_LINES = 15
 
 
 def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
-    """Start everything and return when all of it answers and is connected; after a failure nothing is left.
+    """Start all processes, and return when they answer and are connected. After a failure none is left.
 
-    seconds: how long the SuperLink, and then the SuperNodes, may take. Raises UserError with the end of the failing logs.
+    seconds: time limit for the SuperLink, and again for the SuperNodes. Raises UserError with the end of the failing
+    logs.
     """
     if inventory.secure:
         certificates.require_usable(inventory)
@@ -48,7 +49,7 @@ def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
             say(f"{len(superlink_nodes.register_all(cluster))} SuperNode keys registered")
         _start_supernodes(cluster, places, seconds)
     except BaseException as error:
-        # nothing was started on hosts that were not prepared
+        # hosts that were not prepared have no processes
         problems = down(cluster, set(places))
         if problems and isinstance(error, UserError):
             raise UserError(f"{error}\nand while cleaning up:\n" + "\n".join(problems)) from None
@@ -57,7 +58,10 @@ def up(inventory: Inventory, say: Say, seconds: float) -> Cluster:
 
 
 def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
-    """Check all hosts, copy each one its key files, and learn where things are there; fills `places` as far as it gets."""
+    """Check all hosts, copy each one its key files, and get its directories and ports.
+
+    Fills `places`, for as many hosts as succeed.
+    """
     link = cluster.inventory.superlink
 
     def prepare(host: str) -> Json:
@@ -65,7 +69,7 @@ def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
         if host == link.host:
             free += [(commands.bind_address(link), link.fleet_port), ("127.0.0.1", link.control_port)]
         elif host == LOCAL:
-            # the tunnel's end
+            # the tunnel listens here
             free += [("127.0.0.1", link.control_port)]
         return _prepare_host(cluster, host, free)
 
@@ -78,7 +82,7 @@ def _prepare(cluster: Cluster, places: dict[str, Place], say: Say) -> None:
 
 
 def _prepare_host(cluster: Cluster, host: str, free: list[tuple[str, int]]) -> Json:
-    """Check a host's paths and the ports that must be free, copy its key files, and ask where things are there."""
+    """Check a host's paths and the ports that must be free, copy its key files, and get its directories and ports."""
     inventory = cluster.inventory
     paths = [node.data_path for node in inventory.supernodes if node.host == host and node.data_path]
     if host == inventory.superlink.host and inventory.superlink.database:
@@ -93,7 +97,11 @@ def _place(reply: Json) -> Place:
 
 
 def _key_files(inventory: Inventory, host: str) -> dict[str, str]:
-    """Return the key files a host needs: the CA's certificate, its SuperNodes' keys and all clients' list, the server's keys."""
+    """Return the contents of the key files that a host needs.
+
+    These are the CA's certificate, its SuperNodes' keys, the list of all clients' keys, and on the SuperLink's host the
+    server's keys.
+    """
     here = [node.name for node in inventory.supernodes if node.host == host]
     names = [certificates.CA] + [f"{name}.key" for name in here]
     private = [PEERS, *(f"{name}{peers.KEY_SUFFIX}" for name in here)] if here else []
@@ -104,11 +112,11 @@ def _key_files(inventory: Inventory, host: str) -> dict[str, str]:
 
 
 def _compare_clocks(cluster: Cluster, others: Iterable[str], say: Say) -> None:
-    """Compare hosts' clocks with the SuperLink's. Raises UserError if SuperNodes would be refused for it."""
+    """Compare hosts' clocks with the SuperLink's. Raises UserError if SuperNodes would be refused for theirs."""
 
     def ahead(host: str) -> float:
         reading: float = cluster.ask(host, "clock")["clock"]
-        # over ssh the command starts late: its reading is nearest to the answer's arrival
+        # over ssh the command starts late, so its reading is closest to the time the answer arrives
         return reading - time.time()
 
     link = cluster.inventory.superlink.host
@@ -145,7 +153,10 @@ def _start(cluster: Cluster, host: str, processes: Iterable[Process]) -> None:
 
 
 def _wait(cluster: Cluster, names: list[str], seconds: float) -> None:
-    """Return when all named processes are ready. Raises UserError with their logs' ends if one ends or the time is over."""
+    """Return when all named processes are ready.
+
+    Raises UserError with the end of their logs if one ends, or at the time limit.
+    """
     deadline = time.monotonic() + seconds
     while True:
         found, failures = cluster.status()
@@ -170,7 +181,7 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
     """
     nodes = {node.name: node for node in cluster.inventory.supernodes}
     if name not in nodes:
-        raise UserError(f"{name}: one of {', '.join(nodes)} can be restarted")
+        raise UserError(f"{name}: cannot be restarted; the SuperNodes are {', '.join(nodes)}")
     node = nodes[name]
     if cluster.inventory.secure:
         certificates.require_usable(cluster.inventory, [node])
@@ -183,7 +194,7 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
     while superlink_nodes.status_by_node_id(cluster).get(before) == "online":
         if time.monotonic() > deadline:
             raise UserError(
-                f"{name}: the SuperLink still takes its last connection for alive after {seconds:g} s; try again"
+                f"{name}: the SuperLink still counts its last connection as alive after {seconds:g} s; try again"
             )
         time.sleep(2)
     place = _place(_prepare_host(cluster, node.host, []))
@@ -196,10 +207,10 @@ def restart(cluster: Cluster, name: str, say: Say, seconds: float) -> None:
 
 
 def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -> list[str]:
-    """End everything `up` started: SuperNodes, then the SuperLink, then the tunnel. Returns what could not be ended.
+    """End everything that `up` started: SuperNodes, then the SuperLink, then the tunnel. Return the problems.
 
-    The record stays while something is left, so that `down` can be tried again. only: hosts to ask (all). forget: take hosts
-    that cannot be reached as ended.
+    The record stays while a process is left, so that `down` can be repeated. only: hosts to ask; default all. forget:
+    treat hosts that cannot be reached as ended.
     """
     inventory = cluster.inventory
     problems: list[str] = []
@@ -223,5 +234,5 @@ def down(cluster: Cluster, only: set[str] | None = None, forget: bool = False) -
 
 
 def _stop(cluster: Cluster, stage: list[str], host: str) -> Json:
-    """Have a host end those of its processes that a stage names."""
+    """End those of a host's processes that a stage names."""
     return cluster.ask(host, "stop", names=[name for name in cluster.placement[host] if name in stage])

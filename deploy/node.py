@@ -1,12 +1,14 @@
-"""One host's side of `corolla cluster`: `python -m deploy.node` reads a request (JSON) from standard input and prints a reply.
+"""One host's side of `corolla cluster`: `python -m deploy.node` answers one request.
 
-The same `handle` serves this machine directly and a remote one over ssh (deploy/hosts.py). Requests:
+It reads the request as JSON from standard input and prints the reply. The same `handle` serves this machine directly
+and a remote one over ssh (deploy/hosts.py). Requests:
 
-- prepare: check versions, paths and ports; make the cluster's directory; write key files; return directory, ports
+- prepare: check versions, paths and ports; make the cluster's directory; write key files; return directory, ports,
+  versions
 - start: start processes
-- clock: the time on this host
-- status: each process's pid, whether it lives, its health, the node id it got from the SuperLink
-- logs: the end of a process's log, and the meaning of refusals in it
+- clock: return the time on this host
+- status: return each process's pid, whether it is alive, its health, the node id it got from the SuperLink
+- logs: return the end of a process's log, and the meaning of refusals in it
 - stop: end processes; clear: remove key files
 """
 
@@ -35,7 +37,7 @@ Json = dict[str, Any]
 
 
 def main() -> None:
-    """Answer one request; a UserError becomes {"error": message}."""
+    """Answer one request. A UserError becomes {"error": message}."""
     try:
         reply = handle(json.load(sys.stdin))
     except UserError as error:
@@ -44,7 +46,7 @@ def main() -> None:
 
 
 def handle(request: Json) -> Json:
-    """Do what a request asks for on this machine."""
+    """Execute a request on this machine, and return the reply. Raises UserError."""
     directory = processes.cluster_directory(request["cluster"])
     token = request["token"]
     match request["action"]:
@@ -103,7 +105,7 @@ def _prepare(directory: Path, token: str, request: Json) -> Json:
 
 
 def now() -> float:
-    """Read this host's clock: seconds since 1970."""
+    """Return this host's time: seconds since 1970."""
     return time.time()
 
 
@@ -115,7 +117,7 @@ def _version(package: str) -> str:
 
 
 def _port_problem(address: str, port: int) -> str:
-    """Return why a TCP port cannot be listened on, or ""."""
+    """Return why this host cannot listen on a TCP port, or ""."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -148,7 +150,7 @@ def _describe(directory: Path, record: processes.Record) -> Json:
 
 
 def _node_id(directory: Path, name: str) -> str:
-    """Return the node id a SuperNode logs once it has reached its SuperLink, or ""."""
+    """Return the node id that a SuperNode logs after it reached its SuperLink, or ""."""
     try:
         with (directory / f"{name}.log").open(encoding="utf-8", errors="replace") as log:
             for line in log:
@@ -159,11 +161,12 @@ def _node_id(directory: Path, name: str) -> str:
     return ""
 
 
-# What refusals in Flower's and gRPC's logs mean ------------------------------------------------------------------------
+# The meaning of refusals in Flower's and gRPC's logs
+# -------------------------------------------------------------------
 
-ENDED = "ended: it is not running any more; the lines above are its last"
+ENDED = "ended: it is no longer running; the lines above are its last"
 
-# a pattern in the log of the process, and what it means
+# patterns in a process's log, and their meanings
 _MEANINGS = {
     "superlink": (
         ("No SuperNode found with the given public key", "a SuperNode was refused: its key is not registered here"),
@@ -181,16 +184,16 @@ _MEANINGS = {
         ("CERTIFICATE_VERIFY_FAILED", "not connected: its ca.crt did not sign the SuperLink's certificate (wrong CA)"),
         (
             "Connection attempt failed",
-            "not connected: nobody answers at the fleet address, or plaintext meets TLS there (the SuperLink's log would say so)",
+            "not connected: no answer at the fleet address, or plaintext to a TLS port there (the SuperLink's log would show it)",
         ),
         (
             "SuperNode terminated gracefully",
-            "ended: it was told to, or the SuperLink refused it: its clock is more than 5 s ahead of the SuperLink's or 305 s "
-            "behind, or its key was taken back (`corolla cluster revoke`)",
+            "ended: on request, or the SuperLink refused it: its clock is more than 5 s ahead of the SuperLink's or 305 s "
+            "behind, or its key was revoked (`corolla cluster revoke`)",
         ),
     ),
 }
-# what a SuperNode's log says before this does not count: it was connected, or connected again after a cut
+# earlier lines of a SuperNode's log do not count: here it connected, or connected again after a cut
 _CONNECTED = re.compile(r"SuperNode ID: \d+|Connection successful after")
 
 
@@ -201,7 +204,7 @@ def explain_refusals(name: str, log: str) -> list[str]:
     if kind == "supernode":
         log = log[max((sign.end() for sign in _CONNECTED.finditer(log)), default=0) :]
     found = [meaning for pattern, meaning in known if re.search(pattern, log)]
-    # gRPC retries after a failed handshake: the first meaning is the reason, the retries follow from it
+    # gRPC retries after a failed handshake, so only the first meaning is the reason
     return found[:1] if name != "superlink" else found
 
 

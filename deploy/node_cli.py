@@ -1,4 +1,4 @@
-"""`corolla node`: what the people of a site do, on its own machine."""
+"""`corolla node`: commands for a site's people, on its own machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Annotated
 
 import typer
 
+from fl_app import exit_codes
 from fl_app.errors import UserError
 
 app = typer.Typer(
     no_args_is_help=True, help="A site's own side: join a cluster, decide which runs may run here, audit."
 )
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="What this site is called here.")]
-Only = Annotated[str | None, typer.Option("--name", help="Of one site only, where several are on this machine.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The site's name on this machine.")]
+Only = Annotated[str | None, typer.Option("--name", help="Only this site, if this machine has several.")]
 
 
 @app.command()
@@ -26,18 +27,20 @@ def join(name: Name) -> None:
     directory = _directory(name)
     public = joining.make_key(directory)
     typer.echo(f"send {public} to the server's operator (nothing in it is secret):\n{public.read_text().strip()}")
-    typer.echo("there: corolla cluster admit CLUSTER.yaml CLIENT FILE.pub, which writes an invitation to send back")
-    typer.echo(f"then here: corolla node start {name} --invitation FILE")
+    typer.echo(
+        "the operator runs: corolla cluster admit CLUSTER.yaml CLIENT FILE.pub, and sends back the invitation it writes"
+    )
+    typer.echo(f"then run here: corolla node start {name} --invitation FILE")
 
 
 @app.command()
 def start(
     name: Name,
     invitation: Annotated[
-        Path | None, typer.Option(help="What the server's operator sent back; kept for later.")
+        Path | None, typer.Option(help="The invitation from the server's operator; kept for later starts.")
     ] = None,
     peers: Annotated[
-        Path | None, typer.Option(help="The list of all sites' keys, for private runs; kept for later.")
+        Path | None, typer.Option(help="The list of all sites' keys, for private runs; kept for later starts.")
     ] = None,
     data_path: Annotated[str, typer.Option(help="This site's own data, for `dataset=node`.")] = "",
     site: Annotated[str, typer.Option(help="The site's rules. Without it the usual site.toml, if there is one.")] = "",
@@ -60,12 +63,12 @@ def start(
 @app.command()
 def approve(
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="The run's id; without it the list of those that wait.")
+        str | None, typer.Argument(metavar="RUN", help="The run's id; without it, list the runs that wait.")
     ] = None,
     decline: Annotated[bool, typer.Option("--decline", help="Refuse it instead.")] = False,
     name: Only = None,
 ) -> None:
-    """Let a run in that waits for this site's approval."""
+    """Approve or decline a run that waits for this site; without RUN, list the waiting runs."""
     from deploy import approval
 
     found = {site: approval.waiting(directory) for site, directory in _sites(name).items()}
@@ -80,7 +83,7 @@ def approve(
     waiting = [site for site, requests in found.items() if run in (request.run for request in requests)]
     if not waiting:
         others = sorted({request.run for requests in found.values() for request in requests})
-        raise UserError(f"run {run}: does not wait for approval here ({', '.join(others) or 'none'} does)")
+        raise UserError(f"run {run}: does not wait for approval here; waiting: {', '.join(others) or 'none'}")
     for site in waiting:
         approval.decide(_directory(site), run, not decline)
         typer.echo(f"run {run} is {'declined' if decline else 'approved'} at {site}")
@@ -93,7 +96,7 @@ def audit(
     ] = None,
     expect: Annotated[str, typer.Option(help="A last hash noted earlier: the audit must still contain it.")] = "",
 ) -> None:
-    """Check that the audit is as it was written; exit code 1 if a byte was changed or a line removed."""
+    """Check that the audit is unchanged. Exit with code 1 if a byte was changed or a line removed."""
     from deploy import audit as audits
 
     broken = False
@@ -112,12 +115,12 @@ def audit(
             f"{site}: {len(chain.hashes)} lines, intact; the last hash is {chain.last} ({directory / audits.FILE})"
         )
     if broken:
-        raise typer.Exit(1)
+        raise typer.Exit(exit_codes.FAILED)
 
 
 @app.command()
 def application() -> None:
-    """Print the sha256 of the application that `corolla run` of this installation submits, for `applications` in site.toml."""
+    """Print the sha256 of the application that `corolla run` submits, for `applications` in site.toml."""
     from fl_app.app_bundle import application_hash
 
     typer.echo(application_hash({}))
@@ -127,12 +130,12 @@ def _directory(name: str) -> Path:
     from deploy.supernode import sites_directory
 
     if not name or any(part in ("", ".", "..") for part in name.split("/")):
-        raise UserError(f"{name!r}: is no name of a site")
+        raise UserError(f"{name!r}: is not a site's name")
     return sites_directory() / name
 
 
 def _sites(name: str | None) -> dict[str, Path]:
-    """Return the sites on this machine that have run, by name, or the one that is named. Raises UserError if there is none."""
+    """Return the sites that ran on this machine, by name, or only the named one. Raises UserError if none did."""
     from deploy.audit import FILE
     from deploy.supernode import sites_directory
 

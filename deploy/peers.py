@@ -1,7 +1,8 @@
-"""Keys for private runs: made with a node's key, its public half a comment in the node's public key, all of them in one list.
+"""Keys for private runs: one per node, and a list of all public halves.
 
-A line of `.pub` is then `ecdsa-sha2-nistp384 KEY x25519 PUBLIC SIGNATURE`, the signature the node key's. `peers.txt` has such a
-line for every client, after its number. Every site holds that list itself; fl_app/privacy/keyring.py reads it.
+A public half is a comment in the node's public key. A line of `.pub` is then `ecdsa-sha2-nistp384 KEY x25519 PUBLIC
+SIGNATURE`, signed by the node key. `peers.txt` has one line for every client: its number, then its line of `.pub`.
+Every site holds a copy of that list; fl_app/privacy/keyring.py reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _WORDS = 5
 
 
 def make_key(node_key: Path, public: Path) -> list[Path]:
-    """Make a node's key for private runs, unless it is there, and state its public half in the node's public key.
+    """Make a node's key for private runs, unless it exists, and add its public half to the node's public key.
 
     Returns the files written.
     """
@@ -44,7 +45,10 @@ def make_key(node_key: Path, public: Path) -> list[Path]:
 
 
 def statement_in(public: Path) -> str:
-    """Return the statement in a node's public key, verified; "" if none. Raises UserError if the node key has not signed it."""
+    """Return the verified statement in a node's public key, or "".
+
+    Raises UserError if the node key has not signed it.
+    """
     words = public.read_text().split()
     if words[2:3] != [keyring.KEY_TYPE]:
         return ""
@@ -53,12 +57,12 @@ def statement_in(public: Path) -> str:
 
 
 def write_list(inventory: Inventory) -> Path | None:
-    """Write the list of all clients' keys, beside them; None as long as not all are there."""
+    """Write the list of all clients' keys, beside them. Return its path, or None while a key is missing."""
     directory = Path(inventory.keys)
     publics = [directory / f"supernode-{k}.pub" for k in range(inventory.num_clients)]
     path = directory / PEERS
     if not all(public.is_file() and len(public.read_text().split()) == _WORDS for public in publics):
-        # a list that is there is of other keys
+        # an existing list has outdated keys
         path.unlink(missing_ok=True)
         return None
     text = "".join(f"{k} {public.read_text().strip()}\n" for k, public in enumerate(publics))

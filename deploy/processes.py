@@ -1,7 +1,7 @@
-"""Processes of a cluster on this machine: started detached, found again by pid and start time, ended with their children.
+"""Processes of a cluster on this machine: started detached, found by pid and start time, ended with their children.
 
-A cluster's directory holds, for each process, NAME.json (its record) and NAME.log. Whoever else has the same pid later has
-another start time, and is left alone. Children carry the cluster's token in their environment.
+A cluster's directory holds, for each process, NAME.json (its record) and NAME.log. A later process with the same pid
+has another start time, and is left alone. Children carry the cluster's token in their environment.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fl_app.site import user_state
 
 @dataclass(frozen=True)
 class Record:
-    """A started process: pid and start mark together name it for as long as the machine runs.
+    """A started process. Its pid and start mark identify it while the machine runs.
 
     token: of the `up` that started it.
     """
@@ -51,7 +51,7 @@ def cluster_directory(name: str) -> Path:
 
 
 def alive(record: Record) -> bool:
-    """Tell whether exactly this process is still running."""
+    """Return whether exactly this process is still running."""
     return start_mark(record.pid) == record.started
 
 
@@ -65,7 +65,7 @@ def start(
     http: str = "",
     ca: str = "",
 ) -> Record:
-    """Start a process in its own session with its log in the directory. Raises UserError if one of that name is running."""
+    """Start a process in its own session, its log in the directory. Raises UserError if one of this name runs."""
     if (old := read_record(directory, name)) and alive(old):
         raise UserError(f"{name} is already running here (pid {old.pid})")
     env = flower_environment(directory / "flwr") | dict(environment) | {LAUNCH: f"{token}/{name}"}
@@ -91,7 +91,7 @@ def start(
 
 
 def read_record(directory: Path, name: str) -> Record | None:
-    """Read a record; None if there is none."""
+    """Return a process's record, or None."""
     try:
         return Record(**json.loads(_record_path(directory, name).read_text()))
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def read_record(directory: Path, name: str) -> Record | None:
 
 
 def records(directory: Path) -> list[Record]:
-    """All records in a cluster's directory."""
+    """Return all records in a cluster's directory."""
     found = (
         read_record(directory, path.stem) for path in sorted(directory.glob("*.json")) if path.name != "cluster.json"
     )
@@ -107,9 +107,9 @@ def records(directory: Path) -> list[Record]:
 
 
 def stop(directory: Path, token: str, name: str, seconds: float = 20) -> bool:
-    """End a process that `token` started: SIGTERM, then its children, SIGKILL after `seconds`. False if not all ended.
+    """End a process that `token` started, then its children. Return whether all ended.
 
-    The record goes when everything is gone; the log stays.
+    The process gets SIGTERM, and SIGKILL after `seconds`. The record is removed when all have ended; the log stays.
     """
     record = read_record(directory, name)
     if record is not None and record.token != token:
@@ -122,7 +122,7 @@ def stop(directory: Path, token: str, name: str, seconds: float = 20) -> bool:
             children = main[0].children(recursive=True)
     end_processes(main, seconds)
     end_processes(children, 5)
-    # a child may have started another one meanwhile
+    # a child may have started another process meanwhile
     for _ in range(3):
         left = processes_with(f"{LAUNCH}={token}/{name}")
         if not left:
@@ -135,7 +135,7 @@ def stop(directory: Path, token: str, name: str, seconds: float = 20) -> bool:
 
 
 def log_end(directory: Path, name: str, lines: int) -> str:
-    """Return the last lines of a process's log, at most 200 kB of them."""
+    """Return the last lines of a process's log, at most 200 kB."""
     try:
         with (directory / f"{name}.log").open("rb") as file:
             file.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""The commands that `corolla cluster up` would run, as text for another tool or a person; and a Slurm job."""
+"""The commands of `corolla cluster up` as text, for another tool or a person, and a Slurm job script."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _THERE = ".local/state/corolla/clusters"
 
 
 def by_host(inventory: Inventory) -> str:
-    """Return shell text: every host's commands in the order in which they work; what stays running ends in ` &`."""
+    """Return shell text: every host's commands, in the order to run them. Commands that stay running end in ` &`."""
     link = inventory.superlink
     blocks = [_host(inventory, link.host, link.python, superlink=True)]
     if link.host != LOCAL:
@@ -61,7 +61,10 @@ def _host(inventory: Inventory, host: str, python: str, *, superlink: bool) -> l
 
 
 def _place(inventory: Inventory, host: str, python: str) -> Place:
-    """Return where things are on a host, unasked: ports follow the control port, keys lie here where they were made."""
+    """Return the places on a host, without asking it.
+
+    Ports follow the control port. On this machine the keys stay in their own directory.
+    """
     link, count = inventory.superlink, commands.num_ports(inventory, host)
     free = [port for port in range(link.control_port + 1, link.control_port + 2 + count) if port != link.fleet_port]
     here = host == LOCAL
@@ -85,7 +88,7 @@ def _connection(inventory: Inventory) -> list[str]:
 
 
 def _run(inventory: Inventory) -> list[str]:
-    """Return how a run starts."""
+    """Return the commands that start a run."""
     lines = ["# here: a run"]
     if inventory.joined:
         lines[0] += (
@@ -114,9 +117,9 @@ _JOB = """#!/bin/bash
 {more}#SBATCH --signal=B:TERM@60
 #SBATCH --output={job}-%j.log
 #
-# A SuperLink, {count} SuperNodes, and a run on them: sbatch SCRIPT ARGUMENTS, which are those of `corolla run`
+# A SuperLink, {count} SuperNodes, and a run on them: sbatch SCRIPT ARGUMENTS, with the arguments of `corolla run`
 #   sbatch SCRIPT my-experiment.toml --set seed=1
-#   sbatch SCRIPT --resume runs/NAME          goes on with a run that was cut off
+#   sbatch SCRIPT --resume runs/NAME          resumes an interrupted run
 # Submit it in a directory that all nodes share. Memory, time and partition: options of sbatch, or more #SBATCH lines.
 set -euo pipefail
 cd "$SLURM_SUBMIT_DIR"
@@ -133,7 +136,7 @@ finish() {{
   for process in $run $nodes $superlink; do
     kill "$process" 2> /dev/null && wait "$process" || true
   done
-  "$python" -P -c {end} "$work"  # and what they have started
+  "$python" -P -c {end} "$work"  # and their children
   rm -rf "$work/keys" "$work/flwr"
   exit "$1"
 }}
@@ -174,10 +177,10 @@ done"""
 
 
 def slurm(inventory: Inventory) -> str:
-    """Return a job script that starts SuperLink and SuperNodes where Slurm puts them, runs, and ends them.
+    """Return a job script that starts SuperLink and SuperNodes on Slurm's nodes, runs, and ends them.
 
-    An inventory with a loopback address becomes a job on one node. With TLS the job makes keys of its own, for the address of the
-    node it starts on. Raises UserError for clients whose sites start them.
+    An inventory with a loopback address becomes a job on one node. With TLS the job makes its own keys, for the address
+    of the node that it starts on. Raises UserError for clients that join by themselves.
     """
     if inventory.joined:
         joined = ", ".join(map(str, inventory.joined))
@@ -222,7 +225,7 @@ def slurm(inventory: Inventory) -> str:
 
 
 def _case(inventory: Inventory, node: SuperNode, place: Place, python: str) -> str:
-    """Return the shell case of one task, a SuperNode; Slurm decides which GPU it has."""
+    """Return the shell case of one task, a SuperNode. Slurm decides its GPU."""
     here = dataclasses.replace(node, python=python, gpu=None if node.gpu else node.gpu)
     process = commands.supernode(inventory, here, place, 0)
     return f"{node.client_id}) exec {shell.line(process.command, process.environment)} ;;"

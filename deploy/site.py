@@ -1,4 +1,4 @@
-"""A site's rules for the runs it takes part in: `site.toml`, which no run can override.
+"""A site's rules for the runs that it takes part in: `site.toml`, which no run can override.
 
 ```toml
 applications = ["9f2c..."]          # sha256 of the applications that may run here
@@ -7,7 +7,7 @@ min-samples = 50
 max-upload = 20_000_000             # bytes
 readable-paths = ["/data/xray"]
 confine = true                      # the kernel keeps applications to these
-site-dir = "/srv/corolla/notes"     # where this site notes what no run may undo
+site-dir = "/srv/corolla/notes"     # notes of this site that no run may undo
 approval = "ask"                    # each run waits for `corolla node approve RUN`
 
 [bounds]
@@ -15,7 +15,8 @@ local-epochs = {max = 10}
 device = {one-of = ["cpu"]}
 ```
 
-A rule that is not given allows everything. docs/deployment.md lists every key, docs/security.md says what they protect from whom.
+An absent rule allows everything. docs/deployment.md lists every key, docs/security.md states the protection that each
+one gives.
 """
 
 from __future__ import annotations
@@ -75,8 +76,10 @@ class Site:
         _texts("a list of sha256 values, 64 hexadecimal digits each", "[0-9a-f]{64}"),
     )
     methods: tuple[str, ...] | None = key(None, "Methods that may run here", _texts("a list of methods", ".+"))
-    min_samples: int | None = key(None, "Training samples this site must have in a run, or it stays out", _COUNT)
-    max_upload: int | None = key(None, "Bytes that one reply may have; a larger one is not sent", _COUNT)
+    min_samples: int | None = key(
+        None, "Least number of training samples of this site in a run; with fewer the run is refused", _COUNT
+    )
+    max_upload: int | None = key(None, "Largest size of a reply in bytes; a larger one is not sent", _COUNT)
     readable_paths: tuple[str, ...] | None = key(
         None,
         "Directories and files that a run's `dataset`, `partition`, `data-dir` and `state-dir` may name; `[]`: none",
@@ -90,23 +93,26 @@ class Site:
     )
     approval: str | None = key(
         None,
-        "`ask`: each run waits for `corolla node approve RUN`; `none`",
+        "`ask`: each run waits for `corolla node approve RUN`; `none`: no run waits",
         Form("ask or none", lambda v: v in (ASK, "none")),
     )
     bounds: Mapping[str, Mapping[str, Any]] = key(
-        {}, "Smallest and largest values, or the only ones, of run-config keys: `local-epochs = {max = 10}`", _BOUNDS
+        {}, "Smallest, largest or only allowed values of run-config keys: `local-epochs = {max = 10}`", _BOUNDS
     )
     source: str = ""
     site_dir: str | None = key(
         None,
-        "Directory where this site notes what its records have spent and which private rounds it has answered; `$COROLLA_SITE_DIR` "
-        "comes first",
+        "Directory of this site's notes: privacy budgets that its records have spent, private rounds that it has answered. "
+        "`$COROLLA_SITE_DIR` takes precedence",
         Form("an absolute path", lambda v: isinstance(v, str) and v.startswith("/")),
     )
 
 
 def find(given: str = "") -> Path | None:
-    """Return the site's file: the one given, $COROLLA_SITE, or corolla/site.toml in the user's configuration, if that exists."""
+    """Return the site's file: the given one, else $COROLLA_SITE, else corolla/site.toml in the user's configuration.
+
+    Return None if no file is named and the last does not exist.
+    """
     if given or os.environ.get("COROLLA_SITE"):
         return Path(given or os.environ["COROLLA_SITE"]).expanduser()
     usual = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "corolla" / "site.toml"
@@ -114,7 +120,7 @@ def find(given: str = "") -> Path | None:
 
 
 def read_site(path: Path) -> Site:
-    """Read site.toml. Raises UserError with all problems, also if others than its owner may write it."""
+    """Read site.toml. Raises UserError with all problems, also if users other than its owner may write it."""
     raw = read_toml(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o022:
@@ -136,7 +142,7 @@ def read_site(path: Path) -> Site:
 
 
 def _dotted(bounds: Mapping[str, Any]) -> dict[str, Any]:
-    """Name the keys of a method's table as a run's config does: [bounds.fedcac] tau is fedcac.tau."""
+    """Rename a method's keys to those of a run's config: [bounds.fedcac] tau becomes fedcac.tau."""
     out: dict[str, Any] = {}
     for name, value in bounds.items():
         table = isinstance(value, dict) and value and all(isinstance(bound, dict) for bound in value.values())
@@ -148,7 +154,7 @@ def _dotted(bounds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refusal(site: Site, application: str, config: Mapping[str, Scalar]) -> str:
-    """Return the rule that keeps a run out and what broke it, or "".
+    """Return the rule that excludes a run, and the reason, or "".
 
     application: sha256 of its code. config: the run's flat config, as the application will read it.
     """
@@ -167,7 +173,7 @@ def refusal(site: Site, application: str, config: Mapping[str, Scalar]) -> str:
 
 
 def _beyond(name: str, bound: Mapping[str, Any], config: Mapping[str, Scalar], declared: Mapping[str, KeySpec]) -> str:
-    """Say how a run's value breaks a bound, or "". A key that the run does not have has its default, or breaks it."""
+    """Return how a run's value breaks a bound, or "". An absent key has its default, or breaks the bound."""
     if name not in config and name not in declared:
         return f"bounds: {name} is not in the run's config"
     value = config[name] if name in config else declared[name].default
@@ -193,7 +199,7 @@ def _unreadable(site: Site, config: Mapping[str, Scalar]) -> str:
         path = Path(text).expanduser()
         if not path.is_absolute():
             return f"readable-paths: {name} must be an absolute path, got {text}"
-        # symbolic links and .. are followed first
+        # resolved: symbolic links and .. must not lead outside
         resolved = path.resolve()
         if not any(resolved.is_relative_to(place) for place in allowed):
             return f"readable-paths: {name} names {text}, which is not under {', '.join(map(str, allowed)) or 'any'}"

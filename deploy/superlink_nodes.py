@@ -1,4 +1,4 @@
-"""The SuperNodes a cluster's SuperLink has registered: registered, listed and revoked through its control port."""
+"""The SuperNodes that a cluster's SuperLink knows: registered, listed and revoked through its control port."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def register_all(cluster: Cluster) -> list[str]:
-    """Register every public key that is there, those of sites that joined included; return the names of the SuperNodes."""
+    """Register every existing public key, also of sites that joined. Return the names of the SuperNodes."""
     names = [node.name for node in cluster.inventory.supernodes]
     joined = (f"supernode-{client_id}" for client_id in cluster.inventory.joined)
     names += [name for name in joined if (Path(cluster.inventory.keys) / f"{name}.pub").exists()]
@@ -31,7 +31,10 @@ def register_all(cluster: Cluster) -> list[str]:
 
 
 def register_key(cluster: Cluster, name: str) -> None:
-    """Register a SuperNode's public key with the SuperLink; one that a kept database has already is fine."""
+    """Register a SuperNode's public key with the SuperLink. Raises UserError.
+
+    A kept database may have the key already.
+    """
     public = Path(cluster.inventory.keys) / f"{name}.pub"
     done = flwr(cluster, "supernode", "register", str(public), cluster.inventory.name, "--name", name)
     output = done.stdout + done.stderr
@@ -55,7 +58,10 @@ def status_by_node_id(cluster: Cluster) -> dict[str, str]:
 
 
 def list_nodes(cluster: Cluster) -> list[NodeInfo]:
-    """Ask the SuperLink for its nodes, with their public keys, which `flwr supernode list` does not show. Raises UserError."""
+    """Return the SuperLink's nodes with their public keys, which `flwr supernode list` does not show.
+
+    Raises UserError if the SuperLink gives no answer.
+    """
     from flwr.cli.typing import SuperLinkConnection
     from flwr.cli.utils import init_http_client_from_connection
     from flwr.proto.control_pb2 import ListNodesRequest
@@ -70,15 +76,13 @@ def list_nodes(cluster: Cluster) -> list[NodeInfo]:
             return list(client.ListNodes(ListNodesRequest()).nodes_info)
         finally:
             client.close()
-    # whatever stands between: TLS, HTTP, the SuperLink itself
+    # any error on the way: TLS, HTTP, the SuperLink itself
     except Exception as error:
-        raise UserError(
-            f"cluster {cluster.inventory.name}: its SuperLink does not say which nodes it has: {error}"
-        ) from None
+        raise UserError(f"cluster {cluster.inventory.name}: cannot list its SuperLink's nodes: {error}") from None
 
 
 def status_of_joined(cluster: Cluster) -> dict[int, str]:
-    """Return the SuperLink's status, by client id, of the clients whose sites start them; "" for one without a key.
+    """Return the SuperLink's status of the clients that join by themselves, by client id; "" for one without a key.
 
     They are found by their keys.
     """
@@ -98,16 +102,16 @@ def status_of_joined(cluster: Cluster) -> dict[int, str]:
 
 
 def public_bytes(path: Path) -> bytes:
-    """Read a public key file as the SuperLink keeps it."""
+    """Read a public key file in the form that the SuperLink keeps."""
     key = serialization.load_ssh_public_key(path.read_bytes())
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def revoke(cluster: Cluster, client_id: int) -> list[str]:
-    """Take a SuperNode's key back: the SuperLink answers it no more, its key files go, and its process is ended.
+    """Revoke a SuperNode's key: the SuperLink rejects it, its key files are deleted, and its process is ended.
 
-    Returns a sentence for each thing that could not be done after that. The node is found by its key among those the SuperLink has
-    registered, not by a name it gives itself. Raises UserError if there is nothing to take back.
+    Returns a sentence for each step that failed afterwards. The node is found by its registered key, not by a name that
+    it gives itself. Raises UserError if there is no key to revoke.
     """
     node = next((n for n in cluster.inventory.supernodes if n.client_id == client_id), None)
     if node is None and client_id not in cluster.inventory.joined:
@@ -117,7 +121,7 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
     name = f"supernode-{client_id}"
     if not cluster.inventory.secure:
         raise UserError(
-            f"client {client_id}: without authentication there is no key to take back (`tls: true` in the inventory)"
+            f"client {client_id}: without authentication there is no key to revoke (`tls: true` in the inventory)"
         )
     public = Path(cluster.inventory.keys) / f"{name}.pub"
     if not public.is_file():
@@ -127,14 +131,14 @@ def revoke(cluster: Cluster, client_id: int) -> list[str]:
     for node_id in ids:
         done = flwr(cluster, "supernode", "unregister", str(node_id), cluster.inventory.name)
         if done.returncode != 0:
-            raise UserError(f"{name}: its key could not be taken back:\n{(done.stdout + done.stderr).strip()[-1000:]}")
+            raise UserError(f"{name}: its key could not be revoked:\n{(done.stdout + done.stderr).strip()[-1000:]}")
     for path in (public, public.with_suffix(".key"), public.with_suffix(KEY_SUFFIX), public.with_name(PEERS)):
         path.unlink(missing_ok=True)
-    # its own site ends the process of a client that joined
+    # a client that joined has a process that only its site can end
     if node is None:
         return []
     try:
         left = cluster.ask(node.host, "stop", names=[node.name])["left"]
     except UserError as error:
-        return [f"{error}: its process may still be there, but the SuperLink does not know it any more"]
-    return [f"{node.host}: {name} could not be ended, but the SuperLink does not know it any more" for name in left]
+        return [f"{error}: its process may still run, but the SuperLink no longer knows it"]
+    return [f"{node.host}: {name} could not be ended, but the SuperLink no longer knows it" for name in left]

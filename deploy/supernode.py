@@ -1,40 +1,53 @@
 """Flower's SuperNode behind a site's gate: `python -m deploy.supernode --name SITE [--site site.toml] -- OPTIONS`.
 
-OPTIONS are flower-supernode's. The gate is put around the connection that Flower's loop opens; where Flower no longer has the
-places this is done at, nothing is started.
+OPTIONS are flower-supernode's. The gate wraps the connection that Flower's loop opens. If a Flower version lacks the
+place for it, the SuperNode does not start.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import logging
 import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from flwr.app import Message
+from flwr.proto.message_pb2 import ObjectTree
 
 from deploy import confine, site
 from deploy.audit import Audit
 from deploy.confine import Confinement
 from deploy.gate import Connection, Gate, Node
+from deploy.pace import Pace
 from deploy.processes import state_home
 from deploy.site import Site
 from fl_app.config import RunConfig
 from fl_app.data.prepared import data_root
 from fl_app.errors import UserError
+from fl_app.exit_codes import BAD_INPUT
 from fl_app.files import make_directory
 from fl_app.privacy.keyring import PEERS
 from fl_app.site import VARIABLE, site_directory, user_state
 from fl_app.wire import PRIVATE_KEYS
 
+log = logging.getLogger("corolla")
+
+Receive = Callable[[], tuple[Message, ObjectTree] | None]
+
+# least seconds between two polls for a message
+_SHORTEST = 0.1
+
 
 def sites_directory() -> Path:
-    """Return the directory of the keys, audits and approvals of the sites on this machine."""
+    """Return the directory with the keys, audits and approvals of the sites on this machine."""
     return state_home() / "sites"
 
 
@@ -43,34 +56,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="deploy.supernode")
     parser.add_argument("--name", required=True)
     parser.add_argument("--site", default="")
+    parser.add_argument(
+        "--warm", action="store_true", help="fork applications from a process that has imported PyTorch"
+    )
     parser.add_argument("flower", nargs="*")
     given = parser.parse_args()
     try:
-        run(given.name, given.site, given.flower)
+        run(given.name, given.site, given.flower, given.warm)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(BAD_INPUT) from None
 
 
-def run(name: str, rules: str, options: list[str]) -> None:
-    """Become a SuperNode with these options of flower-supernode. Raises UserError before it starts."""
+def run(name: str, rules: str, options: list[str], warm: bool = False) -> None:
+    """Become a SuperNode with these options of flower-supernode.
+
+    warm: fork applications from a warm process. Raises UserError before it starts.
+    """
     configure_logging()
     path = site.find(rules)
     found = site.read_site(path) if path else Site()
     if found.site_dir:
-        # applications inherit it
+        # applications inherit the variable
         os.environ.setdefault(VARIABLE, found.site_dir)
     directory = sites_directory() / name
     check_places(directory)
     audit = Audit(directory)
-    command = install(found, audit, directory)
+    command = install(found, audit, directory, warm)
     audit.append("start", site=found.source, rules=path.read_text(encoding="utf-8") if path else "")
     sys.argv = ["flower-supernode", *options]
     command()
 
 
 def check_places(directory: Path) -> None:
-    """Raise UserError if this machine keeps something else in the site's own directory. directory: of the site's keys and audit."""
+    """Raise UserError if the site's own directory also contains other files of this machine.
+
+    directory: of the site's keys and audit.
+    """
     kept = site_directory()
     places = {
         "the site's keys": directory,
@@ -80,14 +102,13 @@ def check_places(directory: Path) -> None:
     for what, place in places.items():
         if place.expanduser().resolve().is_relative_to(kept.resolve()):
             raise UserError(
-                f"site-dir: {kept} must hold nothing else, and {what} would lie in {place}; name one of its own, such as "
+                f"site-dir: {kept} must hold nothing else, but {what} would be in {place}; name a separate directory, for example "
                 f"{kept / 'notes'} (in site.toml, or ${VARIABLE})"
             )
 
 
 def configure_logging() -> None:
     """Log the gate's messages beside Flower's."""
-    log = logging.getLogger("corolla")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("corolla: %(message)s"))
     log.addHandler(handler)
@@ -95,8 +116,11 @@ def configure_logging() -> None:
     log.propagate = False
 
 
-def install(rules: Site, audit: Audit, directory: Path) -> Any:
-    """Put the gate where Flower's SuperNode opens its connection, and return the function that starts it."""
+def install(rules: Site, audit: Audit, directory: Path, warm: bool = False) -> Any:
+    """Put the gate at the place where Flower's SuperNode opens its connection. Return the function that starts it.
+
+    warm: as for `run`. Raises UserError.
+    """
     command: Any = importlib.import_module("flwr.supernode.cli.flower_supernode")
     loop: Any = importlib.import_module("flwr.supernode.start_client_internal")
     try:
@@ -106,6 +130,7 @@ def install(rules: Site, audit: Audit, directory: Path) -> Any:
     if rules.confine and not confine.landlock_version():
         raise UserError("confine: this kernel has no Landlock (Linux 5.13 and later, if it is not switched off)")
     writable = writable_directories(directory, rules.source) if rules.confine else {}
+    pace = Pace(_SHORTEST)
 
     def start_behind_gate(**given: Any) -> None:
         config = given["node_config"]
@@ -117,9 +142,14 @@ def install(rules: Site, audit: Audit, directory: Path) -> Any:
         def connect_behind_gate(**how: Any) -> Iterator[tuple[Any, ...]]:
             with connect(**how) as connection:
                 guarded = gate.around(Connection(*connection))
+                guarded = dataclasses.replace(guarded, receive=noticing(guarded.receive, pace))
                 yield tuple(getattr(guarded, name) for name in Connection.__dataclass_fields__)
 
-        def start_confined(words: Sequence[str]) -> subprocess.Popen[bytes]:
+        def start_superexec(words: Sequence[str]) -> subprocess.Popen[bytes]:
+            if warm:
+                words = warm_command(words)
+            if not rules.confine:
+                return subprocess.Popen(words)
             confinement = confinement_of(
                 rules, node, writable.values(), given["runtime_api_address"], str(config.get(PRIVATE_KEYS, ""))
             )
@@ -127,19 +157,42 @@ def install(rules: Site, audit: Audit, directory: Path) -> Any:
             return subprocess.Popen(confine.confined_command(confinement, words), env=environment)
 
         loop._init_connection = connect_behind_gate
-        if rules.confine:
-            # Flower starts what starts applications with it
-            loop.subprocess = types.SimpleNamespace(Popen=start_confined)
+        if rules.confine or warm:
+            # Flower starts its SuperExec with it, and SuperExec starts applications
+            loop.subprocess = types.SimpleNamespace(Popen=start_superexec)
+        if warm:
+            # no effect on a version that sleeps in another way
+            loop.time = pace
         start(**given)
 
     command.start_client_internal = start_behind_gate
     return command.flower_supernode
 
 
-def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
-    """Make the directories that confined applications may write, and return them by the variables that name them.
+def warm_command(words: Sequence[str]) -> list[str]:
+    """Return the command of Flower's SuperExec, changed so that it forks applications."""
+    command, *options = words
+    if Path(command).name != "flower-superexec":
+        log.warning("this Flower starts applications with %s: they are not forked from a warm process", command)
+        return list(words)
+    return [sys.executable, "-P", "-m", "deploy.superexec", *options]
 
-    Raises UserError if what they must not change lies in one of them: the site's own directory, its file of rules.
+
+def noticing(receive: Receive, pace: Pace) -> Receive:
+    """Return a `receive` that also notes each message in the pace."""
+
+    def receive_and_notice() -> tuple[Message, ObjectTree] | None:
+        if (received := receive()) is not None:
+            pace.work()
+        return received
+
+    return receive_and_notice
+
+
+def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
+    """Make the directories that confined applications may write. Return them by their environment variables.
+
+    Raises UserError if one contains a path that they must not change: the site's own directory, or its file of rules.
     """
     from flwr.supercore.utils import get_flwr_home
 
@@ -155,7 +208,7 @@ def writable_directories(directory: Path, rules: str) -> dict[str, Path]:
         for kept in (directory, Path(rules)):
             if kept.resolve().is_relative_to(place.resolve()):
                 raise UserError(
-                    f"confine: {name}: applications would write {place}, in which {kept} lies; choose another"
+                    f"confine: {name}: applications would write {place}, which contains {kept}; choose another"
                 )
     return places
 
@@ -165,7 +218,7 @@ def confinement_of(
 ) -> Confinement:
     """Return the confinement of applications.
 
-    runtime: the SuperNode's address for them. private_key: the node's for private runs.
+    runtime: the SuperNode's address for them. private_key: the path of the node's key for private runs.
     """
     read = [*confine.installation(), *(rules.readable_paths or ())]
     if node.data_path:

@@ -1,1 +1,1 @@
-"""Foundations every half of Corolla shares: configuration, layout, wire, models, data, results and the command line."""
+"""Code that all parts of Corolla share: configuration, layout, wire, models, data and results."""

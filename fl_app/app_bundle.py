@@ -1,8 +1,8 @@
-"""The Flower app as a run submits it: Corolla's packages and the user's own files, in a directory of its own.
+"""The Flower app that a run submits: Corolla's packages and the user's own files, copied to a new directory.
 
-`flwr run` walks through the whole directory it is given, in a clone with its `.venv` for many seconds, and refuses every run-config
-key that the app's pyproject.toml does not have. So each run gets a small copy, with the keys of the user's own method in it. On a
-node Flower unpacks it and imports from there first of all.
+`flwr run` walks through its whole directory; in a clone with a `.venv` this takes many seconds. It also refuses every
+run-config key that the app's pyproject.toml lacks. So each run gets a small copy, with the keys of the user's own
+method in it. On a node Flower unpacks the copy and imports from it first.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ PROJECT = "pyproject.toml"
 
 @contextlib.contextmanager
 def bundle(config: Mapping[str, Scalar], parent: str | None = None) -> Iterator[Path]:
-    """Yield a directory with the app for a run with this config, which is removed in the end.
+    """Yield a directory with the app for a run with this config; it is removed at the end.
 
-    parent: where it is made, else where temporary files are.
+    parent: the directory to create it in. None: that of temporary files.
     """
     project = read_toml(project_file())
     known = project["tool"]["flwr"]["app"]["config"]
@@ -47,9 +47,9 @@ def bundle(config: Mapping[str, Scalar], parent: str | None = None) -> Iterator[
 
 
 def project_file() -> Path:
-    """Return the app's pyproject.toml: the copy that a wheel has among fl_app's files, or a clone's own.
+    """Return the path of the app's pyproject.toml: a wheel's copy in fl_app, or a clone's own.
 
-    Raises UserError if there is none.
+    Raises UserError if neither exists.
     """
     for path in (APP_DIRECTORY / "fl_app" / PROJECT, APP_DIRECTORY / PROJECT):
         if path.is_file():
@@ -58,7 +58,7 @@ def project_file() -> Path:
 
 
 def application_hash(config: Mapping[str, Scalar]) -> str:
-    """Return the sha256 of the application as a run with this config submits it, by which sites know it."""
+    """Return the sha256 of the app that a run with this config submits. Sites identify the app by it."""
     from flwr.cli.build import build_fab_from_disk
 
     with bundle(config) as directory:

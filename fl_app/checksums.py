@@ -1,13 +1,15 @@
-"""Checksums of a directory that is built once: written when it is, compared when it is opened, and wholly on demand.
+"""Checksums of a directory that is built once, and stamps that show whether files have changed.
 
-`checksums.json` holds for every other file its size, the sha256 of its first 4 KiB (an array's header is in them) and the sha256 of
-all of it. Opening compares the first two, which takes well under a millisecond; `corolla data verify` reads everything.
+Building writes `checksums.json`. For every other file it holds the size, the sha256 of the first 4 KiB (they contain an
+array's header) and the sha256 of the whole file. Opening compares the first two, in well under a millisecond.
+`corolla data verify` compares all three.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,9 +28,9 @@ def write(directory: Path) -> None:
 
 
 def compare(directory: Path, *, whole: bool) -> list[str]:
-    """Return what is wrong with a directory's files, in words; whole: read them to their ends.
+    """Return a line for each damaged file of a directory. whole: read every file to its end.
 
-    What an earlier version built has no checksums: nothing is known to be wrong then, unless `whole` is asked for.
+    Directories of earlier versions have no checksums. That is an error only if `whole`.
     """
     try:
         facts = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
@@ -43,9 +45,9 @@ def compare(directory: Path, *, whole: bool) -> list[str]:
 
 
 def hash_of(directory: Path, names: Sequence[str], more: str = "") -> str:
-    """Return one sha256, as hexadecimal digits, of some files of a directory and of a text.
+    """Return one sha256, as hexadecimal digits, over some files of a directory and a text.
 
-    It takes each file's from `checksums.json`, and reads the files where that lacks them. Raises OSError.
+    It uses the files' sha256 in `checksums.json`, and reads a file only if its own is missing there. Raises OSError.
     """
     try:
         known = json.loads((directory / CHECKSUMS).read_text(encoding="utf-8"))
@@ -55,23 +57,26 @@ def hash_of(directory: Path, names: Sequence[str], more: str = "") -> str:
     return hashlib.sha256(json.dumps([*parts, more]).encode()).hexdigest()
 
 
-# of a hash, as far as people are shown it
+# leading digits of a hash that messages show
 SHOWN_DIGITS = 12
-# of a keyed hash: they name the key
+# leading digits of a keyed hash that identify its key
 KEY_DIGITS = 16
 
 
 class DataHashes(NamedTuple):
     """Hashes of a data set and of its partition, as hexadecimal digits.
 
-    A client that tells nobody what its data are has a keyed hash of both as the first, and none as the second.
+    A client that hides its data has a keyed hash of both as the first, and "" as the second.
     """
 
     data: str
     partition: str
 
     def difference(self, other: DataHashes) -> str:
-        """Say what differs from another data set, with both hashes; empty if nothing does, or if two keys leave it unknown."""
+        """Return, in words, the first difference from another data set, with both hashes.
+
+        "": there is none, or it is unknown because the two hashes have different keys.
+        """
         if self == other:
             return ""
         if not self.partition and not other.partition and self.data[:KEY_DIGITS] != other.data[:KEY_DIGITS]:
@@ -82,49 +87,52 @@ class DataHashes(NamedTuple):
 
 
 HASHES = ("data-sha256", "partition-sha256")
-"""How clients call the two."""
+"""Names of the two hashes in a client's answer."""
 
 
 def told_hashes(answer: Mapping[str, object]) -> DataHashes | None:
-    """Return the hashes that a client tells of its data; None if it tells none."""
+    """Return the hashes of a client's data from its answer; None if it has no valid ones."""
     data, partition = (str(answer.get(name, "")) for name in HASHES)
     known = re.fullmatch("[0-9a-f]{64}", data) and re.fullmatch("([0-9a-f]{64})?", partition)
     return DataHashes(data, partition) if known else None
 
 
 def shown(found: str, expected: str) -> str:
-    """Show the beginnings of two hashes, where they differ: those of one key begin alike."""
+    """Return the beginnings of two hashes, in words, without their key's digits if these are equal."""
     start = KEY_DIGITS if found[:KEY_DIGITS] == expected[:KEY_DIGITS] else 0
     cut = slice(start, start + SHOWN_DIGITS)
     return f"sha256 {found[cut]}..., expected {expected[cut]}..."
 
 
 Stamp = tuple[int, int, int]
-"""What changes when a file is replaced or written to: its size, the time of its last change, its inode."""
+"""(size, time of the last change in nanoseconds, inode) of a file: it differs once a file was replaced or changed."""
 
 
 def stamp_of(path: Path) -> Stamp | None:
-    """Return a file's stamp, None if it is not there."""
+    """Return a file's stamp; None if the file does not exist."""
     try:
-        found = path.stat()
+        found = os.stat(path)
     except OSError:
         return None
     return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def stamps_in(*directories: Path) -> dict[Path, Stamp]:
-    """Return the stamps of all files in some directories, and of these, which a new one of the same name replaces."""
+    """Return the stamps of some directories and of all files in them.
+
+    A directory's own stamp shows whether a new one of the same name replaced it.
+    """
     paths = [path for directory in directories for path in (directory, *directory.iterdir())]
     return {path: stamp for path in paths if (stamp := stamp_of(path)) is not None}
 
 
 def unchanged(stamps: Mapping[Path, Stamp]) -> bool:
-    """Tell whether files are still those that were stamped."""
+    """Return whether all files still have their stamps."""
     return all(stamp_of(path) == stamp for path, stamp in stamps.items())
 
 
 def refuse_damage(key: str, directory: Path, problems: list[str]) -> None:
-    """Raise UserError if there are problems. key: of the configuration."""
+    """Raise UserError if there are problems. key: the configuration's key to name."""
     if problems:
         raise UserError(
             f"{key}: {directory} is damaged ({listed(problems, '; ')}): prepare it again by `corolla data prepare --force` with "
@@ -145,7 +153,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _why(path: Path, nbytes: int, head: str, sha256: str, whole: bool) -> str:
-    """Return what is wrong with a file, or ""."""
+    """Return the damage of a file in words, "" if there is none."""
     try:
         if (size := path.stat().st_size) != nbytes:
             return f"has {size} bytes, expected {nbytes}"

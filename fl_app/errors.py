@@ -1,32 +1,38 @@
-"""The error types meant for users: their messages are shown as they are, without a traceback; and how messages list things."""
+"""Errors for users, shown as their message without a traceback, and helpers that format messages."""
 
 from __future__ import annotations
 
+DIVERGED = "training diverged"
 _MAX_LISTED = 5
 _CONTROL = dict.fromkeys([*range(0x20), *range(0x7F, 0xA0)])  # C0, DEL, C1
 
 
 class UserError(ValueError):
-    """Bad input: the message names the thing, the rule and the value, and fits on one screen."""
+    """Bad input. The message names the key or thing, the rule and the value, and fits on one screen."""
 
 
 class RunFailed(RuntimeError):
-    """A run that was started did not finish; the message says what is known of why."""
+    """A started run did not finish. The message states the known reason."""
 
 
 class Diverged(UserError):
-    """Training ended in numbers beyond all bounds."""
+    """Training ended with numbers beyond all bounds."""
 
 
 def diverged(what: str, value: float, learning_rate: float) -> Diverged:
-    """Return what is said of a training that ended in numbers beyond all bounds. what: one of them."""
-    return Diverged(f"training diverged: its {what} is {value:.4g} (learning-rate {learning_rate:g})")
+    """Return the error of a diverged training. what: the name of the number with this value."""
+    return Diverged(f"{DIVERGED}: its {what} is {value:.4g} (learning-rate {learning_rate:g})")
 
 
-def listed(names: list[str], separator: str = ", ") -> str:
-    """Return the first few names as an error prints them."""
-    more = f"{separator}and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return separator.join(names[:_MAX_LISTED]) + more
+def listed(names: list[str], separator: str = ", ", most: int = _MAX_LISTED) -> str:
+    """Return the first `most` names as an error prints them, and the number of the others."""
+    more = f"{separator}and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + more
+
+
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """Return a number with its noun: `1 client`, `2 clients`. nouns: an irregular plural."""
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"
 
 
 def describe(error: BaseException) -> str:
@@ -35,5 +41,10 @@ def describe(error: BaseException) -> str:
 
 
 def plain(text: str) -> str:
-    """Return a text without control characters and lone surrogates: what clients wrote goes to terminals, files and pages."""
+    """Return a text without control characters and lone surrogates, safe for terminals, files and web pages."""
     return text.translate(_CONTROL).encode("utf-8", "replace").decode("utf-8")
+
+
+def plain_lines(text: str) -> str:
+    """Return a text as `plain` does, but keep line ends. A tab becomes a space."""
+    return "\n".join(plain(line.replace("\t", " ")) for line in text.split("\n"))

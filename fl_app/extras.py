@@ -1,4 +1,4 @@
-"""The packages that serve some runs or commands alone, and the extra of Corolla that installs each."""
+"""Optional packages that only some runs or commands need, and the extra of Corolla that installs each."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from fl_app.errors import UserError
 EXTRAS = {
     "matplotlib": "report",
     "pandas": "tables",
-    "pyarrow": "tables",
     "datasets": "tables",
     "flwr_datasets": "partitions",
     "torchmetrics": "metrics",
     "opacus": "dp",
 }
-"""By the name a package is imported by: the extra in pyproject.toml that brings it."""
+"""The extra in pyproject.toml that installs a package, by the package's import name."""
 
 
 def require(package: str, what: str) -> None:

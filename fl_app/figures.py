@@ -1,8 +1,9 @@
-"""Kinds of figures: what a method records, declared as data. The report knows these kinds, not the methods.
+"""Kinds of figures that a method declares for the numbers it records.
 
-A method lists them in `Method(..., figures=(...))`; the run folder keeps them in run.json, so that a report needs no code of the
-method. `record` is the name under which the strategy noted the numbers, with `note_round(record, value)` or, per client,
-`note(client_id, record, value)`; see each kind for what `value` may be. Numbers that are missing or not finite are left out.
+The report draws these kinds and knows no methods. A method lists its figures in `Method(..., figures=(...))`. run.json
+keeps them, so that a report needs no code of the method. `record` is the name under which the strategy recorded the
+numbers: with `note_round(record, value)`, or per client with `note(client_id, record, value)`. Each kind defines its
+`value`. Missing and non-finite numbers are left out.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ log = logging.getLogger("corolla")
 
 @dataclass(frozen=True)
 class Figure:
-    """What all kinds have. unit: what the colours or the axis mean; caption: a sentence or two; name: of the file, `record`
-    if empty.
+    """Fields of all kinds.
+
+    unit: label of the colours or the axis; caption: a sentence or two; name: of the picture's file; empty: `record`.
     """
 
     record: str
@@ -31,17 +33,16 @@ class Figure:
 
     @property
     def file_name(self) -> str:
-        """Name of the picture's file, without what a path could be made of."""
+        """Name of the picture's file, without characters that could form a path."""
         return re.sub(r"[^\w-]+", "-", self.name or self.record)
 
 
 @dataclass(frozen=True)
 class Matrix(Figure):
-    """Numbers between clients, drawn beside the similarity of their class distributions where that is known.
+    """Numbers between clients, drawn beside the similarity of their class distributions if that is known.
 
-    Recorded per round as rows in the order of the round's clients, or per client as such a row or as {client id: number}, the
-    round's other clients being 0.
-    heading: above the matrix; value: what one number is called in a sentence.
+    Per round: rows in the order of the round's clients. Per client: one row, or {client id: number}, with 0 for the
+    round's other clients. heading: title above the matrix; value: the word for one number in a sentence.
     """
 
     heading: str = dataclasses.field(default="", kw_only=True)
@@ -50,15 +51,16 @@ class Matrix(Figure):
 
 @dataclass(frozen=True)
 class Links(Figure):
-    """Lists of other clients, recorded per client; drawn is their length over the rounds."""
+    """Lists of other clients, recorded per client. The picture shows their length over the rounds."""
 
 
 @dataclass(frozen=True)
 class Layers(Figure):
-    """Numbers by layer, {name: number}, recorded per round, or per client (their mean is drawn).
+    """Numbers by layer, {name: number}, recorded per round, or per client (the picture shows their mean).
 
-    percent: a ratio, drawn from 0 to 100 %; whole: numbers are whole, e.g. counts; shares: counts of which each layer's share of
-    all is drawn, a layer's weight and bias together; beside: another one in the same picture; heading: above its part.
+    percent: a ratio, drawn from 0 to 100 %; whole: whole numbers such as counts; shares: counts, drawn as each layer's
+    share of all, with a layer's weight and bias together; beside: another figure in the same picture; heading: title
+    above this part.
     """
 
     heading: str = dataclasses.field(default="", kw_only=True)
@@ -77,14 +79,14 @@ class Scalars(Figure):
 
 @dataclass(frozen=True)
 class Groups(Figure):
-    """Which group a client is in, a number or a word, recorded per client or per round as {client id: group}."""
+    """A client's group, a number or a word, recorded per client, or per round as {client id: group}."""
 
 
 KINDS: dict[str, type[Figure]] = {kind.__name__.lower(): kind for kind in (Matrix, Links, Layers, Scalars, Groups)}
 
 
 def to_json(figures: Sequence[Figure]) -> list[dict[str, Any]]:
-    """Return declarations as run.json keeps them: kind and the fields that are not at their default."""
+    """Return declarations in the form of run.json: the kind and the fields that differ from their default."""
     out = []
     for figure in figures:
         values = {f.name: value for f in dataclasses.fields(figure) if (value := getattr(figure, f.name)) != f.default}
@@ -94,7 +96,7 @@ def to_json(figures: Sequence[Figure]) -> list[dict[str, Any]]:
 
 
 def from_json(declared: object) -> tuple[Figure, ...]:
-    """Read declarations; what is none, such as a kind of a later version, is left out and logged."""
+    """Return the figures of declarations. An unknown one, such as a kind of a later version, is left out and logged."""
     found = [(item, _read(item)) for item in (declared if isinstance(declared, list) else [])]
     for item, figure in found:
         if figure is None:

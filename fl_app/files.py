@@ -1,8 +1,8 @@
-"""Files that are there whole or not at all, and for their owner alone: the one rule for writing, locking, building once.
+"""Files that exist completely or not at all, readable only by their owner: writing, locking, building once.
 
-Everything a run keeps (prepared data, partitions, client state, run folders, models) may hold or reveal a site's data, which
-may itself be closed to others: directories are created with mode 0700 and files with 0600, whatever the umask. What exists
-already keeps its mode.
+A run's files (prepared data, partitions, client state, run folders, models) may hold or reveal a site's private data.
+Therefore directories are created with mode 0700 and files with mode 0600, for any umask. Existing files and directories
+keep their mode.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fl_app.errors import UserError
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
-FORMAT = 1  # of what is built once
+FORMAT = 1  # of directories that are built once
 
 
 def opener(path: str, flags: int) -> int:
-    """For `open(..., opener=opener)`: a new file is its owner's alone."""
+    """Open a file for `open(..., opener=opener)`, with mode 0600 if it is new."""
     return os.open(path, flags, FILE_MODE)
 
 
 def make_directory(path: Path, *, exist_ok: bool = True) -> None:
-    """Create a directory, and those above it that are missing, closed to others. Raises OSError."""
+    """Create a directory and its missing parents with mode 0700. Raises OSError."""
     if not path.parent.exists():
         make_directory(path.parent)
     path.mkdir(DIRECTORY_MODE, exist_ok=exist_ok)
 
 
 def refuse_unwritable(key: str, directory: Path) -> None:
-    """Raise UserError if nothing can be written under a directory, which need not be there. key: of the configuration."""
+    """Raise UserError if nothing can be written under a directory, which need not exist. key: the key to name."""
     above = next(path for path in (directory, *directory.parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(prefix=".corolla-", dir=above):
@@ -54,9 +54,9 @@ def refuse_unwritable(key: str, directory: Path) -> None:
 def publish(path: Path, write: Callable[[Path], object], mode: int = FILE_MODE) -> None:
     """Let `write` fill a temporary file, sync it, rename it to `path` and sync the directory.
 
-    After a crash `path` holds what it held or all of the new content, which is durable when this returns. The temporary file,
-    `.<name>.<pid>-<thread>.tmp`, exists when `write` is called, closed to others; in the end it gets `mode`. Raises what
-    `write` raises and OSError; nothing is left then.
+    After a crash `path` holds either its old content or all of the new content. The new content is durable when this
+    returns. The temporary file, `.<name>.<pid>-<thread>.tmp`, exists with mode 0600 when `write` is called, and finally
+    gets `mode`. Raises the errors of `write`, and OSError; no temporary file is left then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
@@ -85,11 +85,12 @@ def sync(path: Path) -> None:
 
 
 def lock(path: Path, *, wait: bool, shared: bool = False) -> IO[bytes]:
-    """Create a file if need be and lock it until the result is closed or this process ends, however it ends.
+    """Create a file if it is missing, lock it and return it. The lock ends when it is closed or this process ends.
 
-    shared: others may have it too, but nobody alone. Raises BlockingIOError if another process has it and `wait` is false; OSError.
+    shared: other processes may hold a shared lock too, but no exclusive one. Raises OSError, and BlockingIOError if
+    another process holds the lock and `wait` is false.
     """
-    # a network's file system shares only what may be read
+    # a network file system allows a shared lock only on a file that is open for reading
     file = open(path, "ab+", opener=opener)
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -100,13 +101,13 @@ def lock(path: Path, *, wait: bool, shared: bool = False) -> IO[bytes]:
 
 
 def is_full(error: OSError) -> bool:
-    """Tell whether an error is that of a disk with no room left; numpy's own says how much it wrote and has no number."""
+    """Return whether an error means a full disk. numpy's error has no number, only a text with the size written."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT) or (error.errno is None and "requested and" in str(error))
 
 
 @contextmanager
 def explain_full_disk(key: str, directory: Path) -> Iterator[None]:
-    """Let a full disk be a UserError in one line. key: of the configuration; directory: what is being written under."""
+    """Turn a full disk's OSError into a UserError of one line. key: the key to name; directory: the one written to."""
     try:
         yield
     except OSError as error:
@@ -131,12 +132,14 @@ def build_once(
     force: bool = False,
     stale: Callable[[Path], bool] | None = None,
 ) -> None:
-    """Let `build` fill a fresh directory with files and rename it to `target`, once over all processes of this file system.
+    """Let `build` fill a fresh directory with files and rename it to `target`, once over all processes.
 
-    Others wait on a lock file beside it. Nothing unfinished ever bears the name; what an interrupted build left is
-    removed by the next one. key: of the configuration, for errors. force: build again and replace. stale(target): whether what is
-    there must be built again, asked once more under the lock. Raises what `build` raises, and UserError if nothing can be written
-    there, or if what is there is not what was built (see fl_app.checksums).
+    Other processes on this file system wait on a lock file beside it. An unfinished directory never has the name
+    `target`. The next build removes the rest of an interrupted one. key: the configuration's key for errors. force:
+    build again and replace.
+    stale(target): whether `target` must be built again; it is called again under the lock. Raises the errors of
+    `build`, and UserError if nothing can be written there, or if the checksums of `target` do not match (see
+    fl_app.checksums).
     """
 
     def is_there() -> bool:
@@ -162,7 +165,7 @@ def build_once(
                 build(fresh)
                 checksums.write(fresh)
                 for file in fresh.iterdir():
-                    # before, the directory's mode closed them
+                    # until here the mode of the directory kept other users out
                     file.chmod(FILE_MODE)
                     sync(file)
                 sync(fresh)

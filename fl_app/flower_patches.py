@@ -1,6 +1,6 @@
-"""How Flower puts received arrays together, replaced: its own way copies them several times before anybody can look at one.
+"""Replacements for Flower's classes of received arrays: Flower copies arrays several times before one can be checked.
 
-Written for Flower 1.39, whose classes are subclassed; `install` is called where a run's server starts.
+They are subclasses of Flower 1.39's classes. A run's server calls `install` when it starts.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from flwr.supercore.inflatable import inflatable_object, inflatable_utils
 
 
 class ReceivedArray(Array):
-    """A received array as the pieces it came in: nothing is copied before its header has been checked.
+    """A received array as the pieces it came in: nothing is copied before its header is checked.
 
-    Flower's own class joins the pieces into a bytearray and that into bytes, while it still holds them: with the copies that its
-    record and its pieces make, more than four times what was sent, or any multiple of it where one piece is named many times.
+    Flower's own class joins the pieces into a bytearray and copies it to bytes, while it still holds the pieces. With
+    the copies of its record and its pieces this takes more than four times the memory of the message. If one piece is
+    named many times, it takes any multiple.
     """
 
     pieces: Sequence[memoryview]
 
     @classmethod
     def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ReceivedArray:
-        """Build the array from its head and its ArrayChunks, as Flower's class does; without any pieces if these do not fit.
+        """Return the array of a head and its ArrayChunks, as Flower's class does; without pieces if they do not fit.
 
-        Nothing is raised: an exception here would end the run, and an array without bytes is refused by its client's name.
+        Nothing is raised, because an exception here would end the run. The server refuses an array without bytes later,
+        naming its client.
         """
         array = cls(dtype="", shape=(), stype="", data=b"")
         with contextlib.suppress(Exception):
@@ -51,11 +53,11 @@ class ReceivedArray(Array):
 
 
 class ReceivedPiece(ArrayChunk):
-    """How a piece is taken out of its message: as a view of it. Flower's own class copies it."""
+    """A piece of an array as a view of its message. Flower's own class copies it."""
 
     @classmethod
     def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ArrayChunk:
-        """Skip the head. Raises ValueError if this is no piece."""
+        """Return the piece without its head. Raises ValueError if the content is no piece."""
         kind = inflatable_object.get_object_type_from_object_content(object_content)
         if kind != ArrayChunk.__qualname__ or children:
             raise ValueError("not a piece of an array")
@@ -64,11 +66,11 @@ class ReceivedPiece(ArrayChunk):
 
 
 class ReceivedArrays(ArrayRecord):
-    """How a record of received arrays is put together; Flower's own class would copy each one once more."""
+    """A record of received arrays. Flower's own class would copy each array once more."""
 
     @classmethod
     def inflate(cls, object_content: bytes, children: Mapping[str, Any] | None = None) -> ArrayRecord:
-        """Build the record from the ids of its arrays; it stays without any if these do not fit."""
+        """Return the record of the arrays with the listed ids; an empty record if the ids do not fit."""
         record = ArrayRecord()
         with contextlib.suppress(Exception):
             ids = json.loads(inflatable_object.get_object_body(object_content, ArrayRecord))
@@ -79,7 +81,7 @@ class ReceivedArrays(ArrayRecord):
 
 
 def install() -> None:
-    """Have this process put received arrays together so."""
+    """Make this process use these classes for received arrays."""
     inflatable_utils.inflatable_class_registry |= {
         "ArrayChunk": ReceivedPiece,
         "Array": ReceivedArray,

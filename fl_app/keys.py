@@ -1,8 +1,9 @@
-"""Declared keys: one declaration carries a key's default, sentence, range, and what it is about.
+"""Declared keys: one declaration holds a key's default, sentence, range and kind.
 
-A dataclass declares its keys as fields, `tau: float = key(0.5, "Share of ...", RATIO)`, and `specs` lists them. Names are the
-fields' in kebab case; a method's keys stand in its table, `fedcac.tau`. Which keys tell runs apart, may change on resume, are
-counted in rounds, define a partition, ...: every such question is a filter on these declarations.
+A dataclass declares its keys as fields, `tau: float = key(0.5, "Share of ...", RATIO)`, and `specs` lists them. A key's
+name is the field's in kebab case. A method's keys are in its table, `fedcac.tau`. Every question about keys is a filter
+on these declarations: keys that make two runs different experiments, that may change on resume, that count rounds, that
+define a partition.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ Scalar = bool | int | float | str
 Value = TypeVar("Value")
 
 About = Literal["data", "training", "running", "place"]
-"""What a key is about.
+"""The kind of a key.
 
-`data`: which samples there are and who holds them. `training`: everything else that may change a result or what is recorded
-of it. `running`: how a run runs, never what comes out. `place`: where files lie, and names. Two runs are the same if their
-keys about data and training are.
+`data`: the samples and their division over clients. `training`: everything else that may change a result or its record.
+`running`: the way a run is executed, never its result. `place`: paths and names. Two runs are the same experiment if
+their keys of kind `data` and `training` are equal.
 """
 
 
 class Allowed(Protocol):
-    """What a value must satisfy; as text, what docs and errors call it."""
+    """A condition on values. Its text is printed in documentation and errors."""
 
     def admits(self, value: Any) -> bool:
-        """Tell whether a value satisfies it."""
+        """Return whether a value satisfies the condition."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Rule:
     high_open: bool = False
 
     def admits(self, value: float) -> bool:
-        """Tell whether `value` lies in the interval; NaN never does."""
+        """Return whether `value` lies in the interval; NaN and infinities never do."""
         above = value > self.low if self.low_open else value >= self.low
         below = value < self.high if self.high_open else value <= self.high
         return above and below and not math.isinf(value)
@@ -79,14 +80,16 @@ def key(
     compared: bool = True,
     checked: bool = False,
     spans_run: bool = False,
+    begins_after: bool = False,
 ) -> Any:
-    """Declare one key: its default, its sentence in the documentation, its range, and the answers to questions about it.
+    """Declare one key: its default, its sentence in the documentation, its range and its properties.
 
-    about: see About. counts_rounds: a round's number, which shrinks with the run under `--scale small`. partitions: the kinds
-    of partition it is a parameter of, and of data sets that are divided by it as they are read. extends: a resumed run may change
-    it, though its result does too. headline: a report names it first. compared: stated by papers, so that a difference from theirs
-    matters. checked: what can be wrong with it is only found by opening or building something. spans_run: what it does in a round
-    depends on how many rounds the run has, unless it is off (`KeySpec.is_off`).
+    about: see About. counts_rounds: its value counts rounds, and shrinks with the run's number of rounds under
+    `--scale small`. partitions: the partitions that use it as a parameter, and the data sets that use it to divide
+    rows as they are read. extends: a resumed run may change it, although this changes the result. headline: a report
+    names it first. compared: papers state it, so a difference from a paper's value matters. checked: some errors in
+    it show only when something is opened or built. spans_run: its effect in a round depends on the run's number of
+    rounds, unless it is off (`KeySpec.is_off`). begins_after: a phase begins after this round.
     """
     declared = dict(
         default=default,
@@ -100,6 +103,7 @@ def key(
         compared=compared,
         checked=checked,
         spans_run=spans_run,
+        begins_after=begins_after,
     )
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata={"key": declared})
@@ -125,35 +129,36 @@ class KeySpec:
     compared: bool
     checked: bool
     spans_run: bool
+    begins_after: bool
 
     @property
     def range(self) -> str:
-        """The allowed values in words."""
+        """The allowed values, in words."""
         if self.choices:
             return ", ".join(f"`{c}`" for c in self.choices)
         return str(self.rule) if self.rule else ("`true`, `false`" if self.type is bool else "any")
 
     @property
     def tells_runs_apart(self) -> bool:
-        """Whether two runs with different values are two experiments."""
+        """Whether two runs with different values are different experiments."""
         return self.about in ("data", "training")
 
     def divides(self, partition: str, dataset: str) -> bool:
-        """Whether it bears on runs with such a partition of such a data set, as far as it is about who holds what."""
+        """Return whether it affects runs with this partition and data set: `partitions` is empty or contains either."""
         kinds = {partition.partition(":")[0], dataset.partition(":")[0]}
         return not self.partitions or not kinds.isdisjoint(self.partitions)
 
     @property
     def may_change_on_resume(self) -> bool:
-        """Whether a run may be continued with another value."""
+        """Whether a resumed run may have another value."""
         return self.extends or not self.tells_runs_apart
 
     def is_off(self, value: Scalar) -> bool:
-        """Tell whether a value says that what the key is about does not happen: 0, empty, false, or the first of its choices."""
+        """Return whether a value turns the key's effect off: 0, empty, false, or the first of its choices."""
         return value == self.choices[0] if self.choices else not value
 
     def read(self, value: Scalar, problems: list[str]) -> Scalar:
-        """Return a given value in the key's type; the default, with a line added to `problems`, if it is not allowed."""
+        """Return a value in the key's type. If it is not allowed, add a line to `problems` and return the default."""
         if self.type is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if type(value) is not self.type:
@@ -171,11 +176,11 @@ class KeySpec:
 
 
 def specs(cls: type, table: str = "") -> list[KeySpec]:
-    """List the keys a dataclass declares, in order; fields that are no keys are left out."""
+    """Return the keys that a dataclass declares, in order. Fields that are no keys are left out."""
     return list(_specs(cls, table))
 
 
-# a client process of a deployment, the server and a sweep parse configs: reading the declarations took most of that
+# cached: reading the declarations takes most of the time of parsing a config
 @functools.lru_cache(maxsize=256)
 def _specs(cls: type, table: str) -> tuple[KeySpec, ...]:
     hints, out = get_type_hints(cls), []
@@ -190,52 +195,56 @@ def _specs(cls: type, table: str) -> tuple[KeySpec, ...]:
 
 
 def recorded(table: Mapping[str, Scalar]) -> type:
-    """Return a dataclass whose keys are those of a method's table as a run has recorded it."""
+    """Return a dataclass with the keys of a method's table that a run has recorded."""
     fields = [(name.replace("-", "_"), type(value), key(value, "As recorded.")) for name, value in table.items()]
     return dataclasses.make_dataclass("Recorded", fields, frozen=True)
 
 
 @dataclass(frozen=True)
 class NoParams:
-    """For methods without parameters."""
+    """Parameters of methods that have none."""
 
 
 # Flat keys ------------------------------------------------------------------------------------------------------------
 
 
 def table_of(method: str) -> str:
-    """Return the name of a method's table: the method's, or that of the user's file for `module:NAME`."""
+    """Return the name of a method's table: the method's name, or the module's for a user's own `module:NAME`."""
     return method.partition(":")[0].rpartition(".")[2]
 
 
 def bears_on(name: str, method: str) -> bool:
-    """Tell whether a key bears on a method's runs: those of all runs do, and those in the method's own table."""
+    """Return whether a key affects a method's runs: it is in no table, or in the method's own."""
     table = name.rpartition(".")[0]
     return not table or table == table_of(method)
 
 
 def own(flat: Mapping[str, Value], method: str) -> dict[str, Value]:
-    """Leave out the keys of other methods' tables."""
+    """Return a flat config without the keys of other methods' tables."""
     return {name: value for name, value in flat.items() if bears_on(name, method)}
 
 
 def without_others(flat: Mapping[str, Value], methods: Iterable[str]) -> dict[str, Value]:
-    """Leave out the tables of those among `methods` that are the user's own and not this run's: only theirs know these keys."""
+    """Return a flat config without the tables of the user's own methods among `methods`, except this run's method.
+
+    Only runs of a user's own method know its keys.
+    """
     tables = {table_of(name) for name in methods if ":" in name} - {table_of(str(flat.get("method", "")))}
     return {name: value for name, value in flat.items() if name.rpartition(".")[0] not in tables}
 
 
 def show(value: Scalar) -> str:
-    """Return a value as one writes it: 1 and 1.0 alike."""
+    """Return a value as a user writes it; 1 and 1.0 are both `1`."""
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def meant(name: str, known: Iterable[str], tables: Iterable[str], table: str) -> str:
-    """Return the end of an error about an unknown key: what it may be meant for, or what its method has, and who has such a key.
+    """Return the end of an error about an unknown key.
 
-    known: all keys; tables: of all methods; table: of the run's own method.
+    It names a close key; without one, the keys of the same table and the methods that have a key of this name. known:
+    all keys; tables: of all methods; table: of the run's own method.
     """
     of, dot, word = name.rpartition(".")
     by_table: dict[str, list[str]] = {of: [] for of in tables}
@@ -254,7 +263,15 @@ def meant(name: str, known: Iterable[str], tables: Iterable[str], table: str) ->
     return has + (f"; {word} is a key of {', '.join(others)}" if others else "")
 
 
+def closest(word: str, known: Iterable[str]) -> str:
+    """Return the known word closest to an unknown one; "" if none is close. Case does not matter."""
+    by_letters = {w.lower(): w for w in reversed(list(known))}
+    # AUC is auc, and Bern is bern
+    close = difflib.get_close_matches(word.lower(), by_letters, n=1)
+    return by_letters[close[0]] if close else ""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown word: the known one it may be meant for, if any is close."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Return the end of an error about an unknown word: the closest known word; "" if none is close."""
+    close = closest(word, known)
+    return f"; did you mean {close}?" if close else ""

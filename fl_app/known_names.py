@@ -1,37 +1,42 @@
-"""What has a name here: partitions, tasks, models, trackers; for data sources see fl_app/sources.py. It imports nothing heavy."""
+"""Names of partitions, tasks, models and trackers; fl_app/sources.py has those of data. It imports nothing heavy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")
+"""Corolla's own packages."""
+
 BY_CLASS = ("dirichlet-client", "dirichlet", "dirichlet-fl-bench", "pathological")
 """Partitions that divide by labels."""
 
 OVER_CLASSES = ("dirichlet", "dirichlet-fl-bench")
-"""Partitions that divide all data, each class by itself."""
+"""Partitions that divide all data, class by class."""
 
 FIXED_SIZES = ("dirichlet-client", "pathological", "iid")
 """Partitions that give every client `train-samples` and `test-samples`."""
 
 PARTITIONS = (*BY_CLASS, "iid")
-"""Partitions that are drawn by a seed."""
+"""Partitions drawn by a seed."""
 
 BY_COLUMN = "by-column"
+CLIENT_NAME = "client-name"
+"""The client property with the client's name in the data, if a column names clients. Private runs do not send it."""
 OWN_PARTITION = "file:"
-"""Prefix of a partition that is a file of the user's own."""
+"""Prefix of a partition that is a user's own file."""
 
 SCALING = ("mean", "std", "shift", "scale", "target-shift")
-"""What numbers of data are normalised, shifted and scaled by, as clients tell it and as run.json keeps it."""
+"""Names, in clients' answers and in run.json, of the numbers that normalize, shift and scale the data."""
 
 TASKS = ("classification", "multi-label", "regression")
 
 
 @dataclass(frozen=True)
 class Network:
-    """A model known by name. blocks: BasicBlocks per stage of a ResNet, () for other networks.
+    """A model with a name. blocks: BasicBlocks per stage of a ResNet; () for other networks.
 
-    extra: units of a linear layer before the classifier, 0: none.
+    extra: units of a linear layer before the classifier; 0: there is none.
     """
 
     blocks: tuple[int, ...] = ()
@@ -49,4 +54,4 @@ MODELS: Mapping[str, Network] = {
 }
 
 TRACKERS: Mapping[str, str] = {"mlflow": "mlflow-skinny", "wandb": "wandb", "tensorboard": "tensorboard"}
-"""What can follow a run, by the name of its package, and what pip installs that with."""
+"""Experiment trackers by import name, with the name of the package that pip installs."""

@@ -1,8 +1,9 @@
-"""A model as two flat vectors, and the map from names and shapes to slices of them.
+"""A model as two flat vectors, and the map from tensor names and shapes to slices of them.
 
-`Model` is what the mathematics sees: `params` float32 [d] in `named_parameters()` order and `buffers` float32 [b] (the
-floating-point buffers, BatchNorm's running mean and variance; integer counters such as `num_batches_tracked` do not
-travel). A "layer" in the papers is one parameter tensor, one slot here: a weight and its bias are two layers.
+Methods compute with `Model`: `params` float32 [d] in the order of `named_parameters()`, and `buffers` float32 [b].
+Buffers are the floating-point ones, such as BatchNorm's running mean and variance. Integer counters such as
+`num_batches_tracked` do not travel. A "layer" of a paper is one parameter tensor, one slot here: a weight and its bias
+are two layers.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class Slot:
 
 
 NOTHING = Model(np.zeros(0, np.float32), np.zeros(0, np.float32))
-"""What is sent where no model is needed."""
+"""The empty model, sent where no model is needed."""
 
 
 def packed(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
-    """Lay out tensors, given their names and shapes, one after the other."""
+    """Return slots that lay out tensors one after the other. shapes: (name, shape) of each."""
     slots, start = [], 0
     for name, shape in shapes:
         stop = start + int(np.prod(shape, dtype=np.int64))
@@ -67,9 +68,9 @@ def packed(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[Slot, ...]:
 class Layout:
     """Names, shapes and slices of a model's parameters and buffers.
 
-    classifier: names of the last Linear layer's tensors. batchnorm: names of BatchNorm's parameters and statistics. constants:
-    sha256 of the tensors that are no part of it (fl_app/trainable_tensors.py), "" if there are none. constant_head: those of
-    the last Linear layer.
+    classifier: names of the last Linear layer's tensors. batchnorm: names of BatchNorm's parameters and statistics.
+    constants: sha256 of the frozen tensors, which are no part of the layout (fl_app/trainable_tensors.py); "" if there
+    are none. constant_head: names of the frozen tensors of the last Linear layer.
     """
 
     params: tuple[Slot, ...]
@@ -81,7 +82,7 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
-        """Read the layout of a torch module."""
+        """Return the layout of a torch module."""
         from torch import nn
 
         constant: frozenset[str] = getattr(module, "frozen_names", frozenset())
@@ -127,7 +128,7 @@ class Layout:
         return frozenset(slot.name for slot in self.params + self.buffers)
 
     def subset(self, names: frozenset[str]) -> Layout:
-        """Return the layout of the named tensors alone, packed in the same order."""
+        """Return the layout of only the named tensors, packed in the same order."""
         return Layout(
             packed((s.name, s.shape) for s in self.params if s.name in names),
             packed((s.name, s.shape) for s in self.buffers if s.name in names),
@@ -157,13 +158,13 @@ class Layout:
         return mask
 
     def tensors(self, model: Model) -> dict[str, Vector]:
-        """Return views by tensor name, shaped."""
+        """Return views of the tensors by name, each in its shape."""
         views = {s.name: model.params[s.start : s.stop].reshape(s.shape) for s in self.params}
         views |= {s.name: model.buffers[s.start : s.stop].reshape(s.shape) for s in self.buffers}
         return views
 
     def model(self, tensors: Mapping[str, NDArray[np.generic]]) -> Model:
-        """Build a model from arrays by tensor name; the inverse of `tensors`."""
+        """Return the model of arrays by tensor name, the inverse of `tensors`."""
 
         def flat(slots: tuple[Slot, ...]) -> Vector:
             if not slots:

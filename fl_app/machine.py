@@ -1,4 +1,4 @@
-"""What this machine computes with: versions, and the type of CPU."""
+"""This machine's software versions and type of CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CPUS = Path("/proc/cpuinfo")  # Linux
 
 
 def cpu() -> str:
-    """Return the type of this machine's CPU as Linux names it; where it does not (ARM, other systems), what Python knows of it."""
+    """Return the type of this machine's CPU: Linux's name of it, or Python's if there is none (ARM, other systems)."""
     try:
         lines = _CPUS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -21,7 +21,7 @@ def cpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of PACKAGES, those that are installed, without importing them."""
+    """Return the versions of Python and of the installed PACKAGES, without importing them."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -32,8 +32,9 @@ def versions() -> dict[str, str]:
 
 
 def made_with() -> dict[str, str]:
-    """Return what run.json says of the server's machine, which a simulation's clients share unless its Ray cluster has others.
+    """Return run.json's entry about the server's machine.
 
-    Bits may depend on more that is not here: on accelerators, and on the commit of Corolla, whose version they all share.
+    A simulation's clients share this machine, unless its Ray cluster has others. The bits of results may depend on
+    more: on accelerators, and on Corolla's commit, because many commits share a version.
     """
     return {**versions(), "cpu": cpu()}

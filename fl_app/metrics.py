@@ -1,9 +1,9 @@
-"""The metrics of a run: one table of what clients report of a round and of an evaluation.
+"""The metrics of a run: one table of the numbers that clients report after a round and after an evaluation.
 
-A row says how a number is called, in which range it lies, what a round's record makes of all clients' numbers, and how trackers
-and reports show it. Checks of replies, `metrics.jsonl`, CSV files, trackers and the report's pictures follow these rows. A method
-declares further rows for its own numbers (`LocalUpdate.reports`); a task declares what it measures (`Task.metrics`).
-Nothing heavy is imported: the command and every client process load this file.
+A row defines a number's name, its range, its reduction over clients in a round's record, and its display in trackers
+and reports. Checks of replies, `metrics.jsonl`, CSV files, trackers and the report's pictures all use these rows. A
+method declares further rows for its own numbers (`LocalUpdate.reports`). A task declares its metrics (`Task.metrics`).
+This file imports nothing heavy, because the command and every client process load it.
 """
 
 from __future__ import annotations
@@ -16,42 +16,51 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fl_app.errors import plain
+from fl_app.errors import listed, plain
 from fl_app.figures import Scalars
 
 log = logging.getLogger("corolla")
 
 # The largest number that a client may report: sums of such numbers stay finite.
 MAX_NUMBER = 1e30
-# How far beyond a metric's range rounding takes it: a part of the bound, or of 1. A mean of a million float32 stays within.
+# Tolerance for rounding beyond a metric's range: a part of the bound, or of 1. It covers a mean of a million float32.
 ROUNDING = 1e-4
+# Clients without a number that one line names at most.
+MOST_NAMED = 20
 FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
-# Of the digest of all personalized models. 1, of runs that record none, is over parameters alone; 2 is over BatchNorm statistics
-# and other buffers, too.
+VALIDATION = "validation-"
+"""Prefix of metrics on validation data (`validation-ratio`). Metrics on test data have no prefix."""
+METRIC_ERRORS = "metric-errors"
+"""Key of a client's entry for the metrics that failed, with the errors."""
+# Version of the digest of all personalized models. Version 1 covers parameters only; runs without a version have it.
+# Version 2 also covers BatchNorm statistics and other buffers.
 DIGEST_VERSION = 2
 EPSILON = "dp-epsilon"
 
-# A round's record, as a line of metrics.jsonl holds it.
+# A round's record: one line of metrics.jsonl.
 Record = dict[str, Any]
 
 Reduction = Literal["none", "mean", "mean-and-pooled", "max", "sum"]
-"""What a record makes of the clients' numbers.
+"""The reduction of the clients' numbers in a record.
 
-`mean`: every client counts once. `mean-and-pooled`: also, as NAME-pooled, the metric over all clients' test samples, where it
-follows from the clients' own (Metric.pooling).
-`none`: the number stands in the clients' entries alone.
+`mean`: every client counts once. `mean-and-pooled`: also NAME-pooled, the metric over all clients' test samples, if it
+can be computed from the clients' metrics (Metric.pooling). `max`, `sum`: over the clients. `none`: the number is only
+in the clients' entries.
 """
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that clients report: its name, which direction is better, and its range.
+    """A number that clients report: its name, its better direction and its range.
 
-    ratio: in [0, 1], shown in per cent. low, high: the range of any other; None: no bound. reduce: see Reduction. tracked: what
-    trackers call it, of a metric of every method; a method's own are method/NAME. picture: title of the report's picture of it;
-    empty: it has none, or one of another kind. unit: what the picture's axis says. pooling: how the metric over all samples follows
-    from the clients' metrics and numbers of samples. `mean`: it is a mean over samples (accuracy); `root-mean-square`: the root of
-    one (RMSE); empty: it does not follow (AUC, F1, R2), and there is none.
+    ratio: it lies in [0, 1] and is shown in per cent. low, high: the range of any other number; None: no bound. reduce:
+    see Reduction. tracked: its name in trackers, for metrics of every method; a method's own are method/NAME. picture:
+    title of its picture in the report; empty: it has no picture, or one of another kind. unit: label of the picture's
+    axis. undefined: the reason why it may be undefined on a client's data.
+
+    pooling: the rule that computes the metric over all samples from the clients' metrics and numbers of samples.
+    `mean`: it is a mean over samples (accuracy). `root-mean-square`: it is the root of a mean (RMSE). Empty: there is
+    no such rule and no pooled metric (AUC, F1, R2).
     """
 
     name: str
@@ -64,64 +73,66 @@ class Metric:
     tracked: str = ""
     picture: str = ""
     unit: str = ""
-    # not compared: runs of earlier versions do not record it
+    # not compared: runs of earlier versions do not record these two
     pooling: Literal["mean", "root-mean-square", ""] = dataclasses.field(default="", compare=False)
+    undefined: str = dataclasses.field(default="", compare=False)
 
     @property
     def range(self) -> tuple[float, float]:
-        """The lowest and the highest number it can be."""
+        """(lowest, highest) possible number."""
         if self.ratio:
             return 0.0, 1.0
         return -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high
 
     @property
     def record_names(self) -> frozenset[str]:
-        """Names of what a round's record or its clients' entries hold of it."""
+        """Its names in a round's record or in the clients' entries."""
         return frozenset({self.name, self.name + POOLED} if self.is_pooled else {self.name})
 
     @property
     def is_pooled(self) -> bool:
-        """Whether a record holds it over all clients' samples too."""
+        """Whether a record also has the metric over all clients' samples."""
         return self.reduce == "mean-and-pooled" and self.pooling != ""
 
     @property
     def best(self) -> Callable[[Iterable[float]], float]:
-        """What finds the best of several values."""
+        """The function that returns the best of several values."""
         return max if self.higher_is_better else min
 
     @property
     def title(self) -> str:
-        """Its name as headings print it: accuracy, RMSE."""
-        is_acronym = not self.ratio and len(self.name) <= 4
+        """Its name in headings: accuracy, RMSE, AUC."""
+        is_acronym = len(self.name) <= (3 if self.ratio else 4)
         return self.name.upper() if is_acronym else self.name
 
     @property
     def figure(self) -> Scalars | None:
-        """The picture that a report draws of it; None if `picture` is empty."""
+        """Its picture in a report; None if `picture` is empty."""
         return Scalars(self.name, self.picture, self.unit, percent=self.ratio) if self.picture else None
 
     @property
     def declared(self) -> dict[str, Any]:
-        """What run.json keeps of a task's metric."""
-        return {name: getattr(self, name) for name in ("name", "higher_is_better", "ratio", "low", "high", "pooling")}
+        """The fields of a task's metric that run.json keeps."""
+        names = ("name", "higher_is_better", "ratio", "low", "high", "pooling", "undefined")
+        return {name: getattr(self, name) for name in names}
 
     def clipped(self, value: float) -> float:
-        """Return a value that rounding took beyond the range as the bound; any other as it is."""
+        """Return the bound for a value that lies beyond it by rounding only, any other value unchanged."""
         for bound in self.range:
             if abs(value - bound) <= ROUNDING * max(1.0, abs(bound)) < math.inf:
                 return min(max(value, self.range[0]), self.range[1])
         return value
 
     def text(self, value: float, digits: int = 2) -> str:
-        """Write a value: a ratio in per cent with so many digits, anything else with four that count."""
+        """Return a value as text: a ratio in per cent with `digits` decimals, others with 4 significant digits."""
         return f"{100 * value:.{digits}f}" if self.ratio else f"{value:.4g}"
 
 
 def admits(value: object, low: float, high: float) -> bool:
-    """Tell whether a reported value is a number in [low, high]; the one place where a range is checked.
+    """Return whether a reported value is a number in [low, high]. No other place checks ranges.
 
-    NaN is in every range: it says that there was nothing to measure. A range without a bound holds infinity, which a record keeps
-    as null, and otherwise numbers up to MAX_NUMBER.
+    NaN is in every range: it means that there was nothing to measure. An unbounded range contains infinity, recorded as
+    null, and numbers up to MAX_NUMBER.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
@@ -133,7 +144,7 @@ def admits(value: object, low: float, high: float) -> bool:
 
 
 def range_error(name: str, value: object, low: float, high: float) -> str:
-    """Return what is wrong with a reported value, "" if it is a number in [low, high]."""
+    """Return an error for a reported value, "" if it is a number in [low, high]."""
     if admits(value, low, high):
         return ""
     bounds = f"[{max(low, -MAX_NUMBER):g}, {min(high, MAX_NUMBER):g}]"
@@ -141,7 +152,7 @@ def range_error(name: str, value: object, low: float, high: float) -> str:
 
 
 def range_errors(reported: Mapping[str, object], rows: Mapping[str, Metric]) -> Iterator[str]:
-    """Yield what is wrong with a client's numbers. rows: metrics by their names; what none of them is about is left out."""
+    """Yield an error for each of a client's numbers that is out of range. rows: metrics by name; others are ignored."""
     for name, value in reported.items():
         if (row := rows.get(name)) is not None and (error := range_error(name, value, *row.range)):
             yield error
@@ -162,64 +173,122 @@ OF_EVERY_METHOD = (
     Metric("dp-noise", low=0, reduce="none"),
     *(Metric(f"seconds-{phase}", higher_is_better=False, low=0, reduce="none", unit="s") for phase in _SECONDS),
 )
-"""What the clients of every method report of a round, beside the task's headline before and after training."""
+"""Metrics that clients of every method report after a round, beside the task's metrics before and after training."""
+
+ONE_CLASS = Metric("one-class", higher_is_better=False, low=0, high=1, reduce="none")
+"""A client's report after an evaluation with classes: 1 if the model predicts one class for all of its test samples.
+
+There is no report if that is right because all samples are of this class."""
 
 COUNTED = (
     Metric("train-samples", reduce="none"),
     Metric("upload-bytes", higher_is_better=False, reduce="sum", tracked="bytes/upload", unit="B"),
     Metric("download-bytes", higher_is_better=False, reduce="sum", tracked="bytes/download", unit="B"),
 )
-"""What the server counts of every client of a round."""
+"""Metrics that the server counts for every client of a round."""
 
 _NO_METRICS = frozenset({"round", "clients", "failures", "evaluation", "seconds", "left-out"})  # of a round's record
 
 
 def moments(headline: str) -> tuple[str, str]:
-    """Names of a headline metric before and after a round's training, by its name."""
+    """Return the names of a metric before and after a round's training."""
     return f"{headline}-before", f"{headline}-after"
 
 
-def of_training(headline: Metric) -> tuple[Metric, ...]:
-    """Return what clients report of a round: the headline before and after training, and OF_EVERY_METHOD."""
-    tracked = (f"{headline.name}/before-training", f"{headline.name}/after-training")
-    both = [
-        dataclasses.replace(headline, name=name, reduce="mean-and-pooled", tracked=shown)
-        for name, shown in zip(moments(headline.name), tracked, strict=True)
-    ]
-    return (*both, *OF_EVERY_METHOD)
+def of_training(measured: Sequence[Metric], validation: bool = False) -> tuple[Metric, ...]:
+    """Return the metrics that clients report after a round: each metric before and after training, and OF_EVERY_METHOD.
+
+    measured: the headline first. validation: whether clients also report losses and metrics on validation data.
+    """
+    both = []
+    for metric in measured:
+        tracked = (f"{metric.name}/before-training", f"{metric.name}/after-training")
+        for name, shown in zip(moments(metric.name), tracked, strict=True):
+            both.append(dataclasses.replace(metric, name=name, reduce="mean-and-pooled", tracked=shown))
+    losses = [metric for metric in OF_EVERY_METHOD if metric.name in moments(LOSS.name)]
+    apart = [_of_validation(metric) for metric in (*both, *losses)] if validation else []
+    return (*both, *OF_EVERY_METHOD, *apart)
 
 
-def of_evaluation(measured: Sequence[Metric]) -> tuple[Metric, ...]:
-    """Return what clients report of an evaluation: the loss, and every metric without and with fine-tuning."""
+def of_evaluation(measured: Sequence[Metric], validation: bool = False) -> tuple[Metric, ...]:
+    """Return the metrics that clients report after an evaluation, each without and with fine-tuning, and the loss.
+
+    measured, validation: as in `of_training`.
+    """
     headline, *others = measured
     pairs = [
         [dataclasses.replace(metric, name=metric.name + end, reduce="mean-and-pooled") for end in ("", FINETUNED)]
         for metric in (headline, *others)
     ]
     loss = dataclasses.replace(LOSS, reduce="mean-and-pooled")
-    return (*pairs[0], loss, *(metric for pair in pairs[1:] for metric in pair))
+    found = (*pairs[0], loss, *(metric for pair in pairs[1:] for metric in pair))
+    return (*found, *map(_of_validation, found)) if validation else found
 
 
-def tracked_names(headline: Metric) -> dict[str, str]:
-    """Return what trackers call the numbers of a round's record, by their names in it; a method's own are not among them."""
+def _of_validation(metric: Metric) -> Metric:
+    """Return the same metric on validation data: its name has a prefix, and it is not pooled."""
+    tracked = f"{VALIDATION}{metric.tracked}" if metric.tracked else ""
+    return dataclasses.replace(metric, name=f"{VALIDATION}{metric.name}", reduce="mean", tracked=tracked)
+
+
+def tracked_names(measured: Sequence[Metric]) -> dict[str, str]:
+    """Return trackers' names of a round's numbers by their names in the record, without a method's own metrics."""
     names: dict[str, str] = {}
-    for metric in (*of_training(headline), *COUNTED):
+    for metric in (*of_training(measured, validation=True), *COUNTED):
         if metric.tracked:
             names |= {name: metric.tracked + name.removeprefix(metric.name) for name in metric.record_names}
     return names
 
 
+def undefined_note(
+    rows: Mapping[str, Record], metric: Metric, name: str = "", called: Callable[[str], str] = lambda i: i
+) -> str:
+    """Return how many clients a metric's mean covers: `AUC: 5 of 6 clients (Chur: one class)`.
+
+    The reasons for the other clients are in parentheses. rows: the clients' entries by id. name: the metric's name in
+    them; empty: `metric.name`. called: returns a client's name by its id. Returns "" if all clients have a number, or
+    none has.
+    """
+    name = name or metric.name
+    lacking = {i: row for i, row in rows.items() if row.get(name) is None}
+    if not 0 < len(lacking) < len(rows):
+        return ""
+    reasons: dict[str, list[str]] = {}
+    for i in sorted(lacking, key=int):
+        reasons.setdefault(_why_undefined(lacking[i], metric), []).append(called(i))
+    whose = "; ".join(f"{listed(ids, most=MOST_NAMED)}: {why}" for why, ids in reasons.items())
+    return f"{metric.title}: {len(rows) - len(lacking)} of {len(rows)} clients ({whose})"
+
+
+def _why_undefined(row: Record, metric: Metric) -> str:
+    if not row.get("test-samples", 1):
+        return "no test samples"
+    failed = {error.partition(":")[0] for error in str(row.get(METRIC_ERRORS, "")).split("; ")}
+    return "it failed" if metric.name in failed else metric.undefined or "not defined"
+
+
 # What rounds come to --------------------------------------------------------------------------------------------------
 
 
-def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
-    """What the rounds of a run come to, by the names that summary.json has for it; None where they do not say.
+def best_validated(rounds: Sequence[Record], headline: Metric) -> Record | None:
+    """Return the first round with the best headline on validation data before training; None without such data."""
+    name = VALIDATION + moments(headline.name)[0]
+    known = [record for record in rounds if record.get(name) is not None]
+    best = headline.best([record[name] for record in known]) if known else None
+    return next((record for record in known if record[name] == best), None)
 
-    rounds: as far as they are recorded; `final-` is of the last evaluation of all clients among them. measured: the headline first.
+
+def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
+    """Return a run's results by their names in summary.json; None where the rounds have no value.
+
+    rounds: those recorded. `final-` values are from the last evaluation of all clients among them. measured: the
+    headline first. With validation data, `best-` values are from the round that was best on these (`best-round`).
+    Without, they are the best on test data.
     """
     headline, *others = measured
     final: Record = next((r["evaluation"] for r in reversed(rounds) if r.get("evaluation")), {})
     before = moments(headline.name)[0]
+    chosen = best_validated(rounds, headline)
 
     def best(moment: str) -> float | None:
         values = [r[moment] for r in rounds if r.get(moment) is not None]
@@ -229,8 +298,17 @@ def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
         f"final-{headline.name}{end}": final.get(f"{headline.name}{end}")
         for end in ("", POOLED, FINETUNED, f"{FINETUNED}{POOLED}")
     }
-    found[f"best-{headline.name}"] = best(before)
-    found[f"best-{headline.name}{POOLED}"] = best(before + POOLED)
+    if chosen is None:
+        found[f"best-{headline.name}"] = best(before)
+        found[f"best-{headline.name}{POOLED}"] = best(before + POOLED)
+    else:
+        found[f"best-{headline.name}"] = chosen.get(before)
+        found[f"best-{headline.name}{POOLED}"] = chosen.get(before + POOLED)
+        found[f"best-{VALIDATION}{headline.name}"] = chosen[VALIDATION + before]
+        found["best-round"] = chosen["round"]
+    for name in (f"{VALIDATION}{metric.name}{end}" for metric in measured for end in ("", FINETUNED)):
+        if name in final:
+            found[f"final-{name}"] = final[name]
     for metric in others:
         found |= {f"final-{metric.name}{end}": final.get(f"{metric.name}{end}") for end in ("", FINETUNED)}
     if UNSEEN in final:
@@ -238,7 +316,7 @@ def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
     return {
         **found,
         "digest": final.get("digest"),
-        # evaluations recorded before there were versions tell none
+        # evaluations of earlier versions of Corolla record no version
         "digest-version": final.get("digest-version", 1) if "digest" in final else None,
         "absent": final.get("absent"),
         "final-clients": final.get("evaluated"),
@@ -255,13 +333,13 @@ def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
 
 
 def declared(reports: Iterable[str | Metric]) -> tuple[Metric, ...]:
-    """Return the metrics that a method declares; a bare name is one that stands in the clients' entries alone."""
+    """Return the metrics that a method declares. A bare name becomes a metric that is only in the clients' entries."""
     return tuple(Metric(one, reduce="none") if isinstance(one, str) else one for one in reports)
 
 
-def taken_names(metrics: Iterable[Metric], headline: Metric) -> list[str]:
-    """Return the names among a method's own metrics that a record has for something else, or that are there twice."""
-    taken = _NO_METRICS.union(*(metric.record_names for metric in (*of_training(headline), *COUNTED)))
+def taken_names(metrics: Iterable[Metric], measured: Sequence[Metric]) -> list[str]:
+    """Return the names of a method's own metrics that a record uses for something else, or that occur twice."""
+    taken = _NO_METRICS.union(*(metric.record_names for metric in (*of_training(measured, validation=True), *COUNTED)))
     found = []
     for metric in metrics:
         if not taken.isdisjoint(metric.record_names):
@@ -271,12 +349,12 @@ def taken_names(metrics: Iterable[Metric], headline: Metric) -> list[str]:
 
 
 class Reports:
-    """What the clients of one run report beside `of_training`; what they report and nobody declared is named in the log, once.
+    """The metrics that a method declares. Names that clients report without a declaration are logged once.
 
     metrics: those that the method declares.
     """
 
-    # names are the clients' own words: a client that sends thousands fills no log
+    # names come from clients: a client that sends thousands must not fill the log
     MOST_NAMED = 20
 
     def __init__(self, metrics: Iterable[Metric] = ()) -> None:

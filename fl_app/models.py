@@ -1,22 +1,24 @@
-"""The networks.
+"""Networks with a name, and the call of a user's own model factory.
 
 Every network maps images float32 [n, in_channels, image_size, image_size] to logits float32 [n, num_classes]. Image
 sizes from 8 to 64 work for all of them, and larger ones too.
 
 - `mlp`: flatten, 128, 64, classifier.
 - `cnn`: McMahan et al. 2017 (FedAvg §3), FedOBP's network: conv 5x5-32, pool, conv 5x5-64, pool, fc 512, classifier;
-  582,026 parameters for 1x28x28 and 878,538 for 3x32x32 (10 classes). The convolutions are unpadded; below 16 pixels
-  they no longer fit, so there (and only there) both are padded by 2.
-- `resnet8`: FedCAC's: ResNet stem, BasicBlocks 64/128/256; 1,235,274 parameters for 3 channels and 10 classes.
+  582,026 parameters for 1x28x28 and 878,538 for 3x32x32 (10 classes). The convolutions are unpadded. Below 16 pixels
+  they do not fit, so there both are padded by 2.
+- `resnet8`: FedCAC's network: ResNet stem, BasicBlocks 64/128/256; 1,235,274 parameters for 3 channels and 10 classes.
 - `resnet10`, `resnet18`, `resnet34`: He et al. 2016, BasicBlocks 64/128/256/512, tensor names, shapes and
   initialization as in torchvision, so that its checkpoints fit. On images up to 32x32 the last stage sees a single
   pixel; BatchNorm then refuses to train on a batch of one.
-- `resnet18-fedobp`: FedOBP's (its Table 4): `resnet18` with torchvision's 1000 outputs, and on them, without an activation
-  between, the classifier; 11,699,522 parameters for 3 channels and 10 classes.
-- `module:factory`: the user's, called with keywords in_channels, num_classes, image_size, and input_shape if it takes that.
+- `resnet18-fedobp`: FedOBP's network (its Table 4): `resnet18` with torchvision's 1000 outputs, followed by the
+  classifier without an activation between; 11,699,522 parameters for 3 channels and 10 classes.
+- `module:factory`: the user's own, called with the keywords in_channels, num_classes, image_size, and input_shape if
+  the factory has this parameter.
 
-Samples need not be square images: input_shape says what they are. Of images in_channels is the channels; of series [T, C] it is C
-and image_size T, of rows [features] it is their number and image_size 1. num_classes is the number of outputs, whatever the task.
+Samples need not be square images: input_shape is their shape. For images, in_channels is the number of channels. For
+series [T, C], in_channels is C and image_size is T. For rows [features], in_channels is the number of features and
+image_size is 1. num_classes is the number of outputs for any task.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fl_app import plugins, rng
+from fl_app.debugging import at
 from fl_app.errors import UserError, describe, listed
 from fl_app.known_names import MODELS
 
@@ -51,12 +54,13 @@ def build(
     input_shape: tuple[int, ...] = (),
     input_dtype: str = "float32",
 ) -> nn.Module:
-    """Build a model on the CPU, in train mode, its weights a function of (seed, name) alone.
+    """Return a model on the CPU, in train mode. Its weights depend only on (seed, name).
 
-    input_shape: of a sample, () for images [in_channels, image_size, image_size]; input_dtype: of what the model is given.
-    name: a key of the module docstring's list. norm: `batch` or `group` (32 groups), used by the resnets only. Torch's
-    global generator is left as it was, and so are those of NumPy and `random`, which are seeded too.
-    Raises UserError for an unknown name or norm, an image too small, and whatever a user's factory does wrong.
+    name: one of the module docstring's list. norm: `batch` or `group` (32 groups), used only by the ResNets.
+    input_shape: of a sample; (): images [in_channels, image_size, image_size]. input_dtype: of the model's input.
+
+    The global generators of torch, NumPy and `random` are seeded first and restored afterwards. Raises UserError for an
+    unknown name or norm, for images that are too small, and for any error of a user's factory.
     """
     if norm not in NORMS:
         raise UserError(f"norm: must be one of {', '.join(NORMS)}, got {norm!r}")
@@ -75,7 +79,7 @@ def build(
             return _mlp(math.prod(shape), num_classes)
         if len(shape) != 3:
             raise UserError(
-                f"model {name}: needs images, a sample of the data has shape {list(shape)}; take mlp or your own"
+                f"model {name}: needs images, but a sample of the data has shape {list(shape)}; use mlp or your own model"
             )
         if network.blocks:
             return ResNet(network.blocks, in_channels, num_classes, norm, network.extra)
@@ -107,7 +111,7 @@ def _cnn(shape: tuple[int, ...], num_classes: int) -> nn.Module:
     for _ in range(2):
         sides = [(side - 4 + 2 * padding) // 2 for side in sides]
     layers: OrderedDict[str, nn.Module] = OrderedDict()
-    # Rectifying before the pools, as McMahan's network does, is the same, bit for bit, with four times the values to rectify.
+    # McMahan's network applies ReLU before the pools: the same bits, but ReLU on four times the values.
     layers["conv1"] = nn.Conv2d(in_channels, 32, 5, padding=padding)
     layers["pool1"] = nn.MaxPool2d(2)
     layers["relu1"] = nn.ReLU()
@@ -149,10 +153,10 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet of BasicBlocks (He et al. 2016), tensor names, shapes and initialization as in torchvision.
+    """ResNet of BasicBlocks (He et al. 2016). Tensor names, shapes and initialization are those of torchvision.
 
-    blocks: BasicBlocks per stage; stage k has 64 * 2^k channels and halves the image from the second stage on.
-    extra: units of `fc` if `classifier` comes after it, 0: `fc` is the classifier.
+    blocks: BasicBlocks per stage; stage k has 64 * 2^k channels, and all stages but the first halve the image. extra:
+    units of `fc` if `classifier` follows it; 0: `fc` is the classifier.
     """
 
     def __init__(self, blocks: tuple[int, ...], in_channels: int, num_classes: int, norm: str, extra: int = 0) -> None:
@@ -177,7 +181,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits [n, num_classes] for images [n, in_channels, h, w]."""
-        # He et al. rectify first: the same bits, with four times the values
+        # He et al. apply ReLU before the pool: the same bits, but ReLU on four times the values
         x = F.relu(self.maxpool(self.bn1(self.conv1(x))))
         for k in range(self.num_stages):
             x = self.get_submodule(f"layer{k + 1}")(x)
@@ -194,7 +198,7 @@ def _call_factory(
     except Exception as error:
         raise UserError(
             f"model {name}: the factory raised {describe(error)}; it is called as factory(in_channels={in_channels}, "
-            f"num_classes={num_classes}, image_size={image_size})"
+            f"num_classes={num_classes}, image_size={image_size}){at(error)}"
         ) from error
     if not isinstance(module, nn.Module):
         raise UserError(
@@ -221,8 +225,8 @@ def _check_tensors(name: str, module: nn.Module) -> None:
     unknown = [n for n, m in module.named_modules() if isinstance(m, tracked) and m.running_mean is None]
     if unknown:
         raise UserError(
-            f"model {name}: BatchNorm must keep running statistics, or what a model says of a sample depends on the rest of its "
-            f"batch; track_running_stats is False in {listed(unknown)}"
+            f"model {name}: BatchNorm must keep running statistics, because without them a sample's output depends on the rest "
+            f"of its batch; track_running_stats is False in {listed(unknown)}"
         )
     floating = [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
     for kind, tensors in (("parameters", parameters), ("floating-point buffers", floating)):
@@ -243,7 +247,7 @@ def _check_output(name: str, module: nn.Module, example: Tensor, num_classes: in
     except Exception as error:
         raise UserError(
             f"model {name}: forward raised {describe(error)} on a {dtype} batch of shape {list(shape)} in eval mode; it "
-            f"must return logits of shape {[shape[0], num_classes]}"
+            f"must return logits of shape {[shape[0], num_classes]}{at(error)}"
         ) from error
     got = list(output.shape) if isinstance(output, Tensor) else f"a {type(output).__qualname__}"
     if got != [shape[0], num_classes]:

@@ -1,8 +1,8 @@
 """The user's own Python files, named `module:NAME`: a method, a model or a task.
 
-A module is looked up in the directories `reset` was given, then wherever Python imports from. The command names the config
-file's directory and the current one. On a node nothing is named: there the app's directory, into which the command has put the
-files, is the first that Python imports from. A file may import others that lie beside it: they travel with it.
+A module is looked up in the directories given to `reset`, then on Python's import path. A command gives the config
+file's directory and the current one. A node gives none: there the command has put the files into the app's directory,
+which is first on the import path. A file may import others beside it; they travel with it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fl_app.debugging import at
 from fl_app.errors import UserError, describe
 from fl_app.files import make_directory, publish
 from fl_app.keys import Scalar
+from fl_app.known_names import PACKAGES as PACKAGES
 
-PACKAGES = ("fl_app", "strategies", "client_app", "deploy", "corolla")  # Corolla's own
-_DIGITS = 16  # of a file's sha256
+_DIGITS = 16  # of a file's SHA-256
 _directories: list[Path] = []
 _imported: set[str] = set()
 _resets = 0
 
 
 def is_reference(name: object) -> bool:
-    """Tell whether a method's, a model's or a task's name is `module:NAME`, something from outside."""
+    """Return whether the name of a method, a model or a task is `module:NAME`, from outside of Corolla."""
     return ":" in str(name)
 
 
 def reset(*directories: Path) -> None:
-    """Set the directories in which the user's files are looked up first, and forget all that was read or imported of such files.
+    """Set the directories in which the user's files are looked up first, and forget all files read or imported so far.
 
-    Their modules leave sys.modules, so that the next use imports a file again, as it is then.
+    Their modules leave sys.modules, so that the next use imports the current files.
     """
     global _resets
     _resets += 1
@@ -47,8 +48,13 @@ def reset(*directories: Path) -> None:
     _content.cache_clear()
 
 
+def directories() -> tuple[Path, ...]:
+    """Return the directories in which the user's files are looked up first."""
+    return tuple(_directories)
+
+
 def generation() -> int:
-    """Return how often `reset` was called: what was made of the user's files is good as long as this stays."""
+    """Return how often `reset` was called. Objects made from the user's files are valid while this stays the same."""
     return _resets
 
 
@@ -56,7 +62,7 @@ def generation() -> int:
 
 
 def source(reference: str) -> tuple[Path, Path] | None:
-    """Return the user's file of a reference, and the directory it was looked up in; None if it is in none of them."""
+    """Return the user's file of a reference, and the directory in which it was found; None if it is in none of them."""
     module = reference.partition(":")[0]
     for directory in _directories:
         if (path := _file(directory, module)) is not None:
@@ -65,12 +71,12 @@ def source(reference: str) -> tuple[Path, Path] | None:
 
 
 def references(config: Mapping[str, Scalar]) -> dict[str, str]:
-    """Return the references in a flat run config by their keys."""
+    """Return the references in a flat run config, by key."""
     return {key: str(config[key]) for key in ("method", "model", "task") if is_reference(config.get(key, ""))}
 
 
 def origin(reference: str) -> str:
-    """Return which file a reference is taken from; "" if none is found."""
+    """Return the path of a reference's file, "" if none is found."""
     if (where := source(reference)) is not None:
         return str(where[0])
     try:
@@ -81,9 +87,9 @@ def origin(reference: str) -> str:
 
 
 def files(config: Mapping[str, Scalar]) -> dict[str, bytes]:
-    """Return the user's files that a run config needs, with those they import beside them: content by path in their directory.
+    """Return the user's files that a run config needs, with the files they import beside them.
 
-    The content is what it was when this process first asked.
+    The result maps each file's path within its directory to its content, as it was when first read after `reset`.
     """
     found: dict[str, bytes] = {}
     for reference in references(config).values():
@@ -95,14 +101,14 @@ def files(config: Mapping[str, Scalar]) -> dict[str, bytes]:
 
 
 def fingerprint(files: Mapping[str, bytes]) -> str:
-    """Return the key `plugins`: every file with the beginning of its sha256."""
+    """Return the value of the key `plugins`: every file with the beginning of its SHA-256."""
     return ",".join(f"{name}:{hashlib.sha256(content).hexdigest()[:_DIGITS]}" for name, content in files.items())
 
 
 def read(plugins: str) -> dict[str, bytes]:
-    """Return the files that a key `plugins` names, found where this process imports from.
+    """Return the files that the key `plugins` names, by path, found on this process's import path.
 
-    Raises UserError naming a file that is missing or not the one the key was made of.
+    Raises UserError naming a file that is missing, or that differs from the one in the key.
     """
     found: dict[str, bytes] = {}
     for entry in filter(None, plugins.split(",")):
@@ -110,14 +116,18 @@ def read(plugins: str) -> dict[str, bytes]:
         here = [d / name for d in (*_directories, *map(Path, sys.path)) if (d / name).is_file()]
         same = next((path for path in here if fingerprint({name: _content(path)}) == entry), None)
         if same is None:
-            what = f"{here[0]} is not the file" if here else f"{name} is not here,"
-            raise UserError(f"plugins: {what} the run was started with ({entry})")
+            what = (
+                f"{here[0]} differs from the file the run was started with"
+                if here
+                else f"the run's file {name} is missing"
+            )
+            raise UserError(f"plugins: {what} ({entry})")
         found[name] = _content(same)
     return found
 
 
 def write(files: Mapping[str, bytes], directory: Path) -> None:
-    """Write files into a directory, by their paths in it."""
+    """Write files into a directory, at their paths within it."""
     for name, content in files.items():
         make_directory((directory / name).parent)
         publish(directory / name, functools.partial(Path.write_bytes, data=content))
@@ -134,7 +144,7 @@ def _content(path: Path) -> bytes:
 
 
 def _with_imports(path: Path, directory: Path) -> list[Path]:
-    """A file, the packages it lies in, and what these import from the same directory."""
+    """Return a file, the packages that contain it, and the files that these import from the same directory."""
     todo, seen = [path], dict[Path, None]()
     while todo:
         file = todo.pop()
@@ -155,7 +165,7 @@ def _with_imports(path: Path, directory: Path) -> list[Path]:
 
 
 def _imports(path: Path, directory: Path) -> Iterator[str]:
-    """Yield what may be the modules a file imports; of a file that is no Python nothing."""
+    """Yield the names of modules that a file may import; none if the file is not valid Python."""
     try:
         tree = ast.parse(_content(path))
     except (SyntaxError, ValueError):
@@ -174,9 +184,9 @@ def _imports(path: Path, directory: Path) -> Iterator[str]:
 
 
 def load(key: str, reference: str) -> Any:
-    """Import `module:NAME` and return what it names. key: which run key asks, for errors.
+    """Import `module:NAME` and return the object of that name. key: the run key, for errors.
 
-    Raises UserError if there is no such module, it cannot be imported, or has no such name.
+    Raises UserError if the module does not exist, cannot be imported, or lacks the name.
     """
     module_name, _, attribute = reference.partition(":")
     where = source(reference)
@@ -186,8 +196,8 @@ def load(key: str, reference: str) -> Any:
         raise UserError(f"{key} {reference}: {error}") from None
     except Exception as error:
         raise UserError(
-            f"{key} {reference}: cannot import {module_name} ({describe(error)}); its file must lie beside the config file, in the "
-            "current directory or in the app directory, or the module be importable on every node"
+            f"{key} {reference}: cannot import {module_name} ({describe(error)}{at(error)}); put its file beside "
+            "the config file, in the current directory or in the app directory, or make the module importable on every node"
         ) from error
     try:
         return getattr(module, attribute)
@@ -196,7 +206,10 @@ def load(key: str, reference: str) -> Any:
 
 
 def _import(name: str, path: Path, directory: Path) -> ModuleType:
-    """Import a module from its own directory, which comes first of all from now on, as the app's does on a node."""
+    """Import a module from its own directory.
+
+    The directory becomes the first on the import path, as the app's is on a node.
+    """
     top = name.partition(".")[0]
     if top in PACKAGES or top in sys.stdlib_module_names:
         whose = "Corolla" if top in PACKAGES else "Python"
@@ -208,7 +221,7 @@ def _import(name: str, path: Path, directory: Path) -> ModuleType:
         if name not in _imported:
             raise UserError(f"{path}: there is a module {name} already, {loaded.__file__}; choose another name")
         del sys.modules[name]
-    # From here on a module of that directory comes first: what Corolla has not imported yet must not be one of them.
+    # The directory is about to become the first on the import path: import Corolla's packages before, from their own place.
     for package in PACKAGES:
         importlib.import_module(package)
     sys.path[:] = [str(directory), *(entry for entry in sys.path if entry != str(directory))]

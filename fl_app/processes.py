@@ -1,7 +1,7 @@
-"""Flower's processes on this machine: their environment, free ports, waiting for them, finding them again, ending them.
+"""Flower's processes on this machine: environment, free ports, waiting, finding, ending.
 
-A process is found by what it carries in its environment, children included, or known by its pid and start mark together: whoever
-has the same pid later has another mark.
+A process is found by a variable in its environment, which its children inherit. It is identified by its pid and its
+start mark: a later process with the same pid has another mark.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import psutil
 
 from fl_app.errors import UserError
 
-# which launch a process belongs to
+# The launch that a process belongs to.
 LAUNCH = "COROLLA_LAUNCH"
-# identity of the command that must end it
+# Identity of the command that must end the process.
 LAUNCHER = "COROLLA_LAUNCHER"
 FLOWER = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -34,7 +34,7 @@ _START_SECONDS = 60
 
 
 def flower_environment(flwr_home: Path | None = None) -> dict[str, str]:
-    """Environment for Flower's processes: no telemetry, no run-time installation of dependencies."""
+    """Return the environment for Flower's processes: no telemetry, no installation of dependencies at run time."""
     env = dict(os.environ)
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     env |= FLOWER
@@ -49,7 +49,7 @@ def script(name: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct TCP ports that were free on loopback a moment ago."""
+    """Return distinct TCP ports that were free on loopback a moment ago."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for sock in sockets:
@@ -58,7 +58,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for_http(url: str, process: psutil.Popen, log: Path) -> None:
-    """Return when `url` answers. Raises UserError with the end of the log if the process ends first or takes too long."""
+    """Wait until `url` answers.
+
+    Raises UserError with the end of the log if the process ends first or takes too long.
+    """
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=1):
@@ -67,11 +70,11 @@ def wait_for_http(url: str, process: psutil.Popen, log: Path) -> None:
     raise UserError(f"the SuperLink did not start; the end of its log:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-# Who is who -----------------------------------------------------------------------------------------------------------
+# Identities -----------------------------------------------------------------------------------------------------------
 
 
 def start_mark(pid: int) -> str | None:
-    """Return when a live process started, in units that survive clock changes; None if there is none (or a zombie)."""
+    """Return a mark of a live process's start, unaffected by changes of the clock. None for no process or a zombie."""
     with contextlib.suppress(psutil.Error, OSError, IndexError):
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -91,19 +94,22 @@ def identity(pid: int) -> str:
 
 
 def is_alive(identity: str) -> bool:
-    """Tell whether exactly this process is still running."""
+    """Return whether exactly this process is still running."""
     pid, _, mark = identity.partition(":")
     return pid.isdigit() and start_mark(int(pid)) == mark
 
 
 def processes_with(variable: str) -> list[psutil.Process]:
-    """Processes of this user whose environment has NAME=value (that of what we launched, children included)."""
+    """Return this user's processes with NAME=value in their environment.
+
+    Processes that Corolla launched have it, and so do their children.
+    """
     name, value = variable.split("=", 1)
     return [process for process, found in _carrying(name) if found == value]
 
 
 def orphans() -> list[psutil.Process]:
-    """Processes whose launching command is gone without having ended them."""
+    """Return the processes that a command left behind when it ended."""
     return [process for process, launcher in _carrying(LAUNCHER) if not is_alive(launcher)]
 
 
@@ -118,7 +124,7 @@ def _carrying(name: str) -> list[tuple[psutil.Process, str]]:
 
 
 def end_processes(processes: Sequence[psutil.Process], seconds: float = 10) -> None:
-    """SIGTERM, and SIGKILL for those that are still there after `seconds`."""
+    """Send SIGTERM to processes, then SIGKILL to those that remain after `seconds`."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.terminate()

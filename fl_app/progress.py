@@ -1,4 +1,4 @@
-"""Progress of long work on this machine: what does the work reports it, what shows it listens."""
+"""Progress of long work on this machine: the work reports it, a display listens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _listeners: list[Listener] = []
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call a listener with all progress that is reported meanwhile in this process."""
+    """Call a listener with all progress that is reported in this process within the block."""
     _listeners.append(listener)
     try:
         yield
@@ -20,6 +20,9 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def report(what: str, done: int, total: int) -> None:
-    """Report that `done` of `total` pieces of some work are done; from the thread that listens, for it may draw."""
+    """Report that `done` of `total` pieces of some work are done. what: the work's name.
+
+    Call it from the thread that listens, because a listener may draw.
+    """
     for listener in _listeners:
         listener(what, done, total)

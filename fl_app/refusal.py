@@ -1,4 +1,4 @@
-"""A client's answer in the words of fl_app/wire.py when its site refuses, made without any of the run's code."""
+"""A client's answer if its site refuses, in the format of fl_app/wire.py, made without any of the run's code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from fl_app.wire import ERROR
 
 
 def encode(kind: str, client_id: int, why: str) -> RecordDict | None:
-    """Encode why a client takes no part, as the reply to a message of this kind; None for a kind that no server of ours sends."""
+    """Return the reply to a message of this kind, with the reason why the client takes no part.
+
+    None for a kind that no server of Corolla's sends.
+    """
     status = Status(Code.OK, "")
     match kind:
         case "get_properties":

@@ -13,7 +13,7 @@ NO_CLIENT = -1
 
 
 def seed_sequence(seed: int, purpose: str, round: int = 0, client_id: int = NO_CLIENT) -> np.random.SeedSequence:
-    """Return the seed sequence of one purpose; distinct arguments give independent streams."""
+    """Return the seed sequence of one purpose. Distinct arguments give independent streams."""
     return np.random.SeedSequence([seed, round, client_id + 1, zlib.crc32(purpose.encode())])
 
 
@@ -28,14 +28,14 @@ def torch_seed(seed: int, purpose: str, round: int = 0, client_id: int = NO_CLIE
 
 
 def seed_global(seed: int) -> None:
-    """Seed the generators of NumPy and `random` that all code of a process shares, for a user's model that draws from them."""
+    """Seed the global generators of NumPy and `random`, for a user's model that draws from them."""
     np.random.seed(seed % 2**32)  # noqa: NPY002 - a user's model may use it
     random.seed(seed)
 
 
 @contextmanager
 def global_state_kept() -> Iterator[None]:
-    """Leave those generators as they were."""
+    """Restore the state of the global generators at the end of the block."""
     numpy_state, state = np.random.get_state(), random.getstate()  # noqa: NPY002 - a user's model may use it
     try:
         yield

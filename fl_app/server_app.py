@@ -1,10 +1,12 @@
-"""Flower's entry point on the server, `fl_app.server_app:app`, and the composition root: the one place that joins config,
-model, method, clients and run folder.
+"""Flower's entry point on the server, `fl_app.server_app:app`, and the composition root.
+
+This is the one place that joins config, model, method, clients and run folder.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import os
@@ -17,24 +19,25 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fl_app import flower_patches, tasks, weights
+from fl_app import debugging, flower_patches, tasks, weights
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.metrics import Reports
 from fl_app.server import checkpoint, trackers
+from fl_app.server.discovery import clients_to_meet
 from fl_app.server.exchange import Exchange
 from fl_app.server.progress_protocol import (
-    LOG_MARK,
     LineProgress,
     PlainFormatter,
+    crash_line,
     error_lines,
     folder_line,
     resumed_line,
     stopped_line,
 )
-from fl_app.server.properties import NORMALIZATION, SAMPLES, Properties, normalization
-from fl_app.server.record import lacking, summarize
+from fl_app.server.properties import INPUT, NORMALIZATION, SAMPLES, Properties, input_facts, normalization
+from fl_app.server.record import lacking, one_class_line, summarize
 from fl_app.server.roster import Roster
 from fl_app.server.run_folder import (
     DATA,
@@ -42,12 +45,16 @@ from fl_app.server.run_folder import (
     FROZEN,
     NORMALIZED_BY,
     PARTITION_HASH,
+    READ_BY,
     SHAPE,
     TESTED,
     RunFolder,
+    read_about,
     read_hashes,
     read_metrics,
+    refuse_fewer_rounds,
 )
+from fl_app.server.run_log import RunLog
 from fl_app.wire import SIMULATION
 from strategies import METHOD_PARAMS, METHODS
 from strategies.base import PersonalizedStrategy
@@ -56,6 +63,7 @@ from strategies.engine.rounds import Rounds
 log = logging.getLogger("corolla")
 app = ServerApp()
 
+# Most bytes of unanswered messages if clients take turns on this machine.
 SIMULATION_IN_FLIGHT = 512e6
 
 Progress = Callable[[str, int, int], None]
@@ -63,31 +71,45 @@ Progress = Callable[[str, int, int], None]
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Run the experiment the run config describes."""
+    """Run the experiment that the run config describes."""
     configure_logging()
+    debugging.refuse_breakpoints()
+    simulated = bool(os.environ.get(SIMULATION))
+    in_flight = SIMULATION_IN_FLIGHT if simulated else math.inf
     try:
-        in_flight = SIMULATION_IN_FLIGHT if os.environ.get(SIMULATION) else math.inf
-        run(grid, parse(context.run_config, METHOD_PARAMS), LineProgress(), in_flight)
+        config = parse(context.run_config, METHOD_PARAMS)
+        run(grid, config, LineProgress(), in_flight, hears=simulated)
     except UserError as error:
         for line in error_lines(error):
             log.error("%s", line)
         raise
+    except Exception as error:
+        if debugging.place_of(error):
+            log.error("%s", crash_line(debugging.reason(error)))
+            debugging.show_trace(debugging.trace_of(error))
+        raise
 
 
-def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = math.inf) -> RunFolder:
-    """Wait for clients, build the model from what they say about their data, run the method, write the results.
+def run(
+    grid: Grid, config: RunConfig, progress: Progress, in_flight: float = SIMULATION_IN_FLIGHT, hears: bool = True
+) -> RunFolder:
+    """Wait for clients, build the model from their properties, run the method, write the results.
 
-    in_flight: bytes of unanswered messages beyond which no further one is sent.
-    Raises UserError before anything is written if the model or a client's data does not fit, and after everything is written if an
-    evaluation or the final figure is missing. If somebody asked it to, the run ends after a round, without a summary.
+    in_flight: bytes of unanswered messages beyond which no further message is sent. hears: whether clients run on this
+    machine, so that their output and the tracebacks of their errors are logged.
+
+    Raises UserError before anything is written if the model or a client's data does not fit. Raises UserError after
+    everything is written if an evaluation or the final figure is missing. If a user asks it to stop, the run ends after
+    a round, without a summary.
     """
     method = METHODS[config.method]
     method.check(config)
     trackers.require(config.resolved)
     tasks.measured(config)
     flower_patches.install()
-    exchange = Exchange(grid, config, progress, in_flight)
+    exchange = Exchange(grid, config, progress, in_flight, hears)
     roster = exchange.roster
+    roster.expect(clients_to_meet(grid, config, method.needs_all))
     if config.resume:
         roster.recorded = read_hashes(Path(config.resume))
     progress("clients connected", 0, roster.minimum)
@@ -95,89 +117,148 @@ def run(grid: Grid, config: RunConfig, progress: Progress, in_flight: float = ma
     config = dataclasses.replace(
         config, num_clients=roster.num_clients, resolved={**config.resolved, "num-clients": roster.num_clients}
     )
-    # again: now it is known of how many clients
+    # again: the number of clients is known here
     method.check(config)
     assert roster.shape is not None
     module = method.network(config, **roster.shape._asdict(), initial_weights=config.initial_weights)
     layout, initial = Layout.of(module), weights.read(module)
     shared = method.travelling(config, layout)
-    if config.resume:
-        folder = RunFolder.resume(config)
-    else:
-        facts = {
-            SHAPE: roster.shape._asdict(),
-            FROZEN: layout.constants,
-            TESTED: method.tested(config),
-            **_data_facts(roster),
-        }
-        folder = RunFolder.create(config, uuid.uuid4().hex[:12], method.drawn, facts)
+    folder, agreed = _opened_folder(config, roster, layout)
+    run_log = RunLog(folder.path)
     try:
         log.info("%s", folder_line(folder.path))
         counted = method.reports_counts(config)
         folder.write_clients(_facts(roster.properties, counted))
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)
         strategy.reports = Reports(method.reports)
+        if agreed:
+            strategy.told = {NORMALIZATION: json.dumps(agreed)}
         rounds = strategy.rounds(exchange)
         if config.resume:
-            saved = checkpoint.load_latest(folder.path)
-            rounds.restore(saved)
-            if strategy.round > config.num_server_rounds or (
-                strategy.round == config.num_server_rounds and "evaluation" not in saved.meta["record"]
-            ):
-                raise UserError(
-                    f"num-server-rounds: the run has {strategy.round} rounds already, got {config.num_server_rounds}"
-                )
-            folder.continue_with(config)
-            folder.rewind(strategy.round, saved.meta["record"])
-            log.info("%s", resumed_line(strategy.round))
+            _restore(rounds, strategy, folder)
         here = () if os.environ.get(SIMULATION) else trackers.wanted(config.resolved)
-        with trackers.following(here, folder.path, strategy.round, log.warning):
+        printed = debugging.printed_lines(lambda line: debugging.show_printed("server", line))
+        with trackers.following(here, folder.path, strategy.round, log.warning), printed:
             if tested := method.tested(config):
                 log.info("%s: %s", config.method, tested)
             rounds.run()
-            # again: some may have come later
+            # again, for clients that came later
             folder.write_clients(_facts(roster.properties, counted))
-            if strategy.round < config.num_server_rounds:
+            if strategy.round < config.num_server_rounds and not rounds.ended_early:
                 log.info("%s", stopped_line(strategy.round))
                 return folder
-            save_models(strategy, rounds, folder)
-            records = list(read_metrics(folder.path))
-            folder.write_summary(summarize(config, folder.experiment, records))
-            stateful = any(rounds.versions.values())
-            if not config.keep_state and stateful:
-                folder.note_state_removed()
-            if not config.keep_state and (stateful or config.private or config.dp_epsilon):
-                rounds.forget()
-            if missing := lacking(config, records):
-                raise UserError(f"{missing}\nall else of the run is in {folder.path}")
+            _finish(rounds, strategy, folder)
             return folder
+    except Exception as error:
+        run_log.ended_by(error)
+        raise
     finally:
+        run_log.close()
         folder.close()
 
 
+def _opened_folder(
+    config: RunConfig, roster: Roster, layout: Layout
+) -> tuple[RunFolder, dict[str, list[float]] | None]:
+    """Return the run's folder, new or resumed, and the mean and std that sites with their own data agreed on.
+
+    Raises UserError as `RunFolder.create` and `RunFolder.resume` do.
+    """
+    if config.resume:
+        folder = RunFolder.resume(config)
+        return folder, _recorded_scaling(folder, roster)
+    assert roster.shape is not None
+    method, agreed = METHODS[config.method], roster.agreed_scaling()
+    facts = {
+        SHAPE: roster.shape._asdict(),
+        FROZEN: layout.constants,
+        TESTED: method.tested(config),
+        **_data_facts(roster, agreed),
+    }
+    return RunFolder.create(config, uuid.uuid4().hex[:12], method.drawn, facts), agreed
+
+
+def _restore(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFolder) -> None:
+    """Continue from the last checkpoint.
+
+    Raises UserError, before the folder changes, if the run has more rounds already.
+    """
+    config, saved = strategy.config, checkpoint.load_latest(folder.path)
+    rounds.restore(saved)
+    refuse_fewer_rounds(config, strategy.round, may_be_equal="evaluation" in saved.meta["record"])
+    folder.continue_with(config)
+    folder.rewind(strategy.round, saved.meta["record"])
+    log.info("%s", resumed_line(strategy.round))
+
+
+def _finish(rounds: Rounds, strategy: PersonalizedStrategy[Any], folder: RunFolder) -> None:
+    """Write models and summary, and let clients remove their state.
+
+    Raises UserError after that if an evaluation or the final figure is missing.
+    """
+    config = strategy.config
+    save_models(strategy, rounds, folder)
+    records = list(read_metrics(folder.path))
+    folder.write_summary(summarize(config, folder.experiment, records, rounds.ended_early))
+    if line := one_class_line(records):
+        log.warning("%s", line)
+    stateful = any(rounds.versions.values())
+    if not config.keep_state and stateful:
+        folder.note_state_removed()
+    if not config.keep_state and (stateful or config.private or config.dp_epsilon):
+        rounds.forget()
+    if missing := lacking(config, records):
+        raise UserError(f"{missing}\nthe rest of the run is in {folder.path}")
+
+
 def _facts(properties: Mapping[int, Properties], counted: bool) -> Mapping[int, Properties]:
-    """What clients said of themselves, without numbers of samples that are none."""
+    """Return clients' properties.
+
+    counted: whether clients report their numbers of samples; if not, they are left out.
+    """
     return {i: {name: said[name] for name in said if counted or name not in SAMPLES} for i, said in properties.items()}
 
 
-def _data_facts(roster: Roster) -> dict[str, Any]:
-    """Return what run.json keeps of data that all clients share: hashes, and what normalises inputs where clients tell it."""
+def _recorded_scaling(folder: RunFolder, roster: Roster) -> dict[str, list[float]] | None:
+    """Return the scaling that the sites of a resumed run agreed on when it started; None if they send no sums.
+
+    Raises UserError if the run's folder does not have it.
+    """
+    if roster.agreed_scaling() is None:
+        return None
+    recorded = normalization(json.dumps(read_about(folder.path).get(DATA, {}).get(NORMALIZED_BY)))
+    if recorded is None:
+        raise UserError(
+            f"resume: {folder.path} does not have the mean and std that its sites agreed on ({NORMALIZED_BY})"
+        )
+    return recorded
+
+
+def _data_facts(roster: Roster, agreed: dict[str, list[float]] | None) -> dict[str, Any]:
+    """Return run.json's facts about data: hashes of shared data, and the normalization where it is known.
+
+    agreed: the scaling that sites with their own data agreed on.
+    """
+    known = [input_facts(properties.get(INPUT)) for _, properties in sorted(roster.properties.items())]
+    first = next((facts for facts in known if facts), None)
+    read_by = {READ_BY: first} if first else {}
     if roster.hashes is None:
-        return {}
+        found = ({NORMALIZED_BY: agreed} if agreed else {}) | read_by
+        return {DATA: found} if found else {}
     told = (properties.get(NORMALIZATION) for _, properties in sorted(roster.properties.items()))
     constants = normalization(next((text for text in told if text), None))
     facts = {DATA_HASH: roster.hashes.data, PARTITION_HASH: roster.hashes.partition}
-    return {DATA: facts | ({NORMALIZED_BY: constants} if constants else {})}
+    return {DATA: facts | ({NORMALIZED_BY: constants} if constants else {}) | read_by}
 
 
 def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: RunFolder) -> None:
-    """Write the final models: global, per client where the server holds them, and collected personal models."""
+    """Write the final models: the global one, and clients' models, collected or as the server holds them."""
     config = strategy.config
     if strategy.has_global_model():
         folder.save_model("global", strategy.exported_layout(strategy.layout), strategy.exported_global())
     if config.collect_personal_models:
         whole = strategy.exported_layout(strategy.full_layout)
-        for client_id, model in rounds.collect(config.num_server_rounds).items():
+        for client_id, model in rounds.collect(strategy.round).items():
             folder.save_model(f"client-{client_id}", whole, model)
     else:
         layout = strategy.exported_layout(strategy.layout)
@@ -188,10 +269,10 @@ def save_models(strategy: PersonalizedStrategy[Any], rounds: Rounds, folder: Run
 
 
 def configure_logging() -> None:
-    """Log to standard error, whatever hosts the app; the mark tells our lines from Flower's and Ray's."""
+    """Log to standard error, in any host of the app. A mark separates Corolla's lines from Flower's and Ray's."""
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(PlainFormatter(f"{LOG_MARK}%(message)s"))
+        handler.setFormatter(PlainFormatter())
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False

@@ -1,4 +1,4 @@
-"""Words of shell scripts that are written for others to run: quoted, but for the variables that a script sets itself."""
+"""Words of shell scripts that other people run: quoted, except for the variables that a script sets itself."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 
-# in no path, name or setting
+# No path, name or setting contains this character.
 _MARK = "\x01"
 
 
 def variable(name: str) -> str:
-    """Return what stands in a word for the value of a script's own variable."""
+    """Return the placeholder, inside a word, for the value of a script's own variable."""
     return f"{_MARK}{name}{_MARK}"
 
 
@@ -24,6 +24,6 @@ def word(text: str) -> str:
 
 
 def line(words: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
-    """Quote a command. environment: what it is started with beside what the script has."""
+    """Quote a command. environment: variables to start it with, beside those of the script."""
     given = [f"{name}={word(value)}" for name, value in (environment or {}).items()]
     return " ".join([*(["env", *given] if given else []), *map(word, words)])

@@ -1,7 +1,7 @@
-"""A site's own directory: what its records have spent and which private rounds it has answered are noted there, for good.
+"""A site's own directory: a permanent record of its spent privacy budget and of the private rounds it has answered.
 
-The key of the site's data hash (`hash-key`) lies there, too.
-Its place follows from the machine alone: no key of a run's config names it, and none may name a place within it.
+The key of the site's data hash (`hash-key`) is there, too. The directory's place follows from the machine alone. No key
+of a run's config names it, and none may name a place within it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from fl_app.errors import UserError
 
 VARIABLE = "COROLLA_SITE_DIR"
-# an experiment, whose state lies beside it, has no such name
+# Experiments have their state beside it; none has this name.
 DIRECTORY = ".site"
 
 
@@ -22,9 +22,10 @@ def user_state() -> Path:
 
 
 def site_directory() -> Path:
-    """Return $COROLLA_SITE_DIR, which a site's gate sets from `site-dir` in site.toml, or a directory of the user's state.
+    """Return $COROLLA_SITE_DIR, or a directory of the user's state if it is not set.
 
-    Raises UserError for a relative path: it would be another place in every working directory.
+    A site's gate sets the variable from `site-dir` in site.toml. Raises UserError for a relative path: it would depend
+    on the working directory.
     """
     if not (given := os.environ.get(VARIABLE, "")):
         return user_state() / DIRECTORY
@@ -35,6 +36,6 @@ def site_directory() -> Path:
 
 
 def refuse_within_site(key: str, directory: Path) -> None:
-    """Raise UserError if a directory that a run's config names is the site's own, or lies in it. key: of the configuration."""
+    """Raise UserError if a directory in a run's config is the site's own, or lies in it. key: its key in the config."""
     if directory.expanduser().resolve().is_relative_to(site_directory().resolve()):
         raise UserError(f"{key}: {directory} lies in the site's own directory, which no run may name")

@@ -1,13 +1,15 @@
-"""The registry of data sources: what a run's config may name as its `dataset`, and what Corolla knows of each.
+"""The registry of data sources: the values that `dataset` may have, and Corolla's facts about each.
 
-A source is a file in fl_app/data/ and a line in REGISTERED. The run config and every client process ask this file, so it imports
-nothing heavy: a source's own module is imported when its data are opened.
+A source is a file in fl_app/data/ and a line in REGISTERED. The run config and every client process import this file,
+so it imports nothing heavy. A source's own module is imported when its data are opened.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from fl_app.errors import UserError
 from fl_app.known_names import OWN_PARTITION
@@ -18,10 +20,10 @@ FOLDER = "/"
 
 @dataclass(frozen=True)
 class NamedData:
-    """What the name of a data set says of it: its images are [in_channels, image_size, image_size].
+    """Facts that follow from a data set's name. Its images are [in_channels, image_size, image_size].
 
-    torchvision: its class in torchvision.datasets, if it is there; train, test: that class's arguments for either part.
-    file: its name in the data directory, where the user puts it.
+    torchvision: its class in torchvision.datasets, if it is there. train, test: that class's arguments for either part.
+    file: its file's name in the data directory, where the user puts it.
     """
 
     in_channels: int
@@ -35,20 +37,22 @@ class NamedData:
 
 @dataclass(frozen=True)
 class Source:
-    """A source of data. All that the rest of Corolla knows of it stands here; a file in fl_app/data/ reads it.
+    """A source of data. These fields are all that the rest of Corolla knows of it; a file in fl_app/data/ reads it.
 
-    prefix: names it in the key `dataset`, `prefix:/path`, or `prefix` alone if it has no path.
+    prefix: its name in the key `dataset`: `prefix:/path`, or `prefix` alone if it has no path.
     prepare: `module:function` of a function that takes a DataRequest and returns a Prepared (fl_app/data/prepared.py).
-    path: what documentation and errors write behind the colon; "" if the source has no path.
-    note: what documentation and errors add to that.
-    reads: suffixes of its files in lower case, or FOLDER. They find the source of a node's data, and show a wrong prefix.
-    has_columns: the key `target` names the columns to learn, and `test-ratio` divides rows that have no test part.
+    path: the text after the colon in documentation and errors; "" if the source has no path.
+    note: further text in documentation and errors.
+    reads: suffixes of its files in lower case, or FOLDER. They find the source of a node's data, and show a wrong
+    prefix.
+    has_columns: the key `target` names the columns to learn, and `test-ratio` divides rows without a test part.
     divides_rows: `test-ratio` divides its rows, though the key `target` names nothing in it.
+    images: its samples are images of 8 bits, in any of the user's file formats.
     labels_only: its targets are labels of classes, and the key `client` names nothing in it.
-    targets: where its targets stand, if the key `target` does not say it.
+    targets: the place of its targets, unless the key `target` names it.
     tells_classes: clients send the names of its classes even with `report-class-counts = false`.
     resizes: the key `image-size` resizes its images.
-    known: what its name says of it; its classes, and its image size unless it resizes, are not the user's to set.
+    known: facts that follow from its name. The user cannot set its classes, nor its image size unless it resizes.
     """
 
     prefix: str
@@ -58,6 +62,7 @@ class Source:
     reads: tuple[str, ...] = ()
     has_columns: bool = False
     divides_rows: bool = False
+    images: bool = False
     labels_only: bool = False
     targets: str = ""
     tells_classes: bool = False
@@ -71,12 +76,12 @@ class Source:
 
     @property
     def form(self) -> str:
-        """How it is written in the key `dataset`."""
+        """Its form in the key `dataset`."""
         return f"{self.prefix}:{self.path}" if self.path else self.prefix
 
 
 def _named(prefix: str, prepare: str, known: NamedData, path: str = "", resizes: bool = False) -> Source:
-    return Source(prefix, prepare, path, labels_only=True, resizes=resizes, known=known)
+    return Source(prefix, prepare, path, images=True, labels_only=True, resizes=resizes, known=known)
 
 
 _DIGITS, _TORCHVISION = "fl_app.data.named:prepare_digits", "fl_app.data.named:prepare_torchvision"
@@ -85,7 +90,7 @@ _BYCLASS_TRAIN: Mapping[str, str | bool] = {"split": "byclass", "train": True}
 _BYCLASS_TEST: Mapping[str, str | bool] = {"split": "byclass", "train": False}
 
 NODE = "node"
-"""The data set that every SuperNode has for itself."""
+"""Each SuperNode's own data, as a value of `dataset`."""
 
 REGISTERED: tuple[Source, ...] = (
     _named("digits", _DIGITS, NamedData(1, 10, 8)),
@@ -98,7 +103,9 @@ REGISTERED: tuple[Source, ...] = (
     _named("medmnist-a", _MEDMNIST, NamedData(1, 11, 28, file="organamnist.npz")),
     _named("medmnist-c", _MEDMNIST, NamedData(1, 11, 28, file="organcmnist.npz")),
     _named("tiny-imagenet", _TINY_IMAGENET, NamedData(3, 200, 64), "/path", resizes=True),
-    Source("folder", "fl_app.data.folder:prepare", "/path", reads=(FOLDER,), labels_only=True, resizes=True),
+    Source(
+        "folder", "fl_app.data.folder:prepare", "/path", reads=(FOLDER,), images=True, labels_only=True, resizes=True
+    ),
     Source(
         "npz",
         "fl_app.data.npz:prepare",
@@ -139,7 +146,7 @@ def source_of(dataset: str) -> Source:
 
 
 def named_data(dataset: str) -> NamedData | None:
-    """Return what the name of a data set says of it, wherever it lies; None for the user's own, and for unknown ones."""
+    """Return the facts that follow from a data set's name; None for the user's own data and unknown names."""
     source = SOURCES.get(dataset.partition(":")[0])
     return source.known if source else None
 
@@ -150,7 +157,7 @@ def sources_that(**has: bool) -> list[Source]:
 
 
 def either(words: Iterable[str]) -> str:
-    """Return words as a sentence lists them: a, b or c."""
+    """Return words as a list in a sentence: a, b or c."""
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -159,7 +166,7 @@ def either(words: Iterable[str]) -> str:
 
 
 def path_prefixes(key: str) -> tuple[str, ...]:
-    """Return the prefixes, with their colon, behind which a value of `dataset` or `partition` has a path."""
+    """Return the prefixes, colon included, that come before a path in a value of `dataset` or `partition`."""
     if key == "partition":
         return (OWN_PARTITION,)
     return tuple(f"{source.prefix}:" for source in SOURCES.values() if source.path)
@@ -168,3 +175,24 @@ def path_prefixes(key: str) -> tuple[str, ...]:
 def path_in(key: str, value: str) -> str:
     """Return the path in a value of `dataset` or `partition`, "" if it has none."""
     return next((value.removeprefix(prefix) for prefix in path_prefixes(key) if value.startswith(prefix)), "")
+
+
+PLACES = ("output-dir", "data-dir", "state-dir", "initial-weights")
+"""Keys that have a path as value."""
+
+
+def anchored(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return a flat config with absolute paths. directory: the base of relative paths; ~ is the user's home."""
+
+    def absolute(path: str) -> str:
+        return str((directory / Path(path).expanduser()).resolve())
+
+    out = dict(config)
+    for key in PLACES:
+        if out.get(key) and isinstance(out[key], str):
+            out[key] = absolute(out[key])
+    for key in ("dataset", "partition"):
+        value = out.get(key)
+        if isinstance(value, str) and (path := path_in(key, value)):
+            out[key] = value.removesuffix(path) + absolute(path)
+    return out

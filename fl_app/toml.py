@@ -1,4 +1,4 @@
-"""Flat dotted keys as TOML files have them, in tables one level deep."""
+"""Flat dotted keys, and the TOML files that have them in tables one level deep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_toml(content: bytes, path: Path) -> dict[str, Any]:
-    """Parse the content of a TOML file. path: where it lies, for errors. Raises UserError if it is not TOML."""
+    """Parse the content of a TOML file. path: its place, for errors. Raises UserError if it is not TOML."""
     try:
         return tomllib.loads(content.decode("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -48,7 +48,7 @@ def nest(flat: Mapping[str, Scalar]) -> dict[str, Any]:
 
 
 def value_to_toml(value: Scalar) -> str:
-    """Return a value as TOML, and as `--set` takes it: false, 0.5, "words"."""
+    """Return a value as TOML, in the form that `--set` takes: false, 0.5, "words"."""
     return to_toml({"x": value}).strip()[4:]
 
 

@@ -1,7 +1,7 @@
-"""Which tensors train and which travel: the keys `train` and `share`, patterns over tensor names such as `*.adapter.*`.
+"""Trained and travelling tensors: the keys `train` and `share`, patterns over tensor names such as `*.adapter.*`.
 
-What does not train is no part of the model that methods see: its values become constants of the network, outside of the layout.
-They never travel, and every node checks that it has the server's.
+Tensors that do not train are not part of the model that methods see. Their values become constants of the network,
+outside of the layout. They never travel. Every node checks that its constants equal the server's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ HASH = "frozen-sha256"
 
 
 def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
-    """Return the names that a key's patterns match; all if there are no patterns. Raises UserError for one that matches none."""
+    """Return the names that a key's patterns match; all if there are no patterns.
+
+    Raises UserError for a pattern that matches none.
+    """
     every = list(names)
     found: set[str] = set()
     for pattern in split_names(patterns):
@@ -36,7 +39,7 @@ def matching(key: str, patterns: str, names: Iterable[str]) -> frozenset[str]:
 
 
 def freeze(module: nn.Module, patterns: str) -> None:
-    """Make constants of all tensors that no pattern matches. Raises UserError if no parameter is left."""
+    """Turn all tensors that no pattern matches into constants. Raises UserError if no parameter is left."""
     layout = Layout.of(module)
     still = layout.names - matching("train", patterns, [slot.name for slot in (*layout.params, *layout.buffers)])
     if still >= {slot.name for slot in layout.params}:
@@ -58,11 +61,11 @@ def freeze(module: nn.Module, patterns: str) -> None:
 
 
 def travelling(config: RunConfig, layout: Layout, shared: frozenset[str]) -> frozenset[str]:
-    """Names of the tensors that travel: of those the method shares what `share` matches.
+    """Return the names of the tensors that travel: those that the method shares and `share` matches.
 
-    Raises UserError if nothing of what the method shares is left.
+    Raises UserError if the method shares tensors and none of them is left.
     """
     left = shared & matching("share", config.share, [slot.name for slot in (*layout.params, *layout.buffers)])
     if shared and not left:
-        raise UserError(f"share: nothing that method {config.method} sends matches {config.share!r}")
+        raise UserError(f"share: no tensor that method {config.method} sends matches {config.share!r}")
     return left

@@ -19,7 +19,7 @@ from fl_app.files import publish
 from fl_app.layout import Layout, Model, Vector
 
 _PYTORCH = (".pt", ".pth")  # files of torch.save
-# where a checkpoint may have its state dict
+# Usual keys of the state dict in a checkpoint.
 _STATE_DICTS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.")
 
@@ -60,19 +60,20 @@ def _unflat(tensors: list[Tensor], vector: Vector) -> None:
     assert vector.shape == (sum(sizes),), f"vector has shape {vector.shape}, the module {sum(sizes)} elements"
     if not tensors:
         return
-    # torch.tensor, not from_numpy: vectors off the wire or a memory map are read-only, about which from_numpy warns.
+    # torch.tensor, not from_numpy: vectors from the wire or a memory map are read-only, and from_numpy warns about that.
     source = torch.tensor(vector, device=tensors[0].device)
     for tensor, piece in zip(tensors, source.split_with_sizes(sizes), strict=True):
         tensor.copy_(piece.view(tensor.shape))
 
 
 def initial_model(module: nn.Module, path: str) -> Model:
-    """Read `initial-weights`, safetensors or a PyTorch state dict, into the vectors of `module`, which stays as it is.
+    """Return the model in the file `initial-weights`, as vectors of `module`, which stays as it is.
 
-    Names and shapes must equal the module's, but for `module.` and `_orig_mod.` before all names. Any floating dtype is converted
-    to float32. Integer tensors (such as `num_batches_tracked`) and second names of tied parameters are ignored; buffers that a
-    state dict never holds keep the module's values. A checkpoint for another number of classes needs a classifier of the right
-    size first.
+    The file is safetensors or a PyTorch state dict. Names and shapes must equal the module's, except for `module.` and
+    `_orig_mod.` before all names. Any floating dtype is converted to float32. Integer tensors (such as
+    `num_batches_tracked`) and second names of tied parameters are ignored. Buffers that a state dict never holds keep
+    the module's values. A checkpoint for another number of classes needs a classifier of the right size first.
+
     Raises UserError if the file is missing or unreadable, does not fit (naming the tensors), or holds NaN or infinity.
     """
     layout, state = Layout.of(module), module.state_dict()
@@ -83,7 +84,7 @@ def initial_model(module: nn.Module, path: str) -> Model:
     buffers = [slot.name for slot in layout.buffers if slot.name not in own | found]
     if buffers and all(slot.name in found for slot in layout.params):
         raise UserError(
-            f"{source}: holds the parameters and not the buffers {listed(buffers)}; save `module.state_dict()`, which has both, "
+            f"{source}: holds the parameters but not the buffers {listed(buffers)}; save `module.state_dict()`, which has both, "
             "instead of `named_parameters()`"
         )
     return _fit(source, own | found, layout)
@@ -100,7 +101,7 @@ def save_safetensors(path: str | Path, layout: Layout, model: Model) -> None:
 
 
 def load_safetensors(path: str | Path, layout: Layout) -> Model:
-    """Read what `save_safetensors` wrote: params float32 [d], buffers float32 [b]; integer tensors are ignored.
+    """Read a file of `save_safetensors`: params float32 [d], buffers float32 [b]. Integer tensors are ignored.
 
     Raises UserError if the file is missing or unreadable, does not fit the layout, or holds NaN or infinity.
     """
@@ -127,24 +128,30 @@ def _load(path: str | Path, source: str) -> dict[str, Tensor]:
         other = (
             ""
             if Path(path).suffix == ".safetensors"
-            else f"; a PyTorch state dict is one that ends in {' or '.join(_PYTORCH)}"
+            else f"; the name of a PyTorch state dict must end in {' or '.join(_PYTORCH)}"
         )
         raise UserError(f"{source}: not a readable safetensors file ({describe(error)}){other}") from error
 
 
 def load_state_dict(path: str | Path, source: str) -> dict[str, Tensor]:
-    """Read what `torch.save(module.state_dict(), path)` wrote, or `corolla export`; nothing but tensors is unpickled."""
+    """Read a file of `torch.save(module.state_dict(), path)` or of `corolla export`. Only tensors are unpickled.
+
+    Raises UserError if the file cannot be read, or holds no state dict. source: the file's name in errors.
+    """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds for a bad file
         raise UserError(
-            f"{source}: not a readable PyTorch file of tensors alone ({describe(error).splitlines()[0]})"
+            f"{source}: not a readable PyTorch file with only tensors ({describe(error).splitlines()[0]})"
         ) from error
     return _named_tensors(state, source)
 
 
 def _named_tensors(state: Any, source: str) -> dict[str, Tensor]:
-    """Return the tensors of a state dict, of one under a usual key of a checkpoint, or of `list(module.named_parameters())`."""
+    """Return the tensors by name from a state dict, a checkpoint, or `list(module.named_parameters())`.
+
+    A checkpoint has its state dict under a usual key (_STATE_DICTS).
+    """
     if isinstance(state, Mapping) and (
         key := next((k for k in _STATE_DICTS if isinstance(state.get(k), Mapping)), None)
     ):
@@ -156,12 +163,12 @@ def _named_tensors(state: Any, source: str) -> dict[str, Tensor]:
     if named is None or not all(isinstance(name, str) and isinstance(t, Tensor) for name, t in named.items()):
         known = ", ".join(map(repr, _STATE_DICTS))
         got = listed([repr(name) for name in named]) if named else type(state).__name__
-        raise UserError(f"{source}: must hold a state dict, tensors by name, or one under {known}; got {got}")
+        raise UserError(f"{source}: must hold a state dict (tensors by name), or have one under {known}; got {got}")
     return {name: t.detach().to_dense() if t.layout != torch.strided else t.detach() for name, t in named.items()}
 
 
 def _without_prefix(found: dict[str, Tensor], names: Container[str]) -> dict[str, Tensor]:
-    """Return tensors without what DataParallel and torch.compile put before every name, where names do not fit with it."""
+    """Remove the prefix of DataParallel and torch.compile from all names, if no name fits with it."""
     while found and not any(name in names for name in found):
         prefix = next((p for p in _PREFIXES if all(name.startswith(p) for name in found)), None)
         if prefix is None:
@@ -187,5 +194,5 @@ def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout) -> Model:
     arrays = {slot.name: tensors[slot.name].to(torch.float32).numpy() for slot in slots}
     infinite = [name for name, array in arrays.items() if not np.isfinite(array).all()]
     if infinite:
-        raise UserError(f"{source}: all values must be finite in float32, but not so in {listed(infinite)}")
+        raise UserError(f"{source}: all values must be finite in float32, got others in {listed(infinite)}")
     return layout.model(arrays)

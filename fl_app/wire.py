@@ -1,8 +1,9 @@
 """The one codec between server and client: typed downloads and uploads as Flower records, and back.
 
-A message is a list of arrays and a flat table of scalars (`fitins.*` / `fitres.*`, Flower's compat records, which NumPyClient
-speaks). The table's `arrays` names the arrays in order. Bytes are counted as array bytes, without framing. Everything a
-client sends is checked here, before it is copied anywhere: names, shapes, dtypes, finiteness, number of ones in a mask.
+A message is a list of arrays and a flat table of scalars (`fitins.*` / `fitres.*`, Flower's compat records, which
+NumPyClient uses). The table's `arrays` names the arrays in order. Bytes are counted as array bytes, without framing.
+Everything from a client is checked here, before it is copied: names, shapes, dtypes, finiteness, number of ones in a
+mask.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ import io
 import math
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from flwr.app import Array as FlowerArray
-from flwr.app import ConfigRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.compat.common import recorddict_compat as compat
-from flwr.compat.common.typing import Code, Config, EvaluateIns, FitIns, FitRes, GetPropertiesIns, Parameters, Status
+from flwr.compat.common.typing import Code, Config, GetPropertiesIns
 from numpy.typing import NDArray
 
 from fl_app.errors import plain
@@ -28,35 +29,38 @@ from fl_app.flower_patches import ReceivedArray
 from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import MAX_NUMBER, range_error
+from fl_app.metrics import METRIC_ERRORS as METRIC_ERRORS
 
 Array = NDArray[np.generic]
 ARRAYS, ERROR = "arrays", "error"
-# metrics of an evaluation: hashes of the model that the client was evaluated with, of its parameters and of its buffers
+# Metrics of an evaluation: hashes of the evaluated model's parameters and buffers.
 SHA256, BUFFERS_SHA256 = "sha256", "buffers-sha256"
-# metric: the generation of state that this message made, "" without any
+# Metric: the generation of state that this message made, "" without any.
 STATE_VERSION = "state-version"
-# metric of a client whose state was damaged: the earlier generation it went on from
+# Metric of a client with damaged state: the earlier generation that it continued from.
 STATE_USED = "state-used"
-# metric of a client some of whose metrics could not be had: which, and why
-METRIC_ERRORS = "metric-errors"
-# scalars of private rounds begin with it; as a metric: the attempt whose masks an upload bears
+# Prefix of the scalars of private rounds. As a metric: the attempt of the masks in an upload.
 PRIVATE = "private"
-# properties of a site with its own data: the names of its features, or in private runs a tag of them for each client
+# Metrics of a client on the server's machine: the lines that it printed, and the traceback of its error.
+PRINTED, TRACEBACK = "printed", "traceback"
+# Properties of a site with its own data: the names of its features, or in private runs a tag of them for each client.
 FEATURES, FEATURE_TAGS = "feature-names", f"{PRIVATE}-feature-tags"
-# extra array of a private round: params and buffers in fixed point under masks, uint32 [d + b]
+# Extra array of a private round: params and buffers in fixed point under masks, uint32 [d + b].
 SUM = "masked"
-# clients in a sum of a private round: with two, each knows the other's model
+# Fewest clients in a sum of a private round: with two, each would know the other's model.
 GROUP_MIN = 3
-# set in the environment where all clients take turns on this machine
+# Environment variable, set if all clients take turns on this machine.
 SIMULATION = "COROLLA_SIMULATION"
 # Key of a node's config: where its keys for private runs are.
 PRIVATE_KEYS = "private-keys"
-# In place of such a path: keys made from the run's seed, where all clients are on one machine.
+# Value in place of a path: keys made from the run's seed, if all clients are on one machine.
 SEED_KEYS = "seed"
-# characters of a name or a text among the scalars; class counts of 100,000 classes fit
+# Keys of a node's config: the node is in the command's process; it is in a process for a simulation's clients.
+IN_PROCESS, SIMULATED = "in-process", "simulated"
+# Most characters of a name or a text among the scalars; class counts of 100,000 classes fit.
 MAX_TEXT = 2**20
-# The dtype in which clients send parameters and statistics of a round; the server computes with float32. A private run's masked
-# sums are integers whatever it is, and personal models that are collected stay WHOLE, as they were hashed.
+# Dtype of a round's uploaded parameters and statistics; the server computes with float32. It does not affect the masked sums of
+# private runs, which are integers, nor collected personal models, which travel in the dtype WHOLE, as they were hashed.
 UPLOADED, WHOLE = "<f4", "<f4"
 _LINE = 500
 _HEADER = re.compile(
@@ -65,8 +69,13 @@ _HEADER = re.compile(
 _META = ("round", "attempt", "task", "experiment", "state-version", "keep", ARRAYS)
 
 
+def simulated_node(client_id: int, num_clients: int, where: str) -> dict[str, Scalar]:
+    """Return the node config of a client on this machine. where: IN_PROCESS or SIMULATED."""
+    return {"partition-id": client_id, "num-partitions": num_clients, PRIVATE_KEYS: SEED_KEYS, where: True}
+
+
 class WireError(ValueError):
-    """A message that breaks the protocol; the text says how, on one short line, the caller knows whose it is."""
+    """A message breaks the protocol. The text states how, on one short line; the caller knows the client."""
 
     def __init__(self, text: str) -> None:
         super().__init__(plain(" ".join(text.split()))[:_LINE])
@@ -74,13 +83,14 @@ class WireError(ValueError):
 
 @dataclass(frozen=True)
 class Download:
-    """What the server sends to one client for one task.
+    """The server's message to one client for one task.
 
-    model: the tensors that travel, packed. extras: further arrays of the method. state_version: the generation of client
-    state to load ("" for none). keep: generations that a checkpoint names. method: scalars for the method's client half.
+    model: the tensors that travel, packed. extras: further arrays of the method. state_version: the generation of
+    client state to load ("" for none). keep: generations that a checkpoint names. method: scalars for the method's
+    client half.
     """
 
-    # "train", "evaluate", "collect" or "forget": remove the client's state, the run is finished
+    # "train", "evaluate", "collect", or "forget" at the run's end: remove the client's state
     task: str
     round: int
     attempt: int
@@ -94,7 +104,7 @@ class Download:
 
 @dataclass(frozen=True)
 class Upload:
-    """What a client returns: the tensors that travel, a packed mask if the method has one, extra arrays, scalars.
+    """A client's reply: the tensors that travel, a packed mask if the method has one, extra arrays, scalars.
 
     dtype: of the tensors on the wire, "" for UPLOADED.
     """
@@ -109,10 +119,10 @@ class Upload:
 
 @dataclass(frozen=True)
 class Expected:
-    """What an upload must look like.
+    """The required form of an upload.
 
-    d, b: lengths of the travelling params and buffers. num_params: bits in a mask (0: no mask is sent). num_selected: ones
-    in it (-1: any). extras: dtype and shape by name. dtype: of params and buffers on the wire, "" for UPLOADED.
+    d, b: lengths of the travelling params and buffers. num_params: bits in a mask (0: no mask is sent). num_selected:
+    ones in it (-1: any). extras: dtype and shape by name. dtype: of params and buffers on the wire, "" for UPLOADED.
     """
 
     d: int
@@ -132,7 +142,7 @@ class Expected:
         extras: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
         dtype: str = "",
     ) -> Expected:
-        """Say that an upload holds the tensors of a layout, and what else a method sends."""
+        """Return the form of an upload with the tensors of a layout, and with a method's additions."""
         return cls(layout.d, layout.b, num_params, num_selected, extras or {}, dtype)
 
     @property
@@ -141,7 +151,7 @@ class Expected:
         return self.num_params > 0
 
     def blank(self) -> Upload:
-        """Return an upload that looks so, all zeros but for the ones that its mask must have."""
+        """Return an upload of this form: all zeros, except for the ones that its mask must have."""
         mask = None
         if self.sends_mask:
             ones = np.arange(self.num_params) < max(0, self.num_selected)
@@ -150,7 +160,7 @@ class Expected:
         return Upload(model, mask, {name: np.zeros(shape, dtype) for name, (dtype, shape) in self.extras.items()})
 
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape per array name, in wire order; empty arrays do not travel."""
+        """Return dtype and shape by array name, in wire order. Empty arrays do not travel."""
         out: dict[str, tuple[str, tuple[int, ...]]] = {
             "params": (self.dtype or UPLOADED, (self.d,)),
             "buffers": (self.dtype or UPLOADED, (self.b,)),
@@ -185,14 +195,12 @@ def encode_download(download: Download) -> RecordDict:
         ARRAYS: ",".join(arrays),
         **download.method,
     }
-    parameters = Parameters([_dump(a) for a in arrays.values()], "numpy.ndarray")
-    if download.task == "evaluate":
-        return compat.evaluateins_to_recorddict(EvaluateIns(parameters, config), keep_input=False)
-    return compat.fitins_to_recorddict(FitIns(parameters, config), keep_input=False)
+    what = "evaluateins" if download.task == "evaluate" else "fitins"
+    return RecordDict({f"{what}.parameters": _record(arrays.values()), f"{what}.config": ConfigRecord(dict(config))})
 
 
 def payload_bytes(content: RecordDict) -> int:
-    """Bytes of a message's arrays, without their headers and all framing: what a round's record counts as sent."""
+    """Return the bytes of a message's arrays, without headers and framing, as a round's record counts them."""
     total = 0
     for record in content.array_records.values():
         for name, array in record.items():
@@ -208,15 +216,15 @@ def encode_query() -> RecordDict:
 
 
 def decode_properties(content: RecordDict) -> dict[str, Scalar]:
-    """Return a node's properties. Raises WireError if the client could not give them or they are not well-formed."""
+    """Return a node's properties. Raises WireError if they are missing or malformed."""
     try:
         return _scalars(compat.recorddict_to_getpropertiesres(content).properties)
-    except Exception as error:  # Flower's own reading raises what it likes
+    except Exception as error:  # Flower's decoder may raise any error
         raise WireError(f"malformed properties: {error!r:.{_LINE}}") from None
 
 
 def decode_upload(content: RecordDict, expected: Expected) -> Upload:
-    """Decode and check a train reply; array data is not copied (read-only views into the message).
+    """Return a train reply, decoded and checked. Array data is not copied (read-only views into the message).
 
     Raises WireError for a client's reported error and for every breach of the protocol.
     """
@@ -263,8 +271,22 @@ def decode_evaluation(content: RecordDict) -> tuple[float, int, dict[str, Scalar
     return number({"loss": result.loss}, "loss", 0), result.num_examples, metrics
 
 
+def take_aside(content: RecordDict) -> tuple[str, str, str]:
+    """Return a reply's error, printed lines and traceback. The last two are removed from the reply."""
+    found = {name: "" for name in (ERROR, PRINTED, TRACEBACK)}
+    for record in content.config_records.values():
+        for name in found:
+            text = record.get(name) if name == ERROR else record.pop(name, None)
+            if isinstance(text, str):
+                found[name] = text[:MAX_TEXT]
+    return found[ERROR], found[PRINTED], found[TRACEBACK]
+
+
 def hashes(model: Model) -> dict[str, str]:
-    """Return what a client tells of the model it is evaluated with: sha256 of its parameters, and of its buffers if it has any."""
+    """Return the hashes of the model that a client is evaluated with, as metrics.
+
+    They are the SHA-256 of its parameters, and of its buffers if it has any.
+    """
     found = {SHA256: hashlib.sha256(model.params.tobytes()).hexdigest()}
     if model.buffers.size:
         found[BUFFERS_SHA256] = hashlib.sha256(model.buffers.tobytes()).hexdigest()
@@ -272,12 +294,12 @@ def hashes(model: Model) -> dict[str, str]:
 
 
 def one_line(text: object) -> str:
-    """Return a client's text on one line, its last 500 characters: it goes into logs that others read."""
+    """Return a client's text on one line, its last 500 characters, for logs that others read."""
     return plain(" ".join(str(text).split()))[-_LINE:]
 
 
 def number(metrics: Mapping[str, Scalar], name: str, low: float = -MAX_NUMBER, high: float = MAX_NUMBER) -> float:
-    """Read a number that a client reported, NaN if it is absent. Raises WireError if the range does not admit it."""
+    """Return a metric as a number, NaN if it is absent. Raises WireError if it is not in [low, high]."""
     value = metrics.get(name, math.nan)
     if error := range_error(name, value, low, high):
         raise WireError(error)
@@ -285,7 +307,7 @@ def number(metrics: Mapping[str, Scalar], name: str, low: float = -MAX_NUMBER, h
 
 
 def state_version(round: int, attempt: int) -> str:
-    """Name the generation of client state that a message makes."""
+    """Return the name of the generation of client state that a message makes."""
     return f"{round:06d}-{attempt:06d}"
 
 
@@ -296,7 +318,7 @@ def _scalars(record: Mapping[str, object] | ConfigRecord) -> dict[str, Scalar]:
             raise TypeError(f"{name[:80]} must be a scalar, got {type(value).__name__}")
         length = max(len(name), len(value) if isinstance(value, str) else 0)
         if length > MAX_TEXT:
-            raise ValueError(f"{name[:80]} has {length} characters, at most {MAX_TEXT} are taken")
+            raise ValueError(f"{name[:80]} has {length} characters, at most {MAX_TEXT} are allowed")
         out[name] = value
     return out
 
@@ -313,8 +335,57 @@ def _check_mask(mask: NDArray[np.uint8], expected: Expected) -> None:
 # Client side --------------------------------------------------------------------------------------------------------
 
 
+def instructions(content: RecordDict, what: str) -> tuple[list[Array], Config]:
+    """Return the arrays and scalars of a download, and free the arrays' bytes in its message.
+
+    what: "fit" or "evaluate". The arrays are copies that the receiver may write into. Raises WireError and KeyError if
+    the message is no download.
+    """
+    record, arrays = content.array_records[f"{what}ins.parameters"], []
+    for name in list(record):
+        sent = record.pop(name)
+        if name != compat.EMPTY_TENSOR_KEY:
+            arrays.append(_own(sent.data))
+    return arrays, {**_scalars(content.config_records[f"{what}ins.config"])}
+
+
+def _own(data: bytes) -> Array:
+    """Return a copy of the array in these bytes. Raises WireError if they hold none."""
+    try:
+        dtype, shape, fortran, offset = _header(data[:256])
+        if dtype.hasobject or fortran and len(shape) > 1:
+            raise ValueError(f"dtype {dtype}, Fortran order {fortran}")
+        return np.frombuffer(data, dtype, offset=offset).reshape(shape).copy()
+    except (ValueError, TypeError) as error:
+        raise WireError(f"an array is not in NumPy's format: {error}") from None
+
+
+def fit_reply(arrays: Sequence[Array], num_examples: int, metrics: Config) -> RecordDict:
+    """Return the content of a reply, as Flower's NumPyClient makes it of the result of `fit`."""
+    return RecordDict(
+        {
+            "fitres.metrics": ConfigRecord(dict(metrics)),
+            "fitres.num_examples": MetricRecord({"num_examples": num_examples}),
+            "fitres.parameters": _record(arrays),
+            "fitres.status": ConfigRecord({"code": Code.OK.value, "message": "Success"}),
+        }
+    )
+
+
+def evaluate_reply(loss: float, num_examples: int, metrics: Config) -> RecordDict:
+    """Return the content of a reply, as Flower's NumPyClient makes it of the result of `evaluate`."""
+    return RecordDict(
+        {
+            "evaluateres.loss": MetricRecord({"loss": loss}),
+            "evaluateres.num_examples": MetricRecord({"num_examples": num_examples}),
+            "evaluateres.metrics": ConfigRecord(dict(metrics)),
+            "evaluateres.status": ConfigRecord({"code": Code.OK.value, "message": "Success"}),
+        }
+    )
+
+
 def decode_download(arrays: Sequence[Array], config: Mapping[str, object]) -> Download:
-    """Decode what NumPyClient.fit and .evaluate receive."""
+    """Decode the arguments of NumPyClient.fit and .evaluate."""
     names = [name for name in str(config[ARRAYS]).split(",") if name]
     if len(names) != len(arrays):
         raise WireError(f"expected the arrays {names}, got {len(arrays)}")
@@ -338,36 +409,43 @@ def decode_download(arrays: Sequence[Array], config: Mapping[str, object]) -> Do
 
 
 def encode_upload(upload: Upload) -> tuple[list[Array], int, dict[str, Scalar]]:
-    """Encode as NumPyClient.fit returns it: arrays, number of training samples, metrics."""
+    """Return an upload as NumPyClient.fit returns it: arrays, number of training samples, metrics."""
     arrays = _arrays(upload.model, upload.mask, upload.extras)
     for name in {"params", "buffers"} & arrays.keys():
-        # The server refuses what a method gives in another dtype than it must.
+        # The server refuses a method's array of another dtype.
         if arrays[name].dtype == np.float32:
             arrays[name] = _narrowed(name, arrays[name], upload.dtype or UPLOADED)
     return list(arrays.values()), upload.num_examples, {ARRAYS: ",".join(arrays), **upload.metrics}
 
 
 def _narrowed(name: str, array: Array, dtype: str) -> Array:
-    """Return a float32 array in the dtype it is sent in. Raises WireError if values do not fit."""
+    """Return a float32 array in its dtype on the wire. Raises WireError if values do not fit."""
     if array.dtype == dtype:
         return array
     with np.errstate(over="ignore"):
         sent = array.astype(dtype, copy=False)
     if lost := np.count_nonzero(np.isinf(sent) & np.isfinite(array)):
-        raise WireError(f"array {name} has {lost} values beyond {sent.dtype}, in which it is sent")
+        raise WireError(f"array {name} has {lost} values beyond {sent.dtype}, its dtype on the wire")
     return sent
 
 
 def upload_message(upload: Upload) -> RecordDict:
-    """Return the reply that Flower makes of an upload."""
+    """Return an upload as a reply of Flower's."""
     arrays, num_examples, metrics = encode_upload(upload)
-    parameters = Parameters([_dump(a) for a in arrays], "numpy.ndarray")
-    return compat.fitres_to_recorddict(
-        FitRes(Status(Code.OK, ""), parameters, num_examples, dict(metrics)), keep_input=False
-    )
+    return fit_reply(arrays, num_examples, dict(metrics))
 
 
 # Arrays as bytes: NumPy's own format, as NumPyClient reads and writes it ----------------------------------------------
+
+
+def _record(arrays: Iterable[Array]) -> ArrayRecord:
+    """Return arrays as a record of Flower's, numbered in order."""
+    named = {str(k): _sent(_dump(array)) for k, array in enumerate(arrays)}
+    return ArrayRecord(named or {compat.EMPTY_TENSOR_KEY: _sent(b"")})
+
+
+def _sent(data: bytes) -> FlowerArray:
+    return FlowerArray(dtype="", shape=(), stype="numpy.ndarray", data=data)
 
 
 def _dump(array: Array) -> bytes:
@@ -378,7 +456,10 @@ def _dump(array: Array) -> bytes:
 
 
 def _load(name: str, sent: FlowerArray, dtype: str, shape: tuple[int, ...]) -> Array:
-    """View the bytes of one array; its header must name exactly this dtype and shape, and floats must be finite."""
+    """Return a view of one array's bytes.
+
+    Raises WireError unless the header names exactly this dtype and shape, and all floats are finite.
+    """
     pieces = _pieces(sent)
     try:
         got_dtype, got_shape, fortran, offset = _header(_first(pieces, 256))
@@ -389,8 +470,8 @@ def _load(name: str, sent: FlowerArray, dtype: str, shape: tuple[int, ...]) -> A
     if got_shape != shape or (fortran and len(shape) > 1):
         raise WireError(f"array {name} has shape {got_shape}, expected {shape}")
     got = sum(len(piece) for piece in pieces) - offset
-    if got != np.dtype(dtype).itemsize * math.prod(shape):
-        raise WireError(f"array {name} has {got} bytes, its shape {shape} needs another number")
+    if got != (needed := np.dtype(dtype).itemsize * math.prod(shape)):
+        raise WireError(f"array {name} has {got} bytes, expected {needed} for shape {shape}")
     data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     array = np.frombuffer(data, np.dtype(dtype), offset=offset).reshape(shape)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -399,10 +480,11 @@ def _load(name: str, sent: FlowerArray, dtype: str, shape: tuple[int, ...]) -> A
 
 
 def _header(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
-    """Read dtype, shape, Fortran order and size in bytes of a header of NumPy's format 1.0, as NumPy writes it.
+    """Return dtype, shape, Fortran order and size in bytes of a header of NumPy's format 1.0.
 
-    NumPy itself reads it with Python's parser: more than a stranger's bytes should reach, and before Python 3.11.8 it fails now
-    and then where another thread parses too (python/cpython#106905).
+    Only headers as NumPy writes them are read. NumPy itself reads them with Python's parser, which a stranger's bytes
+    should not reach. Before Python 3.11.8 that parser sometimes fails while another thread parses
+    (python/cpython#106905).
     """
     if start[:6] != b"\x93NUMPY":
         raise ValueError(f"begins with {start[:6]!r}")
@@ -417,12 +499,12 @@ def _header(start: bytes) -> tuple[np.dtype[Any], tuple[int, ...], bool, int]:
 
 
 def _header_bytes(start: bytes) -> int:
-    """Return how long a header of NumPy's format 1.0 is, by its first ten bytes."""
+    """Return the length of a header of NumPy's format 1.0 from its first ten bytes."""
     return 10 + int.from_bytes(start[8:10], "little")
 
 
 def _pieces(array: FlowerArray) -> Sequence[memoryview]:
-    """Return an array's bytes, header included, as they came in."""
+    """Return an array's bytes as received, header included."""
     return array.pieces if isinstance(array, ReceivedArray) else [memoryview(array.data)]
 
 

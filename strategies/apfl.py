@@ -1,22 +1,29 @@
-"""APFL: every client trains a model of its own and learns how much of it to mix with the global one.
+"""APFL: every client trains its own model, and learns how much of it to mix with the global one.
 
 Deng, Kamani, Mahdavi: "Adaptive Personalized Federated Learning", arXiv:2003.13461, 2020 (Algorithm 1).
 
-Client i keeps v (its own model) and alpha in [0, 1]; its personal model is vbar = alpha v + (1 - alpha) w. On receiving w, per
-batch, everything on the right from before the batch:
+Client i keeps v (its own model) and alpha in [0, 1]. Its personal model is vbar = alpha v + (1 - alpha) w. After it
+receives w, every batch makes three updates. Their right-hand sides use the values from before the batch:
 
     w     <- w - eta gradient f(w)                                                      (Eq. 6)
     v     <- v - eta alpha gradient f(vbar)                                             (Eq. 7)
     alpha <- clip(alpha - eta (<v - w, gradient f(vbar)> + rho alpha), 0, 1)            (Eq. 10, on the round's first batch)
 
-It uploads w. Server: FedAvg. What travels equals FedAvg bit for bit: w draws FedAvg's batches, and vbar's forward pass sees the
-same dropout as w's. The client is evaluated with vbar of the received w before training and of the trained w after it.
+The client uploads w. The server is FedAvg's. Everything that travels equals FedAvg's, bit for bit: w uses FedAvg's
+batches, and the forward pass of vbar sees the same dropout as that of w. The client is evaluated with vbar of the
+received w before training, and with vbar of the trained w after it.
 
-Deviations: the mean is weighted by samples (the paper: uniform). rho is the authors' code's, not the paper's; rho = 0 is Eq. 10.
-The paper mixes parameters, and so do we; the authors' code mixes outputs, and its gradient of alpha is the derivative of
-neither. v and w have a momentum each, v its own weight decay. BatchNorm's running statistics: w's forward passes move those that
-travel, vbar's a second set that stays with v. v starts, in a client's first round, from the model received then. The reported
-training loss is that of vbar.
+Deviations:
+
+- The mean is weighted by samples (paper: uniform).
+- rho comes from the authors' code, not from the paper; rho = 0 is Eq. 10.
+- Parameters are mixed, as in the paper. The authors' code mixes outputs, and its gradient of alpha is the derivative of
+  neither.
+- v and w have separate momentum, and v has its own weight decay.
+- BatchNorm's running statistics are two sets. The forward passes of w move the set that travels; those of vbar move a
+  second set that stays with v.
+- In a client's first round, v starts from the model received then.
+- The reported training loss is that of vbar.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ from fl_app.errors import UserError
 from fl_app.keys import NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
 from fl_app.wire import Upload
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_tensors
+from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, all_tensors
 from strategies.fedavg import FedAvg
 
 if TYPE_CHECKING:
@@ -49,8 +56,7 @@ class APFLParams:
     alpha: float = key(0.5, "Share of the client's own model in its mixture, at first (alpha).", RATIO)
     alpha_updates: Literal["round", "first-epoch", "batch", "none"] = key(
         "round",
-        "When alpha is learned: on a round's first batch (paper), every batch of its first epoch (FL-bench), every batch (PFLlib), "
-        "or never.",
+        "Batches on which alpha is learned: a round's first (paper), all of its first epoch (FL-bench), all (PFLlib), or none.",
     )
     alpha_decay: float = key(
         0.02, "Pull of alpha towards 0 (rho; authors' code); 0 is the paper's Eq. 10.", NOT_NEGATIVE
@@ -58,16 +64,20 @@ class APFLParams:
 
 
 def mixture(v: Values, w: Values, alpha: float) -> Values:
-    """Personal model alpha v + (1 - alpha) w; v itself at alpha = 1, w itself at 0 and where they are equal. Arrays or tensors."""
+    """Return the personal model alpha v + (1 - alpha) w, as arrays or tensors.
+
+    It is v itself at alpha = 1, and w itself at alpha = 0 and where the two are equal.
+    """
     if alpha in (0, 1):
         return v if alpha else w
     return w + alpha * (v - w)
 
 
 def next_alpha(alpha: float, v: Values, w: Values, gradient: Values, *, learning_rate: float, decay: float) -> float:
-    """One gradient step on the mixing weight, cut to [0, 1] (Eq. 10, and the authors' decay).
+    """Return the mixing weight after one gradient step, cut to [0, 1] (Eq. 10, and the authors' decay).
 
-    v, w: own and shared parameters, arrays or tensors [d]; gradient: of the loss at their mixture, likewise; all before the step.
+    v, w: own and shared parameters, arrays or tensors [d]. gradient: of the loss at their mixture, of the same type and
+    shape. All are from before the step.
     """
     slope = float(((v - w) * gradient).sum()) + decay * alpha
     return min(max(alpha - learning_rate * slope, 0.0), 1.0)
@@ -80,21 +90,21 @@ class APFLUpdate(LocalUpdate[APFLParams]):
 
     @classmethod
     def tested(cls, params: APFLParams) -> str:
-        """The mixtures."""
+        """Return the sentence on the mixed models."""
         return (
-            "before and after training are of each client's own model mixed with a shared one: the one it receives, and the one it "
-            "trained"
+            "before training, the client's own model is tested in a mixture with the received model; after training, in a mixture "
+            "with the shared model that the client trained"
         )
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> Model:
-        """Mix the client's own model with a shared one."""
+        """Return the client's own model mixed with a shared one."""
         if "apfl.params" not in state.arrays:
             return model
         own = mixture(state.arrays["apfl.params"], model.params, float(state.arrays["apfl.alpha"][0]))
         return Model(own, state.arrays["apfl.buffers"])
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> Model:
-        """Train w and v on the same batches; return w, keep v and alpha."""
+        """Train w and v on the same batches. Return w; keep v and alpha in `state`."""
         import torch
 
         p, trainer = ctx.params, ctx.trainer
@@ -105,7 +115,7 @@ class APFLUpdate(LocalUpdate[APFLParams]):
         devices = [w.device] if w.is_cuda else []
         first, eta = True, trainer.learning_rate
         for x, y in trainer.batches():
-            # w's forward pass draws what FedAvg's does, and the mixture's the same
+            # the forward pass of w draws FedAvg's random numbers, and the mixture's draws the same ones
             with torch.random.fork_rng(devices):
                 trainer.weights.copy_(mixture(v, w, alpha))
                 trainer.statistics.copy_(mixed_statistics)
@@ -113,7 +123,7 @@ class APFLUpdate(LocalUpdate[APFLParams]):
                 mixed_statistics.copy_(trainer.statistics)
             updates = {"round": first, "first-epoch": trainer.epoch == 1, "batch": True, "none": False}[p.alpha_updates]
             following = alpha
-            # the one number of a batch that the host waits for
+            # alpha is the only number of a batch that the host waits for
             if updates:
                 g = trainer.gradient.double()
                 following = next_alpha(alpha, v.double(), w.double(), g, learning_rate=eta, decay=p.alpha_decay)
@@ -132,7 +142,10 @@ class APFLUpdate(LocalUpdate[APFLParams]):
         return trainer.read()
 
     def own(self, start: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> tuple[Tensor, float, Tensor]:
-        """Return v [d] on the device, alpha, and the mixture's statistics [b]; v starts from what is received first."""
+        """Return v [d] on the device, alpha, and the mixture's statistics [b].
+
+        In the client's first round v is the received model.
+        """
         own, alpha = start, ctx.params.alpha
         if "apfl.params" in state.arrays:
             own, alpha = (
@@ -143,9 +156,23 @@ class APFLUpdate(LocalUpdate[APFLParams]):
         return ctx.trainer.weights.clone(), alpha, ctx.trainer.statistics.clone()
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[APFLParams]) -> Upload:
-        """Send w, and alpha for the record."""
+        """Return w, and alpha for the record."""
         plain = super().upload(before, after, state, ctx)
         return dataclasses.replace(plain, metrics={**plain.metrics, "alpha": float(state.arrays["apfl.alpha"][0])})
 
 
-METHOD = Method("apfl", APFLParams, FedAvg[APFLParams], APFLUpdate, all_tensors, sums=True)
+METHOD = Method(
+    "apfl",
+    APFLParams,
+    FedAvg[APFLParams],
+    APFLUpdate,
+    all_tensors,
+    sums=True,
+    overview=Overview(
+        group="A global model and a personal one",
+        stays="own model, its share",
+        disk="4(d+b) + 8",
+        epochs="2 E",
+        use="clients that gain from sharing to different degrees",
+    ),
+)

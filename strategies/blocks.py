@@ -1,4 +1,4 @@
-"""Work cut into blocks, on a few threads, so that results do not depend on how many threads there are."""
+"""Work in blocks of columns, on a few threads, with results that do not depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -15,19 +15,32 @@ from threadpoolctl import ThreadpoolController
 T = TypeVar("T")
 R = TypeVar("R")
 
-# per block of float32 columns; a multiple of 8, so blocks of packed masks start on a byte
+# float32 columns in a block; a multiple of 8, so that blocks of packed masks start on a byte
 COLUMNS = 32_768
+# from this many stack rows on, blocks are narrower
+_ROWS = 256
+# columns in a block of float64 rows that fits the cache: means are taken in these blocks, and other widths are multiples of it
+UNIT = 4_096
 
 
 def blocks(start: int, stop: int, width: int = COLUMNS) -> list[tuple[int, int]]:
-    """Cut the columns start..stop into consecutive blocks, (start, stop) each."""
+    """Cut the columns start..stop into consecutive blocks. Return each as (start, stop)."""
     return [(first, min(first + width, stop)) for first in range(start, stop, width)]
 
 
-def one_thread(library: str = "numpy") -> AbstractContextManager[Any]:
-    """BLAS on one thread, so that no result depends on how many there are.
+def columns_for(rows: int) -> int:
+    """Return the width of a block for a stack with this many rows.
 
-    library: whose BLAS it is, "numpy" or "scipy.linalg", which brings its own.
+    From 256 rows on blocks are narrower, so that the work on a block needs no more memory. They have at least `UNIT`
+    columns.
+    """
+    return COLUMNS if rows < _ROWS else max(UNIT, COLUMNS * _ROWS // rows // UNIT * UNIT)
+
+
+def one_thread(library: str = "numpy") -> AbstractContextManager[Any]:
+    """Limit BLAS to one thread, so that no result depends on the number of threads.
+
+    library: "numpy", or "scipy.linalg", which brings its own BLAS.
     """
     limit: AbstractContextManager[Any] = _blas(library).limit(limits=1)
     return limit
@@ -35,7 +48,7 @@ def one_thread(library: str = "numpy") -> AbstractContextManager[Any]:
 
 @functools.cache
 def _blas(library: str) -> ThreadpoolController:
-    """What is loaded of BLAS, once the library is; looking for it takes milliseconds."""
+    """Load a library and return the controller of its BLAS. The search for it takes milliseconds, so it is done once."""
     importlib.import_module(library)
     return ThreadpoolController().select(user_api="blas")
 
@@ -43,7 +56,7 @@ def _blas(library: str) -> ThreadpoolController:
 def in_order(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     """Yield work(item) in the order of the items, computed on a few threads with BLAS on one.
 
-    What is summed over these results does not depend on the number of threads.
+    A sum over these results does not depend on the number of threads.
     """
     with one_thread():
         if len(items) <= 4:
@@ -53,7 +66,7 @@ def in_order(work: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
             yield from pool.map(work, items)
 
 
-def for_blocks(block: Callable[[int, int], None], d: int) -> None:
-    """Call block(start, stop) for consecutive blocks of d columns, on a few threads."""
-    for _ in in_order(lambda span: block(*span), blocks(0, d)):
+def for_blocks(block: Callable[[int, int], None], d: int, rows: int = 0) -> None:
+    """Call block(start, stop) for consecutive blocks of d columns, on a few threads. rows: the stack's rows (`columns_for`)."""
+    for _ in in_order(lambda span: block(*span), blocks(0, d, columns_for(rows))):
         pass

@@ -1,17 +1,22 @@
-"""CFL: FedAvg that splits its clients in two whenever they pull the model apart, and goes on with a model for each part.
+"""CFL: FedAvg that splits a cluster of clients in two when they pull its model apart; each part gets its own model.
 
 Sattler, Mueller, Samek: "Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization under Privacy
-Constraints", IEEE TNNLS 2020. (The clustering by gradients that later papers mean; by losses: `ifca`.)
+Constraints", IEEE TNNLS 2020. Later papers refer to it as clustering by gradients; `ifca` clusters by losses.
 
-One cluster at first. Delta_i = w_i - the model client i was sent. In a cluster of more than two, all of whose members took part
-in a round after `start`: where ||mean Delta|| < eps1 and max ||Delta_i|| > eps2 it is split in two by complete linkage on
--cos(Delta_i, Delta_j). Then every cluster adds the mean Delta of its members to its model, unweighted.
+All clients start in one cluster. Delta_i is client i's trained model w_i minus the model it was sent. After round
+`start` the server tests every cluster that has more than two members, if all of them took part in the round. It splits
+the cluster where ||mean Delta|| < eps1 and max ||Delta_i|| > eps2. The two parts come from complete linkage on
+-cos(Delta_i, Delta_j). Then every cluster adds the unweighted mean Delta of its members to its model.
 
-Deviations: the authors' notebook and FL-bench store positions within the cluster as client ids after a split, so that a second
-one is wrong; ours are client ids. Partial participation is not in the paper: only clusters whose members all took part are split,
-others wait; a client that never took part is sent the first cluster's model, and then joins the cluster of largest cos(Delta_i,
-mean Delta) among those with members in the round. Norms are absolute: eps1 and eps2 depend on the model's size and the learning
-rate. Statistics take the plain mean.
+Deviations:
+
+- After a split the authors' notebook and FL-bench store positions within the cluster as client ids, so a second split
+  is wrong. Here they are client ids.
+- The paper has no partial participation. Here a cluster can split only if all its members took part; otherwise it
+  waits. A client that never took part is sent the first cluster's model. It then joins the cluster of largest
+  cos(Delta_i, mean Delta), among those with members in the round.
+- Norms are absolute: eps1 and eps2 depend on the model's size and the learning rate.
+- Statistics take the plain mean.
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ from fl_app.figures import Groups
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
 from strategies import aggregate
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_tensors, local_epochs
+from strategies.base import LocalUpdate, Method, Overview, PersonalizedStrategy, Uploads, all_tensors, local_epochs
 from strategies.blocks import blocks, in_order
 
-# norm that a cosine divides by at least
+# norms in a cosine count as at least this
 _SMALLEST = 1e-8
 
 
@@ -38,13 +43,15 @@ _SMALLEST = 1e-8
 class CFLParams:
     """Parameters of CFL, table `cfl`."""
 
-    eps1: float = key(0.4, "A cluster whose mean update is shorter may be split (epsilon_1); 0: never.", NOT_NEGATIVE)
-    eps2: float = key(1.6, "It is split if an update is longer (epsilon_2).", NOT_NEGATIVE)
-    start: int = key(20, "Rounds before the first split.", NOT_NEGATIVE, counts_rounds=True)
+    eps1: float = key(
+        0.4, "A cluster may split if its mean update is shorter than this (epsilon_1); 0: none does.", NOT_NEGATIVE
+    )
+    eps2: float = key(1.6, "It splits if one of its updates is longer than this (epsilon_2).", NOT_NEGATIVE)
+    start: int = key(20, "Rounds before the first split.", NOT_NEGATIVE, counts_rounds=True, begins_after=True)
 
 
 def products(U: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
-    """Inner products of rows [n, d], float64 [n, n]."""
+    """Return the inner products of rows [n, d], float64 [n, n]."""
 
     def part(span: tuple[int, int]) -> NDArray[np.float64]:
         x = U[:, slice(*span)].astype(np.float64)
@@ -55,17 +62,17 @@ def products(U: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
 
 
 def cosines(gram: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Cosines [n, n] of inner products [n, n]; norms count as at least 1e-8."""
+    """Return the cosines [n, n] for inner products [n, n]. Norms count as at least 1e-8."""
     norms = np.maximum(np.sqrt(np.diag(gram)), _SMALLEST)
     cosine: NDArray[np.float64] = gram / np.outer(norms, norms)
     return cosine
 
 
 def split(updates: NDArray[np.floating[Any]], eps1: float, eps2: float) -> tuple[list[int], list[int]] | None:
-    """Split clients where they stand still together but not each; None if there is no need, or not more than two of them.
+    """Split a cluster with a short mean update but a long single update; return None if it stays whole.
 
-    updates: [n, d]. Returns positions, sorted, the part of position 0 first: where ||mean update|| < eps1 and the longest is longer
-    than eps2, the two parts of complete linkage on -cos.
+    updates: [n, d]. The cluster splits where n > 2, ||mean update|| < eps1 and the longest update exceeds eps2. Returns
+    the two parts of complete linkage on -cos, as sorted positions; the part of position 0 comes first.
     """
     n = len(updates)
     if n < 3:
@@ -92,7 +99,7 @@ class CFL(PersonalizedStrategy[CFLParams]):
     spread = math.inf
 
     def models(self) -> list[Model]:
-        """The clusters' models; at first one."""
+        """Return the clusters' models; at first there is one."""
         if "models" not in self.memory:
             return [self.global_model]
         return [
@@ -101,16 +108,16 @@ class CFL(PersonalizedStrategy[CFLParams]):
         ]
 
     def cluster_of(self, client_id: int) -> int:
-        """A client's cluster, the first for those that never took part."""
+        """Return a client's cluster: the first one if the client never took part."""
         mine = self.personal.get(client_id)
         return 0 if mine is None else int(mine["cluster"][0])
 
     def model_for(self, client_id: int) -> Model:
-        """The model of the client's cluster."""
+        """Return the model of the client's cluster."""
         return self.models()[self.cluster_of(client_id)]
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Let new clients join, split clusters, then average in each."""
+        """Assign new clients to clusters, split clusters, then average within each."""
         models = self.models()
         self.join(uploads, models)
         if round > self.params.start:
@@ -133,7 +140,10 @@ class CFL(PersonalizedStrategy[CFLParams]):
         )
 
     def join(self, uploads: Uploads, models: list[Model]) -> None:
-        """Put clients that never took part into the cluster that moves as they do; their update then counts from its model."""
+        """Assign clients that never took part to the cluster that moves in their direction.
+
+        Their rows of `uploads.W` are shifted, so that their updates count from that cluster's model.
+        """
         new = [row for row, i in enumerate(uploads.ids) if i not in self.personal]
         known = np.array([-1 if row in new else self.cluster_of(i) for row, i in enumerate(uploads.ids)])
         moving = np.unique(known[known >= 0])
@@ -146,7 +156,11 @@ class CFL(PersonalizedStrategy[CFLParams]):
     def nearest(
         self, uploads: Uploads, models: list[Model], new: list[int], known: NDArray[np.int64], moving: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """The cluster, of those with members in the round, along whose mean update each new client's points most."""
+        """Return each new client's cluster, int64 [len(new)], by the largest cosine of its update to a mean update.
+
+        known: int64 [N], each upload's cluster, -1 for new clients; moving: the clusters with members in the round.
+        Without any, all new clients get cluster 0.
+        """
         if not len(moving) or not new:
             return np.zeros(len(new), np.int64)
         means = [aggregate.weighted_mean(uploads.W[known == k]) - models[k].params for k in moving]
@@ -156,7 +170,7 @@ class CFL(PersonalizedStrategy[CFLParams]):
         return nearest
 
     def split_all(self, uploads: Uploads, models: list[Model]) -> None:
-        """Split the clusters that need it, of those whose members are all here; the second part is a new cluster."""
+        """Apply `split` to the clusters with all members in the round; the second part becomes a new cluster."""
         row_of = {i: row for row, i in enumerate(uploads.ids)}
         for k in range(len(models)):
             members = sorted(i for i in self.personal if self.cluster_of(i) == k)
@@ -171,11 +185,11 @@ class CFL(PersonalizedStrategy[CFLParams]):
                 models.append(models[k])
 
     def has_global_model(self) -> bool:
-        """While there is one cluster."""
+        """Return True while there is one cluster."""
         return len(self.models()) == 1
 
 
-FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Which cluster a client's model is of."),)
+FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "The cluster of each client's model."),)
 METHOD = Method(
     "cfl",
     CFLParams,
@@ -185,4 +199,10 @@ METHOD = Method(
     figures=FIGURES,
     dp_epochs=local_epochs,
     not_private="its server compares single clients' updates",
+    overview=Overview(
+        group="Several global models",
+        server="4(d+b) a cluster",
+        unseen="the first cluster's model",
+        use="unknown number of groups, all clients take part",
+    ),
 )

@@ -1,4 +1,4 @@
-"""Networks made of several models side by side, and the names of each one's tensors in the whole."""
+"""Networks of several models side by side, and the names of each model's tensors in the whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMPONENT = re.compile(r"(?:^|(?<=\.))components\.(\d+)\.")
 
 
 def chosen_of(models: list[nn.Module]) -> nn.Module:
-    """One network of several that answers with the one whose position is its attribute `chosen`, at first 0.
+    """Return one network of several. The one at the position `chosen`, an attribute that is 0 at first, answers.
 
     Its tensors are named components.<position>.<name in the model>.
     """
@@ -44,7 +44,7 @@ def chosen_of(models: list[nn.Module]) -> nn.Module:
 
 
 def classifiers_of(draw: Callable[[int], nn.Module], count: int) -> nn.Module:
-    """The first drawing of a model, whose last Linear layer is replaced by one of those of `count` drawings (`chosen_of`)."""
+    """Return the first drawing of a model, with the last Linear layers of `count` drawings in place of its own (`chosen_of`)."""
     module, layers = draw(0), list[tuple[str, "nn.Module"]]()
     for k in range(count):
         layers.append(last_linear(module if not k else draw(k)))
@@ -54,15 +54,16 @@ def classifiers_of(draw: Callable[[int], nn.Module], count: int) -> nn.Module:
 
 
 def bodies_of(models: Sequence[nn.Module]) -> nn.Module:
-    """One network of several: what enters their last Linear layers, flattened and side by side, float32 [n, sum of widths].
+    """Return one network of several. It gives the inputs of their last Linear layers, flattened and side by side.
 
-    It takes those layers out of the models. Its tensors are named <position>.<name in the model>.
+    Its output is float32 [n, sum of widths]. The models lose these layers. Its tensors are named <position>.<name in
+    the model>.
     """
     import torch
     from torch import nn
 
     class Tap(nn.Module):
-        """In the place of a Linear layer: what enters it last is `features`."""
+        """Takes the place of a Linear layer. `features` is its last input."""
 
         features: Tensor
 
@@ -75,7 +76,7 @@ def bodies_of(models: Sequence[nn.Module]) -> nn.Module:
             return z.new_zeros(*z.shape[:-1], self.outputs)
 
     class SideBySide(nn.ModuleList):
-        """Models, and where their features are seen."""
+        """Models, and the taps that see their features."""
 
         def __init__(self) -> None:
             super().__init__(models)
@@ -96,7 +97,7 @@ def bodies_of(models: Sequence[nn.Module]) -> nn.Module:
 
 
 def last_linear(module: nn.Module) -> tuple[str, nn.Module]:
-    """Name of a model's last Linear layer, and the layer; the model itself, "", if it has none below it."""
+    """Return the name of a model's last Linear layer, and the layer; "" and the model itself if there is none below it."""
     from torch import nn
 
     linear = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and name]
@@ -104,18 +105,18 @@ def last_linear(module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def component_of(name: str) -> int | None:
-    """The position of the component that a tensor belongs to; None if it belongs to all."""
+    """Return the position of the component that a tensor belongs to; None if it belongs to all."""
     found = _COMPONENT.search(name)
     return int(found[1]) if found else None
 
 
 def tensors_of(layout: Layout, k: int) -> frozenset[str]:
-    """Names of the tensors that the k-th component uses: its own, and those of all."""
+    """Return the names of the tensors that the k-th component uses: its own, and those of all components."""
     return frozenset(name for name in layout.names if component_of(name) in (k, None))
 
 
 def alone(layout: Layout, k: int) -> Layout:
-    """The layout of the k-th component as a model of its own, tensors named as in the user's."""
+    """Return the layout of the k-th component as a separate model. Tensors are named as in the user's model."""
 
     def own(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
         kept = (slot for slot in slots if component_of(slot.name) in (k, None))
@@ -131,7 +132,7 @@ def alone(layout: Layout, k: int) -> Layout:
 
 
 def part(layout: Layout, prefix: str) -> Layout:
-    """The layout of the tensors whose names begin so, as a model of its own, named without it."""
+    """Return the layout of the tensors with names that begin with `prefix`, as a separate model, without the prefix."""
     bare = layout.subset(frozenset(name for name in layout.names if name.startswith(prefix)))
 
     def plain(slots: tuple[Slot, ...]) -> tuple[Slot, ...]:
@@ -147,10 +148,10 @@ def part(layout: Layout, prefix: str) -> Layout:
 
 
 def concatenation(models: Sequence[nn.Module]) -> nn.Module:
-    """One classifier on the bodies of several models of one kind.
+    """Return one classifier on the bodies of several models of one kind.
 
-    Its state dict holds encoders.<k>.<name in the model>, classifier.weight [C, Kf] and classifier.bias [C]. The models lose their
-    own last Linear layers.
+    Its state dict holds encoders.<k>.<name in the model>, classifier.weight [C, Kf] and classifier.bias [C]. The models
+    lose their own last Linear layers.
     """
     from torch import nn
 
@@ -160,7 +161,7 @@ def concatenation(models: Sequence[nn.Module]) -> nn.Module:
 
 
 def concatenated(layout: Layout, count: int) -> Layout:
-    """Layout of the `concatenation` of so many models, given that of one."""
+    """Return the layout of the `concatenation` of `count` models, given the layout of one."""
     bare, (classes, width) = layout.subset(layout.names - layout.classifier), head(layout).shape
 
     def each(slots: tuple[Slot, ...]) -> list[tuple[str, tuple[int, ...]]]:
@@ -172,7 +173,7 @@ def concatenated(layout: Layout, count: int) -> Layout:
 
 
 def head(layout: Layout) -> Slot:
-    """The weight of a model's classifier, [C, f]. Raises UserError if it is not a parameter."""
+    """Return the weight of a model's classifier, [C, f]. Raises UserError if it is not a parameter."""
     found = [slot for slot in layout.params if slot.name in layout.classifier and len(slot.shape) == 2]
     if not found:
         raise UserError("model: the weight of its last Linear layer is no parameter of its own, this method needs it")
@@ -180,7 +181,10 @@ def head(layout: Layout) -> Slot:
 
 
 def fresh_classifier(layout: Layout, count: int, seed: int) -> Vector:
-    """A new classifier on so many models of a layout, float32 [KfC + C]: PyTorch's initialization, drawn from a seed of torch's."""
+    """Return a new classifier on `count` models of a layout, float32 [KfC + C].
+
+    It has PyTorch's initialization, drawn from a seed of torch's.
+    """
     import torch
     from torch import nn
 
@@ -192,7 +196,7 @@ def fresh_classifier(layout: Layout, count: int, seed: int) -> Vector:
 
 
 def sum_of_classifiers(layout: Layout, models: Sequence[Model]) -> Vector:
-    """Models' own classifiers as one on all of them, float32 [KfC + C]: its logits are the sum of theirs."""
+    """Return models' own classifiers as one on all of them, float32 [KfC + C]. Its logits are the sum of theirs."""
     classes, weight = head(layout).shape[0], head(layout).name
     own = [layout.tensors(model) for model in models]
     biases = [tensors[name].astype(np.float64) for tensors in own for name in layout.classifier - {weight}]

@@ -1,15 +1,23 @@
-"""Ditto: FedAvg, and beside it a personal model per client that is pulled towards the global one.
+"""Ditto: FedAvg, plus a personal model per client that is pulled towards the global one.
 
 Li, Hu, Beirami, Smith: "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021.
 
-Client k, on receiving w_g (Algorithm 1): trains a copy of w_g and sends it, as in FedAvg; then trains its personal model by
-v_k <- v_k - eta (gradient of f_k(v_k) + lambda (v_k - w_g)), which is SGD on f_k(v) + lambda/2 ||v - w_g||^2 with the
-model it received as centre. Server: FedAvg. The client is evaluated with v_k. What travels equals FedAvg bit for bit.
+Client k receives w_g (Algorithm 1). It trains a copy of w_g and sends it, as in FedAvg. Then it trains its personal
+model v_k:
 
-Deviations: v_k starts, in a client's first round, from the model received then, which is also what is evaluated before that
-(the paper starts all v_k from the initial model; equal when everyone takes part). The two trainings draw their batches from
-different random streams (the authors interleave them on the same batches). BatchNorm's running statistics are v_k's own and
-not under the penalty. The weights of the mean are FedAvg's, training samples. A round's reported training loss is v_k's.
+    v_k <- v_k - eta (gradient of f_k(v_k) + lambda (v_k - w_g))
+
+This is SGD on f_k(v) + lambda/2 ||v - w_g||^2, centred on the received model. Server: FedAvg. The client is evaluated
+with v_k. All messages equal FedAvg's, bit for bit.
+
+Deviations:
+
+- v_k starts from the model that the client receives in its first round. Before that, the client is evaluated with the
+  model it receives. The paper starts all v_k from the initial model, which is equal if all clients take part.
+- The two trainings draw their batches from different random streams. The authors interleave them on the same batches.
+- BatchNorm's running statistics are v_k's own and are not under the penalty.
+- The mean is weighted by training samples, as in FedAvg.
+- A round's reported training loss is v_k's.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ from dataclasses import dataclass
 
 from fl_app.keys import NOT_NEGATIVE, key
 from fl_app.layout import Model
-from strategies.base import OWN_MODEL, ClientState, LocalUpdate, Method, RoundContext, all_tensors
+from strategies.base import OWN_MODEL, ClientState, LocalUpdate, Method, Overview, RoundContext, all_tensors
 from strategies.fedavg import FedAvg
 from strategies.fedprox import proximal
 
@@ -40,7 +48,7 @@ class DittoUpdate(LocalUpdate[DittoParams]):
 
     @classmethod
     def tested(cls, params: DittoParams) -> str:
-        """The client's own model."""
+        """Return the note that both curves test the client's own model."""
         return OWN_MODEL
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[DittoParams]) -> Model:
@@ -65,4 +73,11 @@ METHOD = Method(
     all_tensors,
     sums=True,
     dp_epochs=lambda config: config.local_epochs + (config.params.personal_epochs or config.local_epochs),
+    overview=Overview(
+        group="A global model and a personal one",
+        stays="own model",
+        disk="4(d+b)",
+        epochs="2 E",
+        use="both models are needed",
+    ),
 )

@@ -1,19 +1,29 @@
-"""FedALA: FedAvg whose clients start from an element-wise, learned mixture of their own last model and the received one.
+"""FedALA: FedAvg in which a client starts from a learned, element-wise mixture of its last and the received model.
 
-Zhang, Hua, Wang, Song, Xue, Ma, Guan: "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI 2023.
+Zhang, Hua, Wang, Song, Xue, Ma, Guan: "FedALA: Adaptive Local Aggregation for Personalized Federated Learning", AAAI
+2023.
 
-Client, on the tensors P of its last modules, with w_prev, its trained vector of its last participation: it starts from
-w_prev + (w_g - w_prev) * A, and from w_g below. Before training it learns A in [0, 1]^P, ones at first, on a sample of its
-data: A <- clip(A - eta_A g * (w_g - w_prev), 0, 1), g the gradient of the loss at the mixture; one epoch, and the first time
-until the loss settles. Then it trains everything as in FedAvg. Server: FedAvg. eta_A = 0 is FedAvg, bit for bit. Evaluations
+P are the tensors of the last `layers` modules, and w_prev is the vector that the client trained when it last took part.
+On P the client starts from w_prev + (w_g - w_prev) * A, and below P from w_g. Before training it learns A in [0, 1]^P,
+ones at first, on a sample of its data:
+
+    A <- clip(A - eta_A g * (w_g - w_prev), 0, 1)
+
+Here g is the gradient of the loss at the mixture. A is learned for one epoch; the first time until the loss settles.
+Then the client trains everything as in FedAvg. The server is FedAvg's. eta_A = 0 is FedAvg, bit for bit. Evaluations
 learn A too, on the same sample, and do not keep it.
 
-Decisions and deviations: `layers` counts modules, a weight and its bias being one (the authors' code: tensors). Learning runs
-in evaluation mode with the received statistics (the code: in whatever mode the model was left). The loss has settled by the
-means of the epochs (the code: their last batches), after `max-epochs` at the latest. A client learns from its second
-participation on (the code: as soon as the sum of the first tensor's differences is not 0), and only in its own rounds: the
-authors let all clients learn in every round, so that an idle one's old model drifts to the global one. The sample is drawn
-anew every round, of all data (the code: a contiguous block). Statistics are averaged (the code keeps them at home).
+Decisions and deviations:
+
+- `layers` counts modules: a weight and its bias are one (the authors' code counts tensors).
+- A is learned in evaluation mode with the received statistics (the code: in the mode that the model was left in).
+- The mean losses of the epochs decide when the loss has settled (the code: the losses of their last batches). Learning
+  ends after `max-epochs` at the latest.
+- A client learns from its second participation on (the code: once the sum of the first tensor's differences is not 0).
+- A client learns only in its own rounds. The authors let all clients learn in every round, so that an idle client's old
+  model drifts to the global one.
+- The sample is drawn anew every round, from all data (the code: a contiguous block).
+- Statistics are averaged (the code keeps them on the client).
 """
 
 from __future__ import annotations
@@ -28,7 +38,7 @@ from numpy.typing import NDArray
 
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, key
 from fl_app.layout import Layout, Model
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Trainer, all_tensors
+from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, Trainer, all_tensors
 from strategies.fedavg import FedAvg
 
 if TYPE_CHECKING:
@@ -37,9 +47,9 @@ if TYPE_CHECKING:
     # values on P -> a batch's mean loss, and its gradient on P
     Gradient = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-# epochs whose losses must be alike
+# the number of last epochs that must have similar losses
 _SETTLED = 10
-# samples whose features are computed at a time
+# samples per computation of features
 _CHUNK = 512
 
 
@@ -47,39 +57,45 @@ _CHUNK = 512
 class FedALAParams:
     """Parameters of FedALA, table `fedala`."""
 
-    layers: int = key(1, "Last modules with parameters whose start is mixed (p); 0: all.", NOT_NEGATIVE)
+    layers: int = key(1, "Number of last modules with parameters that start from a mixture (p); 0: all.", NOT_NEGATIVE)
     sample_share: float = key(0.8, "Share of the training samples that A is learned on (s).", POSITIVE_RATIO)
     weight_learning_rate: float = key(1.0, "Step size of A (eta); never decays. 0 is FedAvg.", NOT_NEGATIVE)
     threshold: float = key(
         0.1,
-        "A is first learned until the last ten epochs' losses deviate by less (authors' code; 0.01 in the paper, they say).",
+        "A client's first learning of A ends when the standard deviation of the last ten epochs' losses is below this. 0.1 is from "
+        "the authors' code; they state that the paper used 0.01.",
         POSITIVE,
     )
-    max_epochs: int = key(100, "Most epochs of learning A for the first time (ours).", AT_LEAST_ONE)
+    max_epochs: int = key(100, "Most epochs of a client's first learning of A (ours).", AT_LEAST_ONE)
 
 
 def mix(own: Tensor, received: Tensor, weights: Tensor) -> Tensor:
-    """Mixture own + (received - own) * weights, of equal shapes; exactly `own` at 0 and `received` at 1."""
+    """Return the mixture own + (received - own) * weights, of equal shapes: exactly `own` at weight 0 and `received` at 1."""
     between = own + (received - own) * weights
     return between.where(weights != 0, own).where(weights != 1, received)
 
 
 def step(own: Tensor, received: Tensor, weights: Tensor, gradient: Tensor, rate: float) -> Tensor:
-    """Learn the mixture's weights: clip(weights - rate * gradient * (received - own), 0, 1).
+    """Return the mixture's weights after a step: clip(weights - rate * gradient * (received - own), 0, 1).
 
-    own, received, weights in [0, 1], gradient (of the loss at the mixture): tensors of equal shape, of which the result is one.
+    own, received, weights in [0, 1] and gradient (of the loss at the mixture) are tensors of equal shape. The result
+    has that shape.
     """
     return (weights - rate * gradient * (received - own)).clamp(0, 1)
 
 
 def settled(losses: Sequence[float], threshold: float, most: int) -> bool:
-    """Tell whether learning ends: after more than ten epochs whose last ten mean losses deviate by less, or after the most."""
+    """Return whether learning ends: after `most` epochs, or as soon as the loss has settled.
+
+    losses: the mean loss of each epoch. They have settled if there are more than ten, and the standard deviation of the
+    last ten is below `threshold`.
+    """
     alike = len(losses) > _SETTLED and float(np.std(losses[-_SETTLED:])) < threshold
     return alike or len(losses) >= most
 
 
 def mixed_from(layout: Layout, layers: int) -> int:
-    """Return the first position of the last `layers` modules that own parameters; 0: all of them, as for too many."""
+    """Return the first position of the last `layers` modules that own parameters. 0, or too many: all modules."""
     owners = [slot.name.rpartition(".")[0] for slot in layout.params]
     last = list(dict.fromkeys(owners))[-layers:]
     return layout.params[owners.index(last[0])].start
@@ -89,7 +105,7 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
     """Client half. State: `fedala.own` (the last trained values on P), `fedala.weights` (A), both in named_parameters order."""
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedALAParams]) -> Model:
-        """Learn A, and mix."""
+        """Learn A, and return the mixture."""
         if "fedala.own" not in state.arrays or not ctx.params.weight_learning_rate:
             return received
         first, trainer = mixed_from(ctx.layout, ctx.params.layers), ctx.trainer
@@ -113,7 +129,7 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
         return Model(np.concatenate([received.params[:first], off_device(mix(own, theirs, weights))]), received.buffers)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedALAParams]) -> Model:
-        """Train everything as FedAvg does, and keep what comes out on P."""
+        """Train everything as FedAvg does, and keep the result on P."""
         after = super().train(start, state, ctx)
         state.arrays["fedala.own"] = after.params[mixed_from(ctx.layout, ctx.params.layers) :]
         return after
@@ -128,7 +144,10 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
         *,
         once: bool,
     ) -> Tensor:
-        """Return A after an epoch, or after as many as it takes to settle. gradients: per batch, with its samples."""
+        """Return A after one epoch (`once`), or after as many epochs as it takes to settle.
+
+        gradients: for each batch its number of samples and its gradient as a function.
+        """
         p = ctx.params
         losses: list[float] = []
         while True:
@@ -144,7 +163,7 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
                 return weights
 
     def gradients(self, received: Model, first: int, ctx: RoundContext[FedALAParams]) -> list[tuple[int, Gradient]]:
-        """Return, per batch of the round's sample, its size and the gradient on P as a function of the values on P."""
+        """Return for each batch of the round's sample its size, and a function: values on P -> mean loss and its gradient on P."""
         trainer, n = ctx.trainer, ctx.num_samples
         chosen = ctx.rng("ala").choice(n, max(1, int(ctx.params.sample_share * n)), replace=False)
         batches = [chosen[at : at + ctx.config.batch_size] for at in range(0, len(chosen), ctx.config.batch_size)]
@@ -152,7 +171,7 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
         trainer.module.eval()
         features = None
         merged = frozenset(slot.name for slot in ctx.layout.params if slot.start >= first)
-        # the short way knows the layer's own tensors alone, no constants of `train`
+        # the fast path handles only the layer's own tensors, no constants of the key `train`
         if trainer.task.cross_entropy and merged == ctx.layout.classifier and not ctx.layout.constant_head:
             features = head_inputs(trainer, chosen)
         if features is None:
@@ -165,7 +184,7 @@ class FedALAUpdate(LocalUpdate[FedALAParams]):
 
 @contextmanager
 def held_below(module: nn.Module, first: int) -> Iterator[None]:
-    """Compute no gradients of the parameters before a position, for a while."""
+    """Compute no gradients of the parameters before a position, inside the `with` block."""
     held: list[nn.Parameter] = []
     stop = 0
     for parameter in module.parameters():
@@ -181,7 +200,10 @@ def held_below(module: nn.Module, first: int) -> Iterator[None]:
 
 
 def head_inputs(trainer: Trainer, chosen: NDArray[np.int64]) -> tuple[Tensor, Tensor] | None:
-    """Return the last Linear layer's input, float32 [n, k], and labels, at the loaded model; None if it gives no logits."""
+    """Return the last Linear layer's input, float32 [n, k], and the labels, at the loaded model.
+
+    None if the layer's output is not the network's logits.
+    """
     import torch
 
     module = trainer.module
@@ -205,7 +227,10 @@ def head_inputs(trainer: Trainer, chosen: NDArray[np.int64]) -> tuple[Tensor, Te
 
 
 def head(shape: Sequence[int], z: Tensor, y: Tensor) -> Gradient:
-    """Mean cross-entropy, and its gradient, of a Linear layer [C, k] with or without bias on features z [n, k], labels y [n]."""
+    """Return a function: values of a Linear layer -> its mean cross-entropy and the gradient.
+
+    shape: [C, k], of the layer's weight. The values may include a bias. z: features [n, k]. y: labels [n].
+    """
     size = shape[0] * shape[1]
 
     def gradient_at(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -225,7 +250,10 @@ def head(shape: Sequence[int], z: Tensor, y: Tensor) -> Gradient:
 
 
 def whole(trainer: Trainer, first: int, batch: NDArray[np.int64]) -> Gradient:
-    """Mean loss of a batch of training samples, and its gradient from a position on, at the loaded model with others there."""
+    """Return a function: values -> a batch's mean loss and its gradient on these values.
+
+    They replace the loaded model's values from position `first` on. batch: positions of training samples.
+    """
 
     def gradient_at(values: Tensor) -> tuple[Tensor, Tensor]:
         trainer.weights[first:] = values
@@ -234,4 +262,19 @@ def whole(trainer: Trainer, first: int, batch: NDArray[np.int64]) -> Gradient:
     return gradient_at
 
 
-METHOD = Method("fedala", FedALAParams, FedAvg[FedALAParams], FedALAUpdate, all_tensors, needs_whole=True, sums=True)
+METHOD = Method(
+    "fedala",
+    FedALAParams,
+    FedAvg[FedALAParams],
+    FedALAUpdate,
+    all_tensors,
+    needs_whole=True,
+    sums=True,
+    overview=Overview(
+        group="A global model and a personal one",
+        stays="weights of its start",
+        disk="8h",
+        epochs="E, + 1 forward",
+        use="a personal start at no extra traffic",
+    ),
+)

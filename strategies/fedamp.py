@@ -1,16 +1,28 @@
-"""FedAMP: every client is pulled towards a mixture of all clients' models in which those like its own weigh most.
+"""FedAMP: every client is pulled towards a mixture of all clients' models, in which similar models weigh most.
 
-Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021 (Algorithm 1).
+Huang, Chu, Zhou, Wang, Liu, Pei, Zhang: "Personalized Cross-Silo Federated Learning on Non-IID Data", AAAI 2021
+(Algorithm 1).
 
-Server: with A(x) = 1 - e^(-x/sigma), client i's cloud model is u_i = sum_j xi_ij w_j, xi_ij = alpha_K A'(||w_i - w_j||^2) for
-j != i and xi_ii = 1 - their sum. Client: keeps its own w_i and trains its loss + lambda/(2 alpha_K) ||w - u_i||^2 from there; u_i
-is the centre of the pull and nothing else. w_i is the personal model: evaluated, exported, hashed and collected.
+The server computes client i's cloud model u_i:
 
-Deviations: xi_ii is taken as printed, negative or not, and a run in which it is negative warns once; `scaling = "convex"` (ours)
-scales others' weights that sum to more than 1. Partial participation: the server keeps every client's last w_i; u_i mixes it
-with the last round's uploads. A client that never took part is sent the initial model, and starts from it. w_i keeps its own
-BatchNorm statistics; the cloud model's are mixed with the same weights. Distances grow with the model, so sigma has to: with
-sigma = 1 and far-apart clients xi is the identity and training is local.
+    u_i   = sum_j xi_ij w_j
+    xi_ij = alpha_K A'(||w_i - w_j||^2) for j != i,    A(x) = 1 - e^(-x/sigma)
+    xi_ii = 1 - sum of xi_ij over j != i
+
+The client keeps its own w_i, and trains from there. Its loss has the additional term lambda/(2 alpha_K) ||w - u_i||^2:
+u_i is the centre of the pull and nothing else. w_i is the personal model: it is evaluated, exported, hashed and
+collected.
+
+Deviations:
+
+- xi_ii is taken as printed, negative or not. A run in which it is negative warns once. `scaling = "convex"` (ours)
+  scales the others' weights if their sum exceeds 1.
+- Partial participation: the server keeps every client's last w_i. Its u_i mixes it with the last round's uploads. A
+  client that never took part is sent the initial model, and starts from it.
+- w_i keeps its own BatchNorm statistics. The cloud model's statistics are mixed with the same weights.
+
+Distances grow with the model, so sigma must grow too. With sigma = 1 and clients that are far apart, xi is the identity
+and training is local.
 """
 
 from __future__ import annotations
@@ -31,6 +43,7 @@ from strategies.base import (
     ClientState,
     LocalUpdate,
     Method,
+    Overview,
     PersonalizedStrategy,
     RoundContext,
     Uploads,
@@ -41,12 +54,17 @@ from strategies.fedprox import proximal
 
 log = logging.getLogger("corolla")
 
+# absent clients that get their cloud models together
+_AT_ONCE = 64
+
 
 @dataclass(frozen=True)
 class FedAMPParams:
     """Parameters of FedAMP, table `fedamp`."""
 
-    alpha: float = key(1.0, "Step size of the attention (alpha_K): how much weight others get at all.", POSITIVE)
+    alpha: float = key(
+        1.0, "Step size of the attention (alpha_K). The other clients' weights are proportional to it.", POSITIVE
+    )
     sigma: float = key(1.0, "Squared distance at which a client's weight has fallen to 1/e.", POSITIVE)
     lam: float = key(
         1.0,
@@ -60,92 +78,157 @@ class FedAMPParams:
         NOT_NEGATIVE,
         counts_rounds=True,
     )
+    neighbours: int = key(
+        0,
+        "Number of other clients in each cloud model, those with the most attention; 0: all, as in the paper. With 256 clients and "
+        "more a small number saves time.",
+        NOT_NEGATIVE,
+    )
     scaling: Literal["none", "convex"] = key(
         "none",
-        "A client's own weight xi_ii: 1 - the others' sum as printed, negative or not; `convex` scales that sum to 1.",
+        "A client's own weight xi_ii. `none`: 1 minus the others' sum, as printed, even if negative. `convex`: a sum above 1 "
+        "becomes 1.",
     )
 
     def alpha_in(self, round: int) -> float:
-        """alpha_K of a round, counted from 1."""
+        """Return alpha_K of a round, counted from 1."""
         if not self.alpha_decay_every:
             return self.alpha
         return self.alpha * self.alpha_decay ** ((round - 1) // self.alpha_decay_every)
 
 
-def attention(W: aggregate.Stack, *, sigma: float, alpha: float, convex: bool = True) -> NDArray[np.float64]:
-    """Weights of all clients in each client's cloud model, xi, float64 [N, N]; rows sum to 1.
+def attention(
+    W: aggregate.Stack, *, sigma: float, alpha: float, convex: bool = True, neighbours: int = 0
+) -> NDArray[np.float64]:
+    """Return the weights of all clients in each client's cloud model, xi, float64 [N, N]. Rows sum to 1.
 
-    W: float32 [N, d]; sigma, alpha > 0. A row whose other clients would weigh more than 1 together is scaled to sum 1 where
-    `convex`; else the client's own weight is negative. Raises ValueError if sigma or alpha is not a positive number.
+    W: float32 [N, d]. sigma, alpha > 0. convex: scale a row to sum 1 if its other clients would weigh more than 1
+    together. If not, the client's own weight is negative there. neighbours: the number of other clients with a weight;
+    0: all. Raises ValueError if sigma or alpha is not a positive number.
     """
-    return own_share(attraction(aggregate.squared_distances(W), sigma=sigma, alpha=alpha), convex)
+    weights = attraction(aggregate.squared_distances(W), sigma=sigma, alpha=alpha)
+    return own_share(strongest(weights, neighbours), convex)
 
 
 def attraction(distances: NDArray[np.float64], *, sigma: float, alpha: float) -> NDArray[np.float64]:
-    """alpha_K A'(x) = alpha_K/sigma e^(-x/sigma) of squared distances [N, N], float64 [N, N], diagonal 0."""
-    for name, value in (("sigma", sigma), ("alpha", alpha)):
-        if not 0 < value < np.inf:
-            raise ValueError(f"{name} must be a number > 0, got {value}")
-    weights: NDArray[np.float64] = alpha / sigma * np.exp(-distances / sigma)
+    """Return alpha_K A'(x) = alpha_K/sigma e^(-x/sigma) of squared distances [N, N], float64 [N, N], with diagonal 0."""
+    weights = pull(distances, sigma=sigma, alpha=alpha)
     np.fill_diagonal(weights, 0)
     return weights
 
 
-def own_share(weights: NDArray[np.float64], convex: bool) -> NDArray[np.float64]:
-    """Give what the others' weights [N, N] leave of 1 to the client itself; `convex`: it leaves at least 0."""
-    if convex:
-        weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), 1)
-    rest = 1 - weights.sum(axis=1)
-    np.fill_diagonal(weights, np.maximum(rest, 0) if convex else rest)
+def pull(distances: NDArray[np.float64], *, sigma: float, alpha: float) -> NDArray[np.float64]:
+    """Return alpha_K A'(x) of squared distances, float64 of the same shape.
+
+    Raises ValueError unless sigma and alpha are numbers > 0.
+    """
+    for name, value in (("sigma", sigma), ("alpha", alpha)):
+        if not 0 < value < np.inf:
+            raise ValueError(f"{name} must be a number > 0, got {value}")
+    weights: NDArray[np.float64] = alpha / sigma * np.exp(-distances / sigma)
     return weights
 
 
+def strongest(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """Return the weights [M, N] with all but the `count` largest of each row set to 0; count 0: keep all.
+
+    Ties go to the lower position.
+    """
+    if not 0 < count < weights.shape[1]:
+        return weights
+    order = np.argsort(-weights, axis=1, kind="stable")[:, :count]
+    kept = np.zeros_like(weights)
+    np.put_along_axis(kept, order, np.take_along_axis(weights, order, axis=1), axis=1)
+    return kept
+
+
+def own_share(weights: NDArray[np.float64], convex: bool) -> NDArray[np.float64]:
+    """Return the weights [M, N] with each client's own weight on the diagonal: 1 minus the others' sum.
+
+    convex: sums above 1 are scaled to 1.
+    """
+    weights, rest = shared_out(weights, convex)
+    np.fill_diagonal(weights, rest)
+    return weights
+
+
+def shared_out(weights: NDArray[np.float64], convex: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the others' weights [M, N], and 1 minus their sum as the client's own weight, [M].
+
+    convex: sums above 1 are scaled to 1.
+    """
+    if convex:
+        weights = weights / np.maximum(weights.sum(axis=1, keepdims=True), 1)
+    rest = 1 - weights.sum(axis=1)
+    return weights, np.maximum(rest, 0) if convex else rest
+
+
 class FedAMP(PersonalizedStrategy[FedAMPParams]):
-    """Server half: keeps every client's own model and its cloud model; there is no global one."""
+    """Server half: keeps every client's own model and its cloud model. There is no global model."""
 
     warned = False
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Mix the round's uploads for all clients that ever took part."""
-        p, alpha = self.params, self.params.alpha_in(round + 1)  # for the round that comes
-        weights = attention(uploads.W, sigma=p.sigma, alpha=alpha, convex=p.scaling == "convex")
+        p, alpha = self.params, self.params.alpha_in(round + 1)  # of the next round
+        convex = p.scaling == "convex"
+        weights = attention(uploads.W, sigma=p.sigma, alpha=alpha, convex=convex, neighbours=p.neighbours)
         self.warn_of_negative(round, uploads.ids, weights)
-        params, buffers = aggregate.mix(uploads.W, weights), aggregate.mix(uploads.B, weights)
+        params = aggregate.mix(uploads.W, weights, out=self.stack_like(uploads.W))
+        buffers = aggregate.mix(uploads.B, weights)
         for i, client_id in enumerate(uploads.ids):
             cloud = {"cloud-params": params[i], "cloud-buffers": buffers[i]}
             self.keep_for(client_id, params=uploads.W[i], buffers=uploads.B[i], **cloud)
             self.note(client_id, "attention", np.round(weights[i], 6).tolist())
-        for client_id in self.personal.keys() - set(uploads.ids):
-            own = self.personal[client_id]
-            cloud = self.cloud_of(Model(own["params"], own["buffers"]), uploads, alpha)
-            self.keep_for(client_id, params=own["params"], buffers=own["buffers"], **cloud)
+        absent = sorted(self.personal.keys() - set(uploads.ids))
+        # few at a time: their models are read into memory
+        width = _AT_ONCE if len(self.personal) >= aggregate.MANY else 1
+        for start in range(0, len(absent), width):
+            ids = absent[start : start + width]
+            owns = [Model(self.personal[i]["params"], self.personal[i]["buffers"]) for i in ids]
+            clouds = [self.cloud_of(owns[0], uploads, alpha)] if width == 1 else self.clouds_of(owns, uploads, alpha)
+            for client_id, own, cloud in zip(ids, owns, clouds, strict=True):
+                self.keep_for(client_id, params=own.params, buffers=own.buffers, **cloud)
 
     def cloud_of(self, own: Model, uploads: Uploads, alpha: float) -> dict[str, NDArray[np.float32]]:
-        """Cloud model of a client that was not in the round: its last model among the round's uploads."""
+        """Return the cloud model of a client that was not in the round: its last model mixed with the round's uploads."""
         p = self.params
-        distances = np.zeros((len(uploads.ids) + 1,) * 2)
-        distances[0, 1:] = [aggregate.squared_distance(own.params, w) for w in uploads.W]
-        weights = own_share(attraction(distances, sigma=p.sigma, alpha=alpha), p.scaling == "convex")[:1]
+        distances = np.zeros((1, len(uploads.ids) + 1))
+        distances[0, 1:] = aggregate.distances_of_pairs([(own.params, w) for w in uploads.W])
+        attracted = strongest(attraction(distances, sigma=p.sigma, alpha=alpha), p.neighbours)
+        weights = own_share(attracted, p.scaling == "convex")
         mixed = [
             aggregate.mix(np.concatenate([mine[None], stack]), weights)[0]
             for mine, stack in ((own.params, uploads.W), (own.buffers, uploads.B))
         ]
         return {"cloud-params": mixed[0], "cloud-buffers": mixed[1]}
 
+    def clouds_of(self, owns: list[Model], uploads: Uploads, alpha: float) -> list[dict[str, NDArray[np.float32]]]:
+        """Return `cloud_of` several clients, by one matrix product for all of them."""
+        p = self.params
+        V, stacks = np.stack([own.params for own in owns]), (uploads.W, uploads.B)
+        pulls = pull(aggregate.distances_between(V, uploads.W), sigma=p.sigma, alpha=alpha)
+        others, shares = shared_out(strongest(pulls, p.neighbours), p.scaling == "convex")
+        params, buffers = (aggregate.mix(stack, others) for stack in stacks)
+        own_share = shares.astype(np.float32)[:, None]
+        params += own_share * V
+        buffers += own_share * np.stack([own.buffers for own in owns])
+        return [{"cloud-params": params[k], "cloud-buffers": buffers[k]} for k in range(len(owns))]
+
     def warn_of_negative(self, round: int, ids: list[int], weights: NDArray[np.float64]) -> None:
-        """Warn, once in a run, of clients that are mixed with a negative weight of their own."""
+        """Warn, once in a run, of clients with a negative weight of their own."""
         negative = [ids[i] for i in np.flatnonzero(np.diag(weights) < 0)]
         if negative and not self.warned:
             self.warned = True
             log.warning(
-                "round %d: fedamp: the weights of the other clients sum to more than 1 for clients %s, whose own weight is "
-                "negative; fedamp.alpha <= fedamp.sigma / (N - 1) avoids it, fedamp.scaling = convex scales them",
+                "round %d: fedamp: clients %s have a negative weight of their own, because the others' weights sum to more "
+                "than 1; fedamp.alpha <= fedamp.sigma / (N - 1) avoids this, fedamp.scaling = convex scales the sum to 1",
                 round,
                 negative,
             )
 
     def model_for(self, client_id: int) -> Model:
-        """Return the client's cloud model, the initial model if it never took part."""
+        """Return the client's cloud model; the initial model if it never took part."""
         mine = self.personal.get(client_id)
         return self.global_model if mine is None else Model(mine["cloud-params"], mine["cloud-buffers"])
 
@@ -154,20 +237,20 @@ class FedAMP(PersonalizedStrategy[FedAMPParams]):
         return self.last_personal(client_id)
 
     def has_global_model(self) -> bool:
-        """Tell that there is none."""
+        """Return False: there is none."""
         return False
 
 
 class FedAMPUpdate(LocalUpdate[FedAMPParams]):
-    """Client half: its own model, and a proximal term to the cloud model."""
+    """Client half: its own model, with a proximal term to the cloud model."""
 
     @classmethod
     def tested(cls, params: FedAMPParams) -> str:
-        """The client's own model."""
+        """Return the sentence on the client's own model."""
         return OWN_MODEL
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedAMPParams]) -> Model:
-        """Minimise the loss + lambda/(2 alpha_K) ||w - u||^2 from the client's own model, u being what it received."""
+        """Minimise the loss + lambda/(2 alpha_K) ||w - u||^2 from the client's own model. u is the received model."""
         weight = ctx.params.lam / ctx.params.alpha_in(ctx.round)
         own = self.personal(start, state, ctx)
         after = ctx.trainer.train(own, correction=proximal(ctx, weight, start.params))
@@ -180,7 +263,7 @@ FIGURES = (
         "attention",
         "Attention between clients",
         "weight of the column's client",
-        "How much of each client's model, the columns, is in the cloud model of another, a row.",
+        "Share of each client's model (column) in another client's cloud model (row).",
         heading="Attention",
         value="weight",
     ),
@@ -195,4 +278,12 @@ METHOD = Method(
     figures=FIGURES,
     dp_epochs=local_epochs,
     not_private="its server compares single clients' models",
+    overview=Overview(
+        group="Parameters among similar clients",
+        stays="own model",
+        server="8(d+b) a client",
+        disk="4(d+b)",
+        unseen="initial model",
+        use="few clients, clear groups",
+    ),
 )

@@ -1,17 +1,27 @@
-"""FedAS: FedPer whose clients align what they receive with their own features, and count by their gradients' information.
+"""FedAS: FedPer in which clients align the received body with their own features, and count by gradient information.
 
 Yang, Huang, Ye: "FedAS: Bridging Inconsistency in Personalized Federated Learning", CVPR 2024.
 
-Client, with its own last model v (none at first: no alignment): mu_c, the mean features under v of its training data of class c;
-then from the received body `alignment-epochs` of plain SGD on sum over the batch's classes of the mean over samples and features
-of (z - mu_c)^2; then E epochs of body and own classifier. F = sum over batches of ||gradient of the mean loss||^2, all tensors,
-in evaluation mode. It uploads the body and F. Server: sum F_i w_i / sum F_j, uniform where all are 0. The client is evaluated
-with v.
+1. The client has its own last model v; at first it has none, and does not align. mu_c is the mean of the features under
+   v of its training data of class c.
+2. Alignment: `alignment-epochs` of plain SGD from the received body, on the sum over the batch's classes of the mean
+   over samples and features of (z - mu_c)^2.
+3. Then the client trains the body and its own classifier for E epochs.
+4. F = sum over batches of ||gradient of the mean loss||^2, over all tensors, in evaluation mode. The client uploads the
+   body and F.
+5. The server sets the body to sum F_i w_i / sum F_j. The mean is uniform if all F are 0.
 
-Deviations: every client aligns the body that was sent (the authors align the server's one object in place, so that each client
-goes on from the one before). FL-bench compares class means instead of samples with means, and takes the global classifier for the
-own. Alignment has no momentum or weight decay, and moves BatchNorm's statistics as all training does; statistics take the weights
-of the mean. F grows with the number of batches: it weighs by data too.
+The client is evaluated with v.
+
+Deviations:
+
+- Every client aligns the body that was sent. The authors align the server's one object in place, so that each client
+  continues from the client before.
+- FL-bench compares class means, not samples with means, and takes the global classifier for the client's own.
+- Alignment has no momentum or weight decay. It moves BatchNorm's statistics, as all training does.
+- Statistics take the weights of the mean.
+
+F grows with the number of batches, so that it weights by the amount of data too.
 """
 
 from __future__ import annotations
@@ -28,7 +38,16 @@ from fl_app.figures import Scalars
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
 from fl_app.wire import Upload, WireError
-from strategies.base import OWN_MODEL, ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
+from strategies.base import (
+    OWN_MODEL,
+    ClientState,
+    LocalUpdate,
+    Method,
+    Overview,
+    RoundContext,
+    Uploads,
+    all_but_classifier,
+)
 from strategies.fedavg import FedAvg
 from strategies.robust import capped
 
@@ -49,9 +68,9 @@ class FedASParams:
 
 
 def fisher_weights(traces: ArrayLike) -> NDArray[np.float64]:
-    """Weights of the clients' models, float64 [N] of sum 1: their share of all information; equal ones where there is none.
+    """Return the weights of the clients' models, float64 [N] of sum 1: each client's share of all information.
 
-    traces: [N], numbers >= 0.
+    They are equal if there is no information. traces: [N], numbers >= 0.
     """
     given = np.asarray(traces, np.float64)
     total = given.sum()
@@ -61,9 +80,9 @@ def fisher_weights(traces: ArrayLike) -> NDArray[np.float64]:
 def prototypes(
     features: NDArray[np.floating[Any]], labels: NDArray[np.int64], num_classes: int
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Mean features per class, float32 [C, f], 0 for those without samples, and which have any, bool [C].
+    """Return the mean features of each class, float32 [C, f], and which classes have samples, bool [C].
 
-    features: [n, f]; labels: int64 [n].
+    A class without samples has zeros. features: [n, f]. labels: int64 [n].
     """
     counts = np.bincount(labels, minlength=num_classes)
     sums = np.zeros((num_classes, features.shape[1]))
@@ -72,9 +91,9 @@ def prototypes(
 
 
 def alignment_loss(z: Tensor, y: Tensor, means: Tensor) -> Tensor:
-    """Sum over the batch's classes of the mean over samples and features of (z - mean of the class)^2, a scalar.
+    """Return the sum over the batch's classes of the mean over samples and features of (z - mean of the class)^2, a scalar.
 
-    z: floating [n, f]; y: int64 [n]; means: [C, f], of every class in the batch.
+    z: floating [n, f]. y: int64 [n]. means: [C, f], with every class of the batch.
     """
     counts = y.bincount(minlength=len(means))[y]
     return ((z - means[y]).square().mean(dim=1) / counts).sum()
@@ -84,13 +103,13 @@ class FedAS(FedAvg[FedASParams]):
     """Server half: bodies weighted by information."""
 
     def check(self, upload: Upload) -> None:
-        """Information is a number >= 0."""
+        """Raise WireError unless the information is a number >= 0."""
         value = upload.metrics.get(INFORMATION)
         if type(value) is not float or not 0 <= value < math.inf:
             raise WireError(f"{INFORMATION} must be a number >= 0, got {value!r}")
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
-        """By information; `max-size-weight` bounds it as it does samples: it is a client's own word, too."""
+        """Return weights by information. `max-size-weight` bounds it like sample counts, because clients report it themselves."""
         traces = np.array([float(metrics[INFORMATION]) for metrics in uploads.metrics])
         if self.config.max_size_weight:
             traces = capped(traces, self.config.max_size_weight)
@@ -98,15 +117,15 @@ class FedAS(FedAvg[FedASParams]):
 
 
 class FedASUpdate(LocalUpdate[FedASParams]):
-    """Client half. State: the client's own model, whole."""
+    """Client half. State: the client's whole own model."""
 
     @classmethod
     def tested(cls, params: FedASParams) -> str:
-        """The client's own model."""
+        """Return the sentence on the client's own model."""
         return OWN_MODEL
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedASParams]) -> Model:
-        """The received body under the client's own classifier."""
+        """Return the received body under the client's own classifier."""
         return ctx.layout.put(self.personal(ctx.initial(), state, ctx), received, ctx.shared)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedASParams]) -> Model:
@@ -116,10 +135,10 @@ class FedASUpdate(LocalUpdate[FedASParams]):
         return after
 
     def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[FedASParams]) -> None:
-        """Nothing more: the classifier is in the client's own model."""
+        """Store nothing more: the classifier is in the client's own model."""
 
     def aligned(self, start: Model, state: ClientState, ctx: RoundContext[FedASParams]) -> Model:
-        """Train the received body towards the own model's features; as it is without one."""
+        """Return the received body after training towards the own model's features; unchanged if there is no own model."""
         import torch
 
         p, trainer = ctx.params, ctx.trainer
@@ -139,13 +158,16 @@ class FedASUpdate(LocalUpdate[FedASParams]):
         return trainer.read()
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedASParams]) -> Upload:
-        """Send the body and its information."""
+        """Return the body and its information."""
         plain = super().upload(before, after, state, ctx)
         return dataclasses.replace(plain, metrics={**plain.metrics, INFORMATION: information(after, ctx)})
 
 
 def information(model: Model, ctx: RoundContext[Any]) -> float:
-    """Sum over batches of the training data, in order, of the squared norm of the mean loss's gradient, in evaluation mode."""
+    """Return the sum over batches of the squared norm of the mean loss's gradient.
+
+    The batches are those of the training data, in order. The model is in evaluation mode.
+    """
     trainer, n, size = ctx.trainer, ctx.num_samples, ctx.config.batch_size
     trainer.load(model)
     trainer.module.eval()
@@ -169,5 +191,14 @@ METHOD = Method(
     all_but_classifier,
     figures=FIGURES,
     needs_classes=True,
-    not_private="its server weights models by what each client reports of itself",
+    not_private="its server weights models by a number that each client reports",
+    overview=Overview(
+        group="A part of the model",
+        travels="body both ways",
+        stays="own model",
+        disk="4(d+b)",
+        epochs="E + 1, + F",
+        unseen="global part, the rest initial",
+        use="as fedper, clients that seldom take part",
+    ),
 )

@@ -11,7 +11,15 @@ from typing import Literal, TypeVar
 
 from fl_app.keys import key
 from fl_app.layout import Model
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics, local_epochs
+from strategies.base import (
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    Uploads,
+    all_but_local_statistics,
+    local_epochs,
+)
 from strategies.robust import RULES
 
 P = TypeVar("P")
@@ -19,7 +27,7 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalModelParams:
-    """Parameters of FedAvg, table `fedavg`, and of every method whose one global model all clients use."""
+    """Parameters of FedAvg, table `fedavg`, and of every method with one global model that all clients use."""
 
     batchnorm_statistics: Literal["global", "local"] = key(
         "global", "BatchNorm running statistics: averaged like parameters, or kept on the client (PFLlib)."
@@ -27,12 +35,15 @@ class GlobalModelParams:
 
 
 class FedAvg(PersonalizedStrategy[P]):
-    """Server half, for every method whose server averages what travels."""
+    """Server half of every method that averages the tensors that travel."""
 
     robust = RULES
+    streams = True
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Mean weighted by training samples (`weights`), or what the key `robust` puts in its place."""
+        """Set the global model to the mean weighted by training samples (`weights`), or to the mean that the key
+        `robust` selects.
+        """
         mean, weights = self.averaging_of(uploads).mean, self.weights(uploads)
         self.global_model = Model(mean(uploads.W, weights), mean(uploads.B, weights))
 
@@ -45,4 +56,8 @@ METHOD = Method(
     all_but_local_statistics,
     dp_epochs=local_epochs,
     sums=True,
+    overview=Overview(
+        group="One global model for all",
+        use="similar clients; the baseline for all others",
+    ),
 )

@@ -1,15 +1,21 @@
-"""FedBABU: only the body is trained and averaged; the classifier stays as it was drawn, until a client tunes its copy of the model.
+"""FedBABU: only the body is trained and averaged; the classifier stays as drawn until a client tunes its own copy.
 
 Oh, Kim, Yun: "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR 2022.
 
-Client (Algorithm 1): `local-epochs` of SGD on the received body under the run's initial classifier, the same on all clients and
-in all rounds; no gradient, momentum or weight decay moves it. It sends the body. Server: mean of the bodies. Personalization
-happens at evaluation only: `finetune-epochs` of SGD from the body and the initial classifier, dropped afterwards.
-`accuracy-finetuned` is FedBABU's figure, `accuracy` that of the untuned model; a run without fine-tuning is warned of.
+The client (Algorithm 1) runs `local-epochs` of SGD on the received body, under the run's initial classifier, and sends
+the body. The classifier is the same on all clients and in all rounds: no gradient, momentum or weight decay moves it.
+The server takes the mean of the bodies.
 
-Deviations: the mean is weighted by training samples (the authors' clients are equal). BatchNorm's parameters and running
-statistics belong to the body. Fine-tuning is at the round's learning rate, as in the authors' code, where it has decayed by then.
-The classifier is never sent or stored: it follows from the seed, also where `initial-weights` gives the body.
+Personalization happens only at evaluation: `finetune-epochs` of SGD from the body and the initial classifier, dropped
+afterwards. `accuracy-finetuned` is FedBABU's figure; `accuracy` is the figure of the untuned model. A run without
+fine-tuning logs a warning.
+
+Deviations:
+
+- The mean is weighted by training samples; the authors' clients are equal.
+- BatchNorm's parameters and running statistics belong to the body.
+- Fine-tuning uses `finetune-learning-rate`. The authors use the last round's learning rate, after its decay.
+- The classifier is never sent or stored. It follows from the seed, even if `initial-weights` gives the body.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from typing import Literal
 from fl_app.config import RunConfig
 from fl_app.keys import key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_but_classifier, local_epochs
+from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, all_but_classifier, local_epochs
 from strategies.fedavg import FedAvg
 
 log = logging.getLogger("corolla")
@@ -33,7 +39,7 @@ class FedBABUParams:
 
     finetune: Literal["full", "head", "body"] = key(
         "full",
-        "What `finetune-epochs` tune at evaluation: all tensors (authors' figures), the classifier, or the body.",
+        "Tensors that `finetune-epochs` tune at evaluation: all (authors' figures), the classifier, or the body.",
     )
 
 
@@ -41,13 +47,13 @@ class FedBABU(FedAvg[FedBABUParams]):
     """Server half: FedAvg on the bodies."""
 
     def summary(self) -> None:
-        """Log what runs; warn where nothing is personalized."""
+        """Log the run as every method does. Warn if nothing is personalized."""
         super().summary()
         warn_without_finetuning(self.config)
 
 
 def warn_without_finetuning(config: RunConfig) -> None:
-    """Warn of a run whose method personalizes by fine-tuning alone, and which does none."""
+    """Log a warning if the run has no fine-tuning, for a method that personalizes by fine-tuning alone."""
     if not config.finetune_epochs:
         log.warning(
             "%s: finetune-epochs is 0, but fine-tuning at evaluation is all its personalization (authors: 5)",
@@ -56,7 +62,7 @@ def warn_without_finetuning(config: RunConfig) -> None:
 
 
 class FedBABUUpdate(LocalUpdate[FedBABUParams]):
-    """Client half: train the body under the initial classifier; tune a copy to be evaluated. It keeps nothing."""
+    """Client half: train the body under the initial classifier; tune a copy for evaluation. It keeps nothing."""
 
     local_from_file = False
 
@@ -68,7 +74,7 @@ class FedBABUUpdate(LocalUpdate[FedBABUParams]):
         """Keep nothing: the classifier follows from the seed."""
 
     def finetune(self, start: Model, state: ClientState, ctx: RoundContext[FedBABUParams], epochs: int) -> Model:
-        """Tune the received body and the initial classifier, or one of them."""
+        """Tune the received body and the initial classifier, or only one of them."""
         still = {"full": frozenset[str](), "head": ctx.shared, "body": ctx.local}[ctx.params.finetune]
         return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=still)
 
@@ -82,4 +88,10 @@ METHOD = Method(
     needs_whole=True,
     dp_epochs=local_epochs,
     sums=True,
+    overview=Overview(
+        group="A part of the model",
+        travels="body both ways",
+        unseen="global part, the rest initial",
+        use="clients that fine-tune, new clients too",
+    ),
 )

@@ -1,17 +1,23 @@
-"""FedCAC: critical parameters shared among similar clients, all others among everyone.
+"""FedCAC: similar clients share their critical parameters, and all clients share the others.
 
-Wu, Liu, Niu, Zhu, Tang: "Bold but Cautious: Unlocking the Potential of Personalized Federated Learning through Cautiously
-Aggressive Collaboration", ICCV 2023.
+Wu, Liu, Niu, Zhu, Tang: "Bold but Cautious: Unlocking the Potential of Personalized Federated Learning through
+Cautiously Aggressive Collaboration", ICCV 2023.
 
-Client: sensitivity |(w_after - w_before) * w_after| (Eq. 5), the top tau of every layer is its critical mask (Eq. 6), sent
-with the weights, one bit per parameter. Server: mask overlap says whose data is alike; with a threshold that rises until
-round beta (Eq. 7) it picks collaborators (Eq. 8), averages critical parameters over them (Eq. 10), the rest over all
-(Eq. 9), and merges (Eq. 11).
+Client: a parameter's sensitivity is |(w_after - w_before) * w_after| (Eq. 5). The top tau of every layer form the
+critical mask (Eq. 6). The mask travels with the weights, one bit per parameter.
 
-Deviations: overlap is the share of common critical parameters (the printed formula is a distance); the threshold is capped
-at O_max; the server merges, so one model travels down, not two; the global mean is weighted by samples unless
-`weighting = "uniform"`. Under partial participation (the paper has none) overlap is taken among the round's clients, and a
-client is sent its last customized critical parameters on top of the current global model.
+Server: the overlap of two masks measures how similar two clients' data are. Clients collaborate if their overlap
+reaches a threshold (Eq. 8), which rises until round beta (Eq. 7). The server averages a client's critical parameters
+over its collaborators (Eq. 10) and the rest over all clients (Eq. 9), and merges both (Eq. 11).
+
+Deviations:
+
+- The overlap is the share of common critical parameters. The printed formula is a distance.
+- The threshold is capped at O_max.
+- The server merges, so one model travels down, not two.
+- The global mean is weighted by samples unless `weighting = "uniform"`.
+- The paper has no partial participation. Here the overlap is taken among the round's clients. A client is sent its last
+  customized critical parameters on top of the current global model.
 """
 
 from __future__ import annotations
@@ -26,7 +32,7 @@ from numpy.typing import NDArray
 
 from fl_app.config import RunConfig
 from fl_app.figures import Links, Matrix
-from fl_app.keys import AT_LEAST_ONE, RATIO, key
+from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
 from fl_app.privacy.sketch import overlaps
 from fl_app.wire import Expected, Upload
@@ -35,6 +41,7 @@ from strategies.base import (
     ClientState,
     LocalUpdate,
     Method,
+    Overview,
     PersonalizedStrategy,
     RoundContext,
     Sums,
@@ -46,6 +53,7 @@ from strategies.blocks import for_blocks
 from strategies.linkage import ALONE, held, partition, regrouped
 from strategies.robust import PLAIN, RULES, Averaging
 
+# names of arrays in private runs
 GROUPS, SUMMED, PLACES, MEANS, STATISTICS, GROUP = (
     "groups",
     "summed",
@@ -53,7 +61,7 @@ GROUPS, SUMMED, PLACES, MEANS, STATISTICS, GROUP = (
     "means",
     "statistics",
     "group",
-)  # private runs
+)
 
 
 @dataclass(frozen=True)
@@ -63,9 +71,10 @@ class FedCACParams:
     tau: float = key(0.5, "Share of every layer's parameters that is critical (tau, Eq. 6).", RATIO)
     beta: int = key(
         10,
-        "Round after which critical parameters are trained alone (beta, Eq. 7); the paper's is 0.2 to 0.34 of T.",
+        "Last round in which clients share critical parameters (beta, Eq. 7); the paper uses 20 to 34 % of T.",
         AT_LEAST_ONE,
         counts_rounds=True,
+        begins_after=True,
     )
     weighting: Literal["samples", "uniform"] = key(
         "samples", "Weights of the global mean: training samples (authors' code) or equal (Eq. 9)."
@@ -75,11 +84,19 @@ class FedCACParams:
     )
     collaboration: Literal["time-varying", "none", "top"] = key(
         "time-varying",
-        "Who shares critical parameters: by threshold, nobody, or the `num-collaborators` most alike (Fig. 4).",
+        "Clients that share critical parameters: those that reach the threshold, none, or the `num-collaborators` most "
+        "similar (Fig. 4).",
+    )
+    neighbours: int = key(
+        0,
+        "Limit on a client's collaborators when `collaboration = time-varying`; those of highest overlap stay. 0: all "
+        "that reach the threshold, as in the paper. A small limit saves time where 256 clients or more take part.",
+        NOT_NEGATIVE,
     )
     num_collaborators: int = key(1, "Collaborators per client when `collaboration = top`.", AT_LEAST_ONE)
     non_critical: Literal["all", "as-critical"] = key(
-        "all", "Non-critical parameters from all clients, or from the collaborators like critical ones (Table 3)."
+        "all",
+        "Average non-critical parameters over all clients, or over the collaborators like critical ones (Table 3).",
     )
     batchnorm_statistics: Literal["critical", "local"] = key(
         "critical",
@@ -87,17 +104,21 @@ class FedCACParams:
     )
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        """A private run has groups."""
-        if config.private and (self.collaboration == "top" or self.non_critical != "all"):
-            yield "private: has groups of clients: fedcac.collaboration must not be top, fedcac.non-critical must be all"
+        """Yield an error if a private run has options that do not work with disjoint groups."""
+        if config.private and (self.collaboration == "top" or self.non_critical != "all" or self.neighbours):
+            yield (
+                "private: fedcac then has disjoint groups of clients: fedcac.collaboration must not be top, "
+                "fedcac.non-critical must be all, fedcac.neighbours must be 0"
+            )
 
 
 def collaborators(overlap: NDArray[np.float64], round: int, beta: int) -> NDArray[np.bool_]:
-    """Who shares critical parameters with whom in a round (FedCAC Eq. 7-8).
+    """Return which clients share critical parameters in a round, bool [N, N] (FedCAC Eq. 7-8).
 
-    overlap: float64 [N, N], symmetric; round t counted from 1; beta >= 1. Returns bool [N, N], row i True at client i's
-    collaborators, diagonal False. Everyone whose overlap reaches O_avg + t/beta * (O_max - O_avg), capped at O_max; nobody
-    for t > beta or N = 1. Raises ValueError if round or beta is below 1.
+    overlap: float64 [N, N], symmetric; round: t, counted from 1; beta: at least 1. Row i is True at client i's
+    collaborators; the diagonal is False. They are all clients with an overlap of at least
+    O_avg + t/beta * (O_max - O_avg), capped at O_max. There are none for t > beta or N = 1. Raises ValueError if round
+    or beta is below 1.
     """
     if round < 1 or beta < 1:
         raise ValueError(f"round and beta must be at least 1, got round {round} and beta {beta}")
@@ -108,19 +129,25 @@ def collaborators(overlap: NDArray[np.float64], round: int, beta: int) -> NDArra
 
 
 def threshold(overlap: NDArray[np.float64], progress: float) -> float:
-    """Overlap that a pair needs at `progress` in [0, 1], between the mean and the maximum over pairs (FedCAC Eq. 7)."""
+    """Return the overlap that a pair needs at `progress` in [0, 1] (FedCAC Eq. 7).
+
+    It lies between the mean and the maximum over pairs.
+    """
     pairs = overlap[~np.eye(overlap.shape[0], dtype=bool)]
     highest, mean = float(pairs.max()), float(pairs.mean(dtype=np.float64))
     return highest if progress >= 1 else min(highest, mean + progress * (highest - mean))
 
 
 def at_least(overlap: NDArray[np.float64], threshold: float) -> NDArray[np.bool_]:
-    """Pairs i != j whose overlap reaches the threshold (FedCAC Eq. 8), bool [N, N]."""
+    """Return the pairs i != j with an overlap of at least the threshold (FedCAC Eq. 8), bool [N, N]."""
     return (overlap >= threshold) & ~np.eye(overlap.shape[0], dtype=bool)
 
 
 def most_alike(overlap: NDArray[np.float64], count: int) -> NDArray[np.bool_]:
-    """The `count` clients of highest overlap per client, ties to the lower id (ablation, FedCAC Fig. 4), bool [N, N]."""
+    """Return the `count` clients of highest overlap for each client, bool [N, N] (ablation, FedCAC Fig. 4).
+
+    Ties go to the lower id.
+    """
     n = overlap.shape[0]
     others = np.where(np.eye(n, dtype=bool), -np.inf, overlap)
     order = np.argsort(-others, axis=1, kind="stable")[:, : min(count, n - 1)]
@@ -141,13 +168,14 @@ def personalize(
     out: aggregate.Stack | None = None,
     averaging: Averaging = PLAIN,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """FedCAC's server step (Eq. 7-11).
+    """Return the global vector, float32 [d], and the personalized vectors, float32 [N, d] (FedCAC Eq. 7-11).
 
-    W: float32 [N, d], the clients' trained vectors; bits: uint8 [N, ceil(d/8)], their packed critical masks, each with the
-    same number of ones; round t from 1; weights: float64 [N] of the global mean, None for uniform; chosen: bool [N, N], who
-    shares critical parameters with whom, None for Eq. 7-8; non_critical: "all", or "as-critical" (ablation, Table 3);
-    out: float32 [N, d] for the second result, may be W itself; averaging: what replaces means, over all and over collaborators.
-    Returns (global float32 [d], personalized float32 [N, d]).
+    W: float32 [N, d], the clients' trained vectors; bits: uint8 [N, ceil(d/8)], their packed critical masks, each with
+    the same number of ones; round: t, counted from 1; weights: float64 [N], of the global mean, None for uniform;
+    chosen: bool [N, N], row i marks client i's collaborators, None for Eq. 7-8; non_critical: "all", or "as-critical"
+    (ablation, Table 3); out: float32 [N, d], takes the second result, may be W itself; averaging: the rule for the
+    means over all clients and over collaborators.
+
     Raises ValueError on shapes that do not fit and on masks of unequal size.
     """
     if chosen is None:
@@ -168,14 +196,15 @@ def collaborate(
     out: aggregate.Stack | None = None,
     averaging: Averaging = PLAIN,
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Global mean, and per client the mean of its group on its critical parameters (FedCAC Eq. 9-11).
+    """Return the global mean, float32 [d], and the merged vectors, float32 [N, d] (FedCAC Eq. 9-11).
 
-    W: float32 [N, d]; bits: uint8 [N, ceil(d/8)] packed masks; members: bool [N, N], row i the group of client i, itself
-    included; weights: float64 [N] for the global mean; out: float32 [N, d] for the second result, may be W itself; averaging:
-    what replaces both means.
-    Returns (float32 [d], float32 [N, d]).
-    Clients with equal groups share one mean, a client alone takes its own row: no [N, N] x [N, d] product when the groups
-    are small.
+    A merged vector holds the mean of the client's group on its critical parameters, and the global mean elsewhere. W:
+    float32 [N, d]; bits: uint8 [N, ceil(d/8)], packed masks; members: bool [N, N], row i marks the group of client i,
+    itself included; weights: float64 [N], of the global mean; out: float32 [N, d], takes the second result, may be W
+    itself; averaging: the rule for both means.
+
+    Clients with equal groups share one mean, and a client alone keeps its own row. So small groups need no [N, N] x
+    [N, d] product.
     """
     n, d = W.shape
     alone = members.sum(axis=1) == 1
@@ -195,14 +224,15 @@ def collaborate(
             own = rows[i] if alone[i] else group[group_index[i]]
             aggregate.select(bits[i, packed], own, mean[start:stop], personalized[i, start:stop])
 
-    for_blocks(block, d)
+    for_blocks(block, d, n)
     return mean, personalized
 
 
 def mask_overlap(W: aggregate.Stack, bits: masks.Bits) -> NDArray[np.float64]:
-    """Overlap of the uploads' masks, float64 [N, N]; zeros off the diagonal when nothing is critical (K = 0).
+    """Return the overlap of the uploads' masks, float64 [N, N].
 
-    Raises ValueError if the shapes do not fit or the masks have different numbers of ones.
+    If nothing is critical (K = 0), it is 0 off the diagonal. Raises ValueError if the shapes do not fit or the masks
+    have different numbers of ones.
     """
     n, d = W.shape
     if bits.shape != (n, -(-d // 8)) or bits.dtype != np.uint8:
@@ -218,28 +248,32 @@ def mask_overlap(W: aggregate.Stack, bits: masks.Bits) -> NDArray[np.float64]:
 
 
 class FedCAC(PersonalizedStrategy[FedCACParams]):
-    """Server half: keeps, per client, its last personalized vector and its mask."""
+    """Server half. Kept per client: its last personalized model and its mask."""
 
     robust = RULES
 
     def expected(self) -> Expected:
-        """A mask in which exactly K parameters are critical."""
+        """Return the form of an upload: a mask with exactly K critical parameters."""
         return dataclasses.replace(super().expected(), num_params=self.layout.d, num_selected=self.num_critical)
 
     @property
     def num_critical(self) -> int:
-        """K, equal for all clients."""
+        """Return K, the number of critical parameters, equal for all clients."""
         return masks.num_selected(self.layout.sizes, self.params.tau)
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
-        """By samples, or all alike: the global mean. A private run's means of groups too; a plain run's (Eq. 10) are unweighted."""
+        """Return the weights of the global mean: by samples, or all equal.
+
+        A private run weights its groups' means by them too. In a plain run the collaborators' means (Eq. 10) are
+        unweighted.
+        """
         return uploads.sizes if self.params.weighting == "samples" else np.ones_like(uploads.sizes)
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Equations 7-11, for the round's participants."""
+        """Apply Eq. 7-11 to the round's clients."""
         assert uploads.bits is not None
         p, n = self.params, len(uploads.ids)
-        # chosen before the stack is written to
+        # the rule must see the stack before results overwrite it
         averaging, weights = self.averaging_of(uploads), self.weights(uploads)
         overlap = mask_overlap(uploads.W, uploads.bits)
         chosen = self.choose(overlap, round)
@@ -264,17 +298,23 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         self.note_round("collaborators", float(chosen.sum(axis=1).mean()))
         self.note_round("overlap", np.round(overlap, 6).tolist())
 
-    # Private runs: a partition instead of neighbourhoods (strategies/linkage.py)
+    # Private runs have a partition of the clients, not neighbourhoods (strategies/linkage.py)
 
     def sum_groups(self, ids: list[int]) -> Mapping[int, list[int]]:
-        """The partition of the last regrouping; before there is one all are alike, unless nobody collaborates."""
+        """Return the partition from the last regrouping.
+
+        Before the first one all clients are one group. Its label is ALONE if no clients collaborate.
+        """
         if GROUPS not in self.memory:
             return {ALONE if self._apart(1) else 0: ids}
         labels = self.memory[SUMMED]
         return {int(label): [i for i in ids if labels[i] == label] for label in np.unique(labels[ids])}
 
     def personalize_sums(self, round: int, sums: Sums) -> None:
-        """Equations 9-10 over the groups that were summed up; every `private-regroup` rounds the next ones, from the overlaps."""
+        """Apply Eq. 9-10 to the groups that were summed.
+
+        Every `private-regroup` rounds, and when collaboration ends, form the next groups from the overlaps.
+        """
         n, m, d, ids = self.config.num_clients, sums.sketch_bits, self.layout.d, np.array(sums.ids)
         groups = self.memory.get(GROUPS, np.full(n, ALONE if self._apart(1) else 0))
         places, means = held(sums.groups, groups), list(sums.means.values())
@@ -298,28 +338,32 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         self.note_round("overlap", np.round(found, 6).tolist())
 
     def _apart(self, round: int) -> bool:
-        """Whether nobody shares critical parameters in a round."""
+        """Return whether no clients share critical parameters in a round."""
         return self.params.collaboration == "none" or self.num_critical == 0 or round > self.params.beta
 
     def _group(self, client_id: int) -> int:
-        """The place of a client's group in a private run's last sums, ALONE if it has none."""
+        """Return the place of a client's group in a private run's last sums, ALONE without a group."""
         return int(self.memory[PLACES][client_id]) if PLACES in self.memory else ALONE
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """In a private run the client merges: the mean of its group beside everyone's."""
+        """Return the mean of the client's group in a private run: there the client merges."""
         place = self._group(client_id)
         return {} if place == ALONE else {GROUP: self.memory[MEANS][place]}
 
     def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:
-        """Collaborators by the configured rule, bool [N, N]."""
+        """Return the collaborators by the configured rule, bool [N, N]."""
         if self.params.collaboration == "none" or overlap.shape[0] < 2 or self.num_critical == 0:
             return np.zeros(overlap.shape, dtype=bool)
         if self.params.collaboration == "top":
             return most_alike(overlap, self.params.num_collaborators)
-        return collaborators(overlap, round, self.params.beta)
+        chosen = collaborators(overlap, round, self.params.beta)
+        return chosen & most_alike(overlap, self.params.neighbours) if self.params.neighbours else chosen
 
     def model_for(self, client_id: int) -> Model:
-        """Equation 11 with the current global model: own critical parameters, everyone's for the rest."""
+        """Return Eq. 11 with the current global model: the client's own critical parameters, the global ones elsewhere.
+
+        A client without stored parameters gets the global model, in a private run with its group's statistics.
+        """
         mine, place = self.personal.get(client_id), self._group(client_id)
         if mine is None:
             statistics = self.global_model.buffers if place == ALONE else self.memory[STATISTICS][place]
@@ -333,11 +377,14 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
 class FedCACUpdate(LocalUpdate[FedCACParams]):
     """Client half: plain training, then scores, mask and packing.
 
-    State, in private runs alone: `fedcac.mask` (packed), `.params` and `.buffers`, as of its last upload.
+    State, in private runs only: `fedcac.mask` (packed), `.params` and `.buffers`, as of its last upload.
     """
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedCACParams]) -> Model:
-        """Equation 11, in a private run: on the own mask the group's mean, or without a group what the client had there."""
+        """Return Eq. 11 in a private run: the group's mean on the client's own mask.
+
+        Without a group the mask takes the client's last values.
+        """
         start = super().merge(received, state, ctx)
         if "fedcac.mask" not in state.arrays:
             return start
@@ -376,8 +423,8 @@ FIGURES = (
         "collaborators",
         "Collaborators over rounds",
         "collaborators",
-        "With how many others a client shares its critical parameters in a round. While the threshold rises, until round beta, "
-        "clients start with many collaborators and keep the most similar ones; then they are alone.",
+        "The number of others with which a client shares its critical parameters in a round. The threshold rises until "
+        "round beta: clients start with many collaborators and keep the most similar ones. Then they are alone.",
     ),
 )
 
@@ -391,4 +438,10 @@ METHOD = Method(
     needs_whole=True,
     dp_epochs=local_epochs,
     sums=True,
+    overview=Overview(
+        group="Parameters among similar clients",
+        travels="model; up + ⌈d/8⌉",
+        server="4(d+b) + ⌈d/8⌉ a client",
+        use="unknown groups of similar clients",
+    ),
 )

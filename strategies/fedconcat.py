@@ -1,16 +1,24 @@
-"""FedConcat: clients of alike labels train an encoder together; then one classifier is trained on all encoders, side by side.
+"""FedConcat: clients with similar labels train an encoder together; then one classifier is trained on all encoders.
 
 Diao, Li, He: "Exploiting Label Skews in Federated Learning with Model Concatenation", AAAI 2024.
 
-Before round 1: k-means of the clients' label shares p_i, K clusters. Rounds 1..R: FedAvg within each cluster, from one initial
-model. Rounds R + 1..T: all K bodies stand still, in evaluation mode; what enters their classifiers, side by side, [n, Kf], enters
-a new one, which all clients train for `classifier-batches` batches a round; server: unweighted mean, as all take as many steps.
-Clients are evaluated with their cluster's model up to R, then with the concatenated one. K = 1 is FedAvg up to R, bit for bit.
+Before round 1, k-means groups the clients by their label shares p_i into K clusters. Rounds 1..R run FedAvg within each
+cluster, from one initial model. In rounds R + 1..T all K bodies are fixed and in evaluation mode. Their features, the
+inputs of their classifiers, are put side by side, [n, Kf], and enter a new classifier. All clients train it for
+`classifier-batches` batches a round. The server takes the unweighted mean, as all clients take the same number of
+steps.
 
-Deviations: in the authors' code the clusters' states alias one network's tensors, so that on a CPU a later cluster of round 1
-starts from what the first client has trained; ours all start from the initial model. Their bodies stay in training mode in the
-second phase (their network has no BatchNorm); ours do not, or clients' statistics would drift apart. Noise on the shares is left
-out. Clients that come later join the cluster of the nearest centre.
+Up to round R clients are evaluated with their cluster's model, then with the concatenated one. With K = 1 rounds 1..R
+are FedAvg, bit for bit.
+
+Deviations:
+
+- In the authors' code the clusters' states alias one network's tensors. So on a CPU a later cluster of round 1 starts
+  from the first client's trained model. Here all clusters start from the initial model.
+- The authors' bodies stay in training mode in the second phase; their network has no BatchNorm. Here they do not, as
+  clients' statistics would drift apart.
+- Noise on the shares is left out.
+- Clients that come later join the cluster of the nearest centre.
 """
 
 from __future__ import annotations
@@ -37,6 +45,7 @@ from strategies.base import (
     Drawings,
     LocalUpdate,
     Method,
+    Overview,
     PersonalizedStrategy,
     RoundContext,
     Uploads,
@@ -53,11 +62,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("corolla")
 
 Shares = NDArray[np.float64]
-# tensors' names begin so: the run's model's, the classifier's on all encoders
+# prefixes of tensor names: of the run's model, and of the classifier on all encoders
 MODEL, JOINT = "model.", "joint."
-# both ways, float32 [KfC + C]
+# travels both ways, float32 [KfC + C]
 CLASSIFIER = components.CLASSIFIER
-# down once, then on the client's disk: float32 [K, d - h], [K, b]
+# sent down once, then kept on the client's disk: float32 [K, d - h], [K, b]
 ENCODERS, STATISTICS = (
     components.ENCODERS,
     "encoder-statistics",
@@ -68,30 +77,30 @@ ENCODERS, STATISTICS = (
 class FedConcatParams:
     """Parameters of FedConcat, table `fedconcat`."""
 
-    clusters: int = key(5, "Clusters of clients, and encoders in the end (K).", AT_LEAST_ONE)
+    clusters: int = key(5, "Clusters of clients (K); each trains one encoder.", AT_LEAST_ONE)
     encoder_rounds: int = key(
         20,
-        "Rounds that train encoders, below num-server-rounds (R); authors: 50, and 1,000 more.",
+        "Rounds that train encoders (R), fewer than `num-server-rounds`; authors: 50, then 1,000 for the classifier.",
         AT_LEAST_ONE,
         counts_rounds=True,
     )
     classifier_batches: int = key(
-        3, "Batches a client trains the classifier for in each later round; 0: E epochs.", NOT_NEGATIVE
+        3, "Batches on which a client trains the classifier in each later round; 0: E epochs.", NOT_NEGATIVE
     )
     start: Literal["fresh", "concatenated"] = key(
-        "fresh", "What the classifier starts from: the run's seed, or the clusters' own ones side by side."
+        "fresh", "Initial classifier: drawn from the run's seed, or the clusters' classifiers side by side."
     )
-    size_cap: int = key(0, "Clients that a cluster has at most; 0: any number.", NOT_NEGATIVE)
+    size_cap: int = key(0, "Most clients in a cluster; 0: any number.", NOT_NEGATIVE)
 
     def problems(self, config: RunConfig) -> Iterable[str]:
-        """Say what a run leaves no room for."""
+        """Yield an error for every setting that does not fit the run."""
         if self.encoder_rounds >= config.num_server_rounds:
             below = f"below num-server-rounds ({config.num_server_rounds})"
             yield f"fedconcat.encoder-rounds: must be {below}, the classifier trains after them, got {self.encoder_rounds}"
         if not config.report_class_counts:
             yield "report-class-counts: fedconcat clusters clients by their class counts, must be true, got false"
         if 0 < self.size_cap * self.clusters < config.num_clients:
-            room = f"{self.clusters} clusters of at most so many must hold {config.num_clients} clients"
+            room = f"must let {self.clusters} clusters hold {config.num_clients} clients"
             yield f"fedconcat.size-cap: {room}, got {self.size_cap}"
 
 
@@ -99,25 +108,26 @@ class FedConcatParams:
 
 
 def clusters(shares: ArrayLike, k: int, seed: int, cap: int = 0) -> NDArray[np.int64]:
-    """Which cluster each client is in, int64 [N], numbered by their lowest clients: k-means, the best of ten k-means++ starts.
+    """Return each client's cluster, int64 [N], by k-means: the best of ten k-means++ starts.
 
-    shares: [N, C], of each class in a client's labels; k: clusters, cut to the number of distinct rows; cap: clients in each at
-    most, 0: any number, and where k of so many cannot hold all, as few as can.
+    shares: [N, C], the share of each class in a client's labels; k: clusters, cut to the number of distinct rows; cap:
+    most clients in a cluster, 0 for any number. If k clusters of that size cannot hold all clients, the cap rises as
+    far as needed. Clusters are numbered by their lowest clients.
     """
     return kmeans(np.asarray(shares, np.float64), k, rng.generator(seed, "fedconcat"), cap)
 
 
 def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
-    """The run's model, `model`, and the tensors of a classifier on K of its kind, `joint`; which answers, `grown` says.
+    """Return a network with the run's model, `model`, and a classifier on K encoders of its kind, `joint`.
 
-    Raises UserError for a model that cannot be split.
+    `grown` selects the part that answers. Raises UserError for a model that cannot be split.
     """
     import torch
     from torch import nn
     from torch.nn import functional
 
     class Growing(nn.Module):
-        """A model that is replaced by encoders and a classifier on them as soon as there are such: `grown`, none or one module."""
+        """The run's model, until `grown` (no or one module) holds encoders; then `joint` on these encoders."""
 
         def __init__(self, model: nn.Module) -> None:
             super().__init__()
@@ -125,7 +135,7 @@ def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
             self.model = model
             joint = {"weight": torch.zeros(classes, params.clusters * width), "bias": torch.zeros(classes)}
             self.joint = nn.ParameterDict({name: nn.Parameter(zeros) for name, zeros in joint.items()})
-            # a list: what stands still is none of the module's own tensors
+            # a list, so that the fixed encoders do not count as the module's own tensors
             self.grown: list[nn.Module] = []
 
         def forward(self, x: Tensor) -> Tensor:
@@ -141,24 +151,24 @@ def network(drawings: Drawings, params: FedConcatParams) -> nn.Module:
 
 
 def exported(make: Callable[[], nn.Module], names: frozenset[str]) -> nn.Module:
-    """The concatenation that has so named tensors."""
+    """Return the concatenated network that has tensors of these names."""
     encoders = {name.split(".")[1] for name in names if name.startswith(f"{components.ENCODERS}.")}
     return components.concatenation([make() for _ in encoders])
 
 
 def body(layout: Layout) -> frozenset[str]:
-    """Names of an encoder's tensors in the model it is part of."""
+    """Return the names of an encoder's tensors within its model."""
     return shared(layout, None) - layout.classifier
 
 
 def split(classifier: NDArray[Any], layout: Layout) -> tuple[Stack, Vector]:
-    """Weight [C, Kf] and bias [C] of a classifier [KfC + C]."""
+    """Return the weight [C, Kf] and the bias [C] of a classifier [KfC + C]."""
     classes = components.head(layout).shape[0]
     return classifier[:-classes].reshape(classes, -1), classifier[-classes:]
 
 
 def shared(layout: Layout, params: object) -> frozenset[str]:
-    """The run's model travels, until there is a classifier on all encoders, which travels in its place."""
+    """Return the names of the run's model. Once there is a classifier on all encoders, it travels instead."""
     return frozenset(name for name in layout.names if name.startswith(MODEL))
 
 
@@ -166,21 +176,22 @@ def shared(layout: Layout, params: object) -> frozenset[str]:
 
 
 class FedConcat(PersonalizedStrategy[FedConcatParams]):
-    """Server half. Memory: `centres` float64 [K, C], `models` float32 [K, d], `statistics` [K, b]; later `classifier` [KfC + C].
-    Kept per client: `cluster` int64 [1], and `equipped` bool [1], whether it has the encoders.
+    """Server half. Kept per client: `cluster` int64 [1], and `equipped` bool [1], whether it has the encoders.
+
+    Memory: `centres` float64 [K, C], `models` float32 [K, d] and `statistics` [K, b]; later `classifier` [KfC + C].
     """
 
-    # of classifiers on all encoders, in few batches: 3.1 times was seen
+    # classifiers trained on few batches lie apart: 3.1 times the usual distance was seen
     spread = 2.0
     robust = RULES
 
     @property
     def grown(self) -> bool:
-        """Whether encoders stand still now."""
+        """Return whether the encoders are fixed in this round."""
         return max(self.round, self.attempt.round) > self.params.encoder_rounds
 
     def models(self) -> list[Model]:
-        """The clusters' models; before there are clusters, as many as there may be."""
+        """Return the clusters' models; before clustering, a copy of the initial model for each possible cluster."""
         if "models" not in self.memory:
             return [self.global_model] * min(self.params.clusters, self.config.num_clients or self.params.clusters)
         return [
@@ -189,7 +200,7 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         ]
 
     def classifier(self) -> Vector:
-        """The classifier on all encoders; before it has been trained, what it starts from."""
+        """Return the classifier on all encoders, or its initial values before it has been trained."""
         if CLASSIFIER in self.memory:
             return self.memory[CLASSIFIER]
         if self.params.start == "concatenated":
@@ -199,19 +210,19 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         )
 
     def encoders(self) -> tuple[Stack, Stack]:
-        """All bodies: float32 [K, d - h], and their statistics [K, b]."""
+        """Return all bodies, float32 [K, d - h], and their statistics [K, b]."""
         bodies = [self.layout.take(model, body(self.layout)) for model in self.models()]
         return np.stack([each.params for each in bodies]), np.stack([each.buffers for each in bodies])
 
     def shares_of(self, client_id: int) -> Shares:
-        """What a connected client said of its labels, each class's share [C]; zeros if it did not."""
+        """Return the share of each class in a connected client's labels, [C]; zeros if it reported no counts."""
         counts = client_facts(client_id, self.attempt.declared.get(client_id, {})).get("class-counts")
         of_all = np.zeros(components.head(self.layout).shape[0]) if counts is None else np.array(counts, np.float64)
         shares: Shares = of_all / max(of_all.sum(), 1)
         return shares
 
     def cluster_of(self, client_id: int) -> int:
-        """A client's cluster; for one that was not there yet, that of the nearest centre."""
+        """Return a client's cluster: for a new client, the one with the nearest centre."""
         if client_id in self.personal:
             return int(self.personal[client_id]["cluster"][0])
         if "centres" not in self.memory:
@@ -219,7 +230,7 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         return int(squared_distances(self.shares_of(client_id)[None], self.memory["centres"]).argmin())
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
-        """Put all connected clients into clusters first."""
+        """Assign all connected clients to clusters, then draw the round's clients."""
         new = [i for i in client_ids if i not in self.personal and i in self.attempt.declared]
         if new and "centres" not in self.memory:
             shares, p = np.stack([self.shares_of(i) for i in new]), self.params
@@ -239,11 +250,11 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         return super().sample(client_ids, round)
 
     def model_for(self, client_id: int) -> Model:
-        """The model of the client's cluster, as long as it trains."""
+        """Return the model of the client's cluster, or nothing once the encoders are fixed."""
         return NOTHING if self.grown else self.models()[self.cluster_of(client_id)]
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Then the classifier, and the encoders for a client that has none."""
+        """Return the classifier once encoders are fixed, plus the encoders for a client that lacks them."""
         if not self.grown:
             return {}
         mine = self.personal.get(client_id)
@@ -253,21 +264,21 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
         return {CLASSIFIER: self.classifier(), ENCODERS: bodies, STATISTICS: statistics}
 
     def expected(self) -> Expected:
-        """A model, then a classifier."""
+        """Return the form of an upload: a model, later a classifier."""
         if not self.grown:
             return super().expected()
         return Expected.of(NO_TENSORS, extras={CLASSIFIER: ("<f4", self.classifier().shape)})
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
-        """Classifiers; models of different clusters differ."""
+        """Return the classifiers. Models are not compared, as those of different clusters differ."""
         return {"classifiers": intake.extras[CLASSIFIER]} if self.grown else {}
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """The classifier that all are sent."""
+        """Return the classifier that all clients are sent."""
         return {"classifiers": self.classifier()} if self.grown else {}
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Mean per cluster weighted by samples; of classifiers the plain mean."""
+        """Average models per cluster, weighted by samples; average classifiers without weights."""
         averaging, chosen = self.averaging_of(uploads), np.array([self.cluster_of(i) for i in uploads.ids])
         if self.grown:
             self.memory[CLASSIFIER] = averaging.mean(uploads.extras[CLASSIFIER])
@@ -282,28 +293,28 @@ class FedConcat(PersonalizedStrategy[FedConcatParams]):
             self.note(client_id, "cluster", k)
 
     def exported_layout(self, layout: Layout) -> Layout:
-        """That of the concatenation."""
+        """Return the layout of the concatenated network."""
         return components.concatenated(components.part(self.full_layout, MODEL), len(self.models()))
 
     def exported_global(self) -> Model:
-        """All encoders, and the classifier on them."""
+        """Return all encoders and the classifier on them."""
         bodies, statistics = self.encoders()
         return Model(np.concatenate([bodies.reshape(-1), self.classifier()]), statistics.reshape(-1))
 
     def has_global_model(self) -> bool:
-        """As soon as encoders stand still."""
+        """Return True once the encoders are fixed."""
         return self.grown
 
     def personal_model(self, client_id: int) -> Model | None:
-        """Nothing is a client's own."""
+        """Return None: no client has a model of its own."""
         return None
 
 
 class FedConcatUpdate(LocalUpdate[FedConcatParams]):
-    """Client half. State, once there is a classifier on them: all encoders."""
+    """Client half. State, once there is a classifier on all encoders: the encoders."""
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
-        """The cluster's model; or the classifier, on encoders that answer from now on."""
+        """Return the cluster's model; or the new classifier, and let the network answer with the encoders."""
         module, trainer, layout = ctx.trainer.module, ctx.trainer, ctx.layout
         grown: Any = module.grown
         grown.clear()
@@ -324,21 +335,21 @@ class FedConcatUpdate(LocalUpdate[FedConcatParams]):
         return layout.model({**tensors, JOINT + "weight": joint, JOINT + "bias": bias})
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
-        """Train the model, or the classifier."""
+        """Train the cluster's model, or the classifier."""
         if CLASSIFIER not in ctx.extras:
             return ctx.trainer.train(start, frozen=ctx.local)
         return ctx.trainer.train(start, frozen=ctx.shared, max_batches=ctx.params.classifier_batches)
 
     def finetune(self, start: Model, state: ClientState, ctx: RoundContext[FedConcatParams], epochs: int) -> Model:
-        """Tune what trains."""
+        """Tune the part that trains in this phase."""
         frozen = ctx.shared if CLASSIFIER in ctx.extras else ctx.local
         return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=frozen)
 
     def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> None:
-        """Keep nothing that was trained."""
+        """Keep no trained tensor."""
 
     def export(self, model: Model, state: ClientState, ctx: RoundContext[FedConcatParams]) -> Model:
-        """The cluster's model, or the concatenated one."""
+        """Return the cluster's model, or the concatenated one."""
         if CLASSIFIER not in ctx.extras:
             return ctx.layout.take(model, ctx.shared)
         bodies, statistics = (
@@ -347,7 +358,7 @@ class FedConcatUpdate(LocalUpdate[FedConcatParams]):
         return Model(np.concatenate([bodies, self.classifier(model, ctx)]), statistics)
 
     def classifier(self, model: Model, ctx: RoundContext[FedConcatParams]) -> Vector:
-        """The classifier in a model, float32 [KfC + C]."""
+        """Return the classifier within a model, float32 [KfC + C]."""
         tensors, width = ctx.layout.tensors(model), split(ctx.extras[CLASSIFIER], ctx.layout)[0].shape[1]
         return np.concatenate([tensors[JOINT + "weight"][:, :width].reshape(-1), tensors[JOINT + "bias"]])
 
@@ -359,7 +370,9 @@ class FedConcatUpdate(LocalUpdate[FedConcatParams]):
 
 
 FIGURES = (
-    Groups("cluster", "Clusters of clients", "cluster", "Whose labels are alike: they train an encoder together."),
+    Groups(
+        "cluster", "Clusters of clients", "cluster", "Clients with similar labels, which train an encoder together."
+    ),
 )
 METHOD = Method(
     "fedconcat",
@@ -371,5 +384,15 @@ METHOD = Method(
     exported=exported,
     figures=FIGURES,
     needs_classes=True,
+    needs_all="fedconcat puts clients into clusters by their label counts",
     not_private="it sends label counts, and its server groups clients by them",
+    overview=Overview(
+        group="Several global models",
+        travels="model; later classifier, and encoders down once",
+        server="4K(d+b)",
+        disk="4K(d−h+b)",
+        epochs="E; later 3 batches",
+        unseen="model of the cluster nearest by labels; later the concatenated one",
+        use="clear label groups, one model for all at the end",
+    ),
 )

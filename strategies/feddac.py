@@ -1,20 +1,38 @@
-"""FedDAC: important parameters shared among similar clients, the others among the clients nearest in weight space.
+"""FedDAC: similar clients share important parameters; the others are mixed among the clients nearest in weight space.
 
 "FedDAC: dynamically adaptive, collaboration-enhanced personalized federated learning" (2025). The text we have lost its
-formulas and the published code cannot settle them, so this is our reading of the description (docs/methods.md).
+formulas, and the published code cannot settle them. So this is our reading of the description (docs/methods/feddac.md).
 
-Client: responsiveness |(w_after - w_before) * w_after|, the top tau of every layer is important, one bit per parameter, as in
-FedCAC. Server: mask overlap S; clients collaborate while their overlap reaches S_avg + sqrt(t/alpha) (S_max - S_avg), nobody
-after round alpha. Important parameters: u_i = gamma w_i + (1 - gamma) sum_j S_ij w_j / sum_j S_ij over the collaborators and
-i itself, S_ii = 1. Less important ones: v_i = sum_j p_ij w_j over the k clients of highest weight, p_ij proportional to
-1/(||g_i - w_j||^2 + eps), g_i being client i's guidance model. The server merges u_i on the mask and v_i elsewhere.
+Client: a parameter's responsiveness is |(w_after - w_before) * w_after|. The top tau of every layer are important, one
+bit per parameter, as in FedCAC.
 
-Decisions where the paper is silent: gamma = 0.6 and the root are its code's. The influence of the global model on important
-parameters, mentioned without a formula, is left out. `guidance = "trained"` takes g_i = w_i, whose distance to itself would
-be 0 and its weight everything: it gets the distance to the nearest other client; `"one-step"` is FedDWA's guidance, one more
-local epoch, sent as a second vector. The client itself is among the k, and first in a tie. There is no global model:
-under partial participation overlap and distances are among the round's clients, a client is sent its last personalized
-model, and the initial one if it never took part. BatchNorm statistics: plain mean over the collaborators, as in FedCAC.
+Server: S is the overlap of the masks. Clients collaborate while their overlap reaches the threshold below; after round
+alpha none do.
+
+    S_avg + sqrt(t/alpha) (S_max - S_avg)
+
+Important parameters mix client i's own values with those of its collaborators:
+
+    u_i = gamma w_i + (1 - gamma) sum_j S_ij w_j / sum_j S_ij
+
+The sums run over the collaborators and i itself, with S_ii = 1. Less important parameters are a mean over the k clients
+of highest weight:
+
+    v_i = sum_j p_ij w_j, with p_ij proportional to 1/(||g_i - w_j||^2 + eps)
+
+g_i is client i's guidance model. The server merges u_i on the mask and v_i elsewhere.
+
+Decisions where the paper is silent:
+
+- gamma = 0.6 and the root come from its code.
+- The paper mentions an influence of the global model on important parameters without a formula. It is left out.
+- `guidance = "trained"` takes g_i = w_i. Its distance to itself would be 0 and take all the weight. So it gets the
+  distance to the nearest other client.
+- `guidance = "one-step"` is FedDWA's guidance: one more local epoch, sent as a second vector.
+- The client itself may be one of the k, and comes first in a tie.
+- There is no global model. Under partial participation overlap and distances are among the round's clients. A client is
+  sent its last personalized model, or the initial one if it never took part.
+- BatchNorm statistics take the plain mean over the collaborators, as in FedCAC.
 """
 
 from __future__ import annotations
@@ -37,6 +55,7 @@ from strategies.base import (
     ClientState,
     LocalUpdate,
     Method,
+    Overview,
     PersonalizedStrategy,
     RoundContext,
     Uploads,
@@ -57,22 +76,26 @@ class FedDACParams:
     tau: float = key(0.3, "Share of every layer's parameters that is important.", RATIO)
     alpha: int = key(
         200,
-        "Round after which nobody collaborates on important parameters; the paper's T is 300.",
+        "Last round in which clients share important parameters; the paper's T is 300.",
         AT_LEAST_ONE,
         counts_rounds=True,
+        begins_after=True,
     )
     self_weight: float = key(
-        0.6, "Weight of the client's own important parameters (gamma, the authors' code's).", RATIO
+        0.6, "Weight of the client's own important parameters (gamma, from the authors' code).", RATIO
     )
     neighbours: int = key(
         5, "Clients whose less important parameters are mixed, the client itself included (k).", AT_LEAST_ONE
     )
     guidance: Literal["trained", "one-step"] = key(
         "trained",
-        "What distances are measured from: the trained model, or one more local epoch, uploaded as a second vector.",
+        "Model that distances are measured from: the trained one, or one after another local epoch, uploaded as a "
+        "second vector.",
     )
     collaboration: Literal["dynamic", "static", "none"] = key(
-        "dynamic", "Threshold rising until round alpha, fixed at the mean overlap in all rounds, or nobody (Fig. 2)."
+        "dynamic",
+        "Threshold for collaboration: rising until round alpha, or fixed at the mean overlap; `none`: no "
+        "collaboration (Fig. 2).",
     )
     weighting: Literal["similarity", "none"] = key(
         "similarity", "Less important parameters weighted by distance, or the plain mean of all clients (Fig. 3)."
@@ -83,9 +106,10 @@ class FedDACParams:
 
 
 def collaborators(overlap: NDArray[np.float64], round: int, alpha: float) -> NDArray[np.bool_]:
-    """Who shares important parameters with whom, bool [N, N], diagonal False; nobody for t > alpha or N = 1.
+    """Return which clients share important parameters, bool [N, N], diagonal False; none do for t > alpha or N = 1.
 
-    overlap: float64 [N, N], symmetric; round t counted from 1; alpha >= 1. Raises ValueError if round or alpha is below 1.
+    overlap: float64 [N, N], symmetric; round: t, counted from 1; alpha: at least 1. Raises ValueError if round or alpha
+    is below 1.
     """
     if round < 1 or alpha < 1:
         raise ValueError(f"round and alpha must be at least 1, got round {round} and alpha {alpha}")
@@ -97,9 +121,10 @@ def collaborators(overlap: NDArray[np.float64], round: int, alpha: float) -> NDA
 def important_weights(
     overlap: NDArray[np.float64], chosen: NDArray[np.bool_], self_weight: float
 ) -> NDArray[np.float64]:
-    """Weights of all clients in each client's important parameters, float64 [N, N]; rows sum to 1.
+    """Return the weights of all clients in each client's important parameters, float64 [N, N]; rows sum to 1.
 
-    chosen: bool [N, N], collaborators without the client itself. A client alone has exactly its own row of the identity.
+    chosen: bool [N, N], collaborators without the client itself. A client without any gets exactly its row of the
+    identity.
     """
     own = np.eye(len(overlap))
     similarity = np.where(chosen, overlap, 0) * (1 - own) + own
@@ -108,11 +133,12 @@ def important_weights(
 
 
 def neighbour_weights(distances: NDArray[np.float64], neighbours: int, *, own_distance: bool) -> NDArray[np.float64]:
-    """Weights of all clients in each client's less important parameters, float64 [N, N]; rows sum to 1.
+    """Return the weights of all clients in each client's less important parameters, float64 [N, N]; rows sum to 1.
 
-    distances: float64 [N, N], squared, of the guidance models (rows) from the clients' models. own_distance: the diagonal
-    counts; if not, it is replaced by the distance to the nearest other client. At most `neighbours` (cut to N) per row are
-    not 0, the largest ones; in a tie the client itself, then the lower id. Raises ValueError if neighbours is below 1.
+    distances: float64 [N, N], squared, of the guidance models (rows) from the clients' models. own_distance: use the
+    diagonal as it is; if False, replace it by the distance to the nearest other client. At most `neighbours` (cut to N)
+    weights per row are not 0: the largest ones. In a tie the client itself comes first, then the lower id. Raises
+    ValueError if neighbours is below 1.
     """
     if neighbours < 1:
         raise ValueError(f"neighbours must be at least 1, got {neighbours}")
@@ -129,8 +155,10 @@ def neighbour_weights(distances: NDArray[np.float64], neighbours: int, *, own_di
 
 @dataclass(frozen=True)
 class Mixing:
-    """Who goes into whose next model: chosen bool [N, N], collaborators; inside, outside: weights float64 [N, N] of all clients in
-    each client's important and less important parameters; outside None: the plain mean.
+    """The weights for every client's next model.
+
+    chosen: bool [N, N], collaborators; inside: float64 [N, N], weights of all clients in each client's important
+    parameters; outside: the same for less important ones, None for the plain mean.
     """
 
     chosen: NDArray[np.bool_]
@@ -145,7 +173,7 @@ def mixing(
     params: FedDACParams,
     guidance: aggregate.Stack | None = None,
 ) -> Mixing:
-    """Weights that follow from the masks' overlap and the vectors' distances; see `personalize`."""
+    """Return the weights, given the masks' overlap and the vectors' distances; see `personalize`."""
     outside = None
     if params.weighting == "similarity":
         distances = aggregate.squared_distances(W, guidance)
@@ -165,12 +193,13 @@ def personalize(
     mixed: Mixing | None = None,
     out: aggregate.Stack | None = None,
 ) -> NDArray[np.float32]:
-    """FedDAC's server step: every client's next model, float32 [N, d].
+    """Return every client's next model, float32 [N, d]: FedDAC's server step.
 
-    W: float32 [N, d], the clients' trained vectors; bits: uint8 [N, ceil(d/8)], their packed masks of important parameters,
-    each with the same number of ones; round t from 1; guidance: float32 [N, d], or None: the trained vectors, with the
-    client's own distance replaced. A single client gets its own vector. mixed: the weights, if they are known already; out:
-    float32 [N, d], may be W itself.
+    W: float32 [N, d], the clients' trained vectors; bits: uint8 [N, ceil(d/8)], their packed masks of important
+    parameters, each with the same number of ones; round: t, counted from 1; guidance: float32 [N, d], or None for the
+    trained vectors with the client's own distance replaced; mixed: the weights, if known already; out: float32 [N, d],
+    may be W itself. A single client gets its own vector.
+
     Raises ValueError on shapes that do not fit, masks of unequal size and arguments out of range.
     """
     if not 0 <= self_weight <= 1:
@@ -189,42 +218,44 @@ def mix_by_mask(
     outside: NDArray[np.float64] | None,
     out: aggregate.Stack | None = None,
 ) -> NDArray[np.float32]:
-    """Per client one weighted sum of all rows where its mask is set and another elsewhere, float32 [N, d].
+    """Return one weighted sum of all rows where a client's mask is set and another elsewhere, float32 [N, d].
 
-    W: float32 [N, d]; bits: uint8 [N, ceil(d/8)] packed masks; inside, outside: float64 [N, N], row i holds client i's
-    weights; outside None: the mean over all rows, as `weighted_mean` has it. A row of `inside` that is 1 for the client
-    itself and 0 elsewhere copies the client's own values. out: float32 [N, d], may be W itself.
+    W: float32 [N, d]; bits: uint8 [N, ceil(d/8)], packed masks; inside, outside: float64 [N, N], row i holds client i's
+    weights where its mask is set, and elsewhere; outside None: the mean over all rows, as in `weighted_mean`; out:
+    float32 [N, d], may be W itself. A row of `inside` that is 1 for the client itself and 0 elsewhere copies the
+    client's own values.
     """
     n, d = W.shape
     alone = (inside == np.eye(n)).all(axis=1)
     place = np.cumsum(~alone) - 1
-    factors = inside[~alone].astype(np.float32)
+    weights = inside[~alone]
     if outside is not None:
-        factors = np.concatenate([outside.astype(np.float32), factors])
+        weights = np.concatenate([outside, weights])
         place += n
+    sums = aggregate.sums_of(weights)
     result = np.empty((n, d), dtype=np.float32) if out is None else out
     ones = np.ones(n)
 
     def block(start: int, stop: int) -> None:
         rows = W[:, start:stop]
-        mixed = factors @ rows
+        mixed = sums(rows)
         mean = aggregate.mean_block(rows, ones, float(n)).astype(np.float32) if outside is None else None
         packed = slice(start // 8, -(-stop // 8))
         for i in range(n):
             own = rows[i] if alone[i] else mixed[place[i]]
             aggregate.select(bits[i, packed], own, mixed[i] if mean is None else mean, result[i, start:stop])
 
-    for_blocks(block, d)
+    for_blocks(block, d, n)
     return result
 
 
 class FedDAC(PersonalizedStrategy[FedDACParams]):
-    """Server half: keeps every client's last personalized model; there is no global one."""
+    """Server half. Kept per client: its last personalized model. There is no global model."""
 
     compared_extras = MappingProxyType({"guidance models": GUIDANCE})
 
     def expected(self) -> Expected:
-        """A mask in which exactly K parameters are important, and the one-step guidance model where it is asked for."""
+        """Return the form of an upload: a mask with exactly K ones and, if configured, the one-step guidance model."""
         extras = {GUIDANCE: ("<f4", (self.layout.d,))} if self.params.guidance == "one-step" else {}
         return dataclasses.replace(
             super().expected(), num_params=self.layout.d, num_selected=self.num_important, extras=extras
@@ -232,11 +263,11 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
 
     @property
     def num_important(self) -> int:
-        """K, equal for all clients."""
+        """Return K, the number of important parameters, equal for all clients."""
         return masks.num_selected(self.layout.sizes, self.params.tau)
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """`personalize` above with the configured ablations, for the round's participants."""
+        """Apply `personalize` with the configured ablations to the round's clients."""
         assert uploads.bits is not None
         p, n = self.params, len(uploads.ids)
         overlap = mask_overlap(uploads.W, uploads.bits)
@@ -256,7 +287,7 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
         self.note_round("overlap", np.round(overlap, 6).tolist())
 
     def choose(self, overlap: NDArray[np.float64], round: int) -> NDArray[np.bool_]:
-        """Collaborators by the configured rule, bool [N, N]."""
+        """Return the collaborators by the configured rule, bool [N, N]."""
         if self.params.collaboration == "none" or len(overlap) < 2 or self.num_important == 0:
             return np.zeros(overlap.shape, dtype=bool)
         if self.params.collaboration == "static":
@@ -264,19 +295,19 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
         return collaborators(overlap, round, self.params.alpha)
 
     def model_for(self, client_id: int) -> Model:
-        """Return the client's last personalized model, the initial model if it has none."""
+        """Return the client's last personalized model, or the initial model if it has none."""
         return self.last_personal(client_id)
 
     def has_global_model(self) -> bool:
-        """Tell that there is none."""
+        """Return False: there is none."""
         return False
 
 
 class FedDACUpdate(LocalUpdate[FedDACParams]):
-    """Client half: plain training, the mask of important parameters, and the guidance model where it is asked for."""
+    """Client half: plain training, the mask of important parameters and, if configured, the guidance model."""
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedDACParams]) -> Upload:
-        """Send weights, packed mask and, for one-step guidance, the weights after one more epoch."""
+        """Send the weights, the packed mask and, for one-step guidance, the weights after one more epoch."""
         plain = super().upload(before, after, state, ctx)
         responsiveness = scores.sensitivity(before.params, after.params)
         mask = masks.pack(masks.top_k(responsiveness, ctx.layout.sizes, ctx.params.tau))
@@ -299,14 +330,14 @@ FIGURES = (
         "collaborators",
         "Collaborators over rounds",
         "collaborators",
-        "With how many others a client shares its important parameters in a round. While the threshold rises, until round "
-        "alpha, clients start with many collaborators and keep the most similar ones; then they are alone.",
+        "The number of others with which a client shares its important parameters in a round. The threshold rises "
+        "until round alpha: clients start with many collaborators and keep the most similar ones. Then they are alone.",
     ),
     Matrix(
         "neighbours",
         "Weights in the less important parameters",
         "weight of the column's client",
-        "How much each client, a row, takes from the others, the columns, for its less important parameters.",
+        "The weight of each client (columns) in another client's less important parameters (rows).",
         heading="Weights of neighbours",
         value="weight",
     ),
@@ -321,4 +352,11 @@ METHOD = Method(
     figures=FIGURES,
     needs_whole=True,
     not_private="its server compares single clients' models",
+    overview=Overview(
+        group="Parameters among similar clients",
+        travels="model; up + ⌈d/8⌉",
+        server="4(d+b) a client",
+        unseen="initial model",
+        use="as fedcac, without a global model",
+    ),
 )

@@ -1,21 +1,33 @@
-"""FedDPA: parameters with much Fisher information stay personal, and norms of both parts' updates are held.
+"""FedDPA: parameters with much Fisher information stay personal; penalties hold the norms of both parts' updates.
 
-Yang, Huang, Ye: "Dynamic Personalized Federated Learning with Adaptive Differential Privacy", NeurIPS 2023. WITHOUT its
-differential privacy: updates are neither clipped nor noised, there is no accountant, and nothing here is private. (Not the
-method of the same name that adapts language models.)
+Yang, Huang, Ye: "Dynamic Personalized Federated Learning with Adaptive Differential Privacy", NeurIPS 2023. This is the
+method WITHOUT its differential privacy: updates are neither clipped nor noised, there is no accountant, and nothing
+here is private. It is not the method of the same name that adapts language models.
 
-Client, with its trained vector w_prev and the mask M of its last participation, empty at first: it starts from w_prev on M and
-w_g elsewhere; trains M alone on CE + lambda1/2 ||u - u0||_2, then the rest alone on CE + lambda2/2 | ||v - v0||_2 - C_b |, u and v
-being all elements in M and outside, u0 and v0 at the start, and no norm squared; uploads everything; and takes the diagonal
-Fisher information of the result, scaled to [0, 1] in every tensor, whose part above tau is the next M. Server: FedAvg. With
-tau = 1, and lambda2 = 0 or `constraint = none`, it is FedAvg, bit for bit; `none` is FedOBP with this M.
+Client: w_prev is its trained vector of its last participation, and M the mask from then, empty at first.
 
-Decisions and deviations, where the paper and the authors' code differ: Fisher information squares each sample's gradient, as in
-the code (Eq. 4 prints the whole log-likelihood's, which is near 0 at a trained model). Above tau, as in the code (at least tau
-in print). One norm over all elements, centred on the start, as in the text (the code: one per tensor, both centred on w_g). A
-tensor of equal Fisher values has nothing personal (the code zeroes it: 0/0). Training is in training mode (the code's in
-evaluation mode, after its Fisher pass). The phases follow each other, as in the code (Algorithm 1: alternate per epoch). M is
-computed after training (the paper: when the next model comes, of the same model and data; so evaluations cost nothing).
+1. It starts from w_prev on M and from w_g elsewhere.
+2. It trains M alone on CE + lambda1/2 ||u - u0||_2, then the rest alone on CE + lambda2/2 | ||v - v0||_2 - C_b |. u and
+   v are all elements in M and outside, u0 and v0 their values at the start. No norm is squared.
+3. It takes the diagonal Fisher information of the result, scaled to [0, 1] in every tensor. The part above tau is the
+   next M.
+4. It uploads everything.
+
+Server: FedAvg. With tau = 1, and lambda2 = 0 or `constraint = none`, the method is FedAvg, bit for bit.
+`constraint = none` is FedOBP with this M.
+
+Decisions and deviations, where the paper and the authors' code differ:
+
+- Fisher information squares each sample's gradient, as in the code. Eq. 4 prints the squared gradient of the whole
+  log-likelihood, which is near 0 at a trained model.
+- M holds values above tau, as in the code; in print at least tau.
+- One norm covers all elements, centred on the start, as in the text. The code has one norm per tensor, and centres both
+  penalties on w_g.
+- A tensor of equal Fisher values has nothing personal. The code zeroes it: 0/0.
+- Training is in training mode. The code's is in evaluation mode, after its Fisher pass.
+- The phases follow each other, as in the code. Algorithm 1 alternates them per epoch.
+- M is computed after training. The paper computes it when the next model comes, from the same model and data, so M is
+  the same and evaluations cost nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +46,7 @@ from fl_app.keys import NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
 from fl_app.wire import Upload
 from strategies import fedobp, masks
-from strategies.base import ClientState, Correction, LocalUpdate, Method, RoundContext, Uploads, all_tensors
+from strategies.base import ClientState, Correction, LocalUpdate, Method, Overview, RoundContext, Uploads, all_tensors
 from strategies.fedavg import FedAvg
 
 if TYPE_CHECKING:
@@ -54,28 +66,30 @@ class FedDPAParams:
     )
     constraint: Literal["adaptive", "none"] = key(
         "adaptive",
-        "Personal and shared parameters in two phases with penalties, or everything together without (FedOBP's table).",
+        "Train personal and shared parameters in two phases with penalties, or all together without (FedOBP's table).",
     )
     personal_weight: float = key(
         0.05, "Weight of the personal update's norm (lambda1, its Tables 5 and 6).", NOT_NEGATIVE
     )
     shared_weight: float = key(
         0.1,
-        "Weight of the distance of the shared update's norm from `bound` (lambda2; the code has the two swapped).",
+        "Weight of the distance between the shared update's norm and `bound` (lambda2; the code swaps its value "
+        "with that of lambda1).",
         NOT_NEGATIVE,
     )
     bound: float = key(0.5, "Norm that the shared update is drawn to (C_b).", NOT_NEGATIVE)
-    fisher_samples: int = key(0, "Training samples that the Fisher information is taken of; 0: all.", NOT_NEGATIVE)
+    fisher_samples: int = key(0, "Training samples for the Fisher information; 0: all.", NOT_NEGATIVE)
 
 
 def personal_mask(
     fisher: NDArray[np.floating[Any]], sizes: Sequence[int], *, threshold: float, meaning: str
 ) -> NDArray[np.bool_]:
-    """Personal parameters, layer by layer: Fisher information above the threshold (FedDPA §3.2).
+    """Return the personal parameters, bool [d]: Fisher information above the threshold, layer by layer (FedDPA §3.2).
 
-    fisher: float [d], not negative; sizes: elements per layer, summing to d; threshold in [0, 1]; meaning: "value", of the layer
-    scaled to [0, 1] by its minimum and maximum, or "quantile" of the layer, interpolated linearly. Returns bool [d]; a layer of
-    equal values has nothing personal.
+    fisher: float [d], not negative; sizes: elements per layer, summing to d; threshold: in [0, 1]; meaning: "value"
+    compares the layer scaled to [0, 1] by its minimum and maximum, "quantile" takes the layer's quantile, interpolated
+    linearly. A layer of equal values has nothing personal.
+
     Raises ValueError on shapes that do not fit, arguments out of range and values that are not finite.
     """
     if fisher.shape != (sum(sizes),):
@@ -100,9 +114,9 @@ def personal_mask(
 
 
 def constraint_gradient(update: Tensor, weight: float, bound: float = 0.0) -> Tensor:
-    """Gradient of weight/2 | ||update||_2 - bound |, of its shape [d]; 0 for no update.
+    """Return the gradient of weight/2 | ||update||_2 - bound |, of its shape [d]; 0 for a zero update.
 
-    With bound 0 that is weight/2 ||update||_2; below the bound it points outward.
+    With bound 0 the penalty is weight/2 ||update||_2. Below the bound a descent step makes the update longer.
     """
     norm = update.norm()
     factor: Tensor = weight / 2 * (norm - bound).sign() / norm.where(norm > 0, norm.new_ones(()))
@@ -110,24 +124,26 @@ def constraint_gradient(update: Tensor, weight: float, bound: float = 0.0) -> Te
 
 
 class FedDPA(FedAvg[FedDPAParams]):
-    """Server half: FedAvg, and a record of how much is personal."""
+    """Server half: FedAvg, and a record of each client's personal share."""
+
+    streams = True
 
     def check(self, upload: Upload) -> None:
-        """Refuse a share that is none."""
+        """Raise WireError for a personal share outside [0, 1]."""
         wire.number(upload.metrics, SHARE, 0, 1)
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Average, and note the shares."""
+        """Average, and note the personal shares."""
         super().personalize(round, uploads)
         for client_id, metrics in zip(uploads.ids, uploads.metrics, strict=True):
             self.note(client_id, SHARE, wire.number(metrics, SHARE))
 
 
 class FedDPAUpdate(LocalUpdate[FedDPAParams]):
-    """Client half. State: `feddpa.own` (trained vector of the last participation), `feddpa.mask` (M, packed)."""
+    """Client half. State: `feddpa.own` (trained vector of the last participation) and `feddpa.mask` (M, packed)."""
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedDPAParams]) -> Model:
-        """Put the client's own values on M."""
+        """Return the received model with the client's own values on M."""
         if "feddpa.own" not in state.arrays:
             return received
         return Model(np.where(self.mask(state, ctx), state.arrays["feddpa.own"], received.params), received.buffers)
@@ -138,7 +154,7 @@ class FedDPAUpdate(LocalUpdate[FedDPAParams]):
         return masks.unpack(state.arrays["feddpa.mask"], d) if "feddpa.mask" in state.arrays else np.zeros(d, bool)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedDPAParams]) -> Model:
-        """Train, under the constraints unless there are none, and choose what is personal next time."""
+        """Train, under the constraints if configured, and choose M for the next participation."""
         p, trainer = ctx.params, ctx.trainer
         if p.constraint == "none":
             after = trainer.train(start)
@@ -154,16 +170,17 @@ class FedDPAUpdate(LocalUpdate[FedDPAParams]):
         return after
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedDPAParams]) -> Upload:
-        """Send everything, and for the record which share is personal from now on."""
+        """Send everything, and for the record the share that is personal from the next participation on."""
         plain = super().upload(before, after, state, ctx)
         share = masks.popcount(state.arrays["feddpa.mask"]) / ctx.layout.d
         return dataclasses.replace(plain, metrics={**plain.metrics, SHARE: share})
 
 
 def constraint(ctx: RoundContext[Any], start: Model, weight: float, bound: float = 0.0) -> Correction | None:
-    """Add `constraint_gradient` of what has moved since the start to every step; None, no operation at all, for weight 0.
+    """Return a correction that adds `constraint_gradient` of the movement since `start` to every step.
 
-    What a phase holds still has not moved, so that the norm is that of the other parameters.
+    For weight 0 it returns None, no operation at all. Parameters that a phase freezes have not moved, so the norm is
+    that of the others.
     """
     if not weight:
         return None
@@ -185,4 +202,20 @@ FIGURES = (
     ),
 )
 
-METHOD = Method("feddpa", FedDPAParams, FedDPA, FedDPAUpdate, all_tensors, figures=FIGURES, needs_whole=True, sums=True)
+METHOD = Method(
+    "feddpa",
+    FedDPAParams,
+    FedDPA,
+    FedDPAUpdate,
+    all_tensors,
+    figures=FIGURES,
+    needs_whole=True,
+    sums=True,
+    overview=Overview(
+        group="A part of the model",
+        stays="informative parameters",
+        disk="4d + ⌈d/8⌉",
+        epochs="2 E + 1",
+        use="as fedobp, by Fisher information",
+    ),
+)

@@ -1,17 +1,25 @@
-"""FedDWA: every client is sent a mixture of the clients whose models lie nearest to where its own would go next.
+"""FedDWA: each client is sent a mixture of the models nearest to its guidance, the model that it would train next.
 
 Liu, Wu, Wang, Sun, Li, Liu: "FedDWA: Personalized Federated Learning with Dynamic Weight Adjustment", IJCAI 2023.
 
-Client: E epochs from what it is sent, w_i; then E more from w_i, the guidance g_i; it uploads both and goes on with neither.
-Server: p_ij proportional to 1/(||g_i - w_j||^2 + 1e-12) over the round's clients j, the k largest kept, rows of sum 1; client i
-is sent sum_j p_ij w_j next. There is no global model.
+Client: it trains E epochs from the model it is sent; the result is w_i. Then it trains E more from w_i; the result is
+the guidance g_i. It uploads both and continues with neither.
 
-Deviations: the guidance is E more epochs, as in the authors' code, where it is called one step (the paper's is a gradient step).
-`guidance = extrapolated` is 2 w_i - what the client was sent, the authors' commented variant, of which the server knows both: no
-second vector. Distances are float64 and never divided by 0 (theirs: float32, and by 0 for equal models). In a tie the client
-itself, then the lower id. Evaluated is what a client is sent, and what it trained of that; the authors test the mixture through
-an alias. Under partial participation distances are among the round's clients, others keep their last mixture, and who never took
-part has the initial model. Statistics are mixed with the same weights.
+Server: over the round's clients j, p_ij is proportional to 1/(||g_i - w_j||^2 + 1e-12). The k largest are kept, and
+rows sum to 1. Client i is sent sum_j p_ij w_j next. There is no global model.
+
+Deviations:
+
+- The guidance is E more epochs, as in the authors' code, which calls this one step. The paper's is a gradient step.
+- `guidance = extrapolated` is 2 w_i minus the model that the client was sent, the authors' commented variant. The
+  server knows both, so no second vector travels.
+- Distances are float64 and never divided by 0. The authors' are float32, and equal models divide by 0.
+- In a tie the client itself comes first, then the lower id.
+- A client is evaluated with the model it is sent, and with the model it trained from that. The authors test the mixture
+  through an alias.
+- Under partial participation distances are among the round's clients. The others keep their last mixture. A client that
+  never took part has the initial model.
+- Statistics are mixed with the same weights.
 """
 
 from __future__ import annotations
@@ -29,10 +37,19 @@ from fl_app.keys import AT_LEAST_ONE, key
 from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
 from strategies import aggregate, feddac
-from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    RoundContext,
+    Uploads,
+    all_tensors,
+)
 
 GUIDANCE = "guidance"  # up, float32 [d]
-# Random stream of the second training's batches.
+# random stream of the second training's batches
 STREAM = "feddwa.guidance"
 
 
@@ -40,17 +57,19 @@ STREAM = "feddwa.guidance"
 class FedDWAParams:
     """Parameters of FedDWA, table `feddwa`."""
 
-    neighbours: int = key(5, "Clients that are mixed for each, the client itself included (k).", AT_LEAST_ONE)
+    neighbours: int = key(5, "Clients mixed into each client's next model, itself included (k).", AT_LEAST_ONE)
     guidance: Literal["trained", "extrapolated"] = key(
         "trained",
-        "Where a client would go next: another training, uploaded as a second vector; or as far again as it went.",
+        "Estimate of a client's next model: E more epochs, uploaded as a second vector, or its last update applied "
+        "once more.",
     )
 
 
 def neighbour_weights(guidance: aggregate.Stack, models: aggregate.Stack, k: int) -> NDArray[np.float64]:
-    """Weights of all clients in each client's next model, p, float64 [N, N]; rows sum to 1, at most k (cut to N) are not 0.
+    """Return the weights p of all clients in each client's next model, float64 [N, N]; rows sum to 1.
 
-    guidance, models: [N, d]. In a tie the client itself, then the lower position. Raises ValueError if k is below 1.
+    guidance, models: [N, d]. At most k (cut to N) weights per row are not 0. In a tie the client itself comes first,
+    then the lower position. Raises ValueError if k is below 1.
     """
     distances = aggregate.squared_distances(np.asarray(models), np.asarray(guidance))
     return feddac.neighbour_weights(distances, k, own_distance=True)
@@ -62,7 +81,7 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
     compared_extras = MappingProxyType({"guidance models": GUIDANCE})
 
     def expected(self) -> Expected:
-        """The guidance beside the model, where it is trained."""
+        """Return the form of an upload: the model and, if it is trained, the guidance."""
         extras = {GUIDANCE: ("<f4", (self.layout.d,))} if self.params.guidance == "trained" else {}
         return dataclasses.replace(super().expected(), extras=extras)
 
@@ -70,8 +89,9 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
         """Mix the round's models for each of its clients."""
         guidance = uploads.extras.get(GUIDANCE)
         if guidance is None:
-            sent = (self.model_for(i).params for i in uploads.ids)
-            guidance = np.stack([2 * w - before for w, before in zip(uploads.W, sent, strict=True)])
+            guidance = self.stack_like(uploads.W)
+            for row, w, i in zip(guidance, uploads.W, uploads.ids, strict=True):
+                np.subtract(2 * w, self.model_for(i).params, out=row)
         weights = neighbour_weights(guidance, uploads.W, self.params.neighbours)
         params = aggregate.mix(uploads.W, weights, out=uploads.W)
         buffers = aggregate.mix(uploads.B, weights)
@@ -81,19 +101,19 @@ class FedDWA(PersonalizedStrategy[FedDWAParams]):
             self.note(client_id, "neighbours", near)
 
     def model_for(self, client_id: int) -> Model:
-        """Return the client's last mixture, the initial model if it has none."""
+        """Return the client's last mixture, or the initial model if it has none."""
         return self.last_personal(client_id)
 
     def has_global_model(self) -> bool:
-        """Tell that there is none."""
+        """Return False: there is none."""
         return False
 
 
 class FedDWAUpdate(LocalUpdate[FedDWAParams]):
-    """Client half: plain training, and once more for the guidance."""
+    """Client half: plain training, then a second training for the guidance."""
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedDWAParams]) -> Upload:
-        """Send the model and, where it is trained, the guidance."""
+        """Send the model and, if it is trained, the guidance."""
         plain = super().upload(before, after, state, ctx)
         if ctx.params.guidance != "trained":
             return plain
@@ -106,7 +126,7 @@ FIGURES = (
         "neighbours",
         "Weights of the clients in each other's models",
         "weight of the column's client",
-        "How much of each client's model, the columns, is in what another, a row, is sent next.",
+        "The weight of each client's model (columns) in the model that another client is sent next (rows).",
         heading="Weights of neighbours",
         value="weight",
     ),
@@ -120,4 +140,12 @@ METHOD = Method(
     all_tensors,
     figures=FIGURES,
     not_private="its server compares single clients' models",
+    overview=Overview(
+        group="Parameters among similar clients",
+        travels="model; up + 4d",
+        server="4(d+b) a client",
+        epochs="2 E",
+        unseen="initial model",
+        use="neighbours by the direction of training",
+    ),
 )

@@ -1,16 +1,30 @@
-"""FedDyn: every client adds a term to its loss that moves with its own history, so that local and global optima agree in the end.
+"""FedDyn: each client adds a term to its loss that follows its own history, until local and global optima agree.
 
-Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama: "Federated Learning Based on Dynamic Regularization", ICLR 2021.
+Acar, Zhao, Matas Navarro, Mattina, Whatmough, Saligrama: "Federated Learning Based on Dynamic Regularization", ICLR
+2021.
 
-Client i, with lambda_i [d] = 0 at first: E epochs of SGD whose gradient is that of f + alpha (w - w_g + lambda_i), which is FedProx
-with mu = alpha and centre w_g - lambda_i; then lambda_i <- lambda_i + (w_after - w_g). Server, over the round's clients S of N:
-h <- h + 1/N sum_S (w_i - w_g), w_g <- mean_S w_i + h, unweighted; h = 0 at first, and always the mean of all N lambda_i.
-(In the paper's letters the gradient kept is -alpha lambda_i, and h is -alpha ours.)
+Client i keeps lambda_i [d], 0 at first. It runs E epochs of SGD with the gradient of f plus
 
-Deviations: alpha is the same for all clients, as in the paper (the authors' code scales it by mean size / n_i). Evaluated is the
-cloud model w_g, which is what a client has (the authors plot the mean of all clients' last models). No clipping of gradients (the
-authors: norm 10). BatchNorm's running statistics take the plain mean, which is not extrapolated: prefer `norm = group`, since w_g's
-features are not those of any model that was trained.
+    alpha (w - w_g + lambda_i)
+
+This is FedProx with mu = alpha and centre w_g - lambda_i. Then it sets lambda_i <- lambda_i + (w_after - w_g).
+
+Server, over the round's clients S of N, unweighted:
+
+    h <- h + 1/N sum_S (w_i - w_g)
+    w_g <- mean_S w_i + h
+
+h is 0 at first, and always the mean of all N lambda_i. In the paper's letters the client keeps the gradient -alpha
+lambda_i, and h is -alpha times ours.
+
+Deviations:
+
+- alpha is the same for all clients, as in the paper. The authors' code scales it by mean size / n_i.
+- Clients are evaluated with the cloud model w_g, the model they have. The authors plot the mean of all clients' last
+  models.
+- Gradients are not clipped. The authors clip them at norm 10.
+- BatchNorm's running statistics take the plain mean, without extrapolation. Prefer `norm = group`, since the features
+  of w_g are not those of any trained model.
 """
 
 from __future__ import annotations
@@ -22,11 +36,12 @@ from numpy.typing import NDArray
 
 from fl_app.keys import POSITIVE, key
 from fl_app.layout import Model
-from strategies.aggregate import mean_block, weighted_mean
+from strategies.aggregate import block_means, mean_block, weighted_mean
 from strategies.base import (
     ClientState,
     LocalUpdate,
     Method,
+    Overview,
     RoundContext,
     Uploads,
     all_but_local_statistics,
@@ -44,51 +59,67 @@ class FedDynParams(GlobalModelParams):
     """Parameters of FedDyn, table `feddyn`."""
 
     alpha: float = key(
-        0.01, "Weight of the dynamic regularizer (alpha). The authors' for CIFAR-10; FL-bench 0.1, PFLlib 1.", POSITIVE
+        0.01,
+        "Weight of the dynamic regularizer (alpha). The authors use 0.01 for CIFAR-10, FL-bench 0.1, PFLlib 1.",
+        POSITIVE,
     )
 
 
 def server_step(W: Floats, w_global: Floats, h: Floats, num_clients: int) -> tuple[Floats, Floats]:
-    """Next global model and accumulated drift h, both [d], computed in float64 and returned as floating as W is.
+    """Return the next global model and the accumulated drift h, both [d].
 
-    W: [N, d], uploads of the round; w_global: [d], what was sent; h: [d], before; num_clients: of the run, at least N.
+    W: [N, d], the round's uploads; w_global: [d], the model sent; h: [d], before; num_clients: of the run, at least N.
+    The work is in float64; the results have W's dtype, at least float32.
     """
     W = np.asarray(W)
-    mean = mean_block(W, np.ones(len(W)), len(W))
-    drift = h + (mean - w_global) * (len(W) / num_clients)
     dtype = np.result_type(W.dtype, np.float32)
-    return (mean + drift).astype(dtype), drift.astype(dtype)
+    model, drift = moved(mean_block(W, np.ones(len(W)), len(W)), w_global, h, len(W) / num_clients)
+    return model.astype(dtype), drift.astype(dtype)
+
+
+def moved(mean: Floats, w_global: Floats, h: Floats, share: float) -> tuple[Floats, Floats]:
+    """Return `server_step`'s results from the uploads' mean, all [d]; share: of the run's clients that took part."""
+    drift = h + (mean - w_global) * share
+    return mean + drift, drift
 
 
 class FedDyn(FedAvg[FedDynParams]):
     """Server half. Memory: `h` float32 [d]."""
 
-    # what has drifted throws all clients far, now and then: 3.3 times where most have the same class
+    # now and then drift moves all clients far: 3.3 times the usual distance where most have the same class
     spread = 2.0
-    # h must be the mean of what the clients keep, whoever they are
+    # h must be the mean of the lambda_i of all clients, so no upload may be left out
     robust = frozenset()
+    streams = True
+
+    def weights(self, uploads: Uploads) -> NDArray[np.float64]:
+        """Return equal weights for all uploads."""
+        return np.ones_like(uploads.sizes)
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Extrapolate the mean by what all clients have drifted so far."""
+        """Extrapolate the mean by the clients' accumulated drift."""
         sent = self.global_model.params
         h = self.memory.get("h", np.zeros_like(sent))
         w, drift = np.empty_like(sent), np.empty_like(sent)
+        n, mean_of = len(uploads.ids), block_means(uploads.W)
 
         def block(start: int, stop: int) -> None:
             at = slice(start, stop)
-            w[at], drift[at] = server_step(
-                uploads.W[:, at], sent[at].astype(np.float64), h[at], self.config.num_training
-            )
+            share = n / self.config.num_training
+            w[at], drift[at] = moved(mean_of(at), sent[at].astype(np.float64), h[at], share)
 
-        for_blocks(block, sent.size)
+        for_blocks(block, sent.size, n)
         self.global_model, self.memory["h"] = Model(w, weighted_mean(uploads.B)), drift
 
 
 class FedDynUpdate(LocalUpdate[FedDynParams]):
-    """Client half. State: `feddyn.drift` float32 [d], lambda_i: 0 where nothing travels, for there the server's h has no part."""
+    """Client half. State: `feddyn.drift` float32 [d], lambda_i.
+
+    It is 0 for parameters that do not travel, as the server's h does not cover them.
+    """
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedDynParams]) -> Model:
-        """Train with the moved proximal term, and move it."""
+        """Train with the moved proximal centre, then update lambda_i."""
         drift = state.arrays.get("feddyn.drift", np.zeros_like(start.params))
         after = ctx.trainer.train(start, correction=proximal(ctx, ctx.params.alpha, start.params - drift))
         moved = drift + (after.params - start.params)
@@ -96,4 +127,18 @@ class FedDynUpdate(LocalUpdate[FedDynParams]):
         return after
 
 
-METHOD = Method("feddyn", FedDynParams, FedDyn, FedDynUpdate, all_but_local_statistics, dp_epochs=local_epochs)
+METHOD = Method(
+    "feddyn",
+    FedDynParams,
+    FedDyn,
+    FedDynUpdate,
+    all_but_local_statistics,
+    dp_epochs=local_epochs,
+    overview=Overview(
+        group="One global model for all",
+        stays="λ",
+        server="4d",
+        disk="4d",
+        use="many rounds, drift, clients of equal weight",
+    ),
+)

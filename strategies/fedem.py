@@ -1,17 +1,30 @@
-"""FedEM: several models common to all clients; each client learns how much of each there is in its data, and predicts with that
-mixture.
+"""FedEM: clients share several models; each learns the mixture of them that fits its data, and predicts with it.
 
 Marfoq, Neglia, Bellet, Kameni, Vidal: "Federated Multi-Task Learning under a Mixture of Distributions", NeurIPS 2021.
 
-M components theta_m of different initial draws, and a client's weights pi (1/M at first). Client: E-step over all its training
-samples, in evaluation mode, q_sm = softmax over m of ln pi_m - loss_s(theta_m), pi_m <- mean_s q_sm; M-step, every component: E
-epochs of SGD on the batch's mean of q_sm loss_s(theta_m), with its own batch order and momentum. It sends all components. Server:
-mean per component weighted by samples. Prediction: sum_m pi_m softmax(logits_m). M = 1 is FedAvg, bit for bit.
+There are M components theta_m with different initial draws. A client has weights pi, 1/M at first.
 
-Deviations: the mean is over the round's clients (the authors': over all, absent ones with the old model, which damps every step).
-pi stays on the client; q is recomputed. FL-bench mixes logits, matches q to a shuffled batch by sorted position, hence to other
-samples, and forgets pi every round. Statistics travel with their component. The network's output is ln of the mixture's
-probabilities; the reported training loss is the last component's, weighted by q. Fine-tuning trains the mixture as one network.
+Client: the E-step covers all its training samples, in evaluation mode:
+
+    q_sm = softmax over m of (ln pi_m - loss_s(theta_m))
+    pi_m <- mean_s q_sm
+
+The M-step trains every component for E epochs of SGD, each with its own batch order and momentum. A batch's loss is the
+mean of q_sm loss_s(theta_m). The client sends all components.
+
+Server: the mean per component, weighted by samples. Prediction: sum_m pi_m softmax(logits_m). M = 1 is FedAvg, bit for
+bit.
+
+Deviations:
+
+- The mean is over the round's clients. The authors' is over all, with the old model for absent clients, which damps
+  every step.
+- pi stays on the client, and q is recomputed. FL-bench mixes logits and resets pi every round. It also matches q to a
+  shuffled batch by sorted position, hence to other samples.
+- Statistics travel with their component.
+- The network's output is ln of the mixture's probabilities. The reported training loss is the last component's,
+  weighted by q.
+- Fine-tuning trains the mixture as one network.
 """
 
 from __future__ import annotations
@@ -26,7 +39,7 @@ from numpy.typing import ArrayLike, NDArray
 from fl_app.keys import AT_LEAST_ONE, key
 from fl_app.layout import Layout, Model
 from strategies import components
-from strategies.base import ClientState, Drawings, LocalUpdate, Method, Objective, RoundContext
+from strategies.base import ClientState, Drawings, LocalUpdate, Method, Objective, Overview, RoundContext
 from strategies.fedavg import FedAvg
 
 if TYPE_CHECKING:
@@ -44,9 +57,10 @@ class FedEMParams:
 
 
 def responsibilities(losses: ArrayLike, pi: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """How much of each component there is in every sample, q float64 [n, M] of rows that sum to 1, and in all, pi float64 [M].
+    """Return the components' shares in every sample, q float64 [n, M], and in all samples, pi float64 [M].
 
-    losses: [n, M], of each sample under each component; pi: [M], before, not negative, of sum 1.
+    losses: [n, M], of each sample under each component; pi: [M], before, not negative, of sum 1. The rows of q sum to
+    1.
     """
     with np.errstate(divide="ignore"):
         scores = np.log(np.asarray(pi, np.float64)) - np.asarray(losses, np.float64)
@@ -56,9 +70,10 @@ def responsibilities(losses: ArrayLike, pi: ArrayLike) -> tuple[NDArray[np.float
 
 
 def mixture(models: Sequence[nn.Module]) -> nn.Module:
-    """A network whose answer is ln sum_m pi_m softmax(logits_m), float32 [n, C]; the only component's logits where there is one.
+    """Return a network that answers ln sum_m pi_m softmax(logits_m), float32 [n, C]; for M = 1 the component's logits.
 
-    Its state dict holds components.<m>.<name in the model>, and `pi`, at first equal weights: what `corolla export` writes.
+    Its state dict holds components.<m>.<name in the model>, and `pi`, at first equal weights. `corolla export` writes
+    it.
     """
     import torch
     from torch import nn
@@ -84,17 +99,17 @@ def mixture(models: Sequence[nn.Module]) -> nn.Module:
 
 
 def network(drawings: Drawings, params: FedEMParams) -> nn.Module:
-    """The mixture of M drawings of the run's model."""
+    """Return the mixture of M drawings of the run's model."""
     return mixture([drawings(m) for m in range(params.components)])
 
 
 def shared(layout: Layout, params: object) -> frozenset[str]:
-    """All tensors travel but the weights of the mixture."""
+    """Return the names of all tensors but the mixture's weights."""
     return layout.names - {WEIGHTS}
 
 
 def stream(component: int) -> str:
-    """The random stream of a component's batches."""
+    """Return the name of the random stream of a component's batches."""
     return f"train-{component}" if component else "train"
 
 
@@ -102,20 +117,20 @@ class FedEM(FedAvg[FedEMParams]):
     """Server half: FedAvg on all components at once."""
 
     def exported_layout(self, layout: Layout) -> Layout:
-        """The mixture with its weights."""
+        """Return the layout of the mixture with its weights."""
         return self.full_layout
 
     def exported_global(self) -> Model:
-        """All components, equally weighted, as a client that never took part has them."""
+        """Return all components with equal weights: the model of a client that never took part."""
         pi = np.full(self.params.components, 1 / self.params.components, np.float32)
         return self.full_layout.model({**self.layout.tensors(self.global_model), WEIGHTS: pi})
 
 
 class FedEMUpdate(LocalUpdate[FedEMParams]):
-    """Client half. State: pi, the one tensor that does not travel."""
+    """Client half. State: pi, the only tensor that does not travel."""
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedEMParams]) -> Model:
-        """E-step, then every component's M-step."""
+        """Run the E-step, then every component's M-step."""
         import torch
 
         trainer, count = ctx.trainer, ctx.params.components
@@ -134,7 +149,7 @@ class FedEMUpdate(LocalUpdate[FedEMParams]):
         return ctx.layout.model({**ctx.layout.tensors(after), WEIGHTS: pi.astype(np.float32)})
 
     def weighted(self, ctx: RoundContext[FedEMParams], part: nn.Module, shares: Tensor) -> Objective:
-        """A component's loss, weighted by how much each sample is its own, float32 [n]."""
+        """Return a component's loss, weighted by its share in each sample. shares: float32 [n], n samples in all."""
         from torch.nn.functional import cross_entropy
 
         trainer = ctx.trainer
@@ -146,4 +161,23 @@ class FedEMUpdate(LocalUpdate[FedEMParams]):
         return loss
 
 
-METHOD = Method("fedem", FedEMParams, FedEM, FedEMUpdate, shared, compose=network, needs_classes=True, sums=True)
+METHOD = Method(
+    "fedem",
+    FedEMParams,
+    FedEM,
+    FedEMUpdate,
+    shared,
+    compose=network,
+    needs_classes=True,
+    sums=True,
+    overview=Overview(
+        group="Several global models",
+        travels="M models both ways",
+        stays="weights π",
+        server="4M(d+b)",
+        disk="4M",
+        epochs="M E, + M forward",
+        unseen="all models, weighted equally",
+        use="clients that mix kinds of data",
+    ),
+)

@@ -1,18 +1,27 @@
-"""FedFomo: every client is sent other clients' models, and mixes those that do better than its own on data it holds out.
+"""FedFomo: each client is sent other clients' models, and mixes those that beat its own on data it holds out.
 
 Zhang, Sapra, Fidler, Yeung, Alvarez: "Personalized Federated Learning with First Order Model Optimization", ICLR 2021.
 
-Client: a fifth of its training data is held out, for good; L is the loss there. theta0 is where its last training began, w its
-result, both kept. On receiving M others' models theta_n: a_n = max(0, L(theta0) - L(theta_n)) / (||theta_n - theta0|| + 1e-5)
-over w and the others, divided by their sum; it starts from sum_n a_n theta_n, from theta0 if all are 0, and trains E epochs on
-the rest of its data. It uploads w and the others' scores, signed. Server: affinity P_i += scores; client i is next sent the M
-others of highest P_i among those seen, each slot a random one with probability epsilon. **Clients receive each other's models:
-that is the method.**
+Client: it holds out a fifth of its training data for the whole run; L is the loss there. It keeps theta0, the model
+that its last training began with, and w, the result. It receives M others' models. The candidates theta_n are w and
+these models:
 
-Deviations: where nothing gains, theta0, as in the paper and the authors' code (PFLlib and FL-bench keep w). Only clients that have
-trained are offered (PFLlib: all). A client's first round starts from the initial model, unmixed; of one sample none is held out.
-epsilon falls by `exploration-decay` every round, to 0. Norms are over parameters, statistics take the same weights. The client is
-evaluated with the mixture before training and with w after it.
+    a_n = max(0, L(theta0) - L(theta_n)) / (||theta_n - theta0|| + 1e-5), divided by their sum
+
+The client starts from sum_n a_n theta_n, or from theta0 if all a_n are 0. It trains E epochs on the rest of its data.
+It uploads w and the others' scores, signed.
+
+Server: affinity P_i += scores. Client i is next sent the M others of highest P_i among those seen. Each slot goes to a
+random one with probability epsilon. **Clients receive each other's models: that is the method.**
+
+Deviations:
+
+- If no model gains, the client starts from theta0, as in the paper and the authors' code. PFLlib and FL-bench keep w.
+- Only clients that have trained are offered. PFLlib offers all.
+- A client's first round starts from the initial model, unmixed. A client with one sample holds none out.
+- epsilon falls by `exploration-decay` every round, to 0.
+- Norms are over parameters; statistics take the same weights.
+- The client is evaluated with the mixture before training and with w after it.
 """
 
 from __future__ import annotations
@@ -33,7 +42,16 @@ from fl_app.keys import BELOW_ONE, NOT_NEGATIVE, RATIO, key
 from fl_app.layout import Model
 from fl_app.wire import Expected, Upload
 from strategies import aggregate
-from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    RoundContext,
+    Uploads,
+    all_tensors,
+)
 
 log = logging.getLogger("corolla")
 
@@ -51,20 +69,25 @@ _APART = 1e-5  # added to distances
 class FedFomoParams:
     """Parameters of FedFomo, table `fedfomo`."""
 
-    models: int = key(5, "Other clients' models that a client is sent (M), of those that have trained.", NOT_NEGATIVE)
+    models: int = key(
+        5, "Other clients' models that a client is sent (M); only clients that have trained count.", NOT_NEGATIVE
+    )
     validation_ratio: float = key(0.2, "Share of a client's training data that is held out to judge models.", BELOW_ONE)
     exploration: float = key(0.3, "Probability that one of the models sent is a random client's (epsilon).", RATIO)
-    exploration_decay: float = key(0.05, "What epsilon falls by every round, down to 0.", NOT_NEGATIVE)
+    exploration_decay: float = key(0.05, "Amount by which epsilon falls every round, down to 0.", NOT_NEGATIVE)
 
 
 def scores(baseline_loss: float, losses: ArrayLike, distances: ArrayLike) -> NDArray[np.float64]:
-    """Loss that models gain over the baseline per distance from it, signed, float64 [M]; losses, distances: [M]."""
+    """Return the models' scores, signed, float64 [M]: loss gained over the baseline per distance from it.
+
+    losses, distances: [M].
+    """
     gains: NDArray[np.float64] = baseline_loss - np.asarray(losses, np.float64)
     return gains / (np.asarray(distances, np.float64) + _APART)
 
 
 def model_weights(baseline_loss: float, losses: ArrayLike, distances: ArrayLike) -> NDArray[np.float64]:
-    """Weights of models in the mixture, float64 [M], not negative and of sum 1; all 0 where no loss is below the baseline's.
+    """Return the models' weights in the mixture, float64 [M]: not negative, of sum 1, or all 0 if no model gains.
 
     losses: [M], on the client's held-out data; distances: [M], >= 0, of the models from the baseline.
     """
@@ -79,10 +102,10 @@ def most_liked(
     stream: np.random.Generator,
     exploration: float,
 ) -> list[int]:
-    """Choose `count` of others (cut to their number): the highest affinity first, in a tie the lower id.
+    """Return `count` of the others (cut to their number): the highest affinity first, in a tie the lower id.
 
-    affinity: [N], by client id; others: client ids. Every place goes to a random one of those not chosen with probability
-    `exploration`.
+    affinity: [N], by client id; others: client ids. Each place goes with probability `exploration` to a random client
+    among those not yet chosen.
     """
     ranking = sorted(others, key=lambda i: (-affinity[i], i))
     chosen: list[int] = []
@@ -96,18 +119,18 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
     """Server half. Kept per client: its last upload, `params` and `buffers`, and `affinity` float32 [N]."""
 
     def summary(self) -> None:
-        """Log what runs; warn of what it reveals."""
+        """Log the run's settings; warn that clients receive each other's models."""
         super().summary()
         if self.params.models:
             log.warning("fedfomo: clients are sent other clients' models, up to %d each and round", self.params.models)
 
     def expected(self) -> Expected:
-        """Scores beside the model."""
+        """Return the form of an upload: the model and the scores."""
         extras = {SCORES: ("<f4", (self.params.models,))} if self.params.models else {}
         return dataclasses.replace(super().expected(), extras=extras)
 
     def offered(self, client_id: int) -> list[int]:
-        """Whose models a client is sent, in order; nobody's before its own first upload."""
+        """Return the ids of the models that a client is sent, in order; none before its own first upload."""
         if client_id not in self.personal:
             return []
         p, round = self.params, self.attempt.round
@@ -117,25 +140,26 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
         return most_liked(self.personal[client_id]["affinity"], others, p.models, stream, exploration)
 
     def model_for(self, client_id: int) -> Model:
-        """The first model offered; the client's own if there is none; the initial one at first."""
+        """Return the first model offered, or the client's own if none is, or at first the initial one."""
         return self.last_personal(next(iter(self.offered(client_id)), client_id))
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """The other models offered."""
+        """Return the other models offered."""
         more = [self.last_personal(i) for i in self.offered(client_id)[1:]]
         if not more:
             return {}
         return {MODELS: np.stack([m.params for m in more]), STATISTICS: np.stack([m.buffers for m in more])}
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """The client's own last upload: what it mixes the offered ones into."""
+        """Return the client's own last upload, into which it mixes the offered models."""
         own = self.last_personal(client_id)
         return {"parameters": own.params, "BatchNorm statistics": own.buffers}
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Keep what came, and add scores to affinities."""
+        """Keep the uploads, and add the scores to the affinities."""
         scored = uploads.extras.get(SCORES, np.zeros((len(uploads.ids), 0), np.float32))
-        offered = [self.offered(i) for i in uploads.ids]  # before anything changes
+        # offers follow from `personal`, which changes below
+        offered = [self.offered(i) for i in uploads.ids]
         for row, client_id in enumerate(uploads.ids):
             mine = self.personal.get(client_id)
             affinity = np.zeros(self.config.num_clients, np.float32) if mine is None else mine["affinity"].copy()
@@ -147,10 +171,10 @@ class FedFomo(PersonalizedStrategy[FedFomoParams]):
             )
 
     def personal_model(self, client_id: int) -> None:
-        """The client is evaluated with its mixture, which only the client can make."""
+        """Return None: the client is evaluated with its mixture, which only the client can make."""
 
     def has_global_model(self) -> bool:
-        """Tell that there is none."""
+        """Return False: there is none."""
         return False
 
 
@@ -158,7 +182,7 @@ class FedFomoUpdate(LocalUpdate[FedFomoParams]):
     """Client half. State: `fedfomo.start.*`, theta0, and `fedfomo.own.*`, w."""
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedFomoParams]) -> Model:
-        """Mix the client's own last model and the others' by what they gain on held-out data."""
+        """Return the mixture of the client's last model and the others', by their gains on held-out data."""
         held = held_out(ctx)
         ctx.trainer.leave_out(held)
         if "fedfomo.own.params" not in state.arrays:
@@ -173,7 +197,8 @@ class FedFomoUpdate(LocalUpdate[FedFomoParams]):
             float(ctx.trainer.sample_losses(m, judged).mean(dtype=np.float64)) for m in (baseline, own, *others)
         )
         candidates = [own, *others]
-        distances = [math.sqrt(aggregate.squared_distance(m.params, baseline.params)) for m in candidates]
+        squared = aggregate.distances_of_pairs([(m.params, baseline.params) for m in candidates])
+        distances = list(map(math.sqrt, squared))
         state.arrays["fedfomo.scores"] = scores(loss, losses, distances)[1:].astype(np.float32)
         weights = model_weights(loss, losses, distances)
         chosen = np.flatnonzero(weights)
@@ -184,7 +209,7 @@ class FedFomoUpdate(LocalUpdate[FedFomoParams]):
         return Model(aggregate.mix(params, used)[0], aggregate.mix(buffers, used)[0])
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedFomoParams]) -> Model:
-        """Train on what is not held out; keep where it began and what came out."""
+        """Train on the data that are not held out; keep the start and the result."""
         after = ctx.trainer.train(start)
         for which, model in (("start", start), ("own", after)):
             state.arrays[f"fedfomo.{which}.params"], state.arrays[f"fedfomo.{which}.buffers"] = (
@@ -194,7 +219,7 @@ class FedFomoUpdate(LocalUpdate[FedFomoParams]):
         return after
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedFomoParams]) -> Upload:
-        """Send w, and what the others' models scored, 0 where none was sent."""
+        """Send w and the scores of the others' models, 0 where none was sent."""
         plain = super().upload(before, after, state, ctx)
         scored = state.arrays.pop("fedfomo.scores", np.zeros(0, np.float32))
         places = np.zeros(ctx.params.models, np.float32)
@@ -203,7 +228,7 @@ class FedFomoUpdate(LocalUpdate[FedFomoParams]):
 
 
 def others_sent(received: Model, ctx: RoundContext[FedFomoParams]) -> list[Model]:
-    """Other clients' models of a message."""
+    """Return the other clients' models in a message."""
     if not ctx.params.models:
         return []
     more = ctx.extras.get(MODELS, np.zeros((0, 0), np.float32))
@@ -213,7 +238,10 @@ def others_sent(received: Model, ctx: RoundContext[FedFomoParams]) -> list[Model
 
 
 def held_out(ctx: RoundContext[FedFomoParams]) -> NDArray[np.int64]:
-    """Training samples that a client judges models by, sorted, the same in all rounds; at least one, but none of a single one."""
+    """Return the training samples that a client judges models by, sorted, the same in all rounds.
+
+    It is at least one sample, but none for a client with a single sample or if `validation-ratio` is 0.
+    """
     n = ctx.num_samples
     count = min(max(1, round(ctx.params.validation_ratio * n)), n - 1) if ctx.params.validation_ratio else 0
     return np.sort(rng.generator(ctx.config.seed, "fedfomo-held-out", 0, ctx.client_id).choice(n, count, replace=False))
@@ -224,7 +252,7 @@ FIGURES = (
         "affinity",
         "Affinity of clients",
         "affinity to the column's client",
-        "How much the models of other clients, the columns, have gained a client, a row, on data it held out, summed over rounds.",
+        "A client's gain (rows) from other clients' models (columns) on data it held out, summed over rounds.",
         heading="Affinity",
         value="affinity",
     ),
@@ -237,4 +265,14 @@ METHOD = Method(
     all_tensors,
     figures=FIGURES,
     not_private="it sends clients each other's models",
+    overview=Overview(
+        group="Parameters among similar clients",
+        travels="model up, M others' down",
+        stays="held-out data, θ⁰",
+        server="4(d+b) + 4N a client",
+        disk="8(d+b)",
+        epochs="0.8 E",
+        unseen="initial model",
+        use="clients that may see each other's models",
+    ),
 )

@@ -1,18 +1,35 @@
-"""FedGen: FedAvg whose server learns to generate features by class from the clients' classifiers, and lends them the generator.
+"""FedGen: FedAvg plus a generator of features, which the server trains on the clients' classifiers and lends to them.
 
 Zhu, Hong, Zhou: "Data-Free Knowledge Distillation for Heterogeneous Federated Learning", ICML 2021.
 
-Generator G: [noise; onehot(y)] -> Linear -> BatchNorm -> ReLU -> Linear -> features, what enters the model's last Linear layer.
-Server, on a round's uploads, before it averages them as FedAvg: omega_i^y = n_i^y / sum_j n_j^y from the clients' label counts, and
-`generator-steps` of Adam on sum_i mean_b omega_i^{y_b} CE(head_i(G(y_b)), y_b) + eta exp(-mean_ij mean|z_i - z_j| mean (noise_i -
-noise_j)^2), head_i client i's classifier, labels drawn uniformly from the qualified ones, which somebody has. Client, from round 2
-on: SGD on CE + B_G/B alpha_t mean CE(head(G(y')), y') + beta_t KL(head(G(y)) || logits), y' drawn uniformly from the qualified
-labels, y the batch's; G and, in the last term, head(G(y)) are held fixed. a_t = max(1e-4, a decay^(t-1)) for a in (alpha, beta).
-alpha = beta = 0, and the first round, are FedAvg, bit for bit.
+Generator G: [noise; onehot(y)] -> Linear -> BatchNorm -> ReLU -> Linear -> features, the input of the model's last
+Linear layer.
 
-Deviations: label counts are those of the training samples (the authors count what a round's batches held, plus 1). `teacher`: a
-loss per client weighted by label share (authors' code), or CE of the mean of logits (the paper; by samples, as PFLlib). `noise`:
-uniform (authors' code) or Gaussian (paper). The authors' student loss has weight 0 and is left out. A weight of 0 stays 0.
+Server: it trains G on a round's uploads, before it averages them as FedAvg. The clients' label counts give
+omega_i^y = n_i^y / sum_j n_j^y. Then it takes `generator-steps` of Adam on
+
+    sum_i mean_b omega_i^{y_b} CE(head_i(G(y_b)), y_b)
+        + eta exp(-mean_ij mean|z_i - z_j| mean (noise_i - noise_j)^2)
+
+head_i is client i's classifier and z the generated features. Labels are drawn uniformly from the qualified ones, those
+that at least one client has.
+
+Client, from round 2 on: SGD on
+
+    CE + B_G/B alpha_t mean CE(head(G(y')), y') + beta_t KL(head(G(y)) || logits)
+
+y' is drawn uniformly from the qualified labels; y are the batch's. G is held fixed and, in the last term, head(G(y))
+too. a_t = max(1e-4, a decay^(t-1)) for a in (alpha, beta). alpha = beta = 0, and the first round, are FedAvg, bit for
+bit.
+
+Deviations:
+
+- Label counts are those of the training samples. The authors count the labels in a round's batches, plus 1.
+- `teacher`: a loss per client weighted by label share (authors' code), or CE of the mean of logits (the paper). Ours
+  weights that mean by samples, as PFLlib does.
+- `noise`: uniform (authors' code) or Gaussian (paper).
+- The authors' student loss has weight 0 and is left out.
+- A weight of 0 stays 0.
 """
 
 from __future__ import annotations
@@ -37,6 +54,7 @@ from strategies.base import (
     LocalUpdate,
     Method,
     Objective,
+    Overview,
     RoundContext,
     Uploads,
     all_where_features_are,
@@ -52,9 +70,9 @@ COUNTS = "class-counts"
 # down: float32, float32, uint8 [C]
 GENERATOR, STATISTICS, QUALIFIED = "generator", "generator-statistics", "qualified"
 
-# what a decaying weight does not fall below
+# lower bound of a decaying weight
 _LEAST = 1e-4
-# Of the generator's Adam, as the authors set them.
+# of the generator's Adam, as in the authors' code
 _WEIGHT_DECAY, _LEARNING_RATE_DECAY = 0.01, 0.98
 
 
@@ -78,37 +96,41 @@ class FedGenParams(GlobalModelParams):
     )
     teacher: Literal["loss", "ensemble"] = key(
         "loss",
-        "The generator learns from a loss per client, by label share (authors' code), or from the mean of logits (paper).",
+        "The generator's loss: one per client, weighted by label share (authors' code), or that of the mean of logits "
+        "(paper).",
     )
 
     @property
     def generates(self) -> bool:
-        """Whether there is a generator at all."""
+        """Return whether the run has a generator at all."""
         return bool(self.alpha or self.beta)
 
 
 def label_weights(counts: NDArray[np.integer[Any]]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """What share of a class each client has, and which classes anybody has.
+    """Return each client's share of each class, float64 [N, C], and the qualified classes, int64, sorted.
 
-    counts: [N, C], training samples. Returns (weights float64 [N, C], a class's column sums to 1, or is 0 where nobody has it;
-    qualified classes int64, sorted).
+    counts: [N, C], training samples. A class is qualified if any client has it. Its column of shares sums to 1; other
+    columns are 0.
     """
     totals = counts.sum(axis=0)
     return counts / np.where(totals > 0, totals, 1), np.flatnonzero(totals > 0)
 
 
 def annealed(weight: float, decay: float, round: int) -> float:
-    """A weight in a round t, counted from 1: times decay^(t-1), at least 1e-4; 0 stays 0."""
+    """Return a weight in round t, counted from 1: times decay^(t-1), at least 1e-4; 0 stays 0."""
     return max(_LEAST, weight * decay ** (round - 1)) if weight else 0.0
 
 
 def head_slots(layout: Layout) -> tuple[Slot, Slot | None]:
-    """Weight [C, f] and bias [C], if any, of a layout's classifier. Raises UserError if its weight is not a parameter."""
+    """Return the slots of a classifier's weight [C, f] and bias [C], the latter None without a bias.
+
+    Raises UserError if its weight is not a parameter.
+    """
     found = {len(slot.shape): slot for slot in layout.params if slot.name in layout.classifier}
     if 2 not in found:
         check_head_trains(layout, "weight")
         raise UserError(
-            "model: FedGen needs the weight of the last Linear layer, which is no parameter of its own here"
+            "model: FedGen needs the weight of the last Linear layer, which is not a separate parameter here"
         )
     return found[2], found.get(1)
 
@@ -117,7 +139,7 @@ def head_slots(layout: Layout) -> tuple[Slot, Slot | None]:
 
 
 def initial_generator(num_classes: int, width: int, params: FedGenParams, seed: int) -> Model:
-    """Return what a run's generator starts from, params float32 [d_G] and statistics float32 [2H]; PyTorch's initialization."""
+    """Return a run's initial generator: params float32 [d_G], statistics float32 [2H]. PyTorch initializes it."""
     import torch
     from torch import nn
 
@@ -132,9 +154,10 @@ def initial_generator(num_classes: int, width: int, params: FedGenParams, seed: 
 def generate(
     flat: Tensor, statistics: Tensor, noise: Tensor, labels: Tensor, num_classes: int, *, training: bool
 ) -> Tensor:
-    """Features float32 [n, f] that a generator gives noise float32 [n, noise] and labels int64 [n].
+    """Return the generator's features float32 [n, f] for noise float32 [n, noise] and labels int64 [n].
 
-    flat: float32 [d_G]; statistics: float32 [2H], running mean and variance. training: normalise by the batch, and move them.
+    flat: float32 [d_G]; statistics: float32 [2H], running mean and variance; training: normalise by the batch, and
+    update the statistics.
     """
     import torch
     from torch.nn.functional import batch_norm, linear, one_hot
@@ -152,13 +175,13 @@ def generate(
 
 
 def draw_noise(stream: np.random.Generator, n: int, params: FedGenParams) -> NDArray[np.float32]:
-    """Noise for n samples, float32 [n, noise]."""
+    """Return noise for n samples, float32 [n, noise]."""
     shape = (n, params.noise_dim)
     return stream.random(shape, np.float32) if params.noise == "uniform" else stream.standard_normal(shape, np.float32)
 
 
 def teacher_loss(z: Tensor, y: Tensor, heads: Tensor, biases: Tensor, weights: Tensor) -> Tensor:
-    """Sum over classifiers of the weighted mean cross-entropy, sum_i mean_b weights[i, y_b] CE(head_i(z_b), y_b), a scalar.
+    """Return sum_i mean_b weights[i, y_b] CE(head_i(z_b), y_b), a scalar: the classifiers' weighted cross-entropy.
 
     z: float [n, f]; y: int64 [n]; heads: float [N, C, f]; biases: float [N, C]; weights: float [N, C].
     """
@@ -169,9 +192,9 @@ def teacher_loss(z: Tensor, y: Tensor, heads: Tensor, biases: Tensor, weights: T
 
 
 def diversity_loss(z: Tensor, noise: Tensor) -> Tensor:
-    """exp(-mean over all pairs of mean|z_i - z_j| mean (noise_i - noise_j)^2), a scalar: low where different noise tells.
+    """Return exp(-mean over all pairs of mean|z_i - z_j| mean (noise_i - noise_j)^2), a scalar.
 
-    z: float [n, f]; noise: float [n, noise].
+    It is low where different noise gives different features. z: float [n, f]; noise: float [n, noise].
     """
     import torch
 
@@ -181,7 +204,7 @@ def diversity_loss(z: Tensor, noise: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch work on one thread, so that sums do not depend on how many there are."""
+    """Run torch on one thread, so that sums do not depend on the number of threads."""
     import torch
 
     before = torch.get_num_threads()
@@ -196,19 +219,19 @@ def one_thread() -> Iterator[None]:
 
 
 class FedGen(FedAvg[FedGenParams]):
-    """Server half: the generator, its optimizer and the qualified labels are in `memory`."""
+    """Server half. Memory: the generator, its optimizer and the qualified labels."""
 
-    # generated samples throw single clients far off: 7.2 times was seen where most have the same class
+    # generated samples move single clients far: 7.2 times the usual distance where most have the same class
     spread = 4.0
 
     def expected(self) -> Expected:
-        """Label counts beside the model."""
+        """Return the form of an upload: the model and the label counts."""
         if not self.params.generates:
             return super().expected()
         return dataclasses.replace(super().expected(), extras={COUNTS: ("<i4", (self.num_classes,))})
 
     def check(self, upload: Upload) -> None:
-        """Counts must be those of the samples that are reported."""
+        """Raise WireError if counts are negative or do not sum to the reported number of samples."""
         if self.params.generates:
             counts = np.asarray(upload.extras[COUNTS], np.int64)
             if counts.min() < 0 or counts.sum() != upload.num_examples:
@@ -218,18 +241,21 @@ class FedGen(FedAvg[FedGenParams]):
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the classifier."""
+        """Return the number of the classifier's outputs."""
         return head_slots(self.layout)[0].shape[0]
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """The generator and the labels it knows, from round 2 on."""
+        """Return the generator and the qualified labels, from round 2 on."""
         if not self.params.generates or not self.round:
             return {}
         last = self.remembered()
         return {GENERATOR: last["params"], STATISTICS: last["buffers"], QUALIFIED: last["qualified"]}
 
     def remembered(self) -> Mapping[str, NDArray[Any]]:
-        """Generator, Adam's moments and steps, and qualified labels, as the last round left them; else as they start."""
+        """Return the generator, Adam's moments and steps, and the qualified labels.
+
+        They are as the last round left them, or at first their initial values.
+        """
         if self.memory:
             return self.memory
         num_classes, width = head_slots(self.layout)[0].shape
@@ -247,7 +273,7 @@ class FedGen(FedAvg[FedGenParams]):
         super().personalize(round, uploads)
 
     def train_generator(self, round: int, uploads: Uploads) -> None:
-        """`generator-steps` of Adam, on the CPU. Raises UserError if they diverge."""
+        """Take `generator-steps` of Adam, on the CPU. Raises UserError if they diverge."""
         import torch
 
         p, last = self.params, self.remembered()
@@ -281,9 +307,9 @@ class FedGen(FedAvg[FedGenParams]):
     def teachers(
         self, uploads: Uploads, shares: NDArray[np.float64]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.float32]]:
-        """Classifiers as float32 ([N, C, f], [N, C]), and the weights [N, C] of their losses; one of each for the mean's logits.
+        """Return classifiers as float32 ([N, C, f], [N, C]), and the weights [N, C] of their losses.
 
-        The mean of logits of linear classifiers is that of their mean.
+        For the mean of logits it returns one classifier: the mean of linear classifiers gives the mean of their logits.
         """
         weight, bias = head_slots(self.layout)
         flat = [uploads.W[:, slot.start : slot.stop] for slot in (weight, bias) if slot is not None]
@@ -297,14 +323,17 @@ class FedGen(FedAvg[FedGenParams]):
 
 
 class FedGenUpdate(LocalUpdate[FedGenParams]):
-    """Client half: cross-entropy and, with a generator, two losses on what it generates; sends its label counts."""
+    """Client half: cross-entropy and, with a generator, two losses on generated features.
+
+    It sends its label counts.
+    """
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedGenParams]) -> Model:
-        """Train with the generator that was sent, if any."""
+        """Train, with the generator if one was sent."""
         return ctx.trainer.train(start, objective=self.objective(ctx))
 
     def objective(self, ctx: RoundContext[FedGenParams]) -> Objective | None:
-        """CE and the weighted losses; None, no operation at all, without a generator."""
+        """Return CE plus the weighted losses; None, no operation at all, without a generator."""
         if GENERATOR not in ctx.extras or not ctx.params.generates:
             return None
         import torch
@@ -337,7 +366,7 @@ class FedGenUpdate(LocalUpdate[FedGenParams]):
         return loss
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedGenParams]) -> Upload:
-        """Send the model and, if there is a generator to train, the label counts."""
+        """Send the model and, if the run has a generator, the label counts."""
         plain = super().upload(before, after, state, ctx)
         if not ctx.params.generates:
             return plain
@@ -345,13 +374,20 @@ class FedGenUpdate(LocalUpdate[FedGenParams]):
 
 
 def shared(layout: Layout, params: FedGenParams) -> frozenset[str]:
-    """All tensors travel, but for local statistics. Raises UserError for a model without features or without a plain classifier."""
+    """Return the names of all tensors, without local statistics.
+
+    Raises UserError for a model without features or without a plain classifier.
+    """
     travelling = all_where_features_are(layout, params)
     head_slots(layout)
     return travelling
 
 
-FIGURES = (Scalars("generator-loss", "Loss of the generator", "loss", "Of the last step on the server, per round."),)
+FIGURES = (
+    Scalars(
+        "generator-loss", "Loss of the generator", "loss", "The loss of the last step on the server in each round."
+    ),
+)
 METHOD = Method(
     "fedgen",
     FedGenParams,
@@ -361,4 +397,10 @@ METHOD = Method(
     figures=FIGURES,
     needs_classes=True,
     not_private="it sends label counts with every upload",
+    overview=Overview(
+        group="One global model for all",
+        travels="model; up + 4C, down + generator",
+        server="generator",
+        use="classes missing on clients",
+    ),
 )

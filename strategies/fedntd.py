@@ -1,14 +1,23 @@
-"""FedNTD: FedAvg whose clients keep what the global model says about all classes but the true one.
+"""FedNTD: FedAvg with distillation: clients keep the global model's predictions for all classes but the true one.
 
-Lee, Jeong, Shin, Bae, Yun: "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning", NeurIPS 2022.
+Lee, Jeong, Shin, Bae, Yun: "Preservation of the Global Knowledge by Not-True Distillation in Federated Learning",
+NeurIPS 2022.
 
-Client, on receiving w_g: SGD on CE + beta L. Over each sample's C - 1 not-true classes, p and q are the softmax of the logits / tau
-of the model in training and of w_g; L = tau^2 mean_s sum_{c != y} q_c (ln q_c - ln p_c). Its gradient on the logits is
-tau (p_c - q_c) / n for c != y, and 0 for c = y. Server: FedAvg. beta = 0 is FedAvg, bit for bit; so are two classes (p = q = 1).
+Client: it receives w_g and runs SGD on CE + beta L. p and q are the softmax of the logits / tau over each sample's
+C - 1 not-true classes, p of the model in training and q of w_g.
 
-Deviations: the printed formula has no tau^2, the authors' code has, and so have we (equal at tau = 1). w_g predicts in evaluation
-mode, with the running statistics it came with (the authors: as their last evaluation left it; so too, but for the first
-round). One more forward pass per batch. The reported training loss is CE's.
+    L = tau^2 mean_s sum_{c != y} q_c (ln q_c - ln p_c)
+
+Its gradient on the logits is tau (p_c - q_c) / n for c != y, and 0 for c = y. Server: FedAvg. beta = 0 is FedAvg, bit
+for bit. So are two classes, where p = q = 1.
+
+Deviations:
+
+- The printed formula has no tau^2. The authors' code has it, and so has ours (equal at tau = 1).
+- w_g predicts in evaluation mode, with the running statistics it came with. The authors' w_g stays as their last
+  evaluation left it: also in evaluation mode, except in the first round.
+- Each batch takes one more forward pass.
+- The reported training loss is CE's.
 """
 
 from __future__ import annotations
@@ -19,7 +28,15 @@ from typing import TYPE_CHECKING
 from fl_app.errors import UserError
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Layout, Model
-from strategies.base import ClientState, LocalUpdate, Method, Objective, RoundContext, all_but_local_statistics
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    Objective,
+    Overview,
+    RoundContext,
+    all_but_local_statistics,
+)
 from strategies.fedavg import FedAvg, GlobalModelParams
 
 if TYPE_CHECKING:
@@ -31,14 +48,14 @@ class FedNTDParams(GlobalModelParams):
     """Parameters of FedNTD, table `fedntd`."""
 
     beta: float = key(1.0, "Weight of the distillation beside the cross-entropy (beta); 0 is FedAvg.", NOT_NEGATIVE)
-    temperature: float = key(1.0, "What logits are divided by before the softmax (tau).", POSITIVE)
+    temperature: float = key(1.0, "Divisor of the logits before the softmax (tau).", POSITIVE)
 
 
 def not_true_distillation(logits: Tensor, global_logits: Tensor, y: Tensor, *, temperature: float) -> Tensor:
-    """Divergence of the not-true classes' probabilities from the global model's, times temperature^2: a scalar.
+    """Return temperature^2 times the divergence of not-true probabilities from the global model's, a scalar.
 
-    logits, global_logits: floating [n, C], C >= 2, of the model in training and of the global one; y: int64 [n]; temperature > 0.
-    Sum over classes, mean over samples; the gradient is to be taken of `logits` alone.
+    logits, global_logits: floating [n, C], C >= 2, of the model in training and of the global one; y: int64 [n];
+    temperature > 0. It is the sum over classes and the mean over samples. Take the gradient of `logits` alone.
     """
     import torch
     from torch.nn.functional import log_softmax
@@ -56,11 +73,11 @@ class FedNTDUpdate(LocalUpdate[FedNTDParams]):
     """Client half: cross-entropy and not-true distillation."""
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedNTDParams]) -> Model:
-        """Train with the received model's not-true predictions at hand."""
+        """Train with the received model's not-true predictions as targets."""
         return ctx.trainer.train(start, objective=self.objective(start, ctx))
 
     def objective(self, start: Model, ctx: RoundContext[FedNTDParams]) -> Objective | None:
-        """CE + beta L with `start` as global model; None, no operation at all, for beta 0."""
+        """Return CE + beta L with `start` as the global model; None, no operation at all, for beta 0."""
         p, trainer = ctx.params, ctx.trainer
         if not p.beta:
             return None
@@ -75,7 +92,10 @@ class FedNTDUpdate(LocalUpdate[FedNTDParams]):
 
 
 def shared(layout: Layout, params: FedNTDParams) -> frozenset[str]:
-    """All tensors travel, but for local statistics. Raises UserError for a classifier of one class: nothing else is not true."""
+    """Return the names of all tensors, without local statistics.
+
+    Raises UserError for a classifier of one class, which has no not-true class.
+    """
     if any(slot.name in layout.classifier and slot.shape[0] < 2 for slot in layout.params):
         raise UserError(
             "model: FedNTD distills the classes that are not the true one, but its classifier has one class only"
@@ -83,4 +103,17 @@ def shared(layout: Layout, params: FedNTDParams) -> frozenset[str]:
     return all_but_local_statistics(layout, params)
 
 
-METHOD = Method("fedntd", FedNTDParams, FedAvg[FedNTDParams], FedNTDUpdate, shared, needs_classes=True, sums=True)
+METHOD = Method(
+    "fedntd",
+    FedNTDParams,
+    FedAvg[FedNTDParams],
+    FedNTDUpdate,
+    shared,
+    needs_classes=True,
+    sums=True,
+    overview=Overview(
+        group="One global model for all",
+        epochs="E, 2 E forward",
+        use="classes missing on clients, no client state",
+    ),
+)

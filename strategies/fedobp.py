@@ -1,19 +1,26 @@
-"""FedOBP: a handful of parameters, those furthest from the global model, stay personal; all others are FedAvg's.
+"""FedOBP: the few parameters that lie furthest from the global model stay personal; all others are FedAvg's.
 
 "FedOBP: Federated Optimal Brain Personalization with Few Personalized Parameters" (2025, anonymous).
 
-Client i, on receiving w_g: importance I = (w_i_prev - w_g)^2, w_i_prev its trained vector of its last participation (Eq. 19);
-personal where I exceeds the q-quantile of all its scores (Eq. 7-8); it trains from w_i_prev there and w_g elsewhere (Eq. 9-10)
-and uploads everything. Server: mean weighted by samples (Eq. 2).
+Client i receives w_g. w_i_prev is its trained vector of its last participation, and importance is
+I = (w_i_prev - w_g)^2 (Eq. 19). A parameter is personal where I exceeds the q-quantile of all its scores (Eq. 7-8). The
+client trains from w_i_prev there and from w_g elsewhere (Eq. 9-10), and uploads everything. Server: the mean weighted
+by samples (Eq. 2).
 
-Decisions and deviations: the quantile interpolates linearly, so d - 1 - floor((d - 1) q) parameters are personal if all scores
-differ; the printed inf{F >= q} gives one fewer, but the paper's Table 5 fits the linear rule (15 of 16 entries; MEDMNISTA at q
-= 0.9999 should be 59, printed is 53, which is what 0.99991 gives). The additional 1/|C| of Eq. 11 is left out. At its first
-participation a client has nothing personal. `scope = "classifier"` (the paper's CLS) takes scores and quantile of the last
-Linear layer alone; for Table 8's q = 0.983 the printed rule makes 87 of 5,130 personal, as the paper says, the linear one 88.
-Gradient scores are of the last participation (Eq. 5), Fisher scores the squared gradient of the mean local loss at w_i_prev
-(Eq. 6). `ema` (the authors' code's) smooths scores over participations.
-BatchNorm statistics: the global ones; `critical` starts from the client's own last ones, `local` keeps them off the wire.
+Decisions and deviations:
+
+- The quantile interpolates linearly. So d - 1 - floor((d - 1) q) parameters are personal if all scores differ. The
+  printed inf{F >= q} gives one fewer, but the paper's Table 5 fits the linear rule in 15 of 16 entries. The other one
+  is MEDMNISTA at q = 0.9999: it should be 59, and the printed 53 belongs to 0.99991.
+- The additional 1/|C| of Eq. 11 is left out.
+- At its first participation a client has nothing personal.
+- `scope = "classifier"` (the paper's CLS) takes scores and quantile of the last Linear layer alone. For Table 8's
+  q = 0.983 the printed rule makes 87 of 5,130 personal, as the paper states; the linear one makes 88.
+- Gradient scores are of the last participation (Eq. 5). Fisher scores are the squared gradient of the mean local loss
+  at w_i_prev (Eq. 6).
+- `ema` (from the authors' code) smooths scores over participations.
+- BatchNorm statistics are the global ones. With `critical` a client starts from its own last ones, and `local` keeps
+  them off the wire.
 """
 
 from __future__ import annotations
@@ -38,6 +45,7 @@ from strategies.base import (
     ClientState,
     LocalUpdate,
     Method,
+    Overview,
     RoundContext,
     Uploads,
     all_but_local_statistics,
@@ -69,14 +77,15 @@ class FedOBPParams:
     )
     scope: Literal["all", "classifier"] = key(
         "all",
-        "Where the quantile is taken and parameters are personal: everywhere, or in the last Linear layer (Table 8's CLS).",
+        "Parameters that the quantile covers and that may be personal: all, or those of the last Linear layer (Table "
+        "8's CLS).",
         checked=True,
     )
     ema: float = key(
         0.0, "Weight of earlier participations' scores in an exponential moving average; 0: none.", BELOW_ONE
     )
     upload_mask: bool = key(
-        False, "Upload the packed personal mask too; the counts per layer always travel, but in private runs."
+        False, "Upload the packed personal mask too. The counts per layer always travel, except in private runs."
     )
     batchnorm_statistics: Literal["global", "critical", "local"] = key(
         "global",
@@ -84,7 +93,7 @@ class FedOBPParams:
     )
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        """A private run sends no masks."""
+        """Yield an error for `upload-mask` in a private run, which sends no masks."""
         if config.private and self.upload_mask:
             yield "fedobp.upload-mask: a private run sends no masks; leave it off"
 
@@ -92,10 +101,12 @@ class FedOBPParams:
 def personal_mask(
     local: Vector, received: Vector, sizes: Sequence[int], *, quantile: float, normalization: str = "none"
 ) -> NDArray[np.bool_]:
-    """Personal parameters: squared difference above the quantile of all squared differences (FedOBP Eq. 7, 19), bool [d].
+    """Return the personal parameters, bool [d]: squared difference above its quantile (FedOBP Eq. 7, 19).
 
-    local: float32 [d], the client's trained vector of its last participation; received: float32 [d], the global one; sizes:
-    elements per layer; quantile in [0, 1]; normalization "none", "global" or "layer".
+    local: float32 [d], the client's trained vector of its last participation; received: float32 [d], the global one;
+    sizes: elements per layer; quantile: in [0, 1], over all squared differences; normalization: "none", "global" or
+    "layer".
+
     Raises ValueError on shapes that do not fit, arguments out of range and values that are not finite.
     """
     if local.shape != received.shape or local.ndim != 1:
@@ -104,8 +115,8 @@ def personal_mask(
     if normalization == "layer":
         scores = difference.astype(np.float64)
         return select(scores * scores, sizes, quantile=quantile, normalization=normalization)
-    # A difference orders the parameters as its square does, and does not underflow. Rounding it to float32 keeps the order
-    # but for ties, which matter at the threshold only: there they are told apart in float64.
+    # The absolute difference has the order of its square, and does not underflow. Rounding to float32 can only add
+    # ties. Ties matter at the threshold alone, where float64 separates them.
     _check(difference, sizes, quantile, normalization)
     below = _quantile_below(difference, quantile)
     mask: NDArray[np.bool_] = difference > below
@@ -121,10 +132,12 @@ def personal_mask(
 def select(
     scores: NDArray[np.floating[Any]], sizes: Sequence[int], *, quantile: float, normalization: str = "none"
 ) -> NDArray[np.bool_]:
-    """Scores above their quantile, which interpolates linearly (NumPy's and torch's rule), bool [d].
+    """Return the scores above their quantile, bool [d]. It interpolates linearly, as in NumPy and torch.
 
-    scores: float [d], not negative; sizes: elements per layer, summing to d. d - 1 - floor((d - 1) * quantile) are selected
-    if all differ. "layer" scales every layer's scores to [0, 1] first, a layer of equal scores to 0.
+    scores: float [d], not negative; sizes: elements per layer, summing to d. If all scores differ,
+    d - 1 - floor((d - 1) * quantile) are selected. "layer" first scales every layer's scores to [0, 1], and a layer of
+    equal scores to 0.
+
     Raises ValueError as `personal_mask`.
     """
     _check(scores, sizes, quantile, normalization)
@@ -147,7 +160,10 @@ def _check(scores: NDArray[np.floating[Any]], sizes: Sequence[int], quantile: fl
 
 
 def _quantile_below(scores: NDArray[np.floating[Any]], quantile: float) -> float:
-    """The score just below the interpolated quantile, or at it: no score lies between the two, so it separates as well."""
+    """Return the score at the interpolated quantile, or just below it.
+
+    No score lies between the two, so this one separates the scores as well.
+    """
     rank = _rank(scores.size, quantile)
     return float(np.partition(scores, rank)[rank])
 
@@ -176,33 +192,37 @@ def count_by_layer(mask: NDArray[np.bool_], sizes: Sequence[int]) -> list[int]:
 
 
 class FedOBP(FedAvg[FedOBPParams]):
-    """Server half: FedAvg, and a record of how many parameters of which layers are personal (Fig. 5)."""
+    """Server half: FedAvg, and a record of the number of personal parameters in every layer (Fig. 5)."""
 
-    # personal parameters are uploaded, too, and drift: 4 times in 30 rounds were seen
+    # uploads include personal parameters, which drift: 4 times the usual distance was seen in 30 rounds
     spread = 2.0
+    streams = True
 
     def expected(self) -> Expected:
-        """The counts of personal parameters per layer, and a mask with any number of ones if asked for."""
+        """Return the form of an upload: the counts of personal parameters per layer.
+
+        If configured it also has a mask, with any number of ones.
+        """
         num_params = self.layout.d if self.params.upload_mask else 0
         return dataclasses.replace(
             super().expected(), num_params=num_params, extras={COUNTS: ("<i8", (len(self.layout.params),))}
         )
 
     def check(self, upload: Upload) -> None:
-        """Refuse counts beyond a layer's size, and others than those of the mask."""
+        """Raise WireError for counts beyond a layer's size, and for counts that differ from the mask's."""
         counts = upload.extras[COUNTS]
         for count, slot in zip(counts.tolist(), self.layout.params, strict=True):
             if not 0 <= count <= slot.size:
-                raise WireError(f"array {COUNTS} says {count} for {slot.name}, which has {slot.size} elements")
+                raise WireError(f"array {COUNTS} has {count} for {slot.name}, a tensor of {slot.size} elements")
         if upload.mask is not None:
             found = count_by_layer(masks.unpack(upload.mask, self.layout.d), self.layout.sizes)
             if found != counts.tolist():
-                raise WireError(f"array {COUNTS} says {counts.tolist()}, the mask has {found} ones per layer")
+                raise WireError(f"array {COUNTS} is {counts.tolist()}, but the mask has {found} ones per layer")
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Average, and note the counts by layer name."""
         super().personalize(round, uploads)
-        if COUNTS not in uploads.extras:  # of a private run
+        if COUNTS not in uploads.extras:  # in a private run
             return
         names = [slot.name for slot in self.layout.params]
         for client_id, counts in zip(uploads.ids, uploads.extras[COUNTS].tolist(), strict=True):
@@ -210,12 +230,14 @@ class FedOBP(FedAvg[FedOBPParams]):
 
 
 class FedOBPUpdate(LocalUpdate[FedOBPParams]):
-    """Client half. State: `fedobp.params`, `.buffers` (trained model of the last participation), `.mask` (packed, of the last
-    merge), `.update` (last local update, for gradient scores), `.ema` (smoothed scores).
+    """Client half.
+
+    State: `fedobp.params`, `.buffers` (trained model of the last participation), `.mask` (packed, of the last merge),
+    `.update` (last local update, for gradient scores), `.ema` (smoothed scores).
     """
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedOBPParams]) -> Model:
-        """Put the client's own values where they are personal (Eq. 9)."""
+        """Return the received model with the client's own values where they are personal (Eq. 9)."""
         start = super().merge(received, state, ctx)
         if "fedobp.params" not in state.arrays:
             state.arrays["fedobp.mask"] = masks.pack(np.zeros(ctx.layout.d, dtype=bool))
@@ -227,7 +249,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         return Model(np.where(mask, own.params, start.params), buffers)
 
     def mask(self, own: Model, start: Model, state: ClientState, ctx: RoundContext[FedOBPParams]) -> NDArray[np.bool_]:
-        """Select by the configured score among the parameters in scope, bool [d]."""
+        """Return the parameters in scope that the configured score selects, bool [d]."""
         p = ctx.params
         slots = [s for s in ctx.layout.params if p.scope == "all" or s.name in ctx.layout.classifier]
         inside, sizes = ctx.layout.indices(frozenset(s.name for s in slots)), [s.size for s in slots]
@@ -249,7 +271,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
     def scores(
         self, own: Model, start: Model, state: ClientState, ctx: RoundContext[FedOBPParams]
     ) -> NDArray[np.float64]:
-        """Importance of every parameter, float64 [d]."""
+        """Return the importance of every parameter, float64 [d]."""
         if ctx.params.score == "gradient":
             return state.arrays["fedobp.update"].astype(np.float64)
         if ctx.params.score == "fisher":
@@ -260,7 +282,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         return root
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedOBPParams]) -> Model:
-        """Train from the merged model (Eq. 10) and remember the result."""
+        """Train from the merged model (Eq. 10), and keep the result."""
         after = super().train(start, state, ctx)
         state.arrays["fedobp.params"], state.arrays["fedobp.buffers"] = after.params, after.buffers
         if ctx.params.score == "gradient":
@@ -268,7 +290,7 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         return after
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedOBPParams]) -> Upload:
-        """Send everything, the counts of personal parameters per layer, and their mask if asked for."""
+        """Send everything, the counts of personal parameters per layer and, if configured, their mask."""
         plain = super().upload(before, after, state, ctx)
         if ctx.config.private:
             return plain
@@ -279,7 +301,10 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
 
 
 def shared(layout: Layout, params: FedOBPParams) -> frozenset[str]:
-    """All tensors travel, BatchNorm's statistics unless local. Raises UserError if there is no classifier to choose from."""
+    """Return the names of all tensors, without BatchNorm's statistics if these are local.
+
+    Raises UserError if `scope` is the classifier and the model has none.
+    """
     if params.scope == "classifier" and not layout.classifier:
         check_head_trains(layout)
         raise UserError("fedobp.scope: classifier needs a model with a Linear layer, this one has none")
@@ -291,10 +316,25 @@ FIGURES = (
         COUNTS,
         "In which layers the personal parameters are",
         "share of personal parameters (%)",
-        "Of all parameters that clients keep personal in a round, the share that lies in each layer (Fig. 5 of its paper).",
+        "The share of each layer in all parameters that clients keep personal in a round (Fig. 5 of its paper).",
         name="personal",
         shares=True,
     ),
 )
 
-METHOD = Method("fedobp", FedOBPParams, FedOBP, FedOBPUpdate, shared, figures=FIGURES, needs_whole=True, sums=True)
+METHOD = Method(
+    "fedobp",
+    FedOBPParams,
+    FedOBP,
+    FedOBPUpdate,
+    shared,
+    figures=FIGURES,
+    needs_whole=True,
+    sums=True,
+    overview=Overview(
+        group="A part of the model",
+        stays="few parameters",
+        disk="4(d+b) + ⌈d/8⌉",
+        use="a global model with few personal values",
+    ),
+)

@@ -1,23 +1,34 @@
-"""FedPake: one global model in which parameters the clients disagree on are averaged over clusters of clients, and shrunk.
+"""FedPake: one global model; parameters on which clients disagree are averaged over clusters of clients, and shrunk.
 
-Liao, Wang, Yuan, Zhang: "The Key of Parameter Skew in Federated Learning" (2024). Server side only; clients train as in
-FedAvg.
+Liao, Wang, Yuan, Zhang: "The Key of Parameter Skew in Federated Learning" (2024). It changes the server only; clients
+train as in FedAvg.
 
-Layer by layer: the coefficient of variation std/mean over clients (Eq. 2-3), min-max normalised over the layer, says where
-dispersion is high: above lambda (Eq. 4). There, a client's squared deviation from the mean falls into one of C equal bins of
-(0, 1], its Micro-Class (Eq. 6). Clients that agree in Micro-Class on many high-dispersion parameters (Eq. 8) form a
-Macro-Class. Each Macro-Class has, per parameter, its most frequent Micro-Class (Eq. 9), and the share that this class has of
-the layer's high-dispersion parameters is the Macro-Class's weight for that parameter (Eq. 11), divided by the number of
-Macro-Classes. The new parameter is the weighted sum of the Macro-Classes' means, elsewhere the mean of all (Eq. 10).
+Server, layer by layer:
 
-Deviations and decisions: the mean in std/mean is signed as printed (`cv = "absolute"` is ours) and kept 1e-12 away from 0;
-deviations of 0 and above 1, outside the paper's bins, go to classes 1 and C; the paper names no clustering: ours is average
-linkage on 1 - SIM, cut where `delta` says (`delta-meaning`) and at S clusters. Eq. 11 divides by the limit S; by default we
-divide by the number of clusters found (`divisor`): weights of usual size deviate by far less than sqrt(1/C), so all clients
-are in Micro-Class 1 and one Macro-Class, and dividing by S multiplies the high-dispersion parameters by 1/S every round, which
-does not train. Dividing by the number found is FedAvg without sample weights there. Weights sum to at most 1, so parameters
-whose classes vary over the layer shrink; `normalize = true` (ours) rescales them to 1. Client means are unweighted as printed.
-BatchNorm statistics: plain mean, or kept on the client as in the code base under its tables.
+1. The coefficient of variation is std/mean over clients (Eq. 2-3), min-max normalised over the layer. Dispersion is
+   high where it exceeds lambda (Eq. 4).
+2. There, a client's squared deviation from the mean falls into one of C equal bins of (0, 1], its Micro-Class (Eq. 6).
+3. Clients that agree in Micro-Class on many high-dispersion parameters (Eq. 8) form a Macro-Class.
+4. Each Macro-Class has a most frequent Micro-Class for every parameter (Eq. 9). That class holds a share of the layer's
+   high-dispersion parameters. This share, divided by the number of Macro-Classes, is the Macro-Class's weight for the
+   parameter (Eq. 11).
+5. Where dispersion is high, the new parameter is the weighted sum of the Macro-Classes' means. Elsewhere it is the mean
+   of all clients (Eq. 10).
+
+Deviations and decisions:
+
+- The mean in std/mean is signed as printed, and kept 1e-12 away from 0. `cv = "absolute"` is ours.
+- Deviations of 0 and above 1 are outside the paper's bins. They go to classes 1 and C.
+- The paper names no clustering. Ours is average linkage on 1 - SIM, cut at `delta` (see `delta-meaning`) and at S
+  clusters.
+- Eq. 11 divides by the limit S. By default we divide by the number of clusters found (`divisor`). The reason: weights
+  of usual size deviate by far less than sqrt(1/C). So all clients are in Micro-Class 1 and one Macro-Class. Dividing by
+  S then multiplies the high-dispersion parameters by 1/S every round, which does not train. Dividing by the number
+  found is FedAvg without sample weights there.
+- Weights sum to at most 1, so a parameter shrinks if its classes vary over the layer. `normalize = true` (ours)
+  rescales the sum to 1.
+- Client means are unweighted, as printed.
+- BatchNorm statistics take the plain mean, or stay on the client as in the code base of the paper's tables.
 """
 
 from __future__ import annotations
@@ -33,17 +44,25 @@ from fl_app.figures import Layers
 from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key
 from fl_app.layout import Model
 from strategies.aggregate import Stack, weighted_mean
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, all_but_local_statistics, local_epochs
+from strategies.base import (
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    Uploads,
+    all_but_local_statistics,
+    local_epochs,
+)
 from strategies.blocks import blocks, in_order
 from strategies.fedavg import GlobalModelParams
 from strategies.micro_classes import most_frequent, num_differing
 
-# |mean| below it is replaced
+# a smaller |mean| is replaced by this
 _TINY = 1e-12
-# similarities that reach delta but for rounding do reach it
+# a similarity that misses delta by rounding counts as reaching it
 _ROUNDING = 1e-9
 _BLOCK = 65_536  # columns
-# float64 values: what `measure` works on stays in the cache
+# float64 values that `measure` works on at a time, so that they stay in the cache
 _CHUNK = 80_000
 
 T = TypeVar("T")
@@ -58,17 +77,17 @@ class FedPakeParams(GlobalModelParams):
     )
     num_micro: int = key(
         4,
-        "Micro-Classes C (Eq. 6); the paper's: 4 (CIFAR-10), 5 (CIFAR-100), 8 (Tiny-ImageNet).",
+        "Number of Micro-Classes (C, Eq. 6); paper: 4 (CIFAR-10), 5 (CIFAR-100), 8 (Tiny-ImageNet).",
         Rule(low=1, high=255),
     )
-    num_macro: int = key(4, "Largest number of Macro-Classes S; the paper's equal C.", AT_LEAST_ONE)
-    delta: float = key(0.2, "Where the clustering into Macro-Classes stops (delta, Appendix C.1).", RATIO)
+    num_macro: int = key(4, "Largest number of Macro-Classes (S); in the paper S = C.", AT_LEAST_ONE)
+    delta: float = key(0.2, "Threshold at which the clustering into Macro-Classes stops (delta, Appendix C.1).", RATIO)
     delta_meaning: Literal["similarity", "distance"] = key(
         "similarity",
         "Clusters merge while their mean similarity is at least `delta`, or their distance at most `delta`.",
     )
     divisor: Literal["found", "limit"] = key(
-        "found", "What divides the weights: the number of Macro-Classes found, or S as printed (Eq. 11)."
+        "found", "Divisor of the weights: the number of Macro-Classes found, or S as printed (Eq. 11)."
     )
     cv: Literal["signed", "absolute"] = key(
         "signed",
@@ -79,7 +98,7 @@ class FedPakeParams(GlobalModelParams):
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """What FedPake found in a layer: its number of high-dispersion parameters, and of Macro-Classes (0 if none is high)."""
+    """A layer's number of high-dispersion parameters, and of Macro-Classes (0 if no parameter is high)."""
 
     num_high: int
     num_macro: int
@@ -98,11 +117,13 @@ def aggregate(
     cv: str = "signed",
     normalize: bool = False,
 ) -> NDArray[np.float32]:
-    """FedPake's server step (Eq. 2-11), float32 [d].
+    """Return FedPake's next parameters (Eq. 2-11), float32 [d].
 
-    W: float32 [N, d], the clients' trained vectors; sizes: elements per layer, summing to d; threshold (lambda) and delta in
-    [0, 1]; num_micro (C) in 1..255; num_macro (S) >= 1; delta_meaning "similarity" or "distance"; divisor "found" or
-    "limit"; cv "signed" or "absolute". threshold = 1, and identical rows, give the uniform mean bit for bit.
+    W: float32 [N, d], the clients' trained vectors; sizes: elements per layer, summing to d; threshold (lambda) and
+    delta: in [0, 1]; num_micro (C): in 1..255; num_macro (S): at least 1; delta_meaning: "similarity" or "distance";
+    divisor: "found" or "limit"; cv: "signed" or "absolute". threshold = 1, and identical rows, give the uniform mean
+    bit for bit.
+
     Raises ValueError naming the argument that is out of range.
     """
     params = FedPakeParams(
@@ -121,7 +142,7 @@ def aggregate(
 def aggregate_layers(
     W: Stack, sizes: Sequence[int], params: FedPakeParams
 ) -> tuple[NDArray[np.float32], list[LayerSplit]]:
-    """`aggregate`, and what was found per layer."""
+    """Return the result of `aggregate`, and each layer's split."""
     _check(W, sizes, params)
     work = _Aggregation(W, sizes, params)
     return work.run(), [LayerSplit(layer.num_high, len(layer.members)) for layer in work.layers]
@@ -147,7 +168,7 @@ def _check(W: Stack, sizes: Sequence[int], params: FedPakeParams) -> None:
 
 @dataclass
 class _Layer:
-    """A layer and what the passes find in it."""
+    """A layer, and the results of the passes over it."""
 
     lowest_cv: float = np.inf
     highest_cv: float = -np.inf
@@ -173,9 +194,9 @@ class _Block:
 
 
 class _Aggregation:
-    """Four passes over blocks of columns; between them, what the blocks found is put together per layer, in order.
+    """Four passes over blocks of columns. After each pass the blocks' results are combined per layer, in order.
 
-    All layers go through a pass together: most are too small to keep the threads busy.
+    A pass covers all layers at once, as most layers are too small to keep the threads busy.
     """
 
     def __init__(self, W: Stack, sizes: Sequence[int], params: FedPakeParams) -> None:
@@ -189,7 +210,7 @@ class _Aggregation:
             for span in blocks(stop - size, stop, _BLOCK)
         ]
         self.merged, self.cv, self.high = np.empty(d, np.float32), np.empty(d), np.empty(d, dtype=bool)
-        # memory is taken only where it is written: in layers beyond class 1
+        # np.empty takes memory only where it is written: in layers with classes above 1
         self.classes = np.empty((n, d), np.uint8)
 
     def run(self) -> NDArray[np.float32]:
@@ -215,11 +236,14 @@ class _Aggregation:
         return self.merged
 
     def through(self, work: Callable[[_Block], T], items: list[_Block]) -> Iterator[tuple[_Block, T]]:
-        """Pair every block with work(block), computed on a few threads."""
+        """Return an iterator over pairs (block, work(block)), computed on a few threads."""
         return zip(items, in_order(work, items), strict=True)
 
     def measure(self, block: _Block) -> None:
-        """Mean, coefficient of variation and Micro-Classes (Eq. 2, 3, 6) in float64: in float32 equal rows get a std > 0."""
+        """Compute mean, coefficient of variation and Micro-Classes (Eq. 2, 3, 6) in float64.
+
+        In float32 equal rows would get a std above 0.
+        """
         n, step = len(self.W), max(512, _CHUNK // len(self.W))
         scratch = np.empty((n, min(step, block.at.stop - block.at.start)))
         for start in range(block.at.start, block.at.stop, step):
@@ -249,7 +273,10 @@ class _Aggregation:
         block.lowest_cv, block.highest_cv = float(self.cv[block.at].min()), float(self.cv[block.at].max())
 
     def compare(self, block: _Block) -> tuple[int, NDArray[np.int64] | int]:
-        """High dispersion where the layer's min-max normalised cv exceeds lambda (Eq. 4), and what Eq. 8 counts there."""
+        """Mark high dispersion, where the layer's min-max normalised cv exceeds lambda (Eq. 4).
+
+        Returns the number of high parameters, and Eq. 8's counts [N, N] of those in which two clients' classes differ.
+        """
         layer, at = block.layer, block.at
         spread = layer.highest_cv - layer.lowest_cv
         if spread == 0:
@@ -270,14 +297,17 @@ class _Aggregation:
         return num_high, num_differing(classes, layer.highest)
 
     def macro_classes(self, layer: _Layer) -> list[NDArray[np.intp]]:
-        """Rows of each Macro-Class; none where nothing is high, one where all are in class 1."""
+        """Return the rows of each Macro-Class: none if no parameter is high, one if all are in class 1."""
         if not layer.num_high:
             return []
         group_of = macro_classes(1 - (np.zeros((len(self.W),) * 2) + layer.differing) / layer.num_high, self.params)
         return [np.flatnonzero(group_of == group) for group in range(int(group_of.max()) + 1)]
 
     def vote(self, block: _Block) -> NDArray[np.int64]:
-        """Most frequent classes (Eq. 9), left in the first rows of `classes`, and how often each class won."""
+        """Return how often each class is a Macro-Class's most frequent one, int64 [s, highest + 1] (Eq. 9).
+
+        The most frequent classes replace the first rows of `classes`.
+        """
         layer, at = block.layer, block.at
         if layer.highest == 1:
             return np.array([[0, np.count_nonzero(self.high[at])]])
@@ -286,7 +316,7 @@ class _Aggregation:
         return np.array([[np.count_nonzero(row == c) for c in range(layer.highest + 1)] for row in winners], np.int64)
 
     def weights(self, layer: _Layer) -> NDArray[np.float64]:
-        """Weight of a parameter whose Macro-Class j has class c there, [s, highest + 1] (Eq. 11)."""
+        """Return the weight of a parameter in which Macro-Class j has class c, [s, highest + 1] (Eq. 11)."""
         if not layer.num_high:
             return layer.weights
         divisor = len(layer.members) if self.params.divisor == "found" else self.params.num_macro
@@ -295,7 +325,7 @@ class _Aggregation:
         return weights
 
     def combine(self, block: _Block) -> None:
-        """Weighted sum of the Macro-Classes' means where dispersion is high (Eq. 10)."""
+        """Set high parameters to the weighted sum of the Macro-Classes' means (Eq. 10)."""
         layer, at = block.layer, block.at
         if layer.highest == 1 and (layer.weights[0, 1] == 1 or self.params.normalize):
             return
@@ -305,7 +335,7 @@ class _Aggregation:
             self.merged[part] = np.where(self.high[part], value, self.merged[part])
 
     def weighted_sum(self, layer: _Layer, at: slice) -> NDArray[np.float64]:
-        """Sum over the Macro-Classes of weight times mean, float64 [M]."""
+        """Return the sum over the Macro-Classes of weight times mean, float64 [M]."""
         rows = self.W[:, at]
         value = np.zeros(rows.shape[1])
         total = np.zeros(rows.shape[1] if self.params.normalize else 0)
@@ -323,17 +353,17 @@ class _Aggregation:
 
 
 def _away_from_zero(mean: NDArray[np.float64], cv: str) -> NDArray[np.float64]:
-    """The denominator of Eq. 2: the mean, or its absolute value, at least 1e-12 in size."""
+    """Return the denominator of Eq. 2: the mean, or its absolute value, at least 1e-12 in size."""
     out = np.abs(mean)
     np.maximum(out, _TINY, out=out)
     return out if cv == "absolute" else np.copysign(out, mean, out=out)
 
 
 def macro_classes(similarity: NDArray[np.float64], params: FedPakeParams) -> NDArray[np.int64]:
-    """Group clients by the similarity of their Micro-Classes: cluster number per client, int64 [N].
+    """Return each client's cluster by the similarity of Micro-Classes, int64 [N], numbered by their first clients.
 
-    similarity: float64 [N, N] in [0, 1]. Average linkage on 1 - similarity, cut by `delta`, and at S if more clusters remain
-    (fewer than S where several merge at one height). Clusters are numbered by their first client.
+    similarity: float64 [N, N] in [0, 1]. Average linkage on 1 - similarity is cut by `delta`. If more than S clusters
+    remain, it is cut at S, or at fewer where several merge at one height.
     """
     from scipy.cluster.hierarchy import fcluster, linkage
     from scipy.spatial.distance import squareform
@@ -353,7 +383,7 @@ class FedPake(PersonalizedStrategy[FedPakeParams]):
     """Server half."""
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Aggregate layer by layer, and record what was found in each."""
+        """Aggregate layer by layer, and note each layer's split."""
         merged, splits = aggregate_layers(uploads.W, self.layout.sizes, self.params)
         self.global_model = Model(merged, weighted_mean(uploads.B))
         named = list(zip(self.layout.params, splits, strict=True))
@@ -368,8 +398,8 @@ FIGURES = (
         "high-dispersion",
         "Where the clients disagree, layer by layer",
         "share of the layer (%)",
-        "Left: share of a layer's parameters whose dispersion over the clients is high. Right: into how many clusters "
-        "(Macro-Classes) the clients fall by those parameters; 0 where none is high, 1 where the clients' values agree.",
+        "Left: share of a layer's parameters with high dispersion over the clients. Right: number of clusters "
+        "(Macro-Classes) of clients by those parameters; 0 if none is high, 1 if the clients' values agree.",
         name="dispersion",
         heading="Parameters of high dispersion",
         percent=True,
@@ -385,4 +415,8 @@ METHOD = Method(
     all_but_local_statistics,
     figures=FIGURES,
     dp_epochs=local_epochs,
+    overview=Overview(
+        group="One global model for all",
+        use="parameters on which clients disagree",
+    ),
 )

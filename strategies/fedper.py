@@ -1,20 +1,37 @@
-"""FedPer: the classifier is personal, it never leaves the client; the body below it is FedAvg's.
+"""FedPer: the classifier is personal and never leaves the client; the body below it is FedAvg's.
 
 Arivazhagan, Aggarwal, Singh, Choudhary: "Federated Learning with Personalization Layers", arXiv:1912.00818, 2019.
 
-Client: start from the received base layers and its own personalization layers, train both together by SGD, send the base
-layers. Server: mean of the base layers weighted by training samples (Algorithms 1 and 2).
+Client: it starts from the received base layers and its own personalization layers. It trains both together by SGD and
+sends the base layers. Server: the mean of the base layers weighted by training samples (Algorithms 1 and 2).
 
-Deviations: one personalization layer, the model's last Linear layer (the paper's K_P = 1; it also tries whole ResNet blocks).
-BatchNorm statistics belong to the body.
+Deviations:
+
+- There is one personalization layer, the model's last Linear layer (the paper's K_P = 1). The paper also tries whole
+  ResNet blocks.
+- BatchNorm statistics belong to the body.
 """
 
 from __future__ import annotations
 
 from fl_app.keys import NoParams
-from strategies.base import LocalUpdate, Method, all_but_classifier, local_epochs
+from strategies.base import LocalUpdate, Method, Overview, all_but_classifier, local_epochs
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
-    "fedper", NoParams, FedAvg[NoParams], LocalUpdate[NoParams], all_but_classifier, dp_epochs=local_epochs, sums=True
+    "fedper",
+    NoParams,
+    FedAvg[NoParams],
+    LocalUpdate[NoParams],
+    all_but_classifier,
+    dp_epochs=local_epochs,
+    sums=True,
+    overview=Overview(
+        group="A part of the model",
+        travels="body both ways",
+        stays="classifier",
+        disk="4h",
+        unseen="global part, the rest initial",
+        use="different classes per client; simple and strong",
+    ),
 )

@@ -1,13 +1,18 @@
-"""FedProx: FedAvg whose clients are held near the model they received by a proximal term.
+"""FedProx: FedAvg with a proximal term that holds clients near the model they received.
 
 Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: "Federated Optimization in Heterogeneous Networks", MLSys 2020.
 
-Client: SGD on h(w) = f(w) + mu/2 ||w - w_g||^2 (Eq. 2), w_g the model it received; a step is
-w <- w - eta (gradient of f(w) + mu (w - w_g)). Server: FedAvg. mu = 0 is FedAvg, bit for bit.
+Client: SGD on h(w) = f(w) + mu/2 ||w - w_g||^2 (Eq. 2), where w_g is the model it received. A step is
 
-Deviations: every client runs the same number of epochs (the paper's inexactness gamma and its stragglers are not simulated);
-clients are sampled uniformly and averaged by samples, as in FedAvg (the paper samples by size and averages uniformly).
-BatchNorm statistics are not under the penalty.
+    w <- w - eta (gradient of f(w) + mu (w - w_g))
+
+Server: FedAvg. mu = 0 is FedAvg, bit for bit.
+
+Deviations:
+
+- Every client runs the same number of epochs. The paper's inexactness gamma and its stragglers are not simulated.
+- Clients are sampled uniformly and averaged by samples, as in FedAvg. The paper samples by size and averages uniformly.
+- BatchNorm statistics are not under the penalty.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from strategies.base import (
     Correction,
     LocalUpdate,
     Method,
+    Overview,
     RoundContext,
     all_but_local_statistics,
     local_epochs,
@@ -40,9 +46,9 @@ class FedProxParams(GlobalModelParams):
 
 
 def proximal(ctx: RoundContext[Any], weight: float, center: Vector) -> Correction | None:
-    """Gradient of weight/2 ||w - center||^2, added to every step; None, no operation at all, for weight 0.
+    """Return a correction that adds the gradient of weight/2 ||w - center||^2 to every step.
 
-    center: float32 [d], in named_parameters order.
+    center: float32 [d], in named_parameters order. For weight 0 it returns None, no operation at all.
     """
     if not weight:
         return None
@@ -55,7 +61,7 @@ def proximal(ctx: RoundContext[Any], weight: float, center: Vector) -> Correctio
 
 
 class FedProxUpdate(LocalUpdate[FedProxParams]):
-    """Client half: the proximal term."""
+    """Client half: training with the proximal term."""
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FedProxParams]) -> Model:
         """Train near the received model (Eq. 2)."""
@@ -70,4 +76,8 @@ METHOD = Method(
     all_but_local_statistics,
     dp_epochs=local_epochs,
     sums=True,
+    overview=Overview(
+        group="One global model for all",
+        use="long local training that drifts apart",
+    ),
 )

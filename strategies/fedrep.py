@@ -1,16 +1,22 @@
-"""FedRep: clients train a personal head on the shared body first, then the body under the fixed head.
+"""FedRep: clients first train a personal head on the shared body, then the body under the fixed head.
 
-Collins, Hassani, Mokhtari, Shakkottai: "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021.
+Collins, Hassani, Mokhtari, Shakkottai: "Exploiting Shared Representations for Personalized Federated Learning", ICML
+2021.
 
-Client i, from the received representation phi and its own head h_i (Algorithm 1): tau SGD epochs on h_i with phi fixed, then
-SGD epochs on phi with h_i fixed; it sends phi and keeps h_i. Server: mean of the representations.
+Client i starts from the received representation phi and its own head h_i (Algorithm 1). It trains h_i for tau epochs of
+SGD with phi fixed, then phi with h_i fixed. It sends phi and keeps h_i. Server: the mean of the representations.
 
-Deviations: the mean is weighted by training samples (the paper averages uniformly); the head is the model's last
-Linear layer; epochs instead of the theory's full gradient steps. BatchNorm's parameters and running statistics belong to
-the body: in the head's epochs the layers normalise by the batch, as in all training, so that the head learns on the features
-it will meet in the body's epochs, but the running statistics they gather are dropped; they move in the body's epochs
-only. The two phases draw their batches from different random streams. A round's reported training loss is that of the
-last body epoch. Of E local epochs one trains the body by default, as in the authors' code.
+Deviations:
+
+- The mean is weighted by training samples. The paper averages uniformly.
+- The head is the model's last Linear layer.
+- Clients run epochs, not the theory's full gradient steps. By default one of E local epochs trains the body, as in the
+  authors' code.
+- BatchNorm's parameters and running statistics belong to the body. In the head's epochs the layers normalise by the
+  batch, as in all training. So the head learns on the features that it meets in the body's epochs. The running
+  statistics of the head's epochs are dropped; they move in the body's epochs only.
+- The two phases draw their batches from different random streams.
+- A round's reported training loss is that of the last body epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from dataclasses import dataclass
 from fl_app.config import RunConfig
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, all_but_classifier
+from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, all_but_classifier
 from strategies.fedavg import FedAvg
 
 
@@ -35,7 +41,7 @@ class FedRepParams:
 
 
 def head_epochs(config: RunConfig) -> int:
-    """Epochs on the head in a round."""
+    """Return the number of epochs on the head in a round."""
     given: int = config.params.head_epochs
     return given or max(1, config.local_epochs - 1)
 
@@ -58,4 +64,12 @@ METHOD = Method(
     all_but_classifier,
     sums=True,
     dp_epochs=lambda config: head_epochs(config) + config.params.body_epochs,
+    overview=Overview(
+        group="A part of the model",
+        travels="body both ways",
+        stays="classifier",
+        disk="4h",
+        unseen="global part, the rest initial",
+        use="as fedper, little data per client",
+    ),
 )

@@ -1,22 +1,32 @@
-"""FedSelect: every client's personal parameters grow by those that training moves most; the others are FedAvg's.
+"""FedSelect: each client's personal parameters grow by those that training changes most; the others are FedAvg's.
 
-Tamirisa, Xie, Bao, Zhou, Arel, Shamsian: "FedSelect: Personalized Federated Learning with Customized Selection of Parameters
-for Fine-Tuning", CVPR 2024.
+Tamirisa, Xie, Bao, Zhou, Arel, Shamsian: "FedSelect: Personalized Federated Learning with Customized Selection of
+Parameters for Fine-Tuning", CVPR 2024.
 
-Client, with its trained vector, the mask it trained with (`used`) and that mask grown (`mask`), all empty at first: it starts
-from its own values on `used` and the received ones elsewhere, so that what was selected last takes the mean once more and then
-stays (Algorithm 1); LocalAlt: `local-epochs` times an epoch that steps `mask` alone, then one that steps the rest; it uploads
-the rest and the mask; the mask grows, tensor by tensor, by the share p of what is still shared with the largest |change| over
-this participation, up to the share alpha of the tensor (Algorithm 3). Server: the mean of a parameter over the clients that
-share it; a parameter that nobody of the round shares stays what it was. Statistics are FedAvg's. alpha = 0 or p = 0 is FedAvg,
-bit for bit.
+Client: it has its trained vector, the mask it trained with (`used`) and that mask grown (`mask`), all empty at first.
 
-Decisions and deviations: shares are taken per tensor and never of biases, as in the authors' code (Algorithm 3: of all
-parameters; `scope`, `biases`). |change| is measured within the participation (Algorithm 3; the code: since the last growth,
-across aggregations). The number added is exact, ties to the lower index: the code takes all changes that reach the cutoff, so a
-tensor of mostly dead inputs becomes personal as a whole. The limit is kept exactly (the code tests it before growing, and
-overshoots). The mean is weighted by samples (`weighting`: paper and code are uniform). BatchNorm's running statistics are
-averaged (the code keeps them at home), or alpha = 0 would not be the FedAvg that the paper says it is.
+1. It starts from its own values on `used` and from the received ones elsewhere. So the parameters selected last take
+   the mean once more and then stay (Algorithm 1).
+2. LocalAlt, `local-epochs` times: one epoch steps `mask` alone, then one steps the rest.
+3. It uploads the rest and the mask.
+4. The mask grows, tensor by tensor. It takes the share p of the parameters that are still shared, those with the
+   largest |change| over this participation. It stops at the share alpha of the tensor (Algorithm 3).
+
+Server: the mean of a parameter over the clients that share it. A parameter that no client of the round shares keeps its
+value. Statistics are FedAvg's. alpha = 0 or p = 0 is FedAvg, bit for bit.
+
+Decisions and deviations:
+
+- Shares are taken per tensor and never of biases, as in the authors' code. Algorithm 3 takes them of all parameters
+  (keys `scope`, `biases`).
+- |change| is measured within the participation (Algorithm 3). The code measures it since the last growth, across
+  aggregations.
+- The number added is exact, and ties go to the lower index. The code takes all changes that reach the cutoff, so a
+  tensor of mostly dead inputs becomes personal as a whole.
+- The limit is kept exactly. The code tests it before growing, and overshoots.
+- The mean is weighted by samples. Paper and code are uniform (key `weighting`).
+- BatchNorm's running statistics are averaged. The code keeps them on the client. With that, alpha = 0 would not be
+  FedAvg, as the paper states it is.
 """
 
 from __future__ import annotations
@@ -36,7 +46,16 @@ from fl_app.layout import Layout, Model, Vector
 from fl_app.wire import Expected, Upload, WireError
 from strategies import masks
 from strategies.aggregate import Stack, check_weights, mean_block, weighted_mean
-from strategies.base import ClientState, LocalUpdate, Method, PersonalizedStrategy, RoundContext, Uploads, all_tensors
+from strategies.base import (
+    ClientState,
+    LocalUpdate,
+    Method,
+    Overview,
+    PersonalizedStrategy,
+    RoundContext,
+    Uploads,
+    all_tensors,
+)
 from strategies.base.uploads import Intake
 from strategies.blocks import for_blocks
 from strategies.fedobp import COUNTS, count_by_layer
@@ -47,7 +66,7 @@ class FedSelectParams:
     """Parameters of FedSelect, table `fedselect`."""
 
     rate: float = key(
-        0.25, "Share of what is still shared that becomes personal at a time (p; the authors' code's).", RATIO
+        0.25, "Part of the shared parameters that becomes personal at each growth (p, from the authors' code).", RATIO
     )
     limit: float = key(
         0.3, "Largest personal share (alpha); the paper recommends 0.3 to 0.5, its code has 0.8. 0 is FedAvg.", RATIO
@@ -56,7 +75,7 @@ class FedSelectParams:
         1, "Participations from one growth of the mask to the next (Algorithm 3: 1; the code: 3).", AT_LEAST_ONE
     )
     scope: Literal["layer", "model"] = key(
-        "layer", "Shares are taken of every tensor (authors' code), or of the whole model (Algorithm 3)."
+        "layer", "The shares refer to each tensor (authors' code), or to the whole model (Algorithm 3)."
     )
     biases: bool = key(False, "Biases may become personal too (Algorithm 3); the authors' code never selects them.")
     weighting: Literal["samples", "uniform"] = key(
@@ -73,12 +92,14 @@ def grow(
     limit: float,
     eligible: NDArray[np.bool_],
 ) -> NDArray[np.bool_]:
-    """Add to the mask, layer by layer, what changed most (FedSelect Algorithm 3).
+    """Return the mask with the most changed parameters of each layer added, bool [d] (FedSelect Algorithm 3).
 
-    mask: bool [d]; change: float [d], of which the size counts; sizes: elements per layer, summing to d; rate (p) and limit
-    (alpha) in [0, 1]; eligible: bool [d], or one per layer, what may be selected. Of a layer's f eligible parameters outside
-    the mask f - round((1 - p) f) are added, half to even, but no more than makes floor(alpha n) ones of its n; ties go to the
-    lower index. Returns bool [d].
+    mask: bool [d]; change: float [d], only its size counts; sizes: elements per layer, summing to d; rate (p) and limit
+    (alpha): in [0, 1]; eligible: bool [d], or one per layer, the parameters that may be selected.
+
+    A layer of n parameters has f eligible ones outside the mask. It adds f - round((1 - p) f) of them, half to even,
+    but ends with at most floor(alpha n) ones. Ties go to the lower index.
+
     Raises ValueError on shapes that do not fit, arguments out of range and changes that are not finite.
     """
     eligible = np.asarray(eligible, bool)
@@ -86,7 +107,7 @@ def grow(
         eligible = np.repeat(eligible, sizes)
     if not mask.shape == change.shape == eligible.shape == (sum(sizes),):
         raise ValueError(
-            f"mask {mask.shape}, change {change.shape}, eligible {eligible.shape}: sizes say [{sum(sizes)}]"
+            f"mask {mask.shape}, change {change.shape}, eligible {eligible.shape}: sizes sum to {sum(sizes)}"
         )
     if not 0 <= rate <= 1 or not 0 <= limit <= 1:
         raise ValueError(f"rate and limit must be in [0, 1], got {rate} and {limit}")
@@ -109,10 +130,12 @@ def grow(
 
 
 def aggregate(W: Stack, used: NDArray[np.bool_], weights: NDArray[np.float64], previous: Vector) -> Vector:
-    """Mean of every parameter over the clients that share it; what nobody shares stays (FedSelect Algorithm 1).
+    """Return the mean of every parameter over the clients that share it, [d] (FedSelect Algorithm 1).
 
-    W: float32 [N, d]; used: bool [N, d], True where personal; weights: float64 [N], not negative; previous: [d], the last
-    result. Returns [d], of its dtype or at least float32; where all share, it is `weighted_mean`, bit for bit.
+    W: float32 [N, d]; used: bool [N, d], True where personal; weights: float64 [N], not negative; previous: [d], the
+    last result, kept where no client shares. The result has the dtype of `previous`, at least float32. Where all
+    clients share, it is `weighted_mean`, bit for bit.
+
     Raises ValueError on shapes that do not fit and weights that do not sum to a positive finite number.
     """
     n, d = W.shape
@@ -135,20 +158,23 @@ def aggregate(W: Stack, used: NDArray[np.bool_], weights: NDArray[np.float64], p
 
 
 class FedSelect(PersonalizedStrategy[FedSelectParams]):
-    """Server half: means over those who share."""
+    """Server half: means over the clients that share a parameter."""
 
     def expected(self) -> Expected:
-        """The personal mask, with any number of ones."""
+        """Return the form of an upload: its personal mask may have any number of ones."""
         return dataclasses.replace(super().expected(), num_params=self.layout.d)
 
     def check(self, upload: Upload) -> None:
-        """Refuse values where the mask says that there are none."""
+        """Raise WireError if parameters are not 0 where the mask marks them as personal."""
         assert upload.mask is not None
         if count := np.count_nonzero(upload.model.params[masks.unpack(upload.mask, self.layout.d)]):
-            raise WireError(f"{count} parameters that the mask calls personal are not 0")
+            raise WireError(f"{count} parameters that the mask marks as personal are not 0")
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
-        """Compare what is shared: `aggregate` does not read personal values, so the global model's may stand for them."""
+        """Return the shared values to compare, with the global model's in place of personal ones.
+
+        It overwrites personal values in `intake.W`, which `aggregate` does not read.
+        """
         assert intake.bits is not None
         for row in intake.rows:
             personal = masks.unpack(intake.bits[row], self.layout.d)
@@ -156,15 +182,15 @@ class FedSelect(PersonalizedStrategy[FedSelectParams]):
         return super().compared(intake)
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """The global model, as in `compared`."""
+        """Return the global model, as in `compared`."""
         return {"parameters": self.global_model.params, "BatchNorm statistics": self.global_model.buffers}
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
-        """By samples, or all alike."""
+        """Return the weights of the mean: by samples, or all equal."""
         return uploads.sizes if self.params.weighting == "samples" else np.ones_like(uploads.sizes)
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Average what is shared; note how many parameters of every tensor are personal."""
+        """Average the shared parameters; note how many parameters of every tensor are personal."""
         assert uploads.bits is not None
         weights = self.weights(uploads)
         used = masks.unpack(uploads.bits, self.layout.d)
@@ -176,12 +202,14 @@ class FedSelect(PersonalizedStrategy[FedSelectParams]):
 
 
 class FedSelectUpdate(LocalUpdate[FedSelectParams]):
-    """Client half. State: `fedselect.own` (trained vector), `.used` and `.mask` (packed: trained with, and grown), and with
+    """Client half.
+
+    State: `fedselect.own` (trained vector), `.used` and `.mask` (packed: trained with, and grown), and with
     `grow-every` above 1 `.participations`.
     """
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FedSelectParams]) -> Model:
-        """Put the client's own values where it had personal ones when it trained last."""
+        """Return the received model with the client's own values where it last trained personal ones."""
         if "fedselect.own" not in state.arrays:
             return received
         used = masks.unpack(state.arrays["fedselect.used"], ctx.layout.d)
@@ -203,7 +231,7 @@ class FedSelectUpdate(LocalUpdate[FedSelectParams]):
     def grow(
         self, mask: NDArray[np.bool_], change: Vector, state: ClientState, ctx: RoundContext[FedSelectParams]
     ) -> NDArray[np.bool_]:
-        """Grow the mask, if it is the participation for it."""
+        """Return the mask, grown if it is the participation for it (key `grow-every`)."""
         p = ctx.params
         if p.grow_every > 1:
             participations = state.arrays.get("fedselect.participations", np.zeros(1, np.int64)) + 1
@@ -214,7 +242,7 @@ class FedSelectUpdate(LocalUpdate[FedSelectParams]):
         return grow(mask, change, sizes, rate=p.rate, limit=p.limit, eligible=eligible(ctx.layout, p.biases))
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[FedSelectParams]) -> Upload:
-        """Send what was shared in training, 0 elsewhere, and the mask that says where."""
+        """Send the values that were shared in training, 0 elsewhere, and the mask of the others."""
         bits = state.arrays["fedselect.used"]
         used = masks.unpack(bits, ctx.layout.d)
         shared = Model(np.where(used, np.float32(0), after.params), after.buffers)
@@ -222,7 +250,7 @@ class FedSelectUpdate(LocalUpdate[FedSelectParams]):
 
 
 def eligible(layout: Layout, biases: bool) -> NDArray[np.bool_]:
-    """Tell which parameters may become personal: all, or all but those of tensors named bias; bool [d]."""
+    """Return the parameters that may become personal: all, or all but those of tensors named bias; bool [d]."""
     return layout.indices(frozenset(slot.name for slot in layout.params if biases or not slot.name.endswith("bias")))
 
 
@@ -231,7 +259,7 @@ FIGURES = (
         COUNTS,
         "In which layers the personal parameters are",
         "share of personal parameters (%)",
-        "Of all parameters that clients train as personal in a round, the share that lies in each layer.",
+        "The share of each layer in all parameters that clients train as personal in a round.",
         name="personal",
         shares=True,
     ),
@@ -246,4 +274,12 @@ METHOD = Method(
     figures=FIGURES,
     needs_whole=True,
     not_private="its server averages each parameter over those clients that share it",
+    overview=Overview(
+        group="A part of the model",
+        travels="model; up + ⌈d/8⌉",
+        stays="a growing part",
+        disk="4d + 2⌈d/8⌉",
+        epochs="2 E",
+        use="unknown which part should be personal",
+    ),
 )

@@ -1,22 +1,34 @@
-"""FLOCO: clients train a simplex of classifiers, and each gets a region of it, near those whose updates are like its own.
+"""FLOCO: clients train a simplex of classifiers; each gets a region of it, near the clients with similar updates.
 
 Grinwald, Wiesner, Nakajima: "Federated Learning over Connected Modes", NeurIPS 2024.
 
-The classifier's weight becomes M endpoints W_1..W_M [C, f] beside one bias; what is used is sum_m alpha_m W_m. Clients train body,
-bias and all endpoints by SGD, with one alpha per batch; the server averages all of it as FedAvg does. Before round tau alpha is
-uniform on the simplex; from then on client i draws it around its centre c_i: c_i + r u / ||u||_1, u uniform in [-1, 1]^M, r in
-[0, rho]. It is evaluated, exported and hashed at its centre, sum_m c_m W_m, (1/M, ...) before tau.
+The classifier's weight becomes M endpoints W_1..W_M [C, f] beside one bias. The weight in use is sum_m alpha_m W_m.
+Clients train body, bias and all endpoints by SGD, with one alpha per batch. The server averages all of it as FedAvg
+does.
 
-Centres come from the endpoints' updates in round tau - 1, in which all connected clients train and only those drawn are averaged:
-their first M principal components kappa [N, M] are projected on scaled simplices {x >= 0, sum x = z} and divided by their sum, for
-that z of which the centres have the least Riesz energy (`subregions`). Who comes later trains on the whole simplex first, and is
-then placed by that update, with the mean, axes and z of then. FLOCO+ (`personal-epochs`): a second simplex model, kept at home,
-trained with lambda/2 ||v - w_received||^2 after the first; the client is evaluated with it.
+Before round tau, alpha is uniform on the simplex. From then on client i draws it around its centre c_i:
 
-Deviations: the paper's subregion is an L1 ball in the simplex, drawn from uniformly; all code's draws leave the simplex and are not
-uniform. We run the code's; `sampling = simplex` projects them back. The sign of a principal component is arbitrary and decides the
-centres: +updates, each column's largest |score| positive (FL-bench projects +updates, Flower -updates). FLOCO+'s gradient is
-lambda (v - w); FL-bench and the authors' code have lambda v - w by a slip of precedence. BatchNorm is averaged (authors: local).
+    c_i + r u / ||u||_1, with u uniform in [-1, 1]^M and r in [0, rho]
+
+The client is evaluated, exported and hashed at its centre, sum_m c_m W_m. Before tau the centre is (1/M, ...).
+
+Centres come from the endpoints' updates in round tau - 1. In that round all connected clients train, but only those
+drawn are averaged. The updates' first M principal components kappa [N, M] are projected on scaled simplices {x >= 0,
+sum x = z} and divided by their sum. z is the size at which the centres have the least Riesz energy (`subregions`). A
+client that comes later first trains on the whole simplex. Then that update places it, with the mean, axes and z of
+round tau - 1.
+
+FLOCO+ (`personal-epochs`): a second simplex model stays on the client. It trains after the first, with lambda/2
+||v - w_received||^2. The client is evaluated with it.
+
+Deviations:
+
+- The paper's subregion is an L1 ball in the simplex, drawn from uniformly. The draws of all published code leave the
+  simplex and are not uniform. Ours are the code's draws; `sampling = simplex` projects them back.
+- The sign of a principal component is arbitrary, but decides the centres. Ours takes +updates and makes each column's
+  largest |score| positive. FL-bench projects +updates, Flower -updates.
+- FLOCO+'s gradient is lambda (v - w). FL-bench and the authors' code have lambda v - w, by a slip of precedence.
+- BatchNorm is averaged. The authors keep it local.
 """
 
 from __future__ import annotations
@@ -40,6 +52,7 @@ from strategies.base import (
     LocalUpdate,
     Method,
     Objective,
+    Overview,
     RoundContext,
     Uploads,
     all_but_classifier,
@@ -56,7 +69,7 @@ log = logging.getLogger("corolla")
 
 Matrix = NDArray[np.float64]
 _TOTALS = np.linspace(1e-4, 1, 1000)  # values of z
-# alphas that are drawn and moved to the device at a time
+# number of alphas drawn and moved to the device at a time
 _AHEAD = 64
 
 
@@ -67,7 +80,7 @@ class FLOCOParams:
     endpoints: int = key(10, "Endpoints of the simplex of classifiers (M).", AT_LEAST_ONE)
     projection_round: int = key(
         10,
-        "Round from which clients have regions of their own (tau; paper: 250 of 500).",
+        "First round in which clients have their own regions (tau; paper: 250 of 500).",
         Rule(low=2),
         counts_rounds=True,
     )
@@ -77,7 +90,7 @@ class FLOCOParams:
     )
     proximal_weight: float = key(1.0, "FLOCO+: pull of that model towards the received one (lambda).", NOT_NEGATIVE)
     sampling: Literal["authors", "simplex"] = key(
-        "authors", "Mixtures around a centre as all code draws them, or projected back to the simplex."
+        "authors", "Draws around a centre: as in all published code, or projected back to the simplex."
     )
 
 
@@ -85,28 +98,28 @@ class FLOCOParams:
 
 
 def project_simplex(v: ArrayLike, total: float) -> Matrix:
-    """Euclidean projection of vectors [..., M] on {x >= 0, sum x = total}, float64."""
+    """Return the Euclidean projection of vectors [..., M] on {x >= 0, sum x = total}, float64."""
     values = np.asarray(v, np.float64)
     falling = -np.sort(-values, axis=-1)
     shifts = (np.cumsum(falling, axis=-1) - total) / np.arange(1, values.shape[-1] + 1)
-    # entries above 0 in the result
+    # number of entries above 0 in the result
     positive = np.maximum((falling > shifts).sum(axis=-1, keepdims=True), 1)
     projected: Matrix = np.maximum(values - np.take_along_axis(shifts, positive - 1, axis=-1), 0)
     return projected
 
 
 def on_simplex(kappa: ArrayLike, total: float) -> Matrix:
-    """Projection on the simplex of sum `total`, divided by its sum: rows [..., M] of sum 1."""
+    """Return the projection on the simplex of sum `total`, divided by its sum: rows [..., M] of sum 1."""
     projected = project_simplex(kappa, total)
     scaled: Matrix = projected / projected.sum(axis=-1, keepdims=True)
     return scaled
 
 
 def subregions(kappa: ArrayLike) -> tuple[Matrix, float]:
-    """Centres of the clients' regions, float64 [N, M], rows >= 0 of sum 1, and the simplex's size z they belong to.
+    """Return the centres of the clients' regions, float64 [N, M], and the size z of their simplex.
 
-    kappa: scores [N, M]. Of 1000 sizes the one of which the centres have the least Riesz energy, sum over pairs of
-    1 / max(||c_i - c_j||, 1e-4)^2; the smaller of equals.
+    kappa: scores [N, M]. Rows of the centres are >= 0 and sum to 1. z is one of 1000 sizes: the one with the least
+    Riesz energy of its centres, sum over pairs of 1 / max(||c_i - c_j||, 1e-4)^2. Ties go to the smaller size.
     """
     from scipy.spatial.distance import pdist
 
@@ -120,9 +133,10 @@ def subregions(kappa: ArrayLike) -> tuple[Matrix, float]:
 
 
 def principal_scores(X: Matrix, components: int) -> tuple[Matrix, Matrix, Matrix]:
-    """Scores [N, M] of the rows of X [N, D] on its first M principal axes, their mean [D], the axes [M, D]; float64.
+    """Return scores [N, M] of the rows of X on its first M principal axes, their mean [D], the axes [M, D].
 
-    Beyond the rank of X, scores and axes are 0. The largest |score| of each column is positive.
+    X: [N, D]; all are float64. Beyond the rank of X, scores and axes are 0. The largest |score| of each column is
+    positive.
     """
     mean = X.mean(axis=0)
     left, lengths, right = np.linalg.svd(X - mean, full_matrices=False)
@@ -135,14 +149,17 @@ def principal_scores(X: Matrix, components: int) -> tuple[Matrix, Matrix, Matrix
 
 
 def uniform_mixture(generator: np.random.Generator, endpoints: int) -> Matrix:
-    """A point drawn uniformly from the simplex, float64 [M]."""
+    """Return a point drawn uniformly from the simplex, float64 [M]."""
     drawn = generator.exponential(size=endpoints)
     point: Matrix = drawn / drawn.sum()
     return point
 
 
 def mixture_around(centre: Matrix, generator: np.random.Generator, radius: float) -> Matrix:
-    """A point near a centre [M] as the authors' code draws it: at an L1 distance of up to `radius`, not always on the simplex."""
+    """Return a point near a centre [M], drawn as in the authors' code.
+
+    Its L1 distance from the centre is at most `radius`. It is not always on the simplex.
+    """
     direction = generator.uniform(-1, 1, len(centre))
     length = generator.uniform(0, radius)
     point: Matrix = centre + length * direction / np.abs(direction).sum()
@@ -153,13 +170,13 @@ def mixture_around(centre: Matrix, generator: np.random.Generator, radius: float
 
 
 def endpoints_slot(layout: Layout) -> Slot:
-    """The endpoints, [M, C, f]."""
+    """Return the slot of the endpoints, [M, C, f]."""
     (slot,) = (slot for slot in layout.params if slot.name in layout.classifier and len(slot.shape) == 3)
     return slot
 
 
 def collapsed_layout(layout: Layout) -> Layout:
-    """Layout of the user's own model, given that of the simplex model."""
+    """Return the layout of the user's own model, given that of the simplex model."""
     wide = endpoints_slot(layout)
     return dataclasses.replace(
         layout, params=packed((s.name, s.shape[1:] if s is wide else s.shape) for s in layout.params)
@@ -167,7 +184,10 @@ def collapsed_layout(layout: Layout) -> Layout:
 
 
 def collapse(model: Model, layout: Layout, centre: Matrix) -> Model:
-    """A simplex model at one point, sum_m c_m W_m, as the user's own model. layout: of the simplex model; centre: [M]."""
+    """Return a simplex model at one point, sum_m c_m W_m, as the user's own model.
+
+    layout: of the simplex model; centre: [M].
+    """
     wide = endpoints_slot(layout)
     endpoints = model.params[wide.start : wide.stop].reshape(wide.shape[0], -1).astype(np.float64)
     used = (centre @ endpoints).astype(np.float32)
@@ -175,7 +195,10 @@ def collapse(model: Model, layout: Layout, centre: Matrix) -> Model:
 
 
 def centre_of(extras: Mapping[str, NDArray[Any]], endpoints: int) -> tuple[Matrix, bool]:
-    """Where a client is evaluated [M], and whether that is a region of its own; all zeros stand for none yet."""
+    """Return the point at which a client is evaluated, [M], and whether the client has a region of its own.
+
+    No centre, or one of zeros, stands for no region yet. Then the point is the middle of the simplex.
+    """
     sent = extras.get("centre")
     if sent is None or not sent.any():
         return np.full(endpoints, 1 / endpoints), False
@@ -183,13 +206,16 @@ def centre_of(extras: Mapping[str, NDArray[Any]], endpoints: int) -> tuple[Matri
 
 
 def simplex_network(module: nn.Module, params: FLOCOParams, seed: int) -> nn.Module:
-    """Replace the last Linear layer's weight by endpoints from Xavier-normal draws; a network it does not fit stays as it is."""
+    """Return the network with endpoints, from Xavier-normal draws, as the weight of its last Linear layer.
+
+    A network without a Linear layer, or one that is a Linear layer itself, stays as it is.
+    """
     import torch
     from torch import nn
     from torch.nn import functional
 
     class SimplexLinear(nn.Linear):
-        """Linear layer whose weight is a mixture of endpoints, [M, C, f]: `alpha` [M] in training, `centre` [M] else."""
+        """Linear layer with a mixture of endpoints [M, C, f] as weight: by `alpha` [M] in training, else `centre`."""
 
         def __init__(self, linear: nn.Linear) -> None:
             super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")  # draws nothing
@@ -215,7 +241,10 @@ def simplex_network(module: nn.Module, params: FLOCOParams, seed: int) -> nn.Mod
 
 
 def simplex_tensors(layout: Layout, params: object) -> frozenset[str]:
-    """All tensors travel. Raises UserError for a model without a last Linear layer, or with nothing below it."""
+    """Return the names of all tensors.
+
+    Raises UserError for a model without a last Linear layer, or with nothing below it.
+    """
     all_but_classifier(layout)
     check_head_trains(layout, "weight")
     return layout.names
@@ -225,34 +254,39 @@ def simplex_tensors(layout: Layout, params: object) -> frozenset[str]:
 
 
 class FLOCO(FedAvg[FLOCOParams]):
-    """Server half. Kept per client: `centre` float32 [M]. Memory, from round tau - 1 on: `mean` float32 [MCf], `axes` float32
-    [M, MCf] and `total` float64 [1], for those who come later.
+    """Server half. Kept per client: `centre` float32 [M].
+
+    Memory, from round tau - 1 on, to place clients that come later: `mean` float32 [MCf], `axes` float32 [M, MCf] and
+    `total` float64 [1].
     """
 
-    # Clients that `sample` drew in round tau - 1: they alone are averaged, though all train.
+    # the clients that `sample` drew: in round tau - 1 all clients train, but only these are averaged
     _averaged: frozenset[int] = frozenset()
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
-        """Let everybody train in the round before the projection."""
+        """Return the drawn clients, or all clients in the round before the projection."""
         drawn = super().sample(client_ids, round)
         self._averaged = frozenset(drawn)
         return client_ids if round == self.params.projection_round - 1 else drawn
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """From round tau on, the client's centre, zeros if it has none."""
+        """Return the client's centre from round tau on, zeros if it has none."""
         if max(self.round, self.attempt.round) < self.params.projection_round:
             return {}
         mine = self.personal.get(client_id)
         return {"centre": np.zeros(self.params.endpoints, np.float32) if mine is None else mine["centre"]}
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Average what was drawn; place the clients of the round before tau, later those that have no place yet."""
+        """Average the drawn clients' uploads, and place clients.
+
+        Round tau - 1 places all its clients; later rounds place those that have no place yet.
+        """
         received, before_projection = self.global_model, round == self.params.projection_round - 1
         rows = [k for k, i in enumerate(uploads.ids) if i in self._averaged or not before_projection]
         if rows:
             super().personalize(round, uploads if len(rows) == len(uploads.ids) else uploads.rows(rows))
         else:
-            log.warning("round %d: floco: no upload of those drawn came, the global model stays", round)
+            log.warning("round %d: floco: no drawn client uploaded, so the global model stays", round)
         with one_thread():
             if before_projection:
                 self.place_all(self.updates(uploads, received), uploads.ids)
@@ -260,14 +294,14 @@ class FLOCO(FedAvg[FLOCOParams]):
                 self.place_new(uploads, received)
 
     def updates(self, uploads: Uploads, received: Model) -> Matrix:
-        """How far training moved the endpoints, float64 [N, MCf]."""
+        """Return the endpoints' movement in training, float64 [N, MCf]."""
         slot = endpoints_slot(self.layout)
         ends = slice(slot.start, slot.stop)
         moved: Matrix = uploads.W[:, ends].astype(np.float64) - received.params[ends]
         return moved
 
     def place_all(self, updates: Matrix, ids: list[int]) -> None:
-        """Give every client a region, and remember what places later ones."""
+        """Give every client a region, and keep the arrays that place later clients."""
         kappa, mean, axes = principal_scores(updates, self.params.endpoints)
         centres, total = subregions(kappa)
         for client_id, centre in zip(ids, centres, strict=True):
@@ -279,7 +313,7 @@ class FLOCO(FedAvg[FLOCOParams]):
         self.note_round("simplex-sum", total)
 
     def place_new(self, uploads: Uploads, received: Model) -> None:
-        """Place clients by their first update."""
+        """Place clients without a region by their first update."""
         new = [k for k, i in enumerate(uploads.ids) if i not in self.personal]
         if not new or "axes" not in self.memory:
             return
@@ -288,15 +322,15 @@ class FLOCO(FedAvg[FLOCOParams]):
             self.keep_for(uploads.ids[k], centre=centre.astype(np.float32))
 
     def exported_layout(self, layout: Layout) -> Layout:
-        """That of the user's own model."""
+        """Return the layout of the user's own model."""
         return collapsed_layout(layout)
 
     def exported_global(self) -> Model:
-        """The middle of the simplex."""
+        """Return the model in the middle of the simplex."""
         return collapse(self.global_model, self.layout, centre_of({}, self.params.endpoints)[0])
 
     def personal_model(self, client_id: int) -> Model | None:
-        """The global model at the client's centre; FLOCO+'s is the client's alone."""
+        """Return the global model at the client's centre, None with FLOCO+: that model stays on the client."""
         if self.params.personal_epochs:
             return None
         centre, _ = centre_of(self.download_extras(client_id), self.params.endpoints)
@@ -304,15 +338,15 @@ class FLOCO(FedAvg[FLOCOParams]):
 
 
 class FLOCOUpdate(LocalUpdate[FLOCOParams]):
-    """Client half. State, with FLOCO+ alone: the personal simplex model."""
+    """Client half. State, with FLOCO+ only: the personal simplex model."""
 
     @classmethod
     def tested(cls, params: FLOCOParams) -> str:
-        """The client's own model, with FLOCO+."""
+        """Return the note that both curves test the client's own model, with FLOCO+ only."""
         return OWN_MODEL if params.personal_epochs else ""
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[FLOCOParams]) -> Model:
-        """Set the point at which this message's models are evaluated."""
+        """Set the point at which this message's models are evaluated; return the received model."""
         import torch
 
         layer: Any = ctx.trainer.classifier()
@@ -321,7 +355,7 @@ class FLOCOUpdate(LocalUpdate[FLOCOParams]):
         return received
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FLOCOParams]) -> Model:
-        """Train the simplex, and with FLOCO+ a personal one near what was received."""
+        """Train the simplex, and with FLOCO+ a personal one near the received model."""
         p = ctx.params
         after = ctx.trainer.train(start, objective=self.mixed_loss(ctx, "floco-alpha"))
         if p.personal_epochs:
@@ -336,7 +370,7 @@ class FLOCOUpdate(LocalUpdate[FLOCOParams]):
         return after
 
     def mixed_loss(self, ctx: RoundContext[FLOCOParams], purpose: str) -> Objective:
-        """The task's loss with another mixture on every batch."""
+        """Return the task's loss, with another mixture on every batch."""
         trainer = ctx.trainer
         layer: Any = trainer.classifier()
         alphas = mixtures(ctx, purpose)
@@ -348,12 +382,12 @@ class FLOCOUpdate(LocalUpdate[FLOCOParams]):
         return loss
 
     def export(self, model: Model, state: ClientState, ctx: RoundContext[FLOCOParams]) -> Model:
-        """Collapse a simplex model at the client's centre."""
+        """Return a simplex model at the client's centre, as the user's own model."""
         return collapse(model, ctx.layout, centre_of(ctx.extras, ctx.params.endpoints)[0])
 
 
 def mixtures(ctx: RoundContext[FLOCOParams], purpose: str) -> Iterator[Tensor]:
-    """Yield a mixture float32 [M] on the device per batch, from the client's region or, without one, the whole simplex."""
+    """Yield one mixture per batch, float32 [M] on the device: from the client's region, or else the simplex."""
     import torch
 
     p, generator = ctx.params, ctx.rng(purpose)
@@ -379,4 +413,11 @@ METHOD = Method(
     wrap=simplex_network,
     needs_whole=True,
     not_private="its server compares single clients' updates",
+    overview=Overview(
+        group="Several global models",
+        travels="model, M classifiers",
+        server="4M a client",
+        unseen="global model at the simplex's centre",
+        use="clients of graded similarity, one body",
+    ),
 )

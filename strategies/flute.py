@@ -1,20 +1,30 @@
-"""FLUTE: a shared body under local heads, which penalties and a server step drive towards neural collapse.
+"""FLUTE: a shared body under local heads; penalties and a server step drive the heads towards neural collapse.
 
-Liu, Shen, Yang: "Federated Representation Learning in the Under-Parameterized Regime", ICML 2024: the general FLUTE of §7.2 and
-Algorithm 2, its variant FLUTE* with `body-epochs` below `local-epochs`.
+Liu, Shen, Yang: "Federated Representation Learning in the Under-Parameterized Regime", ICML 2024. This is the general
+FLUTE of §7.2 and Algorithm 2. With `body-epochs` below `local-epochs` it is its variant FLUTE*.
 
-Client, with its own head (H [C, k] and a bias): loss CE + lambda_nc NC(H) + lambda_h ||H||_F^2, and while the body trains
-+ lambda_f times the batch's mean of ||z||^2, z the features. NC(H) = ||HH^T/||HH^T||_F - T||_F, T the collapsed target of the
-classes that the client has (Observation B.3). `local-epochs` minus `body-epochs` on the head alone, then the rest on everything.
-Then, once, H <- H - (eta_r/N) grad NC(H), N the clients of a round: the server's step of Algorithm 2, whose R = sum_i NC(H_i)
-separates, so that a client takes it itself and sends neither head nor set of classes. Server: FedAvg on the body. Without
-weights, eta_r = 0 and `body-epochs` >= `local-epochs` it is FedPer, bit for bit.
+Client: it has its own head, H [C, k] and a bias. The loss is CE + lambda_nc NC(H) + lambda_h ||H||_F^2. While the body
+trains, the loss adds lambda_f times the batch's mean of ||z||^2, where z are the features.
 
-Decisions and deviations: the head first, as in the authors' code (FLUTE* in print: everything first). T spans all C classes, as
-in Observation B.3 and the code (§7.2 also calls a client's number of classes m). The mean of ||z||^2 is Eq. 10's; the code sums
-over the batch, with 0.0005 for a batch of 10. R is the mean over the round's clients, as in the code, hence eta_r/N (in print a
-sum). Bodies are averaged by samples (uniformly in print). Momentum starts anew in each phase. Running statistics belong to the
-body: those the head's epochs gather are dropped.
+    NC(H) = ||HH^T/||HH^T||_F - T||_F
+
+T is the collapsed target of the classes that the client has (Observation B.3). For `local-epochs` minus `body-epochs`
+the client trains the head alone, then everything for the rest. Then it takes one step H <- H - (eta_r/N) grad NC(H),
+where N is the number of clients in a round. This is the server's step of Algorithm 2. Its R = sum_i NC(H_i) separates
+into one term per client. So a client takes the step itself, and sends neither its head nor its set of classes.
+
+Server: FedAvg on the body. Without weights, with eta_r = 0 and `body-epochs` >= `local-epochs`, it is FedPer, bit for
+bit.
+
+Decisions and deviations:
+
+- The head trains first, as in the authors' code. FLUTE* in print trains everything first.
+- T spans all C classes, as in Observation B.3 and the code. §7.2 also calls a client's number of classes m.
+- The mean of ||z||^2 is Eq. 10's. The code sums over the batch, with 0.0005 for a batch of 10.
+- R is the mean over the round's clients, as in the code, hence eta_r/N. In print it is a sum.
+- Bodies are averaged by samples, in print uniformly.
+- Momentum starts anew in each phase.
+- Running statistics belong to the body. Those from the head's epochs are dropped.
 """
 
 from __future__ import annotations
@@ -32,6 +42,7 @@ from strategies.base import (
     LocalUpdate,
     Method,
     Objective,
+    Overview,
     RoundContext,
     all_but_classifier,
 )
@@ -43,11 +54,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FLUTEParams:
-    """Parameters of FLUTE, table `flute`; the authors' code's values, the paper prints none."""
+    """Parameters of FLUTE, table `flute`. Values are those of the authors' code; the paper prints none."""
 
     body_epochs: int = key(
         1,
-        "Epochs on everything, after those on the head; `local-epochs` or more: no epochs on the head alone.",
+        "Epochs on the whole model, after those on the head; `local-epochs` or more: no epochs on the head alone.",
         AT_LEAST_ONE,
     )
     collapse_weight: float = key(
@@ -61,9 +72,10 @@ class FLUTEParams:
 
 
 def target(head: Tensor, present: Tensor) -> Tensor:
-    """Gram matrix of a collapsed head, T = (uu^T) * (I - 11^T/C)/sqrt(C - 1) (FLUTE Observation B.3), [C, C], norm 1 for u = 1.
+    """Return the Gram matrix of a collapsed head, [C, C] (FLUTE Observation B.3).
 
-    head: [C, k], of which the dtype and device count, C >= 2; present: bool [C], u, the classes the client has.
+    It is T = (uu^T) * (I - 11^T/C)/sqrt(C - 1), with norm 1 for u = 1. head: [C, k], C >= 2, gives only C, dtype and
+    device; present: bool [C], u, the classes that the client has.
     """
     import torch
 
@@ -74,16 +86,16 @@ def target(head: Tensor, present: Tensor) -> Tensor:
 
 
 def collapse(head: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Distance of a head from neural collapse, NC(H) = ||HH^T/||HH^T||_F - T||_F, and its gradient (FLUTE Eq. 10).
+    """Return a head's distance from neural collapse, a scalar, and its gradient, [C, k] (FLUTE Eq. 10).
 
-    head: [C, k], C >= 2; present: bool [C], the classes the client has. Returns (scalar, [C, k]); the gradient is 0 where HH^T
-    or NC is.
+    The distance is NC(H) = ||HH^T/||HH^T||_F - T||_F. head: [C, k], C >= 2; present: bool [C], the classes that the
+    client has. The gradient is 0 where HH^T or NC is 0.
     """
     return distance(head, target(head, present))
 
 
 def distance(head: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
-    """As `collapse`, goal being the target [C, C]."""
+    """Return the results of `collapse`; goal: the target [C, C]."""
     gram = head @ head.T
     norm = gram.norm()
     known = norm > 0
@@ -97,7 +109,10 @@ def distance(head: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FLUTEUpdate(LocalUpdate[FLUTEParams]):
-    """Client half. The head stays local; what is kept of it is after the server's step, which "after" does not see."""
+    """Client half. The head stays local.
+
+    The client keeps the head as it is after the server's step; "after" is measured before that step.
+    """
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[FLUTEParams]) -> Model:
         """Train the head, then everything."""
@@ -114,7 +129,7 @@ class FLUTEUpdate(LocalUpdate[FLUTEParams]):
         """Take the server's step on the head, and keep it."""
         import torch
 
-        # N if nobody is missing, which every client can tell
+        # N of a round without missing clients, which every client can compute
         by_plan = ctx.config.drawn(ctx.config.num_training)
         rate = ctx.params.head_learning_rate / by_plan
         if rate:
@@ -127,7 +142,10 @@ class FLUTEUpdate(LocalUpdate[FLUTEParams]):
 
 
 def on_head(ctx: RoundContext[FLUTEParams]) -> Correction | None:
-    """Gradient of lambda_nc NC(H) + lambda_h ||H||_F^2; None, no operation at all, for weights 0."""
+    """Return a correction with the gradient of lambda_nc NC(H) + lambda_h ||H||_F^2.
+
+    For weights of 0 it returns None, no operation at all.
+    """
     import torch
 
     p, slot = ctx.params, weight_of(ctx.layout)
@@ -148,7 +166,7 @@ def on_head(ctx: RoundContext[FLUTEParams]) -> Correction | None:
 
 
 def with_features(ctx: RoundContext[FLUTEParams]) -> Objective | None:
-    """CE + lambda_f mean ||z||^2; None for weight 0."""
+    """Return the objective CE + lambda_f mean ||z||^2; None for weight 0."""
     trainer, weight = ctx.trainer, ctx.params.feature_weight
     if not weight:
         return None
@@ -161,19 +179,38 @@ def with_features(ctx: RoundContext[FLUTEParams]) -> Objective | None:
 
 
 def weight_of(layout: Layout) -> Slot:
-    """Return where the classifier's weight [C, k] lies. Raises UserError if it does not train."""
+    """Return the slot of the classifier's weight [C, k]. Raises UserError if it does not train."""
     found = next((slot for slot in layout.params if slot.name in layout.classifier and len(slot.shape) == 2), None)
     if found is None:
-        raise UserError("train: flute trains the last Linear layer's weight, which must be among what trains")
+        raise UserError("train: must include the last Linear layer's weight, which flute trains")
     return found
 
 
 def shared(layout: Layout, params: Any) -> frozenset[str]:
-    """The body travels. Raises UserError for a model without a last Linear layer, or one with a single class."""
+    """Return the names of the body's tensors.
+
+    Raises UserError for a model without a last Linear layer, or with a single class.
+    """
     body = all_but_classifier(layout)
     if weight_of(layout).shape[0] < 2:
         raise UserError("model: flute needs at least 2 classes, its classifier has 1")
     return body
 
 
-METHOD = Method("flute", FLUTEParams, FedAvg[FLUTEParams], FLUTEUpdate, shared, needs_classes=True, sums=True)
+METHOD = Method(
+    "flute",
+    FLUTEParams,
+    FedAvg[FLUTEParams],
+    FLUTEUpdate,
+    shared,
+    needs_classes=True,
+    sums=True,
+    overview=Overview(
+        group="A part of the model",
+        travels="body both ways",
+        stays="classifier",
+        disk="4h",
+        unseen="global part, the rest initial",
+        use="as fedper, few samples of many classes",
+    ),
+)

@@ -1,17 +1,21 @@
-"""IFCA: several global models; every client trains the one that already suits its data best.
+"""IFCA: several global models; every client trains the one that already fits its data best.
 
-Ghosh, Chung, Yin, Ramchandran: "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020. (The clustering by losses
-that later papers mean by ClusterFL; by gradients: `cfl`.)
+Ghosh, Chung, Yin, Ramchandran: "An Efficient Framework for Clustered Federated Learning", NeurIPS 2020. Later papers
+call it ClusterFL, the clustering by losses; `cfl` clusters by gradients.
 
-K models of different initial draws. Client, on receiving all of them: takes the one of least mean training loss, in evaluation
-mode (in a tie the first), trains it E epochs, sends it and which one it is. Server: mean per model weighted by samples over those
-who chose it; a model nobody chose stays. The client is evaluated with the model of least training loss. K = 1 is FedAvg, bit for
-bit.
+There are K models with different initial draws. Client: it receives all of them and takes the one of least mean
+training loss, in evaluation mode, the first in a tie. It trains this model for E epochs, and sends it with its number.
+Server: the mean per model over the clients that chose it, weighted by samples. A model that no client chose stays. The
+client is evaluated with the model of least training loss. K = 1 is FedAvg, bit for bit.
 
-Deviations: weighted by samples as in the authors' FEMNIST (MNIST: plain mean). Their MNIST test picks the model by test loss;
-ours, as their FEMNIST, never sees test data. `share-body`: one body under K classifiers, the paper's remark on weight sharing;
-the body is averaged over all. A model can starve: sizes are logged. Models from one file of initial weights would be equal, hence
-refused.
+Deviations:
+
+- Means are weighted by samples, as in the authors' FEMNIST code. Their MNIST code takes the plain mean.
+- Their MNIST test picks the model by test loss. Ours never sees test data, as their FEMNIST test.
+- `share-body`: one body under K classifiers, the paper's remark on weight sharing. The body is averaged over all
+  clients.
+- A model can starve, so sizes are logged.
+- Models from one file of initial weights would be equal, so they are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +34,16 @@ from fl_app.keys import AT_LEAST_ONE, key
 from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload, WireError
 from strategies import components
-from strategies.base import ClientState, Drawings, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
+from strategies.base import (
+    ClientState,
+    Drawings,
+    LocalUpdate,
+    Method,
+    Overview,
+    RoundContext,
+    Uploads,
+    all_but_classifier,
+)
 from strategies.fedavg import FedAvg
 from strategies.robust import PLAIN, Averaging
 
@@ -57,10 +70,10 @@ def cluster_means(
     models: NDArray[np.floating[Any]],
     averaging: Averaging = PLAIN,
 ) -> NDArray[np.floating[Any]]:
-    """Next models [K, d]: the mean, weighted by sizes, over those who chose each; one that nobody chose stays.
+    """Return the next models, [K, d]: the mean over the clients that chose each, weighted by sizes.
 
-    W: [N, d], trained models; sizes: [N]; chosen: [N], which one each is, in 0..K-1; models: [K, d], before; averaging: what
-    replaces the means.
+    W: [N, d], trained models; sizes: [N]; chosen: [N], each client's choice in 0..K-1; models: [K, d], before, kept
+    where no client chose; averaging: the rule for the means.
     """
     means = np.array(models, dtype=np.result_type(np.asarray(models).dtype, np.float32))
     stack, weights, which = np.asarray(W), np.asarray(sizes, np.float64), np.asarray(chosen)
@@ -71,42 +84,42 @@ def cluster_means(
 
 
 def network(drawings: Drawings, params: IFCAParams) -> nn.Module:
-    """K models, or one body under K classifiers, of which the attribute `chosen` of `switch` says which answers."""
+    """Return K models, or one body under K classifiers. The attribute `chosen` of `switch` selects which answers."""
     if params.share_body:
         return components.classifiers_of(drawings, params.clusters)
     return components.chosen_of([drawings(k) for k in range(params.clusters)])
 
 
 def shared(layout: Layout, params: IFCAParams) -> frozenset[str]:
-    """All tensors travel. Raises UserError for a model that cannot be split, where the body is to be shared."""
+    """Return the names of all tensors. Raises UserError if a body is to be shared but the model cannot be split."""
     if params.share_body:
         all_but_classifier(layout)
     return layout.names
 
 
 def switch(module: nn.Module) -> Any:
-    """The part of the network that has `chosen`."""
+    """Return the part of the network that has `chosen`."""
     return next(part for part in module.modules() if hasattr(part, "chosen"))
 
 
 class IFCA(FedAvg[IFCAParams]):
-    """Server half: all models are one, side by side."""
+    """Server half: its global model holds all models side by side."""
 
     # clients of different clusters send different models
     spread = math.inf
 
     def expected(self) -> Expected:
-        """One of the models, and which."""
+        """Return the form of an upload: one of the models, and its number."""
         return Expected.of(components.alone(self.layout, 0), extras={CLUSTER: ("<i4", (1,))})
 
     def check(self, upload: Upload) -> None:
-        """The choice must be one of the models."""
+        """Raise WireError if the choice is none of the models."""
         chosen = int(upload.extras[CLUSTER][0])  # type: ignore[call-overload]
         if not 0 <= chosen < self.params.clusters:
             raise WireError(f"{CLUSTER} must be in 0..{self.params.clusters - 1}, got {chosen}")
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Mean per model; a shared body's over all."""
+        """Average per model; average a shared body over all clients."""
         layout, chosen, averaging = self.layout, uploads.extras[CLUSTER][:, 0], self.averaging_of(uploads)
         names = [components.tensors_of(layout, k) for k in range(self.params.clusters)]
         models = [layout.take(self.global_model, own) for own in names]
@@ -131,34 +144,34 @@ class IFCA(FedAvg[IFCAParams]):
         self.note_round("cluster-sizes", sizes)
 
     def exported_layout(self, layout: Layout) -> Layout:
-        """That of the user's own model."""
+        """Return the layout of the user's own model."""
         return components.alone(layout, 0)
 
     def exported_global(self) -> Model:
-        """The first model; asked for where it is the only one."""
+        """Return the first model; called only where it is the only one."""
         return self.layout.take(self.global_model, components.tensors_of(self.layout, 0))
 
     def has_global_model(self) -> bool:
-        """Where there is one model."""
+        """Return True if there is one model."""
         return self.params.clusters == 1
 
 
 class IFCAUpdate(LocalUpdate[IFCAParams]):
-    """Client half; it keeps nothing."""
+    """Client half. It keeps nothing."""
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[IFCAParams]) -> Model:
-        """Choose a model by its loss on the training data; from now on it is the one that answers."""
+        """Choose the model of least training loss, which answers from this call on; return all models."""
         part, trainer = switch(ctx.trainer.module), ctx.trainer
         losses = []
         for k in range(ctx.params.clusters if ctx.params.clusters > 1 else 0):
             part.chosen = k
             losses.append(trainer.sample_losses(received).mean(dtype=np.float64))
-        # nobody follows what has diverged
+        # a diverged model counts as the worst
         part.chosen = int(np.argmin(np.nan_to_num(losses, nan=np.inf))) if losses else 0
         return received
 
     def others(self, ctx: RoundContext[IFCAParams]) -> frozenset[str]:
-        """Tensors of the models that were not chosen."""
+        """Return the names of the tensors of the models that were not chosen."""
         return ctx.layout.names - components.tensors_of(ctx.layout, switch(ctx.trainer.module).chosen)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[IFCAParams]) -> Model:
@@ -170,17 +183,17 @@ class IFCAUpdate(LocalUpdate[IFCAParams]):
         return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=self.others(ctx))
 
     def export(self, model: Model, state: ClientState, ctx: RoundContext[IFCAParams]) -> Model:
-        """The chosen model alone."""
+        """Return the chosen model alone."""
         return ctx.layout.take(model, ctx.layout.names - self.others(ctx))
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[IFCAParams]) -> Upload:
-        """Send the chosen model, and which it is."""
+        """Send the chosen model and its number."""
         plain = super().upload(before, after, state, ctx)
         chosen = np.array([switch(ctx.trainer.module).chosen], np.int32)
         return dataclasses.replace(plain, model=self.export(after, state, ctx), extras={CLUSTER: chosen})
 
 
-FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "Which of the models a client chose."),)
+FIGURES = (Groups("cluster", "Clusters of clients", "cluster", "The model that each client chose."),)
 METHOD = Method(
     "ifca",
     IFCAParams,
@@ -189,5 +202,13 @@ METHOD = Method(
     shared,
     compose=network,
     figures=FIGURES,
-    not_private="which model a client trains stands beside its upload",
+    not_private="its clients upload the number of the model that they train",
+    overview=Overview(
+        group="Several global models",
+        travels="one up, K down",
+        server="4K(d+b)",
+        epochs="E, + K forward",
+        unseen="all models; it keeps the one with the least training loss",
+        use="few clear groups, clients that seldom take part",
+    ),
 )

@@ -1,4 +1,4 @@
-"""k-means of a few rows, float64 throughout: equal on every machine, no cluster empty, sizes bounded where asked for."""
+"""k-means of a few rows in float64: equal on every machine, without empty clusters, with bounded sizes if asked for."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _RESTARTS, _STEPS = 10, 300
 
 
 def kmeans(rows: Rows, k: int, stream: np.random.Generator, cap: int = 0) -> Labels:
-    """Cluster of every row, int64 [N], numbered in the order of their first rows: of ten k-means++ starts the one of least inertia.
+    """Return the cluster of every row, int64 [N]. Clusters are numbered in the order of their first rows.
 
-    rows: [N, C]. k is cut to the number of distinct rows; no cluster is empty. cap: rows in a cluster at most, 0: any number; where
-    k clusters of so many cannot hold all, as few as can.
+    The result is the one of least inertia among ten k-means++ starts. rows: [N, C]. k is limited to the number of
+    distinct rows; no cluster is empty. cap: the most rows in a cluster; 0: any number. If k clusters of this size
+    cannot hold all rows, the bound is the smallest size that can.
     """
     k = min(k, len(np.unique(rows, axis=0)))
     cap = max(cap, math.ceil(len(rows) / k)) if cap else len(rows)
@@ -33,18 +34,20 @@ def kmeans(rows: Rows, k: int, stream: np.random.Generator, cap: int = 0) -> Lab
 
 
 def centres_of(rows: Rows, labels: Labels) -> Rows:
-    """Means of clusters 0, 1, ..., float64 [k, C]."""
+    """Return the means of clusters 0, 1, ..., float64 [k, C]."""
     return np.stack([rows[labels == k].mean(axis=0) for k in range(int(labels.max()) + 1)])
 
 
 def squared_distances(rows: Rows, centres: Rows) -> Rows:
-    """Of rows [N, C] to centres [k, C], float64 [N, k]."""
+    """Return the squared distances of rows [N, C] from centres [k, C], float64 [N, k]."""
     apart: Rows = np.square(rows[:, None] - centres).sum(axis=2)
     return apart
 
 
 def _far_apart(rows: Rows, k: int, stream: np.random.Generator) -> Rows:
-    """k-means++: distinct rows, each drawn in proportion to its squared distance to the nearest one drawn before."""
+    """Return k distinct rows by k-means++. Each is drawn in proportion to its squared distance from the nearest row
+    drawn before.
+    """
     chosen = [int(stream.integers(len(rows)))]
     while len(chosen) < k:
         nearest = squared_distances(rows, rows[chosen]).min(axis=1)
@@ -53,7 +56,7 @@ def _far_apart(rows: Rows, k: int, stream: np.random.Generator) -> Rows:
 
 
 def _settled(rows: Rows, centres: Rows, cap: int) -> Labels:
-    """Lloyd's steps from centres [k, C], until nobody moves."""
+    """Return the labels after Lloyd's steps from centres [k, C], taken until no row moves."""
     labels = np.full(len(rows), -1)
     for _ in range(_STEPS):
         apart = squared_distances(rows, centres)
@@ -65,7 +68,11 @@ def _settled(rows: Rows, centres: Rows, cap: int) -> Labels:
 
 
 def _assigned(apart: Rows, cap: int) -> Labels:
-    """The nearest of k centres, given squared distances [N, k]; where one has too many rows, what is nearest in all."""
+    """Return each row's nearest of k centres, given squared distances [N, k].
+
+    If a cluster would have more than `cap` rows, return the assignment with the least sum of squared distances within
+    that bound.
+    """
     labels: Labels = apart.argmin(axis=1)
     if np.bincount(labels).max() <= cap:
         return labels
@@ -76,7 +83,7 @@ def _assigned(apart: Rows, cap: int) -> Labels:
 
 
 def _filled(labels: Labels, apart: Rows) -> Labels:
-    """Labels without an empty cluster: each gets, of the rows that are not alone in theirs, the one farthest from its centre."""
+    """Return labels without an empty cluster. Each gets the row farthest from its centre, among rows not alone in their cluster."""
     labels, k = labels.copy(), apart.shape[1]
     for empty in np.flatnonzero(np.bincount(labels, minlength=k) == 0).tolist():
         own = apart[np.arange(len(labels)), labels]

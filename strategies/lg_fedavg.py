@@ -1,15 +1,19 @@
-"""LG-FedAvg: every client keeps its own body; only the classifier on top is shared.
+"""LG-FedAvg: each client keeps its own body; only the classifier on top is shared.
 
-Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency: "Think Locally, Act Globally: Federated Learning with Local
-and Global Representations", arXiv:2001.01523, 2020.
+Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency: "Think Locally, Act Globally: Federated Learning with
+Local and Global Representations", arXiv:2001.01523, 2020.
 
-Client: start from its own local representation and the received global part, train both together by SGD, send the global
-part. Server: mean of the global parts weighted by training samples (Algorithm 1).
+Client: it starts from its own local representation and the received global part. It trains both together by SGD and
+sends the global part. Server: the mean of the global parts weighted by training samples (Algorithm 1).
 
-Deviations: the global part is the model's last Linear layer (in the authors' code a number of last layers, averaged uniformly);
-all models start from the run's initial weights (in the authors' code from a finished FedAvg run); no auxiliary unsupervised or
-fairness losses. `shared = "first"` is what FL-bench, and so FedOBP's tables, ran under this name. BatchNorm statistics belong
-to the body.
+Deviations:
+
+- The global part is the model's last Linear layer. In the authors' code it is a number of last layers, averaged
+  uniformly.
+- All models start from the run's initial weights. In the authors' code they start from a finished FedAvg run.
+- There are no auxiliary unsupervised or fairness losses.
+- `shared = "first"` is the method that FL-bench, and so FedOBP's tables, ran under this name.
+- BatchNorm statistics belong to the body.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Literal
 
 from fl_app.keys import key
 from fl_app.layout import Layout
-from strategies.base import LocalUpdate, Method, all_but_classifier, local_epochs
+from strategies.base import LocalUpdate, Method, Overview, all_but_classifier, local_epochs
 from strategies.fedavg import FedAvg
 
 
@@ -34,7 +38,7 @@ class LGFedAvgParams:
 
 
 def shared(layout: Layout, params: LGFedAvgParams) -> frozenset[str]:
-    """Only the classifier travels, or only the first layer that has parameters."""
+    """Return the names of the classifier's tensors, or of the first layer that has parameters."""
     rest = all_but_classifier(layout)
     if params.shared == "classifier":
         return layout.names - rest
@@ -50,4 +54,12 @@ METHOD = Method(
     shared,
     dp_epochs=local_epochs,
     sums=True,
+    overview=Overview(
+        group="A part of the model",
+        travels="classifier",
+        stays="body",
+        disk="4(d−h+b)",
+        unseen="global part, the rest initial",
+        use="little traffic",
+    ),
 )

@@ -1,7 +1,7 @@
-"""Groups of clients as a partition, for private runs: average linkage, cut at a threshold, nobody alone with one other.
+"""Groups of clients as a partition, for private runs: average linkage, cut at a threshold, at least three members.
 
-FedCAC's neighbourhoods overlap: from the means that the server forms for them nearly every single model can be solved for. Here
-groups are disjoint and have at least three members; who has no such group is alone.
+FedCAC's neighbourhoods overlap. Nearly every single model follows from the means that the server forms over them. The
+groups here are disjoint and have at least three members. A client without a group is alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ ALONE = -1
 
 
 def partition(similarity: NDArray[np.float64], threshold: float) -> NDArray[np.int64]:
-    """Cut the average-linkage tree where groups' mean similarity falls below the threshold; int64 [N], a group's number or ALONE.
+    """Cut the average-linkage tree where the groups' mean similarity falls below the threshold.
 
-    similarity: float64 [N, N], symmetric. Groups below three are dissolved; the others are numbered by their first member.
+    Returns int64 [N]: each client's group number, or ALONE. similarity: float64 [N, N], symmetric. Groups below three
+    are dissolved; the others are numbered by their first member.
     """
     n = len(similarity)
     labels = np.full(n, ALONE)
@@ -40,9 +41,10 @@ def partition(similarity: NDArray[np.float64], threshold: float) -> NDArray[np.i
 
 
 def held(groups: Mapping[int, list[int]], labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Which clients use which sum as their group's: int64 by client id, its place among the sums, ALONE for those without.
+    """Return the sum that each client uses as its group's: int64 by client id, the sum's place among the sums, or ALONE for none.
 
-    groups: who was summed up, by label; labels: int64 by client id. Who was only added to a sum, and the pool, use none.
+    groups: the summed clients by label. labels: int64 by client id. Clients that were only added to a sum use none, and
+    neither do clients without a group (label ALONE).
     """
     places = np.full(len(labels), ALONE)
     for place, label in enumerate(groups):
@@ -52,9 +54,10 @@ def held(groups: Mapping[int, list[int]], labels: NDArray[np.int64]) -> NDArray[
 
 
 def regrouped(labels: NDArray[np.int64], ids: NDArray[np.int64], parts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return labels, int64 [N], in which the clients `ids` have new groups and those who were absent keep theirs.
+    """Return labels, int64 [N], with new groups for the clients `ids`. Absent clients keep their group.
 
-    labels: int64 [N], the groups so far; parts: int64 [len(ids)], the new ones. No new group has the number of one that stays.
+    labels: the groups so far, int64 [N]. parts: the new groups of `ids`, int64 [len(ids)]. No new group has the number
+    of a kept one.
     """
     kept = np.delete(labels, ids)
     after = labels.copy()

@@ -1,9 +1,9 @@
-"""Local ("Separate"): every client trains alone; nothing but metrics travels, in either direction."""
+"""Local ("Separate"): each client trains alone; only metrics travel, in either direction."""
 
 from __future__ import annotations
 
 from fl_app.keys import NoParams
-from strategies.base import LocalUpdate, Method, PersonalizedStrategy, Uploads, local_epochs, no_tensors
+from strategies.base import LocalUpdate, Method, Overview, PersonalizedStrategy, Uploads, local_epochs, no_tensors
 
 
 class Local(PersonalizedStrategy[NoParams]):
@@ -21,4 +21,12 @@ METHOD = Method(
     no_tensors,
     dp_epochs=local_epochs,
     not_private="nothing travels, so there is nothing to hide",
+    overview=Overview(
+        group="Nothing",
+        travels="nothing",
+        stays="everything",
+        disk="4(d+b)",
+        unseen="initial model",
+        use="the baseline that sharing must beat",
+    ),
 )

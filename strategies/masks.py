@@ -1,4 +1,4 @@
-"""Masks of selected parameters: per-layer top-k, 1-bit packing, pairwise overlap (FedCAC §3.3, §3.4)."""
+"""Masks of selected parameters: top-k per layer, packing to 1 bit per parameter, pairwise overlap (FedCAC §3.3, §3.4)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from strategies.blocks import blocks, in_order
 
 Bits = NDArray[np.uint8]
 
-# uint64 words per client and block: what a client is compared with stays in the cache
-_WORDS = 1024
+# uint64 words in a block, per client and of all clients: all rows that a client is compared with stay in the cache
+_WORDS, _BLOCK_WORDS = 1024, 262_144
 
 
 def top_k(scores: NDArray[np.floating], sizes: Sequence[int], ratio: float) -> NDArray[np.bool_]:
@@ -40,7 +40,7 @@ def top_k(scores: NDArray[np.floating], sizes: Sequence[int], ratio: float) -> N
 
 
 def mark_largest(scores: NDArray[np.floating], k: int, mask: NDArray[np.bool_]) -> None:
-    """Set the mask, bool [n] and all False, where the k >= 1 largest of the scores [n] are, ties to the lower index."""
+    """Set the mask at the k >= 1 largest scores. Ties go to the lower index. scores: [n]. mask: bool [n], all False."""
     if k == scores.size:
         mask[:] = True
         return
@@ -51,7 +51,7 @@ def mark_largest(scores: NDArray[np.floating], k: int, mask: NDArray[np.bool_]) 
 
 
 def num_selected(sizes: Sequence[int], ratio: float) -> int:
-    """Return K, the number of ones `top_k` gives for these layer sizes and ratio."""
+    """Return K, the number of ones that `top_k` selects for these layer sizes and this ratio."""
     return sum(math.floor(ratio * size) for size in sizes)
 
 
@@ -71,17 +71,18 @@ def popcount(bits: Bits) -> int:
 
 
 def common_ones(bits: Bits) -> NDArray[np.int64]:
-    """Number of ones that two masks have in common, int64 [N, N]; on the diagonal the number a mask has.
+    """Return the number of ones that each pair of masks has in common, int64 [N, N]. The diagonal holds each mask's number of ones.
 
     bits: uint8 [N, ceil(d/8)].
     """
     n, num_bytes = bits.shape
+    most = min(_WORDS, max(128, _BLOCK_WORDS // max(n, 1)))
 
     def counts(span: tuple[int, int]) -> NDArray[np.int64]:
         total = np.zeros((n, n), dtype=np.int64)
-        words = np.zeros((n, _WORDS), dtype=np.uint64)
+        words = np.zeros((n, most), dtype=np.uint64)
         both, ones = np.empty_like(words), np.empty(words.shape, dtype=np.uint8)
-        for start, stop in blocks(*span, 8 * _WORDS):
+        for start, stop in blocks(*span, 8 * most):
             width = -(-(stop - start) // 8)
             # the last word may be filled in part
             words[:, width - 1] = 0
@@ -98,11 +99,11 @@ def common_ones(bits: Bits) -> NDArray[np.int64]:
 
 
 def overlap(bits: Bits, num_critical: int) -> NDArray[np.float64]:
-    """Pairwise overlap of critical-parameter masks, in [0, 1] (FedCAC §3.4, see the erratum in docs/methods.md).
+    """Return the pairwise overlap of critical-parameter masks, in [0, 1], float64 [N, N] (FedCAC §3.4).
 
-    bits: uint8 [N, ceil(d/8)], little bit order, each row with num_critical ones. Returns float64 [N, N]: the share of
-    its critical parameters a client has in common with another, symmetric, diagonal 1.
-    Raises ValueError if num_critical < 1.
+    bits: uint8 [N, ceil(d/8)], little bit order, each row with num_critical ones. An entry is the share of a client's
+    critical parameters that another client has too. The result is symmetric, with diagonal 1. docs/methods/fedcac.md
+    has the paper's erratum. Raises ValueError if num_critical < 1.
     """
     if num_critical < 1:
         raise ValueError(f"num_critical must be at least 1, got {num_critical}")

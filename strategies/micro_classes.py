@@ -1,4 +1,4 @@
-"""Counting over clients' Micro-Classes, small numbers per client and parameter (FedPake Eq. 8-9)."""
+"""Counts over clients' Micro-Classes, small numbers per client and parameter (FedPake Eq. 8-9)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from numpy.typing import NDArray
 
 from strategies.blocks import blocks
 
+# uint64 words of a plane, of all clients: all rows that a client is compared with stay in the cache
+_BLOCK_WORDS = 262_144
+
 
 def num_differing(classes: NDArray[np.uint8], highest: int) -> NDArray[np.int64]:
-    """Count, for all pairs of rows, the columns in which they differ (Eq. 8), int64 [N, N].
+    """Return the number of columns in which each pair of rows differs (Eq. 8), int64 [N, N].
 
     classes: uint8 [N, M], at most `highest`. Works on one packed plane of bits per binary digit.
     """
@@ -19,17 +22,19 @@ def num_differing(classes: NDArray[np.uint8], highest: int) -> NDArray[np.int64]
     planes = np.zeros((highest.bit_length(), n, -(-m // 64)), np.uint64)
     for digit, plane in enumerate(planes):
         plane.view(np.uint8)[:, : -(-m // 8)] = np.packbits(classes & (1 << digit), axis=1)
-    counts = np.zeros((n, n), np.int64)
-    for i in range(n - 1):
-        differ = np.bitwise_or.reduce(planes[:, i, None] ^ planes[:, i + 1 :], axis=0)
-        counts[i, i + 1 :] = counts[i + 1 :, i] = np.bitwise_count(differ).sum(axis=1, dtype=np.int64)
-    return counts
+    upper = np.zeros((n, n), np.int64)
+    for start, stop in blocks(0, planes.shape[2], max(128, _BLOCK_WORDS // n)):
+        words = np.ascontiguousarray(planes[:, :, start:stop])
+        for i in range(n - 1):
+            differ = np.bitwise_or.reduce(words[:, i, None] ^ words[:, i + 1 :], axis=0)
+            upper[i, i + 1 :] += np.bitwise_count(differ).sum(axis=1, dtype=np.uint32)
+    return upper + upper.T
 
 
 def most_frequent(classes: NDArray[np.uint8], members: Sequence[NDArray[np.intp]], highest: int) -> NDArray[np.uint8]:
-    """Most frequent of the classes 1..highest per column and group of rows, the smaller one in a tie (Eq. 9).
+    """Return the most frequent of the classes 1..highest, per column and group of rows (Eq. 9), uint8 [groups, M].
 
-    classes: uint8 [N, M]. Returns uint8 [groups, M], 0 where all of a group's classes are 0.
+    classes: uint8 [N, M]. Ties go to the smaller class. The result is 0 if all of a group's classes are 0.
     """
     kind = np.min_scalar_type(len(classes))
     winner = np.zeros((len(members), classes.shape[1]), np.uint8)

@@ -1,16 +1,24 @@
-"""MOON: FedAvg whose clients learn features close to the global model's and far from those of their own last model.
+"""MOON: FedAvg in which clients learn features close to the global model's and far from their own last model's.
 
 Li, He, Song: "Model-Contrastive Federated Learning", CVPR 2021.
 
-Client, on receiving w_g: SGD on CE + mu l, with z the features of the model in training (the input of its last Linear layer), z_g
-those of w_g, and z_prev those of w_prev, the model the client trained in its last participation:
-l = mean_s -log(exp(cos(z, z_g)/tau) / (exp(cos(z, z_g)/tau) + exp(cos(z, z_prev)/tau))), gradients through z alone. It keeps and
-sends what it trained. Server: FedAvg. mu = 0, and a client's first participation, which has no w_prev, are FedAvg, bit for bit.
+Client: it receives w_g and runs SGD on CE + mu l. Features are the input of the last Linear layer: z of the model in
+training, z_g of w_g, and z_prev of w_prev. w_prev is the model that the client trained in its last participation.
 
-Deviations: no projection head; the paper puts a two-layer one below the classifier of all methods it compares, a user's model may
-end in such layers. l is computed as softplus((cos(z, z_prev) - cos(z, z_g))/tau), which a small tau cannot overflow. w_g and w_prev
-are in evaluation mode. w_prev is used however old it is; one earlier model is kept, as by default in the authors' code. Two more
-forward passes per batch. The reported training loss is CE's.
+    l = mean_s -log(exp(cos(z, z_g)/tau) / (exp(cos(z, z_g)/tau) + exp(cos(z, z_prev)/tau)))
+
+Gradients pass through z alone. The client keeps and sends its trained model. Server: FedAvg. mu = 0 is FedAvg, bit for
+bit. So is a client's first participation, which has no w_prev.
+
+Deviations:
+
+- There is no projection head. The paper puts one of two layers below the classifier of all methods it compares. A
+  user's model may end in such layers.
+- l is computed as softplus((cos(z, z_prev) - cos(z, z_g))/tau), which a small tau cannot overflow.
+- w_g and w_prev are in evaluation mode.
+- w_prev is used at any age. One earlier model is kept, the default of the authors' code.
+- Each batch takes two more forward passes.
+- The reported training loss is CE's.
 """
 
 from __future__ import annotations
@@ -20,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from fl_app.keys import NOT_NEGATIVE, POSITIVE, key
 from fl_app.layout import Model
-from strategies.base import ClientState, LocalUpdate, Method, Objective, RoundContext, all_where_features_are
+from strategies.base import ClientState, LocalUpdate, Method, Objective, Overview, RoundContext, all_where_features_are
 from strategies.fedavg import FedAvg, GlobalModelParams
 
 if TYPE_CHECKING:
@@ -37,14 +45,14 @@ class MOONParams(GlobalModelParams):
         "(CIFAR-100, Tiny-ImageNet).",
         NOT_NEGATIVE,
     )
-    temperature: float = key(0.5, "What similarities are divided by (tau).", POSITIVE)
+    temperature: float = key(0.5, "Divisor of the similarities (tau).", POSITIVE)
 
 
 def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, *, temperature: float) -> Tensor:
-    """-log of the softmax share of the pair (z, z_global) beside (z, z_previous), of cosines / temperature: mean, a scalar.
+    """Return the mean of -log of the share of (z, z_global) in a softmax over two pairs, a scalar.
 
-    z, z_global, z_previous: floating [n, f]; temperature > 0. The gradient is to be taken of z alone. Norms count as at
-    least 1e-8.
+    The other pair is (z, z_previous); the softmax is of cosines / temperature. z, z_global, z_previous: floating
+    [n, f]; temperature > 0. Take the gradient of z alone. Norms count as at least 1e-8.
     """
     from torch.nn.functional import cosine_similarity, logsigmoid
 
@@ -53,17 +61,17 @@ def contrastive_loss(z: Tensor, z_global: Tensor, z_previous: Tensor, *, tempera
 
 
 class MOONUpdate(LocalUpdate[MOONParams]):
-    """Client half: cross-entropy and contrastive loss; keeps what it trained."""
+    """Client half: cross-entropy and contrastive loss. It keeps its trained model."""
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[MOONParams]) -> Model:
-        """Train between the received model and the last one of one's own."""
+        """Train near the received model and far from the client's own last one."""
         after = ctx.trainer.train(start, objective=self.objective(start, state, ctx))
         if ctx.params.mu:
             state.arrays["moon.params"], state.arrays["moon.buffers"] = after.params, after.buffers
         return after
 
     def objective(self, start: Model, state: ClientState, ctx: RoundContext[MOONParams]) -> Objective | None:
-        """CE + mu l; None, no operation at all, for mu 0 and before there is an earlier model."""
+        """Return CE + mu l; None, no operation at all, for mu 0 and without an earlier model."""
         p, trainer = ctx.params, ctx.trainer
         if not p.mu or "moon.params" not in state.arrays:
             return None
@@ -79,4 +87,18 @@ class MOONUpdate(LocalUpdate[MOONParams]):
         return loss
 
 
-METHOD = Method("moon", MOONParams, FedAvg[MOONParams], MOONUpdate, all_where_features_are, sums=True)
+METHOD = Method(
+    "moon",
+    MOONParams,
+    FedAvg[MOONParams],
+    MOONUpdate,
+    all_where_features_are,
+    sums=True,
+    overview=Overview(
+        group="One global model for all",
+        stays="last model",
+        disk="4(d+b)",
+        epochs="E, 3 E forward",
+        use="images with features that drift",
+    ),
+)

@@ -1,16 +1,26 @@
-"""PerFedMask: FedBABU whose clients train only as many layers as they can afford; the others are frozen.
+"""PerFedMask: FedBABU in which clients train only as many layers as they can afford; the others are frozen.
 
 Setayesh, Li, Wong: "PerFedMask: Personalized Federated Learning with Optimized Masking Vectors", ICLR 2023.
 
-Every client has a mask over the body's layers (modules with parameters), fixed before round 1: the layers it trains, of at most
-the share nu of all body parameters, at least one. Client: E epochs of SGD on those under the run's initial classifier; it sends
-them. Server, per tensor: mean weighted by samples over those who trained it; unchanged where nobody did. Personalization happens
-at evaluation: `finetune-epochs` (authors: 5) of all tensors, dropped afterwards. nu = 1 trains every layer, and is FedBABU, bit
-for bit.
+Every client has a mask over the body's layers (modules with parameters), fixed before round 1. It marks the layers that
+the client trains: at most the share nu of all body parameters, but at least one layer.
 
-Masks minimise, with k_il = m_il / sum_j m_jl and d_l the layers' sizes, sum_i [d max_l k_il - sum_l k_il d_l + what i leaves
-unused of nu d]. The authors improve on the best of 1,000 random ones by a convex solver; we take that best. Deviations: one nu
-for all clients. Statistics are FedBABU's: all of the body's are averaged, also of layers that are frozen.
+Client: E epochs of SGD on its layers under the run's initial classifier; it sends them. Server, per tensor: the mean
+over the clients that trained it, weighted by samples. A tensor that no client trained stays as it was. Personalization
+happens at evaluation: all tensors are tuned for `finetune-epochs` (authors: 5) and dropped afterwards. nu = 1 trains
+every layer, and is FedBABU, bit for bit.
+
+Masks minimise a sum over clients. m_il is 1 if client i trains layer l, k_il = m_il / sum_j m_jl, and d_l are the
+layers' sizes:
+
+    sum_i [d max_l k_il - sum_l k_il d_l + the part of nu d that i leaves unused]
+
+The authors improve the best of 1,000 random masks by a convex solver. We take that best.
+
+Deviations:
+
+- All clients have the same nu.
+- Statistics are FedBABU's: all of the body's are averaged, those of frozen layers too.
 """
 
 from __future__ import annotations
@@ -29,12 +39,12 @@ from fl_app.keys import POSITIVE_RATIO, key
 from fl_app.layout import Layout, Model
 from fl_app.wire import Expected, Upload
 from strategies.aggregate import check_weights, weighted_mean
-from strategies.base import ClientState, LocalUpdate, Method, RoundContext, Uploads, all_but_classifier
+from strategies.base import ClientState, LocalUpdate, Method, Overview, RoundContext, Uploads, all_but_classifier
 from strategies.blocks import for_blocks
 from strategies.fedavg import FedAvg
 from strategies.fedbabu import warn_without_finetuning
 
-# down, uint8 [ceil(L/8)]: one bit per layer of the body, packed, where there is a choice
+# sent down if not all layers train, uint8 [ceil(L/8)]: one packed bit per layer of the body
 LAYERS = "layers"
 
 _DRAWS = 1000
@@ -47,18 +57,19 @@ class PerFedMaskParams:
     capacity: float = key(
         1.0, "Share of the body's parameters that a client can train (nu); 1 is FedBABU.", POSITIVE_RATIO
     )
-    masks: Literal["optimised", "random"] = key("optimised", "The best of 1,000 random masks, or one.")
+    masks: Literal["optimised", "random"] = key("optimised", "The best of 1,000 random masks, or a single random one.")
 
 
 def layers_of(layout: Layout) -> list[str]:
-    """Modules that own parameters, in order."""
+    """Return the modules that own parameters, in order."""
     return list(dict.fromkeys(slot.name.rpartition(".")[0] for slot in layout.params))
 
 
 def random_masks(sizes: ArrayLike, capacity: float, clients: int, stream: np.random.Generator) -> NDArray[np.bool_]:
-    """Layers that clients train, bool [N, L]: in random order all that still fit into capacity * sum(sizes), at least one.
+    """Return random layers for clients to train, bool [N, L].
 
-    sizes: [L], parameters per layer.
+    In random order, each client takes every layer that still fits into capacity * sum(sizes). If none fits, it takes
+    the smallest. sizes: [L], parameters per layer.
     """
     d = np.asarray(sizes, np.float64)
     order = stream.permuted(np.tile(np.arange(len(d)), (clients, 1)), axis=1)
@@ -73,7 +84,7 @@ def random_masks(sizes: ArrayLike, capacity: float, clients: int, stream: np.ran
 
 
 def objective(masks: NDArray[np.bool_], sizes: ArrayLike, capacity: float) -> float:
-    """What masks, bool [N, L], cost: uneven shares of the layers, and capacity that is not used. sizes: [L]."""
+    """Return the cost of masks, bool [N, L]: uneven shares of the layers, and unused capacity. sizes: [L]."""
     d, m = np.asarray(sizes, np.float64), np.asarray(masks, np.float64)
     shares = m / np.maximum(m.sum(axis=0), 1)
     unused = np.maximum(capacity * d.sum() - m @ d, 0)
@@ -83,9 +94,10 @@ def objective(masks: NDArray[np.bool_], sizes: ArrayLike, capacity: float) -> fl
 def masked_mean(
     W: NDArray[np.floating[Any]], trained: ArrayLike, sizes: ArrayLike, previous: ArrayLike
 ) -> NDArray[np.floating[Any]]:
-    """Mean over the clients who trained an element, weighted by sizes, [d]; the previous value where nobody did.
+    """Return the mean over the clients that trained an element, weighted by sizes, [d]; else the previous value.
 
-    W: [N, d]; trained: [N, d], not 0 where a client trained; sizes: [N]; previous: [d]. Where all did it is `weighted_mean`'s.
+    W: [N, d]; trained: [N, d], not 0 where a client trained; sizes: [N]; previous: [d]. Where all clients trained, it
+    is `weighted_mean`'s.
     """
     W = np.asarray(W)
     shares = check_weights(np.asarray(sizes, np.float64), len(W))[:, None] * (np.asarray(trained) != 0)
@@ -97,19 +109,19 @@ def masked_mean(
 
 
 class PerFedMask(FedAvg[PerFedMaskParams]):
-    """Server half. Masks follow from the seed, and are nowhere kept."""
+    """Server half. Masks follow from the seed and are not stored."""
 
-    # a layer may be one client's alone
+    # a layer may have only one client that trains it
     robust = frozenset()
 
     def summary(self) -> None:
-        """Log what runs; warn where nothing is personalized."""
+        """Log the run's settings; warn if nothing is personalized."""
         super().summary()
         warn_without_finetuning(self.config)
 
     @cached_property
     def masks(self) -> NDArray[np.bool_]:
-        """Which layers of the body each client trains, bool [N, L]."""
+        """Return the layers of the body that each client trains, bool [N, L]."""
         p, n, layers = self.params, self.config.num_clients, layers_of(self.layout)
         sizes = np.zeros(len(layers))
         for slot in self.layout.params:
@@ -122,20 +134,20 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
         return min(draws, key=lambda masks: objective(masks[trains], sizes, p.capacity))
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Which layers to train, where not all."""
+        """Return the layers to train, unless all train."""
         return {} if self.params.capacity == 1 else {LAYERS: np.packbits(self.masks[client_id])}
 
     def expected_from(self, client_id: int) -> Expected:
-        """The tensors that a client trains."""
+        """Return the form of one client's upload: the tensors that it trains."""
         return Expected.of(self.layout.subset(sent_tensors(self.layout, self.masks[client_id])))
 
     def complete(self, client_id: int, upload: Upload) -> Upload:
-        """Fill in what a client did not train, which is not looked at."""
+        """Return the upload filled up with global values, which `masked_mean` ignores."""
         names = sent_tensors(self.layout, self.masks[client_id])
         return dataclasses.replace(upload, model=self.layout.put(self.global_model, upload.model, names))
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Mean per tensor over those who trained it."""
+        """Average each tensor over the clients that trained it."""
         layers, before = layers_of(self.layout), self.global_model.params
         owners = [layers.index(slot.name.rpartition(".")[0]) for slot in self.layout.params]
         layer_of = np.repeat(owners, self.layout.sizes)
@@ -150,19 +162,25 @@ class PerFedMask(FedAvg[PerFedMaskParams]):
 
 
 def sent_tensors(layout: Layout, mask: NDArray[np.bool_]) -> frozenset[str]:
-    """Names of what a client uploads of a body: the layers it trains, bool [L], and all statistics."""
+    """Return the names of the tensors of a body that a client uploads: the layers it trains, and all statistics.
+
+    mask: bool [L], the layers it trains.
+    """
     trained = {layer for layer, chosen in zip(layers_of(layout), mask, strict=True) if chosen}
     params = {slot.name for slot in layout.params if slot.name.rpartition(".")[0] in trained}
     return frozenset(params | {slot.name for slot in layout.buffers})
 
 
 class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
-    """Client half: train its layers of the body under the initial classifier; tune a copy to be evaluated. It keeps nothing."""
+    """Client half: it trains its layers of the body under the initial classifier, and tunes a copy for evaluation.
+
+    It keeps nothing.
+    """
 
     local_from_file = False
 
     def sent(self, ctx: RoundContext[PerFedMaskParams]) -> frozenset[str]:
-        """Names of the tensors it uploads."""
+        """Return the names of the tensors that the client uploads."""
         body = ctx.layout.subset(ctx.shared)
         layers = len(layers_of(body))
         mask = (
@@ -173,14 +191,14 @@ class PerFedMaskUpdate(LocalUpdate[PerFedMaskParams]):
         return sent_tensors(body, mask)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> Model:
-        """Train the body's layers that are the client's."""
+        """Train the client's layers of the body."""
         return ctx.trainer.train(start, frozen=ctx.layout.names - self.sent(ctx))
 
     def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> None:
         """Keep nothing: the classifier follows from the seed."""
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[PerFedMaskParams]) -> Upload:
-        """Send what was trained."""
+        """Send the trained layers and all statistics."""
         plain = super().upload(before, after, state, ctx)
         return dataclasses.replace(plain, model=ctx.layout.take(after, self.sent(ctx)))
 
@@ -193,4 +211,11 @@ METHOD = Method(
     all_but_classifier,
     needs_whole=True,
     not_private="its server averages each layer over those clients that train it",
+    overview=Overview(
+        group="A part of the model",
+        travels="trained layers up, body down",
+        epochs="up to E",
+        unseen="global part, the rest initial",
+        use="as fedbabu, weak clients",
+    ),
 )

@@ -1,19 +1,32 @@
-"""pFedFDA: the classifier is never trained, it follows from class Gaussians that each client adapts to its own features.
+"""pFedFDA: the classifier is computed, not trained, from class Gaussians that each client adapts to its own features.
 
 McLaughlin, Su: "Personalized Federated Learning via Feature Distribution Adaptation", NeurIPS 2024 (Algorithm 1).
 
-Everybody shares a body phi, class means mu [C, k] and one covariance Sigma [k, k] of its features z. A head is the Bayes
-classifier of these Gaussians under the client's class prior pi: LDA(mu, Sigma), see `lda_head`. Client i, on receiving
-phi, mu_g, Sigma_g: trains phi under the frozen head LDA(mu_g, Sigma_g); takes the features of its training data at the trained
-body; estimates mu_hat, Sigma_hat from them (`local_gaussian`); and finds by cross-validation the beta in [0, 1] for which
-mu_i = beta mu_hat + (1 - beta) mu_g, Sigma_i likewise, classifies best. It uploads phi, mu_i, Sigma_i. Server: means of all three,
-weighted by training samples. The personal model is the given body under LDA(mu_i, Sigma_i) at that body: adapted before training
-at the received one, after it at the trained one. Nothing is kept on a client.
+All clients share a body phi, and class means mu [C, k] and one covariance Sigma [k, k] of its features z. A head is the
+Bayes classifier of these Gaussians under the client's class prior pi: LDA(mu, Sigma), see `lda_head`.
 
-Deviations: the features are those of all n training samples in evaluation mode (the code reuses those of all epochs, in training
-mode at a moving body; Algorithm 1 means n). rho = 1 is the code's; the text adds "a small epsilon I". A class is estimated where it
-has more than `folds` samples, everywhere (the code's training tests the number of all samples). Where no class has `folds` samples
-beta is 0, as in the code (its comment says local). The means start from U[0, 1), as in the code (in print: Gaussian).
+Client i receives phi, mu_g and Sigma_g.
+
+1. It trains phi under the frozen head LDA(mu_g, Sigma_g).
+2. It takes the features of its training data at the trained body. From them it estimates mu_hat and Sigma_hat
+   (`local_gaussian`).
+3. It sets mu_i = beta mu_hat + (1 - beta) mu_g, and Sigma_i likewise. Cross-validation finds the beta in [0, 1] that
+   classifies best.
+4. It uploads phi, mu_i and Sigma_i.
+
+Server: the means of all three, weighted by training samples. The personal model is the given body under
+LDA(mu_i, Sigma_i) at that body. Before training it is adapted at the received body, after training at the trained one.
+Nothing is kept on a client.
+
+Deviations:
+
+- The features are those of all n training samples in evaluation mode. The code reuses those of all epochs, in training
+  mode at a moving body. Algorithm 1 means n.
+- rho = 1 is the code's. The text adds "a small epsilon I".
+- A class is estimated where it has more than `folds` samples, everywhere. The code's training tests the number of all
+  samples.
+- If no class has `folds` samples, beta is 0, as in the code. The code's comment asks for local statistics instead.
+- The means start from U[0, 1), as in the code. In print they are Gaussian.
 """
 
 from __future__ import annotations
@@ -38,6 +51,7 @@ from strategies.base import (
     ClientState,
     LocalUpdate,
     Method,
+    Overview,
     RoundContext,
     Uploads,
     all_but_classifier,
@@ -59,10 +73,11 @@ class PFedFDAParams:
 
     betas: Literal["single", "separate", "local"] = key(
         "single",
-        "One weight of a client's own statistics (paper), one for means and one for the covariance (the code's default), or 1.",
+        "Weight of a client's own statistics: one for all (paper), two for means and covariance (the code's default), "
+        "or fixed at 1.",
     )
     folds: int = key(
-        2, "Folds of the cross-validation; a class with no more samples keeps its global mean.", Rule(low=2)
+        2, "Folds of the cross-validation; a class with at most this many samples keeps its global mean.", Rule(low=2)
     )
     eps: float = key(
         1e-4,
@@ -73,7 +88,7 @@ class PFedFDAParams:
 
 
 class Gaussians(NamedTuple):
-    """Class Gaussians of the features: means float64 [C, k], and the covariance they have in common, float64 [k, k]."""
+    """Class Gaussians of the features: means float64 [C, k], and their common covariance, float64 [k, k]."""
 
     means: Matrix
     covariance: Matrix
@@ -83,14 +98,17 @@ class Gaussians(NamedTuple):
 
 
 def class_prior(counts: NDArray[np.int64], *, eps: float) -> Matrix:
-    """Class probabilities pi_c, proportional to n_c/n + eps, float64 [C]; counts: int64 [C], not all 0."""
+    """Return the class probabilities pi_c, proportional to n_c/n + eps, float64 [C].
+
+    counts: int64 [C], not all 0.
+    """
     raised = counts / counts.sum() + eps
     prior: Matrix = raised / raised.sum()
     return prior
 
 
 def shrunk(covariance: Matrix, *, eps: float) -> Matrix:
-    """(1 - eps) Sigma + eps tr(Sigma)/k I, [k, k]."""
+    """Return (1 - eps) Sigma + eps tr(Sigma)/k I, [k, k]."""
     k = len(covariance)
     out: Matrix = (1 - eps) * covariance
     out[np.diag_indices(k)] += eps * np.trace(covariance) / k
@@ -98,10 +116,11 @@ def shrunk(covariance: Matrix, *, eps: float) -> Matrix:
 
 
 def lda_head(means: Matrix, covariance: Matrix, prior: Matrix, *, eps: float) -> tuple[Matrix, Matrix]:
-    """Linear classifier of class Gaussians with one covariance: weight H [C, k] and bias c [C], float64.
+    """Return the linear classifier of class Gaussians with one covariance: weight H [C, k], bias c [C], float64.
 
-    H = (S^-1 mu^T)^T by a Cholesky solve, S the shrunk covariance; c = -1/2 diag(mu H^T) + log pi. means: [C, k]; covariance:
-    [k, k]; prior: [C], positive. Raises ValueError if S is not finite, and numpy's LinAlgError, one too, if not positive definite.
+    H = (S^-1 mu^T)^T by a Cholesky solve, S the shrunk covariance; c = -1/2 diag(mu H^T) + log pi. means: [C, k];
+    covariance: [k, k]; prior: [C], positive. Raises ValueError if S is not finite. Raises numpy's LinAlgError, a
+    ValueError too, if S is not positive definite.
     """
     from scipy.linalg import cho_factor, cho_solve
 
@@ -111,10 +130,10 @@ def lda_head(means: Matrix, covariance: Matrix, prior: Matrix, *, eps: float) ->
 
 
 def local_gaussian(z: Matrix, y: Labels, means: Matrix, *, least: int, ridge: float) -> tuple[Matrix, Matrix]:
-    """Class means and common covariance of features, float64 [C, k] and [k, k].
+    """Return class means, float64 [C, k], and the common covariance of features, float64 [k, k].
 
-    z: [n, k]; y: int64 [n]. A class's mean is that of its samples if it has more than `least`, else means[c], [C, k]. Covariance:
-    sum_j (z_j - mean)(z_j - mean)^T / (n - 1) + ridge I; divided by 1 where n is 1.
+    z: [n, k]; y: int64 [n]; means: [C, k]. A class with more than `least` samples has their mean, any other class c has
+    means[c]. The covariance is sum_j (z_j - mean)(z_j - mean)^T / (n - 1) + ridge I, divided by 1 where n is 1.
     """
     z, own = np.asarray(z, np.float64), np.array(means, np.float64)
     for c in np.flatnonzero(np.bincount(y, minlength=len(own)) > least):
@@ -126,7 +145,7 @@ def local_gaussian(z: Matrix, y: Labels, means: Matrix, *, least: int, ridge: fl
 
 
 def interpolate(own: Gaussians, shared: Gaussians, betas: tuple[float, float]) -> Gaussians:
-    """Beta own + (1 - beta) shared; betas: of the means, of the covariance."""
+    """Return beta own + (1 - beta) shared. betas: of the means, of the covariance."""
     of_means, of_covariance = betas
     means, covariance = of_means * own.means, of_covariance * own.covariance
     means += (1 - of_means) * shared.means
@@ -135,7 +154,7 @@ def interpolate(own: Gaussians, shared: Gaussians, betas: tuple[float, float]) -
 
 
 def cross_entropy(z: Matrix, y: Labels, head: tuple[Matrix, Matrix]) -> float:
-    """Sum over samples of the cross-entropy of a linear classifier; z: [n, k], y: int64 [n]."""
+    """Return the sum over samples of a linear classifier's cross-entropy. z: [n, k]; y: int64 [n]."""
     logits = z @ head[0].T + head[1]
     top = logits.max(axis=1, keepdims=True)
     normalizers = np.log(np.exp(logits - top).sum(axis=1)) + top[:, 0]
@@ -143,7 +162,10 @@ def cross_entropy(z: Matrix, y: Labels, head: tuple[Matrix, Matrix]) -> float:
 
 
 def stratified_folds(y: Labels, folds: int, generator: np.random.Generator) -> Labels:
-    """Deal samples out to folds, each class evenly, shuffled: fold numbers, int64 [n] (scikit-learn's StratifiedKFold)."""
+    """Return the samples' fold numbers, int64 [n]: each class dealt evenly, shuffled.
+
+    This is scikit-learn's StratifiedKFold.
+    """
     classes, ordered = int(y.max(initial=0)) + 1, np.sort(y)
     shares = np.array([np.bincount(ordered[f::folds], minlength=classes) for f in range(folds)])  # [folds, C]
     out = np.empty(len(y), np.int64)
@@ -153,7 +175,7 @@ def stratified_folds(y: Labels, folds: int, generator: np.random.Generator) -> L
 
 
 class Validation:
-    """The mean cross-entropy on each fold under what the other folds, interpolated with what is shared, say about it.
+    """The cross-entropy on each fold under the Gaussians of the other folds, interpolated with the shared ones.
 
     z: [n, k]; y, fold: int64 [n]; prior: [C].
     """
@@ -177,7 +199,7 @@ class Validation:
         }
 
     def loss(self, betas: tuple[float, float]) -> float:
-        """Mean over all samples; betas: of the means, of the covariance."""
+        """Return the mean over all samples. betas: of the means, of the covariance."""
         total = 0.0
         for f, others in self._others.items():
             mixed = interpolate(others, self.shared, betas)
@@ -187,7 +209,7 @@ class Validation:
 
 
 def best_single(loss: Callable[[float], float]) -> float:
-    """Minimiser on [0, 1]: bounded Brent (xatol 1e-3) and both ends; the smallest of equals."""
+    """Return the minimiser on [0, 1]: bounded Brent (xatol 1e-3) and both ends; the smallest in a tie."""
     from scipy.optimize import minimize_scalar
 
     inner = minimize_scalar(loss, bounds=(0, 1), method="bounded", options={"xatol": 1e-3})
@@ -196,7 +218,7 @@ def best_single(loss: Callable[[float], float]) -> float:
 
 
 def best_pair(loss: Callable[[tuple[float, float]], float]) -> tuple[float, float]:
-    """Minimiser on [0, 1]^2: L-BFGS-B from (0.5, 0.5)."""
+    """Return the minimiser on [0, 1]^2: L-BFGS-B from (0.5, 0.5)."""
     from scipy.optimize import minimize
 
     found = minimize(lambda x: loss((float(x[0]), float(x[1]))), (0.5, 0.5), method="L-BFGS-B", bounds=[(0, 1)] * 2).x
@@ -204,12 +226,12 @@ def best_pair(loss: Callable[[tuple[float, float]], float]) -> tuple[float, floa
 
 
 def triangle(matrix: NDArray[Any]) -> NDArray[np.float32]:
-    """Upper triangle of a symmetric matrix [k, k], row by row: float32 [k(k+1)/2]."""
+    """Return the upper triangle of a symmetric matrix [k, k], row by row, float32 [k(k+1)/2]."""
     return matrix[np.triu_indices(len(matrix))].astype(np.float32)
 
 
 def symmetric(upper: NDArray[Any]) -> Matrix:
-    """Inverse of `triangle`: float64 [k, k]."""
+    """Return the symmetric matrix of an upper triangle, float64 [k, k]; the inverse of `triangle`."""
     k = (int(np.sqrt(8 * len(upper) + 1)) - 1) // 2
     out = np.empty((k, k))
     rows, columns = np.triu_indices(k)
@@ -221,13 +243,16 @@ def symmetric(upper: NDArray[Any]) -> Matrix:
 
 
 def head_shape(layout: Layout) -> tuple[int, int]:
-    """Classes C and features k of the model's classifier."""
+    """Return the number of classes C and of features k of the model's classifier."""
     (shape,) = (slot.shape for slot in layout.params if slot.name in layout.classifier and len(slot.shape) == 2)
     return shape[0], shape[1]
 
 
 def body(layout: Layout, params: object) -> frozenset[str]:
-    """All but the last Linear layer travels. Raises UserError for a model without one, with nothing below it, or no bias in it."""
+    """Return the names of all tensors but the last Linear layer's.
+
+    Raises UserError for a model without such a layer, with nothing below it, or without a bias in it.
+    """
     below = all_but_classifier(layout)
     check_head_trains(layout, "weight", "bias")
     if not any(len(slot.shape) == 1 for slot in layout.params if slot.name in layout.classifier):
@@ -238,10 +263,10 @@ def body(layout: Layout, params: object) -> frozenset[str]:
 class PFedFDA(FedAvg[PFedFDAParams]):
     """Server half. Memory: `means` float32 [C, k], `covariance` float32 [k(k+1)/2]."""
 
-    # most clients keep the Gaussians as they are, who adapts them to its own moves them: 35 times was seen
+    # most clients keep the Gaussians, and one that adapts them moves far: 35 times the usual distance was seen
     spread = 16.0
     compared_extras = MappingProxyType({"class means": "means", "covariances": "covariance"})
-    # a median per entry of covariances need not be one
+    # an entry-wise median of covariances need not be a covariance
     robust = frozenset({"krum", "geometric-median"})
 
     def __init__(
@@ -259,16 +284,16 @@ class PFedFDA(FedAvg[PFedFDAParams]):
         self.memory["covariance"] = triangle(np.eye(k))
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Send the Gaussians along."""
+        """Return the shared Gaussians."""
         return {name: self.memory[name] for name in ("means", "covariance")}
 
     def expected(self) -> Expected:
-        """They come back adapted."""
+        """Return the form of an upload: the body and adapted Gaussians."""
         extras = {name: ("<f4", self.memory[name].shape) for name in ("means", "covariance")}
         return dataclasses.replace(super().expected(), extras=extras)
 
     def check(self, upload: Upload) -> None:
-        """Refuse Gaussians that no classifier can be made of: they would spoil everybody's."""
+        """Raise WireError for Gaussians that give no classifier, as they would spoil the shared ones."""
         if max(float(np.abs(array).max(initial=0)) for array in upload.extras.values()) > _LARGEST:
             raise WireError(f"its means and covariance must lie within {_LARGEST:g} of 0")
         try:
@@ -285,7 +310,7 @@ class PFedFDA(FedAvg[PFedFDAParams]):
 
 
 class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
-    """Client half; an instance serves one message and remembers what it adapted last."""
+    """Client half. An instance serves one message, and keeps its last adaptation."""
 
     local_from_file = False
 
@@ -293,11 +318,11 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
     _last: tuple[Model, Gaussians, tuple[float, float]] | None = None
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> Model:
-        """Put the received body under the head of the received Gaussians."""
+        """Return the received body under the head of the received Gaussians."""
         return self.under(self.shared(ctx), ctx.layout.put(ctx.initial(), received, ctx.shared), ctx)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> Model:
-        """Train the body; the head stands still."""
+        """Train the body under the frozen head."""
         return ctx.trainer.train(start, frozen=ctx.local)
 
     def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> None:
@@ -305,18 +330,18 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
 
     @classmethod
     def tested(cls, params: PFedFDAParams) -> str:
-        """The bodies under classifiers that are computed."""
+        """Return the note that both bodies are tested under computed classifiers."""
         return (
-            "before and after training are of the body each client receives, and of the one it trained, both under a classifier "
-            "computed from its own features there"
+            "before training, the received body is tested; after training, the body that the client trained; both under a "
+            "classifier computed from its own features there"
         )
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> Model:
-        """Put the head of the adapted Gaussians on a body."""
+        """Return a body under the head of the Gaussians adapted at it."""
         return self.under(self.adapted(model, ctx)[0], model, ctx)
 
     def finetune(self, start: Model, state: ClientState, ctx: RoundContext[PFedFDAParams], epochs: int) -> Model:
-        """Train everything, from the shared head."""
+        """Tune all tensors, starting from the shared head."""
         return super().finetune(self.under(self.shared(ctx), start, ctx), state, ctx, epochs)
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[PFedFDAParams]) -> Upload:
@@ -328,11 +353,11 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
         return dataclasses.replace(plain, extras=extras, metrics=metrics)
 
     def shared(self, ctx: RoundContext[PFedFDAParams]) -> Gaussians:
-        """Return the Gaussians received."""
+        """Return the received Gaussians."""
         return Gaussians(ctx.extras["means"].astype(np.float64), symmetric(ctx.extras["covariance"]))
 
     def under(self, gaussians: Gaussians, model: Model, ctx: RoundContext[PFedFDAParams]) -> Model:
-        """Replace a model's classifier by LDA(mu, Sigma) under the client's prior."""
+        """Return a model with LDA(mu, Sigma), under the client's prior, as its classifier."""
         prior = class_prior(ctx.trainer.class_counts, eps=ctx.params.eps)
         with one_thread("scipy.linalg"):
             weight, bias = lda_head(gaussians.means, gaussians.covariance, prior, eps=ctx.params.eps)
@@ -340,7 +365,10 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
         return ctx.layout.put(model, Model(head, np.zeros(0, np.float32)), ctx.local)
 
     def adapted(self, model: Model, ctx: RoundContext[PFedFDAParams]) -> tuple[Gaussians, tuple[float, float]]:
-        """Return the Gaussians at a body, interpolated between the client's own and the shared ones, and both betas."""
+        """Return the adapted Gaussians at a body, and the betas of means and covariance.
+
+        Raises UserError for features that are not finite or do not fit the classifier.
+        """
         if self._last is None or self._last[0] is not model:
             z, y = ctx.trainer.features(model)
             classes, k = head_shape(ctx.layout)
@@ -359,9 +387,10 @@ class PFedFDAUpdate(LocalUpdate[PFedFDAParams]):
 def adapt(
     z: Matrix, y: Labels, shared: Gaussians, p: PFedFDAParams, generator: np.random.Generator
 ) -> tuple[Gaussians, tuple[float, float]]:
-    """Interpolate a client's own Gaussians with the shared ones by cross-validated betas (Algorithm 1); z: [n, k], y: [n].
+    """Return a client's own Gaussians interpolated with the shared ones, and the betas (Algorithm 1).
 
-    Returns the Gaussians, and the betas of the means and of the covariance: 0 for one sample, or where no class has `folds`.
+    z: [n, k]; y: [n]. The two betas, of the means and of the covariance, are 0 for one sample. Otherwise they are 1
+    with `betas = local`, or come from cross-validation, which gives 0 if no class has `folds` samples.
     """
     if len(z) < 2:
         return shared, (0.0, 0.0)
@@ -373,7 +402,7 @@ def adapt(
 def cross_validated(
     z: Matrix, y: Labels, shared: Gaussians, p: PFedFDAParams, generator: np.random.Generator
 ) -> tuple[float, float]:
-    """Betas of least validation loss on the samples of classes with at least `folds`; (0, 0) if there are none."""
+    """Return the betas of least validation loss on the samples of classes with at least `folds`; (0, 0) without any."""
     counts = np.bincount(y, minlength=len(shared.means))
     used = counts[y] >= p.folds
     if not used.any():
@@ -395,4 +424,12 @@ METHOD = Method(
     needs_classes=True,
     needs_whole=True,
     not_private="it sends the mean and covariance of each client's features",
+    overview=Overview(
+        group="A part of the model",
+        travels="body and Gaussians",
+        stays="class prior",
+        epochs="E, + 2 forward",
+        unseen="global part; its head from Gaussians adapted to its data",
+        use="little data, shifted inputs",
+    ),
 )

@@ -1,18 +1,27 @@
-"""pFedGate: every client keeps a small gate that looks at its data and scales the blocks of one common model.
+"""pFedGate: each client keeps a small gate that looks at its data and scales the blocks of one common model.
 
 Chen, Yao, Gao, Ding, Li: "Efficient Personalized Federated Learning via Sparse Model-Adaptation", ICML 2023.
 
-Gate: SwitchNorm of the images -> Linear to L numbers -> BatchNorm -> sigmoid, mean over the batch: g [L], a number per block.
-Blocks: every tensor of n elements in sub-blocks of ceil(n / `blocks`). Used is theta * g, expanded. With s < 1 blocks are dropped
-(g = 0, gradient straight through): each tensor's first block stays, and of the others those of largest round(10 g) that fit into
-(s - s_min) of all elements, s_min = min(max(1 / `blocks`, 0.1), s), Linear layers and other tensors apart. Client: E epochs of
-SGD on both, theta at the run's learning rate, the gate at its own, gradients of each cut to norm 10; the gate stays at home.
-Server: mean of theta weighted by samples.
+Gate: SwitchNorm of the images -> Linear to L numbers -> BatchNorm -> sigmoid, mean over the batch: g [L], one number
+per block.
 
-Deviations: a client is evaluated with g averaged over its training data, its gate in evaluation mode (the paper's "client
-level"); the code gates every test batch by the batch's own mean, so that a prediction depends on what else is in the batch. The
-code's adapted networks apply ReLU to the logits, and its server averages over all clients, stale ones included; ours do not. With
-s < 1 all of theta travels, not the kept blocks alone. s = 1 is not FedAvg: g in (0, 1) scales every block.
+Blocks: every tensor of n elements is cut into sub-blocks of ceil(n / `blocks`). The model in use is theta * g, with g
+expanded to elements. With s < 1 blocks are dropped: g = 0, with the gradient straight through. Each tensor's first
+block stays. The others are tried by falling round(10 g) and stay if they still fit into (s - s_min) of all elements,
+s_min = min(max(1 / `blocks`, 0.1), s). Linear layers and other tensors are chosen from separately.
+
+Client: E epochs of SGD on both, theta at the run's learning rate and the gate at its own. The gradients of each are cut
+to norm 10. The gate stays on the client. Server: the mean of theta weighted by samples.
+
+Deviations:
+
+- A client is evaluated with g averaged over its training data, its gate in evaluation mode (the paper's "client
+  level"). The code gates every test batch by the batch's own mean, so a prediction depends on the other samples in the
+  batch.
+- The code's adapted networks apply ReLU to the logits, and its server averages over all clients, stale ones included.
+  Ours do not.
+- With s < 1 all of theta travels, not only the kept blocks.
+- s = 1 is not FedAvg: g in (0, 1) scales every block.
 """
 
 from __future__ import annotations
@@ -30,18 +39,18 @@ from fl_app.errors import UserError
 from fl_app.keys import AT_LEAST_ONE, POSITIVE, POSITIVE_RATIO, key
 from fl_app.layout import Layout, Model
 from strategies import components
-from strategies.base import ClientState, Drawings, LocalUpdate, Method, RoundContext
+from strategies.base import ClientState, Drawings, LocalUpdate, Method, Overview, RoundContext
 from strategies.fedavg import FedAvg
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-# names of the model's tensors begin so; the buffer of g, float32 [L]
+# prefix of the names of the model's tensors; name of the buffer g, float32 [L]
 NETWORK, GATES = "network.", "g"
 
-# norm that gradients are cut to
+# largest norm of a gradient
 _LONGEST = 10.0
-# samples that are gated at a time
+# number of samples gated at a time
 _CHUNK = 512
 
 
@@ -50,21 +59,24 @@ class PFedGateParams:
     """Parameters of pFedGate, table `pfedgate`."""
 
     sparsity: float = key(1.0, "Share of the model that a client uses (s).", POSITIVE_RATIO)
-    blocks: int = key(5, "Sub-blocks that a tensor is cut into at most.", AT_LEAST_ONE)
+    blocks: int = key(5, "Most sub-blocks of a tensor.", AT_LEAST_ONE)
     gate_learning_rate: float = key(0.1, "Learning rate of the gate; never decays.", POSITIVE)
-    alternate: bool = key(False, "An epoch of the gate, then one of the model, instead of both on every batch.")
+    alternate: bool = key(False, "Train the gate for an epoch, then the model for one, instead of both on every batch.")
 
 
 def sub_blocks(size: int, parts: int) -> list[int]:
-    """Sizes of the sub-blocks of a tensor of `size` elements, at most `parts`: ceil(size / parts) each, the last what is left."""
+    """Return the sizes of a tensor's sub-blocks, at most `parts`.
+
+    Each has ceil(size / parts) elements; the last one has the rest.
+    """
     each = math.ceil(size / parts)
     return [min(each, size - start) for start in range(0, size, each)]
 
 
 def select_blocks(scores: ArrayLike, sizes: ArrayLike, capacity: float) -> list[int]:
-    """Positions, sorted, of the blocks that are kept: by falling round(10 score), ties in order, all that still fit.
+    """Return the sorted positions of the blocks that are kept: all that still fit, by falling round(10 score).
 
-    scores: [L]; sizes: [L], elements; capacity: elements.
+    scores: [L]; sizes: [L], elements; capacity: elements. Ties keep their order.
     """
     order = np.argsort(-np.round(10 * np.asarray(scores, np.float64)), kind="stable")
     kept, left = list[int](), capacity * (1 + 1e-12)
@@ -78,18 +90,18 @@ def select_blocks(scores: ArrayLike, sizes: ArrayLike, capacity: float) -> list[
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a model's tensors are cut. sizes: per tensor; linear: whether a tensor is a Linear layer's."""
+    """The cut of a model's tensors. sizes: per tensor; linear: whether a tensor belongs to a Linear layer."""
 
     sizes: tuple[tuple[int, ...], ...]
     linear: tuple[bool, ...]
 
     @property
     def count(self) -> int:
-        """All blocks (L)."""
+        """Return the number of all blocks (L)."""
         return sum(map(len, self.sizes))
 
     def kept(self, g: NDArray[np.floating[Any]], sparsity: float, parts: int) -> NDArray[np.bool_]:
-        """Which blocks are used, bool [L]; g: [L]."""
+        """Return which blocks are used, bool [L]. g: [L]."""
         keep = np.ones(self.count, bool)
         if sparsity == 1:
             return keep
@@ -105,7 +117,10 @@ class Blocks:
 
 
 def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
-    """The run's model with a gate before it: `gate`, the buffer `g`, and `network`. Raises UserError if data are no images."""
+    """Return the run's model behind a gate, with the parts `gate`, `g` (a buffer) and `network`.
+
+    Raises UserError if the data are not images.
+    """
     import torch
     from torch import nn
     from torch.func import functional_call
@@ -147,7 +162,7 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
             return x * scale[:, :, None, None] + (self.bias - middle * scale)[:, :, None, None]
 
     class Gated(nn.Module):
-        """A network whose parameters are scaled by block."""
+        """A network with parameters scaled by block."""
 
         g: Tensor
 
@@ -159,11 +174,11 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
                 linear = nn.Linear(channels * height * width, self.blocks.count)
             self.gate = nn.Sequential(SwitchNorm(channels), nn.Flatten(), linear, nn.BatchNorm1d(self.blocks.count))
             self.register_buffer(GATES, torch.ones(self.blocks.count))
-            # last, so that its last Linear layer is the network's
+            # set last, so that the last Linear layer is the network's
             self.network = network
 
         def gates(self, x: Tensor) -> Tensor:
-            """The batch's g [L]."""
+            """Return the batch's g [L]."""
             value: Tensor = self.gate(x.float()).sigmoid().mean(0)
             return value
 
@@ -179,7 +194,7 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
             for (name, parameter), sizes in zip(self.network.named_parameters(), self.blocks.sizes, strict=True):
                 own = g[start : start + len(sizes), None].expand(-1, sizes[0]).reshape(-1)[: parameter.numel()]
                 product = parameter * own.view(parameter.shape)
-                # they lie channels last; those of a single channel lose it in the product
+                # kernels lie channels last, and those of a single channel lose this format in the product
                 kernel = parameter.ndim == 4
                 used[name] = product.to(memory_format=torch.channels_last) if kernel else product
                 start += len(sizes)
@@ -190,7 +205,7 @@ def gated(drawings: Drawings, params: PFedGateParams) -> nn.Module:
 
 
 def blocks_of(network: nn.Module, parts: int) -> Blocks:
-    """How a network's tensors are cut."""
+    """Return the cut of a network's tensors."""
     from torch import nn
 
     owners = dict(network.named_modules())
@@ -200,18 +215,18 @@ def blocks_of(network: nn.Module, parts: int) -> Blocks:
 
 
 def shared(layout: Layout, params: object) -> frozenset[str]:
-    """The model's tensors travel, the gate's do not."""
+    """Return the names of the model's tensors; the gate's do not travel."""
     return frozenset(name for name in layout.names if name.startswith(NETWORK))
 
 
 class PFedGate(FedAvg[PFedGateParams]):
     """Server half: FedAvg on the model without gates."""
 
-    # gates scale what BatchNorm sees: a client of one sample was seen at 39 medians, among three
+    # gates scale BatchNorm's inputs: of three clients, one with a single sample was seen at 39 medians
     spread = 2.0
 
     def exported_layout(self, layout: Layout) -> Layout:
-        """That of the user's own model."""
+        """Return the layout of the user's own model."""
         return components.part(layout, NETWORK)
 
 
@@ -219,12 +234,15 @@ class PFedGateUpdate(LocalUpdate[PFedGateParams]):
     """Client half. State: the gate, with its statistics and g."""
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[PFedGateParams]) -> Model:
-        """The received model behind the client's own gate; the run's first one, and what it says of the data, if it has none."""
+        """Return the received model behind the client's own gate.
+
+        A client without a gate takes the run's initial one, with g averaged over its data.
+        """
         whole = super().merge(received, state, ctx)
         return whole if "local.params" in state.arrays else self.averaged(whole, ctx)
 
     def averaged(self, model: Model, ctx: RoundContext[PFedGateParams]) -> Model:
-        """The model with g averaged over the client's training data, in evaluation mode."""
+        """Return the model with g averaged over the client's training data, in evaluation mode."""
         import torch
 
         trainer, n = ctx.trainer, ctx.num_samples
@@ -238,7 +256,7 @@ class PFedGateUpdate(LocalUpdate[PFedGateParams]):
         return ctx.layout.model({**ctx.layout.tensors(model), GATES: (total / n).astype(np.float32)})
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[PFedGateParams]) -> Model:
-        """Train model and gate."""
+        """Train the model and the gate."""
         p, trainer = ctx.params, ctx.trainer
         trainer.load(start)
         first = next(slot.start for slot in ctx.layout.params if slot.name.startswith(NETWORK))
@@ -254,11 +272,11 @@ class PFedGateUpdate(LocalUpdate[PFedGateParams]):
         return self.averaged(trainer.read(), ctx)
 
     def finetune(self, start: Model, state: ClientState, ctx: RoundContext[PFedGateParams], epochs: int) -> Model:
-        """Tune the model under a gate that stands still but for what it says of each batch."""
+        """Tune the model under a frozen gate, which still gives every batch its own g."""
         return ctx.trainer.train(start, epochs=epochs, purpose="finetune", frozen=ctx.local)
 
     def export(self, model: Model, state: ClientState, ctx: RoundContext[PFedGateParams]) -> Model:
-        """The model as it is used: theta * g."""
+        """Return the model in use: theta * g."""
         module: Any = ctx.trainer.module
         g, p = ctx.layout.tensors(model)[GATES], ctx.params
         used = g * module.blocks.kept(g, p.sparsity, p.blocks)
@@ -268,7 +286,7 @@ class PFedGateUpdate(LocalUpdate[PFedGateParams]):
 
 
 def turns(ctx: RoundContext[PFedGateParams]) -> Iterator[tuple[tuple[str, ...], Tensor, Tensor]]:
-    """Yield which sides a batch moves, and its (x, y)."""
+    """Yield the sides that a batch trains, and its (x, y)."""
     if not ctx.params.alternate:
         for x, y in ctx.trainer.batches():
             yield ("gate", "model"), x, y
@@ -279,4 +297,19 @@ def turns(ctx: RoundContext[PFedGateParams]) -> Iterator[tuple[tuple[str, ...], 
                 yield (side,), x, y
 
 
-METHOD = Method("pfedgate", PFedGateParams, PFedGate, PFedGateUpdate, shared, compose=gated, sums=True)
+METHOD = Method(
+    "pfedgate",
+    PFedGateParams,
+    PFedGate,
+    PFedGateUpdate,
+    shared,
+    compose=gated,
+    sums=True,
+    overview=Overview(
+        group="A part of the model",
+        stays="gate",
+        disk="the gate",
+        unseen="global part, the rest initial",
+        use="one model with small adaptations; sparse models",
+    ),
+)

@@ -2,21 +2,33 @@
 
 T. Dinh, Tran, Nguyen: "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020.
 
-Client i, on receiving w_g (Algorithm 1): w = w_g; per batch it finds the personal model
-theta ~ argmin f_i(theta) + lambda/2 ||theta - w||^2 by K gradient steps on that batch, then w <- w - eta lambda (w - theta),
-lambda (w - theta) being the envelope's gradient. It sends w and is evaluated with the last theta. Server:
-w_g <- (1 - beta) w_g + beta mean_i w_i, the mean over the round's clients, UNWEIGHTED as printed in Algorithm 1 (the authors'
-code weights it by training samples).
+Client i receives w_g and starts from w = w_g (Algorithm 1). For each batch it finds the personal model theta by K
+gradient steps on that batch, then moves w:
 
-eta is `outer-learning-rate`; eta lambda >= 1 would carry w past theta and is refused. alpha lambda >= 2 (alpha the inner learning
-rate) lets the inner steps diverge even without a loss, which is warned of. `learning-rate` has no part in it.
+    theta ~ argmin f_i(theta) + lambda/2 ||theta - w||^2
+    w <- w - eta lambda (w - theta)
 
-The authors train all clients in every round and average a sample of them; here only the sample trains, an idle client's theta
-waits. Deviations: `local-epochs` passes over the data instead of R single batches. theta starts from w_g in every round and
-then goes on from one batch to the next, as in the authors' code (the paper leaves its start open). Inner steps are plain
-gradient steps: `momentum` is not used, and a warning says so; `weight-decay` is part of f; `learning-rate-decay` acts on eta
-alone. BatchNorm's running statistics are those theta's training gathers, sent along with w, and the server takes their plain
-mean (an extrapolation with beta > 1 could make a variance negative).
+lambda (w - theta) is the envelope's gradient. The client sends w and is evaluated with the last theta.
+
+Server: w_g <- (1 - beta) w_g + beta mean_i w_i. The mean is over the round's clients and UNWEIGHTED, as printed in
+Algorithm 1. The authors' code weights it by training samples.
+
+eta is `outer-learning-rate`. eta lambda >= 1 would carry w past theta and is refused. alpha is the inner learning rate.
+With alpha lambda >= 2 the inner steps can diverge even without a loss, so a warning is logged. `learning-rate` is not
+used.
+
+The authors train all clients in every round and average a sample of them. Here only the sample trains, and an idle
+client's theta waits.
+
+Deviations:
+
+- A client makes `local-epochs` passes over its data instead of R single batches.
+- theta starts from w_g in every round and continues from batch to batch, as in the authors' code. The paper leaves its
+  start open.
+- Inner steps are plain gradient steps: `momentum` is not used, and a warning is logged. `weight-decay` is part of f.
+  `learning-rate-decay` and `schedule` act on eta alone.
+- BatchNorm's running statistics are those that theta's training gathers. They travel with w. The server takes their
+  plain mean, as an extrapolation with beta > 1 could make a variance negative.
 """
 
 from __future__ import annotations
@@ -37,11 +49,13 @@ from strategies.base import (
     ClientState,
     LocalUpdate,
     Method,
+    Overview,
     PersonalizedStrategy,
     RoundContext,
     Uploads,
     all_tensors,
 )
+from strategies.folded import Folded
 from strategies.robust import PLAIN, RULES, Averaging
 
 log = logging.getLogger("corolla")
@@ -56,13 +70,14 @@ class PFedMeParams:
     inner_learning_rate: float = key(0.05, "Step size of theta.", POSITIVE)
     outer_learning_rate: float = key(
         0.005,
-        "Step size of w (eta), times `learning-rate-decay` and `schedule`; times `proximal-weight` below 1.",
+        "Step size of w (eta), scaled by `learning-rate-decay` and `schedule`. Its product with `proximal-weight` must "
+        "be below 1.",
         POSITIVE,
     )
     beta: float = key(1.0, "Server step towards the clients' mean (beta); above 1 extrapolates.", POSITIVE)
 
     def problems(self, config: RunConfig) -> Iterator[str]:
-        """Refuse outer steps that carry w past theta."""
+        """Yield an error for outer steps that carry w past theta."""
         if (step := self.outer_learning_rate * self.proximal_weight) >= 1:
             yield (
                 f"pfedme.outer-learning-rate: times pfedme.proximal-weight ({self.proximal_weight:g}) must be below 1, got "
@@ -72,12 +87,12 @@ class PFedMeParams:
 
 def mix(
     previous: Vector,
-    W: Stack,
+    W: Stack | Folded,
     beta: float,
     averaging: Averaging = PLAIN,
     weights: NDArray[np.float64] | None = None,
 ) -> Vector:
-    """Server step (1 - beta) w_g + beta mean_i w_i (Algorithm 1). Returns float32 [d].
+    """Return the server step (1 - beta) w_g + beta mean_i w_i, float32 [d] (Algorithm 1).
 
     W: float32 [N, d]; weights: float64 [N] of the mean, None for uniform.
     """
@@ -89,9 +104,10 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
     """Server half."""
 
     robust = RULES
+    streams = True
 
     def summary(self) -> None:
-        """Log what runs; warn of step sizes that overshoot and of what is ignored."""
+        """Log the run's settings; warn of step sizes that overshoot and of ignored keys."""
         super().summary()
         p = self.params
         if p.inner_learning_rate * p.proximal_weight >= 2:
@@ -105,11 +121,11 @@ class PFedMe(PersonalizedStrategy[PFedMeParams]):
             log.warning("pfedme: momentum %g is not used, inner steps are plain gradient steps", self.config.momentum)
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
-        """All uploads count the same."""
+        """Return equal weights for all uploads."""
         return np.ones_like(uploads.sizes)
 
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Step towards the unweighted mean; plain mean of the statistics."""
+        """Step towards the unweighted mean; take the plain mean of the statistics."""
         averaging, weights = self.averaging_of(uploads), self.weights(uploads)
         params = mix(self.global_model.params, uploads.W, self.params.beta, averaging, weights)
         self.global_model = Model(params, averaging.mean(uploads.B, weights))
@@ -120,11 +136,11 @@ class PFedMeUpdate(LocalUpdate[PFedMeParams]):
 
     @classmethod
     def tested(cls, params: PFedMeParams) -> str:
-        """The client's own model."""
+        """Return the note that both curves test the client's own model."""
         return OWN_MODEL
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[PFedMeParams]) -> Model:
-        """Return w, keep theta as the personal model."""
+        """Return w; keep theta as the personal model."""
         p = ctx.params
         trainer = ctx.trainer
         eta = p.outer_learning_rate * ctx.config.rate_factor(ctx.round)
@@ -141,4 +157,18 @@ class PFedMeUpdate(LocalUpdate[PFedMeParams]):
         return Model(trainer.vector(w), personal.buffers)
 
 
-METHOD = Method("pfedme", PFedMeParams, PFedMe, PFedMeUpdate, all_tensors, sums=True)
+METHOD = Method(
+    "pfedme",
+    PFedMeParams,
+    PFedMe,
+    PFedMeUpdate,
+    all_tensors,
+    sums=True,
+    overview=Overview(
+        group="A global model and a personal one",
+        stays="own model",
+        disk="4(d+b)",
+        epochs="5 E",
+        use="as ditto, with compute to spare",
+    ),
+)

@@ -1,10 +1,11 @@
-"""The registry: the built-in methods by name, and the user's own, which are imported and checked when they are asked for."""
+"""The registry of methods: the built-in ones by name, and the user's own, which are imported and checked when requested."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,15 +20,15 @@ from strategies.base import LocalUpdate, Method, PersonalizedStrategy
 class Methods(Mapping[str, Method[Any]]):
     """The methods by name. `module:NAME` is one of the user's own.
 
-    A method is imported when it is asked for: a client needs one. Counted and iterated over are the built-in ones alone.
-    names: of the built-in methods, each in strategies/<name>.py with underscores.
+    A method is imported when it is requested, because a client needs only one. Length and iteration are over the
+    built-in methods only. names: of the built-in methods, each in strategies/<name>.py with underscores.
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = dict.fromkeys(names)
 
     def __getitem__(self, name: str) -> Method[Any]:
-        """Raise KeyError for an unknown name, UserError for a reference to what is no method."""
+        """Return a method. Raises KeyError for an unknown name, UserError for a reference to an object that is no method."""
         if name in self._names:
             method: Method[Any] = importlib.import_module(_module(name)).METHOD
             return method
@@ -40,14 +41,18 @@ class Methods(Mapping[str, Method[Any]]):
         return iter(self._names)
 
     def __len__(self) -> int:
-        """Count the built-in methods."""
+        """Return the number of built-in methods."""
         return len(self._names)
+
+    def doc(self, name: str) -> str:
+        """Return the docstring of a method's module, "" if it has none."""
+        method = self[name]
+        module = sys.modules[name.partition(":")[0] if plugins.is_reference(name) else _module(method.name)]
+        return inspect.getdoc(module) or ""
 
     def summary(self, name: str) -> str:
         """Return the first line of a method's docstring."""
-        method = self[name]
-        module = sys.modules[name.partition(":")[0] if plugins.is_reference(name) else _module(method.name)]
-        return ((module.__doc__ or "").strip().splitlines() or [""])[0]
+        return self.doc(name).partition("\n")[0]
 
     def _from_outside(self, name: str) -> Method[Any]:
         method, table = plugins.load("method", name), table_of(name)
@@ -71,7 +76,7 @@ def _module(name: str) -> str:
 
 @functools.cache
 def _check(method: Method[Any], table: str) -> None:
-    """Check all parts of a user's method. Raises UserError naming what is wrong."""
+    """Check all parts of a user's method. Raises UserError naming the part that is wrong."""
     if method.name != table:
         raise UserError(f"its name must be its file's, {table}, got {method.name!r}")
     for part, base in (("strategy", PersonalizedStrategy), ("local_update", LocalUpdate)):
@@ -80,9 +85,7 @@ def _check(method: Method[Any], table: str) -> None:
         if not isinstance(made_of, type) or not issubclass(made_of, base):
             raise UserError(f"{part} must be a class made of {base.__name__}, got {half!r}")
     if hasattr(method.strategy, "counts_alike"):
-        raise UserError(
-            "strategy: has counts_alike, which nothing asks; what uploads count is said by weights(uploads)"
-        )
+        raise UserError("strategy: counts_alike is never called; weights(uploads) returns the uploads' weights")
     _check_params(method.params, table)
 
 
@@ -105,17 +108,17 @@ def _check_params(params: type, table: str) -> None:
 
 
 class Params(Mapping[str, type]):
-    """Parameter dataclass per method."""
+    """The parameter dataclass of each method."""
 
     def __init__(self, methods: Methods) -> None:
         self._methods = methods
 
     def __getitem__(self, name: str) -> type:
-        """Raise as Methods does."""
+        """Return a method's dataclass. Raises as `Methods` does."""
         return self._methods[name].params
 
     def of(self, name: str) -> Mapping[str, type]:
-        """Return that method's alone, all where there is none of that name. Raises UserError as Methods does."""
+        """Return the dataclass of this method alone; of all methods if none has this name. Raises UserError as `Methods` does."""
         return {name: self[name]} if name in self else self
 
     def __iter__(self) -> Iterator[str]:
@@ -123,5 +126,5 @@ class Params(Mapping[str, type]):
         return iter(self._methods)
 
     def __len__(self) -> int:
-        """Count the built-in methods."""
+        """Return the number of built-in methods."""
         return len(self._methods)

@@ -1,14 +1,19 @@
-"""Means over clients that a few of them cannot carry away, and how far each client lies from the others.
+"""Robust means over clients, which a few clients cannot shift far, and each client's distance from the median upload.
 
-Rules, for n vectors of which f may lie, every client counting once, whatever it says of its samples:
-median and trimmed-mean: per parameter, the middle value, or the mean without the f lowest and f highest (Yin et al., ICML 2018).
-krum: the vector with the smallest sum of squared distances to its n - f - 2 nearest (Blanchard et al., NeurIPS 2017).
-geometric-median: the point with the smallest sum of distances, by Weiszfeld's iteration (Pillutla et al., IEEE TSP 2022); it is a
-mean with weights, which follow from the vectors' distances alone. Of one or two vectors every rule gives the plain mean: nobody can
-be outvoted.
+The rules are for n vectors, of which f may lie. Every client counts once, whatever sample count it reports.
 
-Krum and the geometric median choose whole clients. An upload of several arrays is one vector to them: `Averaging.of` chooses
-once, by the distances in all arrays. Each is in units of what is usual in it, so that arrays of large numbers do not decide alone.
+- median, trimmed-mean: for each parameter the middle value, or the mean without the f lowest and f highest values (Yin
+  et al., ICML 2018).
+- krum: the vector with the smallest sum of squared distances to its n - f - 2 nearest vectors (Blanchard et al.,
+  NeurIPS 2017).
+- geometric-median: the point with the smallest sum of distances, by Weiszfeld's iteration (Pillutla et al., IEEE TSP
+  2022). It is a weighted mean, and its weights follow from the vectors' distances alone.
+
+With one or two vectors every rule gives the plain mean, because no vector can be outvoted.
+
+Krum and the geometric median choose whole clients. An upload of several arrays is one vector to them: `Averaging.of`
+chooses once, by the distances in all arrays. Each array's distances are in units of its usual distance, so that arrays
+of large numbers do not decide alone.
 
 Work is done in blocks of columns; no result depends on the number of threads.
 """
@@ -27,31 +32,32 @@ from numpy.typing import NDArray
 from strategies import aggregate
 from strategies.aggregate import Stack
 from strategies.blocks import blocks, for_blocks, in_order
+from strategies.folded import Folded
 
 Rule = Literal["none", "median", "trimmed-mean", "krum", "geometric-median"]
 RULES: frozenset[str] = frozenset({"median", "trimmed-mean", "krum", "geometric-median"})
-# rules that choose among clients, or weigh them, by distances
+# rules that choose or weight clients by distances
 CHOOSING: frozenset[str] = frozenset({"krum", "geometric-median"})
 
-# vectors from which on one of them can be outvoted
+# with this many vectors or more, one of them can be outvoted
 ABLE = 3
 
-# float32 values: fit the cache
-_CHUNK = 160_000
+# float32 values in one piece of work: with fewer, threads wait for Python longer than they compute
+_CHUNK = 1_000_000
 _STEPS = 200  # of Weiszfeld's iteration
 # largest change of a weight in its last step
 _SETTLED = 1e-12
-# squared distance, in medians, beyond which a vector has no weight: float64 could not tell the others apart
+# a vector beyond this squared distance, in medians, has no weight: float64 could not distinguish the others beside it
 _HOPELESS = 1e12
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """How a server step averages over clients: the plain mean (`none`), or by a rule that bears with liars.
+    """A mean over clients: the plain one (`none`), or one by a rule that withstands liars.
 
-    liars: part of the clients, in [0, 0.5), that trimmed-mean and krum reckon with; at least one of three, never half of them.
-    apart: squared distances between clients, float64 [N, N] for each array of their uploads, by which krum and geometric-median
-    choose (`of`). Without them every mean chooses by its own rows.
+    liars: the part of clients, in [0, 0.5), that trimmed-mean and krum assume to lie. It is at least one client of
+    three, and never half of them. apart: squared distances between clients, float64 [N, N] for each array of their
+    uploads. Krum and geometric-median choose by them (`of`). None: every mean chooses by its own rows.
     """
 
     rule: Rule = "none"
@@ -59,21 +65,24 @@ class Averaging:
     apart: tuple[NDArray[np.float64], ...] | None = field(default=None, compare=False, repr=False)
 
     def of(self, arrays: Iterable[NDArray[np.floating]]) -> Averaging:
-        """Return this rule with one choice for all arrays of the clients' uploads, floating [N, ...] each."""
+        """Return this rule with one choice of clients for all arrays of their uploads, floating [N, ...] each."""
         if self.rule not in CHOOSING:
             return self
         stacks = [array.reshape(len(array), -1) for array in arrays if array.size]
         return replace(self, apart=tuple(aggregate.squared_distances(stack) for stack in stacks) or None)
 
     def among(self, members: NDArray[np.bool_]) -> Averaging:
-        """Return this rule for means over some of the clients' rows alone; members: bool [N]."""
+        """Return this rule for means over only some of the clients' rows. members: bool [N]."""
         if self.apart is None:
             return self
         return replace(self, apart=tuple(distances[np.ix_(members, members)] for distances in self.apart))
 
-    def mean(self, W: Stack, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
-        """Mean over clients, float32 [d]; W and weights as in `aggregate.weighted_mean`, but weights count for `none` alone."""
-        if self.rule == "none":
+    def mean(self, W: Stack | Folded, weights: NDArray[np.float64] | None = None) -> NDArray[np.float32]:
+        """Return the mean over clients, float32 [d]. Arguments as in `aggregate.weighted_mean`; only the rule `none` uses weights.
+
+        Raises ValueError if there is no row.
+        """
+        if self.rule == "none" or isinstance(W, Folded):
             return aggregate.weighted_mean(W, weights)
         if not len(W):
             raise ValueError("a mean needs at least one row")
@@ -81,7 +90,7 @@ class Averaging:
         return mean
 
     def group_means(self, W: Stack, members: NDArray[np.bool_], out: Stack | None = None) -> NDArray[np.float32]:
-        """Means over groups of rows, float32 [G, d]; arguments as in `aggregate.group_means`."""
+        """Return means over groups of rows, float32 [G, d]. Arguments as in `aggregate.group_means`."""
         if self.rule == "none":
             return aggregate.group_means(W, members, out=out)
         result = np.empty((len(members), W.shape[1]), np.float32) if out is None else out
@@ -94,7 +103,7 @@ class Averaging:
         return result
 
     def over_all(self, W: Stack, weights: NDArray[np.float64]) -> Callable[[Stack], NDArray[np.floating]]:
-        """Return what makes of a block of W's columns, float32 [N, w], its mean over clients, [w]; see `mean`."""
+        """Return a function from a block of W's columns, float32 [N, w], to its mean over clients, [w]; see `mean`."""
         if self.rule == "none":
             weights = aggregate.check_weights(weights, len(W))
             return lambda block: aggregate.mean_block(block, weights, weights.sum())
@@ -102,10 +111,9 @@ class Averaging:
         return lambda block: means(block)[0]
 
     def over_groups(self, W: Stack, members: NDArray[np.bool_]) -> Callable[[Stack], Stack]:
-        """Return what makes of a block of W's columns, float32 [N, w], its means over groups, float32 [G, w]; see `group_means`."""
+        """Return a function from a block of W's columns, float32 [N, w], to its group means, float32 [G, w]; see `group_means`."""
         if self.rule == "none":
-            summands, counts = members.astype(np.float32), members.sum(axis=1, dtype=np.float32)[:, None]
-            return lambda block: (summands @ block) / counts
+            return aggregate.means_of(members)
         rows = [np.flatnonzero(group) for group in members]
         if self.rule in ("median", "trimmed-mean"):
             cuts = [(len(own) - 1) // 2 if self.rule == "median" else self.assumed(len(own)) for own in rows]
@@ -124,7 +132,7 @@ class Averaging:
         ).reshape(len(rows), block.shape[1])
 
     def assumed(self, n: int) -> int:
-        """How many of n clients may lie."""
+        """Return how many of n clients are assumed to lie."""
         return min(max(1, math.floor(self.liars * n + 1e-9)), (n - 1) // 2)
 
     def _weights(self, distances: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -144,9 +152,9 @@ PLAIN = Averaging()
 
 
 def trimmed(block: Stack, rows: NDArray[np.intp], cut: int) -> NDArray[np.float32]:
-    """Mean per column without the `cut` lowest and highest values of the chosen rows, float32 [w].
+    """Return each column's mean without the `cut` lowest and highest values of the chosen rows, float32 [w].
 
-    block: float32 [N, w]; 0 <= 2 cut < number of rows. With the largest cut it is the median.
+    block: float32 [N, w]. 0 <= 2 cut < number of rows. The largest cut gives the median.
     """
     out, width = np.empty(block.shape[1], np.float32), _width(len(rows))
     for start, stop in blocks(0, block.shape[1], width):
@@ -159,7 +167,15 @@ def trimmed(block: Stack, rows: NDArray[np.intp], cut: int) -> NDArray[np.float3
 
 
 def ascending(block: Stack) -> list[NDArray[np.float32]]:
-    """Sort every column: the rows of the result, in order, float32 [w] each. block: float32 [N, w], overwritten; finite."""
+    """Sort every column. Return the rows of the result, in ascending order, float32 [w] each.
+
+    block: float32 [N, w], finite. It is overwritten.
+    """
+    if len(block) >= aggregate.MANY:
+        # the network takes N log² N steps; NumPy sorts contiguous columns faster
+        columns = np.ascontiguousarray(block.T)
+        columns.sort(axis=1)
+        return list(np.ascontiguousarray(columns.T))
     rows, spare = list(block), np.empty_like(block[0])
     for low, high in comparators(len(rows)):
         np.minimum(rows[low], rows[high], out=spare)
@@ -170,7 +186,10 @@ def ascending(block: Stack) -> list[NDArray[np.float32]]:
 
 @functools.lru_cache(maxsize=64)
 def comparators(n: int) -> tuple[tuple[int, int], ...]:
-    """Pairs (low, high) to be put in order one after the other, which sorts any n values (Batcher's odd-even merge sort)."""
+    """Return pairs (low, high).
+
+    Putting each pair in order, one after the other, sorts any n values (Batcher's odd-even merge sort).
+    """
     out, run = [], 1
     while run < n:
         step = run
@@ -185,10 +204,10 @@ def comparators(n: int) -> tuple[tuple[int, int], ...]:
 
 
 def whole(apart: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-    """Squared distances between whole uploads, float64 [n, n]: the sum over their arrays, each in units of what is usual in it.
+    """Return squared distances between whole uploads, float64 [n, n]: the sum over their arrays, each in its usual distances.
 
-    apart: float64 [n, n] per array. Usual is the median over clients of the median distance to all; 1 where most are equal. One
-    array's distances stay as they are.
+    apart: float64 [n, n] per array. An array's usual distance is the median over clients of the median distance to all
+    clients; 1 if most vectors are equal. A single array's distances stay as they are.
     """
     if len(apart) == 1:
         return apart[0]
@@ -199,9 +218,9 @@ def whole(apart: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
 
 
 def krum(distances: NDArray[np.float64], liars: int) -> int:
-    """Index of the vector whose n - liars - 2 nearest others, at least one, are nearest; ties to the lower index.
+    """Return the index of the vector with the smallest sum of squared distances to its n - liars - 2 nearest others, at least one.
 
-    distances: float64 [n, n], squared, n >= 2.
+    distances: squared, float64 [n, n], n >= 2. Ties go to the lower index.
     """
     n = len(distances)
     nearest = np.sort(np.where(np.eye(n, dtype=bool), np.inf, distances), axis=1)[:, : max(1, n - liars - 2)]
@@ -209,10 +228,10 @@ def krum(distances: NDArray[np.float64], liars: int) -> int:
 
 
 def geometric_weights(distances: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Weights >= 0 of n vectors, summing to 1, whose mean is their geometric median.
+    """Return weights >= 0 of n vectors, with sum 1. The mean with these weights is the vectors' geometric median.
 
-    distances: float64 [n, n], squared. A mean with weights a lies at squared distance sum_j a_j D_ij - a'Da / 2 from vector i: the
-    iteration needs no vectors.
+    distances: squared, float64 [n, n]. A mean with weights a has the squared distance sum_j a_j D_ij - a'Da / 2 from
+    vector i, so that the iteration needs no vectors.
     """
     usual = np.median(distances, axis=1)
     near = usual <= _HOPELESS * np.median(usual)
@@ -234,7 +253,7 @@ def geometric_weights(distances: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def distances_to_median(W: Stack, rows: Sequence[int]) -> NDArray[np.float64]:
-    """Euclidean distances of the chosen rows of W, float32 [N, d], from their median per parameter, float64 [len(rows)]."""
+    """Return the chosen rows' Euclidean distances from their median per parameter, float64 [len(rows)]. W: float32 [N, d]."""
     chosen = np.asarray(rows, np.intp)
     cut, width = (len(chosen) - 1) // 2, _width(len(chosen))
 
@@ -254,10 +273,10 @@ def distances_to_median(W: Stack, rows: Sequence[int]) -> NDArray[np.float64]:
 
 
 def capped(sizes: NDArray[np.float64], factor: float) -> NDArray[np.float64]:
-    """Weights of at most `factor` times their median, float64 [N]."""
+    """Return the sizes, at most `factor` times their median, float64 [N]."""
     return np.minimum(sizes, factor * float(np.median(sizes)))
 
 
 def _width(n: int) -> int:
-    """Columns of n float32 rows that fit the cache."""
+    """Return the number of columns that are sorted in one go, of n float32 rows."""
     return max(512, _CHUNK // max(n, 1))

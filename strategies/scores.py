@@ -1,4 +1,4 @@
-"""Per-parameter scores the methods select by. Pure functions over flat float32 vectors [d]."""
+"""Per-parameter scores by which methods select parameters. Pure functions over flat float32 vectors [d]."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from numpy.typing import NDArray
 
 
 def sensitivity(before: NDArray[np.float32], after: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Sensitivity of every parameter to the local data, |(after - before) * after| (FedCAC Eq. 5).
+    """Return the sensitivity of every parameter to the local data, |(after - before) * after|, float32 [d] (FedCAC Eq. 5).
 
-    before, after: float32 [d], the vectors local training started from and ended with. Returns float32 [d].
-    Raises ValueError if the shapes differ.
+    before, after: float32 [d], the vectors before and after local training. Raises ValueError if the shapes differ.
     """
     if before.shape != after.shape:
         raise ValueError(f"before has shape {before.shape}, after {after.shape}: they must be equal")

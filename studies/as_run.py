@@ -1,13 +1,14 @@
-"""Rows of FedOBP's Table 6 as its code runs them, which are other methods than those of their names.
+"""Rows of FedOBP's Table 6 as its code runs them, which differ from the methods that the rows name.
 
 python -m studies.as_run apfl|fedala|flute [--seed 0] [--output studies/results/fedobp-fashion-mnist/as-run]
 
-Its code base is FL-bench (github.com/KarhouTam/FL-bench). Its serial mode is run here: one object, the worker, trains and tests
-all clients, one after the other. (Some of the authors' stored logs are of two workers side by side.)
+Its code base is FL-bench (github.com/KarhouTam/FL-bench). This script runs its serial mode: one object, the worker,
+trains and tests all clients, one after the other. (Some of the authors' stored logs come from two workers side by
+side.)
 
-Data, split, first model, clients of a round and batches are those of sweeps/fedobp-fashion-mnist.toml: a row differs from Corolla's
-row of that name in the method alone. A round's clients train in the order they are drawn in. All clients are tested after every
-`evaluate-every` rounds, before fine-tuning.
+Data, split, first model, clients of a round and batches are those of sweeps/fedobp-fashion-mnist.toml. So a row differs
+from Corolla's row of the same name in the method alone. A round's clients train in the order of the draw. All clients
+are tested after every `evaluate-every` rounds, before fine-tuning.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ SWEEP = Path(__file__).resolve().parent / "sweeps" / "fedobp-fashion-mnist.toml"
 
 
 class Worker:
-    """FedAvg, and what the rows have in common.
+    """FedAvg, and the code that all rows share.
 
-    For one client after the other: `receive`, then `fit` in a round or `answers` in a test.
+    Per client, one after the other: `receive`, then `fit` in a round or `answers` in a test.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -64,29 +65,29 @@ class Worker:
         self.global_model = self.initial
 
     def network(self) -> nn.Module:
-        """Return the run's model, as its method draws it."""
+        """Return the run's model, with its method's initial values."""
         return METHODS[self.config.method].network(self.config, **self.clients[0].info.model_arguments)
 
     def receive(self, trainer: LocalTrainer) -> None:
-        """Load what the trainer's client starts from."""
+        """Load the model that the trainer's client starts from."""
         trainer.load(self.global_model)
 
     def fit(self, trainer: LocalTrainer) -> Model:
-        """Train the loaded model; return what the client sends."""
+        """Train the loaded model. Return the model that the client sends."""
         return trainer.train(trainer.read())
 
     def answers(self, trainer: LocalTrainer, x: Tensor) -> Tensor:
-        """Return the logits that are tested, with the loaded model."""
+        """Return the logits to test, with the loaded model."""
         return trainer.logits(trainer.module, x)
 
     def trainer(self, client: int, round: int) -> LocalTrainer:
-        """Return a client's trainer, with what it has received."""
+        """Return a client's trainer, after `receive`."""
         trainer = LocalTrainer(self.network(), self.config, self.clients[client], round, client)
         self.receive(trainer)
         return trainer
 
     def train(self, round: int) -> None:
-        """Run one round: train the clients that Corolla draws, in the order of the draw; average them by samples."""
+        """Run one round: train the drawn clients in the order of the draw, and average them by samples."""
         config = self.config
         draw = rng.generator(config.seed, "sampling", round)
         chosen = draw.choice(config.num_clients, config.drawn(config.num_clients), replace=False).tolist()
@@ -109,7 +110,7 @@ class Worker:
         return {"accuracy": float(np.mean(right / sizes)), "accuracy-pooled": float(sum(right) / sizes.sum())}
 
     def run(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Train; yield each test with its round."""
+        """Train. Yield each test with its round."""
         for round in range(1, self.config.num_server_rounds + 1):
             self.train(round)
             if round % self.config.evaluate_every == 0 or round == self.config.num_server_rounds:
@@ -117,10 +118,10 @@ class Worker:
 
 
 class APFL(Worker):
-    """APFL that mixes outputs, not parameters: of w, which is sent, and v, which stays with the client.
+    """APFL that mixes outputs instead of parameters: those of w, which is sent, and of v, which stays with the client.
 
-    w takes two steps per batch on the same gradient, which is still there when the optimizer steps for v's loss. alpha's gradient
-    uses it too, in the first epoch.
+    w takes two steps per batch on the same gradient, because the gradient is still there when the optimizer steps for
+    v's loss. In the first epoch, alpha's gradient uses it too.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -169,16 +170,16 @@ class APFL(Worker):
 
 
 def mixed_loss(trainer: LocalTrainer, alpha: float, theirs: Tensor, module: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return a batch's loss, of a module's logits mixed with given ones."""
+    """Return a batch's loss for a module's logits mixed with given logits."""
     return trainer.loss(alpha * trainer.logits(module, x) + (1 - alpha) * theirs, y)
 
 
 class FedALA(Worker):
-    """FedALA whose old local model is whatever model the worker had last, and whose weights A are the worker's.
+    """FedALA with the worker's last model as the old local model, and with one set of weights A, the worker's.
 
-    Where the first tensors of that model and of the received one are equal there is no mixing. That is so for the very first
-    client, so that its A settles without having learnt; and for all clients of a test but its first, which each follow another
-    one that was tested.
+    If that model and the received one are equal in their first tensors, there is no mixing. This is so for the very
+    first client, so its A settles without learning. It is also so for all clients of a test but the first, because each
+    follows another tested client.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -204,7 +205,7 @@ class FedALA(Worker):
         z, y = (torch.split(part, self.config.batch_size) for part in found)
         shape = trainer.classifier().weight.shape
         losses: list[float] = []
-        # one epoch, but until A settles the first time
+        # one epoch; the first time, until A settles
         while not losses or self.start and not settled(losses, p.threshold, p.max_epochs):
             for batch in zip(z, y, strict=True):
                 loss, gradient = head(shape, *batch)(mix(own, received, A))
@@ -215,15 +216,15 @@ class FedALA(Worker):
         self.held = trainer.read()
 
     def fit(self, trainer: LocalTrainer) -> Model:
-        """Train; the worker holds the result from then on."""
+        """Train. The worker then holds the result."""
         self.held = super().fit(trainer)
         return self.held
 
 
 class FLUTE(Worker):
-    """FLUTE whose body keeps its first values, because features are detached from the graph.
+    """FLUTE with a body that keeps its first values, because features are detached from the graph.
 
-    All epochs train the head, which stays with the client. The server averages the heads too: a client without one of its own
+    All epochs train the head, which stays with the client. The server averages the heads too: a client without a head
     starts from their mean.
     """
 
@@ -232,7 +233,10 @@ class FLUTE(Worker):
         self.kept: list[dict[str, Any]] = [{} for _ in self.clients]
 
     def context(self, trainer: LocalTrainer) -> tuple[Any, RoundContext[Any]]:
-        """Return what FLUTE's client half is given. Its first model, for a client without a head, is the server's."""
+        """Return the state and context for FLUTE's client half.
+
+        Its initial model, for a client without a head, is the server's.
+        """
         ctx = RoundContext(
             config=self.config,
             params=self.config.params,
@@ -248,13 +252,13 @@ class FLUTE(Worker):
         return SimpleNamespace(arrays=self.kept[trainer.client_id]), ctx
 
     def receive(self, trainer: LocalTrainer) -> None:
-        """Load the body received and the client's head; the mean head if it has none yet."""
+        """Load the received body, and the client's head or, without one, the mean head."""
         state, ctx = self.context(trainer)
         body = self.layout.take(self.global_model, self.shared)
         trainer.load(FLUTEUpdate().merge(body, state, ctx))
 
     def fit(self, trainer: LocalTrainer) -> Model:
-        """Train the head and take the server's step on it; return both, the body as it was."""
+        """Train the head, and take the server's step on it. Return head and unchanged body."""
         state, ctx = self.context(trainer)
         after = trainer.train(trainer.read(), frozen=self.shared, correction=on_head(ctx))
         FLUTEUpdate().keep_local(after, state, ctx)

@@ -1,7 +1,7 @@
-"""How far methods lie apart over all test samples, with an interval: the second table of a column of docs/results.md.
+"""Distances between methods over all test samples, with intervals: the second table of a column of docs/results.md.
 
-A row's figure is the best of its tests of all clients over all test samples, before fine-tuning or after it. Differences are of the
-same clients, which hold the same samples in all runs of a column.
+A row's figure is the best of its tests of all clients over all test samples, before fine-tuning or after it.
+Differences compare the same clients, which have the same samples in all runs of a column.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from corolla.experiments.compare import Line
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.significance import interval
 
-# by client: right answers, test samples
+# by client: number of right answers, number of test samples
 Counts = Mapping[str, tuple[float, int]]
 STAGES = {"before": "accuracy", "fine-tuned": "accuracy-finetuned"}
 
 
 def best_test(run: RecordedRun, stage: str) -> Counts | None:
-    """Return the clients' right answers in the best test of a run, `before` or `fine-tuned`; None if none is known."""
+    """Return the clients' right answers in a run's best test, `before` or `fine-tuned`, or None if none is known."""
     tests = list(run.evaluations.values())
     pooled = f"{STAGES[stage]}-pooled"
     if not tests or any(test.get(pooled) is None for test in tests):
@@ -40,10 +40,11 @@ def counts(test: Mapping[str, Any], stage: str) -> Counts:
 
 
 def difference(pairs: Sequence[tuple[Counts, Counts]]) -> tuple[float, float]:
-    """Return the difference of the shares of right answers, over all samples of all pairs of tests, and half its interval at 95 %.
+    """Return the difference of the shares of right answers, and half its 95 % interval.
 
-    The interval is that of a ratio estimated from clients (linearized): another draw of clients would give another difference.
-    A client's samples count together, in all pairs (seeds) that it is in.
+    Shares are over all samples of all pairs of tests. The interval is that of a ratio estimated from clients
+    (linearized), because another draw of clients would give another difference. A client's samples count together, in
+    all pairs (seeds) that include it. Raises ValueError if tests have different samples.
     """
     gains: dict[str, float] = {}
     sizes: dict[str, int] = {}
@@ -61,9 +62,10 @@ def difference(pairs: Sequence[tuple[Counts, Counts]]) -> tuple[float, float]:
 
 
 def beside(line: Line, first: Line, stage: str) -> tuple[float, float] | None:
-    """Return how far a row is from the first row before fine-tuning, over the seeds that both have, and half its interval.
+    """Return a row's distance from the first row before fine-tuning, and half its interval.
 
-    None if they have no seed in common, or if a run of such a seed was not tested.
+    The distance is over the seeds that both have. Return None if they have no common seed, or if a run of a common seed
+    was not tested.
     """
     theirs = {run.config.seed: best_test(run, "before") for run in first.runs}
     pairs = []
@@ -77,7 +79,7 @@ def beside(line: Line, first: Line, stage: str) -> tuple[float, float] | None:
 
 
 def differences_table(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the lines of the table, best first: all against the first of `lines`. Nothing if that was not tested."""
+    """Yield the table's lines, best first: all rows against the first of `lines`. Nothing if that was not tested."""
     first = lines[0]
     tested = best_test(first.runs[0], "before")
     if tested is None:
@@ -101,7 +103,7 @@ def differences_table(lines: Sequence[Line]) -> Iterator[str]:
     samples = sum(size for _, size in tested.values())
     yield from (
         "",
-        f"Points between best tests, over all {samples:,} test samples and the seeds that both have; ±: 95 % over the "
-        f"{len(tested)} clients. What other seeds or another split would change is not in it.",
+        f"Differences of best tests in points, over all {samples:,} test samples and the seeds that both methods have. ±: 95 % "
+        f"interval over the {len(tested)} clients; it does not cover other seeds or splits.",
         "",
     )

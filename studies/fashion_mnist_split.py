@@ -1,7 +1,7 @@
 """The first clients of a split like FedOBP's of Fashion-MNIST, as an npz data set and a partition file.
 
-FedOBP's setting has 100 clients: all 70,000 images divided per class by Dirichlet(0.1), a quarter of each client's images for
-test. A machine of two cores bears 20 of them:
+FedOBP's setting has 100 clients: all 70,000 images divided per class by Dirichlet(0.1), a quarter of each client's
+images for test. A machine with two cores can run 20 of them:
 
     python -m studies.fashion_mnist_split fashion-mnist-split
     corolla run --set dataset=npz:fashion-mnist-split/data.npz --set partition=file:fashion-mnist-split/split.npz --clients 20
@@ -25,9 +25,9 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def divide(labels: NDArray[Any], num_train: int, options: argparse.Namespace) -> list[Share]:
-    """Return the first clients of the split, per client the indices of its training and of its test images.
+    """Return the split's first clients: for each one, the indices of its training images and of its test images.
 
-    labels: of the training set, then of the test set; num_train: how many are of the first.
+    labels: of the training set, then of the test set; num_train: the size of the training set.
     """
     parts = split(
         "dirichlet",
@@ -47,7 +47,10 @@ def divide(labels: NDArray[Any], num_train: int, options: argparse.Namespace) ->
 
 
 def arrays_of(images: NDArray[Any], labels: NDArray[Any], parts: list[Share]) -> tuple[Arrays, Arrays]:
-    """Return what data.npz and split.npz hold: the clients' images, one client's after the other's, and each client's range."""
+    """Return the contents of data.npz and split.npz.
+
+    data.npz has the clients' images, one client's after the other's. split.npz has each client's range.
+    """
     data: Arrays = {}
     ranges: Arrays = {}
     for k, name in enumerate(("train", "test")):

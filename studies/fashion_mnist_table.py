@@ -16,7 +16,7 @@ from corolla.experiments.runs import RecordedRun
 from fl_app.keys import show
 from strategies import METHOD_PARAMS
 
-# rounds that before and after are averaged over
+# last rounds, over which before and after are averaged
 LAST = 10
 
 
@@ -35,7 +35,7 @@ def names(groups: Sequence[Sequence[RecordedRun]]) -> list[str]:
 
 
 def figures(run: RecordedRun) -> list[float]:
-    """Return a run's figures in per cent: its final accuracies, then its last rounds' before and after training."""
+    """Return a run's figures in percent: its final accuracies, then its last rounds' before and after training."""
     found = [100 * run.summary[f"final-accuracy{kind}"] for kind in ("", "-pooled", "-finetuned")]
     for name in ("accuracy-before", "accuracy-after"):
         last = [record[name] for record in list(run.rounds.values())[-LAST:]]
@@ -44,7 +44,7 @@ def figures(run: RecordedRun) -> list[float]:
 
 
 def lines(paths: Sequence[Path]) -> list[str]:
-    """Return the table, best final accuracy first; runs that differ in the seed alone are one row.
+    """Return the table, best final accuracy first. Runs that differ only in the seed are one row.
 
     paths: run folders, or folders of them.
     """

@@ -1,10 +1,11 @@
-"""Writes the tables and pictures of docs/results.md, between its marks, from the runs in studies/results (`make docs`).
+"""Tables and pictures of docs/results.md, made from the runs in studies/results (`make docs`).
 
-python -m studies.results_page [NAME]    # with a NAME, of a folder in studies/results: print its tables, write nothing
+python -m studies.results_page           # rewrite the blocks between the page's marks, and the pictures
+python -m studies.results_page NAME      # print the tables of the folder studies/results/NAME, write nothing
 
-A column of a paper's table is a sweep file, sweeps/NAME.toml, and what was collected of its runs, results/NAME. The early stage
-of training, the logs of FedOBP's authors and what was tried of FedCAC have tables of their own. Runs of a sweep that are missing
-are named, with the command that makes them.
+A column of a paper's table has a sweep file, sweeps/NAME.toml, and a folder with its collected runs, results/NAME. Three parts have
+their own tables: the early stage of training, the logs of FedOBP's authors, and the trials of FedCAC. The page names missing runs
+of a sweep with the command that makes them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RESULTS, SWEEPS = STUDIES / "results", STUDIES / "sweeps"
 DOCS = STUDIES.parent / "docs"
 PAGE = DOCS / "results.md"
 
-# by sweep: what a data set of image files counts as
+# by sweep: the data set that a folder of image files stands for
 COLUMNS = {
     "fedobp-fashion-mnist": "fashion-mnist",
     "fedobp-fashion-mnist-drawn": "fashion-mnist",
@@ -48,27 +49,27 @@ COLUMNS = {
     "fedcac-cifar10-cut": "cifar10",
 }
 CUT = "fedcac-cifar10-cut"
-# runs of the cut column's own method, each with one thing changed
+# runs of the cut column's own method, each with one changed setting
 TRIED = f"{CUT}-tried"
 EARLY = "fashion-mnist-methods"
 LOGS = "fedobp-fashion-mnist-logs"
 
-# curves as tables: every how many rounds
+# rounds between the columns of a table of curves
 CURVES = {CUT: 10, TRIED: 20}
 PICTURES = {name: DOCS / "images" / f"results-{name}.png" for name in ("fedobp-fashion-mnist", CUT)}
 
 LOGGED = STUDIES / "fedobp_logs.toml"
-# the methods beside the sweep of the logs: what of the logs they have
+# methods beside the sweep of the logs: the parts of the logs that they replay
 REPLAYED = {
     "replayed:METHOD": "the logs' clients",
     "as_logged:METHOD": "the logs' clients, weights, newcomers",
 }
-# by their key `personal`: the method that they replay
+# the method that they replay, by their key `personal`
 PERSONAL = {"nothing": "fedavg", "classifier": "fedper"}
-# folder of what studies/as_run.py measured
+# folder of the measurements of studies/as_run.py
 AS_RUN = "as-run"
 
-# a figure is far from the published one if it is by more than both
+# a figure is far from the published one if it exceeds both: points, and published deviations
 FAR_POINTS, FAR_STD = 2.0, 2.0
 BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -77,17 +78,17 @@ BLOCK = re.compile(r"(<!-- results/(\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def any_made(results: Path) -> bool:
-    """Tell whether a folder holds finished runs."""
+    """Return whether a folder holds finished runs."""
     return any(results.glob("*/summary.json"))
 
 
 def method_of(line: Line) -> str:
-    """Return the name of the method of a row."""
+    """Return the name of a row's method."""
     return line.runs[0].config.method
 
 
 def lines_of(name: str, results: Path) -> list[Line]:
-    """Return the collected runs of a sweep beside their published figures, highest published first; none if there are none."""
+    """Return the collected runs of a sweep beside their published figures, highest published first; an empty list without runs."""
     if not any_made(results):
         return []
     runs, _ = compare.load([results], METHOD_PARAMS)
@@ -101,12 +102,12 @@ def lines_of(name: str, results: Path) -> list[Line]:
 
 
 def points_of(name: str, results: Path) -> list[Point]:
-    """Return the runs that a sweep file asks for."""
+    """Return the runs that a sweep file defines."""
     return sweep.expand(sweep.read_sweep(SWEEPS / f"{name}.toml"), METHOD_PARAMS, results, {}, dict)
 
 
 def missing(points: Sequence[Point], lines: Sequence[Line]) -> list[str]:
-    """Name the runs of a sweep that were not collected: a method and its seeds."""
+    """Return the runs of a sweep that were not collected, as "method (seeds 0, 1)"."""
     there = {(run.config.method, run.config.seed) for line in lines for run in line.runs}
     seeds: dict[str, list[int]] = {}
     for point in points:
@@ -121,7 +122,7 @@ def missing(points: Sequence[Point], lines: Sequence[Line]) -> list[str]:
 
 
 def is_far(line: Line) -> bool:
-    """Tell whether our figure is so far from the published one that the page must say why."""
+    """Return whether our figure is so far from the published one that the page must explain it."""
     published = line.preset.published
     if published is None or line.ours is None:
         return False
@@ -143,7 +144,7 @@ def rule(columns: int) -> str:
 
 
 def column_table(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the lines of a column's table: every figure that may be the paper's, then what the runs cost."""
+    """Yield the lines of a column's table: every figure that may be the paper's, then seeds, rounds and seconds."""
     header, *rows = paper_metrics.figures_table(lines)
     yield row(["method", *header[1:], "seeds", "rounds", "s a round"])
     yield rule(len(header) + 3)
@@ -160,15 +161,15 @@ def column_table(lines: Sequence[Line]) -> Iterator[str]:
         yield f"{row(distances)} | | |"
 
 
-def curves(what: str, rows: Sequence[tuple[str, Sequence[RecordedRun]]], every: int) -> Iterator[str]:
+def curves(heading: str, rows: Sequence[tuple[str, Sequence[RecordedRun]]], every: int) -> Iterator[str]:
     """Yield a table of accuracies before / after training, mean over a round's clients, then over seeds.
 
-    what: heads the rows' names; rows: names and runs; every how many rounds, up to a run's last. best: of all its rounds, before
-    and after each its own.
+    heading: of the rows' names. rows: names and runs. every: rounds between two columns, up to a run's last round. The
+    last column is the best of all rounds, separately before and after training.
     """
     longest = max(runs[0].config.num_server_rounds for _, runs in rows)
     rounds = range(every, longest + 1, every)
-    yield row([what, *(f"round {t}" for t in rounds), "best"])
+    yield row([heading, *(f"round {t}" for t in rounds), "best"])
     yield rule(len(rounds) + 2)
     for name, runs in rows:
         before, after = curve(runs, "accuracy-before"), curve(runs, "accuracy-after")
@@ -178,13 +179,13 @@ def curves(what: str, rows: Sequence[tuple[str, Sequence[RecordedRun]]], every: 
 
 
 def curve(runs: Sequence[RecordedRun], figure: str) -> list[float]:
-    """Return a figure of each round, mean over runs of as many rounds, in per cent."""
+    """Return a figure of each round in per cent, mean over the runs. All runs have the same number of rounds."""
     rounds = range(1, runs[0].config.num_server_rounds + 1)
     return [statistics.mean(100 * run.rounds[t][figure] for run in runs) for t in rounds]
 
 
 def trials_table(results: Path) -> Iterator[str]:
-    """Yield the table of trials beside the run that each of them changes one setting of; it is in the folder CUT beside theirs."""
+    """Yield the table of trials. Each changes one setting of the base run, which is in the folder CUT beside theirs."""
     trials, _ = compare.load([results], METHOD_PARAMS)
     column, _ = compare.load([results.parent / CUT], METHOD_PARAMS)
     base = next(run for run in column if run.config.method == trials[0].config.method)
@@ -192,14 +193,14 @@ def trials_table(results: Path) -> Iterator[str]:
     rows = [("as above", [base])]
     for trial in trials:
         changed = grouping.differing_values(grouping.settings(trial.config.resolved), own)
-        # how long a trial runs is not what was tried
+        # the number of rounds is not the changed setting
         names = [f"{key} {setting(value)}" for key, value, _ in changed if key != "num-server-rounds"]
         rows.append((", ".join(names), [trial]))
     yield from curves("run", rows, CURVES[TRIED])
 
 
 def as_run_table(results: Path) -> list[str]:
-    """Return the lines of the table of what studies/as_run.py measured, none if it measured nothing."""
+    """Return the lines of the table of studies/as_run.py's measurements; an empty list without measurements."""
     rows = []
     for path in sorted(results.glob(f"{AS_RUN}/*.json")):
         made = json.loads(path.read_text(encoding="utf-8"))
@@ -213,12 +214,12 @@ def as_run_table(results: Path) -> list[str]:
     if not rows:
         return []
     head = ("method, as its code runs it", "published", "before, mean", "before, pooled", "seed", "tests after rounds")
-    note = "Made by `python -m studies.as_run`, which says what sets them apart."
+    note = "Made by `python -m studies.as_run`. Its docstring describes the differences."
     return ["", row(head), rule(len(head)), *rows, "", note]
 
 
 def logs_table(results: Path) -> Iterator[str]:
-    """Yield the table of what FedOBP's authors logged and what our runs have after the same rounds."""
+    """Yield the table of the figures that FedOBP's authors logged, beside ours after the same rounds."""
     head = ["method", "our momentum", "after round", "logged: accuracy, loss", "ours"]
     yield row(head)
     yield row(["---"] * len(head))
@@ -240,11 +241,14 @@ def logs_table(results: Path) -> Iterator[str]:
             yield row([*about, "301 to 400", f"{logs['last-100-rounds'][method]:.2f}", f"{last:.2f}"])
 
 
-# What stands below a table --------------------------------------------------------------------------------------------
+# Notes below a table --------------------------------------------------------------------------------------------------
 
 
 def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield what differs from the paper's settings, first what does so for all methods; not what has no meaning in our runs."""
+    """Yield the settings that differ from the paper's: first those of all methods, then each method's own.
+
+    Settings without a meaning in our runs are left out.
+    """
     found = [{(key, mine, theirs) for key, mine, theirs in line.differences if mine is not None} for line in lines]
     common = found[0].intersection(*found)
     differing = [("all" if len(lines) > 1 else method_of(lines[0]), common)]
@@ -258,7 +262,7 @@ def settings_that_differ(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def notes(lines: Sequence[Line]) -> Iterator[str]:
-    """Yield the presets' notes, each once, after the methods it is about if it is not about all of them."""
+    """Yield each note of the presets once. A note that is not about all methods begins with their names."""
     about: dict[str, list[str]] = {}
     for line in lines:
         for note in line.preset.notes:
@@ -268,7 +272,7 @@ def notes(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def accuracy_picture(name: str, results: Path) -> Panel | None:
-    """Return `corolla report`'s picture of a column's accuracy over rounds, if the page has one and runs are there."""
+    """Return `corolla report`'s picture of a column's accuracy over rounds; None if the page has none or no runs exist."""
     if name not in PICTURES or not any_made(results):
         return None
     panels = pictures.accuracy(grouped(read_runs([results])))
@@ -276,7 +280,7 @@ def accuracy_picture(name: str, results: Path) -> Panel | None:
 
 
 def small_png(panel: Panel) -> bytes:
-    """Return a picture as a PNG of few colours, a quarter of the bytes."""
+    """Return a picture as a PNG of 64 colours, a quarter of the bytes."""
     out = io.BytesIO()
     Image.open(io.BytesIO(panel.render())).convert("RGB").quantize(64).save(out, "PNG", optimize=True)
     return out.getvalue()
@@ -292,7 +296,7 @@ OWN_TABLES: Mapping[str, Callable[[Path], Iterable[str]]] = {
 
 
 def own_block(name: str, results: Path) -> str:
-    """Return what stands between the marks of a table of OWN_TABLES."""
+    """Return the text between the marks of a table of OWN_TABLES."""
     # for the methods of REPLAYED
     plugins.reset(SWEEPS)
     made, asked = len(list(results.glob("*/summary.json"))), len(points_of(name, results))
@@ -303,7 +307,7 @@ def own_block(name: str, results: Path) -> str:
 
 
 def column_block(name: str, results: Path) -> str:
-    """Return what stands between the marks of a column of COLUMNS."""
+    """Return the text between the marks of a column of COLUMNS."""
     points, lines = points_of(name, results), lines_of(name, results)
     command = f"`corolla sweep studies/sweeps/{name}.toml --in-process"
     after = f"then `corolla runs runs/{name} --collect studies/results/{name}` and `make docs`"
@@ -320,12 +324,12 @@ def column_block(name: str, results: Path) -> str:
 
 
 def made_block(name: str, results: Path, lines: Sequence[Line]) -> Iterator[str]:
-    """Yield a column's tables, its picture and what must be known about it."""
+    """Yield a column's tables, its picture and its notes."""
     yield from column_table(lines)
     caption = paper_metrics.CAPTION
-    yield from ("", f"{caption[0].upper()}{caption[1:]}. Seconds: the median round's.", "")
+    yield from ("", f"{caption[0].upper()}{caption[1:]}. Seconds: median over the rounds.", "")
     if any(line.preset.ran for line in lines):
-        yield from ("†: the paper's row is of another method than it says ([why](#rows-of-other-methods)).", "")
+        yield from ("†: the paper's row is of another method than its name ([why](#rows-of-other-methods)).", "")
     if any(is_far(line) for line in lines):
         how = f"more than {FAR_STD:g} published deviations and {FAR_POINTS:g} points away"
         yield from (f"\\*: `{lines[0].preset.metric}` is {how}.", "")
@@ -342,12 +346,12 @@ def made_block(name: str, results: Path, lines: Sequence[Line]) -> Iterator[str]
 
 
 def block(name: str, results: Path) -> str:
-    """Return what stands between the marks of a name."""
+    """Return the text between the marks of a name."""
     return own_block(name, results) if name in OWN_TABLES else column_block(name, results)
 
 
 def page(text: str, results: Path) -> str:
-    """Return the page with its blocks made anew."""
+    """Return the page with new blocks."""
 
     def made(found: re.Match[str]) -> str:
         start, name, end = found.groups()

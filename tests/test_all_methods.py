@@ -1,9 +1,9 @@
 """Every method, built in or from outside (tests/plugins), through the same rounds: plain and BatchNorm model, full and
 partial participation, in one process.
 
-Per case: reruns give equal bits, the wire carries exactly the documented bytes, a run killed after a checkpoint and resumed
-(client state reloaded from disk at the generation the server names) ends with the same bits. tests/e2e runs every method
-through Flower's simulation and compares the digests.
+Per case: a rerun with three clients at once gives equal bits. The wire carries exactly the documented bytes. A run killed after a
+checkpoint and resumed (client state reloaded from disk at the generation the server names) ends with the same bits. tests/e2e runs
+every method through Flower's simulation and compares the digests.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, get_origin
 import numpy as np
 import pytest
 
+from client_app.at_once import Lanes
 from client_app.client_app import app
 from fl_app import models
 from fl_app.config import RunConfig, parse
@@ -25,7 +26,7 @@ from fl_app.keys import Scalar
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Reports, declared
 from fl_app.server import checkpoint, progress_protocol
-from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.inprocess import Answer, InProcessGrid, first
 from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
 from fl_app.server_app import run
 from strategies import METHOD_PARAMS, METHODS
@@ -36,7 +37,7 @@ CLIENTS = 4
 MODELS = {"plain": "mlp", "batchnorm": "resnet8", "convolutional": "cnn"}
 
 
-def start(directory: Path, name: str, **config: Scalar) -> tuple[RunFolder, RunConfig]:
+def start(directory: Path, name: str, answer: Answer = first, **config: Scalar) -> tuple[RunFolder, RunConfig]:
     raw: dict[str, Scalar] = {
         "num-server-rounds": 2,
         "num-clients": CLIENTS,
@@ -55,11 +56,11 @@ def start(directory: Path, name: str, **config: Scalar) -> tuple[RunFolder, RunC
         **IN_TWO_ROUNDS.get(str(config["method"]), {}),
     }
     parsed = parse(raw, METHOD_PARAMS)
-    return run(InProcessGrid(app, raw, CLIENTS), parsed, lambda *_: None), parsed
+    return run(InProcessGrid(app, raw, CLIENTS, answer=answer), parsed, lambda *_: None), parsed
 
 
 def documented_bytes(method: str, layout: Layout, round: int, participants: int) -> tuple[int, int]:
-    """Bytes up and down per client in a round of so many, the first or the second, as docs/methods.md has them (defaults)."""
+    """Bytes up and down per client in a round of so many, the first or the second, as docs/methods/index.md has them (defaults)."""
     tensors = {slot.name: 4 * slot.size for slot in layout.params + layout.buffers}
     whole = sum(tensors.values())
     mask = -(-layout.d // 8)
@@ -140,6 +141,7 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
     config: dict[str, Scalar] = {"method": method, "model": MODELS[model], "fraction_train": fraction}
     others = watch_tested(METHODS[method].local_update, monkeypatch)
     undeclared: list[str] = []
+    said: list[str] = []
     monkeypatch.setattr(Reports, "warn_of_undeclared", lambda self, names: undeclared.extend(names))
     folder, parsed = start(tmp_path, "one", **config)
     assert any(others) == bool(METHODS[method].tested(parsed)), "LocalUpdate.tested"
@@ -165,7 +167,10 @@ def test_two_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str
         assert told.loss is not None and told.loss > 0 and told.upload_bytes >= 0 and told.seconds["round"] > 0
         assert told.evaluated == (record["round"] == 2) and (not told.evaluated or 0 <= (told.everyone or 0) <= 1)
 
-    again, _ = start(tmp_path, "two", **config)
+    # three clients take turns, each in a lane whose network the one before left there
+    lanes = Lanes(3, said.append)
+    again, _ = start(tmp_path, "two", lanes.answer, **config)
+    lanes.close()
     assert read_summary(again.path)["digest"] == summary["digest"]
 
     # as if the server had died after the first round's checkpoint, with the clients ahead of it
@@ -214,7 +219,7 @@ def test_regression(tmp_path: Path, method: str) -> None:
         "learning_rate": 0.02,
         "data_dir": str(tmp_path / "data"),
     }
-    why = {"pfedgate": "its gate looks at images"}.get(method, "it is about classes, and task regression has none")
+    why = {"pfedgate": "its gate looks at images"}.get(method, "it is for classes, and task regression has none")
     if METHODS[method].needs_classes or method == "pfedgate":
         with pytest.raises(UserError, match=f"method {method}: {why}"):
             start(tmp_path, "one", **config)

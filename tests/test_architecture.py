@@ -203,3 +203,10 @@ def test_a_server_half_knows_neither_flower_nor_what_runs_it() -> None:
     assert not reached
     engine = [module for module in edges if module.startswith("strategies.engine.")]
     assert engine and not [module for module in engine if "strategies.base.strategy" in edges[module]]
+
+
+def test_the_page_lists_every_package() -> None:
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("\n## Packages\n")[2]
+    assert [line.split("`")[1] for line in table.splitlines() if line.startswith("| `")] == [
+        f"{package}/" for package in (*PACKAGES, "studies")
+    ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import math
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import deployment, gpu_check, loopback, methods, simulation, startup
+from benchmarks import deployment, gpu_check, loopback, methods, peers, scale, simulation, startup
 from strategies import METHODS
 
 
@@ -34,7 +36,15 @@ def test_generated_programs_are_programs(tmp_path: Path) -> None:
     app = deployment.write_stock_app(tmp_path)
     components = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["components"]
     assert all((app / f"{reference.split(':')[0]}.py").is_file() for reference in components.values())
-    for code in (deployment.CLIENT, deployment.SERVER, startup.WATCH, startup.MODEL, loopback.TINY_MODEL):
+    for code in (
+        deployment.CLIENT,
+        deployment.SERVER,
+        startup.WATCH,
+        startup.MODEL,
+        loopback.TINY_MODEL,
+        peers.DATA + peers.FLOWER,
+        peers.DATA + peers.PFL,
+    ):
         ast.parse(code)
 
 
@@ -66,3 +76,43 @@ def test_every_method_has_a_row_in_the_table_of_methods() -> None:
     assert [row.split("`")[1] for row in rows[2:]] == list(METHODS)
     assert len({row.count("|") for row in rows}) == 1 and set(methods.COUNTED) <= {*METHODS, "feddpa"}
     assert ratios["mlp: fedavg, measured / counted"] == 1 and all(ratio > 0 for ratio in ratios.values())
+
+
+def test_the_law_of_a_cost_by_hand() -> None:
+    def costs(**values: tuple[float, ...]) -> dict[int, dict[str, float]]:
+        return {n: {name: own[k] for name, own in values.items()} for k, n in enumerate((100, 1000, 10_000))}
+
+    found = costs(start=(0.1, 10.0, 1000.0), round=(0.001, 0.01, 0.02), report=(1.0, 1.0, 20.0))
+    assert scale.exponent(found, "start") == pytest.approx(2)
+    # below the floor all is the same
+    assert scale.exponent(found, "round") == pytest.approx(0)
+    # what is constant hides it at first: the two largest count, not the line through all
+    assert scale.exponent(found, "report") == pytest.approx(math.log10(20))
+    # N log N
+    assert scale.exponent({n: {"start": n * math.log(n)} for n in scale.SHORT}, "start") < scale.TOLERANCE
+    assert math.isnan(scale.exponent({100: {"start": 1.0}}, "start"))
+    assert "| start | 0.1 | 10.0 | 1000.0 | N^2.0 |" in scale.table(found).splitlines()
+
+
+def test_sizes_beyond_the_budget_are_not_tried() -> None:
+    cubic = {100: {"start": 0.5}, 1000: {"start": 500.0}}
+    assert scale.too_long(cubic, 2000, 900) == "its start would take about 4,000 processor seconds, the budget is 900"
+    assert scale.too_long(cubic, 1100, 900) == "" == scale.too_long({100: {"start": 0.5}}, 10_000, 900)
+
+
+def test_a_contender_is_timed_between_its_rounds(tmp_path: Path) -> None:
+    rounds = f"for k in range({peers.FIRST + peers.COUNTED}): print('round', k, flush=True); sum(range(100_000))"
+    # it goes on for a while, so that its processor time can be asked for after the last round that counts
+    code = f"{rounds}\nsum(range(20_000_000))"
+    found = peers.pace([sys.executable, "-c", code], tmp_path)
+    assert 0 < found["rounds a minute"] < float("inf") and found["processor seconds a round"] >= 0
+    with pytest.raises(SystemExit, match="printed 0 rounds"):
+        peers.pace([sys.executable, "-c", "print('nothing')"], tmp_path)
+
+
+@pytest.mark.long
+def test_costs_of_few_clients_are_measured() -> None:
+    found, left_out = scale.measured((3, 6), 60)
+    assert left_out == [] and list(found) == [3, 6]
+    assert all(set(costs) == set(scale.COSTS) for costs in found.values())
+    assert all(costs["start"] > 0 and costs["report"] > 0 for costs in found.values())

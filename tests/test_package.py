@@ -91,8 +91,8 @@ def test_an_undeclared_package_is_found(tmp_path: Path) -> None:
 def test_what_an_extra_brings_is_in_the_table_of_extras() -> None:
     # their errors name what to install themselves
     trackers_and_onnx = {"mlflow", "wandb", "tensorboard", "onnx", "onnxruntime", "onnxscript"}
-    # pandas imports pyarrow; torchmetrics serves tasks of the user's own
-    not_seen_in_imports = {"pyarrow", "torchmetrics"}
+    # it serves tasks of the user's own
+    not_seen_in_imports = {"torchmetrics"}
     from_extras = set(undeclared(modules().values(), PROJECT["dependencies"]))
     assert from_extras - trackers_and_onnx == set(extras.EXTRAS) - not_seen_in_imports
 
@@ -191,7 +191,7 @@ def test_a_simulation_starts_beside_foreign_folders_and_in_a_clone(tmp_path: Pat
 
 def test_a_simulation_beside_a_foreign_module_writes_nothing(tmp_path: Path) -> None:
     foreign = put_foreign(tmp_path, "strategies", "file")
-    command = [str(Path(sys.executable).parent / "corolla"), "run", "--clients", "2"]
+    command = [str(Path(sys.executable).parent / "corolla"), "run", "--clients", "2", "--backend", "ray"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"error: {foreign} would be imported by simulated clients" in done.stderr

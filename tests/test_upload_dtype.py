@@ -88,5 +88,5 @@ def test_collected_models_are_those_that_were_evaluated(run: Run) -> None:
 @pytest.mark.usefixtures("halves")
 def test_values_beyond_the_dtype_are_named() -> None:
     large = Model(np.array([1e5, -1e5, 1, np.inf], np.float32), np.zeros(0, np.float32))
-    with pytest.raises(wire.WireError, match="array params has 2 values beyond float16, in which it is sent"):
+    with pytest.raises(wire.WireError, match="array params has 2 values beyond float16, its dtype on the wire"):
         wire.encode_upload(wire.Upload(large))

@@ -1,6 +1,6 @@
-"""Corolla from Python: the same runs, run folders, tables and errors as the `corolla` command's.
+"""Corolla from Python: the same runs, run folders, tables and errors as the `corolla` command.
 
-Importing this imports nothing heavy: torch, pandas and Flower come with what is asked for.
+Importing this module is cheap: torch, pandas and Flower are imported on first use.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from corolla.api.brief import brief
 from corolla.api.results import Run, folder, load
 from fl_app import extras
 
@@ -20,6 +21,7 @@ __all__ = ["Run", "compare", "load", "run"]
 AnyPath = str | os.PathLike[str]
 
 
+@brief
 def run(
     preset: AnyPath | None = None,
     *,
@@ -29,20 +31,38 @@ def run(
     cpus_per_client: float = 1,
     gpus_per_client: float = 0,
     in_process: bool = False,
+    clients_at_once: int = 1,
     resume: AnyPath | Run | None = None,
     scale: str = "full",
+    overwrite: bool = False,
+    backend: str | None = None,
     verbose: bool = False,
     progress: bool = True,
     **keys: Any,
 ) -> Run:
-    """Run one experiment as `corolla run` does, and return it.
+    """Run one experiment, as `corolla run` does, and return it.
 
-    preset: a preset's name or a .toml file. keys: run-config keys (docs/config.md) with _ for -, a method's own in a table,
-    `fedcac={"beta": 5}` or `**{"fedcac.beta": 5}`. progress: show a panel, in a notebook or on a terminal, and lines elsewhere;
-    the other options are those of `corolla run -h`.
+    - `preset`: a preset's name, or the path of a .toml file with config keys.
+    - `clients`: number of simulated clients (default 10); with `superlink`, number of connected clients to wait for.
+    - `superlink`: name of a SuperLink connection in Flower's config file; None: a simulation.
+    - `output_dir`: directory of run folders (default: runs).
+    - `cpus_per_client`, `gpus_per_client`: CPU cores and GPUs per simulated client; a fraction of a GPU is allowed.
+    - `in_process`: run server and clients in this process, without Ray and SuperLink, for debugging.
+    - `clients_at_once`: with `in_process`, number of clients that train together on one GPU; 0: as many as its memory
+      holds.
+    - `resume`: an interrupted run, or its folder, to continue from its last checkpoint.
+    - `scale`: "small" cuts clients, rounds and samples for a laptop; `keys` still win.
+    - `overwrite`: replace the run of this `run_name` just before the new one starts.
+    - `backend`: processes of simulated clients, "pool" or "ray"; None: a pool on Linux without GPUs, else Ray.
+    - `verbose`: show Flower's and Ray's log lines, and keep all frames of errors.
+    - `progress`: show a panel in a notebook or on a terminal, and lines elsewhere; False: print only warnings and
+      errors.
+    - `keys`: run-config keys (docs/config.md) with _ for -. A method's own keys are in a table: `fedcac={"beta": 5}` or
+      `**{"fedcac.beta": 5}`.
 
-    Raises UserError with the command's words for bad input, before anything is written, and RunFailed for a run that did not
-    finish. An interrupt ends the run after its round, a second one at once; both raise KeyboardInterrupt.
+    Raises UserError, with the command's message and before anything is written, for invalid input. Raises RunFailed if
+    the run does not finish. Their tracebacks end at the caller's line. A first interrupt ends the run after the current
+    round, a second one immediately; both raise KeyboardInterrupt.
     """
     from corolla.api import starting
 
@@ -53,24 +73,40 @@ def run(
         cpus_per_client=cpus_per_client,
         gpus_per_client=gpus_per_client,
         in_process=in_process,
+        clients_at_once=clients_at_once,
         resume=resume.path if isinstance(resume, Run) else resume,
         scale=scale,
+        overwrite=overwrite,
+        backend=backend,
         verbose=verbose,
     )
     return Run(starting.start(None if preset is None else os.fspath(preset), options, keys, progress))
 
 
-def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run) -> pandas.DataFrame:
-    """Put finished runs beside each other, as `corolla compare` does: one row for runs that differ in the seed alone.
+@brief
+def compare(runs: Iterable[AnyPath | Run] | AnyPath | Run, metric: str = "") -> pandas.DataFrame:
+    """Compare finished runs, as `corolla compare` does: one row per group of runs that differ only in the seed.
 
-    runs: runs, run folders, or folders of them (a sweep's). Columns: the method and the settings in which rows differ; `n`, how
-    many runs; the means over them of the headline metric's figures, as ratios, with `-std`; and the paired difference to the first
-    row's runs: `pairs`, `seeds`, `difference`, the ends of its 95 % intervals, the share of `clients-better`, the `verdict`.
-    Unfinished runs are named on standard error. Raises UserError for a path that holds no run, and if none is finished.
+    - `runs`: runs, run folders, or folders of run folders (a sweep's).
+    - `metric`: the metric to compare, such as "auc"; empty: each run's headline.
+
+    Columns of the result:
+
+    - the method, and the settings in which rows differ;
+    - `n`: number of runs;
+    - `clients`, such as `4 of 6 clients`, only if final figures of a row lack clients;
+    - figures of the metrics: mean over the runs, as ratios, and standard deviation (`-std`);
+    - the paired difference to the runs of the first row. A pair is a client, with its difference averaged over seeds:
+      `pairs`, `seeds`, `difference`, `low` and `high` (95 % interval over clients), p of the `wilcoxon` test,
+      `low-over-seeds` and `high-over-seeds` (95 % interval over seeds), `clients-better` (a share), `by-client` (all
+      differences), `verdict`.
+
+    Unfinished runs are skipped and listed on standard error. Raises UserError for a path without runs, if no run is
+    finished, and for a metric that a run did not measure.
     """
     extras.require("pandas", "corolla.compare, whose result is a data frame,")
     from corolla.api import comparing
 
     if isinstance(runs, (str, os.PathLike, Run)) or not isinstance(runs, Iterable):
         runs = [runs]
-    return comparing.frame([one.path if isinstance(one, Run) else folder(one) for one in runs])
+    return comparing.frame([one.path if isinstance(one, Run) else folder(one) for one in runs], metric)

@@ -1,9 +1,9 @@
-"""What can be wrong with a run on this machine, and what is odd about it, before it starts."""
+"""Checks and warnings before a run starts on this machine."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,10 @@ from corolla.api.console import console, warn
 from corolla.api.waiting import waiting
 from fl_app import extras
 from fl_app.config import RunConfig
-from fl_app.errors import UserError
+from fl_app.errors import UserError, listed
 from fl_app.files import refuse_unwritable
 from fl_app.keys import bears_on
-from fl_app.server.run_folder import check_data
+from fl_app.server.run_folder import check_data, check_state, read_about, read_hashes, refuse_fewer_rounds
 from fl_app.sources import NODE
 from strategies import METHODS
 from strategies.robust import ABLE
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 def check_locally(config: RunConfig) -> None:
-    """Everything that can be wrong on this machine, before a simulation starts: data, partition, model, device."""
+    """Check everything that can fail on this machine before a simulation starts: data, partition, model, device.
+
+    Raises UserError.
+    """
     from fl_app import data, tasks
     from fl_app.layout import Layout
     from fl_app.server import trackers
@@ -36,12 +39,13 @@ def check_locally(config: RunConfig) -> None:
         )
     method = METHODS[config.method]
     method.check(config)
+    unknown: list[str] = []
     tasks.require_packages(config)
     if config.dp_epsilon:
         extras.require("opacus", "dp-epsilon")
     with waiting(console) as shown:
         shown.step("checking the data and the model", brief=True)
-        # here, for torch takes seconds
+        # imported here because torch takes seconds
         from client_app.device_model import resolve_device
 
         resolve_device(config.device)
@@ -50,6 +54,11 @@ def check_locally(config: RunConfig) -> None:
         info = data.check(config)
         if config.resume:
             check_data(Path(config.resume), data.open_data(config).hashes)
+            if not read_hashes(Path(config.resume)):
+                unknown.append(
+                    f"{config.resume} has no hashes of its data, because an earlier version made it: a change of data or partition "
+                    "cannot be detected"
+                )
         remarks = data.partition_remarks(config, brief=True)
         if config.augment != "none" and (len(info.input_shape) != 3 or info.input_shape[1] != info.input_shape[2]):
             raise UserError(
@@ -62,12 +71,35 @@ def check_locally(config: RunConfig) -> None:
 
             check_module(module, config, info.input_shape)
     warn_of_data(info)
-    for line in remarks:
+    for line in [*remarks, *unknown]:
         warn(line)
 
 
+def check_resumable(run: Path, config: RunConfig, *, here: bool) -> None:
+    """Raise UserError if a run cannot resume from its last checkpoint.
+
+    The run is unfinished, or has more rounds configured. here: its clients run on this machine, so the state that the
+    checkpoint names must be here.
+    """
+    from client_app.state import missing_clients, state_root
+    from fl_app.server import checkpoint
+
+    check_state(run)
+    saved = checkpoint.load_latest(run).meta
+    evaluated = "evaluation" in saved["record"]
+    refuse_fewer_rounds(config, saved["round"], may_be_equal=evaluated)
+    root = state_root(config.state_dir)
+    versions = {int(client_id): version for client_id, version in saved["versions"].items()}
+    if here and (missing := missing_clients(root, str(read_about(run).get("experiment")), versions)):
+        clients = f"client{'s' * (len(missing) > 1)} {listed([str(client_id) for client_id in missing])}"
+        raise UserError(
+            f"resume: the state of {clients} after round {saved['round']} is not under {root}: `corolla state remove` removed it, "
+            "or state-dir was different; without it the run cannot be continued"
+        )
+
+
 def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
-    """Refuse what Ray would wait for forever. Raises UserError naming the option."""
+    """Raise UserError, naming the option, for resources that this machine lacks. Ray would wait for them without end."""
     cores = os.cpu_count() or 1
     if cpus_per_client > cores:
         raise UserError(f"--cpus-per-client: this machine has {cores} cores, got {cpus_per_client:g}")
@@ -81,10 +113,11 @@ def check_resources(cpus_per_client: float, gpus_per_client: float) -> None:
 
 
 def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Collection[str]]]) -> None:
-    """Say on standard error which settings are not what they seem: nothing is refused.
+    """Print warnings on standard error about settings without the expected effect. No setting is refused.
 
-    given: keys of --set, of which those in a table of a method that no run has are without effect. Keys of presets and files
-    may be for several methods and are not named. runs: each with the keys that somebody chose for it; defaults are not named.
+    given: keys of --set; a key in a table of a method that no run uses has no effect. Keys of presets and files may be
+    meant for several methods, so they cause no warning. runs: each config with its explicitly chosen keys; defaults
+    cause no warning.
     """
     methods = {config.method for config, _ in runs}
     for key in given:
@@ -92,24 +125,49 @@ def warn_of_settings(given: Iterable[str], runs: Collection[tuple[RunConfig, Col
             owner = key.rpartition(".")[0]
             warn(f"--set {key} has no effect: it is a key of method {owner}, not of {', '.join(sorted(methods))}")
     few = {
-        f"robust = {config.robust} outvotes nobody among {asked} clients a round; from {ABLE} on it can"
+        f"robust = {config.robust} cannot exclude an outlier among {asked} clients a round; it needs {ABLE} or more"
         for config, _ in runs
         if config.robust != "none" and config.num_clients and (asked := config.drawn(config.num_training)) < ABLE
     }
-    late = {
-        f"{key.name} = {value} is above num-server-rounds = {config.num_server_rounds}: what begins after round {value} is "
-        "never reached"
-        for config, chosen in runs
-        for key, value in config.own_keys()
-        if key.counts_rounds and key.name in chosen and isinstance(value, int) and value > config.num_server_rounds
-    }
-    for text in sorted(few | late):
+    late = {line for config, chosen in runs for line in _never_reached(config, chosen)}
+    for text in sorted(few | late | _without_effect(runs)):
         warn(text)
 
 
+def _never_reached(config: RunConfig, chosen: Collection[str]) -> Iterator[str]:
+    """Yield a warning for each key that names a round the run never reaches.
+
+    chosen: explicitly chosen keys. A chosen method also counts as the choice of its defaults.
+    """
+    rounds = config.num_server_rounds
+    for key, value in config.own_keys():
+        if not key.counts_rounds or not isinstance(value, int):
+            continue
+        by_whom = key.name in chosen or (key.begins_after and "method" in chosen)
+        if by_whom and (value > rounds or (key.begins_after and value == rounds)):
+            how = "is above" if value > rounds else "is not below"
+            yield (
+                f"{key.name} = {value} {how} num-server-rounds = {rounds}: the part that begins after round {value} is never "
+                "reached"
+            )
+
+
+def _without_effect(runs: Collection[tuple[RunConfig, Collection[str]]]) -> set[str]:
+    """Return a warning for each chosen key about the division of data that affects none of the runs."""
+    bears: dict[str, bool] = {}
+    for config, chosen in runs:
+        # data at the sites are not divided
+        partition = "" if config.dataset == NODE else config.partition
+        for key, _ in config.own_keys():
+            if key.name in chosen and key.about == "data":
+                bears[key.name] = bears.get(key.name, False) or key.divides(partition, config.dataset)
+    kinds = {"data of the sites" if config.dataset == NODE else f"partition {config.partition}" for config, _ in runs}
+    return {f"{name} has no effect with {listed(sorted(kinds))}" for name, does in bears.items() if not does}
+
+
 def warn_of_data(info: DatasetInfo) -> None:
-    """Say on standard error how a data set was read where that may surprise, and if it has nothing to learn from."""
+    """Print warnings on standard error about a data set's interpretation, and if all its images are constant."""
     for line in info.remarks:
         warn(line)
     if info.constant:
-        warn("the data set is constant: in every channel all pixels of all training images are the same")
+        warn("the data set is constant: in each channel, all pixels of all training images are equal")

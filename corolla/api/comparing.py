@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import pandas
+from typing import TYPE_CHECKING, Any
 
 from corolla.api.console import say_partial, say_unfinished
 from corolla.experiments import compare, significance
@@ -14,13 +12,22 @@ from corolla.experiments.runs import RecordedRun
 from corolla.experiments.table import columns
 from strategies import METHOD_PARAMS
 
+if TYPE_CHECKING:
+    import pandas
 
-def frame(paths: Sequence[Path]) -> pandas.DataFrame:
-    """Return what `corolla compare` prints of run folders, as numbers: see `corolla.compare`."""
-    found, unfinished = compare.load(paths, METHOD_PARAMS)
+
+def frame(paths: Sequence[Path], metric: str = "") -> pandas.DataFrame:
+    """Return the comparison of run folders as numbers: see `corolla.compare`."""
+    import pandas
+
+    found, unfinished = compare.load(paths, METHOD_PARAMS, metric)
     say_unfinished(unfinished)
     say_partial(found)
-    groups = compare.group(found)
+    return pandas.DataFrame(rows_of(compare.group(found)))
+
+
+def rows_of(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Any]]:
+    """Return the rows of `corolla.compare` as dictionaries, which `corolla compare --json` prints."""
     found_rows = compare.result_rows(groups)
     shown = columns(found_rows)
     rows: list[dict[str, Any]] = []
@@ -36,16 +43,16 @@ def frame(paths: Sequence[Path]) -> pandas.DataFrame:
         compared = zip(rows, groups, [None, *others], strict=True)
         rows = [row | differences(one, runs, groups[0]) for row, runs, one in compared]
         rows[0]["verdict"] = significance.FIRST
-    return pandas.DataFrame(rows)
+    return rows
 
 
 def differences(
     one: significance.Comparison | None, ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]
 ) -> dict[str, Any]:
-    """Return a row's columns about the paired difference to the first row's runs; empty cells where there is none."""
+    """Return a row's columns about the paired difference to the first row's runs; without pairs, only counts and verdict."""
     if one is None:
         return {"pairs": 0, "seeds": 0, "verdict": significance.why_unpaired(ours, theirs)}
-    low, high = one.over_pairs or (None, None)
+    low, high = one.over_clients or (None, None)
     low_seeds, high_seeds = one.over_seeds or (None, None)
     return {
         "pairs": one.pairs,
@@ -53,8 +60,10 @@ def differences(
         "difference": one.mean,
         "low": low,
         "high": high,
+        "wilcoxon": one.wilcoxon,
         "low-over-seeds": low_seeds,
         "high-over-seeds": high_seeds,
         "clients-better": one.share_better,
+        "by-client": {int(i): difference for i, difference in one.by_client.items()},
         "verdict": one.verdict,
     }

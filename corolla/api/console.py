@@ -1,4 +1,4 @@
-"""Where runs and commands print, and how the `corolla` command was called."""
+"""Consoles of runs and commands, their warnings, and the form in which the `corolla` command was called."""
 
 from __future__ import annotations
 
@@ -8,36 +8,58 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 
+from corolla.api.log_file import LoggedConsole
 from corolla.experiments.runs import RecordedRun
 
-# in a notebook lines are text too
-console = Console(highlight=False, emoji=False, force_jupyter=False)
-errors = Console(stderr=True, highlight=False, emoji=False, force_jupyter=False)
+# force_jupyter=False: lines stay text in a notebook
+console = LoggedConsole(highlight=False, emoji=False, force_jupyter=False)
+# whether a command also prints tracebacks of errors
+verbose = False
+errors = LoggedConsole(stderr=True, highlight=False, emoji=False, force_jupyter=False)
+
+
+def show_tracebacks(wanted: bool) -> None:
+    """Set whether the command prints tracebacks of the errors that end it."""
+    global verbose
+    verbose = wanted
+
+
+# warnings that the command has printed
+_warned: set[str] = set()
+
+
+def begin_warnings() -> None:
+    """Forget the printed warnings, at the start of a command."""
+    _warned.clear()
 
 
 def warn(text: str) -> None:
-    """Print a warning in one line."""
+    """Print a warning in one line, once per command: the runs of a sweep share most warnings."""
+    if text in _warned:
+        return
+    _warned.add(text)
     errors.print(f"[bold yellow]warning:[/] {escape(text)}", soft_wrap=True)
 
 
 def say_unfinished(folders: Iterable[Path]) -> None:
-    """Name on standard error the runs that a comparison leaves out."""
+    """List on standard error the runs that a comparison skips."""
     for folder in folders:
         errors.print(f"skipped, not finished: {escape(str(folder))}", soft_wrap=True)
 
 
 def say_partial(runs: Iterable[RecordedRun]) -> None:
-    """Name on standard error the runs whose final figures are not of all clients."""
+    """Warn of runs with clients missing from their final figures."""
     for run in runs:
         if run.coverage_note:
-            warn(f"{run.path}: its final figures are of {run.coverage_note}, and do not compare with those of all")
+            warn(
+                f"{run.path}: its final figures cover {run.coverage_note}; do not compare them with figures of all clients"
+            )
 
 
 def command() -> str:
-    """Return how this command was called, as its user would type it."""
+    """Return the command as its user would type it."""
     called = Path(sys.argv[0])
     found = shutil.which("corolla")
     if called.name == "corolla" and called.is_file() and not (found and Path(found).samefile(called)):
@@ -46,6 +68,6 @@ def command() -> str:
 
 
 def nearby(path: Path) -> str:
-    """Return a path as one types it: relative if it lies under the current directory."""
+    """Return a path as a user would type it: relative if it lies under the current directory."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,4 +1,4 @@
-"""Ctrl-C while a run goes on: an answer at once, and the run's end after its round; pressed again, its end at once."""
+"""Ctrl-C during a run: the first ends it after the current round, the second immediately."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
+from corolla.api import debugger
 from corolla.api.live import Display
 from fl_app.server.run_folder import ask_to_stop
 
@@ -16,10 +17,10 @@ AT_ONCE = "stopping at once"
 
 @contextlib.contextmanager
 def answered(display: Display) -> Iterator[None]:
-    """Within it the first Ctrl-C asks the run to end after its round; the second raises KeyboardInterrupt.
+    """Context in which the first Ctrl-C asks the run to end after its round, and the second raises KeyboardInterrupt.
 
-    So does the first where there is no round yet, or the run's folder is on another machine. Where Ctrl-C was ignored, it is.
-    Other threads than the main one never see it.
+    The first one already raises if no round has started, or if the run's folder is on another machine. An ignored
+    SIGINT stays ignored. Threads other than the main one never receive it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -34,7 +35,7 @@ def answered(display: Display) -> Iterator[None]:
             display.note(AFTER_ROUND)
         else:
             display.note(AT_ONCE)
-            raise KeyboardInterrupt
+            raise debugger.AtOnce if debugger.is_waiting() else KeyboardInterrupt
 
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, answer)

@@ -1,7 +1,7 @@
-"""What is shown while a run goes on: a live panel on a terminal and in a notebook, one plain line per round elsewhere.
+"""Display of a running run: a live panel on a terminal and in a notebook, one plain line per round elsewhere.
 
-Both are fed by the run's own log lines (fl_app/server/progress_protocol.py). The lines come from this process, from a
-simulation's, or from a SuperLink on another machine.
+Both read the run's own log lines (fl_app/server/progress_protocol.py). The lines come from this process, from a
+simulation's processes, or from a SuperLink on another machine.
 """
 
 from __future__ import annotations
@@ -24,26 +24,33 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from corolla.api import notebook
+from corolla.api import debugger, log_file, notebook
 from corolla.api.waiting import Plain, is_terminal
-from fl_app.errors import plain
+from fl_app.debugging import is_aside
+from fl_app.errors import plain, plain_lines
 from fl_app.server import progress_protocol
-from fl_app.server.progress_protocol import LOG_MARK, Failure, Folder, LeftOut, Progress, Resumed, Round, Stopped
+from fl_app.server.progress_protocol import LOG_MARK, Crash, Failure, Folder, LeftOut, Progress, Resumed, Round, Stopped
 from fl_app.server.run_folder import ask_to_stop
 
-ROWS = 8  # of the last rounds
-# Lines of the panel besides the rounds' rows and the notes.
+# most rounds in the table
+ROWS = 8
+# most clients named that take no part
+LEFT_OUT = 3
+# steps of a histogram; the first means zero
+BARS = "·▁▂▃▄▅▆▇█"
+# lines of the panel other than the rounds' rows and the notes
 OTHER_LINES = 7
 WIDTH = 100
 # columns of the panel's border
 FRAME = 4
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of Flower's own lines
-# columns left free: a ^C that the terminal echoes must not start a line
+# Flower's lines are coloured
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# columns left free, so that an echoed ^C does not start a new line
 ECHO = 3
 REFRESHES = 5  # per second
-# kept for when the run fails
+# lines of the log to print if the run fails
 LOG_LINES = 40
-# Steps of the start, by words in Flower's log line.
+# steps of the start, by words in Flower's log lines
 STEPS = {
     "Successfully started run": "starting the run's process",
     "Starting Flower Simulation": "unpacking the app, starting Ray",
@@ -51,7 +58,7 @@ STEPS = {
 
 
 class RunPanel:
-    """The panel: bars for the rounds and for the replies of the current one, a table of the last rounds, failures."""
+    """The panel: bars for rounds and for replies of the current round, a table of the last rounds, failures."""
 
     def __init__(self, title: str, rounds: int) -> None:
         self.rounds: deque[Round] = deque(maxlen=ROWS)
@@ -59,27 +66,28 @@ class RunPanel:
         self._step, self._done, self._of = "starting", 0, 0
         self._completed, self._total = 0, rounds
         self._failed = 0
-        self._left_out: dict[str, str] = {}  # who takes no part, and why
+        # reason why a client takes no part
+        self._left_out: dict[str, str] = {}
         self._note = ""
         self._started = time.monotonic()
-        # when the first round shown began, and the rounds before it
+        # start time of the first round shown, and number of rounds before it
         self._first: tuple[float, int] | None = None
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Take in that `done` of `total` replies of a step have arrived."""
+        """Set the current step: `done` of `total` replies have arrived."""
         self._step, self._done, self._of = what, done, total
 
     def note(self, text: str) -> None:
-        """Take in what a reader must know now, whatever happens meanwhile."""
+        """Show a notice until the end."""
         self._note = text
 
     def begin(self, completed: int) -> None:
-        """Take in that the first round begins, after `completed` ones of an interrupted run."""
+        """Start the clock at the first round. completed: rounds done before the run was interrupted."""
         self._completed = completed
         self._first = time.monotonic(), completed
 
     def add(self, finished: Round) -> None:
-        """Take in a finished round."""
+        """Add a finished round."""
         self.rounds.append(finished)
         self._completed, self._total = finished.number, finished.total
         self._failed += finished.failed
@@ -89,11 +97,11 @@ class RunPanel:
             self._step, self._of = "done", 0
 
     def leave_out(self, who: str, why: str) -> None:
-        """Take in that a client takes no part."""
+        """Add a client that takes no part."""
         self._left_out[who] = why
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Draw it, with as many rounds as the terminal has room for."""
+        """Draw it, with as many rounds as fit on the terminal."""
         width = min(options.max_width - ECHO, WIDTH)
         notes = [line for note in self._notes() for line in note.wrap(console, width - FRAME)]
         rows = list(self.rounds)[-max(1, min(ROWS, console.height - OTHER_LINES - len(notes))) :]
@@ -135,8 +143,14 @@ class RunPanel:
                 lines[f"seconds of round {last.number}: " + ", ".join(f"{k} {v:.1f}" for k, v in phases.items())] = (
                     "dim"
                 )
-        for who, why in self._left_out.items():
+            if last.partial:
+                lines[last.partial] = "dim"
+            if last.quantiles:
+                lines[spread(last)] = "dim"
+        for who, why in list(self._left_out.items())[:LEFT_OUT]:
             lines[f"{who} takes no part: {why}"] = "bold red"
+        if (more := len(self._left_out) - LEFT_OUT) > 0:
+            lines[f"{more} more take no part"] = "bold red"
         if self._failed:
             lines[f"failures so far: {self._failed}"] = "bold red"
         if self._note:
@@ -154,7 +168,10 @@ class RunPanel:
 
 
 def rounds_table(rounds: Sequence[Round], width: int) -> Table:
-    """Return the last rounds as a table of at most this width: what there is no room for is left out, no number is cut."""
+    """Return the last rounds as a table of at most this width.
+
+    Columns that do not fit are left out; numbers are never cut.
+    """
     cells = {"round": [str(r.number) for r in rounds]}
     write = percent if all(r.ratio for r in rounds) else four_digits
     cells["before"] = [write(r.before, r.before_deviation) for r in rounds]
@@ -185,13 +202,26 @@ def rounds_table(rounds: Sequence[Round], width: int) -> Table:
     return out
 
 
+def spread(r: Round) -> str:
+    """Return a sentence with a round's quantiles over its clients, and their histogram."""
+    write = percent if r.ratio else four_digits
+    low, lower, middle, upper, high = map(write, r.quantiles)
+    most = max(r.histogram)
+    bars = "".join(BARS[-(-count * (len(BARS) - 1) // most)] for count in r.histogram)
+    ends = ("0", "100 %") if r.ratio else ("least", "largest")
+    return (
+        f"{r.clients} clients before training: median {middle}, half {lower} to {upper}, nine tenths {low} to {high}; "
+        f"{ends[0]} {bars} {ends[1]}"
+    )
+
+
 def byte_unit(rounds: Iterable[Round]) -> tuple[float, str]:
-    """Return the unit in which the bytes of rounds are told, and its name."""
+    """Return the unit for the bytes of rounds, as (bytes per unit, name)."""
     return progress_protocol.byte_unit(max(max(r.upload_bytes, r.download_bytes) for r in rounds))
 
 
 def failed_style(name: str, cell: str) -> str:
-    """Return how a cell of the table looks."""
+    """Return the style of a table cell."""
     return "bold red" if name == "failed" and cell != "0" else ""
 
 
@@ -203,7 +233,7 @@ def percent(value: float | None, deviation: float | None = None) -> str:
 
 
 def four_digits(value: float | None, deviation: float | None = None) -> str:
-    """Format a metric that is no ratio."""
+    """Format a metric that is not a ratio."""
     if value is None:
         return "n/a"
     return f"{value:.4g}" + ("" if deviation is None else f" ± {deviation:.2g}")
@@ -216,7 +246,7 @@ def clock(seconds: float) -> str:
 
 
 class Display:
-    """Shows a run's log lines on a console, and keeps what they tell: the run's folder, its errors, the end of its log.
+    """Shows a run's log lines on a console, and keeps their facts: the run's folder, its errors, the end of its log.
 
     until: a round after which it asks the run to end; 0: none.
     """
@@ -224,28 +254,33 @@ class Display:
     def __init__(self, title: str, console: Console, rounds: int, verbose: bool = False, until: int = 0) -> None:
         self.folder: Path | None = None
         self.errors: list[str] = []
-        # The round after which the run ended because it was asked to.
+        # exception in the user's own code that ended the run
+        self.crash = ""
+        # round after which the run ended on request
         self.stopped: int | None = None
-        self.interrupted = False  # it was Ctrl-C that asked
+        # whether the request was Ctrl-C
+        self.interrupted = False
         self.lines: deque[str] = deque(maxlen=LOG_LINES)
         self._console, self._verbose, self._until = console, verbose, until
         self._panel = RunPanel(title, rounds)
         self._live: Live | notebook.Cell | None = None
         self._plain = Plain(console)
+        self._around = contextlib.ExitStack()
         if console.quiet:
             pass
         elif notebook.is_here():
             self._live = notebook.Cell(self._panel)
         elif is_terminal(console):
-            self._live = Live(self._panel, console=console, refresh_per_second=REFRESHES)
+            self._live = self._new_live()
 
     @property
     def stopped_as_planned(self) -> bool:
-        """Whether the run ended after the round that was wanted, and nobody pressed Ctrl-C."""
+        """Whether the run ended after round `until`, without Ctrl-C."""
         return self.stopped is not None and 0 < self._until <= self.stopped and not self.interrupted
 
     def __enter__(self) -> Display:
-        """Show the panel, on a terminal."""
+        """Start the panel, or the plain lines' reminders."""
+        self._around.enter_context(debugger.alone(self._paused))
         if self._live:
             self._live.start()
         else:
@@ -253,7 +288,8 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the panel as it is, or remove it if no round was finished; the terminal is as before."""
+        """Leave the panel as it is, or remove it if no round was finished, and restore the terminal."""
+        self._around.close()
         self._panel.note("")
         self._plain.end()
         if self._live:
@@ -261,7 +297,7 @@ class Display:
             self._live.stop()
 
     def raw(self, line: str) -> None:
-        """Take a line of Flower's stream; only ours, marked ones are shown unless verbose."""
+        """Process a line of Flower's stream. Only marked lines, Corolla's own, are shown unless verbose."""
         line = plain(_COLOUR.sub("", line).replace("\t", " "))
         self.lines.append(line)
         if line.startswith(LOG_MARK):
@@ -269,11 +305,13 @@ class Display:
             return
         if self._verbose:
             self._print(line)
+        else:
+            log_file.write(line)
         if step := next((step for words, step in STEPS.items() if words in line), ""):
             self.step(step)
 
     def line(self, text: str) -> None:
-        """Take one of our log lines."""
+        """Process one of Corolla's log lines."""
         text = plain(text.replace("\t", " "))
         match progress_protocol.read_line(text):
             case Folder(path):
@@ -290,49 +328,81 @@ class Display:
                 self._print(text)
             case Failure(line):
                 self.errors.append(line)
+            case Crash(what):
+                self.crash = what
             case Progress(what, done, total):
                 self.progress(what, done, total)
             case Round() as finished:
                 self._panel.add(finished)
                 if self.folder and self._until and finished.number >= self._until - 1:
-                    # the run looks after its next round
+                    # the run reads the request after its next round
                     ask_to_stop(self.folder)
                 if finished.number == finished.total:
                     self._plain.doing("ending the run")
                 if not self._live:
                     self._print(progress_protocol.sentence(finished))
+                else:
+                    log_file.write(progress_protocol.sentence(finished))
             case None:
                 self._print(text)
 
+    def lines_of(self, text: str) -> None:
+        """Show a text of several lines, such as a traceback."""
+        for line in plain_lines(text).split("\n"):
+            self._print(line)
+
     def step(self, what: str) -> None:
-        """Say what the start has come to."""
+        """Show a step of the start."""
         self.progress(what, 0, 0)
         if not self._live:
             self._print(what)
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Move the bars; without them, what is told when nothing was said for a while."""
+        """Move the bars; on plain output, set the text of the reminders."""
         self._panel.progress(what, done, total)
         self._plain.doing(what, done, total)
 
     def note(self, text: str) -> None:
-        """Say something at once, from a signal's handler too, which may have interrupted any other word."""
+        """Show a notice immediately, also from a signal handler, which may have interrupted other output."""
         self._panel.note(text)
-        if not self._live:
-            with contextlib.suppress(OSError):  # a notebook's has no number
+        if not self._live or debugger.is_waiting():
+            # a notebook's stderr has no file descriptor
+            with contextlib.suppress(OSError):
                 os.write(sys.stderr.fileno(), f"{text}\n".encode())
 
     def _print(self, text: str) -> None:
         self._plain.print(text)
 
+    def _new_live(self) -> Live:
+        return Live(self._panel, console=self._console, refresh_per_second=REFRESHES)
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """Context in which the panel is off the terminal, for other output."""
+        if not isinstance(self._live, Live):
+            yield
+            return
+        self._live.transient = True
+        self._live.stop()
+        try:
+            yield
+        finally:
+            # a new panel: the old one would overwrite output printed since
+            self._live = self._new_live()
+            self._live.start()
+
 
 @contextlib.contextmanager
-def log_to(display: Display) -> Iterator[None]:
-    """Send our log lines to a display instead of standard error (in-process mode)."""
+def log_to(display: Display, traces: bool = True) -> Iterator[None]:
+    """Send log lines of this process to a display instead of standard error. traces: include tracebacks."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            display.line(record.getMessage())
+            if is_aside(record):
+                if traces:
+                    display.lines_of(record.getMessage())
+            else:
+                display.line(record.getMessage())
 
     log = logging.getLogger("corolla")
     before, log.handlers, propagate = log.handlers, [Handler()], log.propagate

@@ -20,14 +20,14 @@ _PAGE = (
 
 
 def is_here() -> bool:
-    """Tell whether this process is a notebook's kernel."""
+    """Return whether this process is a notebook's kernel."""
     if "IPython" not in sys.modules:
         return False
     return hasattr(sys.modules["IPython"].get_ipython(), "kernel")
 
 
 class Drawing:
-    """What a notebook shows of something that rich can draw: HTML, and text where there is none."""
+    """A rich renderable as notebook output: HTML, with plain text as a fallback."""
 
     def __init__(self, what: RenderableType) -> None:
         self._console = Console(file=io.StringIO(), record=True, width=WIDTH, force_jupyter=False, force_terminal=True)
@@ -40,9 +40,9 @@ class Drawing:
 
 
 class Cell:
-    """Draws something anew in one place of the output while it changes: what rich's Live is on a terminal.
+    """Redraws a renderable in one output cell while it changes, as rich's Live does on a terminal.
 
-    transient: whether it is removed in the end.
+    transient: whether it is removed at the end.
     """
 
     def __init__(self, what: RenderableType) -> None:
@@ -58,13 +58,13 @@ class Cell:
         self._thread.start()
 
     def stop(self) -> None:
-        """Leave the last drawing, or nothing."""
+        """Leave the last drawing, or nothing if transient."""
         self._ended.set()
         self._thread.join()
         self._shown.update(Drawing("") if self.transient else Drawing(self._what))
 
     def _watch(self) -> None:
         while not self._ended.wait(_SECONDS):
-            # it changed while it was drawn
+            # the renderable may change while it is drawn
             with contextlib.suppress(RuntimeError):
                 self._shown.update(Drawing(self._what))

@@ -8,20 +8,23 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from corolla.experiments.runs import RecordedRun, find, listing
+from corolla.api.brief import brief
+from corolla.experiments.runs import RecordedRun, find, listing, named
 from fl_app import extras
 from fl_app.errors import UserError, listed
+from fl_app.server import matrices
+from fl_app.server.client_rows import RowFiles
 from fl_app.server.run_folder import CLIENTS, METRICS, PLUGINS, SUMMARY
 
 if TYPE_CHECKING:
     import pandas
-    from torch import nn
 
+    from corolla.experiments.exported.predict import Predictor
     from fl_app.keys import Scalar
 
 
 class Run:
-    """One run, finished or not. path: its folder. What it holds is read once, when it is first asked for; see `load`."""
+    """One run, finished or not. path: its folder. Files are read on first use and cached. `load` returns one."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -29,11 +32,11 @@ class Run:
 
     @property
     def _recorded(self) -> RecordedRun:
-        """The run as its folder records it: read anew until it is finished."""
+        """The run as its folder records it; read again on each access until the run is finished."""
         if self._finished is not None:
             return self._finished
         if not self.path.is_dir():
-            raise UserError(f"the run folder is not on this machine, but on the SuperLink's: {self.path}")
+            raise UserError(f"the run folder is on the SuperLink's machine, not on this one: {self.path}")
         recorded = RecordedRun(self.path)
         if recorded.finished:
             self._finished = recorded
@@ -41,22 +44,24 @@ class Run:
 
     @property
     def config(self) -> dict[str, Scalar]:
-        """Every key as it was resolved, flat: {"method": "fedcac", "fedcac.tau": 0.5, ...}."""
+        """Every resolved key, flat: {"method": "fedcac", "fedcac.tau": 0.5, ...}."""
         return dict(self._recorded.settings)
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, or `interrupted`: `run(resume=...)` continues it."""
+        """`running`, `finished` or `interrupted`; `run(resume=...)` continues an interrupted run."""
         return self._recorded.state
 
     @property
+    @brief
     def summary(self) -> dict[str, Any]:
-        """What summary.json holds: final-accuracy, best-accuracy, digest, ... Raises UserError if the run is not finished."""
+        """Content of summary.json: final-accuracy, best-accuracy, digest, ... Raises UserError if the run is not finished."""
         return dict(self._recorded.summary)
 
     @cached_property
+    @brief
     def metrics(self) -> pandas.DataFrame:
-        """One row per round (the index): every number of metrics.jsonl, those of `evaluation` and `seconds` with this prefix."""
+        """Numbers of metrics.jsonl, indexed by round; those of `evaluation` and `seconds` have this prefix."""
         extras.require("pandas", "a run's metrics as a data frame")
         import pandas
 
@@ -66,8 +71,12 @@ class Run:
         return pandas.DataFrame(lines, columns=_columns("round", lines=lines)).set_index("round")
 
     @cached_property
+    @brief
     def clients(self) -> pandas.DataFrame:
-        """One row per round and client that took part or was evaluated (the index): their numbers, as in `metrics`."""
+        """Numbers of clients, indexed by (round, client), for clients that took part or were evaluated.
+
+        Columns as in `metrics`.
+        """
         extras.require("pandas", "a run's clients as a data frame")
         import pandas
 
@@ -76,34 +85,66 @@ class Run:
         lines = client_lines(self._recorded)
         return pandas.DataFrame(lines, columns=_columns("round", "client", lines=lines)).set_index(["round", "client"])
 
-    def model(self, client: int | None = None) -> nn.Module:
-        """Return a client's personal model after the last round, or the global one, on the CPU, in evaluation mode.
+    @brief
+    def matrix(self, name: str, round: int | None = None) -> pandas.DataFrame:
+        """Return a matrix between clients that the method recorded, such as `overlap` or `attention`.
 
-        The same that `corolla export` writes, compared with the hash that the client told when it was evaluated last. Raises
-        UserError if the run is not finished, there is no such client, or the server has not got the model.
+        Rows and columns are labelled with client ids. round: default is the last round that has one. Raises UserError
+        if there is none.
+        """
+        extras.require("pandas", "a run's matrix as a data frame")
+        import pandas
+
+        recorded = self._recorded
+        for t, record in reversed(recorded.rounds.items()):
+            found = matrices.matrix_of(self.path, record, name) if round in (None, t) else None
+            if found is not None:
+                return pandas.DataFrame(found.values, index=found.rows, columns=found.columns)
+        which = "" if round is None else f" in round {round}"
+        raise UserError(f"{self.path}: no matrix {name} between clients is recorded{which}")
+
+    @brief
+    def model(self, client: int | str | None = None) -> Predictor:
+        """Return a client's personal model after the last round, or the global one, on the CPU in evaluation mode.
+
+        client: number, or name if the run has names; None: the global model. `model("Bern").predict(frame)` takes raw
+        rows. Called as a module, it takes inputs as in training.
+
+        `corolla export` writes the same model. Its hash is compared with the one that the client sent at its last
+        evaluation. Raises UserError if the run is not finished, if the client does not exist, or if the server does not
+        have the model.
         """
         from corolla.api.settings import look_for_plugins
-        from corolla.experiments.exported import run_models
+        from corolla.experiments.exported import loading, model_card, run_models
+        from corolla.experiments.exported.predict import Predictor
         from strategies import METHODS
 
         look_for_plugins(self._recorded.path / PLUGINS)
         model = run_models.load(self._recorded.path, client, METHODS)
         run_models.refuse_parts(model)
-        return model.module
+        return Predictor(
+            model.module,
+            model.config,
+            lambda: {"file": model.name, **model_card.about(model), **loading.described(model, "")},
+        )
 
+    @brief
     def report(self, output: str | os.PathLike[str] | None = None) -> Path:
-        """Write report.html and its pictures, as `corolla report` does, into `output` or the run folder; the page's path."""
+        """Write report.html and its pictures, as `corolla report` does, and return the page's path.
+
+        output: default the run folder.
+        """
         extras.require("matplotlib", "a run's report")
         from corolla.report.page import write_report
 
         return write_report([self._recorded.path], self._recorded.path if output is None else Path(output))[0]
 
     def __repr__(self) -> str:
-        """Name it."""
+        """Return `Run('path')`."""
         return f"Run({str(self.path)!r})"
 
     def _repr_html_(self) -> str:
-        """Draw it: its state and what it has come to."""
+        """Return the run's state and results as an HTML table."""
         try:
             return self._table()
         except UserError as error:
@@ -124,19 +165,24 @@ class Run:
         return f"<table><tr>{cells[0]}</tr><tr>{cells[1]}</tr></table><p><code>{escape(str(self.path))}</code></p>"
 
 
+@brief
 def load(path: str | os.PathLike[str]) -> Run:
     """Return the run of a run folder, finished or not.
 
-    Raises UserError if it is none, holds several runs, or is damaged: a file that cannot be read, or rounds without a record.
+    Raises UserError if the path is not a run folder, holds several runs, or is damaged: an unreadable file, or rounds
+    without a record.
     """
-    where = folder(path).expanduser().resolve()
-    found = find([where])
-    if [run.path for run in found] != [where]:
+    given = folder(path).expanduser()
+    where, found = named(given).resolve(), find([given])
+    if [run.path.resolve() for run in found] != [where]:
         inside = listed([run.path.name for run in found])
-        raise UserError(f"{where} is no run folder, but holds some: {inside}; load one of them, or compare them all")
+        raise UserError(
+            f"{where} is not a run folder but holds several: {inside}; load one of them, or compare them all"
+        )
     run = found[0]
     if (where / CLIENTS).exists() and not run.clients:
         raise UserError(f"{where / CLIENTS} cannot be read")
+    RowFiles(where).check()
     planned = run.summary["rounds"] if (where / SUMMARY).exists() else max(run.rounds, default=0)
     if missing := sorted(set(range(1, planned + 1)) - set(run.rounds)):
         raise UserError(f"{where / METRICS}: no readable record of round {listed([str(n) for n in missing])}")
@@ -144,7 +190,7 @@ def load(path: str | os.PathLike[str]) -> Run:
 
 
 def folder(path: object) -> Path:
-    """Return the path of a run folder. Raises UserError for what is none."""
+    """Return a run folder's path. Raises UserError for an argument of another type."""
     if not isinstance(path, (str, os.PathLike)):
         raise UserError(f"a run must be a Run or the path of its folder, got {path!r}")
     return Path(path)

@@ -1,25 +1,28 @@
-"""A run from its options to its folder: configured, checked, started where it is to run, shown while it goes on."""
+"""One run from options to run folder: configured, checked, started on its backend, and shown while it runs."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from rich.markup import escape
 
-from corolla.api.checks import check_locally, check_resources, warn_of_settings
+from corolla.api import backends
+from corolla.api.backends import Backend
+from corolla.api.checks import check_locally, check_resources, check_resumable, warn_of_settings
 from corolla.api.console import command, console, errors, warn
 from corolla.api.interrupts import answered
 from corolla.api.live import Display, log_to
 from corolla.api.settings import (
-    DEFAULT_CLIENTS,
     Scale,
     look_for_plugins,
     name_plugins,
+    number_of_clients,
     read_preset,
     ready,
     resolve,
@@ -27,31 +30,38 @@ from corolla.api.settings import (
     with_clients,
 )
 from corolla.api.waiting import Submit, simulated, waiting
-from corolla.experiments.runs import RecordedRun
+from corolla.experiments.runs import RecordedRun, elsewhere
+from fl_app import debugging
 from fl_app.config import RunConfig
-from fl_app.errors import RunFailed, UserError
+from fl_app.errors import RunFailed, UserError, counted
 from fl_app.keys import Scalar, without_others
 from fl_app.server.record import lacking
-from fl_app.server.run_folder import PLUGINS, check_free, check_state, check_unchanged, read_metrics
+from fl_app.server.run_folder import PLUGINS, check_free, check_unchanged, is_run, read_metrics, refuse_fewer_rounds
 
 if TYPE_CHECKING:
     from corolla.experiments.launch import RayCluster
 
-# What the options of a run may be, for the command and for keywords.
+# (config, parsed, verbose, where, until) -> the run's folder; see `run_one`
+Simulate = Callable[..., Path | None]
+
+# allowed values of a run's options, for the command and the Python keywords
 CLIENTS = click.IntRange(min=1)
 CPUS = click.FloatRange(min=0.1)
 GPUS = click.FloatRange(min=0)
+AT_ONCE = click.IntRange(min=0)
 OPTION_TYPES: Mapping[str, click.ParamType[Any]] = {
     "clients": CLIENTS,
     "cpus_per_client": CPUS,
     "gpus_per_client": GPUS,
+    "clients_at_once": AT_ONCE,
     "scale": click.Choice([scale.value for scale in Scale]),
+    "backend": click.Choice([backend.value for backend in Backend]),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class How:
-    """The options of `corolla run` but for its keys: where and how a run runs."""
+    """Options of `corolla run` other than config keys: where and how a run runs."""
 
     clients: int | None = None
     superlink: str | None = None
@@ -63,22 +73,35 @@ class How:
     scale: Scale = Scale.full
     verbose: bool = False
     ray_address: str | None = None
+    clients_at_once: int = 1
+    overwrite: bool = False
+    backend: Backend | None = None
 
 
 SET_BY_US = {
     "plugins": "set by `corolla run` from the files that method, model and task name",
-    "scale": "set by `corolla run --scale`, which cuts what is run",
+    "scale": "set by `corolla run --scale`",
 }
 
 
 def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[dict[str, Scalar], RunConfig]:
     """Return a run's config, flat and parsed, from a preset or .toml file, the given keys and the options.
 
-    Warns of settings without effect. Raises UserError for what is wrong with any of them.
+    Warns of settings without effect. Raises UserError for invalid input.
     """
     where = {"--superlink": how.superlink, "--in-process": how.in_process, "--ray-address": how.ray_address is not None}
     if len(named := [option for option, chosen in where.items() if chosen]) > 1:
         raise UserError(f"{' and '.join(named)} exclude each other")
+    if how.in_process or how.superlink is not None:
+        backends.refuse_beside(named[0], how.backend)
+    backends.refuse_unable(how.backend, how.ray_address, how.gpus_per_client)
+    if how.clients_at_once != 1 and not how.in_process:
+        raise UserError(f"--clients-at-once needs --in-process, got {how.clients_at_once} without it")
+    if how.in_process and how.gpus_per_client:
+        raise UserError(
+            "--gpus-per-client: not with --in-process: set the key device for where clients train, and --clients-at-once for "
+            f"how many train together, got {how.gpus_per_client:g}"
+        )
     if how.resume and (preset or how.output_dir is not None or how.scale is Scale.small):
         raise UserError("--resume takes its configuration from the run folder: no preset, no --output-dir, no --scale")
     given = with_clients(given, how.clients)
@@ -86,10 +109,14 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
         if key in given:
             raise UserError(f"{key}: {by}; it cannot be given, got {given[key]!r}")
     base = saved_config(how.resume) if how.resume else scaled(read_preset(preset) if preset else {}, how.scale)
+    if how.resume and (how.overwrite or given.get("overwrite")):
+        raise UserError("--resume and --overwrite exclude each other")
     options: dict[str, Scalar] = {} if how.output_dir is None else {"output-dir": how.output_dir}
+    if how.overwrite:
+        options["overwrite"] = True
     config = ready(without_others({"output-dir": "runs", **base, **given, **options}, [str(base.get("method"))]))
     if how.superlink is None:
-        config["num-clients"] = config.get("num-clients") or DEFAULT_CLIENTS
+        config["num-clients"] = number_of_clients(config)
     parsed = resolve(config)
     warn_of_settings(given, [(parsed, given if how.resume else {**base, **given})])
     name_plugins([config])
@@ -97,9 +124,9 @@ def configure(preset: str | None, given: dict[str, Scalar], how: How) -> tuple[d
 
 
 def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None:
-    """Check a run, run it or continue it; the folder's path, None if Flower told none.
+    """Check a run, then run or resume it. Return the folder's path; None if Flower did not report it.
 
-    Raises UserError before anything is written if it cannot run, RunFailed if it did not finish.
+    Raises UserError before anything is written if the run is invalid, RunFailed if it does not finish.
     """
     if how.resume:
         check_unchanged(how.resume, parsed)
@@ -107,52 +134,66 @@ def start(config: dict[str, Scalar], parsed: RunConfig, how: How) -> Path | None
         if is_finished(how.resume, parsed):
             if missing := lacking(parsed, list(read_metrics(how.resume))):
                 raise UserError(f"this run is complete: {missing}")
-            console.print("this run is complete; there is nothing to resume")
+            early = RecordedRun(how.resume).summary.get("stopped-early")
+            console.print("this run is complete; there is nothing to resume" + (f" ({escape(early)})" if early else ""))
             return how.resume
-        check_state(how.resume)
+        check_resumable(how.resume, parsed, here=how.superlink is None)
     if how.superlink is not None:
         return run_deployed(config, how.superlink, how.verbose)
-    # a sweep's run goes on by its config
+    # a sweep resumes a run by its config key `resume`, not by the option
     if not parsed.resume:
         check_free(parsed)
     check_locally(parsed)
     if how.in_process:
-        return run_in_process(config, parsed)
+        return run_in_process(config, parsed, at_once=how.clients_at_once)
     at, per_client = how.ray_address, (how.cpus_per_client, how.gpus_per_client)
     if at is None:
         check_resources(*per_client)
         ray = None
     else:
         config, ray = on_cluster(config, parsed, at, *per_client)
-    with simulated(console, parsed.num_clients, *per_client, ray) as submit:
-        return run_one(config, submit, how.verbose, f"--ray-address {at} " if ray else "")
+    backend = backends.chosen(how.backend, at, how.gpus_per_client, [parsed.device])
+    where = f"--ray-address {at} " if ray else f"--backend {how.backend.value} " if how.backend else ""
+    with simulating(backend, parsed.num_clients, *per_client, ray) as simulate:
+        return simulate(config, parsed, how.verbose, where)
 
 
 def saved_config(run: Path) -> dict[str, Scalar]:
-    """Read the config an interrupted run is continued with; of the user's own files it has copies."""
+    """Return the config of an interrupted run to resume. Its copies of the user's own files are used from then on."""
+    if not is_run(run):
+        raise UserError(f"resume: {run} is not a run folder{elsewhere(run)}")
     look_for_plugins(run / PLUGINS)
     return RecordedRun(run).settings | {"resume": str(run.resolve())}
 
 
 def warn_of_changed_plugins(copies: Path) -> None:
-    """Say which of the user's own files are no longer what the run was started with; it goes on with its copies."""
+    """Warn of files of the user's that have changed since the run started: it resumes with its copies."""
     for copy in sorted(copies.rglob("*.py")):
         here = Path(copy.relative_to(copies))
         if here.is_file() and here.read_bytes() != copy.read_bytes():
-            warn(f"{here} has changed since the run was started, which goes on with {copy}")
+            warn(f"{here} has changed since the run started; the run uses its copy {copy}")
 
 
 def is_finished(run: Path, config: RunConfig) -> bool:
-    """Tell whether a run has all its rounds and its summary."""
-    return RecordedRun(run).finished and RecordedRun(run).summary["rounds"] >= config.num_server_rounds
+    """Return whether a run has its summary and all its rounds, or ended early (`stop-when`).
+
+    Raises UserError if it has more rounds than configured.
+    """
+    recorded = RecordedRun(run)
+    if not recorded.finished:
+        return False
+    rounds = recorded.summary["rounds"]
+    refuse_fewer_rounds(config, rounds)
+    return "stopped-early" in recorded.summary or bool(rounds == config.num_server_rounds)
 
 
 def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) -> Path | None:
-    """Run on a SuperLink that Flower's config file names."""
+    """Run on a SuperLink named in Flower's config file."""
     from corolla.experiments.launch import flwr_run
-    from deploy.connection import bad_certificate
+    from deploy.connection import bad_certificate, require_known
     from fl_app.processes import flower_environment
 
+    require_known(superlink)
     environment = flower_environment()
     try:
         where = f"--superlink {superlink} "
@@ -160,7 +201,7 @@ def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) ->
     except UserError:
         if why := bad_certificate(superlink):
             raise UserError(
-                f"superlink {superlink}: its certificate is not to be trusted: {why}; if it is a cluster of yours, "
+                f"superlink {superlink}: its certificate cannot be trusted: {why}; if it is your cluster, run "
                 "`corolla cluster keys --renew CLUSTER.yaml`, then `down` and `up`"
             ) from None
         raise
@@ -169,7 +210,7 @@ def run_deployed(config: Mapping[str, Scalar], superlink: str, verbose: bool) ->
 def on_cluster(
     config: dict[str, Scalar], parsed: RunConfig, address: str, cpus_per_client: float, gpus_per_client: float
 ) -> tuple[dict[str, Scalar], RayCluster]:
-    """Return a config whose places are the same on all machines of a Ray cluster, and the cluster. Raises UserError."""
+    """Return a config with absolute paths that hold on all machines of a Ray cluster, and the cluster. Raises UserError."""
     from client_app.state import state_root
     from corolla.experiments import ray_cluster
     from corolla.experiments.launch import RayCluster
@@ -184,12 +225,12 @@ def on_cluster(
     places = {key: path.expanduser().resolve() for key, path in places.items()}
     shared = {key: places[key] for key in ("output-dir", "state-dir")}
     if parsed.private or parsed.dp_epsilon:
-        # a client may be on another machine in each round, and must find its notes there
+        # a client may run on another machine each round, and must find its notes there
         shared[VARIABLE] = site_directory()
     with waiting(console) as shown:
         shown.step(f"looking at the Ray cluster at {address}")
         ray_cluster.check(address, shared, cpus_per_client, gpus_per_client)
-    # deeper than run folders are looked for
+    # below the depth at which run folders are searched
     inner = places["output-dir"] / ".corolla" / "simulations"
     return {**config, **{key: str(path) for key, path in places.items()}}, RayCluster(address, inner)
 
@@ -197,10 +238,10 @@ def on_cluster(
 def run_one(
     config: Mapping[str, Scalar], submit: Submit, verbose: bool, where: str = "", until: int = 0
 ) -> Path | None:
-    """Submit one run and show it; the folder's path if it lies on this machine. Raises RunFailed if the run failed.
+    """Submit one run and show it. Return the folder's path if it is on this machine.
 
-    where: the option that says where it runs, with a space, for the command that continues it. until: the round after which it is
-    asked to end, one later if that comes too late; 0: the last.
+    Raises RunFailed if the run failed. where: the option that names its backend, with a trailing space, for the printed
+    resume command. until: the round after which it is asked to end, or one later if that comes too late; 0: the last.
     """
     from corolla.experiments.launch import COMPLETED, LOST
 
@@ -211,6 +252,9 @@ def run_one(
         status = submit(config, display.raw)
     if display.errors:
         raise UserError("\n".join(display.errors))
+    if display.crash:
+        more = "" if verbose else "; --verbose shows the traceback"
+        raise RunFailed(f"{display.crash}{more}")
     if status == LOST:
         more = f"; {resume_line(display.folder, where)}" if display.folder else ""
         raise RunFailed(f"the SuperLink ended or can no longer be reached{more}")
@@ -221,21 +265,87 @@ def run_one(
     return display.folder
 
 
-def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig, until: int = 0) -> Path:
-    """Run without Ray or SuperLink. until: as of `run_one`."""
+def run_in_process(config: Mapping[str, Scalar], parsed: RunConfig, until: int = 0, at_once: int = 1) -> Path:
+    """Run without Ray or SuperLink. until: see `run_one`. at_once: clients that train together; 0: as many as fit."""
     display = Display(parsed.method, console, parsed.num_server_rounds, until=until)
     with stopping(display, "--in-process "), display, log_to(display), answered(display):
         display.step("starting server and clients in this process")
+        from client_app.at_once import Lanes
         from client_app.client_app import app as client_app
         from fl_app import server_app
-        from fl_app.server.inprocess import InProcessGrid
+        from fl_app.server import inprocess
 
-        return server_app.run(InProcessGrid(client_app, config, parsed.num_clients), parsed, display.progress).path
+        lanes = None if at_once == 1 else Lanes(at_once)
+        answer = lanes.answer if lanes else inprocess.first
+        grid = inprocess.InProcessGrid(client_app, config, parsed.num_clients, answer=answer)
+        # clients that train together need all their messages at the same time
+        in_flight = math.inf if lanes else server_app.SIMULATION_IN_FLIGHT
+        try:
+            return server_app.run(grid, parsed, display.progress, in_flight).path
+        finally:
+            if lanes:
+                lanes.close()
+
+
+@contextlib.contextmanager
+def simulating(
+    backend: Backend, num_clients: int, cpus_per_client: float, gpus_per_client: float, ray: RayCluster | None = None
+) -> Iterator[Simulate]:
+    """Yield a function that runs simulations of `num_clients` clients, one after the other. ray: use this cluster."""
+    if backend is Backend.ray:
+        with simulated(console, num_clients, cpus_per_client, gpus_per_client, ray) as submit:
+
+            def with_ray(
+                config: Mapping[str, Scalar], parsed: RunConfig, verbose: bool, where: str = "", until: int = 0
+            ) -> Path | None:
+                return run_one(config, submit, verbose, where, until)
+
+            yield with_ray
+        return
+    from corolla.experiments.pool import workers
+
+    count = workers(cpus_per_client, num_clients)
+
+    def with_pool(
+        config: Mapping[str, Scalar], parsed: RunConfig, verbose: bool, where: str = "", until: int = 0
+    ) -> Path | None:
+        return run_pooled(config, parsed, count, verbose, where, until)
+
+    yield with_pool
+
+
+def run_pooled(
+    config: Mapping[str, Scalar], parsed: RunConfig, count: int, verbose: bool = False, where: str = "", until: int = 0
+) -> Path:
+    """Run with the server in this process and the clients in `count` workers. verbose, where, until: see `run_one`.
+
+    Raises RunFailed for an exception in the user's own code on the server.
+    """
+    display = Display(parsed.method, console, parsed.num_server_rounds, verbose, until)
+    with stopping(display, where), display, log_to(display, traces=verbose), answered(display):
+        display.step(f"starting the server in this process, its clients in {counted(count, 'worker')}")
+        from client_app import worker
+        from corolla.experiments.pool import Pool, PoolGrid
+        from fl_app import server_app
+
+        setup = worker.Setup.of(config, parsed.num_clients)
+        with Pool(count, worker.COMMAND, setup.to_json(), display.raw) as pool:
+            grid = PoolGrid(pool, parsed.num_clients)
+            try:
+                return server_app.run(grid, parsed, display.progress, server_app.SIMULATION_IN_FLIGHT).path
+            except Exception as error:
+                if isinstance(error, (UserError, RunFailed)) or not debugging.place_of(error):
+                    raise
+                more = "" if verbose else "; --verbose shows the traceback"
+                raise RunFailed(f"{debugging.reason(error)}{more}") from error
 
 
 @contextlib.contextmanager
 def stopping(display: Display, where: str) -> Iterator[None]:
-    """Say how a run goes on that Ctrl-C ended, and raise KeyboardInterrupt also when it ended after a round, as asked."""
+    """Context that prints how to resume a run ended by Ctrl-C.
+
+    It raises KeyboardInterrupt also if the run ended after its round.
+    """
     try:
         yield
         if display.stopped is not None and not display.stopped_as_planned:
@@ -248,5 +358,5 @@ def stopping(display: Display, where: str) -> Iterator[None]:
 
 
 def resume_line(folder: Path, where: str) -> str:
-    """Say how an interrupted run goes on."""
+    """Return the command that resumes an interrupted run, as a sentence."""
     return f"continue with: {command()} run {where}--resume {folder}"

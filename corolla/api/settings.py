@@ -1,4 +1,4 @@
-"""From a preset, a file and keys to a run's config."""
+"""Building of a run's config from a preset, a file and keys."""
 
 from __future__ import annotations
 
@@ -13,42 +13,62 @@ from corolla.api.console import errors
 from fl_app import plugins
 from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.config import RunConfig, parse
+from fl_app.config.rules import with_implied
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
-from fl_app.sources import path_in
+from fl_app.sources import anchored
 from strategies import METHOD_PARAMS, METHODS
 
 DEFAULT_CLIENTS = 10
 
 
 class Scale(StrEnum):
-    """How large a run is: as configured, or cut to what a laptop does."""
+    """Size of a run: as configured, or cut for a laptop."""
 
     full = "full"
     small = "small"
 
 
 def look_for_plugins(*first: Path) -> None:
-    """Look up the user's own files in these directories, then in the current one, then in the app's."""
+    """Search the user's own files in these directories, then in the current one, then in the app's."""
     plugins.reset(*first, Path(), APP_DIRECTORY)
 
 
 def read_preset(name: str) -> dict[str, Scalar]:
-    """Read a preset by name, or a TOML file by path, as a flat run config; the user's own files may lie beside such a file."""
+    """Return a preset, by name, or a TOML file, by path, as a flat run config.
+
+    The directories of this file and of the files it extends are searched for the user's own files.
+    """
     if name.endswith(".toml"):
-        look_for_plugins(Path(name).parent)
+        found = presets.read_file(Path(name))
+        look_for_plugins(*(file.parent for file in found.files))
+        return found.settings
     return presets.read_preset(name)
 
 
 def resolve(config: Mapping[str, Scalar]) -> RunConfig:
-    """Parse a config with all registered methods, and let its own check it."""
+    """Parse a config with all registered methods, and let its own method check it."""
     parsed = parse(config, METHOD_PARAMS)
     METHODS[parsed.method].check(parsed)
     return parsed
 
 
+def number_of_clients(config: Mapping[str, Scalar]) -> int:
+    """Return the number of a simulation's clients.
+
+    It is the configured number, else that of the data's `client` column, else DEFAULT_CLIENTS.
+    """
+    if asked := config.get("num-clients"):
+        return int(asked)
+    if not config.get("client"):
+        return DEFAULT_CLIENTS
+    from fl_app import data
+
+    return data.count_clients(resolve(config)) or DEFAULT_CLIENTS
+
+
 def scaled(config: dict[str, Scalar], scale: Scale) -> dict[str, Scalar]:
-    """Cut a config by --scale small."""
+    """Cut a config if scale is small."""
     return config | presets.small(resolve(config)) if scale is Scale.small else config
 
 
@@ -62,27 +82,19 @@ def with_clients(given: dict[str, Scalar], clients: int | None) -> dict[str, Sca
 
 
 def absolute_paths(config: dict[str, Scalar]) -> dict[str, Scalar]:
-    """Make the paths in a config absolute: the ServerApp and the clients have other working directories."""
-    out = dict(config)
-    for name in ("output-dir", "data-dir", "state-dir", "initial-weights"):
-        if out.get(name):
-            out[name] = str(Path(str(out[name])).expanduser().resolve())
-    for name in ("dataset", "partition"):
-        value = str(out.get(name, ""))
-        if path := path_in(name, value):
-            out[name] = f"{value.removesuffix(path)}{Path(path).expanduser().resolve()}"
-    return out
+    """Return a config with absolute paths: the ServerApp and the clients have other working directories."""
+    return anchored(config, Path())
 
 
 def ready(config: dict[str, Scalar]) -> dict[str, Scalar]:
-    """Make a config fit to leave this process: absolute paths, the user's own files named with what is in them."""
-    return absolute_paths(config) | {"plugins": plugins.fingerprint(plugins.files(config))}
+    """Return a config that other processes can use: absolute paths, implied keys, fingerprints of the user's own files."""
+    return absolute_paths(with_implied(config)) | {"plugins": plugins.fingerprint(plugins.files(config))}
 
 
 def name_plugins(configs: Iterable[Mapping[str, Scalar]]) -> None:
-    """Say on standard error which files the user's own methods and models are taken from."""
+    """Print on standard error the files of the user's own methods and models."""
     used = dict.fromkeys(item for config in configs for item in plugins.references(config).items())
     for key, reference in used:
-        # what is nowhere is an error when it is loaded
+        # a missing file is an error later, when it is loaded
         if origin := plugins.origin(reference):
             errors.print(f"{key} {escape(reference)}: {escape(origin)}", soft_wrap=True)

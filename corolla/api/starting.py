@@ -1,4 +1,4 @@
-"""Runs started from Python: keywords become a flat run config and options, checked as the command checks its own."""
+"""Runs started from Python: keywords become a flat run config and options, checked like the command's."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from typing import Any
 import click
 
 from corolla.api import runs
-from corolla.api.console import console
+from corolla.api.backends import Backend
+from corolla.api.console import begin_warnings, console
 from corolla.api.runs import OPTION_TYPES, How
 from corolla.api.settings import Scale, look_for_plugins
+from corolla.experiments.runs import named
 from fl_app.errors import RunFailed, UserError
 from fl_app.keys import Scalar, table_of
 from strategies import METHODS
 
 
 def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any], progress: bool) -> Path:
-    """Run an experiment; its folder's path. options: of `How`, by name; keys: as `corolla.run` takes them."""
+    """Run an experiment and return its folder's path. options: of `How`, by name. keys: as `corolla.run` takes them."""
+    begin_warnings()
     options = {name: plain(value) for name, value in options.items()}
     checked({**options, "progress": progress})
     given = flat(keys)
@@ -28,7 +31,8 @@ def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any
         **{
             **options,
             "scale": Scale(options["scale"]),
-            "resume": Path(options["resume"]) if options["resume"] else None,
+            "backend": Backend(options["backend"]) if options["backend"] else None,
+            "resume": named(Path(options["resume"]).expanduser()) if options["resume"] else None,
             "output_dir": None if options["output_dir"] is None else os.fspath(options["output_dir"]),
         }
     )
@@ -37,13 +41,13 @@ def start(preset: str | None, options: Mapping[str, Any], keys: Mapping[str, Any
         config, parsed = runs.configure(preset, given, how)
         path = runs.start(config, parsed, how)
     if path is None:
-        raise RunFailed("the run did not say where its folder is")
+        raise RunFailed("the run did not report its folder")
     return path
 
 
 def checked(options: Mapping[str, Any]) -> None:
-    """Raise UserError, in the command's words but for the option's name, for one that `corolla run` would not take."""
-    for name in ("in_process", "verbose", "progress"):
+    """Raise UserError for an option that `corolla run` would refuse, with its message but the keyword's name."""
+    for name in ("in_process", "verbose", "progress", "overwrite"):
         if type(options[name]) is not bool:
             raise UserError(f"{name}: must be True or False, got {options[name]!r}")
     for name, kind in OPTION_TYPES.items():
@@ -56,9 +60,11 @@ def checked(options: Mapping[str, Any]) -> None:
 
 
 def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Turn keywords into a flat run config: {"num_clients": 3, "fedcac": {"self_weight": 1}} into num-clients, fedcac.self-weight.
+    """Return keywords as a flat run config.
 
-    Raises UserError for a key that is given twice, in two spellings. Values are checked with all others, later.
+    {"num_clients": 3, "fedcac": {"self_weight": 1}} gives num-clients and fedcac.self-weight.
+
+    Raises UserError for a key given twice in two spellings. Values are checked later.
     """
     out: dict[str, Scalar] = {}
     for name, value in keys.items():
@@ -72,14 +78,17 @@ def flat(keys: Mapping[str, Any]) -> dict[str, Scalar]:
 
 
 def spelt(name: str) -> str:
-    """Return a key as it is spelt in a config: with - for _, but for the table of a user's own method, named as its file."""
+    """Return a key as spelt in a config: - for _, except in the table of a user's own method, which has its file's name."""
     table, dot, key = name.rpartition(".")
     kebab = table.replace("_", "-")
     return (kebab if kebab in map(table_of, METHODS) else table) + dot + key.replace("_", "-")
 
 
 def plain(value: Any) -> Scalar:
-    """Return a path as text and NumPy's numbers as Python's; everything else as it is, to be refused by name if need be."""
+    """Return a path as text and a NumPy number as Python's.
+
+    Other values are returned unchanged; invalid ones are refused later.
+    """
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     elif type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
@@ -90,7 +99,7 @@ def plain(value: Any) -> Scalar:
 
 @contextlib.contextmanager
 def quiet(wanted: bool) -> Iterator[None]:
-    """Show nothing on standard output within it; warnings go to standard error all the same."""
+    """Context without standard output, if wanted; warnings still go to standard error."""
     before, console.quiet = console.quiet, wanted or console.quiet
     try:
         yield
@@ -100,7 +109,7 @@ def quiet(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_threads() -> Iterator[None]:
-    """Leave torch as many threads as it had: clients in this process train with `client-threads` of them."""
+    """Restore torch's number of threads at the end: clients in this process train with `client-threads` of them."""
     import torch
 
     before = torch.get_num_threads()

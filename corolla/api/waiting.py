@@ -1,4 +1,4 @@
-"""Words for what a command waits for before a run has anything to show, and after it."""
+"""Progress messages for waits before and after a run's own display."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from corolla.api import debugger
 from fl_app import progress
 from fl_app.keys import Scalar
 
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
 
 Submit = Callable[[Mapping[str, Scalar], Callable[[str], None]], str]
 
-# seconds after which plain output says again what is going on: never ten without a word, on a busy machine too
+# Seconds without output after which plain output repeats the current step. A busy machine is then never silent for ten
+# seconds.
 SILENCE = 5.0
 _TICK = 0.5
+_still = False
 
 
 class Plain:
-    """Output where nothing can move: lines, and after every few silent seconds one that says what goes on, and how far it is."""
+    """Output as plain lines. During a long silence it repeats the current step and its progress every few seconds."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -35,15 +38,15 @@ class Plain:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begin to break silences."""
+        """Start the reminders."""
         threading.Thread(target=self._watch, daemon=True).start()
 
     def end(self) -> None:
-        """Leave silences alone."""
+        """End the reminders."""
         self._ended.set()
 
     def doing(self, what: str, done: int = 0, total: int = 0) -> None:
-        """Take in what is going on; "": nothing that is worth a word."""
+        """Set the current step; "": none."""
         if what.partition(":")[0] != self._doing.partition(":")[0]:
             self._since = time.monotonic()
         self._doing = f"{what}: {done}/{total}" if total else what
@@ -54,9 +57,9 @@ class Plain:
         self._console.print(escape(text), soft_wrap=True)
 
     def remind(self) -> None:
-        """Say what is going on if nothing was said for a while."""
+        """Print the current step if nothing was printed for SILENCE seconds."""
         now = time.monotonic()
-        if self._doing and now - self._said > SILENCE:
+        if self._doing and now - self._said > SILENCE and not debugger.is_waiting():
             self.print(f"  {self._doing} ({now - self._since:.0f} s)")
 
     def _watch(self) -> None:
@@ -65,8 +68,10 @@ class Plain:
 
 
 class Waiting:
-    """Says what is waited for: on a terminal a line that counts the seconds, with a bar where it is known how much there is to
-    do; elsewhere a line per step, and one every few seconds of a long one.
+    """Shows the current step of a wait.
+
+    On a terminal it is a line that counts the seconds, with a bar if the amount of work is known. Elsewhere it is one
+    line per step, and further lines during a long one.
     """
 
     def __init__(self, console: Console) -> None:
@@ -79,7 +84,7 @@ class Waiting:
         self._what = ""
 
     def step(self, what: str, done: int = 0, total: int = 0, brief: bool = False) -> None:
-        """Say what is waited for now; "": for nothing at the moment. brief: plain output needs a word only if it takes long."""
+        """Show a step; "": none. brief: plain output prints it only if it takes long."""
         if self._plain:
             if what and what != self._what and not brief:
                 self._plain.print(f"{what}: {done}/{total}" if total else what)
@@ -107,10 +112,21 @@ class Waiting:
         self._bar.update(self._task, total=total or None, completed=done, count=f"{done}/{total}" if total else "")
 
     def end(self) -> None:
-        """Leave nothing of it on a terminal."""
+        """Clear the terminal, and end the reminders."""
         self._clear()
         if self._plain:
             self._plain.end()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context in which the terminal is free for other output."""
+        moving = self._bar is not None
+        self._clear()
+        try:
+            yield
+        finally:
+            if moving:
+                self._draw(self._what, 0, 0)
 
     def _clear(self) -> None:
         if self._bar is not None:
@@ -119,16 +135,25 @@ class Waiting:
 
 
 def is_terminal(console: Console) -> bool:
-    """Tell whether something can move there; FORCE_COLOR makes no terminal of a file."""
-    return console.file.isatty() and not console.is_dumb_terminal
+    """Return whether the console can redraw lines. FORCE_COLOR does not turn a file into a terminal."""
+    return console.file.isatty() and not console.is_dumb_terminal and not _still
+
+
+def stand_still(wanted: bool) -> None:
+    """Disable animations on terminals: lines are printed as elsewhere."""
+    global _still
+    _still = wanted
 
 
 @contextlib.contextmanager
 def waiting(console: Console, interrupted: str = "stopping") -> Iterator[Waiting]:
-    """Say what is waited for within it, the conversion of data included; after Ctrl-C `interrupted`, if anything."""
+    """Context that shows the steps of a wait, including the conversion of data.
+
+    interrupted: text shown after Ctrl-C, if any.
+    """
     shown = Waiting(console)
     try:
-        with progress.listening(shown.step):
+        with progress.listening(shown.step), debugger.alone(shown.paused):
             yield shown
     except KeyboardInterrupt:
         shown.step(interrupted)
@@ -141,10 +166,10 @@ def waiting(console: Console, interrupted: str = "stopping") -> Iterator[Waiting
 def simulated(
     console: Console, num_clients: int, cpus_per_client: float, gpus_per_client: float, ray: RayCluster | None = None
 ) -> Iterator[Submit]:
-    """Yield what submits runs to a SuperLink of their own, with words for its start and its end. ray: a cluster to use."""
+    """Yield a function that submits runs to a private SuperLink, and show its start and end. ray: use this cluster."""
     from corolla.experiments.launch import simulation
 
-    # the simulation says itself that it ends
+    # the simulation itself reports its end
     display = waiting(console, interrupted="")
     with display as shown, simulation(num_clients, cpus_per_client, gpus_per_client, shown.step, ray) as submit:
         yield submit

@@ -8,15 +8,21 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
+import click
 import typer
 from rich.markup import escape
+from typer.main import get_command
 
 import deploy.cli
 import deploy.node_cli
+from corolla.api import console as consoles
+from corolla.api import log_file
 from corolla.api.console import errors
 from corolla.api.settings import look_for_plugins
-from corolla.cli import listings, products, results, runs, sweeps, verify
+from corolla.cli import completion, examples, listings, products, results, runs, sweeps, verify
+from fl_app import debugging, exit_codes
 from fl_app.errors import RunFailed, UserError
 
 app = typer.Typer(
@@ -32,6 +38,7 @@ app.command("export")(products.export)
 app.command("verify")(products.verify)
 app.command("predict")(products.predict)
 app.command("runs")(results.runs)
+app.command("summary")(results.summary)
 app.command("presets")(listings.presets)
 app.command("methods")(listings.methods)
 listings.data_app.command("verify")(verify.data_verify)
@@ -42,32 +49,77 @@ app.add_typer(deploy.node_cli.app, name="node")
 app.command("reference", hidden=True)(listings.reference)
 
 
+def whole() -> click.Command:
+    """Return the command with all its subcommands. Its help prints texts as they are written, including [brackets]."""
+    found = get_command(app)
+    _add_examples(found, ())
+    _escape(found)
+    return found
+
+
+def _add_examples(command: Any, path: tuple[str, ...]) -> None:
+    """Add each command's example to its help, and each command to its group in the list of commands."""
+    for name, below in getattr(command, "commands", {}).items():
+        if below.hidden:
+            continue
+        if not path:
+            below.rich_help_panel = examples.group_of(name)
+        words = " ".join([*path, name])
+        if words in examples.EXAMPLES:
+            below.epilog = f"Example: {examples.example(words)}"
+        _add_examples(below, (*path, name))
+
+
+def _escape(command: Any) -> None:
+    """Escape Rich's markup in the help of a command, its options and its subcommands."""
+    for shown in (command, *command.params):
+        for field in ("help", "short_help", "epilog"):
+            if text := getattr(shown, field, None):
+                setattr(shown, field, escape(text))
+    for below in getattr(command, "commands", {}).values():
+        _escape(below)
+
+
 def main() -> None:
-    """Run the command; bad input ends with a message and exit code 2, a failed run with 1."""
+    """Run the command.
+
+    Invalid input ends with a message and exit code 2; a failed run or an error in the user's own code with 1.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            # end what we started, as Ctrl-C does
+        # nohup ignores SIGHUP
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            # end all processes that the command started, as Ctrl-C does
             signal.signal(number, _interrupt)
     look_for_plugins()
+    consoles.console.quiet = False
+    consoles.begin_warnings()
+    log_file.begin(None)
+    completion.join_words()
     try:
-        app(prog_name="corolla")
-    except (UserError, RunFailed) as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", soft_wrap=True)
-        raise SystemExit(1 if isinstance(error, RunFailed) else 2) from None
+        whole()(prog_name="corolla")
+    except Exception as error:
+        ours = isinstance(error, (UserError, RunFailed))
+        if not ours and not debugging.place_of(error):
+            raise
+        if not ours or consoles.verbose:
+            errors.print(escape(debugging.trace_of(error)), soft_wrap=True)
+        errors.print(f"[bold red]error:[/] {escape(debugging.reason(error))}", soft_wrap=True)
+        raise SystemExit(exit_codes.BAD_INPUT if isinstance(error, UserError) else exit_codes.FAILED) from None
 
 
 def command() -> None:
-    """Run the command and end the process: `main`, then all that Python does at its end but for taking torch apart.
+    """Run the command and end the process: `main`, then the steps of Python's exit, except taking torch apart.
 
-    That is a search for cycles among all of its objects, which nobody needs and which takes seconds on a busy machine.
+    That step searches all of torch's objects for cycles, which takes seconds on a busy machine and has no use.
     """
     try:
         main()
     except SystemExit as end:
         if isinstance(end.code, int) and sys.gettrace() is None and sys.getprofile() is None:
-            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as multiprocessing does at its processes' end
+            # wait for threads, as multiprocessing does at the end of its processes
+            threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
-            # who read the output may be gone, or never was there
+            # the reader of the output may have ended, or never existed
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
                 sys.stderr.flush()

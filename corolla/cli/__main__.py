@@ -1,4 +1,4 @@
-"""`python -m corolla.cli`, for where the installed command is not on the PATH."""
+"""`python -m corolla.cli`: the `corolla` command, for systems without it on the PATH."""
 
 from corolla.cli import command
 

@@ -1,4 +1,4 @@
-"""Commands that tell what there is: presets, methods, prepared data, client state."""
+"""Commands that list or show: presets, methods, prepared data, client state."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rich.table import Table
 from corolla.api.checks import warn_of_data
 from corolla.api.console import console
 from corolla.api.runs import CLIENTS
-from corolla.api.settings import DEFAULT_CLIENTS, Scale, absolute_paths, read_preset, resolve, scaled, with_clients
+from corolla.api.settings import Scale, absolute_paths, number_of_clients, read_preset, resolve, scaled, with_clients
 from corolla.api.waiting import waiting
-from corolla.cli.options import PresetArgument, ScaleOption, SetOption, parse_set
+from corolla.cli.as_json import of_data, of_methods, of_presets, show_json
+from corolla.cli.options import JsonOption, PresetArgument, QuietOption, ScaleOption, SetOption, be_quiet, parse_set
 from corolla.cli.tables import size
 from corolla.experiments.runs import by_experiment
 from fl_app import plugins
 from fl_app.config import RunConfig
-from fl_app.errors import UserError, listed
+from fl_app.errors import UserError, counted, listed
 from fl_app.keys import nearest, specs, without_others
-from fl_app.known_names import BY_COLUMN
 from fl_app.sources import NODE
 from fl_app.toml import value_to_toml
 from strategies import METHOD_PARAMS, METHODS, overview
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from fl_app.data import ClientData, DatasetInfo
 
 data_app = typer.Typer(no_args_is_help=True, help="Prepared data sets.")
-state_app = typer.Typer(help="Client state left on this machine's disk, with its size; without a command: the list.")
+state_app = typer.Typer(help="Client state on this machine's disk; without a command: list it.")
 
 TARGETS = "training targets, mean ± standard deviation"
 ClientsOption = Annotated[
-    int | None, typer.Option(help="Clients the data is divided over (default 10).", click_type=CLIENTS)
+    int | None, typer.Option(help="Number of clients that share the data (default 10).", click_type=CLIENTS)
 ]
 StateDirOption = Annotated[str, typer.Option(help="State directory.")]
 
@@ -56,17 +56,21 @@ def about(
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Personalized federated learning: runs, their results, and what there is to run."""
+    """Personalized federated learning: run methods, compare results, deploy."""
 
 
 def presets(
     pattern: Annotated[str, typer.Argument(help="Part of a name, or a pattern with * and ?.")] = "",
-    all_: Annotated[bool, typer.Option("--all", help="No effect any more: Corolla can run every one.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="No effect: all presets are listed anyway.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """List presets, with the published figures; one name a line when piped."""
+    """List presets with the published figures; when piped, one name per line."""
     from corolla.presets import find
 
     found = find(pattern)
+    if as_json:
+        show_json(of_presets(found))
+        return
     width = max(len(preset.name) for preset in found)
     for preset in found:
         if not console.is_terminal:
@@ -81,15 +85,18 @@ def methods(
     name: Annotated[
         str,
         typer.Argument(
-            help="One of them, with what its parameters mean; your own as module:METHOD.",
+            help="A method, to show its parameters' meaning; your own as module:METHOD.",
             autocompletion=lambda incomplete: [name for name in METHODS if name.startswith(incomplete)],
         ),
     ] = "",
     table: Annotated[
-        bool, typer.Option("--table", help="What each shares, keeps and costs, and when to use it.")
+        bool, typer.Option("--table", help="Table: what clients share and keep, costs, and when to use a method.")
     ] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """List the methods and their parameters."""
+    if table and as_json:
+        raise UserError("--json and --table exclude each other")
     if table:
         typer.echo(overview.methods_table())
         return
@@ -97,6 +104,9 @@ def methods(
         raise UserError(
             f"method: must be one of {', '.join(METHODS)} or module:METHOD, got {name!r}{nearest(name, METHODS)}"
         )
+    if as_json:
+        show_json(of_methods([name] if name else METHODS))
+        return
     for each in [name] if name else METHODS:
         method = METHODS[each]
         console.print(f"[bold]{each}[/]  {escape(METHODS.summary(each))}", soft_wrap=True)
@@ -107,7 +117,7 @@ def methods(
 
 
 def reference(root: Annotated[Path, typer.Argument(help="A clone's root.")] = Path(".")) -> None:
-    """Rewrite docs/config.md and the defaults in pyproject.toml from the declared keys (`make docs`)."""
+    """Rewrite docs/config.md, the defaults in pyproject.toml and the tables of methods from the code (`make docs`)."""
     from corolla.cli.reference import write
 
     write(root, METHOD_PARAMS)
@@ -123,8 +133,9 @@ def data_prepare(
     clients: ClientsOption = None,
     scale: ScaleOption = Scale.full,
     force: Annotated[bool, typer.Option("--force", help="Convert again.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
-    """Download and convert the data set of a preset, a .toml file or --set, and make its partition, ahead of a run."""
+    """Prepare a run's data: download and convert the data set of a preset, a .toml file or --set, and make its partition."""
     prepared(data_config(preset, set_ or [], clients, scale), force)
 
 
@@ -134,11 +145,16 @@ def data_show(
     set_: SetOption = None,
     clients: ClientsOption = None,
     scale: ScaleOption = Scale.full,
+    as_json: JsonOption = False,
 ) -> None:
-    """Show the data set of a preset, a .toml file or --set, and who gets how much of which class."""
+    """Show the data set of a preset, a .toml file or --set, and each client's samples per class."""
     from fl_app import data, tasks
 
     config = data_config(preset, set_ or [], clients, scale)
+    if as_json:
+        be_quiet(True)
+        show_json(of_data(config, prepared(config, force=False)))
+        return
     info = prepared(config, force=False)
     of_classes = tasks.of(config).has_classes
     if info.facts.columns:
@@ -147,6 +163,7 @@ def data_show(
             columns.add_row(*map(escape, column))
         console.print(columns)
     headings = ("training / test samples per class", "apart") if of_classes else (TARGETS,)
+    names = data.client_names(config, info)
     rows = Table("client", "train", "test", *headings)
     for client_id in range(config.num_clients):
         part = data.open_client(config, client_id)
@@ -154,7 +171,7 @@ def data_show(
             held = class_mixes(info.classes, part)
         else:
             held = [target_spread(info.classes, part.y_train, info.facts.target_shift)]
-        name = f"{client_id} ({info.groups[client_id]})" if config.partition == BY_COLUMN else str(client_id)
+        name = names[client_id] if names else str(client_id)
         rows.add_row(escape(name), str(len(part.y_train)), str(len(part.y_test)), *map(escape, held))
     console.print(rows)
     for line in data.partition_remarks(config):
@@ -162,7 +179,7 @@ def data_show(
 
 
 def class_mixes(names: Sequence[str], part: ClientData) -> list[str]:
-    """Return a client's training / test samples by class, and how far apart both mixes are: the distance of their shares."""
+    """Return a client's training / test samples by class, and the distance between the shares of both."""
     from fl_app.partition import apart
 
     sides = [np.bincount(y, minlength=len(names)) for y in (part.y_train, part.y_test)]
@@ -173,7 +190,10 @@ def class_mixes(names: Sequence[str], part: ClientData) -> list[str]:
 
 
 def target_spread(names: Sequence[str], y: NDArray[np.float32], shift: Sequence[float] = ()) -> str:
-    """Return the mean and standard deviation of targets [n, k] by name, of the first few. shift: what was taken off them."""
+    """Return mean and standard deviation of the first few targets [n, k], by name.
+
+    shift: value that was subtracted from each.
+    """
     if not len(y):
         return ""
     means = y.mean(0, dtype=np.float64) + np.array(shift or [0.0])
@@ -182,11 +202,11 @@ def target_spread(names: Sequence[str], y: NDArray[np.float32], shift: Sequence[
 
 
 def data_config(preset: str | None, pairs: list[str], clients: int | None, scale: Scale) -> RunConfig:
-    """Resolve what a command about data is asked for, as `corolla run` would."""
+    """Return the config of a command about data, resolved as `corolla run` does."""
     given = with_clients(parse_set(pairs), clients)
     base = scaled(read_preset(preset) if preset else {}, scale)
     flat = absolute_paths(without_others({**base, **given}, [str(base.get("method"))]))
-    flat["num-clients"] = flat.get("num-clients") or DEFAULT_CLIENTS
+    flat["num-clients"] = number_of_clients(flat)
     config = resolve(flat)
     if config.dataset == NODE:
         raise UserError("dataset: node data is prepared on its own SuperNode")
@@ -194,17 +214,20 @@ def data_config(preset: str | None, pairs: list[str], clients: int | None, scale
 
 
 def prepared(config: RunConfig, force: bool) -> DatasetInfo:
-    """Prepare what a config asks for and describe it."""
+    """Prepare a config's data set, print its description, and return it."""
     from fl_app import data, tasks
 
     with waiting(console) as shown:
         shown.step(f"preparing {config.dataset}", brief=True)
         info = data.check(config, force)
     of_classes = tasks.of(config).has_classes
+    answers = counted(info.num_classes, *(("class", "classes") if of_classes else ("output", "outputs")))
+    shape = " x ".join(map(str, info.input_shape))
+    if len(info.input_shape) == 1:
+        shape = counted(info.input_shape[0], "feature")
     console.print(
         f"{escape(config.dataset)}: {info.num_train} training and {info.num_test} test {info.samples}, "
-        f"{' x '.join(map(str, info.input_shape))}, {info.num_classes} {'classes' if of_classes else 'outputs'}, under "
-        f"{data.data_root(config)}",
+        f"{shape}, {answers}, under {data.data_root(config)}",
         soft_wrap=True,
     )
     if not of_classes:
@@ -224,36 +247,51 @@ def prepared(config: RunConfig, force: bool) -> DatasetInfo:
 
 @state_app.callback(invoke_without_command=True)
 def state(context: typer.Context) -> None:
-    """List what is there, unless a command says otherwise."""
+    """List client state if no command is given."""
     if context.invoked_subcommand is None:
-        state_list("", Path("runs"))
+        state_list("", Path("runs"), as_json=False)
 
 
 @state_app.command("list")
 def state_list(
     state_dir: StateDirOption = "",
-    runs: Annotated[Path, typer.Option(help="Directory of run folders, where the runs' names are looked up.")] = Path(
-        "runs"
-    ),
+    runs: Annotated[Path, typer.Option(help="Directory where the run folders are searched.")] = Path("runs"),
+    as_json: JsonOption = False,
 ) -> None:
-    """List the experiments with client state on this machine, with their runs if these are here too."""
+    """List experiments with client state on this machine, with its size and the run's folder."""
     from client_app.state import state_root, stored
 
     root = state_root(state_dir)
     found = stored(root)
     folders = {experiment: run.path for experiment, run in by_experiment(runs).items()}
+    if as_json:
+        rows = [
+            {
+                "experiment": e.experiment,
+                "modified": e.modified,
+                "clients": e.clients,
+                "bytes": e.nbytes,
+                "run": str(folders[e.experiment]) if e.experiment in folders else None,
+            }
+            for e in found
+        ]
+        show_json({"directory": str(root), "experiments": rows})
+        return
     total = size(sum(e.nbytes for e in found))
-    console.print(f"client state under {root}: {len(found)} experiments, {total} in all", soft_wrap=True)
+    console.print(f"client state under {root}: {counted(len(found), 'experiment')}, {total} in all", soft_wrap=True)
     for e in found:
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(e.modified))
         run = escape(str(folders.get(e.experiment, f"no run under {runs}")))
-        console.print(f"{e.experiment}  {when}  {e.clients} clients  {size(e.nbytes)}  {run}", soft_wrap=True)
+        console.print(
+            f"{e.experiment}  {when}  {counted(e.clients, 'client')}  {size(e.nbytes)}  {run}", soft_wrap=True
+        )
 
 
 @state_app.command("remove")
 def state_remove(
     experiment: Annotated[str, typer.Argument(help="Experiment id, as `corolla state list` prints it.")],
     state_dir: StateDirOption = "",
+    quiet: QuietOption = False,
 ) -> None:
     """Delete one experiment's client state from this machine."""
     from client_app.state import remove, state_root

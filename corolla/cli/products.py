@@ -1,41 +1,54 @@
-"""Trained models that leave: `corolla export`, `verify` and `predict`."""
+"""Commands for trained models: `corolla export`, `verify` and `predict`."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from corolla.api.console import console, errors
+from corolla.api.console import console, errors, warn
 from corolla.api.settings import look_for_plugins
 from corolla.api.waiting import waiting
+from corolla.cli.as_json import show_json
+from corolla.cli.completion import clients_of
+from corolla.cli.options import JsonOption, QuietOption
 from corolla.cli.tables import show_table, size
+from corolla.experiments.runs import named
+from fl_app.errors import counted
 from fl_app.server.run_folder import PLUGINS
 from strategies import METHODS
 
 Exported = Annotated[
-    Path, typer.Argument(metavar="FILE", help="What `corolla export` wrote, its card FILE.json beside it.")
+    Path, typer.Argument(metavar="FILE", help="A file written by `corolla export`, with its card FILE.json beside it.")
 ]
 
 
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     client: Annotated[
-        int | None, typer.Option(help="Client id: the model it uses, be it the global one; without it that.")
+        str | None,
+        typer.Option(
+            metavar="CLIENT",
+            shell_complete=clients_of,
+            help="A client's number or name: export the model this client uses (default: the global model).",
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="File to write (default: in the current directory).")] = None,
     onnx: Annotated[
-        bool, typer.Option("--onnx", help="ONNX, from pixels or rows to predictions (corolla[onnx]).")
+        bool, typer.Option("--onnx", help="Write ONNX, from pixels or rows to predictions (needs corolla[onnx]).")
     ] = False,
-    data_path: Annotated[str, typer.Option(help="Dataset node: the data of the node the model is for.")] = "",
+    data_path: Annotated[str, typer.Option(help="For dataset node: path of the node's data.")] = "",
+    quiet: QuietOption = False,
 ) -> None:
-    """Write one of a run's final models, a PyTorch state dict or ONNX, and its card."""
+    """Write one of a run's final models as a PyTorch state dict or ONNX, with its card."""
+    run = named(run)
     look_for_plugins(run / PLUGINS)
     with waiting(errors) as shown:
         shown.step("writing the model", brief=True)
-        # here, for torch takes seconds
+        # imported here because torch takes seconds
         from corolla.experiments.exported.export import export as write
         from corolla.experiments.exported.export import own_files
 
@@ -45,12 +58,15 @@ def export(
         console.print(escape(f"your own files that the run used, for predict: {own}"), soft_wrap=True)
 
 
-def verify(file: Exported) -> None:
-    """Compare an exported model, and its card, with what was written: one changed byte is found."""
+def verify(file: Exported, as_json: JsonOption = False, quiet: QuietOption = False) -> None:
+    """Check that an exported model and its card are unchanged, byte for byte."""
     from corolla.experiments.exported import model_card
 
     found = model_card.read(file)
     run = found["run"]
+    if as_json:
+        show_json({"file": str(file), **found})
+        return
     console.print(
         escape(
             f"{file}: sound ({size(found['bytes'])}, sha256 {found['sha256']}): {found['model']} of run {run['name']}, method "
@@ -63,10 +79,15 @@ def verify(file: Exported) -> None:
 def predict(
     file: Exported,
     inputs: Annotated[
-        list[Path], typer.Argument(metavar="IMAGES...|DATA.npz", help="Image files, or an .npz with x (and y).")
+        list[Path],
+        typer.Argument(
+            metavar="IMAGES...|TABLE.csv|DATA.npz",
+            help="Image files, a table with the run's columns, or an .npz with x (and y).",
+        ),
     ],
+    as_json: JsonOption = False,
 ) -> None:
-    """Print what an exported model says of images or of an .npz: class and probability, or the numbers it was trained to find."""
+    """Print an exported model's predictions for images, a table's rows or an .npz: class and probability, or numbers."""
     with waiting(errors) as waited:
         waited.step("asking the model", brief=True)
         from corolla.experiments.exported import loading, model_card, predict
@@ -74,10 +95,21 @@ def predict(
 
         look_for_plugins(own_files(file), file.parent)
         known = model_card.read(file)
-        names, samples, targets = predict.read_inputs(inputs, known)
-        outputs, predictions = predict.ask(loading.open_file(file, known, METHODS), samples, known)
-    show_table(predict.predictions_table(names, predictions, known))
-    if targets is not None:
-        metric, value = predict.measure(outputs, targets, known)
-        shown = f"{metric.text(value)} %" if metric.ratio else metric.text(value)
-        typer.echo(f"{metric.name} {shown} on {len(targets)} samples")
+        asked = predict.read_inputs(inputs, known)
+        outputs, predictions = predict.ask(loading.open_file(file, known, METHODS), asked.samples, known)
+    measured = None if asked.targets is None else predict.measure(outputs, asked.targets, known)
+    if as_json:
+        rows = predict.predictions_rows(asked.names, predictions, known)
+        figure = {"metric": measured[0].name, "value": measured[1], "samples": len(rows)} if measured else None
+        show_json({"predictions": rows, "measured": figure})
+    else:
+        show_table(predict.predictions_table(asked.names, predictions, known))
+    if asked.remark:
+        warn(asked.remark)
+    if measured and not as_json:
+        metric, value = measured
+        if math.isnan(value):
+            shown = f"n/a ({metric.undefined or 'not defined'})"
+        else:
+            shown = f"{metric.text(value)} %" if metric.ratio else metric.text(value)
+        typer.echo(f"{metric.name} {shown} on {counted(len(asked.names), 'sample')}")

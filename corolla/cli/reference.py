@@ -1,8 +1,13 @@
-"""The reference that is generated from the declared keys: docs/config.md and the defaults in pyproject.toml."""
+"""Reference pages generated from declarations in the code (`corolla reference`).
+
+These are docs/config.md, the defaults in pyproject.toml, and the tables of methods in README.md and docs/methods/.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import tomli_w
@@ -11,23 +16,25 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs
 from fl_app.toml import nest, value_to_toml
+from strategies import METHODS
+from strategies.overview import cost_table, methods_table, names_table
 
 _INTRO = """# Run configuration
 
-Every key of a run, as `corolla run --set key=value` and Flower's `--run-config` take it. Values have the type shown; `0`
-and `""` mean "not set" where the text says so. A method's own parameters stand in its table. This page is written by
-`make docs` from the declarations in the code; a test keeps the two equal.
+All keys of a run, for `corolla run --set key=value` and Flower's `--run-config`. The tables show the type of each value.
+`0` and `""` mean "not set" where the text says so. A method's own parameters are in its table. `make docs` writes this page
+from the declarations in the code, and a test keeps both equal.
 """
-_SAME_RUN = """How a run runs and where its files lie does not change what comes out:
+_SAME_RUN = """These keys set how a run executes and where its files are. They do not change its results:
 {running}.
-Runs that differ in nothing else are the same to a sweep. A run may be resumed with other values of these, and with more rounds
-({extending}). It keeps its number of rounds if one of these keys, which depend on it, is in use: {spanning}.
+To a sweep, runs that differ only in these keys are the same run. A run can be resumed with other values of them, and with more
+rounds ({extending}). Its number of rounds is fixed if one of the following keys is in use, because they depend on it: {spanning}.
 """
 _BEGIN, _END = "[tool.flwr.app.config]\n", "\n[tool.ruff]"
 
 
 def all_specs(methods: Mapping[str, type]) -> dict[str, list[KeySpec]]:
-    """Declared keys by table; "" is the top level."""
+    """Return declared keys by table; "" is the top level."""
     return {"": specs(RunConfig)} | {name: specs(cls, name) for name, cls in methods.items()}
 
 
@@ -46,16 +53,21 @@ def config_page(methods: Mapping[str, type]) -> str:
     for table, group in all_specs(methods).items():
         if not group:
             continue
-        parts.append(f"## {table or 'All runs'}\n\n| key | type | range | default | meaning |\n|---|---|---|---|---|")
-        for spec in group:
-            name, value = spec.type.__name__, f"`{value_to_toml(spec.default)}`"
-            parts.append(f"| `{spec.name}` | {name} | {spec.range} | {value} | {escape(spec.doc)} |")
-        parts.append("")
+        parts.append(f"## {table or 'All runs'}\n\n{key_table(group)}\n")
     return "\n".join(parts)
 
 
+def key_table(declared: Sequence[KeySpec]) -> str:
+    """Return a Markdown table of keys: type, range, default, meaning."""
+    rows = ["| key | type | range | default | meaning |", "|---|---|---|---|---|"]
+    for spec in declared:
+        name, value = spec.type.__name__, f"`{value_to_toml(spec.default)}`"
+        rows.append(f"| `{spec.name}` | {name} | {spec.range} | {value} | {escape(spec.doc)} |")
+    return "\n".join(rows)
+
+
 def escape(text: str) -> str:
-    """Keep a table cell's bars from ending it."""
+    """Escape the bars in a table cell."""
     return text.replace("|", r"\|")
 
 
@@ -66,10 +78,36 @@ def pyproject_with_defaults(text: str, methods: Mapping[str, type]) -> str:
     return head + tables + _END + rest.split(_END, 1)[1]
 
 
-def write(root: Path, methods: Mapping[str, type]) -> None:
-    """Bring both files under a clone's root up to date; one that is keeps its time, by which `make` decides what to do.
+def method_pages(root: Path) -> dict[Path, str]:
+    """Return the pages that have tables of methods, with these tables, by path."""
+    docs = root / "docs" / "methods"
+    pages = {root / "README.md": {"Methods": names_table("`{}`")}}
+    pages[docs / "index.md"] = {"Methods": names_table("[{0}]({0}.md)"), "Side by side": methods_table()}
+    pages |= {docs / f"{name}.md": {"Cost": cost_table(name)} for name in METHODS}
+    found = {}
+    for path, tables in pages.items():
+        if path.is_file():
+            text = path.read_text(encoding="utf-8")
+            for heading, table in tables.items():
+                text = with_table(text, heading, table)
+            found[path] = text
+    return found
 
-    Raises UserError for a directory that is no clone of Corolla.
+
+def with_table(text: str, heading: str, table: str) -> str:
+    """Return a page with another first table below a heading. Raises ValueError if there is none."""
+    found = re.search(rf"^#+ {re.escape(heading)}\n(?:.*?\n)??\n(?=\|)", text, re.MULTILINE | re.DOTALL)
+    if found is None:
+        raise ValueError(f"no table below {heading!r}")
+    rest = text[found.end() :].splitlines(keepends=True)
+    after = itertools.dropwhile(lambda line: line.startswith("|"), rest)
+    return f"{text[: found.end()]}{table}\n{''.join(after)}"
+
+
+def write(root: Path, methods: Mapping[str, type]) -> None:
+    """Update these files under a clone's root. An unchanged file keeps its modification time, which `make` uses.
+
+    Raises UserError for a directory that is not a clone of Corolla.
     """
     pyproject, page = root / "pyproject.toml", root / "docs" / "config.md"
     text = pyproject.read_text(encoding="utf-8") if pyproject.is_file() else ""
@@ -77,7 +115,7 @@ def write(root: Path, methods: Mapping[str, type]) -> None:
         raise UserError(
             f"ROOT: must be a clone of Corolla, with docs/ and Corolla's pyproject.toml, got {root.resolve()}"
         )
-    pages = {page: config_page(methods), pyproject: pyproject_with_defaults(text, methods)}
+    pages = {page: config_page(methods), pyproject: pyproject_with_defaults(text, methods)} | method_pages(root)
     for path, text in pages.items():
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Commands about runs that are there: `corolla compare`, `runs` and `report`."""
+"""Commands about recorded runs: `corolla compare`, `summary`, `runs` and `report`."""
 
 from __future__ import annotations
 
@@ -11,81 +11,196 @@ from rich.markup import escape
 
 from corolla.api.console import console, errors, say_partial, say_unfinished, warn
 from corolla.api.waiting import waiting
-from corolla.cli.tables import show_table
-from fl_app import extras
+from corolla.cli.as_json import of_runs, of_summary, show_json
+from corolla.cli.completion import metrics_of
+from corolla.cli.options import JsonOption, QuietOption
+from corolla.cli.tables import echo, show_table
+from fl_app import exit_codes, extras
 from fl_app.errors import UserError
 from fl_app.sources import SOURCES
 from strategies import METHOD_PARAMS, METHODS
 
+PAPER_CAPTION = "accuracies in per cent; ours: mean ± standard deviation over n seeds"
+LatexOption = Annotated[bool, typer.Option("--latex", help="Print the tables as LaTeX, for booktabs.")]
+
+Table = tuple[Sequence[Sequence[str]], str]
+"""(lines, header first; caption)."""
+Tables = Sequence[Table]
+
 if TYPE_CHECKING:
+    from corolla.experiments.compare import Line
     from corolla.experiments.runs import RecordedRun
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of them (a sweep's).")],
-    paper: Annotated[bool, typer.Option("--paper", help="Beside the papers' figures.")] = False,
-    dataset: Annotated[str, typer.Option(help="What your own data are to count as, e.g. cifar10.")] = "",
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of run folders (a sweep's).")],
+    paper: Annotated[bool, typer.Option("--paper", help="Compare with the papers' figures.")] = False,
+    dataset: Annotated[
+        str, typer.Option(help="With the papers' figures: the data set that your own data count as, e.g. cifar10.")
+    ] = "",
+    metric: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            shell_complete=metrics_of,
+            help="The metric to compare, e.g. auc (default: the runs' headline).",
+        ),
+    ] = "",
     to: Annotated[
         float | None,
         typer.Option(
-            metavar="VALUE", help="Rounds, bytes and seconds to an accuracy, e.g. 0.8, or to an RMSE as low as that."
+            metavar="VALUE",
+            help="Also show rounds, bytes and seconds until this accuracy, e.g. 80 or 0.8, or until this RMSE.",
         ),
     ] = None,
+    as_json: JsonOption = False,
+    latex: LatexOption = False,
 ) -> None:
-    """Put runs beside each other, and say which is better; with --paper, beside the published figures.
+    """Compare runs and test their differences; with --paper, compare them with the published figures.
 
-    Runs that differ in the seed alone are one row. The first row's runs are what the others are compared with.
+    Runs that differ only in the seed share a row. All other rows are compared with the first.
     """
     from corolla.experiments import compare as comparing
-    from corolla.experiments import grouping, paper_metrics
+    from corolla.experiments import grouping
 
-    if dataset and not (grouping.named(dataset) and paper):
+    if dataset and not grouping.named(dataset):
         known = ", ".join(name for name, source in SOURCES.items() if source.known)
-        raise UserError(f"--dataset {dataset}: with --paper, what your own data are to count as: {known}")
-    found, unfinished = comparing.load(runs, METHOD_PARAMS)
+        raise UserError(f"--dataset {dataset}: with --paper, name the data set that your own data count as: {known}")
+    if metric and (paper or dataset):
+        raise UserError(f"--metric {metric}: not with --paper, where each preset names the paper's figure")
+    found, unfinished = comparing.load(runs, METHOD_PARAMS, metric)
     say_unfinished(unfinished)
     say_partial(found)
     groups = comparing.group(found)
     for run, before in comparing.repeated(found):
-        warn(f"{run.path} repeats the settings and the seed of {before.path}: it has a row of its own")
-    if not paper:
-        show_comparison(groups, to)
+        warn(f"{run.path} repeats the settings and the seed of {before.path}: it gets a separate row")
+    if as_json and latex:
+        raise UserError("--json and --latex exclude each other")
+    if not (paper or dataset):
+        if as_json:
+            show_json({**comparison_json(groups, to), "unfinished": unfinished})
+        elif latex:
+            show_latex([*result_tables(groups, to), *difference_tables(groups)])
+        else:
+            show_comparison(groups, to)
         return
     lines = [line for group in groups for line in comparing.beside(group, METHOD_PARAMS, dataset)]
+    tables = [(comparing.paper_table(lines), PAPER_CAPTION)] if lines else []
+    if as_json:
+        show_json({"rows": [comparing.as_told(line) for line in lines]})
+    elif latex:
+        show_latex(tables)
+    else:
+        show_beside_papers(lines, found, dataset)
+    if not lines:
+        raise typer.Exit(exit_codes.FAILED)
+
+
+def show_beside_papers(lines: Sequence[Line], found: Sequence[RecordedRun], dataset: str) -> None:
+    """Print runs beside the published figures, and list those without a counterpart.
+
+    dataset: name as which the user's own data set counts.
+    """
+    from corolla.experiments import compare as comparing
+    from corolla.experiments import grouping, paper_metrics
+
     if lines:
         show_table(comparing.paper_table(lines))
-        typer.echo("accuracies in per cent; ours: mean ± standard deviation over n seeds")
+        echo(PAPER_CAPTION)
         if every := paper_metrics.figures_table(lines):
-            typer.echo()
+            echo()
             show_table(every)
-            typer.echo(paper_metrics.CAPTION)
+            echo(paper_metrics.CAPTION)
+        else:
+            echo("no table of all figures: no run records any")
         for title, texts in comparing.described(lines):
-            typer.echo("\n".join([f"\n{title}", *(f"  {text}" for text in texts)]))
+            echo("\n".join([f"\n{title}", *(f"  {text}" for text in texts)]))
     matched = {id(run) for line in lines for run in line.runs}
     left = [run for run in found if id(run) not in matched]
     for run in left:
-        typer.echo(f"no published counterpart: {run.path} ({comparing.kind(run.config)})")
+        echo(f"no published counterpart: {run.path} ({comparing.kind(run.config)})")
     if not dataset and not all(grouping.named(run.config.dataset) for run in left):
-        typer.echo("--dataset NAME, e.g. cifar10, says what your own data are")
+        echo("--dataset NAME, e.g. cifar10, compares your own data with a paper's")
 
 
 def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None) -> None:
-    """Print groups of runs side by side, what each took to reach an accuracy, and their paired differences."""
-    from corolla.experiments import compare as comparing
-    from corolla.experiments import cost_to_target, significance
-    from corolla.experiments.table import text_table
+    """Print groups of runs side by side, their cost of reaching `to`, and their paired differences."""
+    from corolla.experiments import significance
 
-    # first of all, for what is wrong with `to`
-    reached = cost_to_target.costs_table(groups, to) if to is not None else []
-    show_table(text_table(comparing.result_rows(groups)))
-    if reached:
-        typer.echo()
-        show_table(reached)
-        typer.echo(cost_to_target.CAPTION)
+    differences = difference_tables(groups)
+    for place, (table, caption) in enumerate([*result_tables(groups, to), *differences]):
+        if place:
+            echo()
+        show_table(table)
+        echo(caption)
+    if not differences:
+        echo(f"\nno table of differences: {significance.why_no_table(groups)}")
+
+
+def result_tables(groups: Sequence[Sequence[RecordedRun]], to: float | None) -> Tables:
+    """Return the tables of groups of runs side by side, each with its caption.
+
+    Raises UserError for a `to` outside the metric's range.
+    """
+    from corolla.experiments import compare as comparing
+    from corolla.experiments import cost_to_target
+    from corolla.experiments.table import caption, text_table, undefined_notes
+
+    rows = comparing.result_rows(groups)
+    notes = undefined_notes(run for runs in groups for run in runs)
+    tables: list[Table] = [(text_table(rows), "\n".join([caption(rows), *notes]))]
+    if to is not None:
+        tables.append((cost_to_target.costs_table(groups, to), cost_to_target.CAPTION))
+    return tables
+
+
+def difference_tables(groups: Sequence[Sequence[RecordedRun]]) -> Tables:
+    """Return the tables of paired differences, each with its caption; none if no runs can be paired."""
+    from corolla.experiments import significance
+
+    tables: list[Table] = []
     if differences := significance.differences_table(groups):
-        typer.echo()
-        show_table(differences)
-        typer.echo(significance.caption(groups))
+        tables.append((differences, significance.caption(groups)))
+    if by_client := significance.clients_table(groups, significance.MOST_LISTED):
+        tables.append((by_client, significance.BY_CLIENT))
+    return tables
+
+
+def comparison_json(groups: Sequence[Sequence[RecordedRun]], to: float | None) -> dict[str, object]:
+    """Return the rows of a comparison as `corolla.compare` does; with `to`, also the cost of reaching it."""
+    from corolla.api.comparing import rows_of
+    from corolla.experiments import cost_to_target
+
+    rows = rows_of(groups)
+    for row, group in zip(rows, groups, strict=True):
+        row["runs"] = [str(run.path) for run in group]
+    if to is not None:
+        for row, group in zip(rows, groups, strict=True):
+            row["reached"] = [cost_to_target.reached_as_told(run, to) for run in group]
+    return {"rows": rows}
+
+
+def show_latex(tables: Tables) -> None:
+    """Print tables as LaTeX."""
+    from corolla.experiments.latex import tabular
+
+    typer.echo("\n".join(tabular(lines, caption) for lines, caption in tables), nl=False)
+
+
+def summary(
+    run: Annotated[Path, typer.Argument(help="A run folder, or the name of one under runs.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Show the results of a finished run: its summary.json."""
+    from corolla.experiments.runs import RecordedRun, named
+
+    told = of_summary(RecordedRun(named(run)))
+    if as_json:
+        show_json(told)
+        return
+    width = max(map(len, told))
+    for name, value in told.items():
+        echo(f"{name:{width}}  {value}")
 
 
 def runs(
@@ -95,44 +210,56 @@ def runs(
     collect: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Also write there what a repository keeps of finished runs, for compare and report."
+            metavar="DIR",
+            help="Also write compact copies of finished runs there, for a repository; compare and report read them.",
         ),
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """List run folders: what is finished, what is running, what can be resumed; a sweep's runs too."""
+    """List run folders, including those of sweeps, with their state: finished, running, or interrupted (can be resumed)."""
     from corolla.experiments.runs import below, listing
 
     places = directories or [Path("runs")]
     found = [run for place in places for run in below(place)]
-    if not found:
+    if as_json:
+        show_json(of_runs(found))
+    elif not found:
         console.print(f"no runs in {', '.join(map(str, places))}", soft_wrap=True)
-        return
-    show_table(listing(found))
+    else:
+        show_table(listing(found), may_be_missing=("written", "dataset", "seed", "method"))
     if collect is not None:
         from corolla.experiments import collect as collecting
 
         for path in collecting.collect([run for run in found if run.state == "finished"], collect):
-            console.print(f"{path}", soft_wrap=True)
+            (errors if as_json else console).print(f"{path}", soft_wrap=True)
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of run folders.")],
     output: Annotated[Path, typer.Option(help="Directory for report.html and report-figures/.")] = Path("."),
-    figures: Annotated[Path | None, typer.Option(help="Directory for every picture as PNG, SVG and PDF.")] = None,
-    tables: Annotated[Path | None, typer.Option(help="Directory for rounds.csv and clients.csv.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Also write every picture there, as PNG, SVG and PDF.")] = None,
+    tables: Annotated[Path | None, typer.Option(help="Also write rounds.csv and clients.csv there.")] = None,
+    latex: Annotated[
+        bool, typer.Option("--latex", help="With --tables: also write results.tex, for booktabs.")
+    ] = False,
+    quiet: QuietOption = False,
 ) -> None:
-    """Write a page with tables and pictures of one or more runs, and the pictures as PNG."""
+    """Write a page with tables and pictures of one or more runs, and the pictures as PNG files."""
+    if latex and tables is None:
+        raise UserError("--latex: needs --tables DIR, the directory of results.tex")
+    if output.suffix.lower() in (".html", ".htm") and not output.is_dir():
+        raise UserError(f"--output: must be a directory for report.html, got {str(output)!r}")
     extras.require("matplotlib", "corolla report")
     declared = {name: method.figures for name, method in METHODS.items()}
-    # standard output has the paths alone
+    # standard output gets only the paths
     with waiting(errors) as shown:
         shown.step("reading the runs", brief=True)
-        # here, for matplotlib takes seconds
+        # imported here because matplotlib takes seconds
         from corolla.report.page import reported, write_report
 
         before = reported(output)
-        written = write_report(runs, output, declared, figures, tables)
+        written = write_report(runs, output, declared, figures, tables, latex)
     for path in written:
         console.print(f"{path}", soft_wrap=True)
     if before and before != reported(output):
-        console.print(f"(in place of the report of {escape(before)})", soft_wrap=True)
+        console.print(f"(replaces the report of {escape(before)})", soft_wrap=True)

@@ -9,22 +9,28 @@ from typing import Annotated
 
 import typer
 
+from corolla.api import backends
 from corolla.api.checks import check_locally
 from corolla.api.console import console
-from corolla.api.runs import CLIENTS, How, configure, run_one, start
+from corolla.api.runs import AT_ONCE, CLIENTS, How, configure, simulating, start
 from corolla.api.settings import Scale, read_preset, resolve
-from corolla.api.waiting import simulated
 from corolla.cli.options import (
+    BackendOption,
     CpusOption,
     GpusOption,
+    LogFileOption,
+    NoProgressOption,
     PresetArgument,
+    QuietOption,
     ScaleOption,
     SetOption,
     VerboseOption,
     parse_set,
 )
 from corolla.cli.tables import show_next, show_results, size
+from corolla.experiments.runs import named
 from fl_app.config import RunConfig
+from fl_app.errors import counted
 from fl_app.sources import NODE
 from strategies import METHODS
 
@@ -40,27 +46,48 @@ def run(
         ),
     ] = None,
     superlink: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Deploy: a SuperLink connection of Flower's config file.")
+        str | None,
+        typer.Option(metavar="NAME", help="Deployment: name of a SuperLink connection in Flower's config file."),
     ] = None,
     output_dir: Annotated[str | None, typer.Option(help="Directory of run folders (default: runs).")] = None,
     cpus_per_client: CpusOption = 1,
     gpus_per_client: GpusOption = 0,
-    in_process: Annotated[bool, typer.Option("--in-process", help="Debug: one process, no Ray, no SuperLink.")] = False,
+    in_process: Annotated[
+        bool, typer.Option("--in-process", help="For debugging: one process, without Ray and SuperLink.")
+    ] = False,
+    clients_at_once: Annotated[
+        int,
+        typer.Option(
+            metavar="K",
+            help="With --in-process: K clients train together on one GPU; 0: as many as its memory holds.",
+            click_type=AT_ONCE,
+        ),
+    ] = 1,
     ray_address: Annotated[
         str | None,
-        typer.Option(metavar="HOST:PORT", help="Simulation: on an existing Ray cluster, from one of its machines."),
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Simulation: use an existing Ray cluster; start the command on one of its machines.",
+        ),
     ] = None,
+    backend: BackendOption = None,
     resume: Annotated[
         Path | None,
         typer.Option(metavar="RUN", help="Continue an interrupted run in its folder, from its last checkpoint."),
     ] = None,
     scale: ScaleOption = Scale.full,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run with this run-name, just before the new one starts.")
+    ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config and the bytes of a round, and do nothing.")
+        bool, typer.Option("--dry-run", help="Only print the resolved config and the bytes of a round.")
     ] = False,
     verbose: VerboseOption = False,
+    no_progress: NoProgressOption = False,
+    quiet: QuietOption = False,
+    log_file: LogFileOption = None,
 ) -> None:
-    """Run one experiment, a preset, a .toml file or what --set says, in simulation unless --superlink is given."""
+    """Run one experiment from a preset, a .toml file or --set. It is simulated unless --superlink is given."""
     how = How(
         clients,
         superlink,
@@ -68,10 +95,13 @@ def run(
         cpus_per_client,
         gpus_per_client,
         in_process,
-        resume,
+        None if resume is None else named(resume.expanduser()),
         scale,
         verbose,
         ray_address,
+        clients_at_once,
+        overwrite,
+        backend,
     )
     config, parsed = configure(preset, parse_set(set_ or []), how)
     if dry_run:
@@ -81,7 +111,7 @@ def run(
 
 
 def show_dry_run(config: RunConfig, preset: str) -> None:
-    """Print a config as TOML, with the bytes of a round in a comment; the data is not needed unless it is the user's own."""
+    """Print a config as TOML, with the bytes of a round in a comment. Only the user's own data must be present."""
     from corolla import presets
     from corolla.experiments import dry_run
     from fl_app import data
@@ -96,19 +126,19 @@ def show_dry_run(config: RunConfig, preset: str) -> None:
         info = data.check(config)
         shape = info.model_arguments
     if shape is None or not config.num_clients:
-        typer.echo("# bytes per round: known when the nodes have said how many they are and what data they have")
+        typer.echo("# bytes per round: unknown until the nodes have reported their number and their data")
         return
     cost = dry_run.round_bytes(config, METHODS[config.method], shape)
     n = cost.participants
     typer.echo(
-        f"# bytes per round, {n} of {config.num_clients} clients: "
+        f"# bytes per round, {n} of {counted(config.num_clients, 'client')}: "
         f"up {n * cost.upload} ({size(n * cost.upload)}, {cost.upload} per client), "
         f"down {n * cost.download} ({size(n * cost.download)}, {cost.download} per client)"
     )
 
 
 def finish(folders: Sequence[Path | None]) -> None:
-    """Show the table for the folders that lie on this machine."""
+    """Print the table of the runs with folders on this machine, and the paths of the others."""
     here = [f for f in folders if f is not None and f.is_dir()]
     if here:
         show_results(here)
@@ -119,15 +149,21 @@ def finish(folders: Sequence[Path | None]) -> None:
 
 
 def demo(
-    output_dir: Annotated[str, typer.Option(help="Directory of run folders.")] = "runs", verbose: VerboseOption = False
+    output_dir: Annotated[str, typer.Option(help="Directory of run folders.")] = "runs",
+    verbose: VerboseOption = False,
+    no_progress: NoProgressOption = False,
+    quiet: QuietOption = False,
+    log_file: LogFileOption = None,
 ) -> None:
-    """Compare FedCAC, FedAvg and Local on digits: 10 clients, Dirichlet 0.1, in simulation (what `make run` does)."""
+    """Compare FedCAC, FedAvg and Local on digits: 10 simulated clients, Dirichlet 0.1. `make run` calls this."""
     base = read_preset("demo") | {"output-dir": str(Path(output_dir).resolve())}
-    check_locally(resolve(base))
+    parsed = resolve(base)
+    check_locally(parsed)
+    backend = backends.chosen(None, None, 0, [parsed.device])
     folders: list[Path | None] = []
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    with simulated(console, resolve(base).num_clients, 1, 0) as submit:
+    with simulating(backend, parsed.num_clients, 1, 0) as simulate:
         for method in ("fedcac", "fedavg", "local"):
             config = {**base, "method": method, "run-name": f"demo-{stamp}-{method}"}
-            folders.append(run_one(config, submit, verbose))
+            folders.append(simulate(config, resolve(config), verbose))
     finish(folders)

@@ -1,4 +1,4 @@
-"""Tables on the terminal, and how numbers are written in them."""
+"""Tables on the terminal, and the format of their numbers."""
 
 from __future__ import annotations
 
@@ -6,54 +6,60 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
 from rich.markup import escape
-from rich.table import Table
 
 from corolla.api.console import command, console, nearby
+from corolla.cli.layout import fit
 from corolla.experiments.runs import RecordedRun
-from corolla.experiments.table import cell, single_runs
+from corolla.experiments.table import cell, chosen, is_pooled, single_runs, undefined_notes
 from corolla.experiments.table import size as size
+from fl_app.errors import counted
 
 CAPTION = (
-    "{}. final: mean over {} after the last round, each on its own test data; pooled: weighted by test samples; "
-    "best: best round of the mean over its clients, before they train, so it can be below final"
+    "{}. final: mean over {} after the last round, each on its own test data; {}"
+    "best: best mean over a round's clients, before they train, so it can be below final, {}"
 )
 ROUNDS = (
-    "seconds: of all rounds together, without the start; before and after, while it runs: the model a client receives, and what "
-    "its own training makes of it"
+    "seconds: of all rounds together, without the start; before and after, while it runs: the model that a client receives, and "
+    "the same model after the client trained it"
 )
 
 
 def show_results(folders: Sequence[Path]) -> None:
-    """End with a table of the runs and the folders' paths."""
+    """Print the final table of runs, notes on it, and the folders' paths."""
     runs = [RecordedRun(folder) for folder in folders]
     summaries = [run.summary for run in runs]
-    header, *body = fitting(single_runs(runs), console.width if console.is_terminal else 0)
-    table = Table(*header)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in body:
-        table.add_row(*row)
-    console.print(table)
+    show_table(single_runs(runs), may_be_missing=("pooled", "download", "upload", "best"), boxed=True)
     for s, metric in zip(summaries, [run.headline for run in runs], strict=True):
         if (name := f"unseen-{metric.name}") in s:
             tuned = s.get(f"{name}-finetuned")
             after = f", {cell(metric, tuned)} after finetune-epochs" if tuned is not None else ""
             console.print(f"{s['method']}: clients that never trained (unseen): {cell(metric, s[name])}{after}")
+        if early := s.get("stopped-early"):
+            console.print(escape(f"{s['method']}: {s['rounds']} rounds; {early}"))
         if s["failures"]:
+            missing = counted(s["failures"], "reply was", "replies were")
             console.print(
-                f"{s['method']}: {s['failures']} replies were missing, late or refused (who, and why: see the report); best, "
-                "before and after are of the other clients alone"
+                f"{s['method']}: {missing} missing, late or refused (clients and reasons: see the report); best, before and "
+                "after are only of the other clients"
             )
         if s.get("far-uploads"):
+            used = counted(s["far-uploads"], "upload was used though it", "uploads were used though they")
             console.print(
-                f"{s['method']}: {s['far-uploads']} uploads were used though they lay far from the others' (whose: see the "
-                "report); max-update-norm = 3 would drop them"
+                f"{s['method']}: {used} lay far from the others' (clients: see the report); max-update-norm = 3 would drop "
+                f"{'it' if s['far-uploads'] == 1 else 'them'}"
             )
     has_unseen = any(f"unseen-{run.headline.name}" in run.summary for run in runs)
     who = "all clients that train" if has_unseen else "all clients"
-    console.print(CAPTION.format(", ".join(dict.fromkeys(run.headline.name for run in runs)), who))
+    judged = ", ".join(dict.fromkeys(run.headline.name for run in runs))
+    pooled = "pooled: over all test samples; " if is_pooled(runs) else ""
+    console.print(CAPTION.format(judged, who, pooled, chosen(runs)))
+    if others := ", ".join(dict.fromkeys(metric.name for run in runs for metric in run.others)):
+        console.print(f"{others}: final as well, mean over the clients with data that define it")
+    if any(run.is_validated for run in runs):
+        console.print("validation: as final, on each client's own validation data")
+    for note in undefined_notes(runs):
+        console.print(escape(note))
     console.print(ROUNDS)
     for method, tested in {(run.summary["method"], run.tested): None for run in runs if run.tested}:
         console.print(f"{escape(method)}: {escape(tested)}")
@@ -63,31 +69,31 @@ def show_results(folders: Sequence[Path]) -> None:
         console.print(f"{folder}", soft_wrap=True)
 
 
-def fitting(lines: list[list[str]], width: int) -> list[list[str]]:
-    """Return a table of results with as many columns as a terminal has room for, so that none is cut; width 0: all."""
-    for name in ("pooled", "download", "upload", "best"):
-        needed = 1 + sum(3 + max(len(line[k]) for line in lines) for k in range(len(lines[0])))
-        if width and needed > width:
-            k = lines[0].index(name)
-            lines = [line[:k] + line[k + 1 :] for line in lines]
-    return lines
-
-
 def show_next(runs: Sequence[Path]) -> None:
-    """Say what to do next: the command that writes a report of exactly these runs, or folders of runs, as it can be typed here."""
+    """Print the command that writes a report of exactly these runs, or folders of runs, as it can be typed here."""
     words = [command(), "report", *(shlex.quote(nearby(run)) for run in runs)]
     console.print(f"\nnext: {escape(' '.join(words))}    # a page with tables and pictures", soft_wrap=True)
 
 
-def show_table(lines: Sequence[Sequence[str]]) -> None:
-    """Print a table whose first line is the header; plain columns when output is not a terminal."""
-    header, *body = lines
-    if not console.is_terminal:
-        widths = [max(len(line[k]) for line in lines) for k in range(len(header))]
+def show_table(lines: Sequence[Sequence[str]], may_be_missing: Sequence[str] = (), boxed: bool = False) -> None:
+    """Print a table with its header as the first line; plain columns if output is not a terminal, unless boxed.
+
+    may_be_missing: columns that a narrow terminal may leave out, in this order. boxed: align numbers to the right, and
+    draw lines between cells also if output is not a terminal, as far as they fit.
+    """
+    if not console.is_terminal and not (boxed and fit(lines, 0).needed <= console.width):
+        widths = [max(len(line[k]) for line in lines) for k in range(len(lines[0]))]
         for line in lines:
-            typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+            echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
         return
-    table = Table(*header)
-    for line in body:
-        table.add_row(*map(escape, line))
-    console.print(table)
+    fitted = fit(lines, console.width, may_be_missing)
+    console.print(
+        fitted.drawn(numbers_right=boxed), width=fitted.needed if fitted.widths else None, soft_wrap=not fitted.widths
+    )
+    if fitted.missing:
+        console.print(f"left out at this width: {', '.join(fitted.missing)}", soft_wrap=True)
+
+
+def echo(text: str = "") -> None:
+    """Print a line without markup, unless the command is quiet."""
+    console.print(text, markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`corolla data verify`: are the prepared files still what was written?"""
+"""`corolla data verify`: checks that prepared files are unchanged."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rich.markup import escape
 
 from corolla.api.console import console
 from corolla.api.settings import absolute_paths, resolve
-from corolla.cli.options import SetOption, parse_set
+from corolla.cli.options import QuietOption, SetOption, parse_set
 from corolla.cli.tables import size
 from fl_app import checksums
 from fl_app.errors import UserError
 
 
-def data_verify(set_: SetOption = None) -> None:
-    """Read all prepared data sets and partitions of the data directory (of --set, only data-dir counts) against their checksums."""
+def data_verify(set_: SetOption = None, quiet: QuietOption = False) -> None:
+    """Check all prepared data sets and partitions against their checksums. From --set, only data-dir is used."""
     from fl_app.data import data_root
 
     root = data_root(resolve(absolute_paths(parse_set(set_ or []))))
@@ -36,7 +36,7 @@ def data_verify(set_: SetOption = None) -> None:
 
 
 def checked(root: Path) -> Iterator[tuple[Path, int, list[str]]]:
-    """Yield every prepared data set and partition under a data directory, its bytes, and what is wrong with it, in words."""
+    """Yield (directory, bytes, problems as text) for every prepared data set and partition under a data directory."""
     for kind in ("datasets", "partitions"):
         for directory in sorted((root / kind).glob("[!.]*/")):
             nbytes = sum(path.stat().st_size for path in directory.iterdir())

@@ -1,1 +1,1 @@
-"""What is done with runs: start, sweep, compare, export."""
+"""Starting, comparing, sweeping and exporting runs."""

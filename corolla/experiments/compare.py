@@ -1,10 +1,13 @@
-"""Our figures beside the published ones.
+"""Comparison of runs with the published figures.
 
-A run's published counterpart is the preset with its method, data set and partition (kind, and alpha or classes per client;
-the Dirichlet kinds count as one) from whose settings it departs in the fewest keys; ties are all shown. A run cut by
-`--scale small` is matched with presets cut likewise, but its differences are those from the paper's settings. Keys that no
-paper states (`settings`), or that do not bear on the partition or the method, are not compared. Runs that differ in the seed
-alone are one line, mean ± std (corolla/experiments/grouping.py). Each preset says which of our figures is the paper's (`METRICS`).
+A run's published counterpart is a preset with the same method, data set and partition (its kind, and alpha or classes
+per client; the Dirichlet kinds count as one). Among these it is the preset that differs in the fewest keys; ties are
+all shown. A run cut by `--scale small` is matched with presets cut the same way, but its listed differences are those
+from the paper's settings. Keys that no paper states, or that do not affect the partition or the method, are not
+compared (`settings`).
+
+Runs that differ only in the seed are one line, mean ± std (corolla/experiments/grouping.py). Each preset names the
+figure of ours that corresponds to the paper's (`METRICS`).
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from corolla.experiments.runs import RecordedRun, find
 from corolla.experiments.table import Row, row_of, setting, show
 from corolla.presets import Preset, all_presets, small
 from fl_app.config import RunConfig, parse
-from fl_app.errors import UserError
-from fl_app.keys import Scalar
+from fl_app.errors import UserError, listed
+from fl_app.keys import Scalar, nearest
 from fl_app.server.run_folder import SUMMARY
 
 LAST_ROUNDS = 10
@@ -28,9 +31,9 @@ LAST_ROUNDS = 10
 
 @dataclass(frozen=True)
 class Line:
-    """A group of runs beside one preset, in ratios; ours is None where the runs do not record the paper's figure.
+    """A group of runs beside one preset; figures are ratios. ours is None if the runs do not record the paper's figure.
 
-    differences: key, our value, the paper's; None where a key does not concern one of the two.
+    differences: (key, our value, the paper's value); None where a key does not apply to one of the two.
     """
 
     runs: Sequence[RecordedRun]
@@ -54,9 +57,10 @@ Measure = Callable[[RecordedRun], float | None]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a paper's "accuracy" may be: in words, and of a run; the fine-tuned figure that stands beside it likewise.
+    """One meaning of a paper's "accuracy": its description, and a function that returns it for a run.
 
-    best_test: it is the best of a run's tests, and so depends on how many they are.
+    finetuned_words, finetuned: the same for the fine-tuned figure beside it. best_test: the figure is the best of a
+    run's tests, so it depends on their number.
     """
 
     words: str
@@ -83,17 +87,15 @@ _POOLED = ("all clients after the last round, pooled over all samples", _summary
 _BEST = ("the best test of all clients, pooled over all samples", _best_test("accuracy-finetuned-pooled"))
 METRICS: dict[str, Reading] = {
     "": Reading("a run does not record the paper's figure", lambda run: None, *_MEAN),
-    "best-accuracy": Reading(
-        "highest round of the mean over clients, before training", _summary("best-accuracy"), *_MEAN
-    ),
+    "best-accuracy": Reading("highest mean over a round's clients, before training", _summary("best-accuracy"), *_MEAN),
     "best-tested-accuracy-pooled": Reading(
-        "the best test of all clients (evaluate-every), over all test samples",
+        "the best test of all clients (evaluate-every), pooled over all test samples",
         _best_test("accuracy-pooled"),
         *_BEST,
         best_test=True,
     ),
     "final-accuracy-finetuned-pooled": Reading(
-        "all clients' test data after the last round, each with the model it fine-tuned", _POOLED[1], *_POOLED
+        "all clients' test data after the last round, each client with its fine-tuned model", _POOLED[1], *_POOLED
     ),
     "last-10-accuracy-pooled": Reading(
         "mean over the last 10 rounds of the accuracy on the round's clients' test data, before training",
@@ -104,7 +106,7 @@ METRICS: dict[str, Reading] = {
 
 
 def measure(runs: Iterable[RecordedRun], of: Measure) -> tuple[float, float | None] | None:
-    """Mean and std over runs of a figure; None if there are none or one lacks it."""
+    """Return mean and std of a figure over runs; None without runs, or if one run lacks the figure."""
     values = [of(run) for run in runs]
     known = [value for value in values if value is not None]
     return mean_std(known) if known and len(known) == len(values) else None
@@ -113,14 +115,15 @@ def measure(runs: Iterable[RecordedRun], of: Measure) -> tuple[float, float | No
 # Runs -----------------------------------------------------------------------------------------------------------------
 
 
-def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[RecordedRun], list[Path]]:
-    """Read run folders, or folders of run folders (a sweep's); returns (finished runs, unfinished folders).
+def load(paths: Sequence[Path], methods: Mapping[str, type], metric: str = "") -> tuple[list[RecordedRun], list[Path]]:
+    """Read run folders, or folders of run folders (a sweep's). Return (finished runs, unfinished folders).
 
-    Raises UserError for a path that is neither, and if nothing is finished.
+    metric: metric to judge the runs by; empty: each run's headline. Raises UserError for a path without runs, if no run
+    is finished, and for a metric that a finished run did not measure.
     """
     if not paths:
         raise UserError("no runs to compare: name run folders, or folders of run folders")
-    found = find(paths, methods)
+    found = find(paths, methods, metric)
     for run in found:
         if (run.path / SUMMARY).is_file():
             run.summary  # noqa: B018 - read now, for its errors
@@ -129,6 +132,14 @@ def load(paths: Sequence[Path], methods: Mapping[str, type]) -> tuple[list[Recor
     finished = [run for run in found if run.finished]
     for run in finished:
         run.config  # noqa: B018 - likewise
+    lacking = [run for run in finished if metric and run.headline.name != metric]
+    if lacking:
+        measured = list(dict.fromkeys(one.name for run in lacking for one in run.metrics))
+        folders = listed([str(run.path) for run in lacking])
+        raise UserError(
+            f"--metric {metric}: not measured in {folders}, only {', '.join(measured)}; set the key metrics to measure more"
+            f"{nearest(metric, measured)}"
+        )
     return finished, [run.path for run in found if not run.finished]
 
 
@@ -137,14 +148,14 @@ def _settings_of(runs: Sequence[RecordedRun]) -> list[dict[str, Scalar]]:
 
 
 def group(runs: Iterable[RecordedRun]) -> list[list[RecordedRun]]:
-    """Put runs together that differ in the seed alone (and in keys that cannot change a result), each seed once."""
+    """Group runs that differ only in the seed, or in keys that cannot change a result. Each group has a seed once."""
     every = list(runs)
     told = dict(zip(map(id, every), _settings_of(every), strict=True))
     return by_settings(every, lambda run: told[id(run)])
 
 
 def repeated(runs: Iterable[RecordedRun]) -> list[tuple[RecordedRun, RecordedRun]]:
-    """Return the runs that have all settings and the seed of one before them, each with that one."""
+    """Return (run, earlier run) for every run with the settings and the seed of an earlier one."""
     found: dict[tuple[tuple[str, str], ...], RecordedRun] = {}
     every = list(runs)
     known = list(zip(every, _settings_of(every), strict=True))
@@ -155,9 +166,10 @@ def repeated(runs: Iterable[RecordedRun]) -> list[tuple[RecordedRun, RecordedRun
 
 
 def settings(config: RunConfig, metric: str) -> dict[str, Scalar]:
-    """The keys that define a run's result and that papers state, without the seed; of the data set its kind alone.
+    """Return the keys that define a run's result and that papers state, without the seed.
 
-    metric: of METRICS; how often a run is tested counts where its best test does.
+    A data set counts by its name only. metric: a key of METRICS. `evaluate-every` is included only if the figure is the
+    best of a run's tests.
     """
     counted = {"evaluate-every"} if METRICS[metric].best_test else set()
     out = {
@@ -174,9 +186,10 @@ def settings(config: RunConfig, metric: str) -> dict[str, Scalar]:
 
 
 def beside(runs: Sequence[RecordedRun], methods: Mapping[str, type], dataset: str = "") -> list[Line]:
-    """The published counterparts of a group of runs that differ in the seed alone; empty if there are none.
+    """Return the published counterparts of a group of runs that differ only in the seed; empty if there are none.
 
-    dataset: what the user's own data set (`folder:`, `npz:`) is to count as, e.g. cifar10; one with a name stays what it is.
+    dataset: name as which the user's own data set (`folder:`, `npz:`) counts, e.g. cifar10. A data set with a name
+    keeps it.
     """
     config = runs[0].config
     counts_as = grouping.kind(config.dataset) if grouping.named(config.dataset) or not dataset else dataset
@@ -206,14 +219,14 @@ def beside(runs: Sequence[RecordedRun], methods: Mapping[str, type], dataset: st
 
 
 def _split(config: RunConfig) -> tuple[str, float]:
-    """Return a partition's kind and how skewed it is."""
+    """Return a partition's kind and its degree of skew."""
     if config.partition == "pathological":
         return "pathological", config.classes_per_client
     return ("dirichlet", config.dirichlet_alpha) if config.partition.startswith("dirichlet") else (config.partition, 0)
 
 
 def describe(line: Line) -> list[str]:
-    """Return what a reader must know about a line: the figure, the source, the settings that differ, the preset's notes."""
+    """Return a line's notes: the figure, the source, the settings that differ, and the preset's notes."""
     preset, metric = line.preset, line.preset.metric
     text = [
         f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")
@@ -232,7 +245,7 @@ def describe(line: Line) -> list[str]:
 
 
 def described(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
-    """Return what must be known about several lines, under `all rows` what is so of each, then under its preset what is its own."""
+    """Return the notes of several lines as (heading, notes): shared ones under `all rows`, then each preset's others."""
     texts = [describe(line) for line in lines]
     common = [text for text in texts[0] if all(text in other for other in texts)] if len(lines) > 1 else []
     found = [("all rows", common)] if common else []
@@ -242,32 +255,60 @@ def described(lines: Sequence[Line]) -> list[tuple[str, list[str]]]:
 
 
 def kind(config: RunConfig) -> str:
-    """Return what is matched with the papers: method, data set, partition."""
+    """Return the facts that are matched with the papers, as text: method, data set, partition."""
     name, skew = _split(config)
     return f"{config.method}, {grouping.kind(config.dataset)}, {name}" + (f" {skew:g}" if skew else "")
 
 
 def varying(groups: Sequence[Sequence[RecordedRun]]) -> list[dict[str, Scalar | None]]:
-    """Return for each group its method and the settings in which groups differ; None for a key that does not concern it."""
+    """Return each group's method and the settings in which groups differ; None for a key that does not apply to a group."""
     every = _settings_of([runs[0] for runs in groups])
     differ = {"method", *differing_settings(every)} - {"seed"}
     keys = [key for key in dict.fromkeys(key for one in every for key in one) if key in differ]
     rest = [key for key in keys if key != "plugins"]
     if len({tuple(one.get(key) for key in rest) for one in every}) == len(every):
-        # Without `plugins` the rows still differ: the method's name says as much.
+        # Rows that differ without `plugins` do not need that column: the method's name identifies the file.
         keys = rest
     return [{key: one.get(key) for key in keys} for one in every]
 
 
 def varying_as_text(groups: Sequence[Sequence[RecordedRun]]) -> list[list[str]]:
-    """Return what `varying` does as text: the keys, then for each group its values."""
+    """Return `varying` as text: the keys, then each group's values."""
     found = varying(groups)
     return [list(found[0]), *([setting(value) for value in one.values()] for one in found)]
 
 
 def result_rows(groups: Sequence[Sequence[RecordedRun]]) -> list[Row]:
     """Return groups of runs as rows of a table of results."""
-    return [row_of(of, runs, runs[0].headline) for of, runs in zip(varying(groups), groups, strict=True)]
+    found = []
+    for of, runs in zip(varying(groups), groups, strict=True):
+        measured = (runs[0].headline, *runs[0].others)
+        found.append(row_of(of, runs, measured, figures=lambda run: run.result))
+    return found
+
+
+def as_told(line: Line) -> dict[str, object]:
+    """Return a row of the paper's table as data: figures in per cent, each with its deviation; None where unknown."""
+    published = line.preset.published
+    assert published is not None
+
+    def both(name: str, found: tuple[float, float | None] | None) -> dict[str, object]:
+        mean, std = found or (None, None)
+        return {
+            name: None if mean is None else 100 * mean,
+            f"{name}-std": None if std is None else 100 * std,
+        }
+
+    return {
+        "preset": line.preset.name,
+        "scale": line.runs[0].config.scale,
+        "n": len(line.runs),
+        **both("ours", line.ours),
+        "published": published.mean,
+        "published-std": published.std,
+        "difference": 100 * line.ours[0] - published.mean if line.ours else None,
+        **both("ours, fine-tuned", line.finetuned),
+    }
 
 
 def paper_table(lines: Sequence[Line]) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What it takes to reach an accuracy, or what else rounds are judged by: rounds, bytes and seconds (`corolla compare --to`)."""
+"""Cost of reaching a target of the headline metric: rounds, bytes and seconds (`corolla compare --to`)."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from corolla.experiments.compare import varying_as_text
 from corolla.experiments.grouping import mean_std
 from corolla.experiments.runs import RecordedRun
 from fl_app.errors import UserError
+from fl_app.metrics import Metric
 
 CAPTION = (
-    "rounds: the first whose clients reach it on average before they train, or after which all clients do; MB (up and down) and "
-    "seconds: until then; mean ± standard deviation over the runs that reached it"
+    "rounds: the first round that reaches it, as the mean over its clients before they train, or over all clients after it; MB "
+    "(up and down) and seconds: until then; mean ± standard deviation over the runs that reached it"
 )
 
 
 @dataclass(frozen=True)
 class Reached:
-    """When a run first was as good as asked: round, bytes exchanged and seconds until then."""
+    """The first time a run reached its target: round, bytes exchanged and seconds until then."""
 
     round: int
     nbytes: float
@@ -26,10 +27,11 @@ class Reached:
 
 
 def reached(run: RecordedRun, target: float) -> Reached | None:
-    """Return when a run's headline metric, its clients' mean, first was `target` or better; None if it never was.
+    """Return when the clients' mean headline metric first reached `target`; None if it never did.
 
-    target: as recorded, an accuracy in [0, 1]. Before training, clients have what the round before left: the round's downloads
-    count, its uploads and seconds do not. An evaluation of all clients comes after its round.
+    target: as recorded, so an accuracy is in [0, 1]. The figure before training belongs to the models of the previous
+    round, so the current round's downloads count, but not its uploads and seconds. An evaluation of all clients comes
+    after its round.
     """
     metric = run.headline
 
@@ -48,21 +50,43 @@ def reached(run: RecordedRun, target: float) -> Reached | None:
     return None
 
 
-def costs_table(groups: Sequence[Sequence[RecordedRun]], target: float) -> list[list[str]]:
-    """Return, header first, what each group of runs that differ in the seed alone needs to be as good as `target`.
+def recorded_target(metric: Metric, given: float) -> float:
+    """Return a target on the scale of the recorded metric.
 
-    Raises UserError for a target that the runs' headline metric cannot be.
+    For a ratio, values above 1 are per cent: 80 is 0.8, and 1 is 1. Raises UserError for a target outside the metric's
+    range.
+    """
+    low, high = metric.range
+    target = given / 100 if metric.ratio and high == 1 < given <= 100 else given
+    if not low <= target <= high:
+        per_cent = ", or up to 100 in per cent" if metric.ratio and high == 1 else ""
+        raise UserError(f"--to: {metric.name} is in [{low:g}, {high:g}]{per_cent}, got {given:g}")
+    return target
+
+
+def reached_as_told(run: RecordedRun, given: float) -> dict[str, float] | None:
+    """Return rounds, bytes and seconds until a run reached a target; None if it never did. given: as in `recorded_target`."""
+    found = reached(run, recorded_target(run.headline, given))
+    return None if found is None else {"round": found.round, "bytes": found.nbytes, "seconds": found.seconds}
+
+
+def shown_target(metric: Metric, target: float) -> str:
+    """Return a target in the unit of the tables: per cent for a ratio."""
+    return f"{100 * target:g} %" if metric.ratio else f"{target:g}"
+
+
+def costs_table(groups: Sequence[Sequence[RecordedRun]], target: float) -> list[list[str]]:
+    """Return the cost of reaching `target` per group of runs that differ only in the seed, header first.
+
+    Raises UserError if the target is outside the range of the runs' headline metric.
     """
     metrics = dict.fromkeys(run.headline for runs in groups for run in runs)
-    for metric in metrics:
-        if not metric.range[0] <= target <= metric.range[1]:
-            low, high = metric.range
-            raise UserError(f"--to: {metric.name} is in [{low:g}, {high:g}], got {target:g}")
+    targets = {metric: recorded_target(metric, target) for metric in metrics}
     names, *rows = varying_as_text(groups)
-    bounds = [f"{m.name} {'≥' if m.higher_is_better else '≤'} {target:g}" for m in metrics]
+    bounds = [f"{m.name} {'≥' if m.higher_is_better else '≤'} {shown_target(m, at)}" for m, at in targets.items()]
     lines = [[*names, f"reached {', '.join(bounds)}", "rounds", "MB", "seconds"]]
     for row, runs in zip(rows, groups, strict=True):
-        found = [at for run in runs if (at := reached(run, target)) is not None]
+        found = [at for run in runs if (at := reached(run, targets[run.headline])) is not None]
         cells = [
             _show([at.round for at in found]),
             _show([at.nbytes / 1e6 for at in found]),

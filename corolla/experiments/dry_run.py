@@ -1,4 +1,4 @@
-"""What `corolla run --dry-run` prints: the resolved config and the bytes of a round, without data, clients or training."""
+"""Output of `corolla run --dry-run`: the resolved config and the bytes of a round, without data, clients or training."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fl_app.server.run_folder import RunFolder
 from fl_app.sources import named_data
 from fl_app.toml import to_toml
 
-Shape = Mapping[str, Any]  # what a model is built with
+Shape = Mapping[str, Any]  # arguments of a model's builder
 
 
 @dataclass(frozen=True)
 class RoundBytes:
-    """Bytes of arrays on the wire, per client, and how many clients take part in a round."""
+    """Bytes of arrays on the wire per client, and the number of clients in a round."""
 
     participants: int
     upload: int
@@ -29,7 +29,7 @@ class RoundBytes:
 
 
 def known_shape(config: RunConfig) -> Shape | None:
-    """Return what a model for a data set known by name is built with; None for the user's own."""
+    """Return the arguments of a model's builder for a data set with a name; None for the user's own data."""
     data = named_data(config.dataset)
     if data is None:
         return None
@@ -38,10 +38,10 @@ def known_shape(config: RunConfig) -> Shape | None:
 
 
 def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
-    """Bytes of the last round, from the server half itself: what it would send, what it expects back.
+    """Return the bytes of the last round, computed by the server half: the messages it would send and expect.
 
-    method: the registered Method of config.method; shape: what a model is built with. Raises UserError if the
-    model does not fit the images, or the method not the model.
+    method: the registered Method of config.method. shape: arguments of the model's builder. Raises UserError if the
+    model does not fit the images, or the method does not fit the model.
     """
     method.check(config)
     layout = Layout.of(method.network(config, **shape))
@@ -51,7 +51,7 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
     strategy.round, strategy.attempt.round = (
         config.num_server_rounds - 1,
         config.num_server_rounds,
-    )  # those behind it, and it
+    )  # finished rounds, current round
     upload = strategy.protocol.expected().blank()
     download = strategy.download_for(0, config.num_server_rounds, "train")
     return RoundBytes(
@@ -62,5 +62,5 @@ def round_bytes(config: RunConfig, method: Any, shape: Shape) -> RoundBytes:
 
 
 def config_toml(config: RunConfig) -> str:
-    """Render the resolved config as TOML, without other methods' tables; `corolla run` reads it back."""
+    """Return the resolved config as TOML, without other methods' tables; `corolla run` reads it back."""
     return to_toml({key.name: value for key, value in config.own_keys()})

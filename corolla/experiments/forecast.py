@@ -1,8 +1,11 @@
-"""How long a sweep will take, from rounds that are recorded: of finished runs, of interrupted ones, of runs begun for this.
+"""Forecast of a sweep's duration from recorded rounds.
 
-A round of a setting takes the median of its recorded rounds without the first one, which loads libraries and data. An evaluation
-of all clients takes what recorded ones took; where there is none, what the clients of a round spent on theirs (a client evaluates
-twice in a round), and on training for `finetune-epochs`, at the pace of the whole round.
+These are rounds of finished runs, interrupted runs, and runs started for this purpose.
+
+A round of a setting takes the median time of its recorded rounds, without the first, which loads libraries and data. An
+evaluation of all clients takes the median of recorded ones. Without any, it is estimated from the clients' times in a
+round: their evaluation (two per round) and, for `finetune-epochs`, their training, scaled by the time of the whole
+round.
 """
 
 from __future__ import annotations
@@ -17,22 +20,22 @@ from corolla.experiments.sweep import Point, identity
 from fl_app.config import RunConfig
 from fl_app.metrics import Record
 
-# rounds that are done to be measured
+# rounds run to measure a setting
 FIRST = 2
-# times as many must be to do with a setting
+# a setting is measured if it has at least this many times FIRST rounds left
 WORTH = 20
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a round and of an evaluation of all clients."""
+    """Seconds of a round, and of an evaluation of all clients."""
 
     round: float
     evaluation: float
 
 
 def pace(run: RecordedRun, config: RunConfig) -> Pace | None:
-    """Return how fast a run went; None if it has fewer than FIRST rounds."""
+    """Return a run's pace; None if it has fewer than FIRST rounds."""
     rounds = [record for record in run.rounds.values() if "round" in record.get("seconds", {})]
     if len(rounds) < FIRST:
         return None
@@ -42,7 +45,7 @@ def pace(run: RecordedRun, config: RunConfig) -> Pace | None:
 
 
 def _evaluation_share(record: Record, config: RunConfig) -> float:
-    """Return how many rounds an evaluation of all clients is worth, from what a round's clients spent."""
+    """Return the time of an evaluation of all clients in rounds, estimated from the clients' times in one round."""
     rows = [row["seconds"] for row in record.get("clients", {}).values() if row.get("seconds")]
     spent = sum(sum(row.values()) for row in rows)
     if not spent:
@@ -54,12 +57,12 @@ def _evaluation_share(record: Record, config: RunConfig) -> float:
 
 
 def evaluations(config: RunConfig, done: int) -> int:
-    """Count the evaluations of all clients after a round until the end."""
+    """Return the number of evaluations of all clients after round `done` until the end."""
     return sum(config.evaluates_after(t) for t in range(done + 1, config.num_server_rounds + 1))
 
 
 class Forecast:
-    """What is to do of a sweep, and how fast it goes. known: its runs in the directory, finished or not, by identity."""
+    """A sweep's remaining work and its pace. known: its runs in the directory, finished or not, by identity."""
 
     def __init__(self, points: Iterable[Point], known: Mapping[str, RecordedRun]) -> None:
         self._known = known
@@ -75,19 +78,19 @@ class Forecast:
         return 0 if run is None else max(run.rounds, default=0)
 
     def _left(self, group: Sequence[Point]) -> list[tuple[int, int]]:
-        """Rounds and evaluations that are left of each of a group's runs."""
+        """Return (rounds, evaluations) left for each run of a group."""
         done = [(point.parsed, self._done(point)) for point in group]
         return [(config.num_server_rounds - t, evaluations(config, t)) for config, t in done]
 
     def unmeasured(self) -> list[Point]:
-        """Return a run of every setting of which no pace is known and so much is to do that measuring it is worth its time."""
+        """Return one run of every setting without a known pace that has enough rounds left to be worth measuring."""
         groups = [group for group, known in zip(self._groups, self._paces, strict=True) if known is None]
         return [group[0] for group in groups if sum(rounds for rounds, _ in self._left(group)) >= WORTH * FIRST]
 
     def seconds(self, jobs: int) -> float | None:
-        """Return how long all that is to do takes, `jobs` runs at a time; settings without a pace go as the others do on average.
+        """Return the duration of all remaining work with `jobs` runs at a time; None if no pace is known.
 
-        None if no pace is known.
+        Settings without a pace get the mean of the others.
         """
         measured = [found for found in self._paces if found is not None]
         if not measured:
@@ -104,7 +107,7 @@ class Forecast:
 
 
 def duration(seconds: float) -> str:
-    """Write a duration for people: 40 s, 25 min, 9 h 20 min."""
+    """Format a duration: 40 s, 25 min, 9 h 20 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)

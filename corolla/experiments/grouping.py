@@ -1,4 +1,4 @@
-"""Which runs are repetitions of each other, and their mean: the one rule for reports, comparisons, sweeps and tables of results."""
+"""Groups of runs that repeat each other, and their mean: the one rule for reports, comparisons, sweeps and tables."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fl_app.sources import named_data
 
 T = TypeVar("T")
 DATA_SHA256 = "data-sha256"
-"""Beside the keys of runs whose data sets are the same by name and not by content."""
+"""Key added to runs with data sets of the same name and different content."""
 
 
 class Recorded(Protocol):
-    """What `settings_of` needs of a run (corolla/experiments/runs.py)."""
+    """The part of a run that `settings_of` needs (corolla/experiments/runs.py)."""
 
     @property
     def continued(self) -> dict[str, Scalar]:
-        """What it was continued with that no run can be continued with."""
+        """Mark of a run that was extended in a way that is no longer possible; else empty."""
 
     @property
     def data_sha256(self) -> str:
-        """Hash of the data set that its clients shared; empty if unknown."""
+        """Hash of the data set that all clients share; empty if unknown."""
 
 
 R = TypeVar("R", bound=Recorded)
@@ -36,10 +36,10 @@ _KEYS = {key.name: key for key in specs(RunConfig)}
 
 
 def settings(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """The keys of a run's flat config by which it is told from others: those that may change a result and bear on this run.
+    """Return the keys of a flat config that distinguish runs: those that may change a result and apply to this run.
 
-    Keys of all runs that the config lacks, being newer than the run, have their default; a data set counts by its name if it has
-    one, wherever it lies.
+    Keys that are missing, because they are newer than the run, have their default. A data set with a name counts by its
+    name, wherever it lies.
     """
     given = {name: key.default for name, key in _KEYS.items()} | dict(config)
     found = {name: value for name, value in given.items() if tells_runs_apart(name, given)}
@@ -47,10 +47,9 @@ def settings(config: Mapping[str, Scalar]) -> dict[str, Scalar]:
 
 
 def settings_of(runs: Sequence[R], config: Callable[[R], Mapping[str, Scalar]]) -> list[dict[str, Scalar]]:
-    """Return what tells runs apart: their settings, and whether one was continued as none can be.
+    """Return the settings that distinguish runs, and `continued` of each run.
 
-    Where runs of one data set were made of different samples, its hash is with them.
-    config: a run's flat config.
+    If runs of one data set used different samples, the data's hash is added. config: returns a run's flat config.
     """
     found = [settings(config(run)) | run.continued for run in runs]
     hashes: dict[Scalar, set[str]] = {}
@@ -64,7 +63,7 @@ def settings_of(runs: Sequence[R], config: Callable[[R], Mapping[str, Scalar]]) 
 
 
 def tells_runs_apart(name: str, config: Mapping[str, Scalar]) -> bool:
-    """Tell whether a run with such a flat config is another experiment if it differs in this key alone."""
+    """Return whether changing this key alone makes a run with this flat config a different experiment."""
     key: KeySpec | None = _KEYS.get(name)
     if key is None:
         return bears_on(name, str(config.get("method")))
@@ -74,9 +73,9 @@ def tells_runs_apart(name: str, config: Mapping[str, Scalar]) -> bool:
 
 
 def differing_settings(every: Sequence[Mapping[str, Scalar]]) -> list[str]:
-    """Return the keys that have several values in the settings of several runs (see `settings`), in their order there.
+    """Return the keys with several values in the settings of several runs (see `settings`), in their order there.
 
-    A key that bears on some of the runs only is one if these differ in it.
+    A key that applies to only some runs is included if these differ in it.
     """
     values: dict[str, list[Scalar]] = {}
     for one in every:
@@ -92,27 +91,27 @@ def differing_values(
 ) -> list[tuple[str, Scalar | None, Scalar | None]]:
     """Return the keys in which two settings differ, with both values, in the order of `theirs`.
 
-    Unlike `differing_settings`, a key that one of the two lacks counts: its value there is None.
+    Unlike in `differing_settings`, a key that one of the two lacks counts: its value there is None.
     """
     keys = dict.fromkeys((*theirs, *ours))
     return [(key, ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)]
 
 
 def kind(dataset: str) -> str:
-    """Return a data set's name without the path to it, if it has a name; else the path is all there is."""
+    """Return a data set's name without its path; a data set without a name is returned as it is."""
     return dataset.partition(":")[0] if named(dataset) else dataset
 
 
 def named(dataset: str) -> bool:
-    """Tell whether a data set has a name, and is not the user's own."""
+    """Return whether a data set has a name of Corolla's, rather than being the user's own."""
     return named_data(dataset) is not None
 
 
 def by_settings(runs: Iterable[T], settings: Callable[[T], Mapping[str, Scalar]]) -> list[list[T]]:
-    """Put runs together that differ in the seed alone; groups, and runs in them, in the order given.
+    """Group runs that differ only in the seed. Groups, and the runs in them, keep the given order.
 
-    settings: a run's keys by which runs are told apart. A seed counts once: a run that repeats one is of a group of its own, with
-    others that repeat theirs as often.
+    settings: returns the keys that distinguish a run. A group has each seed once: a second run with the same settings
+    and seed starts a new group.
     """
     groups: dict[tuple[object, ...], list[T]] = {}
     times: collections.Counter[tuple[object, ...]] = collections.Counter()
@@ -128,5 +127,5 @@ def by_settings(runs: Iterable[T], settings: Callable[[T], Mapping[str, Scalar]]
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and sample standard deviation (n - 1), None for a single value."""
+    """Return mean and sample standard deviation (n - 1); the latter is None for a single value."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None

@@ -1,4 +1,4 @@
-"""Starts runs through Flower's own commands: a private SuperLink for simulations, `flwr run` with the environment it needs."""
+"""Start of runs through Flower's own commands: a private SuperLink for simulations, and `flwr run` with its environment."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import TracebackType
 
-from corolla.experiments import namespace, ray_cluster, superlink_supervisor
+from corolla.experiments import namespace, ray_cluster, scratch, superlink_supervisor
 from fl_app import plugins
 from fl_app.app_bundle import APP_DIRECTORY, bundle
-from fl_app.errors import UserError
+from fl_app.errors import UserError, counted
 from fl_app.files import make_directory
 from fl_app.keys import Scalar
 from fl_app.processes import (
@@ -49,18 +49,22 @@ _LONGEST_TEMPORARY = 107 - len(
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A Ray cluster that is there: HOST:PORT of its head, and a directory that all its machines see, for the app that they load."""
+    """An existing Ray cluster. address: HOST:PORT of its head.
+
+    directory: visible to all its machines, for the app that they load.
+    """
 
     address: str
     directory: Path
 
 
 class SimulationSuperLink:
-    """A SuperLink of our own for simulations, with a private home, ended with everything it started.
+    """A private SuperLink for simulations, with its own home directory. Leaving the context ends everything it started.
 
-    A supervisor (corolla/experiments/superlink_supervisor.py) holds it in a network of its own where the kernel allows it. `inside`
-    are the words before every command that talks to it: they enter that network. If this process is killed, the supervisor ends
-    what is left. say: receives what is waited for, "" when that is over. ray: a Ray cluster to use instead of an own one.
+    A supervisor (corolla/experiments/superlink_supervisor.py) runs it, in a separate network if the kernel allows that.
+    `inside` holds the words to put before a command that talks to it: they enter that network. If this process is
+    killed, the supervisor ends the remaining processes. say: called with a text at the start of a wait, and with "" at
+    its end. ray: use this Ray cluster instead of starting one.
     """
 
     name = superlink_supervisor.NAME
@@ -69,7 +73,9 @@ class SimulationSuperLink:
         self._say, self._ray = say, ray
         if ray:
             make_directory(ray.directory)
-        parent = str(ray.directory) if ray else _short(tempfile.gettempdir())
+        else:
+            scratch.refuse_without_shared_memory()
+        parent = str(ray.directory) if ray else _short(str(scratch.temporary_directory()))
         self.home = Path(tempfile.mkdtemp(prefix="corolla-flwr-", dir=parent))
         self.environment = flower_environment(self.home)
         self.environment[LAUNCH] = str(self.home)
@@ -78,15 +84,15 @@ class SimulationSuperLink:
         if ray:
             self.environment |= ray_cluster.environment(ray.address) | {superlink_supervisor.NETWORK: "host"}
         else:
-            # Ray lets everybody write where its sockets are
+            # Ray's socket directory is writable for every user, so it lies in the private home
             self.environment["RAY_TMPDIR"] = str(self.home)
         self.inside: list[str] = []
 
     def __enter__(self) -> SimulationSuperLink:
-        """Start it and wait until it answers."""
-        # what a killed `corolla run` left would go on training
+        """Start it, and return when it answers."""
+        # processes of a killed `corolla run` would keep training
         if left := orphans():
-            self._say(f"ending what an interrupted run left running ({len(left)} processes)")
+            self._say(f"ending {counted(len(left), 'process', 'processes')} of an interrupted run")
             end_processes(left)
         self._say("starting a SuperLink for the simulation")
         self._supervisor = subprocess.Popen(
@@ -107,9 +113,9 @@ class SimulationSuperLink:
             raise
         if not answer["shared"]:
             self.inside = [sys.executable, "-P", "-m", namespace.__name__, str(self._supervisor.pid)]
-        elif not self._ray:  # which is reached by the network
+        elif not self._ray:  # a Ray cluster needs the network
             log.warning(
-                "no network of its own for the simulation (%s): docs/security.md says who can reach it",
+                "no network of its own for the simulation (%s): see docs/security.md",
                 answer["shared"],
             )
         self._say("")
@@ -118,7 +124,7 @@ class SimulationSuperLink:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Let the supervisor end it; end and remove what a supervisor that was killed has left."""
+        """Let the supervisor end it. End and remove the leftovers of a supervisor that was killed."""
         self._say("ending the simulation's processes")
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._supervisor.communicate(timeout=_END_SECONDS)
@@ -126,13 +132,13 @@ class SimulationSuperLink:
         self._supervisor.wait()
         shutil.rmtree(self.home, ignore_errors=True)
         if self._ray:
-            # another simulation's are there, too
+            # fails if another simulation uses the directory
             with contextlib.suppress(OSError):
                 os.removedirs(self._ray.directory)
 
 
 def _short(directory: str) -> str:
-    """Return a directory for temporary files whose name leaves room for Ray's sockets: 107 bytes in all."""
+    """Return a directory for temporary files with a path short enough for Ray's sockets, which have at most 107 bytes."""
     return directory if len(directory.encode()) <= _LONGEST_TEMPORARY else "/tmp"
 
 
@@ -145,12 +151,12 @@ def flwr_run(
     inside: Sequence[str] = (),
     private: bool = False,
 ) -> str:
-    """Submit a run with `flwr run --stream`, pass every line of its log on, and return its final status.
+    """Submit a run with `flwr run --stream`, pass on every line of its log, and return its final status.
 
-    inside: words before every command that say where it runs. After Ctrl-C the run is stopped on its SuperLink, unless `private`
-    says that this one ends with the command anyway. Raises UserError if Flower did not accept the run.
+    inside: words before every command, which enter the SuperLink's network. private: the SuperLink ends with this
+    command, so that Ctrl-C need not stop the run on it. Raises UserError if Flower did not accept the run.
     """
-    # The SuperLink's home is removed with it, even if this process is killed.
+    # files in a private SuperLink's home are removed with it, even if this process is killed
     place = environment["FLWR_HOME"] if private else None
     with (
         bundle(config, place) as app,
@@ -195,11 +201,14 @@ def flwr_run(
 
 
 COMPLETED = "finished:completed"
-LOST = "lost"  # no SuperLink tells
+LOST = "lost"  # no SuperLink answers
 
 
 def status(run_id: str, superlink: str, environment: Mapping[str, str], inside: Sequence[str] = ()) -> str:
-    """Return a run's status as `flwr ls` names it, LOST if nobody answers; its --stream exits 0 even when the run failed."""
+    """Return a run's status as named by `flwr ls`; LOST if no SuperLink answers.
+
+    The exit code of `flwr run --stream` is no status: it is 0 even if the run failed.
+    """
     deadline = time.monotonic() + 30
     while True:
         output = _output(
@@ -221,9 +230,9 @@ def _output(command: list[str], environment: Mapping[str, str]) -> str:
 
 
 def refuse_foreign_packages(directory: Path) -> None:
-    """Raise UserError naming a module in the current directory that clients would import in place of a package of Corolla's.
+    """Raise UserError naming a module in the current directory that would hide a package of Corolla's from clients.
 
-    Ray has simulated clients look for modules in the directory of its driver first.
+    Ray makes simulated clients search the current directory of its driver first.
     """
     importlib.invalidate_caches()
     for name in plugins.PACKAGES:
@@ -244,9 +253,10 @@ def simulation(
     say: Callable[[str], None] = lambda text: None,
     ray: RayCluster | None = None,
 ) -> Iterator[Callable[[Mapping[str, Scalar], Callable[[str], None]], str]]:
-    """Yield run(config, on_line) -> final status, for simulated runs on one private SuperLink. say, ray: as SimulationSuperLink.
+    """Yield run(config, on_line) -> final status, for simulated runs on one private SuperLink.
 
-    Raises UserError if a module in the current directory hides one of Corolla's packages.
+    say, ray: see SimulationSuperLink. Raises UserError if a module in the current directory hides one of Corolla's
+    packages.
     """
     refuse_foreign_packages(Path.cwd())
     federation = (

@@ -1,7 +1,8 @@
-"""A network of its own for what a simulation starts (Linux): only a loopback, which nobody outside reaches.
+"""A separate network for a simulation's processes (Linux): it has only a loopback, which no other process reaches.
 
-For root a network namespace is enough. Everybody else needs a user namespace around it, in which one keeps one's own id: files
-belong to whom they belonged. `python -m corolla.experiments.namespace PID COMMAND...` runs a command where process PID is.
+For root a network namespace is enough. Other users need a user namespace around it. It maps the user's id to itself, so
+that the owner of files stays the same. `python -m corolla.experiments.namespace PID COMMAND...` runs a command in the
+namespaces of process PID.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _SET_FLAGS, _UP = 0x8914, 1  # SIOCSIFFLAGS, IFF_UP
 
 
 def why_not() -> str:
-    """Return why a network of one's own cannot be had here, or "". Tried in a process of its own: halfway there is no way back."""
+    """Return the reason why a network namespace cannot be created here, or "".
+
+    A child process tries it, since a partial change of namespaces cannot be undone.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -37,7 +41,10 @@ def why_not() -> str:
 
 
 def unshare() -> None:
-    """Move this process, which must have one thread, into a new network with a loopback. Raises OSError where that is refused."""
+    """Move this process, which must have one thread, into a new network with a loopback.
+
+    Raises OSError if that is refused.
+    """
     uid, gid = os.geteuid(), os.getegid()
     _libc("unshare", _NETWORK if uid == 0 else _USER | _NETWORK)
     if uid != 0:
@@ -49,7 +56,7 @@ def unshare() -> None:
 
 
 def enter(pid: int) -> None:
-    """Move this process, which must have one thread, into the user and the network namespace of another one."""
+    """Move this process, which must have one thread, into the user and network namespaces of process `pid`."""
     for name, kind in (("user", _USER), ("net", _NETWORK)):
         theirs = f"/proc/{pid}/ns/{name}"
         if os.readlink(theirs) != os.readlink(f"/proc/self/ns/{name}"):

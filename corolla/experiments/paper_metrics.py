@@ -1,8 +1,8 @@
-"""Which of our figures is the one a paper prints: all of them beside it (`corolla compare --paper`).
+"""Table of all our figures beside the published one, to find the one that a paper prints (`corolla compare --paper`).
 
-A paper that says "accuracy" may mean that of the last test or of the best, the mean over clients or over all their test samples,
-before or after a client fine-tunes. Tests are the evaluations of all clients (`evaluate-every`). After training, only a round's
-clients are known: the mean over the last rounds.
+A paper's "accuracy" may be that of the last or of the best test. It may be the mean over clients or over all test
+samples, before or after clients fine-tune. Tests are evaluations of all clients (`evaluate-every`). Figures after
+training exist only for the clients of a round, so they are means over the last rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from corolla.experiments.grouping import mean_std
 from corolla.experiments.runs import RecordedRun
 from corolla.experiments.table import show
 
-# mean and standard deviation over seeds, ratios
+# mean and standard deviation over seeds, as ratios
 Figure = tuple[float, float | None]
 
 MEANINGS = {"": "mean over clients", "-pooled": "over all test samples"}
@@ -23,12 +23,12 @@ STAGES = {"": "before", "-finetuned": "fine-tuned"}
 CAPTION = (
     "tests: evaluations of all clients, before and after a client fine-tunes; last / best of a run's tests. mean: over clients; "
     f"pooled: over all test samples. trained: a round's clients after training, last {LAST_ROUNDS} rounds. distance: median of "
-    "the differences from the published figures, signs aside, without the rows that are of another method than they say"
+    "the absolute differences from the published figures, without rows that the paper's authors ran with another method"
 )
 
 
 def figures(run: RecordedRun) -> dict[str, float]:
-    """Return a run's figures by name: `before, mean, last` and the like; those it does not have are absent."""
+    """Return a run's figures by name, for example `before, mean, last`. Missing figures are left out."""
     rounds, metric = run.rounds, run.headline
     found: dict[str, float] = {}
     for stage, when in STAGES.items():
@@ -47,16 +47,16 @@ def figures(run: RecordedRun) -> dict[str, float]:
 
 
 def over_seeds(runs: Sequence[RecordedRun]) -> dict[str, Figure]:
-    """Return the figures that all of some runs have, mean and standard deviation over them."""
+    """Return mean and standard deviation over runs of every figure that all of them have."""
     every = [figures(run) for run in runs]
     return {name: mean_std([one[name] for one in every]) for name in every[0] if all(name in one for one in every)}
 
 
 def distances(lines: Sequence[Line], found: Sequence[Mapping[str, Figure]]) -> dict[str, float]:
-    """Return, in per cent points, how far each figure that all lines have is from the published ones: the median of the lines.
+    """Return the median over lines of each figure's distance from the published one, in per cent points.
 
-    So that it says which figure a paper prints, it leaves out the rows that are of another method than they say. Empty unless two
-    others are left.
+    Only figures that all lines have are included. Presets with `ran`, the figures of another method than the row names,
+    are left out: they would hide which figure a paper prints. Empty if fewer than two lines remain.
     """
     names = [name for name in found[0] if all(name in one for one in found)]
     pairs = [(line.preset.published, one) for line, one in zip(lines, found, strict=True) if not line.preset.ran]
@@ -65,9 +65,10 @@ def distances(lines: Sequence[Line], found: Sequence[Mapping[str, Figure]]) -> d
 
 
 def figures_table(lines: Sequence[Line]) -> list[list[str]]:
-    """Return every figure of groups of runs beside the published one, header first, in per cent; last / best in one cell.
+    """Return every figure of groups of runs beside the published one, header first, in per cent.
 
-    A last line has the distances, if there are any. Empty if no run has any figure.
+    A cell has the figures of the last and the best test: last / best. The last line has the distances, if there are
+    any. Empty if no run has any figure.
     """
     found = [over_seeds(line.runs) for line in lines]
     names = list(dict.fromkeys(name for one in found for name in one))

@@ -1,7 +1,8 @@
-"""An existing Ray cluster that a simulation is to use: does it answer, are its machines alike, do they share what they must?
+"""Checks of an existing Ray cluster before a simulation uses it: reachable, equal versions, shared directories.
 
-`python -m corolla.experiments.ray_cluster ADDRESS PATH...` joins it as a driver, reads the files PATH on every one of its machines,
-and prints what was found as JSON. A process of its own: Ray can be joined once, and leaves threads and signal handlers behind.
+`python -m corolla.experiments.ray_cluster ADDRESS PATH...` joins the cluster as a driver, reads the files PATH on each
+of its machines, and prints the results as JSON. It is a separate process because Ray can be joined only once, and
+leaves threads and signal handlers behind.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from fl_app.errors import UserError
 from fl_app.files import make_directory, publish_text
 
-# Environment of a process that joins a cluster; without it our own apps keep Ray on loopback.
+# environment of a process that joins a cluster; without it, our apps bind Ray to the loopback
 ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
 PACKAGES = ("corolla", "flwr", "torch", "ray")
 _SECONDS = 90
@@ -30,15 +31,15 @@ _MARK = "ray-cluster: "
 
 
 def environment(address: str) -> dict[str, str]:
-    """Return what a process is started with whose `ray.init()` is to join the cluster at an address."""
+    """Return the environment variables that let a process's `ray.init()` join the cluster at an address."""
     return ENVIRONMENT | {"RAY_ADDRESS": address}
 
 
 def check(address: str, shared: Mapping[str, Path], cpus_per_client: float, gpus_per_client: float) -> None:
-    """Raise UserError unless a cluster answers, its machines have this Corolla, see these directories, and have room for a client.
+    """Raise UserError unless a cluster answers and has this Corolla, these directories, and room for a client.
 
-    address: HOST:PORT of the head. shared: directories by the key they come from, made if needed. A file is written into each and
-    read on every machine.
+    address: HOST:PORT of the head. shared: directories by the key that names them, created if needed. A file is written
+    into each, and read on every machine.
     """
     _connect(address)
     tokens = {key: directory / f".shared-{secrets.token_hex(8)}" for key, directory in shared.items()}
@@ -65,19 +66,19 @@ def check(address: str, shared: Mapping[str, Path], cpus_per_client: float, gpus
 
 
 def _connect(address: str) -> None:
-    """Raise UserError unless somebody listens at an address; Ray itself would go on trying for minutes."""
+    """Raise UserError unless a server listens at an address. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not re.fullmatch(r"[^\s/]+:\d{1,5}", address) or int(port) >= 2**16:
-        raise UserError(f"--ray-address: must be HOST:PORT, what `ray start --head` prints, got {address!r}")
+        raise UserError(f"--ray-address: must be HOST:PORT, as `ray start --head` prints it, got {address!r}")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"--ray-address: must be where a Ray cluster's head listens, got {address}: {why}") from None
+        raise UserError(f"--ray-address: no Ray cluster's head listens at {address}: {why}") from None
 
 
 def _problems(node: Mapping[str, Any], tokens: Mapping[str, Path], shared: Mapping[str, Path]) -> list[str]:
-    """Say what is wrong with one machine of the cluster."""
+    """Return the problems of one machine of the cluster."""
     here, there = _versions(), node["versions"]
     differing = [
         f"{name} {there[name]} where this one has {here[name]}" for name in PACKAGES if there[name] != here[name]
@@ -86,13 +87,13 @@ def _problems(node: Mapping[str, Any], tokens: Mapping[str, Path], shared: Mappi
     for key, path in tokens.items():
         if (read := node["read"][str(path)]) != path.name:
             problems.append(
-                f"{key}: {shared[key]} is not shared: {node['name']} does not read the file that was just written there ({read})"
+                f"{key}: {shared[key]} is not shared: {node['name']} cannot read a file that was just written there ({read})"
             )
     return problems
 
 
 def _ask(address: str, paths: Any) -> list[dict[str, Any]]:
-    """Return what every machine of the cluster says."""
+    """Return the answers of all machines of the cluster."""
     command = [sys.executable, "-P", "-m", __name__, address, *map(str, paths)]
     try:
         done = subprocess.run(
@@ -109,8 +110,8 @@ def _ask(address: str, paths: Any) -> list[dict[str, Any]]:
         if line.startswith(_MARK):
             found: list[dict[str, Any]] = json.loads(line.removeprefix(_MARK))
             return found
-    reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    raise UserError(f"--ray-address: the Ray cluster at {address} cannot be used from here: {reason}")
+    reason = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+    raise UserError(f"--ray-address: cannot use the Ray cluster at {address}: {reason}")
 
 
 def _versions() -> dict[str, str]:
@@ -126,7 +127,7 @@ def _versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Look at a cluster from every one of its machines."""
+    """Join a cluster, and print the report of each of its machines."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -1,6 +1,7 @@
-"""Run folders as results: where they are found, and what is read of them when it is asked for.
+"""Run folders as results: finding them, and reading their files lazily.
 
-fl_app/server/run_folder.py writes these folders, and reads single files back to resume; whoever wants results comes here.
+fl_app/server/run_folder.py writes these folders, and reads single files back to resume. All code that reads results
+uses this module.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from fl_app import tasks
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig, parse_recorded
 from fl_app.config.rules import split_names
-from fl_app.errors import UserError
+from fl_app.errors import UserError, counted
 from fl_app.files import lock
-from fl_app.keys import Scalar, specs
-from fl_app.metrics import UNSEEN, Metric, Record, moments, outcome
+from fl_app.keys import Scalar, nearest, specs
+from fl_app.metrics import LOSS, UNSEEN, VALIDATION, Metric, Record, moments, outcome, undefined_note
 from fl_app.server.run_folder import (
     CONFIG,
     LOCK,
     METRICS,
+    NAME,
     PACKED,
     PLUGINS,
     SUMMARY,
@@ -38,41 +40,50 @@ from fl_app.server.run_folder import (
 )
 
 WRITTEN = (CONFIG, METRICS, PACKED, SUMMARY)
+RUNS = Path("runs")
+"""Default parent directory of run folders (`output-dir`)."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its folder records it, finished or not; its files are read once, when they are first needed.
+    """A run as its folder records it, finished or not. Each file is read once, on first use.
 
-    methods: parameter dataclass by method name; `config` alone needs them.
+    methods: parameter dataclass by method name; only `config` needs them. judged_by: name of the metric that replaces
+    the run's own headline; empty: the headline.
     """
 
     path: Path
     methods: Mapping[str, type] = field(default_factory=dict, compare=False, repr=False)
+    judged_by: str = field(default="", compare=False, repr=False)
 
     @cached_property
     def settings(self) -> dict[str, Scalar]:
-        """Its resolved config, flat. Raises UserError if it has none that can be read."""
+        """Resolved config, flat. Raises UserError if there is no readable one."""
         return read_config(self.path)
 
     @cached_property
     def config(self) -> RunConfig:
-        """Its config, parsed. Raises UserError if it is not one of this version."""
+        """Resolved config, parsed. Raises UserError if this version does not accept it."""
         return parse_recorded(self.settings, self.methods)
 
     @property
     def method(self) -> str:
-        """Name of its method."""
+        """Name of the method."""
         return str(self.settings.get("method", "?"))
 
     @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return int(self.settings.get("seed", 0))
+
+    @property
     def planned(self) -> int:
-        """Rounds it was to have."""
+        """Number of rounds configured."""
         return int(self.settings.get("num-server-rounds", 0))
 
     @property
     def finished(self) -> bool:
-        """Whether it has its summary."""
+        """Whether the summary exists and can be read."""
         try:
             return bool(self.summary)
         except UserError:
@@ -80,44 +91,53 @@ class RecordedRun:
 
     @property
     def state(self) -> str:
-        """`running`, `finished`, or `interrupted`: it can be resumed."""
+        """`running`, `finished` or `interrupted`; an interrupted run can be resumed."""
         if (self.path / LOCK).exists():
             try:
                 lock(self.path / LOCK, wait=False).close()
-            except OSError:  # another process has it, or it is not ours to open
+            # another process holds the lock, or this user may not open it
+            except OSError:
                 return "finished" if self.finished else "running"
         return "finished" if self.finished else "interrupted"
 
+    @property
+    def stopped_early(self) -> str:
+        """Reason why the run finished before its configured rounds (`stop-when`); empty if it did not."""
+        return str(self.summary.get("stopped-early", "")) if self.finished else ""
+
     @cached_property
     def summary(self) -> Record:
-        """Its summary. Raises UserError if it is not finished."""
+        """Content of summary.json. Raises UserError if the run is not finished."""
         return read_summary(self.path)
 
     @cached_property
     def rounds(self) -> dict[int, Record]:
-        """Its rounds' records by number, ascending, as far as they can be read."""
+        """Readable records of rounds, by round number, ascending."""
         return dict(sorted((record["round"], record) for record in read_metrics(self.path)))
 
     @property
     def missing(self) -> list[int]:
-        """Rounds without a readable record before the last one that has one."""
+        """Rounds without a readable record before the last recorded round."""
         return [t for t in range(1, max(self.rounds, default=0)) if t not in self.rounds]
 
     @property
     def evaluations(self) -> dict[int, Record]:
-        """Its evaluations of all clients by round."""
+        """Evaluations of all clients, by round."""
         return {t: record["evaluation"] for t, record in self.rounds.items() if record.get("evaluation")}
 
     @property
     def last_evaluation(self) -> tuple[int, Record] | None:
-        """Its last evaluation of all clients, with the round."""
+        """Last evaluation of all clients as (round, evaluation); None if there is none."""
         return next(reversed(self.evaluations.items()), None)
 
     @property
     def continued(self) -> dict[str, Scalar]:
-        """Whether an earlier version continued it with more rounds although a key spans them (`schedule-rounds`); else empty.
+        """Mark of a run that was extended although a key spans all rounds (`schedule-rounds`); else empty.
 
-        The value is `straight`, or the numbers of rounds it was planned for: an evaluation was due after the last of each.
+        Earlier versions allowed this.
+
+        The value is `straight`, or the round counts that were configured in turn: an evaluation was due after the last
+        round of each.
         """
         spanning = [key for key in specs(RunConfig) if key.spans_run]
         if all(key.is_off(self.settings.get(key.name, key.default)) for key in spanning):
@@ -128,11 +148,11 @@ class RecordedRun:
 
     @property
     def coverage(self) -> tuple[int, int]:
-        """Of how many clients the final figures are, and of how many they should be; clients that never train apart."""
+        """(clients in the final figures, clients expected there); clients that never train are not counted."""
         _, last = self.last_evaluation or (0, {})
         if "evaluated" in last:
             return last["evaluated"], last["expected"]
-        # what earlier versions recorded
+        # runs of earlier versions do not record the counts
         evaluated = len(that_train(last))
         return evaluated, evaluated + len(last.get("absent") or [])
 
@@ -140,16 +160,16 @@ class RecordedRun:
     def coverage_note(self) -> str:
         """`4 of 6 clients` where clients are missing from the final figures, else empty."""
         evaluated, expected = self.coverage
-        return f"{evaluated} of {expected} clients" if evaluated < expected else ""
+        return part_of_clients(evaluated, expected)
 
     @property
     def far(self) -> list[tuple[int, Record]]:
-        """Its uploads that were used though they lay far from the others', with their rounds."""
+        """Far uploads that were used all the same, as (round, record)."""
         return [(t, outlier) for t, record in self.rounds.items() for outlier in record.get("far", [])]
 
     @property
     def failures(self) -> list[tuple[int, Record]]:
-        """Clients that failed in a round or in the evaluation after it, with the round."""
+        """Client failures, in a round or in the evaluation after it, as (round, record)."""
         return [
             (t, failure)
             for t, record in self.rounds.items()
@@ -159,22 +179,69 @@ class RecordedRun:
 
     @cached_property
     def outcome(self) -> Record:
-        """What its recorded rounds come to, by the names that summary.json has for it."""
-        return outcome(list(self.rounds.values()), [self.headline])
+        """Summary of the recorded rounds, with the names of summary.json."""
+        return outcome(list(self.rounds.values()), [self.headline, *self.others])
+
+    @property
+    def result(self) -> Record:
+        """The summary; with another `judged_by` metric, also that metric's figures."""
+        if self.headline == self.metrics[0]:
+            return self.summary
+        return {**self.outcome, **self.summary}
 
     @cached_property
     def about(self) -> dict[str, Any]:
-        """What run.json says of it: its experiment's id, its method's figures; empty if there is none that can be read."""
+        """Content of run.json: the experiment's id, the method's figures, ...; empty if it cannot be read."""
         return read_about(self.path)
 
     @cached_property
+    def metrics(self) -> tuple[Metric, ...]:
+        """Metrics that the clients measured, the run's own headline first."""
+        return tasks.recorded_metrics(self.about)
+
+    @property
     def headline(self) -> Metric:
-        """The metric its rounds were judged by."""
-        return tasks.recorded_headline(self.about)
+        """Metric the run is judged by: `judged_by` if it was measured, else the run's own headline."""
+        return next((metric for metric in self.metrics if metric.name == self.judged_by), self.metrics[0])
+
+    @property
+    def others(self) -> tuple[Metric, ...]:
+        """Metrics other than the headline."""
+        return tuple(metric for metric in self.metrics if metric != self.headline)
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the clients kept validation data."""
+        return bool(self.settings.get("validation-ratio"))
+
+    @property
+    def stops_on_test_data(self) -> bool:
+        """Whether `stop-when` watched a figure of the test data."""
+        watched = str(self.settings.get("stop-when", "")).partition(":")[0].strip()
+        return bool(watched) and not watched.startswith(VALIDATION) and watched != LOSS.name
+
+    def covered(self, metric: Metric) -> tuple[int, int]:
+        """Return (clients in a metric's final figure, clients expected there); clients that never train are not counted."""
+        evaluated, expected = self.coverage
+        _, last = self.last_evaluation or (0, {})
+        having = sum(row.get(metric.name) is not None for row in that_train(last).values())
+        return having or evaluated, expected
+
+    def covered_note(self, metric: Metric) -> str:
+        """Return `5 of 6 clients` where clients are missing from a metric's final figure, else ""."""
+        return part_of_clients(*self.covered(metric))
+
+    @property
+    def undefined_notes(self) -> list[str]:
+        """Notes on metrics that some clients' data do not define: `AUC: 5 of 6 clients (Chur: one class)`."""
+        _, last = self.last_evaluation or (0, {})
+        rows, measured = that_train(last), (self.headline, *self.others)
+        notes = (undefined_note(rows, metric, called=self.client_name) for metric in measured)
+        return [note for note in notes if note]
 
     @property
     def tested(self) -> str:
-        """Which models were tested before and after training, if that needs saying."""
+        """Note on which models were tested before and after training; empty in the usual case."""
         return str(self.about.get(TESTED, ""))
 
     @cached_property
@@ -182,51 +249,62 @@ class RecordedRun:
         """Facts by client id; empty if there are none."""
         return read_clients(self.path)
 
+    def client_name(self, client_id: int | str) -> str:
+        """Return a client's name; its id if its data have no name."""
+        return str(self.clients.get(str(client_id), {}).get(NAME, client_id))
+
     @cached_property
     def hashes(self) -> dict[int | None, DataHashes]:
-        """Hashes of the data it started with: by client where each holds its own, else under None; empty if not recorded."""
+        """Hashes of the data at the start: by client where each holds its own, else under None; empty if not recorded."""
         return read_hashes(self.path)
 
     @property
     def data_sha256(self) -> str:
-        """Hash of the data set that its clients shared; empty if they did not, or if it is not recorded."""
+        """Hash of the data set that all clients share; empty if they share none, or if it is not recorded."""
         shared = self.hashes.get(None)
         return shared.data if shared else ""
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names of the classes in label order; empty if unknown."""
+        """Class names in label order; empty if unknown."""
         told = self.about.get("classes")
         names = told if isinstance(told, list) else split_names(str(self.settings.get("classes", "")))
         return tuple(str(name).strip() for name in names)
 
 
+def part_of_clients(having: int, expected: int) -> str:
+    """Return `4 of 6 clients` if clients are missing, else ""."""
+    return f"{having} of {counted(expected, 'client')}" if having < expected else ""
+
+
 def that_train(evaluation: Record) -> dict[str, Record]:
-    """Return an evaluation's clients, by id, but for those that never train: those whose means it has."""
+    """Return an evaluation's clients by id, without those that never train. The evaluation's means are over these."""
     apart = that_never_train(evaluation)
     return {i: row for i, row in evaluation.get("clients", {}).items() if i not in apart}
 
 
 def that_never_train(evaluation: Record) -> dict[str, Record]:
-    """Return an evaluation's clients, by id, that never train (`holdout-clients`)."""
+    """Return the clients of an evaluation that never train (`holdout-clients`), by id."""
     ids = {str(i) for i in evaluation.get(UNSEEN, {}).get("ids", [])}
     return {i: row for i, row in evaluation.get("clients", {}).items() if i in ids}
 
 
-def find(paths: Iterable[Path], methods: Mapping[str, type] | None = None) -> list[RecordedRun]:
+def find(paths: Iterable[Path], methods: Mapping[str, type] | None = None, judged_by: str = "") -> list[RecordedRun]:
     """Return the runs at run folders and directly in folders of them (a sweep's), each once.
 
-    Raises UserError naming every path that is neither, and every run without a readable config.
+    judged_by: see RecordedRun. Raises UserError naming every path without a run, and every run without a readable
+    config.
     """
     found: dict[Path, RecordedRun] = {}
     problems: list[str] = []
-    for path in paths:
+    for given in paths:
+        path = named(given)
         folders = [path] if is_run(path) else run_folders(path, 1)
         if not folders:
-            what = f"holds no run (no {CONFIG}), nor does a folder in it" if path.is_dir() else "does not exist"
-            problems.append(f"{path}: this run folder {what}")
+            what = f"holds no run (no {CONFIG}), and neither do its folders" if path.is_dir() else "does not exist"
+            problems.append(f"{path}: this run folder {what}{elsewhere(path)}")
         for folder in folders:
-            run = found.setdefault(folder.resolve(), RecordedRun(folder, methods or {}))
+            run = found.setdefault(folder.resolve(), RecordedRun(folder, methods or {}, judged_by))
             try:
                 run.settings  # noqa: B018 - read now, for its errors
             except UserError as error:
@@ -236,34 +314,55 @@ def find(paths: Iterable[Path], methods: Mapping[str, type] | None = None) -> li
     return list(found.values())
 
 
+def named(path: Path) -> Path:
+    """Return the path of a run, or folder of runs, given as a path or as a name under RUNS.
+
+    Return the argument itself if neither exists.
+    """
+    places = path, RUNS / path
+    found = [place for place in places if is_run(place)] or [place for place in places if run_folders(place, 1)]
+    return [*found, path][0]
+
+
+def elsewhere(path: Path) -> str:
+    """Return the end of an error about a path without a run: the other place searched, and the nearest known run."""
+    if path.is_absolute() or path.parts[:1] == RUNS.parts:
+        return nearest(path.name, [folder.name for folder in run_folders(path.parent, 1)])
+    there = [str(folder.relative_to(RUNS)) for folder in run_folders(RUNS, 1, 2)]
+    return f", and {RUNS / path} is not a run either{nearest(str(path), there)}"
+
+
 def by_experiment(root: Path) -> dict[str, RecordedRun]:
-    """Return runs by their experiment's id: those directly under a directory, and those of sweeps in it."""
+    """Return runs by experiment id: the runs directly under a directory, and those of sweeps in it."""
     found = [RecordedRun(path) for path in run_folders(root, 1, 2)]
     return {str(run.about["experiment"]): run for run in found if "experiment" in run.about}
 
 
 def below(directory: Path) -> list[RecordedRun]:
-    """Return the runs in a directory, in it and one level deeper (a sweep's), by path; it may be a run folder itself."""
+    """Return the runs in a directory and one level deeper (a sweep's), by path. The directory may itself be a run folder."""
     return [RecordedRun(path) for path in run_folders(directory, 0, 1, 2)]
 
 
 def run_folders(directory: Path, *depths: int) -> list[Path]:
-    """Return the run folders so many levels below a directory, by path. 0: the directory itself."""
+    """Return the run folders at the given depths below a directory, by path. Depth 0 is the directory itself."""
     patterns = ["*/" * depth + name for depth in depths for name in (CONFIG, PACKED)]
     return sorted({path.parent for pattern in patterns for path in directory.glob(pattern) if path.is_file()})
 
 
 def listing(found: Iterable[RecordedRun]) -> list[list[str]]:
-    """Return runs as a table, header first: folder, state, rounds, method, data, seed, final accuracy (or what else they
-    are judged by), when it was last written.
+    """Return runs as a table, header first.
+
+    Columns: folder, state, rounds, method, data set, seed, headline metric, other metrics, time of the last write.
     """
+    several = list(found)
     rows: list[list[str]] = []
+    others = list(dict.fromkeys(metric for run in several for metric in run.others))
     metrics: list[str] = []
-    for run in found:
+    for run in several:
         try:
             settings = run.settings
         except UserError:
-            rows.append([str(run.path), "unreadable", *[""] * 6])
+            rows.append([str(run.path), "unreadable", *[""] * (6 + len(others))])
             continue
         rounds = list(run.rounds.values())
         last = rounds[-1] if rounds else {}
@@ -272,18 +371,29 @@ def listing(found: Iterable[RecordedRun]) -> list[list[str]]:
         accuracy = last.get("evaluation", {}).get(metric.name) if run.finished else last.get(moments(metric.name)[0])
         words = [str(settings.get(key, "")) for key in ("method", "dataset", "seed")]
         done = f"{last.get('round', 0)}/{settings.get('num-server-rounds', '?')}"
-        share = "" if accuracy is None else f"{metric.text(accuracy)} {'%' if metric.ratio else metric.title}"
-        if run.finished and run.coverage_note:
-            share += f" ({run.coverage_note})"
+        share = "" if accuracy is None else _figure(run, metric, accuracy)
         written = max(path.stat().st_mtime for path in (run.path / name for name in WRITTEN) if path.exists())
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
-        rows.append([str(run.path), run.state, done, *words, share, when])
+        evaluation = last.get("evaluation", {})
+        more = ["" if evaluation.get(m.name) is None else _figure(run, m, evaluation[m.name]) for m in others]
+        state = "stopped early" if run.stopped_early else run.state
+        rows.append([str(run.path), state, done, *words, share, *more, when])
     judged = ", ".join(dict.fromkeys(metrics)) or "accuracy"
-    return [["run", "state", "rounds", "method", "dataset", "seed", judged, "written"], *rows]
+    return [
+        ["run", "state", "rounds", "method", "dataset", "seed", judged, *(metric.name for metric in others), "written"],
+        *rows,
+    ]
+
+
+def _figure(run: RecordedRun, metric: Metric, value: float) -> str:
+    """Format a figure with its unit, and with the number of clients if some are missing."""
+    text = f"{metric.text(value)} {'%' if metric.ratio else metric.title}"
+    note = run.covered_note(metric) if run.finished else ""
+    return f"{text} ({note})" if note else text
 
 
 def inside(directory: Path, methods: Mapping[str, type] | None = None) -> list[RecordedRun]:
-    """Return the runs directly in a directory, with what may be one whose process ended before its config was written."""
+    """Return the runs directly in a directory. A folder without config counts: its process may have ended early."""
 
     def begun(folder: Path) -> bool:
         return all(inner.name.startswith(".") or inner.name == PLUGINS for inner in folder.iterdir())

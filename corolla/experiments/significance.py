@@ -1,16 +1,19 @@
-"""Whether one group of runs is better than another: paired differences over clients and seeds (`corolla compare`).
+"""Tests whether one group of runs is better than another: paired differences over clients (`corolla compare`).
 
-A client of a run is compared with the client of the same id in the run of the same seed in the other group, which holds the same
-samples where the runs' keys about data are equal. The intervals are Student's, at 95 %: over all pairs, as if clients' differences
-were independent (clients of one run share what they learn from each other: too narrow where the seed matters), and over the seeds'
-mean differences, which makes no such assumption and is wide with few seeds. A verdict needs both. Fewer than SEEDS_NEEDED
-seeds decide nothing. Neither do equal differences, which say nothing of how far further ones may lie.
+A pair is one client in two runs of the same seed, one run of each group. It holds the same samples in both if the runs'
+keys about data are equal. Differences are first averaged over the seeds of each client: repetitions of one client are
+not independent, so a client is one pair, however many seeds there are. Two statistics use these pairs: Student's 95 %
+interval and Wilcoxon's signed-rank test.
+
+A second interval is over the seeds' mean differences. It shows how much another seed would change, and is wide with few
+seeds. A verdict needs both intervals on one side of 0, and at least SEEDS_NEEDED seeds. Equal differences give no
+verdict: they carry no information about the spread of further ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,58 +21,107 @@ from numpy.typing import NDArray
 
 from corolla.experiments.compare import varying_as_text
 from corolla.experiments.runs import RecordedRun, that_train
+from fl_app.config import RunConfig
+from fl_app.keys import Scalar, specs
 from fl_app.metrics import Metric, Record
 
 LEVEL = 0.95
-# more seeds than anybody runs: a verdict names no larger number
+# largest number of seeds that a verdict names
 MOST_SEEDS = 100
-# for an interval over seeds: with two, Student's is a dozen deviations wide
+# fewest seeds for an interval over seeds: with two, Student's interval is a dozen deviations wide
 SEEDS_NEEDED = 3
 CAPTION = (
-    "difference: a client's final {} minus that of the same client with the same seed in the first row's runs, mean over all pairs "
-    "with 95 % confidence intervals; better, worse: from three seeds on, both intervals are on one side of 0; n: seeds that would "
-    "decide if further ones differed as these do"
+    "pairs: clients that both rows have; difference: a client's final {} minus the same client's with the same seed in the first "
+    "row, averaged over seeds, then over clients; over clients: Student's 95 % interval of the clients' averages; Wilcoxon: "
+    "two-sided p of the signed-rank test of the clients' averages; over seeds: Student's 95 % interval of the seeds' means; "
+    "better, worse: both intervals are on one side of 0, with three or more seeds; n: number of seeds that would decide, if "
+    "further seeds differed like these"
 )
+BY_CLIENT = "difference of each client, averaged over its seeds"
+# most clients listed on a terminal
+MOST_LISTED = 40
 
-# verdicts where there is nothing to compare
+# verdicts for rows without a comparison
 FIRST, NOTHING_SHARED = "(first)", "other data, clients or seeds"
 NOT_THE_SAME = "not the same samples"
 
 Differences = NDArray[np.float64]
 Interval = tuple[float, float]
-# of a difference of two ratios
-ROUNDING = 1e-12
+# decimal digits to which two differences of ratios count as equal
+ROUNDING_DIGITS = 12
+ROUNDING = 10.0**-ROUNDING_DIGITS
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Paired differences of two groups: pairs, seeds, their mean, and its intervals; None where there are too few.
+    """Paired differences of two groups over clients, and the intervals of their mean; None with too few pairs or seeds.
 
-    metric: what is compared; share_better: of the pairs. seeds_needed: seeds after which the interval over seeds would leave out 0
-    if further seeds differed as these do; None if that cannot be said, or if more than MOST_SEEDS.
+    metric: the compared metric. by_client: each client's difference, averaged over the seeds for which both groups have
+    it. wilcoxon: p of the signed-rank test over clients. seeds_needed: number of seeds at which the interval over seeds
+    would exclude 0 if further seeds differed like these; None if unknown or more than MOST_SEEDS.
     """
 
     metric: Metric
-    pairs: int
+    by_client: Mapping[str, float]
     seeds: int
-    mean: float
-    over_pairs: Interval | None
+    over_clients: Interval | None
     over_seeds: Interval | None
-    share_better: float
+    wilcoxon: float | None = None
     seeds_needed: int | None = None
 
     @property
+    def values(self) -> Differences:
+        """The clients' differences, float64 [pairs]."""
+        return np.array(list(self.by_client.values()), np.float64)
+
+    @property
+    def pairs(self) -> int:
+        """Number of paired clients."""
+        return len(self.by_client)
+
+    @property
+    def mean(self) -> float:
+        """Mean difference over clients."""
+        return float(self.values.mean())
+
+    @property
+    def share_better(self) -> float:
+        """Share of clients that do better than in the other group, in [0, 1]."""
+        return float(np.mean(self.values > 0 if self.metric.higher_is_better else self.values < 0))
+
+    @property
     def verdict(self) -> str:
-        """`better` or `worse` if both intervals say so; else how many seeds would do, as far as it can be said."""
+        """`better` or `worse` if both intervals are on one side of 0; else `undecided` or `not told apart`.
+
+        `undecided` names the fewest seeds. `not told apart` names the number of seeds that would decide, if only seeds
+        are missing.
+        """
         if self.seeds < SEEDS_NEEDED:
             return f"undecided: needs {SEEDS_NEEDED} seeds"
-        if self.over_pairs is not None and self.over_seeds is not None:
-            both = self.over_pairs, self.over_seeds
-            if all(low > 0 for low, _ in both):
-                return "better" if self.metric.higher_is_better else "worse"
-            if all(high < 0 for _, high in both):
-                return "worse" if self.metric.higher_is_better else "better"
-        return "not told apart" + (f" (n = {self.seeds_needed})" if self.seeds_needed else "")
+        over_clients, over_seeds = _side(self.over_clients), _side(self.over_seeds)
+        if over_clients and over_clients == over_seeds:
+            return "better" if (over_clients > 0) == self.metric.higher_is_better else "worse"
+        more = f" (n = {self.seeds_needed})" if over_clients and self.seeds_needed else ""
+        return f"not told apart{more}"
+
+
+def _side(interval: Interval | None) -> int:
+    """Return the side of 0 on which an interval lies, 1 or -1; 0 if it contains 0 or there is none."""
+    if interval is None:
+        return 0
+    low, high = interval
+    return int(low > 0) - int(high < 0)
+
+
+def signed_rank_p(values: Differences) -> float | None:
+    """Return the two-sided p of Wilcoxon's signed-rank test of values [n], ignoring zeros; None if all are 0 or n < 2."""
+    # rounding errors must not break ties
+    rounded = values.round(ROUNDING_DIGITS)
+    if len(values) < 2 or not rounded.any():
+        return None
+    from scipy.stats import wilcoxon
+
+    return float(wilcoxon(rounded).pvalue)
 
 
 def interval(values: Differences) -> Interval | None:
@@ -81,7 +133,7 @@ def interval(values: Differences) -> Interval | None:
 
 
 def half_width(n: int) -> float:
-    """Return half of Student's interval of a mean of n values, in their standard deviations."""
+    """Return half the width of Student's interval of a mean of n values, in units of their standard deviation."""
     from scipy.special import stdtrit
 
     quantile = float(stdtrit(n - 1, 0.5 + LEVEL / 2))
@@ -89,12 +141,12 @@ def half_width(n: int) -> float:
 
 
 def interval_of_unequal(values: Differences) -> Interval | None:
-    """Return `interval`; None also for equal values, whose interval has no width and would decide everything."""
+    """Return `interval`, but None for equal values: their interval has no width and would decide everything."""
     return interval(values) if np.ptp(values) > ROUNDING else None
 
 
 def seeds_needed(means: Differences) -> int | None:
-    """Return how many seeds would have an interval without 0 if further ones differed as these, [n], do; None beyond MOST_SEEDS."""
+    """Return the number of seeds that would decide if further seeds differed like means [n]; None beyond MOST_SEEDS."""
     if interval_of_unequal(means) is None:
         return None
     deviations = abs(float(means.mean())) / float(means.std(ddof=1))
@@ -102,26 +154,33 @@ def seeds_needed(means: Differences) -> int | None:
 
 
 def same_data(ours: RecordedRun, theirs: RecordedRun) -> bool:
-    """Tell whether clients of the same id hold the same samples, given the same seed."""
+    """Return whether clients of the same id hold the same samples in two runs with equal seeds."""
     if None in ours.hashes and None in theirs.hashes and ours.hashes[None] != theirs.hashes[None]:
         return False
 
-    def data(run: RecordedRun) -> dict[str, object]:
-        kinds = run.config.partition, run.config.dataset
-        return {key.name: value for key, value in run.config.own_keys() if key.about == "data" and key.divides(*kinds)}
+    return _data_settings(ours) == _data_settings(theirs)
 
-    return data(ours) == data(theirs)
+
+def _data_settings(run: RecordedRun) -> dict[str, Scalar]:
+    """Return the keys that determine which samples a run's clients hold, except the seed.
+
+    Keys of other partitions are left out.
+    """
+    settings = {key.name: run.settings.get(key.name, key.default) for key in specs(RunConfig)}
+    kinds = str(settings["partition"]), str(settings["dataset"])
+    about_data = [key for key in specs(RunConfig) if key.about == "data" and key.divides(*kinds)]
+    return {key.name: settings[key.name] for key in about_data}
 
 
 def same_samples(ours: RecordedRun, theirs: RecordedRun, client_id: int) -> bool:
-    """Tell whether a client that holds data of its own held the same in two runs, as far as it is recorded."""
+    """Return whether a client with its own data held the same samples in two runs; True if a run does not record it."""
     mine, its = ours.hashes.get(client_id), theirs.hashes.get(client_id)
     return mine is None or its is None or mine == its
 
 
 def other_samples(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> bool:
-    """Tell whether two groups of runs are known to be made of other samples."""
-    pairs = [(run, other) for run in ours for other in theirs if run.config.seed == other.config.seed]
+    """Return whether two groups of runs are known to have different samples."""
+    pairs = [(run, other) for run in ours for other in theirs if run.seed == other.seed]
     return any(
         whose in other.hashes and run.hashes[whose] != other.hashes[whose]
         for run, other in pairs
@@ -130,44 +189,53 @@ def other_samples(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) ->
 
 
 def final(run: RecordedRun) -> dict[str, float]:
-    """Return the headline metric of each client that trains in the last evaluation of all clients."""
+    """Return the headline metric of each client that trains, from the last evaluation of all clients."""
     name = run.headline.name
     last: Record = next(reversed(run.evaluations.values()), {})
     return {i: float(row[name]) for i, row in that_train(last).items() if row.get(name) is not None}
 
 
 def paired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> Comparison | None:
-    """Compare two groups of runs that differ in the seed alone; None if no client and seed is in both with the same data."""
-    other = {run.config.seed: run for run in theirs}
-    by_seed: list[Differences] = []
-    for seed, run in {run.config.seed: run for run in ours}.items():
-        if seed in other and same_data(run, other[seed]) and run.headline == other[seed].headline:
-            mine, its = final(run), final(other[seed])
-            same = [i for i in mine if i in its and same_samples(run, other[seed], int(i))]
-            differences = np.array([mine[i] - its[i] for i in same], np.float64)
-            by_seed += [differences] * bool(differences.size)
-    if not by_seed:
+    """Compare two groups of runs that differ only in the seed.
+
+    Return None if they share no client and seed with the same data.
+    """
+    other = {run.seed: run for run in theirs}
+    by_client: dict[str, list[float]] = {}
+    means: list[float] = []
+    for seed, run in {run.seed: run for run in ours}.items():
+        if seed not in other or not same_data(run, other[seed]) or run.headline != other[seed].headline:
+            continue
+        mine, its = final(run), final(other[seed])
+        found = {i: mine[i] - its[i] for i in mine if i in its and same_samples(run, other[seed], int(i))}
+        for i, difference in found.items():
+            by_client.setdefault(i, []).append(difference)
+        if found:
+            means.append(float(np.mean(list(found.values()))))
+    if not means:
         return None
-    every = np.concatenate(by_seed)
-    means = np.array([differences.mean() for differences in by_seed])
-    over_seeds = interval_of_unequal(means) if len(means) >= SEEDS_NEEDED else None
-    metric = ours[0].headline
-    better = np.mean(every > 0 if metric.higher_is_better else every < 0)
+    averaged = {i: float(np.mean(by_client[i])) for i in sorted(by_client, key=int)}
+    values, of_seeds = np.array(list(averaged.values())), np.array(means)
+    over_seeds = interval_of_unequal(of_seeds) if len(means) >= SEEDS_NEEDED else None
     return Comparison(
-        metric,
-        len(every),
-        len(by_seed),
-        float(every.mean()),
-        interval_of_unequal(every),
+        ours[0].headline,
+        averaged,
+        len(means),
+        interval_of_unequal(values),
         over_seeds,
-        float(better),
-        seeds_needed(means) if over_seeds else None,
+        signed_rank_p(values),
+        seeds_needed(of_seeds) if over_seeds else None,
     )
 
 
-def differences_table(groups: Sequence[Sequence[RecordedRun]]) -> list[list[str]]:
-    """Return, header first, the comparison of each group with the first; empty if there is nothing to compare."""
-    names, first, *rows = varying_as_text(groups)
+def differences_table(
+    groups: Sequence[Sequence[RecordedRun]], named: Sequence[Sequence[str]] | None = None
+) -> list[list[str]]:
+    """Return the comparison of each group with the first, header first; empty if there is nothing to compare.
+
+    named: names of the groups, header first; None: as `varying_as_text` names them.
+    """
+    names, first, *rows = named or varying_as_text(groups)
     found = [paired(runs, groups[0]) for runs in groups[1:]]
     if not any(found) and not any(other_samples(runs, groups[0]) for runs in groups[1:]):
         return []
@@ -176,29 +244,62 @@ def differences_table(groups: Sequence[Sequence[RecordedRun]]) -> list[list[str]
         "pairs",
         "seeds",
         "difference",
-        "over clients and seeds",
+        "over clients",
+        "Wilcoxon",
         "over seeds",
         "clients better",
         "verdict",
     ]
-    lines = [header, [*first, *["–"] * 6, FIRST]]
+    lines = [header, [*first, *["–"] * 7, FIRST]]
     for row, runs, one in zip(rows, groups[1:], found, strict=True):
         if one is None:
-            lines.append([*row, "0", "0", *["–"] * 4, why_unpaired(runs, groups[0])])
+            lines.append([*row, "0", "0", *["–"] * 5, why_unpaired(runs, groups[0])])
             continue
-        intervals = [_show(interval, one.metric) for interval in (one.over_pairs, one.over_seeds)]
+        p = "–" if one.wilcoxon is None else f"{one.wilcoxon:.2g}"
+        intervals = [_show(one.over_clients, one.metric), p, _show(one.over_seeds, one.metric)]
         cells = [_signed(one.mean, one.metric), *intervals, f"{100 * one.share_better:.0f} %"]
         lines.append([*row, str(one.pairs), str(one.seeds), *cells, one.verdict])
     return lines
 
 
+def clients_table(
+    groups: Sequence[Sequence[RecordedRun]], most: int = 0, named: Sequence[Sequence[str]] | None = None
+) -> list[list[str]]:
+    """Return each client's difference from the first group, header first; empty without pairs.
+
+    most: number of clients shown; 0: all. named: see `differences_table`.
+    """
+    _, _, *rows = named or varying_as_text(groups)
+    found = [paired(runs, groups[0]) for runs in groups[1:]]
+    compared = [(", ".join(row), one) for row, one in zip(rows, found, strict=True) if one is not None]
+    ids = sorted({i for _, one in compared for i in one.by_client}, key=int)
+    if not ids:
+        return []
+    lines = [["client", *(label for label, _ in compared)]]
+    everyone = [run for runs in groups for run in runs]
+    for i in ids[: most or None]:
+        cells = [_signed(one.by_client[i], one.metric) if i in one.by_client else "–" for _, one in compared]
+        names = {run.client_name(i) for run in everyone}
+        lines.append([names.pop() if len(names) == 1 else i, *cells])
+    if most and len(ids) > most:
+        lines.append([f"… {len(ids) - most} more", *["…"] * len(compared)])
+    return lines
+
+
 def why_unpaired(ours: Sequence[RecordedRun], theirs: Sequence[RecordedRun]) -> str:
-    """Say why no client of one group of runs has a counterpart in another."""
+    """Return the reason why no client of one group of runs has a counterpart in another."""
     return NOT_THE_SAME if other_samples(ours, theirs) else NOTHING_SHARED
 
 
+def why_no_table(groups: Sequence[Sequence[RecordedRun]]) -> str:
+    """Return the reason why `differences_table` has nothing to compare."""
+    if len(groups) < 2:
+        return "there is only one row; add runs of another method or setting"
+    return "no other row shares data, clients and seeds with the first one"
+
+
 def caption(groups: Sequence[Sequence[RecordedRun]]) -> str:
-    """Say what the comparison's figures are: of which metrics, and which values of them are good."""
+    """Return the caption of the comparison: its metrics, and whether higher or lower values are better."""
     metrics = dict.fromkeys(run.headline for runs in groups for run in runs)
     notes = {
         m: (["in per cent"] if m.ratio else []) + ([] if m.higher_is_better else ["lower is better"]) for m in metrics

@@ -1,4 +1,4 @@
-"""A sweep as a Slurm job array: a script whose every task is one run, which a task that was cut off goes on with."""
+"""A sweep as a Slurm job array: a script with one run per task. A restarted task resumes its run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _TEXT = """#!/bin/bash
 {gpus}#SBATCH --signal=B:TERM@60
 #SBATCH --output={log}
 #
-# {title}: every task is one run, in the folder of its name. Submitted again, it goes on from the last checkpoints of what was cut
-# off, and repeats nothing that is finished. Memory, time and partition: options of sbatch, or more #SBATCH lines.
+# {title}: one run per task, in the folder of its name. Submitted again, it resumes interrupted runs from their last checkpoints,
+# and skips finished ones. Set memory, time and partition by options of sbatch, or by more #SBATCH lines.
 set -eu
 runs=(
 {runs}
@@ -34,8 +34,8 @@ def write_array(
 ) -> Path:
     """Write a sweep's array script into its directory, and return its path.
 
-    words: of the `corolla sweep` that a task calls, without what says which run it is. at_once: tasks at the same time, 0: all that
-    Slurm has room for. cpus, gpus: per task.
+    words: of the `corolla sweep` that a task calls, except the option that names its run. at_once: tasks at the same
+    time; 0: as many as Slurm has room for. cpus, gpus: per task.
     """
     logs = directory / "logs"
     make_directory(logs)

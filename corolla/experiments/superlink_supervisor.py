@@ -1,11 +1,13 @@
-"""Keeps a simulation's SuperLink: in a network of its own where the kernel allows it, and no longer than its launcher lives.
+"""Supervisor of a simulation's SuperLink.
 
-`python -m corolla.experiments.superlink_supervisor HOME` starts the SuperLink. It writes one line of JSON to standard output:
-`error`, or `shared`, which is "" in a network of its own and else the reason why there is none. Standard input ends when the
-launcher is killed. The supervisor then ends everything that carries HOME in its environment, and removes HOME.
+It runs the SuperLink in a separate network, if the kernel allows that, and ends it when the launcher ends.
 
-A second process, started with HOME LAUNCHER, covers the case that the supervisor itself is killed. It waits for the end of its
-own standard input, then for the end of the launcher, and does the same.
+`python -m corolla.experiments.superlink_supervisor HOME` starts the SuperLink. It writes one line of JSON to standard
+output: `error`, or `shared`. The latter is "" in a separate network, else the reason why there is none. Standard input
+ends when the launcher is killed. The supervisor then ends every process with HOME in its environment, and removes HOME.
+
+A second process, started with HOME LAUNCHER, takes over if the supervisor itself is killed. It waits for the end of its
+standard input, then for the end of the launcher, and does the same.
 """
 
 from __future__ import annotations
@@ -34,17 +36,17 @@ from fl_app.processes import (
     wait_for_http,
 )
 
-# of the SuperLink's connection in HOME/config.toml
+# name of the SuperLink's connection in HOME/config.toml
 NAME = "simulation"
-# `host`: no network of its own, for clients that need the network
+# environment variable; `host` means no separate network, for clients that need the host's
 NETWORK = "COROLLA_SIMULATION_NETWORK"
 _LOG = "superlink.log"
-# what the supervisor says to its standby when it has ended everything itself
+# message from the supervisor to its standby: everything has ended
 _DONE = b"done"
 
 
 def main() -> None:
-    """Supervise one SuperLink, or stand by for the process that does."""
+    """Supervise one SuperLink, or stand by for the supervisor."""
     home = Path(sys.argv[1])
     if len(sys.argv) > 2:
         stand_by(home, sys.argv[2])
@@ -53,7 +55,7 @@ def main() -> None:
 
 
 def keep(home: Path) -> None:
-    """Start a SuperLink, and end it with all it has started when standard input ends."""
+    """Start a SuperLink. When standard input ends, end it and all processes that it started."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
     standby = _start_standby(home)
@@ -75,7 +77,7 @@ def keep(home: Path) -> None:
 
 
 def stand_by(home: Path, launcher: str) -> None:
-    """Wait until supervisor and launcher are gone, and do what the supervisor has not done. launcher: its identity."""
+    """Wait until supervisor and launcher have ended, and finish the supervisor's work. launcher: its identity."""
     if sys.stdin.buffer.read() != _DONE:
         while is_alive(launcher):
             time.sleep(1)
@@ -83,7 +85,7 @@ def stand_by(home: Path, launcher: str) -> None:
 
 
 def _start_standby(home: Path) -> subprocess.Popen[bytes]:
-    """Start the process that stands by for this one, without the marks of what is to be ended."""
+    """Start the standby process, without the environment variables that mark processes to be ended."""
     environment = {name: value for name, value in os.environ.items() if name not in (LAUNCH, LAUNCHER)}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "corolla.experiments.superlink_supervisor", str(home), os.environ[LAUNCHER]],
@@ -108,12 +110,12 @@ def start(home: Path) -> None:
 
 
 def end(home: Path, spared: int = 0) -> None:
-    """End every process of this launch, the SuperLink first, but for this one, and remove its directory.
+    """End every process of this launch except this one, the SuperLink first, and remove its directory.
 
-    spared: pid of a child that goes on.
+    spared: pid of a child to keep.
     """
     end_processes([child for child in psutil.Process().children() if child.pid != spared])
-    # one may have started another meanwhile
+    # repeat: a process may have started another one meanwhile
     for _ in range(3):
         end_processes(processes_with(f"{LAUNCH}={home}"))
     shutil.rmtree(home, ignore_errors=True)

@@ -1,16 +1,24 @@
-"""Sweeps: many runs from one TOML file, resumable, ending in a table of mean ± std over seeds.
+"""Sweeps: many runs from one TOML file, resumable, summarized as mean ± std over seeds.
 
-A sweep file has `preset` (a preset's name), `scale` ("small"), `[settings]` (keys of all runs), `[grid]` (key = list of
-values; every combination is a run; `method`, `seed` and `preset` are keys like any other; several grids are each a `[[grid]]`) and
-`[[variants]]` (tables of keys, with an optional `name`; each combination runs once per variant). Later ones win in this order,
-then `scale`, then --set.
-A method's own keys do not tell other methods' runs apart, nor a partition's those with another: a grid over methods and
-`fedcac.tau` runs FedAvg once, one over partitions and `dirichlet-alpha` an even partition once.
+A sweep file has these parts, all optional:
 
-A run is the same as another if their keys about data and training are; finished ones (with summary.json) under the sweep's
-directory are not repeated, unfinished ones go on from their last checkpoint; without a sound one they are moved to its folder
-`unfinished` and never counted. Runs made of data that have changed since are moved to `other-data` and done again. Unfinished
-runs that are not asked for stay as they are.
+- `preset`: a preset's name.
+- `scale`: "small" cuts every run, as `--scale small` does.
+- `[settings]`: keys of all runs.
+- `[grid]`: a value or a list of values per key; every combination is a run. `method`, `seed` and `preset` are keys like
+  any other. Several grids are each a `[[grid]]`.
+- `[[variants]]`: tables of keys, with an optional `name`; each combination runs once per variant.
+
+Paths are relative to the file. Later parts win in this order: preset, settings, grid, variants, `scale`, --set.
+
+A key that has no effect on a run does not make it a different run. This holds for keys of other methods and of other
+partitions. A grid over methods and `fedcac.tau` runs FedAvg once; a grid over partitions and `dirichlet-alpha` runs an
+even partition once.
+
+Two runs are the same if their keys about data and training are equal. A finished run (with summary.json) in the sweep's
+directory is not repeated. An unfinished run resumes from its last checkpoint; without a sound one it moves to the
+folder `unfinished` and never counts. A run whose data files have changed moves to `other-data` and runs again.
+Unfinished runs that are not part of the sweep stay as they are.
 """
 
 from __future__ import annotations
@@ -29,24 +37,27 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from corolla.experiments.grouping import tells_runs_apart
 from corolla.experiments.runs import RecordedRun, inside
 from corolla.presets import read_preset, small
 from fl_app import data, plugins
+from fl_app.app_bundle import APP_DIRECTORY
 from fl_app.checksums import DataHashes
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError
-from fl_app.files import lock, make_directory
-from fl_app.keys import Scalar, without_others
+from fl_app.files import lock, make_directory, opener, publish_text
+from fl_app.keys import Scalar, nearest, without_others
 from fl_app.server.checkpoint import load_latest
 from fl_app.server.run_folder import check_state
+from fl_app.sources import NODE, anchored
 from fl_app.toml import flatten, read_toml, to_toml
 
 UNFINISHED = "unfinished"
-# for finished runs whose data have changed since
+# folder of finished runs whose data have changed since
 OTHER_DATA = "other-data"
-# in the environment of every process a sweep starts: its directory
+# environment variable of every process that a sweep starts; its value is the sweep's directory
 VARIABLE = "COROLLA_SWEEP"
 MAX_NAME = 120
 
@@ -55,7 +66,7 @@ Raw = dict[str, Scalar]
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep file as read: flat settings, of every grid lists of values by key, flat variants."""
+    """A sweep file as read: flat settings, grids with a list of values per key, flat variants."""
 
     path: Path
     preset: str = ""
@@ -67,7 +78,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep. varying: what tells it apart from the others; config: flat, as `corolla run` takes it."""
+    """One run of a sweep. varying: keys that differ between the sweep's runs. config: flat, as `corolla run` takes it."""
 
     name: str
     varying: Mapping[str, Scalar]
@@ -78,13 +89,34 @@ class Point:
 # The file -------------------------------------------------------------------------------------------------------------
 
 
+def bundled() -> dict[str, Path]:
+    """Return the sweep files that come with Corolla, by name.
+
+    A clone has them beside its packages, a wheel within `corolla`.
+    """
+    places = APP_DIRECTORY / "sweeps", APP_DIRECTORY / "corolla" / "sweeps"
+    return {path.stem: path for place in places for path in sorted(place.glob("*.toml"))}
+
+
+def sweep_file(given: Path) -> Path:
+    """Return a sweep file, given its path or the name of a bundled one. Raises UserError if there is none."""
+    if given.is_file():
+        return given
+    known = bundled()
+    if str(given) in known:
+        return known[str(given)]
+    if given.stem in known:
+        raise UserError(f"{given}: no such file; `corolla sweep {given.stem}` runs the one that comes with Corolla")
+    raise UserError(f"{given}: no such file; Corolla comes with {', '.join(known)}{nearest(given.stem, known)}")
+
+
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep file. Raises UserError naming everything that is wrong with it."""
+    """Read a sweep file. Raises UserError naming every problem in it."""
     content = read_toml(path)
     problems = []
     for key in content:
         if key not in ("preset", "scale", "settings", "grid", "variants"):
-            problems.append(f"{key}: not a part of a sweep file (a run's keys go into [settings] or [grid])")
+            problems.append(f"{key}: not a part of a sweep file (keys of runs belong in [settings] or [grid])")
     if isinstance(content.get("grid"), dict):
         content["grid"] = [content["grid"]]
     for key, kind in (("preset", str), ("scale", str), ("settings", dict), ("grid", list), ("variants", list)):
@@ -101,21 +133,40 @@ def read_sweep(path: Path) -> Sweep:
     )
     if scale not in ("full", "small"):
         problems.append(f"scale: must be full or small, got {scale!r}")
-    grids = [flatten(grid) for grid in content.get("grid", [{}]) if isinstance(grid, dict)]
+    grids = [_as_lists(flatten(grid)) for grid in content.get("grid", [{}]) if isinstance(grid, dict)]
     settings = flatten(content.get("settings", {}))
     for table in (settings, *variants):
         problems += [f"{key}: must be one value, got {value!r}" for key, value in table.items() if not _scalar(value)]
     for key, values in (pair for grid in grids for pair in grid.items()):
         if not isinstance(values, list) or not values or not all(map(_scalar, values)):
-            problems.append(f"grid: {key}: must be a list of values, got {values!r}")
+            problems.append(f"grid: {key}: must be a value or a list of values, got {values!r}")
     for key in ("scale", "run-name", "output-dir"):
         if any(key in table for table in (settings, *grids, *variants)):
-            problems.append(f"{key}: not a setting of single runs of a sweep")
+            problems.append(f"{key}: cannot be set for single runs of a sweep")
     labels = [variant_label(variant) for variant in variants]
     problems += [f"variants: two are named {label!r}" for label in sorted({x for x in labels if labels.count(x) > 1})]
     if problems:
         raise UserError(f"{path}:\n" + "\n".join(f"  {p}" for p in problems))
-    return Sweep(path, content.get("preset", ""), scale, settings, grids, variants)
+    return Sweep(
+        path,
+        _beside(path, "preset", content.get("preset", "")),
+        scale,
+        {key: _beside(path, key, value) for key, value in settings.items()},
+        [{key: [_beside(path, key, value) for value in values] for key, values in grid.items()} for grid in grids],
+        [{key: _beside(path, key, value) for key, value in variant.items()} for variant in variants],
+    )
+
+
+def _beside(file: Path, key: str, value: Any) -> Any:
+    """Return a value; a path in it is taken as relative to the sweep file."""
+    if key == "preset" and str(value).endswith(".toml"):
+        return str(file.parent / value)
+    return anchored({key: value}, file.parent)[key]
+
+
+def _as_lists(grid: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a grid with every single value as a list of one."""
+    return {key: [value] if _scalar(value) else value for key, value in grid.items()}
 
 
 def _scalar(value: object) -> bool:
@@ -129,10 +180,11 @@ def expand(
     overrides: Mapping[str, Scalar],
     finish: Callable[[Raw], Raw],
 ) -> list[Point]:
-    """All runs of a sweep in the file's order, without duplicates.
+    """Return all runs of a sweep in the file's order, without duplicates.
 
-    methods: parameter dataclasses; directory: of the run folders; overrides: keys that win over all others; finish: last
-    touch on a flat config (absolute paths). Raises UserError with the problems of all combinations.
+    methods: parameter dataclass by method name. directory: parent of the run folders. overrides: keys that win over all
+    others. finish: last change of a flat config (absolute paths). Raises UserError with the problems of all
+    combinations.
     """
     points: dict[str, Point] = {}
     named = _methods_named(sweep, overrides)
@@ -157,7 +209,7 @@ def expand(
 
 
 def _combinations(sweep: Sweep) -> Iterator[tuple[Raw, Raw]]:
-    """Yield (varying, changes): what to call a combination, and its keys."""
+    """Yield (varying, changes) per combination: the keys that name it, and the keys that it sets."""
     for chosen in (
         dict(zip(grid, values, strict=True)) for grid in sweep.grids for values in itertools.product(*grid.values())
     ):
@@ -172,7 +224,7 @@ def variant_label(variant: Mapping[str, Scalar]) -> str:
 
 
 def _methods_named(sweep: Sweep, overrides: Mapping[str, Scalar]) -> list[str]:
-    """Methods that any of a sweep's runs may have."""
+    """Return every method that a run of the sweep may have."""
     tables = (sweep.settings, overrides, *sweep.variants)
     listed = (name for grid in sweep.grids for name in grid.get("method", []))
     return [str(name) for name in [*listed, *(table["method"] for table in tables if "method" in table)]]
@@ -183,14 +235,19 @@ def _merge(
 ) -> Raw:
     preset = str(changes.pop("preset", sweep.preset))
     raw = {**(read_preset(preset) if preset else {}), **sweep.settings, **changes}
+    asked = raw.get("num-clients") or overrides.get("num-clients")
     raw["num-clients"] = raw.get("num-clients") or 10
     if sweep.scale == "small":
         raw |= small(parse(without_others(raw, named), methods))
-    return raw | dict(overrides)
+    raw |= overrides
+    if raw.get("client") and not asked:
+        config = parse(without_others(raw, named), methods)
+        raw["num-clients"] = data.count_clients(config) or raw["num-clients"]
+    return raw
 
 
 def _words(varying: Mapping[str, Scalar]) -> str:
-    """Name a combination in characters a folder's name may have: fedcac,tau=0.3,seed=1."""
+    """Return a combination's name in characters that a folder's name may have: fedcac,tau=0.3,seed=1."""
     words = []
     for key, value in varying.items():
         text = re.sub(r"[^\w.+=,@-]+", "-", str(value))
@@ -199,13 +256,13 @@ def _words(varying: Mapping[str, Scalar]) -> str:
 
 
 class Problems:
-    """What is wrong with which runs of a sweep, each problem said once."""
+    """Problems of a sweep's runs. Each problem is listed once, with the runs it concerns."""
 
     def __init__(self) -> None:
         self._names: dict[str, list[str]] = {}
 
     def add(self, error: UserError, name: str) -> None:
-        """Note the problems of one run."""
+        """Add the problems of one run."""
         first, *rest = str(error).splitlines()
         problems = [line.strip() for line in rest] if first == "invalid configuration:" else [str(error)]
         for problem in problems:
@@ -223,7 +280,7 @@ class Problems:
 
 
 def check_points(points: Sequence[Point], check_locally: Callable[[RunConfig], None]) -> None:
-    """Check every run's data, partition and model on this machine. Raises UserError with the problems of all."""
+    """Check every run's data, partition and model on this machine. Raises UserError with the problems of all runs."""
     problems = Problems()
     seen: dict[tuple[Scalar, ...], UserError | None] = {}
     for point in points:
@@ -243,7 +300,10 @@ def check_points(points: Sequence[Point], check_locally: Callable[[RunConfig], N
 
 
 def identity(config: RunConfig) -> str:
-    """What makes two runs the same, as text: the keys that tell runs apart; what has no effect on this one as its default."""
+    """Return a run's identity as JSON text: its keys about data and training.
+
+    A key without effect on this run has its default, so that it does not make runs differ.
+    """
     own = [(key, value) for key, value in config.own_keys() if key.tells_runs_apart]
     return json.dumps(
         {key.name: value if tells_runs_apart(key.name, config.resolved) else key.default for key, value in own},
@@ -253,9 +313,9 @@ def identity(config: RunConfig) -> str:
 
 @contextlib.contextmanager
 def locked(directory: Path, shared: bool = False) -> Iterator[None]:
-    """Hold a sweep's directory, created if needed. shared: with others that each do one run of it.
+    """Hold the lock of a sweep's directory; the directory is created if needed.
 
-    Raises UserError if another sweep is running in it.
+    shared: with other processes that each do one run of it. Raises UserError if another sweep is running there.
     """
     make_directory(directory)
     try:
@@ -267,9 +327,9 @@ def locked(directory: Path, shared: bool = False) -> Iterator[None]:
 
 
 def end_leftovers(directory: Path) -> int:
-    """End what a killed sweep left running in its directory (call while it is locked), and mark this process as the directory's.
+    """End processes that a killed sweep left running in its directory, and return their number.
 
-    Returns how many processes those were.
+    Call it while the directory is locked. It also marks this process as a process of that directory.
     """
     from fl_app.processes import end_processes, processes_with
 
@@ -280,9 +340,9 @@ def end_leftovers(directory: Path) -> int:
 
 
 def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, RecordedRun], dict[Path, str]]:
-    """Return the finished runs by identity, and the identities of unfinished ones by folder, directly under a directory.
+    """Return finished runs by identity, and identities of unfinished runs by folder, directly under a directory.
 
-    A config that cannot be read, or is one of another version, is nobody's: its identity is "".
+    The identity is "" if a run's config cannot be read, or is of another version.
     """
     finished: dict[str, RecordedRun] = {}
     unfinished: dict[Path, str] = {}
@@ -301,13 +361,13 @@ def scan(directory: Path, methods: Mapping[str, type]) -> tuple[dict[str, Record
 
 
 def resumable(folder: Path) -> int | None:
-    """Return the round after which an unfinished run has a sound checkpoint to go on from; None if it has none, or its clients
-    have removed their state.
+    """Return the round of an unfinished run's last sound checkpoint; None if the run cannot be resumed.
 
-    Raises UserError if another process runs it.
+    That is so without a sound checkpoint, and after clients have removed their state. Raises UserError if another
+    process runs it.
     """
     if RecordedRun(folder).state == "running":
-        raise UserError(f"{folder} is being run by another process")
+        raise UserError(f"another process is running {folder}")
     try:
         check_state(folder)
         return int(load_latest(folder).meta["round"])
@@ -316,33 +376,50 @@ def resumable(folder: Path) -> int | None:
 
 
 def with_other_data(points: Sequence[Point], runs: Iterable[tuple[str, RecordedRun]]) -> list[RecordedRun]:
-    """Return the runs of a sweep that were made of other data than are there now: files have changed in between.
+    """Return the runs whose data files have changed since they started.
 
-    runs: with their identities. What is not known, of runs of earlier versions and of data that cannot be opened here, counts as
-    the same.
+    runs: (identity, run) pairs. Unknown data count as unchanged: those of runs of earlier versions, and those that
+    cannot be opened here.
     """
     wanted = {identity(point.parsed): point.parsed for point in points}
     opened: dict[tuple[Scalar, ...], DataHashes | None] = {}
     found = []
     for whose, run in runs:
-        began, config = run.hashes.get(None), wanted.get(whose)
+        config, began = wanted.get(whose), _told_of_data(run)
         if began is None or config is None:
             continue
-        key = tuple(
-            value for spec, value in config.own_keys() if spec.about == "data" or spec.name in ("seed", "data-dir")
-        )
+        # clients that share a data set and hide it send one keyed hash
+        hidden = None not in run.hashes
+        names = ("seed", "data-dir")
+        key = (hidden, *(value for spec, value in config.own_keys() if spec.about == "data" or spec.name in names))
         if key not in opened:
             try:
-                opened[key] = data.open_data(config, look=True).hashes
-            except UserError:
+                here = data.open_data(config, look=True)
+                opened[key] = here.hidden_hashes if hidden else here.hashes
+            except (UserError, OSError):
                 opened[key] = None
-        if opened[key] not in (None, began):
+        now = opened[key]
+        if now is not None and began.difference(now):
             found.append(run)
     return found
 
 
+def _told_of_data(run: RecordedRun) -> DataHashes | None:
+    """Return the hashes of the data set that a run's clients share; None if unknown.
+
+    They are keyed if the clients hide the data set.
+    """
+    # the run may have moved to another folder since
+    if not run.hashes:
+        return None
+    if None in run.hashes:
+        return run.hashes[None]
+    shared = set() if run.settings.get("dataset") == NODE else set(run.hashes.values())
+    return shared.pop() if len(shared) == 1 else None
+
+
 def set_aside(folder: Path, where: str = UNFINISHED) -> Path:
-    """Move a run's folder to one of that name, beside it; returns its new path."""
+    """Move a run folder into the folder `where` beside it, and return its new path. A taken name gets a number."""
     target = folder.parent / where / folder.name
     make_directory(target.parent)
     for k in itertools.count(2):
@@ -361,9 +438,10 @@ def run_parallel(
     announce: Callable[[int, int, str], None],
     interrupted: Callable[[int], None] = lambda running: None,
 ) -> dict[str, str]:
-    """Run `jobs` points at a time, each as its own `corolla run`; the ends of the logs of failed ones by name.
+    """Run `jobs` points at a time, each as its own `corolla run`.
 
-    Logs are under the directory's `logs`. An interrupt ends the runs in progress too; `interrupted` is told how many first.
+    Return the exit code and end of the log of failed ones, by name. Logs are in the directory's `logs`. An interrupt
+    also ends the runs in progress; `interrupted` first gets their number.
     """
     logs = directory / "logs"
     make_directory(logs)
@@ -373,9 +451,9 @@ def run_parallel(
     def run(k: int, point: Point) -> None:
         announce(k, len(points), point.name)
         config, log = logs / f"{point.name}.toml", logs / f"{point.name}.log"
-        config.write_text(to_toml(point.config), encoding="utf-8")
+        publish_text(config, to_toml(point.config))
         plugins.write(plugins.files(point.config), logs)
-        with log.open("wb") as file:
+        with open(log, "wb", opener=opener) as file:
             command = [sys.executable, "-P", "-m", "corolla", "run", str(config), *options]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
             active.append(process)
@@ -392,7 +470,7 @@ def run_parallel(
             running = [process for process in active if process.poll() is None]
             interrupted(len(running))
             for process in running:
-                # at once: Ctrl-C would ask for the end of the round
+                # end it immediately: SIGINT would let it finish its round
                 process.send_signal(signal.SIGTERM)
             raise
     return failed

@@ -1,13 +1,16 @@
 """Presets: named settings, one per published figure of the papers' tables, and a few of our own.
 
-corolla/presets/*.toml holds two kinds of files. A plain one (demo.toml) is a run config by the file's name. One with
-`tables` is a paper: a preset per cell of its tables, `<file>/<column>` for the paper's own method (`own`) and
-`<file>/<column>/<method>` for the others. A cell's settings are inherited: `settings` of the file, then of the column's
-`datasets` entry, its `splits` entry, the table, the column, and of the row's `methods` entry, later ones winning; keys of
-other methods' tables are dropped. `rows` are the published figures in per cent, column by column: 86.82±1.18 or
-87.02(0.17), "-" for none. `notes` say where a setting departs from the paper or is not in it; `metric` is the figure of ours
-that is compared (corolla/experiments/compare.py; "" if a run does not record it); a method's `ran` says what the table's
-authors ran under its name, where that was another method.
+corolla/presets/*.toml holds two kinds of files. A plain file (demo.toml) is one run config, named after the file. A
+file with `tables` describes a paper and gives one preset per cell of its tables: `<file>/<column>` for the paper's own
+method (`own`), and `<file>/<column>/<method>` for the others.
+
+A cell merges the `settings` of six layers, later ones winning: the file, the column's `datasets` entry, its `splits`
+entry, the table, the column, and the row's `methods` entry. Keys of other methods' tables are dropped.
+
+- `rows`: published figures in per cent, column by column: 86.82±1.18 or 87.02(0.17), "-" for none.
+- `notes`: settings that depart from the paper, or that it does not state.
+- `metric`: our figure that is compared (corolla/experiments/compare.py); "" if a run does not record it.
+- `ran` of a method: the method that the table's authors ran instead, under this name.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import difflib
 import fnmatch
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,8 @@ from typing import Any
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, own
-from fl_app.known_names import OWN_PARTITION
+from fl_app.known_names import BY_COLUMN, OWN_PARTITION
+from fl_app.sources import anchored
 from fl_app.toml import flatten, read_toml
 
 PRESETS = Path(__file__).parent
@@ -34,7 +38,7 @@ SMALL_SAMPLES = {"train-samples": 100, "test-samples": 40}
 
 @dataclass(frozen=True)
 class Published:
-    """One cell of a paper's table, in per cent; std is None where the paper gives none."""
+    """One cell of a paper's table, in per cent; std is None if the paper gives none."""
 
     mean: float
     std: float | None
@@ -44,17 +48,17 @@ class Published:
         return format(str(self), spec)
 
     def __str__(self) -> str:
-        """Return it as the tables of `corolla presets` and `compare` show it."""
+        """Return it as `corolla presets` and `compare` print it."""
         return f"{self.mean:.2f}" + (f" ± {self.std:.2f}" if self.std is not None else "")
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings (flat run config) with their source.
+    """Settings (flat run config) with their source. All other fields are empty for presets of our own.
 
-    paper and source name the cell; repeats: runs behind it; metric: which figure of ours it is; notes: where the settings
-    depart from the paper; ran: the other method that the cell is of, "" if it is of the one it names. All are empty for presets of
-    our own.
+    paper, source: name the cell. metric: name of our figure to compare. repeats: number of the paper's runs. notes:
+    departures from the paper. ran: the method that the authors ran instead of the one they name; "" if they ran that
+    one.
     """
 
     name: str
@@ -70,7 +74,7 @@ class Preset:
 
 @functools.cache
 def all_presets() -> Mapping[str, Preset]:
-    """All presets by name, in the order of the files and tables."""
+    """Return all presets by name, in the order of files and tables."""
     found: dict[str, Preset] = {}
     for path in sorted(PRESETS.glob("*.toml")):
         content = read_toml(path)
@@ -125,7 +129,10 @@ def _published(cell: str) -> Published | None:
 
 
 def find(pattern: str = "") -> list[Preset]:
-    """Presets whose name contains `pattern` or, if it has wildcards, matches it. Raises UserError if none does."""
+    """Return the presets with `pattern` in their names; a pattern with wildcards must match the whole name.
+
+    Raises UserError if no name matches.
+    """
     wild = pattern if set(pattern) & set("*?[") else f"*{pattern}*"
     found = [preset for name, preset in all_presets().items() if fnmatch.fnmatchcase(name, wild)]
     found.sort(key=lambda preset: preset.name.split("/"))
@@ -140,15 +147,10 @@ def _nearest(name: str) -> str:
 
 
 def read_preset(name: str) -> dict[str, Scalar]:
-    """Read a preset by name, or a TOML file by path, as a flat run config. Raises UserError for a wrong name, with the nearest."""
+    """Return a preset, by name, or a TOML file, by path, as a flat run config. Raises UserError for an unknown name."""
     path = Path(name)
     if name.endswith(".toml"):
-        if not path.exists():
-            raise UserError(f"{name}: no such file{_file_beside(path)}")
-        content = read_toml(path)
-        if "grid" in content or "variants" in content:
-            raise UserError(f"{name} is a sweep: use `corolla sweep {name}`")
-        return flatten(content)
+        return read_file(path).settings
     preset = all_presets().get(name)
     if preset is None:
         if path.is_file():
@@ -159,23 +161,75 @@ def read_preset(name: str) -> dict[str, Scalar]:
     return dict(preset.settings)
 
 
+@dataclass(frozen=True)
+class RunFile:
+    """A file of config keys as read. settings: flat run config. files: the file, then those that it extends."""
+
+    settings: dict[str, Scalar]
+    files: tuple[Path, ...]
+
+
+def read_file(path: Path) -> RunFile:
+    """Read a file of config keys, with the file that it `extends` and the `preset` that it starts from.
+
+    A file's keys, including `preset`, win over those of the file that it extends; both win over the preset's. Paths are
+    relative to the file that names them. Raises UserError if a file is missing, is a sweep, or extends itself.
+    """
+    keys: dict[str, Any] = {}
+    files: list[Path] = []
+    following: Path | None = path
+    while following is not None:
+        if following.resolve() in [file.resolve() for file in files]:
+            raise UserError(f"extends: files extend each other: {' -> '.join(map(str, [*files, following]))}")
+        own = _keys_of(following, files)
+        files.append(following)
+        base = own.pop("extends", None)
+        keys = own | keys
+        following = None if base is None else following.parent / base
+    preset = keys.pop("preset", None)
+    if preset is not None and preset not in all_presets():
+        hint = "; `extends` names a file" if str(preset).endswith(".toml") else _nearest(str(preset))
+        raise UserError(f"{path}: preset: no preset {preset!r}{hint}")
+    below = {} if preset is None else all_presets()[preset].settings
+    return RunFile({**below, **keys}, tuple(files))
+
+
+def _keys_of(path: Path, extended_by: Sequence[Path]) -> dict[str, Any]:
+    """Return the keys in one file. extended_by: the files that led to it; the last of these names it."""
+    if not path.exists():
+        where = f"{extended_by[-1]}: extends: {path}" if extended_by else str(path)
+        raise UserError(f"{where}: no such file{_file_beside(path)}")
+    content = read_toml(path)
+    if "grid" in content or "variants" in content:
+        if extended_by:
+            raise UserError(f"{extended_by[-1]}: extends: {path} is a sweep, not a file of config keys")
+        raise UserError(f"{path} is a sweep: use `corolla sweep {path}`")
+    for key in ("extends", "preset"):
+        if not isinstance(content.get(key, ""), str):
+            raise UserError(f"{path}: {key}: expected a string, got {content[key]!r}")
+    return anchored(flatten(content), path.parent)
+
+
 def _file_beside(path: Path) -> str:
-    """Return the end of an error about a file that is not there: the .toml file there it may be meant for, if any is close."""
+    """Return the end of an error about a missing file: a .toml file of a similar name beside it, if any."""
     close = difflib.get_close_matches(path.name, [found.name for found in path.parent.glob("*.toml")], n=1, cutoff=0.8)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
 def small(config: RunConfig) -> dict[str, Scalar]:
-    """What `--scale small` changes in a config: clients, rounds and samples, to what a laptop does in minutes.
+    """Return the changes that `--scale small` makes to a config: clients, rounds and samples for minutes on a laptop.
 
-    Keys that count rounds shrink with them; when only some clients take part in a round, at least five do; the batch is at
-    most 20; `dirichlet`, which deals out all data, becomes `dirichlet-client`, which deals out as little as it is told.
-    Raises UserError for a `file:` partition, whose clients are given.
+    Keys that count rounds shrink in proportion. If only some clients take part in a round, at least five do. The batch
+    size is at most 20. `dirichlet` distributes all data, so it becomes `dirichlet-client`, which distributes a given
+    number of samples. Raises UserError for a `file:` partition, since its clients are fixed.
     """
     if config.partition.startswith(OWN_PARTITION):
-        raise UserError(f"--scale small: the clients of {config.partition} cannot be cut; give a smaller file")
+        raise UserError(f"--scale small: cannot cut the clients of {config.partition}; give a smaller file")
     rounds = min(config.num_server_rounds, SMALL_ROUNDS)
     clients = min(config.num_clients or SMALL_CLIENTS, SMALL_CLIENTS)
+    if config.partition == BY_COLUMN and config.num_clients:
+        # the data define the clients
+        clients = config.num_clients
     before: dict[str, Any] = {key.name: value for key, value in config.own_keys()}
     out: dict[str, Scalar] = {
         "scale": "small",

@@ -1,17 +1,19 @@
-"""The report's pictures of the headline metric, all runs compared: over rounds, and client by client."""
+"""Pictures of the headline metric for all runs: over rounds, and client by client."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
-from corolla.report.arrays import EVALUATED, LONG, Curve, Floats, ReportedRun, curve, unseen_accuracies
+from corolla.experiments.table import undefined_notes
+from corolla.report.arrays import EVALUATED, LONG, MANY, Curve, Floats, ReportedRun, curve, unseen_accuracies
 from corolla.report.figures import (
     TOGETHER,
     Panel,
@@ -20,11 +22,12 @@ from corolla.report.figures import (
     listed,
     metric_axis,
     new_figure,
+    percent_axis,
     rounds_axis,
     small_multiples,
     styled,
 )
-from corolla.report.groups import DATA_KEYS, Group, all_clients, differing, long_runs, over_seeds, short
+from corolla.report.groups import DATA_KEYS, Group, all_clients, differing, judged_by, long_runs, over_seeds, short
 from corolla.report.style import LINES, Look, tone
 from fl_app.tasks import Metric
 
@@ -34,26 +37,44 @@ SOURCES = (
     ("evaluation", "All clients' own models"),
     ("unseen", "Clients that never train"),
 )
-# by a group's number, as they are drawn
+# curves as drawn, by group number
 Curves = Mapping[int, Curve]
 Limits = tuple[float, float]
-# where not all models are the received ones
+# title if some methods test other models than the received ones
 BEFORE = "Before local training"
-# where some clients never train
+# title if some clients never train
 TRAINED = "Own models of clients that train"
+QUARTILES = "the middle half of the clients (quartiles)"
+BINS = 20
 
 
 def accuracy(groups: Sequence[Group]) -> Iterator[Panel]:
-    """Yield the pictures of the headline metric of all groups with any rounds, those of another task apart."""
+    """Yield the pictures of the groups' metrics, per headline metric: groups of different tasks do not share a picture.
+
+    Groups without rounds are left out.
+    """
     by_metric: dict[Metric, list[Group]] = {}
     for group in groups:
         if group.last_round:
             by_metric.setdefault(group.first.headline, []).append(group)
     for metric, same in by_metric.items():
         yield from _of(metric, same)
+        for other in dict.fromkeys(found for group in same for found in group.first.others):
+            judged = [judged_by(group, other) for group in same if other in group.first.others]
+            yield from _curves(other, judged)
+            yield from _sorted(other, judged)
 
 
 def _of(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
+    if any(_curves(metric, groups)):
+        yield from _curves(metric, groups)
+        yield from _spread(metric, groups)
+    yield from _sorted(metric, groups)
+    yield from _unseen(metric, groups)
+
+
+def _curves(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
+    """Yield the picture of a metric over rounds, if it is recorded."""
     known = {name: curves for name, _ in SOURCES if (curves := drawn(groups, name))}
     if not any(len(run.evaluations) > 1 for group in groups for run in group.runs):
         known = {name: curves for name, curves in known.items() if name not in EVALUATED}
@@ -61,9 +82,6 @@ def _of(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
         limits = late([(found.rounds, found.mean) for curves in known.values() for found in curves.values()])
         caption = _caption(groups, known) + long_runs(groups, cut=bool(limits))
         yield Panel(metric.name, f"{_title(metric)} over rounds", caption, lambda: _over_rounds(groups, known, limits))
-        yield from _spread(metric, groups)
-    yield from _sorted(metric, groups)
-    yield from _unseen(metric, groups)
 
 
 def _title(metric: Metric) -> str:
@@ -74,18 +92,21 @@ def _title(metric: Metric) -> str:
 
 
 def repeated(groups: Sequence[Group]) -> bool:
-    """Tell whether any of the groups has several runs, so that bands are over seeds."""
+    """Return whether any group has several runs, so that bands are over seeds."""
     return any(len(group.runs) > 1 for group in groups)
 
 
 def drawn(groups: Sequence[Group], name: str) -> Curves:
-    """Return what one picture has of all groups: their means over seeds if any of them has several."""
+    """Return one picture's curves by group number: means over seeds if any group has several runs."""
     found = {group.number: over_seeds(group, name) if repeated(groups) else curve(group.runs, name) for group in groups}
     return {number: one.smooth() for number, one in found.items() if one}
 
 
 def late(lines: Sequence[tuple[NDArray[np.int64], Floats]]) -> Limits | None:
-    """Return limits of y without what the first tenth of many rounds alone reaches; None if that leaves half of the picture."""
+    """Return y limits that ignore the first tenth of a long run, or None.
+
+    None for short runs (below LONG rounds), and if these limits would hide less than half of the picture's height.
+    """
     last = max(int(rounds[-1]) for rounds, _ in lines)
     if last < LONG:
         return None
@@ -96,22 +117,27 @@ def late(lines: Sequence[tuple[NDArray[np.int64], Floats]]) -> Limits | None:
 
 
 def _who(groups: Sequence[Group], known: Mapping[str, Curves]) -> str:
-    """Say over whom the curves of evaluations are means, a phrase to add."""
+    """Return a sentence on the clients that the evaluations' means are over; empty without evaluations."""
     if "evaluation" not in known:
         return ""
     title = _titles(groups)["evaluation"]
     if not any_unseen(groups):
-        return f" (right, {title}: over all clients)"
-    return f" ({title}: over all clients but those that never train, who stand apart, right)"
+        return f"{title} (right): mean over all clients. "
+    return f"{title}: mean over all of these; clients that never train are on the right. "
+
+
+def _outer(curves: Iterable[Curve]) -> str:
+    """Return a phrase that explains the paler band; empty if there is none."""
+    return "; paler: the middle 90 % (5 % to 95 % quantiles)" if any(curve.tails for curve in curves) else ""
 
 
 def any_unseen(groups: Sequence[Group]) -> bool:
-    """Tell whether any of the groups has clients that never train."""
+    """Return whether any group has clients that never train."""
     return any(run.has_unseen for group in groups for run in group.runs)
 
 
 def _titles(groups: Sequence[Group]) -> dict[str, str]:
-    """Return the titles of the pictures side by side."""
+    """Return the titles of the side-by-side pictures."""
     titles = dict(SOURCES)
     if tested(groups):
         titles["before"] = BEFORE
@@ -121,24 +147,31 @@ def _titles(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def _caption(groups: Sequence[Group], known: Mapping[str, Curves]) -> str:
-    bands, other = "Bands: the middle half of the clients (quartiles).", ""
+    bands, other = f"Bands: {QUARTILES}{_outer(curves for found in known.values() for curves in found.values())}.", ""
     if repeated(groups):
-        bands = "Where a curve stands for several seeds it is their mean, and the band ± one sample standard deviation over them."
+        bands = "A curve of several seeds is their mean, in a band of ± one sample standard deviation."
     elif len(groups) > TOGETHER:
-        bands = "Their spread is in the next picture."
+        bands = "The next picture shows their spread."
     firsts = [group.first for group in groups]
     if {*DATA_KEYS, "seed"} & set(differing(firsts)):
         other = "The runs do not all have the same test data: see their settings."
     return (
-        f"Lines: mean over the round's clients{_who(groups, known)}, each on its own test data. {bands} A gap between the "
-        f"pictures is what local training adds, and what aggregation takes away again. {tested(groups)}{other}"
+        f"Lines: mean over the round's clients, each on its own test data. {_who(groups, known)}{bands} The gap between the "
+        f"pictures shows how much local training gains and aggregation loses again. {tested(groups)}{other} {_left_out(groups)}"
     ).rstrip()
 
 
+def _left_out(groups: Sequence[Group]) -> str:
+    """Return sentences that name the clients with data that define the metric; empty if all do."""
+    title = groups[0].first.headline.title
+    notes = undefined_notes(run for group in groups for run in group.runs)
+    return "".join(f"{note}. " for note in notes if note.startswith(f"{title}: "))
+
+
 def tested(groups: Sequence[Group]) -> str:
-    """Say of which methods' runs other models were tested than those that training starts from and ends with."""
+    """Return sentences about methods that test other models than the start and the end of training."""
     told = dict.fromkeys((group.method, group.first.tested) for group in groups if group.first.tested)
-    return "".join(f"But of {method}, {text}. " for method, text in told)
+    return "".join(f"{method} is an exception: {text}. " for method, text in told)
 
 
 def _tested_before(groups: Sequence[Group]) -> str:
@@ -154,7 +187,7 @@ def _over_rounds(groups: Sequence[Group], known: Mapping[str, Curves], limits: L
         for group in groups:
             band = len(group.runs) > 1 if repeated(groups) else len(groups) <= TOGETHER
             _line(axes, curves.get(group.number), short(group.label), style[group.number], band)
-        # four side by side leave a title little room
+        # four pictures leave a title little room
         axes.set_title(textwrap.fill(titles[name], 24) if len(known) == len(SOURCES) else titles[name])
         rounds_axis(axes, last)
         metric_axis(groups)(axes) if k == 0 else axes.tick_params(labelleft=False)
@@ -166,11 +199,13 @@ def _over_rounds(groups: Sequence[Group], known: Mapping[str, Curves], limits: L
 
 
 def _line(axes: Axes, found: Curve | None, label: str, look: Look, band: bool) -> None:
-    """Draw a curve; a label without one is for the legend."""
+    """Draw a curve. Without one, only the label is added, for the legend."""
     if found is None:
         axes.plot([], [], label=label, **look.line_style(1))
         return
     if band:
+        if found.tails:
+            axes.fill_between(found.rounds, *found.tails, color=look.drawn(), alpha=0.1, linewidth=0)
         axes.fill_between(found.rounds, found.low, found.high, color=look.drawn(), alpha=0.16, linewidth=0)
         for edge in (found.low, found.high):
             axes.plot(found.rounds, edge, color=look.drawn(), linestyle=look.line, linewidth=0.6, alpha=0.7)
@@ -182,7 +217,7 @@ def _behind(axes: Axes, x: NDArray[Any], y: Floats) -> None:
 
 
 def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
-    """Yield what one picture cannot hold: the spread over clients, and the single runs behind a mean."""
+    """Yield the pictures of the spread over clients and of the single runs of a mean, if one picture cannot show them."""
     curves = {group.number: one.smooth() for group in groups if (one := curve(group.runs, "before"))}
     several = [group for group in groups if group.number in curves and len(group.runs) > 1]
     if curves and (len(groups) > TOGETHER or several):
@@ -190,8 +225,8 @@ def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
         yield Panel(
             f"{metric.name}-spread",
             f"{_title(metric)} and its spread over clients, run by run",
-            f"{_title(metric)} of {_tested_before(groups)} before local training. Line: mean over the round's clients; band: the "
-            "middle half of the clients (quartiles), of all seeds together; grey: the other runs."
+            f"{_title(metric)} of {_tested_before(groups)} before local training. Line: mean over the round's clients; band: "
+            f"{QUARTILES}, of all seeds together{_outer(curves.values())}; grey: the other runs."
             + long_runs(groups, cut=bool(limits)),
             lambda: _clients_spread(groups, curves, limits),
         )
@@ -214,7 +249,7 @@ def _spread(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
 def _small_over_rounds(
     groups: Sequence[Group], draw: Callable[[Axes, Group, bool], None], limits: Limits | None
 ) -> Figure:
-    """One small picture per group, over rounds; draw: as `small_multiples` takes it."""
+    """Return one small picture per group, over rounds. draw: see `small_multiples`."""
     last = max(group.last_round for group in groups)
     figure, grid = small_multiples(groups, draw)
     label_outer(grid, min(4, len(groups)), lambda axes: rounds_axis(axes, last), metric_axis(groups))
@@ -256,6 +291,11 @@ def _single_runs(
 # Client by client -----------------------------------------------------------------------------------------------------
 
 
+def _name(picture: str, metric: Metric) -> str:
+    """Return a picture's name, which includes the metric unless that is accuracy."""
+    return picture if metric.name == "accuracy" else f"{picture}-{metric.name}"
+
+
 def _sorted(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     drawn = [group for group in groups if all_clients(group)[0].size]
     if not drawn:
@@ -268,12 +308,20 @@ def _sorted(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     apart = any_unseen(drawn)
     alone = " Clients that never train are in the next picture." if apart else ""
     yield Panel(
-        "clients" if metric.name == "accuracy" else f"clients-{metric.name}",
+        _name("clients", metric),
         f"Final {metric.title} of each client{' that trains' if apart else ''}",
-        f"Clients sorted by {metric.title} on their own test data: where the line starts is the worst-off client, and where it "
-        f"crosses 50 % the median one. A flat line treats all alike.{seeds}{alone} Measured: {where}.",
+        f"Clients sorted by {metric.title} on their own test data: the line starts at the worst client and crosses 50 % at the "
+        f"median one. A flat line means equal results for all clients.{seeds}{alone} Measured: {where}.",
         lambda: _clients(drawn, {group.number: all_clients(group)[0] for group in drawn}),
     )
+    if any(all_clients(group)[0].size > MANY * len(group.runs) for group in drawn):
+        yield Panel(
+            _name("histogram", metric),
+            f"Distribution of the clients' final {metric.title}",
+            f"Share of the clients{' that train' if apart else ''} by {metric.title} on their own test data, as in the picture "
+            f"above.{seeds} Dashed: the mean; dotted: the 5 % and the 95 % quantile.",
+            lambda: _histograms(drawn, {group.number: all_clients(group)[0] for group in drawn}),
+        )
 
 
 def _unseen(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
@@ -285,8 +333,8 @@ def _unseen(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
         yield Panel(
             f"unseen-{metric.name}",
             f"Final {metric.title} of each client that never trains",
-            f"Clients that are kept out of all training (holdout-clients), sorted by {metric.title} on their own test data, with "
-            f"the model that the method gives a client it has nothing of. Measured: {where}.",
+            f"Clients that never train (holdout-clients), sorted by {metric.title} on their own test data, with the model that "
+            f"the method gives a new client. Measured: {where}.",
             lambda: _clients(drawn, {number: found for number, (found, _) in values.items()}),
         )
 
@@ -317,4 +365,39 @@ def _clients(groups: Sequence[Group], sorted_values: Mapping[int, Floats]) -> Fi
     ticks(axes)
     metric_axis(groups)(axes)
     legend(figure, axes)
+    return figure
+
+
+def _histograms(groups: Sequence[Group], values: Mapping[int, Floats]) -> Figure:
+    """Return one small histogram per group, with the others in grey behind it."""
+    style, every = styled(groups), np.concatenate([values[group.number] for group in groups])
+    low, high = (0.0, 1.0) if groups[0].first.headline.ratio else (float(every.min()), float(every.max()))
+    # bins narrower than the steps between values would stay empty
+    steps = np.diff(np.unique(every))
+    width = max((high - low) / BINS, float(steps.min(initial=1)) if steps.size else 1.0)
+    edges = np.arange(low - width / 2, high + width, width)
+    shares = {number: np.histogram(found, edges)[0] / len(found) for number, found in values.items()}
+
+    def draw(axes: Axes, group: Group, in_focus: bool) -> None:
+        share = shares[group.number]
+        if not in_focus:
+            axes.stairs(share, edges, color=tone(0.82), linewidth=0.9, zorder=1)
+            return
+        colour, found = style[group.number].drawn(), values[group.number]
+        axes.stairs(share, edges, fill=True, color=colour, alpha=0.35)
+        axes.stairs(share, edges, color=colour, linewidth=1.2)
+        axes.axvline(float(found.mean()), color=colour, linestyle=(0, (5, 2)))
+        for quantile in np.percentile(found, (5, 95)):
+            axes.axvline(float(quantile), color=colour, linestyle=(0, (1.3, 1.4)))
+
+    def across(axes: Axes) -> None:
+        axes.set_xlim(edges[0], edges[-1])
+        label = groups[0].first.headline
+        if label.ratio:
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}"))
+        axes.set_xlabel(f"test {label.title}{' (%)' if label.ratio else ''}")
+
+    figure, grid = small_multiples(groups, draw)
+    label_outer(grid, min(4, len(groups)), across, lambda axes: percent_axis(axes, "clients (%)"))
+    grid[0].set_ylim(bottom=0)
     return figure

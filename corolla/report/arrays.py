@@ -1,4 +1,4 @@
-"""What a report knows of its runs: run folders, and their records as arrays."""
+"""Runs of a report: run folders, and their records as arrays."""
 
 from __future__ import annotations
 
@@ -13,32 +13,44 @@ from numpy.typing import NDArray
 from corolla.experiments.runs import RecordedRun, find, that_never_train, that_train
 from fl_app.figures import Figure, from_json
 from fl_app.keys import show
-from fl_app.metrics import Metric, Record, moments
+from fl_app.metrics import Metric, moments
+from fl_app.server import client_rows, progress_protocol
+from fl_app.server.client_rows import Rows
 
 Floats = NDArray[np.float64]
-# curves of as many rounds are drawn as a running mean over a fortieth of them
+# curves of at least this many rounds are drawn as a running mean over a fortieth of them
 LONG = 80
-# of an evaluation's clients, those of a curve's name
+# for more clients than this, pictures show quantiles, histograms and groups instead of single clients
+MANY = progress_protocol.MANY
+# function that selects an evaluation's clients, by name of the curve
 EVALUATED = {"evaluation": that_train, "unseen": that_never_train}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric over rounds: mean and quartiles over the clients, all [rounds]."""
+    """A metric over rounds: mean and quartiles over the clients, all float64 [rounds].
+
+    tails: the 5 % and the 95 % quantile, if a round has more than MANY clients.
+    """
 
     rounds: NDArray[np.int64]
     mean: Floats
     low: Floats
     high: Floats
+    tails: tuple[Floats, Floats] | None = None
 
     def smooth(self) -> Curve:
-        """Return the curve as it is drawn."""
-        return Curve(self.rounds, *(smooth(values) for values in (self.mean, self.low, self.high)))
+        """Return the curve as drawn."""
+        tails = (smooth(self.tails[0]), smooth(self.tails[1])) if self.tails else None
+        return Curve(self.rounds, smooth(self.mean), smooth(self.low), smooth(self.high), tails)
 
 
 @dataclass(frozen=True)
 class ReportedRun(RecordedRun):
-    """A run of a report. declared: figures by method, for runs that did not keep theirs; number, label: its names in the report."""
+    """A run of a report. declared: figures by method, for runs that do not record them.
+
+    number, label: its names in the report.
+    """
 
     declared: Mapping[str, Sequence[Figure]] = field(default_factory=dict, compare=False, repr=False)
     number: str = "1"
@@ -46,21 +58,30 @@ class ReportedRun(RecordedRun):
 
     @cached_property
     def finished(self) -> bool:
-        """Whether it had its summary when it was read: a run that ends meanwhile stays as it was."""
+        """Whether it had its summary when it was read. It is read once, so that a run that ends meanwhile does not change."""
         return super().finished
 
     @cached_property
     def figures(self) -> tuple[Figure, ...]:
-        """What its method declared."""
+        """Figures that its method declared."""
         return (
             from_json(self.about["figures"]) if "figures" in self.about else tuple(self.declared.get(self.method, ()))
         )
 
     def named(self, number: str, label: str) -> ReportedRun:
-        """Return this run under other names; what has been read of it is not read again."""
+        """Return this run with another number and label. Data that were read already are shared."""
         other = replace(self, number=number, label=label)
         for name, value in vars(self).items():
             vars(other).setdefault(name, value)
+        return other
+
+    def judged(self, metric: str) -> ReportedRun:
+        """Return this run judged by another of its metrics, given by name."""
+        other = replace(self, judged_by=metric)
+        for name, value in vars(self).items():
+            # the outcome depends on the metric
+            if name != "outcome":
+                vars(other).setdefault(name, value)
         return other
 
     def setting(self, name: str) -> str:
@@ -74,22 +95,23 @@ class ReportedRun(RecordedRun):
         return text
 
     def key(self, name: str) -> str:
-        """Return how a record names the headline metric `before` or `after` training, or in an evaluation (EVALUATED); others as
-        they are.
+        """Return the key of the headline metric in a record. Names other than those below are returned unchanged.
+
+        name: `before` or `after` training, or an evaluation (EVALUATED).
         """
         before, after = moments(self.headline.name)
         return {"before": before, "after": after}.get(name, self.headline.name if name in EVALUATED else name)
 
     @property
     def has_unseen(self) -> bool:
-        """Whether its evaluations are also of clients that never train."""
+        """Whether its evaluations include clients that never train."""
         return any(that_never_train(evaluation) for evaluation in self.evaluations.values())
 
 
 def read_runs(paths: Sequence[Path], declared: Mapping[str, Sequence[Figure]] | None = None) -> list[ReportedRun]:
     """Read run folders, or folders of run folders. Raises UserError naming every path that is neither.
 
-    declared: figures by method, for runs of before these were kept in run.json.
+    declared: figures by method, for runs of earlier versions, which do not record them in run.json.
     """
     return [read_run(run.path, declared) for run in find(paths)]
 
@@ -105,7 +127,10 @@ def read_run(path: Path, declared: Mapping[str, Sequence[Figure]] | None = None)
 
 
 def curve(runs: Sequence[ReportedRun], name: str) -> Curve | None:
-    """Mean and quartiles of a metric of the runs' clients over the rounds; name: as `ReportedRun.key` takes it."""
+    """Return mean and quartiles over the runs' clients of a metric, by round; None if it is not recorded.
+
+    name: see `ReportedRun.key`.
+    """
     samples: dict[int, list[Floats]] = {}
     for run in runs:
         if name in EVALUATED:
@@ -118,17 +143,22 @@ def curve(runs: Sequence[ReportedRun], name: str) -> Curve | None:
     if not samples:
         return None
     pooled = [np.concatenate(samples[t]) for t in sorted(samples)]
-    low, high = np.array([np.percentile(values, (25, 75)) for values in pooled]).T
-    return Curve(np.array(sorted(samples), np.int64), np.array([values.mean() for values in pooled]), low, high)
+    lowest, low, high, highest = np.array([np.percentile(values, (5, 25, 75, 95)) for values in pooled]).T
+    means = np.array([values.mean() for values in pooled])
+    many = any(values.size > MANY for found in samples.values() for values in found)
+    return Curve(np.array(sorted(samples), np.int64), means, low, high, (lowest, highest) if many else None)
 
 
 def window(rounds: int) -> int:
-    """Of how many rounds a point of a drawn curve is the mean; odd."""
+    """Return the number of rounds in a drawn curve's running mean; odd."""
     return 1 if rounds < LONG else 2 * rounds // LONG | 1
 
 
 def smooth(values: Floats) -> Floats:
-    """Running mean over `window`, centred; the first values over as many as there are before them, the last over what is left."""
+    """Return the running mean over `window`, centred.
+
+    Near the start the window shrinks symmetrically; at the end it is cut off.
+    """
     if len(values) < LONG:
         return values
     at = np.arange(len(values))
@@ -139,38 +169,49 @@ def smooth(values: Floats) -> Floats:
     return means
 
 
-def numbers(clients: dict[str, Record], name: str) -> Floats:
-    """A metric of the clients that have it, [n]."""
-    return np.array([row[name] for row in clients.values() if row.get(name) is not None], np.float64)
+def numbers(clients: Rows, name: str) -> Floats:
+    """Return a metric of the clients that have it, [n]."""
+    values = client_rows.numbers(clients, name)
+    return values[~np.isnan(values)]
 
 
 def final_accuracies(run: ReportedRun) -> tuple[Floats, str]:
-    """Last known headline metric of each client that trains, sorted from worst to best, and where it comes from."""
+    """Return the last known headline metric of each client that trains, worst to best, and its source as text."""
+    known, where = last_known(run)
+    return ranked(np.array(list(known.values()), np.float64), run.headline), where
+
+
+def last_known(run: ReportedRun) -> tuple[dict[str, float], str]:
+    """Return the last known headline metric of each client that trains, by id, and its source as text."""
     last, before = run.last_evaluation, run.key("before")
     if last and (run.finished or numbers(that_train(last[1]), run.headline.name).size):
         who = "all clients that train" if run.has_unseen else "all clients"
-        return ranked(numbers(that_train(last[1]), run.headline.name), run.headline), f"{who}, after round {last[0]}"
+        return _having(that_train(last[1]), run.headline.name), f"{who}, after round {last[0]}"
     latest: dict[str, float] = {}
     for record in run.rounds.values():
-        latest |= {i: row[before] for i, row in record.get("clients", {}).items() if row.get(before) is not None}
-    return ranked(
-        np.array(list(latest.values()), np.float64), run.headline
-    ), "each client's last round, before training"
+        latest |= _having(record.get("clients", {}), before)
+    return latest, "each client's last round, before training"
+
+
+def _having(clients: Rows, name: str) -> dict[str, float]:
+    """Return a metric of the clients that have it, by id."""
+    values = zip(client_rows.ids(clients), client_rows.numbers(clients, name), strict=True)
+    return {str(i): float(value) for i, value in values if not np.isnan(value)}
 
 
 def unseen_accuracies(run: ReportedRun) -> tuple[Floats, str]:
-    """Headline metric of each client that never trains in the last evaluation, worst to best, and where it comes from."""
+    """Return the final headline metric of clients that never train, worst to best, and its source as text."""
     t, last = run.last_evaluation or (0, {})
     return ranked(numbers(that_never_train(last), run.headline.name), run.headline), f"after round {t}"
 
 
 def ranked(values: Floats, metric: Metric) -> Floats:
-    """Sort from worst to best."""
+    """Return values sorted from worst to best."""
     return np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
 
 
 def spent(run: ReportedRun) -> dict[int, tuple[float, float]]:
-    """Bytes exchanged until the models of a round were with the clients, and the accuracy these had, by round."""
+    """Return (bytes exchanged until the clients had a round's models, headline metric of these models) by round."""
     out, total = {}, 0.0
     for t, record in run.rounds.items():
         total += record.get("download-bytes") or 0
@@ -181,12 +222,12 @@ def spent(run: ReportedRun) -> dict[int, tuple[float, float]]:
 
 
 def server_seconds(run: ReportedRun) -> dict[str, float]:
-    """Wall seconds per round by phase, mean over the recorded rounds."""
+    """Return wall seconds per round by phase, as the mean over the recorded rounds."""
     return _mean_seconds([r.get("seconds", {}) for r in run.rounds.values()], len(run.rounds))
 
 
 def client_seconds(run: ReportedRun) -> dict[str, float]:
-    """A client's seconds per round by phase, mean over rounds and clients."""
+    """Return a client's seconds per round by phase, as the mean over rounds and clients."""
     rows = [row.get("seconds", {}) for r in run.rounds.values() for row in r.get("clients", {}).values()]
     return _mean_seconds(rows, len(rows))
 

@@ -36,6 +36,8 @@ td.name { overflow-wrap: anywhere; min-width: 9rem; } code { font-size: .92em; o
 td button { color: var(--link); font-size: .92em; } tr.single td { color: var(--soft); border-bottom-style: dotted; }
 tr.single td.name { padding-left: 1.9rem; } .scripted tbody:not(.open) tr.single { display: none; }
 html:not(.scripted) td button { display: none; }
+.filter { margin: .8rem 0 -.3rem; font-size: .86rem; } .filter input { font: inherit; width: 22rem; max-width: 100%; }
+.filter span { color: var(--soft); margin-left: .6rem; }
 .warn { border: 2px solid var(--warn); border-left-width: 10px; background: var(--warn-paper); padding: .7rem 1rem;
   margin: 1rem 0; }
 .warn p { margin: .2rem 0; max-width: none; }
@@ -45,7 +47,8 @@ html:not(.scripted) td button { display: none; }
 @media (max-width: 700px) { main { padding: 1rem .8rem 3rem; } h1 { font-size: 1.5rem; } nav > details > ul { columns: 1; }
   .picture img { width: min(var(--w), 720px); max-width: none; }
   th.name, td.name { position: sticky; left: 0; background: var(--paper); min-width: 7rem; } }
-@media print { body, main { background: #fff; padding: 0; } figure { break-inside: avoid; } .zoom, nav { display: none; } }
+@media print { body, main { background: #fff; padding: 0; } figure { break-inside: avoid; }
+  .zoom, .filter, nav { display: none; } }
 """
 
 SCRIPT = """
@@ -65,6 +68,34 @@ for (const table of document.querySelectorAll("table.sortable")) {
     };
     [...table.tBodies].sort((a, b) => compare(value(a), value(b))).forEach(body => table.append(body));
   }));
+}
+for (const table of document.querySelectorAll("table.sortable")) {
+  const bodies = [...table.tBodies];
+  if (bodies.length <= 20) continue;
+  const heads = [...table.tHead.rows[0].cells].map(cell => cell.textContent.toLowerCase());
+  const cellsOf = body => [...body.rows[0].cells];
+  const matches = (body, term) => {
+    const [, name, sign, wanted] = term.match(/^([^<>=]+)([<>=])(.+)$/) ?? [];
+    const column = sign ? heads.findIndex(head => head.startsWith(name)) : -1;
+    if (column < 0) return [...body.querySelectorAll("td")].some(cell => cell.textContent.toLowerCase().includes(term));
+    const text = cellsOf(body)[column].textContent.trim().toLowerCase();
+    if (sign === "=") return text === wanted || (text !== "" && Number(text) === Number(wanted));
+    return sign === "<" ? parseFloat(text) < Number(wanted) : parseFloat(text) > Number(wanted);
+  };
+  const line = document.createElement("p"), input = document.createElement("input"), count = document.createElement("span");
+  line.className = "filter";
+  input.type = "search";
+  input.placeholder = `filter: words, or ${heads[1].split(" ")[0]}<50`;
+  input.setAttribute("aria-label", "show only rows with these words");
+  count.setAttribute("role", "status");
+  input.addEventListener("input", () => {
+    const terms = input.value.toLowerCase().split(/ +/).filter(Boolean);
+    for (const body of bodies) body.hidden = !terms.every(term => matches(body, term));
+    const shown = bodies.filter(body => !body.hidden).length;
+    count.textContent = terms.length ? `${shown} of ${bodies.length} rows` : "";
+  });
+  line.append(input, count);
+  table.parentElement.before(line);
 }
 for (const button of document.querySelectorAll("button.open")) {
   button.addEventListener("click", () => {

@@ -1,4 +1,4 @@
-"""The report's pictures of what runs cost, all compared: bytes and seconds."""
+"""Pictures of the costs of all runs: bytes and seconds."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from corolla.report.figures import Panel, legend, metric_axis, new_figure, style
 from corolla.report.groups import Group, exchanged, long_runs, phases, short
 from corolla.report.style import COLOURS, HATCHES, paper, shown
 
-# bytes and accuracies by a group's number
+# (bytes, headline metric) by group number
 Points = dict[int, tuple[Floats, Floats]]
 Side = tuple[str, Callable[[ReportedRun], dict[str, float]]]
 
 
 def costs(groups: Sequence[Group]) -> Iterator[Panel]:
-    """Yield the pictures of what the groups with any rounds cost."""
+    """Yield the cost pictures of the groups with any rounds."""
     groups = [group for group in groups if group.last_round]
     yield from _communication(groups)
     yield from _seconds(groups)
@@ -36,8 +36,9 @@ def _communication(groups: Sequence[Group]) -> Iterator[Panel]:
         yield Panel(
             "communication",
             f"Communication and {metric.title}",
-            f"What was sent until the clients had the models whose {metric.title} is shown (mean, before local training), uploads "
-            f"and downloads of all clients together. {better} and further left is better." + long_runs(groups),
+            f"Across: bytes sent until the clients had a round's models, uploads and downloads of all clients together. Up: mean "
+            f"{metric.title} of these models before local training. {better} and further left is better."
+            + long_runs(groups),
             lambda: _bytes_and_accuracy(drawn, points),
         )
 
@@ -74,10 +75,10 @@ def _seconds(groups: Sequence[Group]) -> Iterator[Panel]:
         yield Panel(
             "seconds",
             "Seconds per round by phase",
-            "Mean over the rounds. Left: the server's wall time; wait is mostly the clients' training, take-in is decoding and "
-            "checking uploads, personalize is the method's aggregation, record writes the round before. Right: what one client "
-            "does meanwhile, mean over clients; clients that share a machine wait for each other, so the left bar is not their "
-            "sum.",
+            "Mean over the rounds. Left: the server's wall time. wait: mostly the clients' training; take-in: decoding and "
+            "checking uploads; personalize: the method's aggregation; record: writing the previous round. Right: one "
+            "client's time, mean over clients. Clients that share a machine wait for each other, so the left bar is not "
+            "the sum over clients.",
             lambda: _phases(groups, sides),
         )
 
@@ -99,7 +100,7 @@ def _phases(groups: Sequence[Group], sides: Sequence[Side]) -> Figure:
 
 
 def _stacked(axes: Axes, rows: list[dict[str, float]]) -> None:
-    """Horizontal bars, one per row, stacked by phase, with their sums at the end."""
+    """Draw horizontal bars, one per row, stacked by phase, with their sums at the end."""
     left = np.zeros(len(rows))
     for k, phase in enumerate(dict.fromkeys(name for row in rows for name in row)):
         width = np.array([row.get(phase, 0.0) for row in rows])

@@ -1,4 +1,7 @@
-"""The report's numbers as CSV, one line per run and round, and one per run, round and client; ratios and bytes, nothing rounded."""
+"""The report's numbers as CSV: one line per run and round, and one per run, round and client. Nothing is rounded.
+
+Metrics are ratios, and traffic is in bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,32 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from corolla.experiments.runs import RecordedRun
 from fl_app.metrics import Record
+from fl_app.server.run_folder import NAME
 
 ROUNDS, CLIENTS = "rounds.csv", "clients.csv"
-# Parts of a round's record that are written in their own way.
+# parts of a round's record with a format of their own
 _PARTS = ("round", "clients", "evaluation", "failures", "seconds")
 
 Line = dict[str, object]
 
 
 def rounds_csv(runs: Sequence[RecordedRun]) -> str:
-    """One line per run and round: everything the round recorded that is one number."""
+    """Return one line per run and round, with every number that the round recorded."""
     return _csv([_start(run, line) for run in runs for line in round_lines(run)])
 
 
 def clients_csv(runs: Sequence[RecordedRun]) -> str:
-    """One line per run, round and client that took part or was evaluated: everything recorded of it that is one number."""
+    """Return one line per run, round and client that took part or was evaluated: its name and all its recorded numbers."""
     return _csv([_start(run, line) for run in runs for line in client_lines(run)])
 
 
 def round_lines(run: RecordedRun) -> list[Line]:
-    """What each round of a run recorded that is one number, by name; `round` is its own."""
+    """Return the numbers that each round of a run recorded, by name, with `round`."""
     return [{"round": t, **_round(record)} for t, record in run.rounds.items()]
 
 
 def client_lines(run: RecordedRun) -> list[Line]:
-    """What each round recorded of each client that is one number, by name; `round` and `client` say which."""
+    """Return the numbers that each round recorded per client, by name, with `round`, `client` and its `name`."""
     return [{"round": t, **line} for t, record in run.rounds.items() for line in _clients(run, record)]
 
 
@@ -55,8 +59,10 @@ def _clients(run: RecordedRun, record: Record) -> Iterator[Line]:
     evaluated, unseen = measured.get("clients", {}), measured.get("unseen", {}).get("ids", [])
     for client_id in sorted({*trained, *evaluated}, key=int):
         row, facts = trained.get(client_id, {}), run.clients.get(client_id, {})
+        named = {"name": facts[NAME]} if NAME in facts else {}
         yield {
             "client": int(client_id),
+            **named,
             "unseen": int(client_id) in unseen,
             **{name: facts.get(name) for name in ("train-samples", "test-samples")},
             **dict(_numbers(row)),

@@ -1,34 +1,46 @@
-"""What all pictures of the report share: a picture and its files, axes, legends; matplotlib's objects, no pyplot."""
+"""Shared parts of the report's pictures: a picture and its files, axes, legends.
+
+They use matplotlib's objects, not pyplot.
+"""
 
 from __future__ import annotations
 
 import io
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from numpy.typing import NDArray
+from rich.cells import cell_len
 
+from corolla.report import fonts
 from corolla.report.groups import Group, short
 from corolla.report.style import DARK, LIGHT, Look, looks
 
-# inches, shown as 1100 pixels
+# width of a picture in inches, shown as 1100 pixels
 WIDTH = 11.0
 DPI = 160
-# curves whose spread can share one picture
+# most letters of a client's name on an axis
+ROOM = 20
+# most curves with bands in one picture
 TOGETHER = 4
+# most rows of a picture; more clients than this are averaged with their neighbours
+MOST_ROWS = 200
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A picture of the report. name: of its files; caption: how to read it; folded: the page shows it on demand.
+    """A picture of the report. name: its files' name. caption: explains it. folded: the page shows it on demand.
 
-    draw: called anew for every rendering, with the settings of light or dark pictures in force.
+    draw: called for every rendering, with matplotlib's settings for light or dark pictures.
     """
 
     name: str
@@ -38,16 +50,22 @@ class Panel:
     folded: bool = False
 
     def render(self, kind: str = "png", dark: bool = False) -> bytes:
-        """Return the picture as a png, svg or pdf file; the same bytes every time."""
+        """Return the picture as a png, svg or pdf file; equal pictures give equal bytes."""
         out = io.BytesIO()
         with rc_context(DARK if dark else LIGHT):
             dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-            self.draw().savefig(out, format=kind, dpi=DPI, metadata=dates)
+            figure = self.draw()
+            needed = fonts.families("".join(text.get_text() for text in fonts.texts(figure)))
+            with rc_context({"font.family": needed}):
+                # draw again, because texts keep the fonts they were created with
+                figure = self.draw() if len(needed) > 1 else figure
+                fonts.replace_unknown(figure)
+                figure.savefig(out, format=kind, dpi=DPI, metadata=dates)
         return out.getvalue()
 
 
 def new_figure(height: float, width: float = WIDTH, arranged: bool = True) -> Figure:
-    """Return an empty figure, sizes in inches; arranged: what is put into it finds its place by itself."""
+    """Return an empty figure, with sizes in inches. arranged: matplotlib arranges its contents."""
     figure = Figure(figsize=(width, height), layout="constrained" if arranged else None)
     FigureCanvasAgg(figure)
     return figure
@@ -62,18 +80,18 @@ def styled(groups: Sequence[Group]) -> dict[int, Look]:
 
 
 def listed(numbers: Sequence[object]) -> str:
-    """Name runs by their numbers."""
+    """Return the names of runs, given their numbers: `runs 1, 2`."""
     return ("run " if len(numbers) == 1 else "runs ") + ", ".join(map(str, numbers))
 
 
 def percent_axis(axes: Axes, label: str) -> None:
-    """Make y a percentage, of values that are ratios."""
+    """Show y in per cent; its values are ratios."""
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{100 * v:g}"))
     axes.set_ylabel(label)
 
 
 def metric_axis(groups: Sequence[Group]) -> Callable[[Axes], None]:
-    """Return what makes y the groups' headline metric, of ratios a percentage."""
+    """Return a function that labels y with the groups' headline metric, in per cent if it is a ratio."""
     metric = groups[0].first.headline
 
     def label(axes: Axes) -> None:
@@ -86,7 +104,7 @@ def metric_axis(groups: Sequence[Group]) -> Callable[[Axes], None]:
 
 
 def rounds_axis(axes: Axes, last: int = 0) -> None:
-    """Make x the round; last: of those that lines run to, 0 leaves the limits."""
+    """Make x the round. last: last round of the lines; 0 leaves the limits."""
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     if last:
         pad = max(0.5, 0.03 * last)
@@ -99,14 +117,14 @@ def legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(handles) < 2:
         return
-    # points: a label's letters, line and gaps
+    # width of an entry in points: letters, line and gaps
     column = 5.9 * max(map(len, labels)) + 62
     columns = max(1, min(len(labels), int(72 * WIDTH / column)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.6, fontsize=9.5)
 
 
 def small_multiples(groups: Sequence[Group], draw: Callable[[Axes, Group, bool], None]) -> tuple[Figure, list[Axes]]:
-    """One small picture per group, with the others in grey behind it. draw(axes, group, in_focus)."""
+    """Return one small picture per group, with the others in grey behind it. draw(axes, group, in_focus)."""
     columns = 4 if len(groups) > 4 else len(groups)
     rows = math.ceil(len(groups) / columns)
     figure = new_figure(0.4 + 2.35 * rows if columns > 1 else 4.2)
@@ -126,7 +144,7 @@ def small_multiples(groups: Sequence[Group], draw: Callable[[Axes, Group, bool],
 
 
 def label_outer(grid: list[Axes], columns: int, x: Callable[[Axes], None], y: Callable[[Axes], None]) -> None:
-    """Label only the left and lowest axes of small multiples."""
+    """Label only the left and the lowest axes of small multiples."""
     for k, axes in enumerate(grid):
         x(axes)
         y(axes)
@@ -137,14 +155,55 @@ def label_outer(grid: list[Axes], columns: int, x: Callable[[Axes], None], y: Ca
 
 
 def thinned(count: int, inches: float, needed: float) -> list[int]:
-    """Positions of the labels that fit when each needs so many inches."""
+    """Return the positions of `count` labels that fit into `inches` if each needs `needed` inches."""
     step = next(s for s in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 10**9) if inches / count * s >= needed)
     return list(range(0, count, step))
+
+
+def averaged(cells: NDArray[np.float64], most: int, axis: int = 0) -> NDArray[np.float64]:
+    """Average neighbouring rows (axis 0) or columns (1) until at most `most` remain. NaN is ignored."""
+    count = cells.shape[axis]
+    if count <= most:
+        return cells
+    starts = np.linspace(0, count, most + 1).astype(int)[:-1]
+    known = ~np.isnan(cells)
+    sums = np.add.reduceat(np.where(known, cells, 0.0), starts, axis=axis)
+    numbers = np.add.reduceat(known, starts, axis=axis, dtype=np.int64)
+    means: NDArray[np.float64] = np.where(numbers > 0, sums / np.maximum(numbers, 1), np.nan)
+    return means
 
 
 def clipped(name: str, length: int = 16) -> str:
     """Cut a name that is too long for an axis."""
     return name if len(name) <= length else name[: length - 1] + "…"
+
+
+def shortened(names: Mapping[int, str], room: int = ROOM) -> list[str]:
+    """Return names by number as shown: longer ones than `room` letters lose their middle.
+
+    Names that would then be equal end with their numbers instead.
+    """
+    cut = {k: _cut(name, room) for k, name in names.items()}
+    alike = Counter(cut.values())
+    return [
+        shown if alike[shown] == 1 or shown == names[k] else f"{names[k][: room - len(str(k)) - 2].rstrip()}… {k}"
+        for k, shown in cut.items()
+    ]
+
+
+def _cut(name: str, room: int) -> str:
+    if len(name) <= room:
+        return name
+    end = (room - 1) // 2
+    return f"{name[: room - 1 - end]}…{name[-end:]}"
+
+
+def inches(labels: Sequence[str], size: float = 9.0) -> float:
+    """Return the approximate length of the longest label in inches. size: letters in points.
+
+    East Asian letters are twice as wide.
+    """
+    return 0.0083 * size * max(map(cell_len, labels), default=0)
 
 
 Drawn = tuple[str, str, Callable[[], Figure]]  # title, caption, picture

@@ -1,11 +1,11 @@
-"""Runs that differ in the seed alone as one row and one curve, and how the rows are told apart."""
+"""Groups of runs that differ only in the seed, shown as one row and one curve, and the labels of these rows."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from corolla.experiments.table import FIGURES, Row, row_of
 from corolla.report.arrays import Curve, Floats, ReportedRun, curve, final_accuracies, ranked, spent, window
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar, show, specs
+from fl_app.metrics import Metric
 
 LABEL_LENGTH = 40
 KEY_SETTINGS = tuple(key.name for key in specs(RunConfig) if key.headline)
@@ -22,7 +23,10 @@ DATA_KEYS = frozenset([DATA_SHA256, *(key.name for key in specs(RunConfig) if ke
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in the seed alone, often a single one. number, label, settings: in the report, what tells it apart."""
+    """Runs that differ only in the seed, often a single one. number, label: its names in the report.
+
+    settings: those that distinguish it.
+    """
 
     runs: tuple[ReportedRun, ...]
     number: int = 1
@@ -31,7 +35,7 @@ class Group:
 
     @property
     def first(self) -> ReportedRun:
-        """The first of the runs."""
+        """The first run."""
         return self.runs[0]
 
     @property
@@ -41,12 +45,12 @@ class Group:
 
     @property
     def last_round(self) -> int:
-        """The last round any of the runs has a record of, 0 without any."""
+        """Last recorded round of any of the runs; 0 if there is none."""
         return max(max(run.rounds, default=0) for run in self.runs)
 
     @property
     def name(self) -> str:
-        """What the user called the runs; empty if names were made."""
+        """Name that the user gave the runs; empty if it was generated."""
         names = [given_name(run) for run in self.runs]
         if not all(names) or len(names) == 1:
             return names[0] if all(names) else ""
@@ -56,19 +60,27 @@ class Group:
 
     @property
     def row(self) -> Row:
-        """What the runs come to, as far as they are recorded."""
-        return row_of(self.settings, self.runs, self.first.headline, tuple(FIGURES), lambda run: run.outcome)
+        """Row of the table of results, as far as the runs are recorded."""
+        return row_of(self.settings, self.runs, self.first.metrics, tuple(FIGURES), lambda run: run.outcome)
+
+
+def judged_by(group: Group, metric: Metric) -> Group:
+    """Return a group judged by another of its metrics than the headline."""
+    return replace(group, runs=tuple(run.judged(metric.name) for run in group.runs))
 
 
 def given_name(run: ReportedRun) -> str:
-    """The run's name if somebody gave it one; empty if it was made of time, method and data set, or by a sweep."""
+    """Return the run's name if the user gave it; empty if it was made from time, method and data set, or by a sweep."""
     name = str(run.settings.get("run-name", ""))
     made = rf"\d{{8}}-\d{{6}}-{re.escape(run.method)}-.*|(.*=.*|{re.escape(run.method)})-[0-9a-f]{{6}}"
     return "" if re.fullmatch(made, name) else name
 
 
 def grouped(runs: Sequence[ReportedRun]) -> list[Group]:
-    """Put runs together that differ in the seed alone, finished ones only, and number and name them."""
+    """Group finished runs that differ only in the seed, and number and name the groups.
+
+    An unfinished run is a group by itself.
+    """
     told = settings_of(runs, lambda run: run.settings)
     own = {
         run.path: {**one, "method": run.method, "unfinished": "" if run.finished else str(run.path)}
@@ -96,7 +108,7 @@ def _numbered(runs: Sequence[ReportedRun], number: int, label: str) -> tuple[Rep
 
 
 def short(label: str, length: int = LABEL_LENGTH) -> str:
-    """Cut a label to a length, after a comma if it can be; its number stays."""
+    """Cut a label to a length, after a comma if possible. Its number stays."""
     if len(label) <= length:
         return label
     whole = label[: length - 1].rpartition(", ")[0]
@@ -104,13 +116,16 @@ def short(label: str, length: int = LABEL_LENGTH) -> str:
 
 
 def shown_settings(runs: Sequence[ReportedRun]) -> list[dict[str, Scalar]]:
-    """Return runs' settings with the path of their data: two folders may hold other data under one name."""
+    """Return runs' settings with the path of their data, since two folders may hold different data of one name."""
     told = settings_of(runs, lambda run: run.settings)
     return [{**one, "dataset": run.settings.get("dataset", "")} for run, one in zip(runs, told, strict=True)]
 
 
 def differing(runs: Sequence[ReportedRun]) -> list[str]:
-    """Keys, beside the method, that have several values in the runs on which they bear: methods' own first, then by importance."""
+    """Return the keys with several values in runs they apply to: methods' own first, then by importance.
+
+    The method itself is left out.
+    """
     found = differing_settings(shown_settings(runs))
     found = [name for name in found if name != "method"]
 
@@ -126,9 +141,9 @@ def differing(runs: Sequence[ReportedRun]) -> list[str]:
 
 
 def over_seeds(group: Group, name: str) -> Curve | None:
-    """Mean of the runs' means over the rounds that all runs have, and that mean ± one sample standard deviation.
+    """Return the mean over runs of their means, ± one sample standard deviation.
 
-    The ends of that are cut to what the metric can be.
+    Only rounds that all runs have count; None if there are none. The band is cut to the metric's range.
     """
     curves = [found for run in group.runs if (found := curve([run], name))]
     rounds = sorted(set.intersection(*(set(c.rounds.tolist()) for c in curves))) if curves else []
@@ -141,21 +156,24 @@ def over_seeds(group: Group, name: str) -> Curve | None:
 
 
 def long_runs(groups: Sequence[Group], *, cut: bool = False) -> str:
-    """Say what drawn curves of many rounds are, a sentence to add; cut: y leaves out what the first rounds have."""
+    """Return sentences about the running means of long runs. cut: y leaves out the values of the first rounds."""
     rounds = window(max(group.last_round for group in groups))
     first = " The first rounds lie outside the picture." if cut else ""
     return f" Lines over rounds are running means of {rounds} rounds.{first}" if rounds > 1 else ""
 
 
 def all_clients(group: Group, of: Callable[[ReportedRun], tuple[Floats, str]] = final_accuracies) -> tuple[Floats, str]:
-    """Headline metrics of the clients of all runs, worst to best, and where they come from. of: a run's."""
+    """Return the headline metric of the clients of all runs, worst to best, and its source as text.
+
+    of: the same for one run.
+    """
     found = [of(run) for run in group.runs]
     sources = list(dict.fromkeys(source for values, source in found if values.size))
     return ranked(np.concatenate([values for values, _ in found]), group.first.headline), "; ".join(sources)
 
 
 def exchanged(group: Group) -> tuple[Floats, Floats]:
-    """Mean over the runs of the bytes exchanged and the accuracy then, over the rounds that all runs have; both [rounds]."""
+    """Return (bytes exchanged, headline metric), each the mean over runs for rounds that all runs have; both [rounds]."""
     found = [spent(run) for run in group.runs]
     rounds = sorted(set.intersection(*(set(of) for of in found)))
     table = (
@@ -165,6 +183,6 @@ def exchanged(group: Group) -> tuple[Floats, Floats]:
 
 
 def phases(group: Group, of: Callable[[ReportedRun], dict[str, float]]) -> dict[str, float]:
-    """Mean over the runs of seconds by phase."""
+    """Return seconds by phase, as the mean over the runs."""
     rows = [of(run) for run in group.runs]
     return {phase: float(np.mean([row.get(phase, 0.0) for row in rows])) for row in rows for phase in row}

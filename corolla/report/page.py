@@ -1,34 +1,50 @@
-"""`corolla report`: one self-contained page about one or more runs, and its pictures and figures as files."""
+"""`corolla report`: one self-contained page about one or more runs, with its pictures and figures as files."""
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape, unescape
 from pathlib import Path
 
+from corolla.experiments.latex import tabular
+from corolla.experiments.table import caption, text_table
 from corolla.report.accuracy import accuracy
 from corolla.report.arrays import ReportedRun, read_runs
 from corolla.report.assets import SCRIPT, STYLE
 from corolla.report.by_kind import of_run
+from corolla.report.clients import clients_section
 from corolla.report.costs import costs
 from corolla.report.csv_files import CLIENTS, ROUNDS, clients_csv, rounds_csv
 from corolla.report.figures import DPI, Panel
 from corolla.report.groups import Group, grouped, short
 from corolla.report.partitions import partitions
-from corolla.report.tables import failure_list, results_table, settings_sentence, settings_table, swatch, warnings
+from corolla.report.tables import (
+    differences_section,
+    failure_list,
+    results_table,
+    settings_sentence,
+    settings_table,
+    swatch,
+    warnings,
+)
 from fl_app import progress
 from fl_app.errors import UserError
 from fl_app.figures import Figure
+from fl_app.files import make_directory, publish
 
 PAGE = "report.html"
 PICTURES = "report-figures"
-# in the page: names of the run folders
+LATEX = "results.tex"
+# page element with the names of the run folders
 RUNS = '<meta name="corolla-runs" content="{}">'
-_EARLIER = re.compile(r"<!doctype html>\n<html.*\n.*\n<title>(One run|\d+ runs): ")  # how pages without it begin
-_CSV = "run,method,seed,"  # how our own begin
+# start of pages of earlier versions, without this element
+_EARLIER = re.compile(r"<!doctype html>\n<html.*\n.*\n<title>(One run|\d+ runs): ")
+# start of the report's CSV files
+_CSV = "run,method,seed,"
 _DARK = "dark"  # a PNG for dark screens
 
 # pictures by name and kind: png, dark, svg, pdf
@@ -41,24 +57,27 @@ def write_report(
     declared: Mapping[str, Sequence[Figure]] | None = None,
     figures: Path | None = None,
     tables: Path | None = None,
+    latex: bool = False,
 ) -> tuple[Path, Path]:
-    """Write report.html and the folder of pictures into `output`; both replace those of an earlier report, and nothing else.
+    """Write report.html and the folder of pictures into `output`, and return their paths.
 
-    paths: run folders, or folders of run folders; declared: figures by method, for runs that did not keep them; figures,
-    tables: directories for every picture as PNG, SVG and PDF, and for the numbers as CSV. Returns the page's and the pictures'
-    path. Raises UserError naming every path that holds no run, a directory that cannot be written, or a file of such a name that is
-    no report's.
+    Both replace an earlier report's. paths: run folders, or folders of run folders. declared: figures by method, for
+    runs that do not record them. figures: directory for every picture as PNG, SVG and PDF. tables: directory for the
+    numbers as CSV. latex: with `tables`, also write results.tex.
+
+    Raises UserError naming every path without a run, a directory that cannot be written, or an existing file of such a
+    name that is not a report's.
     """
     with _writing("--output", output):
         reported(output)
     for path in [tables / name for name in (ROUNDS, CLIENTS)] if tables else []:
         with _writing("--tables", path.parent):
             if path.exists() and not _beginning(path).startswith((_CSV, "\n")) and path.stat().st_size:
-                raise UserError(f"--tables: {path} is there and no report's; choose another directory")
+                raise UserError(f"--tables: {path} exists and is not a report's; choose another directory")
     groups = grouped(read_runs(paths, declared))
-    # before the pictures, which take long
+    # fail early: the pictures take long
     with _writing("--output", output):
-        (output / PICTURES).mkdir(parents=True, exist_ok=True)
+        make_directory(output / PICTURES)
     runs = [run for group in groups for run in group.runs]
     shared = [*accuracy(groups), *costs(groups), *partitions(runs)]
     own = {run.number: list(of_run(run)) for run in runs}
@@ -66,7 +85,7 @@ def write_report(
     drawn = _draw(every, ("png", _DARK, "svg", "pdf") if figures else ("png", _DARK))
     pictures = output / PICTURES
     with _writing("--output", output):
-        # what somebody else put beside them stays
+        # keep other files in this directory
         for name in _pictured(output):
             (pictures / f"{name}.png").unlink(missing_ok=True)
         _write_files(pictures, _of_kinds(drawn, "png"))
@@ -77,11 +96,28 @@ def write_report(
     if tables:
         with _writing("--tables", tables):
             _write_files(tables, {ROUNDS: rounds_csv(runs).encode(), CLIENTS: clients_csv(runs).encode()})
+            if latex:
+                _write_files(tables, {LATEX: _latex(groups).encode()})
     return output / PAGE, pictures
 
 
+def _latex(groups: Sequence[Group]) -> str:
+    """Return the table of results as LaTeX, with the page's names of rows."""
+    rows = [group.row for group in groups]
+    header, *body = text_table(rows)
+    # A sweep's runs share their group's label. The first run's name would contain its seed.
+    made = [
+        group.first.path.name if len(group.runs) == 1 else group.label.removeprefix(f"{group.number} ")
+        for group in groups
+    ]
+    named = [(group.name or name, group.method) for group, name in zip(groups, made, strict=True)]
+    own = [key for key in ("run", "method") if key not in header]
+    lines = [[*names[: len(own)], *line] for names, line in zip(named, body, strict=True)]
+    return tabular([[*own, *header], *lines], caption(rows))
+
+
 def _draw(panels: Sequence[Panel], kinds: Sequence[str]) -> Drawn:
-    """Draw every picture in every kind, and tell how far that is: it takes seconds each on a busy machine."""
+    """Draw every picture in every kind, and report the progress: on a busy machine each takes seconds."""
     drawn: dict[str, dict[str, bytes]] = {panel.name: {} for panel in panels}
     steps = [(panel, kind) for panel in panels for kind in kinds]
     for done, (panel, kind) in enumerate(steps):
@@ -95,9 +131,9 @@ def _of_kinds(drawn: Drawn, *kinds: str) -> dict[str, bytes]:
 
 
 def reported(output: Path) -> str:
-    """Return the names of the runs a directory's report is of; "" if there is none, or one that does not tell.
+    """Return the names of the runs in a directory's report; "" if there is no report, or one without names.
 
-    Raises UserError if its report.html is no report's, OSError if it cannot be read.
+    Raises UserError if report.html is not a report, OSError if it cannot be read.
     """
     path = output / PAGE
     if not path.exists():
@@ -106,12 +142,12 @@ def reported(output: Path) -> str:
     if found := re.search(f"^{re.escape(before)}(.*?){re.escape(after)}$", begin, re.MULTILINE):
         return unescape(found[1])
     if not _EARLIER.match(begin):
-        raise UserError(f"--output: {path} is there and no report of runs; choose another directory")
+        raise UserError(f"--output: {path} exists and is not a report of runs; choose another directory")
     return ""
 
 
 def _pictured(output: Path) -> list[str]:
-    """Return the names of the pictures of a directory's report."""
+    """Return the names of the pictures in a directory's report."""
     path = output / PAGE
     page = path.read_text("utf-8", "replace") if path.exists() else ""
     return [name for name in map(unescape, re.findall('<figure id="([^"]+)">', page)) if Path(name).name == name]
@@ -131,16 +167,17 @@ def _writing(option: str, directory: Path) -> Iterator[None]:
 
 
 def _write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     for name, content in contents.items():
-        (directory / name).write_bytes(content)
+        publish(directory / name, functools.partial(Path.write_bytes, data=content))
 
 
 def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, list[Panel]], drawn: Drawn) -> str:
-    """Return the page. shared: pictures of all runs; own: by a run's number; drawn: all of them, light and dark."""
+    """Return the page. shared: pictures of all runs. own: pictures by a run's number. drawn: all pictures, light and dark."""
     runs = [run for group in groups for run in group.runs]
     names = ", ".join(dict.fromkeys(run.method for run in runs))
     title = f"{len(runs)} runs: {names}" if len(runs) > 1 else f"One run: {names}"
+    single_clients = clients_section(groups)
     parts = [
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -149,15 +186,17 @@ def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, lis
         f"<h1>{escape(title)}</h1>",
         settings_sentence(runs),
         warnings(runs),
-        contents(groups, shared, own),
+        contents(groups, shared, own, bool(single_clients)),
         results_table(groups),
         settings_table(groups),
+        differences_section(groups),
     ]
     if shared:
         parts += [
             '<h2 id="pictures"><a href="#pictures">Pictures</a></h2>',
             *(figure(panel, drawn) for panel in shared),
         ]
+    parts.append(single_clients)
     for group in groups:
         if any(own[run.number] or run.failures for run in group.runs):
             anchor = f"run-{group.number}"
@@ -169,8 +208,10 @@ def page(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, lis
     return "\n".join(part for part in parts if part)
 
 
-def contents(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, list[Panel]]) -> str:
-    """Return links to everything on the page."""
+def contents(
+    groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str, list[Panel]], single_clients: bool = False
+) -> str:
+    """Return links to everything on the page. single_clients: whether there are tables of single clients."""
 
     def item(anchor: str, text: str, below: Sequence[Panel] = ()) -> str:
         inner = "".join(item(panel.name, panel.title) for panel in below)
@@ -179,6 +220,8 @@ def contents(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str,
     items = [item("results", "Results")]
     if shared:
         items.append(item("pictures", "Pictures", [panel for panel in shared if not panel.folded]))
+    if single_clients:
+        items.append(item("single-clients", "Single clients"))
     for group in groups:
         if any(own[run.number] or run.failures for run in group.runs):
             items.append(item(f"run-{group.number}", short(group.label, 60), own[group.first.number]))
@@ -186,7 +229,7 @@ def contents(groups: Sequence[Group], shared: Sequence[Panel], own: Mapping[str,
 
 
 def single(run: ReportedRun, panels: Sequence[Panel], drawn: Drawn, folded: bool) -> str:
-    """Return a run's own pictures and failures; folded: on demand."""
+    """Return a run's own pictures and failures. folded: show them on demand."""
     parts = "\n".join([*(figure(panel, drawn) for panel in panels), failure_list(run)])
     if not folded or not (panels or run.failures):
         return parts.strip()

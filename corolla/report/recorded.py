@@ -1,4 +1,4 @@
-"""What methods recorded, as arrays, by kind of figure (fl_app/figures.py). What does not fit is left out."""
+"""Methods' records as arrays, by kind of figure (fl_app/figures.py). Records of another form are left out."""
 
 from __future__ import annotations
 
@@ -9,51 +9,59 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from corolla.report import fonts
 from corolla.report.arrays import Floats, ReportedRun
+from corolla.report.figures import MOST_ROWS, shortened
 from fl_app.figures import Layers
 from fl_app.metrics import Record
+from fl_app.server import matrices
 
 Rows = dict[int, dict[str, float]]  # by round and name
 
 
 def number(value: object) -> float:
-    """Return a finite number as it is, anything else as NaN."""
+    """Return a finite number unchanged, anything else as NaN."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return float(value) if plain else math.nan  # type: ignore[arg-type]
 
 
 def matrix(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
-    """Last recorded number of each pair of clients, [N, N], NaN where there is none; and the ids."""
-    pairs: dict[tuple[int, int], float] = {}
-    for entry in run.rounds.values():
-        clients: dict[str, Record] = entry.get("clients", {})
-        rows = entry.get(record)
-        if not (isinstance(rows, list) and len(rows) == len(clients)):
-            rows = [row.get(record) for row in clients.values()]
-        for i, row in zip(clients, rows, strict=True):
-            if isinstance(row, list) and len(row) == len(clients):
-                row = dict(zip(clients, row, strict=True))
-            if isinstance(row, dict):
-                named = dict.fromkeys(clients, 0.0) | row
-                pairs |= {(int(i), int(j)): number(value) for j, value in named.items() if j.isdecimal()}
-    ids = sorted({i for pair in pairs for i in pair})
-    values = np.array([[pairs.get((i, j), math.nan) for j in ids] for i in ids], np.float64)
+    """Return client ids and the last recorded number of each pair of clients, [N, N], NaN if there is none.
+
+    None without any.
+    """
+    found = [one for entry in run.rounds.values() if (one := matrices.matrix_of(run.path, entry, record)) is not None]
+    ids = sorted({int(i) for one in found for i in (*one.rows, *one.columns)})
+    place = {i: k for k, i in enumerate(ids)}
+    values = np.full((len(ids), len(ids)), np.nan)
+    for one in found:
+        at = np.ix_([place[int(i)] for i in one.rows], [place[int(i)] for i in one.columns])
+        values[at] = np.where(np.isnan(one.values), values[at], one.values)
     off = ~np.eye(len(ids), dtype=bool)
     return (ids, values) if len(ids) > 1 and not np.isnan(values[off]).all() else None
 
 
 def links(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
-    """Number of linked clients, [clients, rounds 1 .. last], NaN where a client took no part; and the ids."""
+    """Return client ids and numbers of linked clients, [clients, rounds 1 .. last], NaN if a client took no part.
+
+    None without any.
+    """
     return _by_client(
-        {
-            t: {i: float(len(value)) for i, value in _noted(entry, record) if isinstance(value, list)}
-            for t, entry in run.rounds.items()
-        }
+        {t: {i: _linked_count(value) for i, value in _noted(entry, record)} for t, entry in run.rounds.items()}
     )
 
 
+def _linked_count(note: object) -> float:
+    """Return the number of clients that a client is linked to. Earlier versions recorded a list of them."""
+    count = len(note) if isinstance(note, list) else note
+    return float(count) if type(count) is int else math.nan
+
+
 def scalars(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
-    """One number per client, [clients, rounds 1 .. last], and the ids; of a number per round one row, and no ids."""
+    """Return client ids and one number per client, [clients, rounds 1 .. last].
+
+    For one number per round there are no ids and one row. Returns None if there is no number.
+    """
     rows = {t: {i: number(value) for i, value in _noted(entry, record)} for t, entry in run.rounds.items()}
     if found := _by_client(rows):
         return found
@@ -63,7 +71,10 @@ def scalars(run: ReportedRun, record: str) -> tuple[list[int], Floats] | None:
 
 
 def groups(run: ReportedRun, record: str) -> tuple[list[int], Floats, list[str]] | None:
-    """Index of each client's group, [clients, rounds 1 .. last], NaN where there is none; the ids; the groups' names."""
+    """Return client ids, the index of each client's group, [clients, rounds 1 .. last], and the groups' names.
+
+    None without any. The index is NaN if a client has no group in a round.
+    """
     noted: dict[int, dict[str, str]] = {}
     for t, entry in run.rounds.items():
         whole = entry.get(record)
@@ -77,10 +88,10 @@ def groups(run: ReportedRun, record: str) -> tuple[list[int], Floats, list[str]]
 
 
 def layers(run: ReportedRun, figure: Layers) -> tuple[list[str], Floats] | None:
-    """Return what was recorded by layer, [layers, rounds 1 .. last], and the layers' names.
+    """Return the layers' names and the records by layer, [layers, rounds 1 .. last]; None without any.
 
-    Of clients' records the mean; of shares the share each layer has of the sum, a layer's weight and bias together, rounds
-    whose sum is 0 left out.
+    Clients' records are averaged. For shares, the values are each layer's share of the round's sum, weight and bias
+    together; rounds with sum 0 are left out.
     """
     rows: Rows = {}
     for t, entry in run.rounds.items():
@@ -117,7 +128,7 @@ def _known(tables: list[dict[str, float]]) -> Iterable[tuple[str, float]]:
 
 
 def _noted(entry: Record, record: str) -> list[tuple[str, Any]]:
-    """Return the round's clients that have a note of this name, and the note."""
+    """Return (client, record) for the round's clients that have a record of this name."""
     return [(i, row[record]) for i, row in entry.get("clients", {}).items() if record in row]
 
 
@@ -129,7 +140,7 @@ def _by_client(rows: Rows) -> tuple[list[int], Floats] | None:
 
 
 def over_rounds(rows: Rows) -> tuple[list[str], Floats]:
-    """Values by round and name as a matrix [names, rounds 1 .. last], NaN where there is none; and the names."""
+    """Return names, and values by round and name as a matrix [names, rounds 1 .. last], NaN if there is none."""
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     place = {name: k for k, name in enumerate(names)}
     grid = np.full((len(names), max(rows, default=0)), np.nan)
@@ -140,7 +151,7 @@ def over_rounds(rows: Rows) -> tuple[list[str], Floats]:
 
 
 def class_counts(run: ReportedRun) -> tuple[list[int], NDArray[np.int64]] | None:
-    """Return the clients that told their class counts, and these, [clients, classes]."""
+    """Return the ids of clients that sent their class counts, and these, [clients, classes]; None without any."""
     rows = {int(i): facts["class-counts"] for i, facts in run.clients.items() if facts.get("class-counts")}
     if not rows or len({len(row) for row in rows.values()}) != 1:
         return None
@@ -149,18 +160,35 @@ def class_counts(run: ReportedRun) -> tuple[list[int], NDArray[np.int64]] | None
 
 
 def class_names(run: ReportedRun, num_classes: int) -> tuple[str, ...]:
-    """Return the classes' names in label order; empty if the run does not have one for each."""
-    return run.classes if len(run.classes) == num_classes else ()
+    """Return class names in label order; empty if the run does not have one for each class.
+
+    A class is named by its index if no font has all letters of its name.
+    """
+    if len(run.classes) != num_classes:
+        return ()
+    return tuple(name if fonts.drawable(name) else str(k) for k, name in enumerate(run.classes))
+
+
+def client_labels(run: ReportedRun, ids: Iterable[int]) -> list[str]:
+    """Return the clients' labels on an axis: names, shortened if they are long, or ids.
+
+    A client is labelled with its id if no font has all letters of its name.
+    """
+    names = {i: run.client_name(i) for i in ids}
+    return shortened({i: name if fonts.drawable(name) else str(i) for i, name in names.items()})
 
 
 def cosine(counts: NDArray[np.int64]) -> Floats:
-    """Cosine similarity of the clients' class counts, [N, N]."""
+    """Return the cosine similarity of the clients' class counts, [N, N]."""
     unit = counts / np.maximum(np.linalg.norm(counts, axis=1, keepdims=True), 1e-12)
     return np.asarray(unit @ unit.T)
 
 
 def by_likeness(similarity: Floats) -> list[int]:
-    """Order that puts similar ones side by side: average linkage on 1 - similarity, [N, N], NaN read as least alike."""
+    """Return an order that puts similar clients side by side, by average linkage on 1 - similarity [N, N].
+
+    NaN counts as the lowest similarity.
+    """
     from scipy.cluster.hierarchy import leaves_list, linkage
     from scipy.spatial.distance import squareform
 
@@ -169,4 +197,6 @@ def by_likeness(similarity: Floats) -> list[int]:
     largest = float(filled[off].max())
     distance = np.maximum((largest if largest > 1 + 1e-9 else 1.0) - (filled + filled.T) / 2, 0)
     np.fill_diagonal(distance, 0)
-    return [int(i) for i in leaves_list(linkage(squareform(distance, checks=False), "average", optimal_ordering=True))]
+    # the optimal order of the leaves takes cubic time
+    tree = linkage(squareform(distance, checks=False), "average", optimal_ordering=len(distance) <= MOST_ROWS)
+    return [int(i) for i in leaves_list(tree)]

@@ -1,9 +1,9 @@
-"""How a picture looks: on light and on dark paper, and by which colour, line and marker a method is known.
+"""Style of pictures: light and dark paper, and each method's colour, line and marker.
 
-A method looks the same in every picture of every report: a rule on its name says how. Nine colours that the colour-blind can
-tell apart (Okabe and Ito's without yellow, and two darker ones) are not enough for all methods, so lines and markers differ too,
-also in black and white. Several runs of one method have its colour in lighter and darker shades, and its lines and markers in
-turn.
+A method looks the same in every picture of every report: a hash of its name selects the style. There are nine colours
+that colour-blind readers can distinguish (Okabe and Ito's without yellow, and two darker ones). They are too few for
+all methods, so lines and markers differ too, also in black and white. Several runs of one method have lighter and
+darker shades of its colour, and different lines and markers.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ ON_DARK = {
 LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.3, 1.4)), (0, (7, 2, 1.3, 2)), (0, (12, 3)))
 MARKERS = "os^DvXP<>dp*"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo", "++")
-# lightness grows with the value, no grey
+# its lightness grows with the value, and it contains no grey
 COLOURS_OF_VALUES = "viridis"
-# Salt of the rule below, chosen so that methods often compared get different colours, and no two look the same.
+# Salt of the hash, chosen so that methods that are often compared get different colours, and no two look the same.
 SALT = 3207014
-# Shades of a method's first, second, ... run: towards paper, towards ink.
+# shades of a method's first, second, ... run: positive towards paper, negative towards ink
 SHADES = (0.0, 0.4, -0.35)
 
 _COMMON: Any = {
@@ -91,16 +91,16 @@ DARK: Any = (
 )
 
 
-# Light and dark: matplotlib's settings in force say which it is ----------------------------------------------------------
+# Light and dark, from matplotlib's current settings -------------------------------------------------------------------
 
 
 def on_dark() -> bool:
-    """Tell whether a dark picture is being drawn."""
+    """Return whether a dark picture is being drawn."""
     return bool(rcParams["figure.facecolor"] == DARK_PAPER)
 
 
 def paper() -> str:
-    """Colour of the background."""
+    """Return the colour of the background."""
     return DARK_PAPER if on_dark() else "white"
 
 
@@ -110,17 +110,17 @@ def tone(part: float) -> str:
 
 
 def shown(colour: str) -> str:
-    """Return one of COLOURS as it is on this paper."""
+    """Return the variant of one of COLOURS for the current paper."""
     return ON_DARK[colour] if on_dark() else colour
 
 
 def empty_cells() -> dict[str, Any]:
-    """Look of cells that hold nothing."""
+    """Return the style of cells without a value."""
     return {"hatch": "////", "edgecolor": tone(0.7), "facecolor": paper()}
 
 
 def shares() -> Any:
-    """Colours of shares: paper for none, ink for all."""
+    """Return the colour map of shares: paper for 0, ink for 1."""
     return LinearSegmentedColormap.from_list("shares", [DARK_PAPER, "#f5f5f5"]) if on_dark() else "Greys"
 
 
@@ -129,24 +129,24 @@ def shares() -> Any:
 
 @dataclass(frozen=True)
 class Look:
-    """How a line is drawn. colour: one of COLOURS; shade: of it, from -1 (ink) to 1 (paper)."""
+    """Style of a line. colour: one of COLOURS. shade: from -1 (ink) to 1 (paper)."""
 
     colour: str
     line: Any
     marker: str
-    # whose turn it is to carry a marker, so that lines on top of each other show all markers
+    # offset of the markers, so that lines on top of each other show all their markers
     turn: int = 0
     shade: float = 0.0
 
     def drawn(self) -> str:
-        """Return the colour on this paper."""
+        """Return the colour on the current paper."""
         return self.on(on_dark())
 
     def on(self, dark: bool) -> str:
         """Return the colour on light or dark paper."""
         base = ON_DARK[self.colour] if dark else self.colour
         share, to_paper = abs(self.shade), self.shade >= 0
-        # there is nothing beyond ink
+        # black cannot get darker
         if self.colour == BLACK and not to_paper:
             share, to_paper = 0.65, True
         target = (DARK_PAPER if dark else "white") if to_paper else ("white" if dark else "black")
@@ -154,7 +154,7 @@ class Look:
         return to_hex((r, g, b)) if share else base
 
     def line_style(self, points: int) -> dict[str, Any]:
-        """Arguments for a line with this many points; at most about a dozen carry a marker."""
+        """Return matplotlib's arguments for a line with this many points. At most about a dozen of them carry a marker."""
         step = max(1, math.ceil(points / 12), min(2, points // 4))
         return {
             "color": self.drawn(),
@@ -167,7 +167,7 @@ class Look:
 
 
 def of_method(name: str) -> tuple[int, int, int]:
-    """A method's places in COLOURS, LINES and MARKERS: always the same, from its name alone."""
+    """Return a method's indices into COLOURS, LINES and MARKERS, which depend only on its name."""
     number = int.from_bytes(hashlib.sha256(f"{SALT} {name}".encode()).digest()[:8], "big")
     number, colour = divmod(number, len(COLOURS))
     number, line = divmod(number, len(LINES))
@@ -175,7 +175,7 @@ def of_method(name: str) -> tuple[int, int, int]:
 
 
 def looks(methods: Sequence[str]) -> list[Look]:
-    """Looks of lines by their methods, in this order: equal methods get other lines, markers and shades of one colour."""
+    """Return the looks of lines, by their methods: equal methods get other lines, markers and shades of one colour."""
     seen: dict[str, int] = {}
     out = []
     for turn, method in enumerate(methods):

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from corolla.experiments.table import COSTS, UNSEEN, Mean, size
+from corolla.experiments import significance
+from corolla.experiments.table import COSTS, UNSEEN, Mean, chosen, size, undefined_notes
 from corolla.report.arrays import ReportedRun
 from corolla.report.figures import styled
 from corolla.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differing, given_name, short
-from fl_app.errors import plain
+from fl_app.errors import counted, plain
 from fl_app.keys import show
 from fl_app.metrics import DIGEST_VERSION, Metric
 
-# so many settings that differ have a place in the table of results
+# most differing settings that the table of results shows
 BRIEF = 2
 SHOWN_FAILURES = 20
-HEADINGS = ("final", "pooled", "fine-tuned", *UNSEEN, "best", "best, pooled")  # of the table of results
+SHOWN_CLIENTS = 20
+# headings of the table of results
+HEADINGS = ("final", "validation", "pooled", "fine-tuned", *UNSEEN, "best", "best, pooled")
 
-# A group's rows: its own first, then those of its runs if it has several.
+# a group's rows: its own first, then those of its runs if it has several
 Rows = Sequence[Sequence["Cell"]]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table: ready HTML, and what it is sorted by."""
+    """A cell of a table: ready HTML, and its value for sorting."""
 
     html: str
     value: float | str | None = None
@@ -35,7 +38,7 @@ class Cell:
 
 
 def settings_sentence(runs: Sequence[ReportedRun]) -> str:
-    """Return the key settings that all runs have in common."""
+    """Return a sentence with the key settings that all runs share."""
     parts = {
         name: values.pop()
         for name in KEY_SETTINGS
@@ -46,7 +49,7 @@ def settings_sentence(runs: Sequence[ReportedRun]) -> str:
 
 
 def warnings(runs: Sequence[ReportedRun]) -> str:
-    """Say what is not as a reader would expect: unfinished runs, unreadable records, failures, unequal conditions."""
+    """Return warnings about unfinished runs, unreadable records, failures, and unequal conditions."""
     lines = []
     for run in runs:
         name = f"<b>{escape(short(run.label))}</b> (<code>{escape(run.path.name)}</code>)"
@@ -54,40 +57,43 @@ def warnings(runs: Sequence[ReportedRun]) -> str:
         if not run.finished:
             state = f"the last recorded round is {last} of {run.planned}" if last else "no round is recorded"
             lines.append(
-                f"{name} is not finished: {state}. It was interrupted or is still running; shown is what there is."
+                f"{name} is not finished: {state}. It was interrupted or is still running. This page shows the rounds recorded "
+                "so far."
             )
         if run.missing:
             rounds = ", ".join(map(str, run.missing))
             lines.append(
-                f"{name}: metrics.jsonl has no readable record of round {rounds}; sums of bytes, seconds and failures lack it."
+                f"{name}: metrics.jsonl has no readable record of round {rounds}; sums of bytes, seconds and failures leave it out."
             )
         if run.coverage_note:
             lines.append(
-                f"{name}: the final figures are of {run.coverage_note}: the others were away or failed in the last evaluation. "
-                "They do not compare with figures of all clients."
+                f"{name}: the final figures cover {run.coverage_note}; the others were away or failed in the last evaluation. "
+                "Do not compare them with figures of all clients."
             )
         if run.failures:
             lines.append(f"{name}: {len(run.failures)} times a client's reply was missing or unusable; see below.")
         if far := run.far:
-            clients = ", ".join(map(str, sorted({outlier["client"] for _, outlier in far})))
+            senders = sorted({outlier["client"] for _, outlier in far})
+            clients = ", ".join(map(run.client_name, senders[:SHOWN_CLIENTS]))
+            clients += f" and {len(senders) - SHOWN_CLIENTS} more" if len(senders) > SHOWN_CLIENTS else ""
             lines.append(
-                f"{name}: {len(far)} uploads were used though they lay far from the others' (max-update-norm = 0), of clients "
-                f"{escape(plain(clients))}."
+                f"{name}: far uploads were used (max-update-norm = 0): {counted(len(far), 'upload')} of "
+                f"{'client' if len(senders) == 1 else 'clients'} {escape(plain(clients))}."
             )
     data = [key for key in differing(runs) if key in DATA_KEYS]
     if data:
         keys = escape(", ".join(data))
-        lines.append(f"The runs do not have the same data ({keys}): their accuracies do not compare directly.")
+        lines.append(f"The runs have different data ({keys}): do not compare their accuracies directly.")
     return f'<div class="warn">{"".join(f"<p>{line}</p>" for line in lines)}</div>' if lines else ""
 
 
 def failure_list(run: ReportedRun) -> str:
-    """Return the run's failures, the first ones."""
+    """Return the first of the run's failures."""
     failures = run.failures
     if not failures:
         return ""
     items = [
-        f"<li>round {t}: client {escape(plain(str(f.get('client'))))}: {escape(plain(str(f.get('cause'))))}</li>"
+        f"<li>round {t}: client {escape(plain(run.client_name(str(f.get('client')))))}: {escape(plain(str(f.get('cause'))))}</li>"
         for t, f in failures[:SHOWN_FAILURES]
     ]
     more = (
@@ -100,10 +106,11 @@ def failure_list(run: ReportedRun) -> str:
 
 
 def results_table(groups: Sequence[Group]) -> str:
-    """Return the table of results: a row per group, which opens to those of its runs."""
+    """Return the table of results: one row per group, which unfolds into the rows of its runs."""
     metrics = list(dict.fromkeys(group.first.headline for group in groups))
     known = {heading for group in groups for heading in group.row.means}
-    headings = [h for h in HEADINGS if h in known or h not in ("fine-tuned", *UNSEEN)]
+    headings = [h for h in HEADINGS if h in known or h not in ("validation", "fine-tuned", *UNSEEN)]
+    others = columns_of_others(groups)
     unit = " (%)" if metrics[0].ratio and len(metrics) == 1 else ""
     brief = 0 < len({key for group in groups for key in group.settings}) <= BRIEF
     seeds = any(len(group.runs) > 1 for group in groups)
@@ -113,24 +120,27 @@ def results_table(groups: Sequence[Group]) -> str:
         *["settings that differ"] * brief,
         *["n seeds"] * seeds,
         *(f"n {heading}{unit}" for heading in headings),
+        *(f"n {name}{' (%)' if metric.ratio else ''}" for name, metric in others.items()),
         *(f"n {heading}" for heading in COSTS),
         "n rounds",
         "n failures",
         "digest",
     ]
-    rows = [_group_rows(groups, group, headings, brief, seeds) for group in groups]
+    rows = [_group_rows(groups, group, headings, others, brief, seeds) for group in groups]
     everybody = "all clients"
     if any(run.has_unseen for group in groups for run in group.runs):
         everybody += " that train (unseen: over those that never do)"
     text = (
         f"{_headings(metrics)} on test data. final: mean over {everybody}, each on its own test data, after the last round; "
-        "pooled: over all samples; best: best mean over rounds, before local training, so it can be below final. upload, "
+        "pooled: over all samples; best: best mean over a round's clients, before local training, so it can be below final, "
+        f"{chosen([run for group in groups for run in group.runs])}. upload, "
         "download: all clients together. digest: its first 8 digits; equal digests mean the same final models, bit for bit."
     )
+    text += "".join(f" {escape(note)}." for note in undefined_notes(run for group in groups for run in group.runs))
     if any(run.finished and run.outcome["digest-version"] == 1 for group in groups for run in group.runs):
-        text += " Digests of version 1 leave BatchNorm statistics out, and are not comparable with others."
+        text += " Digests of version 1 do not cover BatchNorm statistics, and are not comparable with others."
     if seeds:
-        text += " Runs that differ in the seed alone are one row, mean ± sample standard deviation; bytes and seconds are means."
+        text += " Runs that differ only in the seed share a row: mean ± sample standard deviation; bytes and seconds are means."
     return f'<h2 id="results"><a href="#results">Results</a></h2>{sortable_table(head, rows)}<p>{text}</p>'
 
 
@@ -139,7 +149,24 @@ def _headings(metrics: Sequence[Metric]) -> str:
     return f"{', '.join(names)}{' (ratios in per cent)' if len(metrics) > 1 else ''}"
 
 
-def _group_rows(groups: Sequence[Group], group: Group, headings: Sequence[str], brief: bool, seeds: bool) -> Rows:
+def columns_of_others(groups: Sequence[Group]) -> dict[str, Metric]:
+    """Return the figures, in any group, of metrics other than the headline, by their names in summary.json."""
+    found: dict[str, Metric] = {}
+    for row in (group.row for group in groups):
+        for name, metric in row.names.items():
+            if metric != row.headline and name in row.of_others:
+                found[name] = metric
+    return found
+
+
+def _group_rows(
+    groups: Sequence[Group],
+    group: Group,
+    headings: Sequence[str],
+    others: Mapping[str, Metric],
+    brief: bool,
+    seeds: bool,
+) -> Rows:
     settings = ", ".join(f"{key} = {show(value)}" for key, value in group.settings.items())
     number = f"{group.number} " if len(groups) > 1 else ""
     name = group.first.path.name if len(group.runs) == 1 else group.name or group.method
@@ -150,7 +177,7 @@ def _group_rows(groups: Sequence[Group], group: Group, headings: Sequence[str], 
         *[Cell(escape(settings) or "–", settings)] * brief,
         *[Cell(str(len(group.runs)), len(group.runs))] * seeds,
     ]
-    rows = [[*own, *_outcome_cells(group, headings)]]
+    rows = [[*own, *_outcome_cells(group, headings, others)]]
     for run in group.runs if len(group.runs) > 1 else ():
         seed = f"seed {show(run.settings.get('seed', '?'))}"
         start = [
@@ -159,12 +186,13 @@ def _group_rows(groups: Sequence[Group], group: Group, headings: Sequence[str], 
             *[Cell("")] * brief,
             *[Cell("")] * seeds,
         ]
-        rows.append([*start, *_outcome_cells(Group((run,)), headings)])
+        rows.append([*start, *_outcome_cells(Group((run,)), headings, others)])
     return rows
 
 
-def _outcome_cells(group: Group, headings: Sequence[str]) -> list[Cell]:
-    run, several, means = group.first, len(group.runs) > 1, group.row.means
+def _outcome_cells(group: Group, headings: Sequence[str], others: Mapping[str, Metric]) -> list[Cell]:
+    row = group.row
+    run, several, means = group.first, len(group.runs) > 1, row.means
     last = run.last_evaluation
     note = f'<br><span class="mark">round {last[0]}</span>' if last and not run.finished else ""
     digest = str((run.outcome["digest"] if run.finished and not several else None) or "")
@@ -179,6 +207,10 @@ def _outcome_cells(group: Group, headings: Sequence[str]) -> list[Cell]:
     for heading in headings:
         of_evaluation = not heading.startswith("best")
         cells.append(_mean_cell(means.get(heading), run.headline.text, note if of_evaluation else ""))
+    for name, metric in others.items():
+        of_clients = row.covered_note(metric) if name in row.of_others and name.startswith("final-") else ""
+        mark = f'<br><span class="mark">{of_clients}</span>' if of_clients else ""
+        cells.append(_mean_cell(row.of_others.get(name), metric.text, note + mark))
     for heading in COSTS:
         text = seconds_text if heading == "seconds" else size
         cells.append(_mean_cell(means.get(heading), text, spread=False))
@@ -201,7 +233,7 @@ def _mean_cell(found: Mean | None, text: Callable[[float], str], note: str = "",
 
 
 def settings_table(groups: Sequence[Group]) -> str:
-    """Return the keys in which the groups differ, if they are too many for the table of results."""
+    """Return the table of keys in which the groups differ; empty if the table of results shows them."""
     keys = list(dict.fromkeys(key for group in groups for key in group.settings))
     if len(keys) <= BRIEF:
         return ""
@@ -217,8 +249,30 @@ def settings_table(groups: Sequence[Group]) -> str:
     return f"{title}{sortable_table(['run', *keys], rows)}"
 
 
+def differences_section(groups: Sequence[Group]) -> str:
+    """Return the paired differences of each row from the first, over clients and for each client; empty if there are none."""
+    finished = [group for group in groups if all(run.finished for run in group.runs)]
+    runs = [group.runs for group in finished]
+    named = [["run"], *([short(group.label)] for group in finished)]
+    lines = significance.differences_table(runs, named) if len(finished) > 1 else []
+    if not lines:
+        return ""
+    title = '<h2 id="differences"><a href="#differences">Differences from the first run</a></h2>'
+    parts = [title, _plain_table(lines), f"<p>{escape(significance.caption(runs))}.</p>"]
+    by_client = significance.clients_table(runs, named=named)
+    if by_client:
+        table = f"{_plain_table(by_client)}<p>{escape(significance.BY_CLIENT)}.</p>"
+        parts.append(f'<details class="folded"><summary>Client by client</summary>{table}</details>')
+    return "\n".join(parts)
+
+
+def _plain_table(lines: Sequence[Sequence[str]]) -> str:
+    header, *body = lines
+    return sortable_table(header, [[[Cell(escape(cell), cell) for cell in line]] for line in body])
+
+
 def sortable_table(head: Sequence[str], groups: Sequence[Rows]) -> str:
-    """Return a table that can be sorted. head: names of the columns, those of numbers after "n "."""
+    """Return a table that can be sorted. head: names of the columns; those with numbers begin with "n "."""
     kinds = ["n" if name.startswith("n ") else "name" if k == 0 else "" for k, name in enumerate(head)]
     top = "".join(
         f'<th class="{kind}"><button type="button">{escape(name.removeprefix("n "))}</button></th>'

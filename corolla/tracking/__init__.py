@@ -1,1 +1,1 @@
-"""Trackers: a process each, which reads a run folder as it grows (started by fl_app/server/trackers.py)."""
+"""Trackers, each a process that reads a run folder as it grows (started by fl_app/server/trackers.py)."""

@@ -1,8 +1,8 @@
 """`python -m corolla.tracking.follow RUN TRACKER AFTER SECONDS`: feeds one tracker from a run folder.
 
-It reads rounds after round AFTER as they are written. When standard input ends the run has ended: it hands over what is left and
-ends, or is ended by its own alarm if one thing takes longer than SECONDS. On standard output it says, in lines of JSON, that it is
-alive, and the error that ended it.
+It reads the rounds after round AFTER as they are written. When standard input ends, the run has ended: the process
+passes on the remaining data and exits. An alarm ends it if one step takes longer than SECONDS. On standard output it
+writes lines of JSON: `{}` while it is alive, and the error that ended it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,23 +21,26 @@ from corolla.experiments.runs import RecordedRun
 from fl_app.errors import describe
 from fl_app.keys import Scalar, own
 from fl_app.metrics import Metric, Record, tracked_names
+from fl_app.server import client_rows, matrices
 from fl_app.server.run_folder import CLIENTS, CONFIG, METRICS, MODELS, RUN, SUMMARY
 
 _POLL = 0.3
-FILES = (CONFIG, METRICS, CLIENTS, RUN, SUMMARY)
+FILES = (CONFIG, METRICS, CLIENTS, client_rows.COLUMNS, client_rows.LINES, RUN, SUMMARY)
+# pattern of the files in each folder of a run
+FOLDERS = {MODELS: "*.safetensors", matrices.DIRECTORY: "*.npz"}
 
 
 class Store(Protocol):
-    """One tracker's run: opened with the run folder and the round it has had, in a module of the tracker's name."""
+    """One tracker's run, in a module with the tracker's name. It is opened with the run and its last tracked round."""
 
     def round(self, number: int, values: Mapping[str, float]) -> None:
-        """Take a round's metrics."""
+        """Track a round's metrics."""
 
     def file(self, path: Path) -> None:
-        """Take a file of the run folder."""
+        """Track a file of the run folder."""
 
     def end(self, summary: Mapping[str, Scalar] | None) -> None:
-        """Take the summary of a finished run, None of one that was interrupted, and make everything last."""
+        """Save everything. summary: of a finished run; None for an interrupted one."""
 
 
 def main() -> None:
@@ -45,7 +48,7 @@ def main() -> None:
     path, name, after, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
     os.umask(0o077)
     out = os.fdopen(os.dup(1), "w", buffering=1)
-    # Anything packages print goes to standard error: standard output is the protocol.
+    # Send everything that packages print to standard error: standard output is the protocol.
     os.dup2(2, 1)
     ended = False
 
@@ -66,25 +69,26 @@ def main() -> None:
                 position = record.pop("position")
                 if record["round"] > last:
                     last = record["round"]
-                    store.round(last, scalars(record, run.headline))
+                    store.round(last, scalars(record, run.metrics))
                     step()
-        for file in [path / name for name in FILES] + sorted((path / MODELS).glob("*.safetensors")):
+        inside = [file for folder, pattern in FOLDERS.items() for file in sorted((path / folder).glob(pattern))]
+        for file in [path / name for name in FILES] + inside:
             if file.is_file():
                 store.file(file)
                 step()
         store.end(run.summary if run.finished else None)
     except Exception as error:
         print(json.dumps({"error": describe(error).splitlines()[0]}), file=out)
-    # for what packages do when a process ends
+    # limit the time of the packages' exit handlers
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-# numbers of an evaluation that are no metrics
+# numbers in an evaluation that are not metrics
 BOOKKEEPING = ("digest-version", "evaluated", "expected")
 
 
 def new_records(path: Path, position: int) -> Iterator[Record]:
-    """Yield the whole lines of metrics.jsonl from a position on; `position` in a record is where the next one begins."""
+    """Yield the complete lines of metrics.jsonl from a byte position on. `position` in a record is the next line's start."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -97,22 +101,22 @@ def new_records(path: Path, position: int) -> Iterator[Record]:
 
 
 def settings(run: RecordedRun) -> dict[str, Scalar]:
-    """The keys that bear on a run, as it resolved them."""
+    """Return the resolved keys that apply to a run."""
     return own(run.settings, str(run.settings.get("method")))
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of a table's values that are numbers."""
+    """Return the entries of a table with numeric values."""
     return {name: v for name, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
 
 
-def scalars(record: Mapping[str, Any], metric: Metric) -> dict[str, float]:
-    """Everything that a round's record says of all clients and that is a number, by the name it is tracked with.
+def scalars(record: Mapping[str, Any], measured: Sequence[Metric]) -> dict[str, float]:
+    """Return all numbers of a round's record about all clients, by the name they are tracked with.
 
-    <headline>/..., loss/..., bytes/..., seconds/<phase>, failures; all-clients/... of an evaluation, unseen/... of those who never
-    train, method/... of the method's own.
+    Names: <headline>/..., loss/..., bytes/..., seconds/<phase>, failures; all-clients/... for an evaluation, unseen/...
+    for clients that never train, method/... for the method's own. measured: the run's metrics, the headline first.
     """
-    name, evaluation, known = metric.name, record.get("evaluation", {}), tracked_names(metric)
+    name, evaluation, known = measured[0].name, record.get("evaluation", {}), tracked_names(measured)
     found = {
         known.get(key, f"method/{key}"): value
         for key, value in numbers(record).items()

@@ -1,4 +1,4 @@
-"""An MLflow run, in the store that MLFLOW_TRACKING_URI names; without it in OUTPUT_DIR/mlflow, beside the run folders."""
+"""An MLflow run, in the store named by MLFLOW_TRACKING_URI; by default in OUTPUT_DIR/mlflow, beside the run folders."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from corolla.experiments.runs import RecordedRun
-from corolla.tracking.follow import numbers, settings
+from corolla.tracking.follow import FOLDERS, numbers, settings
 from fl_app.files import lock, make_directory
 from fl_app.keys import Scalar, show
-from fl_app.server.run_folder import MODELS
 
 DIRECTORY = "mlflow"
-# a tag: by it a resumed run finds what it has tracked before
+# tag by which a resumed run finds its MLflow run
 EXPERIMENT = "corolla.experiment"
-# MLflow's limits: characters of a parameter, parameters of a batch.
+# MLflow's limits: characters of a parameter, parameters of a batch
 _LONGEST, _AT_ONCE = 6000, 100
 
 
@@ -68,7 +67,7 @@ class Store:
         return str(found.experiment_id)
 
     def round(self, number: int, values: Mapping[str, float]) -> None:
-        """Log a round's metrics, unless it has them from before the run was resumed, which come out the same again."""
+        """Log a round's metrics. Skip a round logged before the run was resumed: it gives the same metrics again."""
         if number not in self._had:
             self._log(number, values)
 
@@ -79,11 +78,11 @@ class Store:
         )
 
     def file(self, path: Path) -> None:
-        """Log an artifact, a model under `models`."""
-        self._client.log_artifact(self._id, str(path), MODELS if path.parent.name == MODELS else None)
+        """Log an artifact, under the name of its folder in the run: a model under `models`."""
+        self._client.log_artifact(self._id, str(path), path.parent.name if path.parent.name in FOLDERS else None)
 
     def end(self, summary: Mapping[str, Scalar] | None) -> None:
-        """Log the summary's numbers as metrics and its digest as a tag, and how the run ended."""
+        """Log the summary's numbers as metrics, its digest as a tag, and the final status of the run."""
         if summary is not None:
             figures = {key: value for key, value in summary.items() if key.startswith(("final-", "best-", "unseen-"))}
             self._log(int(str(summary["rounds"])), numbers(figures))

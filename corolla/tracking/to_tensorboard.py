@@ -1,4 +1,4 @@
-"""TensorBoard events, one step per round, in RUN/tensorboard; the config as text. Files stay where they are, beside it."""
+"""TensorBoard events in RUN/tensorboard, one step per round, with the config as text. Other files are not copied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Store:
         make_directory(run.path / DIRECTORY)
         self._writer: Any = EventFileWriter(str(run.path / DIRECTORY))
         start = SessionLog(status=SessionLog.START)
-        # rounds from here on, left by an interrupted run, are hidden
+        # hide later rounds that an interrupted run has written
         self._write(Event(step=after + 1, session_log=start))
         table = "\n".join(
             ["| key | value |", "|---|---|", *(f"| {key} | {json.dumps(v)} |" for key, v in settings(run).items())]
@@ -38,14 +38,14 @@ class Store:
         self._summary(after, Summary.Value(tag="config", metadata=create_summary_metadata("config", ""), tensor=text))
 
     def round(self, number: int, values: Mapping[str, float]) -> None:
-        """Write a round, at once."""
+        """Write a round immediately."""
         self._summary(number, *(Summary.Value(tag=name, simple_value=value) for name, value in values.items()))
 
     def file(self, path: Path) -> None:
-        """Leave a file where it is."""
+        """Do nothing: files stay in the run folder."""
 
     def end(self, summary: Mapping[str, Scalar] | None) -> None:
-        """Close."""
+        """Close the event file."""
         self._writer.close()
 
     def _summary(self, step: int, *values: Any) -> None:

@@ -1,4 +1,4 @@
-"""A Weights & Biases run: WANDB_MODE, WANDB_PROJECT and the like are W&B's own; without WANDB_DIR its files lie in RUN/wandb."""
+"""A Weights & Biases run. WANDB_MODE, WANDB_PROJECT etc. have W&B's meaning; without WANDB_DIR, files lie in RUN/wandb."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from pathlib import Path
 import wandb
 
 from corolla.experiments.runs import RecordedRun
-from corolla.tracking.follow import settings
+from corolla.tracking.follow import FOLDERS, settings
 from fl_app.keys import Scalar
-from fl_app.server.run_folder import MODELS
 
 
 class Store:
-    """One run in the project WANDB_PROJECT, or `corolla`; its id is the experiment's, so that a resumed run goes on in it."""
+    """One run in the project WANDB_PROJECT, or `corolla`. Its id is the experiment's, so that a resumed run continues it."""
 
     def __init__(self, run: RecordedRun, after: int) -> None:
-        # W&B is to learn nothing of the machine.
+        # Send W&B no facts about the machine.
         private = wandb.Settings(
             console="off",
             save_code=False,
@@ -40,7 +39,7 @@ class Store:
             job_type=str(run.settings["method"]),
             settings=private,
         )
-        # a sweep's runs have commas and = in theirs
+        # names of a sweep's runs contain commas and =
         name = re.sub(r"[^\w.-]", "-", run.path.name, flags=re.ASCII)
         self._files = wandb.Artifact(f"{name[:100]}-{self._run.id}", "model")
 
@@ -49,8 +48,8 @@ class Store:
         self._run.log(dict(values), step=number)
 
     def file(self, path: Path) -> None:
-        """Put a file into the run's artifact, a model under `models`."""
-        name = f"{MODELS}/{path.name}" if path.parent.name == MODELS else path.name
+        """Add a file to the run's artifact, under the name of its folder in the run: a model under `models`."""
+        name = f"{path.parent.name}/{path.name}" if path.parent.name in FOLDERS else path.name
         self._files.add_file(str(path), name=name, policy="immutable")  # no copy in the user's home
 
     def end(self, summary: Mapping[str, Scalar] | None) -> None:

@@ -1,22 +1,23 @@
-"""The run configuration: frozen, typed, parsed once, every problem reported together.
+"""The run configuration: frozen, typed, parsed once, with all problems reported together.
 
-Keys are Flower's run config: flat, kebab-case, values bool, int, float or str (no lists, no null: "" and 0 stand for "not
-set", each key says so). A method's parameters live in its own table, `fedcac.tau`. One declaration per key (fl_app/keys.py)
-serves the parser, docs/config.md, `corolla methods` and the defaults in pyproject.toml; a test keeps the four equal.
+Keys are Flower's run config: flat, kebab-case, with values of type bool, int, float or str. There are no lists and no
+null; "" or 0 mean "not set" where a key's sentence states it. A method's parameters are in its own table, `fedcac.tau`.
+One declaration per key (fl_app/keys.py) serves the parser, docs/config.md, `corolla methods` and the defaults in
+pyproject.toml. A test keeps the four equal.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from fl_app import rng
 from fl_app.config.experiment import ExperimentKeys
 from fl_app.config.privacy import PrivacyKeys
-from fl_app.config.rules import check_together, check_words, complain, refuse_files
+from fl_app.config.rules import check_client, check_together, check_words, complain, refuse_files, with_implied
 from fl_app.keys import (
     AT_LEAST_ONE,
     BELOW_ONE,
@@ -36,77 +37,81 @@ from fl_app.keys import (
     table_of,
 )
 from fl_app.plugins import is_reference
+from fl_app.sources import source_of
 
 
 @runtime_checkable
 class Checked(Protocol):
-    """Parameters of a method with rules that one key's range cannot say."""
+    """Parameters of a method with rules that a single key's range cannot express."""
 
     def problems(self, config: RunConfig) -> Iterable[str]:
-        """Say what is wrong with the values together, one line each: key, rule, value."""
+        """Return a line for each problem with the values together: key, rule, value."""
         ...
 
 
 NO_KEYS = {"tensorboard": '; TensorBoard is a tracker: track = "tensorboard"'}
-"""What stands in no config though one may look for it, and the end of the error that says what does."""
+"""Names that users may try although there is no such key, with the end of the error that names the right key."""
 
 
 def scheduled(schedule: str, decay: float, round: int, rounds: int) -> float:
-    """Return the factor on a learning rate in a round, from 1, of so many."""
+    """Return the factor on a learning rate in a round in 1 .. rounds."""
     angle = math.pi * (round - 1) / rounds if schedule == "cosine" else 0.0
     return decay ** (round - 1) * ((1 + math.cos(angle)) / 2)
 
 
 def share_of(count: int, share: float) -> int:
-    """Return a share of so many, halves rounded up, at least 1."""
+    """Return share * count, rounded with halves up, at least 1."""
     return max(1, math.floor(share * count + 0.5))
 
 
 @dataclass(frozen=True)
 class RunConfig(PrivacyKeys, ExperimentKeys):
-    """Everything a run is defined by. See docs/config.md for every key."""
+    """Everything that defines a run. docs/config.md describes every key."""
 
     # local training
     local_epochs: int = key(5, "Local epochs E.", AT_LEAST_ONE, headline=True)
     batch_size: int = key(20, "Batch size of local training.", AT_LEAST_ONE, headline=True)
-    drop_last: bool = key(False, "Leave the last batch of an epoch out if it is incomplete, unless it is the only one.")
+    drop_last: bool = key(False, "Skip the last batch of an epoch if it is incomplete, unless it is the only one.")
     drop_single: bool = key(
         False,
-        "Leave the last batch of an epoch out if it is a single sample, unless it is the only one. A model with BatchNorm, "
-        "which cannot normalise one, has it join the batch before otherwise.",
+        "Skip the last batch of an epoch if it is a single sample, unless it is the only batch. If off, models with BatchNorm "
+        "add this sample to the batch before, because BatchNorm cannot normalize a single sample.",
     )
     optimizer: Literal["sgd", "adamw"] = key(
         "sgd",
-        "`adamw`: betas 0.9 and 0.999, as torch.optim.AdamW; its moments start at zero in every round. A method's own plain "
-        "gradient steps stay that.",
+        "`adamw`: torch.optim.AdamW with betas 0.9 and 0.999; its moments start at zero in every round. Plain gradient steps "
+        "in a method's own algorithm stay plain.",
         headline=True,
     )
     learning_rate: float = key(0.1, "Learning rate.", POSITIVE, headline=True)
     learning_rate_decay: float = key(1.0, "Factor on the learning rate after every round.", POSITIVE_RATIO)
     schedule: Literal["constant", "cosine"] = key(
         "constant",
-        "`cosine`: times (1 + cos(pi (t - 1) / T)) / 2 in round t of T, beside `learning-rate-decay`.",
+        "`cosine`: multiplies the learning rate in round t of T by (1 + cos(pi (t - 1) / T)) / 2, in addition to "
+        "`learning-rate-decay`.",
         spans_run=True,
     )
     momentum: float = key(0.0, "SGD momentum; it starts at zero in every round.", BELOW_ONE)
     weight_decay: float = key(0.0, "Weight decay; decoupled from the gradient with `adamw`.", NOT_NEGATIVE)
     clip_norm: float = key(
         0.0,
-        "Largest Euclidean norm of the gradient a step is taken with; larger ones are scaled down to it. 0: any.",
+        "Largest Euclidean norm of a step's gradient. Larger gradients are scaled down to it. 0: no limit.",
         NOT_NEGATIVE,
     )
-    precision: Literal["float32", "bfloat16"] = key(
-        "float32", "`bfloat16`: forward and backward passes in mixed precision (autocast); weights stay float32."
+    precision: Literal["float32", "tf32", "bfloat16"] = key(
+        "float32",
+        "`tf32`: a GPU multiplies with 10 mantissa bits instead of 23; a CPU is not affected. `bfloat16`: forward and backward "
+        "passes in mixed precision (autocast). Weights stay float32.",
     )
     device: str = key(
         "auto", "`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:k`.", compared=False, checked=True
     )
     client_threads: int = key(
-        1, "Threads of one client's training; the results' bits depend on it.", Rule(low=1, high=256), compared=False
+        1, "Threads of one client's training. The results' bits depend on it.", Rule(low=1, high=256), compared=False
     )
     # server
     evaluate_every: int = key(
-        0, "Evaluate all clients every so many rounds; 0: only after the last.", NOT_NEGATIVE, compared=False
+        0, "Rounds between evaluations of all clients. 0: only after the last round.", NOT_NEGATIVE, compared=False
     )
     min_available_clients: int = key(
         0, "Clients that must be connected before a round starts; 0: `num-clients`.", NOT_NEGATIVE, compared=False
@@ -114,60 +119,85 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     available_timeout: float = key(
         120.0, "Seconds to wait for `min-available-clients` before the run fails.", POSITIVE, about="running"
     )
+    discover: Literal["auto", "all", "drawn"] = key(
+        "auto",
+        "When the server asks clients for their properties. `all`: before the first round. `drawn`: when a client is first drawn "
+        "for a round or evaluated; this works only in one process, where ids are known in advance. `auto`: `drawn` above 1000 "
+        "clients, else `all`. Where `drawn` is impossible (deployments, `private`, `node`, FedConcat), `all` is used, and the "
+        "log states it.",
+        about="running",
+    )
     round_timeout: float = key(3600.0, "Seconds to wait for the replies of a round.", POSITIVE, about="running")
     min_results: float = key(
-        0.5, "Part of a round's clients whose uploads it needs to count (at least one).", RATIO, compared=False
+        0.5, "Part of a round's clients (at least one) that must upload for the round to count.", RATIO, compared=False
     )
     round_retries: int = key(
         1,
-        "How often a round with fewer usable uploads than `min-results` is repeated before the run fails.",
+        "Number of repetitions of a round with fewer usable uploads than `min-results`, before the run fails.",
         Rule(low=0, high=99),
         about="running",
     )
     max_update_norm: float = key(
         0.0,
-        "Uploads that lie farther from the median of all uploads (per parameter), and from what was sent, than so many times "
-        "what is usual are dropped by name; 0: none is, those beyond three times are counted and named.",
+        "Drops an upload if its distances to the coordinate-wise median, and to the model that its client was sent, both exceed "
+        "this multiple of the usual distance; the log names the client. 0: none is dropped, but uploads beyond 3 times the usual "
+        "distance are counted and named.",
         NOT_NEGATIVE,
     )
     max_size_weight: float = key(
         0.0,
-        "Weight of a client's training samples in means, at most so many times the median client's; 0: no limit.",
+        "Limit of a client's weight (its training samples) in means, as a multiple of the median client's weight. 0: no limit.",
         NOT_NEGATIVE,
         compared=False,
     )
     robust: Literal["none", "median", "trimmed-mean", "krum", "geometric-median"] = key(
         "none",
-        "What replaces means over clients on the server, so that a few that lie cannot carry them away; every client then "
-        "counts once.",
+        "Replacement for means over clients on the server, so that a few lying clients cannot dominate the result. Every client "
+        "then counts once.",
         compared=False,
     )
     robust_liars: float = key(
         0.3,
-        "Part of the clients that may lie, for `robust = trimmed-mean` and `krum`; at least one of three.",
+        "Part of the clients that may lie, for `robust = trimmed-mean` and `krum`; at least one client of three or more.",
         Rule(low=0, high=0.5, high_open=True),
         compared=False,
     )
     server_memory_limit: float = key(
         2.0,
-        "Gigabytes of per-client arrays the server keeps in memory between rounds; what is beyond lies in memory-mapped "
-        "files in the run folder. 0: no limit.",
+        "Gigabytes of memory for the server's per-client arrays between rounds, and for a round's uploads. Larger amounts go to "
+        "memory-mapped files in the run folder. 0: no limit.",
         NOT_NEGATIVE,
         about="running",
     )
     checkpoint_every: int = key(
         5, "Rounds between checkpoints; there is always one after the last.", AT_LEAST_ONE, about="running"
     )
+    record_matrices: int = key(
+        1,
+        "Rounds between records of numbers between clients (overlaps, attention) in `matrices/round-<t>.npz`; there is always "
+        "one after the last round. With more than 100 clients (`num-clients`) the default is 10. A matrix of more than 4 million "
+        "numbers (2,000 x 2,000 clients) is not recorded.",
+        AT_LEAST_ONE,
+        about="running",
+    )
+    stop_when: str = key(
+        "",
+        "Ends the run early: `validation-accuracy: 10 rounds without better`, or `... without better by 0.01`. It can watch any "
+        "metric and `validation-loss` of the round's clients before they train, and their training `loss`. Empty: the run ends "
+        "after `num-server-rounds`.",
+        checked=True,
+    )
     finetune_epochs: int = key(
         0,
-        "Evaluations also measure every client after so many local epochs from its personal model; not kept.",
+        "Local epochs of fine-tuning in evaluations: every client is also measured after it trained its personal model for these "
+        "epochs. The fine-tuned model is not kept. 0: no fine-tuning.",
         NOT_NEGATIVE,
         compared=False,
     )
     finetune_learning_rate: float = key(
         0.0,
-        "Learning rate of `finetune-epochs`, the same after every round; 0: `learning-rate`, which neither "
-        "`learning-rate-decay` nor `schedule` lowers here.",
+        "Learning rate of `finetune-epochs`, the same after every round. 0: `learning-rate`, without `learning-rate-decay` and "
+        "`schedule`.",
         NOT_NEGATIVE,
         compared=False,
     )
@@ -181,29 +211,34 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     )
     keep_state: bool = key(
         False,
-        "Keep what clients keep between rounds when the run is finished: only then can it be continued with more rounds "
-        "(methods without client state always can).",
+        "Keep the clients' state when the run is finished. Otherwise a run cannot be continued with more rounds, except with a "
+        "method without client state.",
         about="running",
+    )
+    overwrite: bool = key(
+        False,
+        "If a run of this `run-name` exists, remove it just before the new one starts. Anything that is no run is not removed.",
+        about="place",
     )
     resume: str = key("", "Run folder to continue; set by `corolla run --resume`.", about="place")
     collect_personal_models: bool = key(
         False,
-        "Upload every client's personal model at the end; off, parts that never travel stay on the clients.",
+        "Upload every client's personal model at the end. If off, parts that never travel stay on the clients.",
         about="running",
     )
     track: str = key(
         "",
-        "Any of `mlflow`, `wandb`, `tensorboard`, with commas; [how](experiments.md#trackers).",
+        "Any of `mlflow`, `wandb`, `tensorboard`, separated by commas; [how](experiments.md#trackers).",
         about="running",
         checked=True,
     )
-    # the chosen method's parameters, and all keys as resolved and as defaulted
+    # the chosen method's parameters; all keys' values in this run; all keys' defaults
     params: Any = dataclasses.field(default=NoParams())
     resolved: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Scalar] = dataclasses.field(default_factory=dict)
 
     def rate_factor(self, round: int) -> float:
-        """What `learning-rate-decay` and `schedule` make of a learning rate in a round, from 1."""
+        """Return the factor of `learning-rate-decay` and `schedule` on the learning rate in a round, counted from 1."""
         return scheduled(self.schedule, self.learning_rate_decay, round, self.num_server_rounds)
 
     @property
@@ -212,12 +247,19 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
         return self.finetune_learning_rate or self.learning_rate
 
     def evaluates_after(self, round: int) -> bool:
-        """Tell whether all clients are evaluated after a round: the last one, and every `evaluate-every`-th."""
+        """Return whether all clients are evaluated after a round: the last one, and every `evaluate-every`-th."""
         return round == self.num_server_rounds or (self.evaluate_every > 0 and round % self.evaluate_every == 0)
 
     @property
+    def normalizes_by_site(self) -> bool:
+        """Whether the mean and standard deviation of its own data scale each client's inputs (`normalize-over`)."""
+        if self.normalize_over == "auto":
+            return self.private or self.dp_epsilon > 0
+        return self.normalize_over == "site"
+
+    @property
     def unseen(self) -> frozenset[int]:
-        """The clients that never train (`holdout-clients`): at least one if any, and not all."""
+        """The clients that never train (`holdout-clients`): none if it is 0, else at least one, never all."""
         count = min(share_of(self.num_clients, self.holdout_clients), self.num_clients - 1)
         if not self.holdout_clients or count < 1:
             return frozenset()
@@ -226,30 +268,37 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
 
     @property
     def num_training(self) -> int:
-        """How many clients train."""
+        """Number of clients that train."""
         return self.num_clients - len(self.unseen)
 
     def spanning_keys(self) -> list[tuple[KeySpec, Scalar]]:
-        """Return the keys, with their values, that make this run another one if its number of rounds changes after its start."""
+        """Return (key, value) of keys in use that depend on the number of rounds: a resumed run must not change it."""
         return [(key, value) for key, value in self.own_keys() if key.spans_run and not key.is_off(value)]
 
     def drawn(self, able: int) -> int:
-        """Return how many of some clients, or companies of clients, train in a round (`fraction-train`)."""
+        """Return the number of clients, or companies, of `able` ones that train in a round (`fraction-train`)."""
         return share_of(able, self.fraction_train)
 
     def own_keys(self) -> Iterator[tuple[KeySpec, Scalar]]:
-        """Yield the keys that bear on this run, with their values: those of all runs, then the method's."""
+        """Yield (key, value) of the keys that affect this run: first those of all runs, then the method's."""
         for owner, table in ((self, ""), (self.params, table_of(self.method))):
             yield from ((spec, getattr(owner, spec.field)) for spec in specs(type(owner), table))
 
 
 def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
-    """Parse a flat run config into a RunConfig.
+    """Return the RunConfig of a flat run config.
 
-    raw: keys as in docs/config.md; missing ones take their default. methods: parameter dataclass per method name; a user's own
-    method is imported here, and its keys are known in its own runs alone.
+    raw: keys as in docs/config.md. A missing key gets its default, or the value that other keys imply. methods:
+    parameter dataclass per method name. A user's own method is imported here; its keys are known only in its own runs.
     Raises UserError naming every problem at once (key, value, rule).
     """
+    return _parse(with_implied(raw), methods, check_client)
+
+
+def _parse(
+    raw: Mapping[str, Scalar], methods: Mapping[str, type], *checks: Callable[[Mapping[str, Any], list[str]], None]
+) -> RunConfig:
+    """Return the RunConfig of a flat run config. checks: further rules for combinations of keys."""
     refuse_files(raw)
     problems: list[str] = []
     known = {spec.name: spec for spec in specs(RunConfig)}
@@ -264,8 +313,12 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
     values = {name: spec.read(raw[name], problems) if name in raw else spec.default for name, spec in known.items()}
     check_words(values, methods, problems)
     if not problems:
-        check_together(values, problems)
+        for check in (check_together, *checks):
+            check(values, problems)
     complain(problems)
+    if values["normalize"] == "auto" and source_of(str(values["dataset"])).images:
+        # runs on images record `unit` in every version of Corolla, so they are one experiment
+        values["normalize"] = "unit"
     top = {s.field: values[s.name] for s in specs(RunConfig)}
     cls = methods[method]
     params = cls(**{s.field: values[s.name] for s in specs(cls, table_of(method))})
@@ -276,9 +329,10 @@ def parse(raw: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
 
 
 def parse_recorded(saved: Mapping[str, Scalar], methods: Mapping[str, type]) -> RunConfig:
-    """Parse what a run folder has recorded. Of a user's own method it says all that matters: its code is not needed."""
+    """Return the RunConfig that a run folder has recorded. It needs no code of a user's own method."""
     method = str(saved.get("method"))
     if is_reference(method):
         table = {key.rpartition(".")[2]: value for key, value in saved.items() if "." in key and bears_on(key, method)}
         methods = {**methods, method: recorded(table)}
-    return parse(saved, methods)
+    # no check_client: runs of earlier versions could combine `client` with other partitions
+    return _parse(saved, methods)

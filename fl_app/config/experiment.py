@@ -1,4 +1,4 @@
-"""The keys of the run configuration that say what is learned: the experiment, its data, its task, its model."""
+"""The keys of the run configuration for the experiment, its data, its task and its model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from fl_app.sources import NODE, either, sources_that
 
 
 def _listed(**has: bool) -> str:
-    """Return the data sources with these properties as a key's sentence names them."""
+    """Return the data sources with these properties, in words, for a key's sentence."""
     return either(f"`{source.prefix}{':' * bool(source.path)}`" for source in sources_that(**has))
+
+
+_DIVIDED = (*(source.prefix for source in sources_that(takes_test_ratio=True)), NODE)
+"""Data sets that draw their test rows when they are read."""
 
 
 @dataclass(frozen=True)
 class ExperimentKeys:
-    """What is learned from which data by how many; RunConfig goes on with how."""
+    """Keys of the experiment, its data, its task and its model. RunConfig adds all others."""
 
     # the experiment
     method: str = key(
@@ -25,7 +29,7 @@ class ExperimentKeys:
         "Federated learning method; `corolla methods` lists them with their parameters. Or your own `module:METHOD`.",
         checked=True,
     )
-    num_server_rounds: int = key(30, "Rounds T.", AT_LEAST_ONE, extends=True, headline=True)
+    num_server_rounds: int = key(30, "Number of rounds (T).", AT_LEAST_ONE, extends=True, headline=True)
     num_clients: int = key(
         0,
         "Clients N of the experiment; `corolla run --clients` sets it. 0: the SuperNodes' `num-partitions`.",
@@ -38,8 +42,8 @@ class ExperimentKeys:
     )
     holdout_clients: float = key(
         0.0,
-        "Part of the clients, drawn by the seed, that never train: evaluations tell of them apart (`unseen`), as they are and "
-        "after `finetune-epochs`.",
+        "Part of the clients, drawn by `seed`, that never train. Evaluations report them separately (`unseen`), without "
+        "fine-tuning and after `finetune-epochs`.",
         BELOW_ONE,
         compared=False,
     )
@@ -54,16 +58,17 @@ class ExperimentKeys:
     )
     partition_seed: int = key(
         -1,
-        "Seed of the partition alone, for runs of several seeds on one split; -1: `seed`.",
+        "Seed of only the partition, for runs of several seeds on one split. -1: `seed`. It also draws the test rows of "
+        f"{_listed(takes_test_ratio=True)} data without a test part; there -1 draws the same rows for every `seed`.",
         Rule(low=-1),
         about="data",
-        partitions=PARTITIONS,
+        partitions=(*PARTITIONS, *_DIVIDED),
         compared=False,
         checked=True,
     )
     scale: Literal["full", "small"] = key(
         "full",
-        "Set by `corolla run --scale small`: clients, rounds and samples were cut, figures are not the paper's.",
+        "Set by `corolla run --scale small`: fewer clients, rounds and samples, so figures are not the paper's.",
         compared=False,
     )
     plugins: str = key(
@@ -84,54 +89,64 @@ class ExperimentKeys:
     )
     image_size: int = key(
         0,
-        f"Side in pixels to which the images of {_listed(resizes=True)} are resized (short side) and centre-cropped; "
-        "0: as they are, all equal and square.",
+        f"Images of {_listed(resizes=True)} are resized so that the short side has this many pixels, then cropped to the centre "
+        "square. 0: unchanged; all images must be square and of one size.",
         Rule(low=0, high=512),
         about="data",
     )
     target: str = key(
         "",
-        f"Column of {_listed(has_columns=True)} that is to be learned; several numbers with commas. All other columns are "
-        "features.",
+        f"Column of {_listed(has_columns=True)} to learn, or several columns of numbers, separated by commas. All other columns "
+        "are features.",
         about="data",
         compared=False,
     )
     client: str = key(
         "",
-        "Column that says whose each sample is (a hospital, a device), for the partition `by-column`. It is no feature "
-        "([how each source has it](tasks.md#data)).",
+        "Column that names each sample's client (a hospital, a device). Then `partition` is `by-column`; any other is an error. "
+        "The column is no feature ([its form in each source](tasks.md#data)).",
         about="data",
         compared=False,
     )
     exclude: str = key(
         "",
-        f"Columns of {_listed(has_columns=True)} that are no features, with commas: a patient's number, a name.",
+        f"Columns of {_listed(has_columns=True)} that are no features, separated by commas: a patient's number, a name.",
         about="data",
         compared=False,
     )
     categorical: str = key(
         "",
-        f"Columns of {_listed(has_columns=True)} that hold words or codes, with commas: each of a column's values becomes a "
-        "feature of 0 and 1. A column of words that is not among them, nor in `exclude`, is refused.",
+        f"Columns of {_listed(has_columns=True)} that hold words or codes, separated by commas. Each value of a column becomes a "
+        "feature of 0 and 1. `ward=icu|surgery` fixes the words: sites with different words need this. A column of words that is "
+        "neither here nor in `exclude` is refused.",
+        about="data",
+        compared=False,
+    )
+    impute: str = key(
+        "",
+        f"Columns of {_listed(has_columns=True)} with missing numbers to fill in, separated by commas: `crp` with the median of "
+        "the training rows, `crp=5` with 5. Each gets a second feature that is 1 where a number is missing. Empty: all columns "
+        "that need it, but none where each site has its own table ([why](tasks.md#missing-values)).",
         about="data",
         compared=False,
     )
     na_values: str = key(
         "",
-        "Words that stand for a missing value in a CSV file, with commas; an empty cell always does. `empty`: no word does, so "
-        "that `NA` and `None` are names. Empty: pandas' own list.",
+        "Words that mean a missing value in a CSV file, separated by commas. An empty cell is always missing. `empty`: only empty "
+        "cells are missing, so `NA` and `None` are names. Empty: pandas' own list of words.",
         about="data",
         compared=False,
     )
     separator: str = key(
         "",
-        "What divides the columns of a CSV file: one character, or `tab`. Empty: a comma.",
+        "Separator of a CSV file's columns: one character, or `tab`. Empty: a comma.",
         about="data",
         compared=False,
     )
     partition: str = key(
         "dirichlet-client",
-        f"{either(f'`{name}`' for name in (*PARTITIONS, BY_COLUMN, f'{OWN_PARTITION}/path.npz'))}.",
+        f"{either(f'`{name}`' for name in (*PARTITIONS, BY_COLUMN, f'{OWN_PARTITION}/path.npz'))}. If `client` is set, the "
+        f"default is `{BY_COLUMN}`.",
         about="data",
         headline=True,
     )
@@ -152,9 +167,9 @@ class ExperimentKeys:
     )
     pathological_assignment: Literal["balanced", "random", "blocks"] = key(
         "balanced",
-        "Which classes the clients of the `pathological` partition hold. `balanced`: every class equally many clients, up to "
-        "one. `random`: each client draws its own, so that some share classes (as FedCAC's authors). `blocks`: classes dealt to "
-        "consecutive blocks of clients, which then hold the same (as PFLlib).",
+        "Choice of the clients' classes in the `pathological` partition. `balanced`: numbers of clients per class differ by at "
+        "most one. `random`: each client draws its own classes, so some clients share them (as FedCAC's authors). `blocks`: "
+        "consecutive blocks of clients get the same classes (as PFLlib).",
         about="data",
         partitions=("pathological",),
     )
@@ -181,28 +196,42 @@ class ExperimentKeys:
     )
     dirichlet_balance: bool = key(
         False,
-        "Self-balancing of the `dirichlet` partition: a client that has more than an equal share already gets nothing of the "
-        "classes that follow (as PFLlib); `min-samples` holds as well.",
+        "Self-balancing of the `dirichlet` partition: a client that already has more than an equal share gets no samples of the "
+        "following classes (as PFLlib). `min-samples` still applies.",
         about="data",
         partitions=("dirichlet",),
     )
     test_ratio: float = key(
         0.25,
-        "Part of each client's samples used for test in the `dirichlet` partitions, and of the rows of "
-        f"{_listed(takes_test_ratio=True)} that have no test part of their own.",
+        "Share of each client's samples kept for testing in the `dirichlet` partitions, and share of the rows of "
+        f"{_listed(takes_test_ratio=True)} data without a test part.",
         BELOW_ONE,
         about="data",
-        partitions=(*OVER_CLASSES, *(source.prefix for source in sources_that(takes_test_ratio=True)), NODE),
+        partitions=(*OVER_CLASSES, *_DIVIDED),
     )
-    normalize: Literal["unit", "mean-std", "symmetric"] = key(
-        "unit",
-        "Inputs scaled to [0, 1] (`unit`), or then shifted and scaled per channel by the training data's mean and std, or scaled "
-        "to [-1, 1] (`symmetric`).",
+    validation_ratio: float = key(
+        0.0,
+        "Part of each client's training data kept out of training for validation, at least one sample; drawn by `seed` and "
+        "stratified by class. `validation-*` metrics are measured on it; `best`, `stop-when` and sweeps choose by them. 0: "
+        "choices are made on test data, and tables state this.",
+        BELOW_ONE,
+    )
+    normalize: Literal["auto", "unit", "mean-std", "symmetric"] = key(
+        "auto",
+        "`unit`: images are scaled to [0, 1], other samples are unchanged. `mean-std`: then all are shifted and scaled by the "
+        "training data's mean and std, per channel or feature. `symmetric`: images are scaled to [-1, 1]. `auto`: `unit` for "
+        "8-bit images, `mean-std` for tables, series and other arrays ([details](tasks.md#normalization)).",
+    )
+    normalize_over: Literal["auto", "sites", "site"] = key(
+        "auto",
+        "Scope of the mean and std of `mean-std`: the training data of all `sites` together, or of each `site` alone. `auto`: "
+        "`sites`, but `site` with `private` or `dp-epsilon`.",
+        compared=False,
     )
     augment: Literal["none", "crop-flip", "crop-flip-rotate"] = key(
         "none",
         "`crop-flip`: random crop after padding by an eighth of the side, and horizontal flip, on the device. "
-        "`crop-flip-rotate`: then also a rotation by up to 15 degrees either way, bilinear. What comes in from outside is 0.",
+        "`crop-flip-rotate`: then also a rotation by up to 15 degrees either way, bilinear. Pixels from outside the image are 0.",
     )
     data_dir: str = key(
         "",
@@ -213,16 +242,21 @@ class ExperimentKeys:
     # task
     task: str = key(
         "classification",
-        "What is learned: "
-        + ", ".join(f"`{name}`" for name in TASKS)
-        + ", or your own `module:Class` (docs/tasks.md).",
+        "Learning task: " + ", ".join(f"`{name}`" for name in TASKS) + ", or your own `module:Class` (docs/tasks.md).",
         headline=True,
         checked=True,
     )
     metrics: str = key(
         "",
-        "Which of the task's metrics evaluations of all clients measure beside its headline, with commas, or `all`. Empty: all, "
-        "but for `classification` accuracy alone.",
+        "Metrics of the task that clients measure beside the headline, separated by commas, or `all`. Each is a column of all "
+        "tables. Empty: all; for `classification` only accuracy.",
+        compared=False,
+        checked=True,
+    )
+    headline: str = key(
+        "",
+        "Metric of the task that decides the best round, and is shown first in the panel, in tables and by `corolla compare`. "
+        "Empty: the task's first metric, accuracy for `classification`.",
         compared=False,
         checked=True,
     )
@@ -235,16 +269,18 @@ class ExperimentKeys:
     )
     norm: Literal["batch", "group"] = key("batch", "Normalisation layers of the ResNets.", checked=True)
     share: str = key(
-        "", "Patterns over tensor names, with commas: of what the method sends only these travel. Empty: all of it."
+        "",
+        "Patterns over tensor names, separated by commas: a tensor that the method sends travels only if it matches one. Empty: "
+        "all do.",
     )
     train: str = key(
         "",
-        "Patterns over tensor names, with commas: only these train, `*.adapter.*`. All others never travel and must be "
-        "the same on every node, which checks it. Empty: all.",
+        "Patterns over tensor names, separated by commas, such as `*.adapter.*`: only these tensors train. All others never travel "
+        "and must be the same on every node; the node checks this. Empty: all train.",
     )
     initial_weights: str = key(
         "",
-        "File the run starts from, safetensors or a PyTorch state dict (`.pt`, as `corolla export` writes). The server reads it; "
-        "so does every client, at the same path, whose method leaves part of the model with it. Empty: from the seed.",
+        "File with the initial weights: safetensors or a PyTorch state dict (`.pt`, as `corolla export` writes). The server reads "
+        "it. If part of the model stays on the clients, they read it too, at the same path. Empty: drawn by `seed`.",
         checked=True,
     )

@@ -1,4 +1,4 @@
-"""The keys of the run configuration that say what others may learn of a site."""
+"""The keys of the run configuration for privacy."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Literal
 
 from fl_app.keys import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Rule, key
 
-# Beyond it the fixed point of 40 clients has steps of 1/32 and more.
+# Above this, the fixed-point numbers of 40 clients have steps of 1/32 and more.
 LARGEST_PRIVATE_RANGE = 2.0**20
 
 
 @dataclass(frozen=True)
 class PrivacyKeys:
-    """What the server learns of single clients, and anybody of single records."""
+    """Keys that limit the information about single clients and single records."""
 
     # privacy
     private: bool = key(
         False,
-        "The server is sent sums of at least three clients' models and, of masks, who agrees with whom: no client's own "
-        "([what that hides](privacy.md)). Not for every method; `report-class-counts` is off.",
+        "The server receives sums of at least three clients' models, and how far clients' masks agree, but no single client's "
+        "model or mask ([what this hides](privacy.md)). Some methods do not support it. `report-class-counts` is off.",
         compared=False,
         checked=True,
     )
@@ -31,8 +31,8 @@ class PrivacyKeys:
     )
     private_range: float = key(
         8.0,
-        "Largest absolute weight that a client can send in a private run; of BatchNorm statistics 64 times as much. A client "
-        "with a larger one fails by name. A wider range has a coarser fixed point.",
+        "Largest absolute weight that a client can send in a private run; BatchNorm statistics may be 64 times larger. A client "
+        "with a larger weight fails, and the error names it. A wider range makes the fixed-point numbers coarser.",
         Rule(low=0, high=LARGEST_PRIVATE_RANGE, low_open=True),
         compared=False,
     )
@@ -41,19 +41,19 @@ class PrivacyKeys:
     )
     private_absent: Literal["alone", "company"] = key(
         "alone",
-        "Who is left out of a private run's sums when a client is away: it alone, and its model can be roughly told "
-        "from the difference, or two others with it ([what that hides](privacy.md#companies)).",
+        "Clients left out of a private run's sums when a client is away. `alone`: this client; the difference between rounds "
+        "roughly reveals its model. `company`: this client and two others ([what this hides](privacy.md#companies)).",
         compared=False,
     )
     report_accuracy: bool = key(
         True,
-        "Clients tell the server their losses and metrics. `false`: nothing of a run is known but its models.",
+        "Clients send the server their losses and metrics. `false`: they send neither.",
         compared=False,
     )
     dp_epsilon: float = key(
         0.0,
-        "Differential privacy of each site's training records, over all rounds together: they are looked at by noisy steps "
-        "alone ([what that means](privacy.md#records)); `report-class-counts` is off. 0: none.",
+        "Differential privacy of each site's training records, over all rounds together: only noisy steps read the records "
+        "([what this means](privacy.md#records)). `report-class-counts` is off. 0: none.",
         NOT_NEGATIVE,
         compared=False,
         checked=True,
@@ -61,19 +61,19 @@ class PrivacyKeys:
     )
     dp_delta: float = key(
         1e-5,
-        "Chance with which `dp-epsilon` may not hold; below one over a site's training samples.",
+        "Probability that `dp-epsilon` does not hold. It must be below 1 / n for a site's n training samples.",
         Rule(0, 1, True, True),
         compared=False,
     )
     dp_clip: float = key(
         1.0,
-        "Norm to which each training record's gradient is cut; noise is in proportion to it.",
+        "Norm to which each training record's gradient is clipped. The noise is proportional to it.",
         POSITIVE,
         compared=False,
     )
     report_class_counts: bool = key(
         True,
-        "Clients tell the server how many training samples of each class they have, for `clients.json` and the report; it "
-        "reveals their label distributions.",
+        "Clients send the server their numbers of training samples per class, for `clients.json` and the report. This reveals "
+        "their label distributions.",
         compared=False,
     )

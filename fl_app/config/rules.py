@@ -1,4 +1,4 @@
-"""The rules of the run config that are more than one key's range: words that have a name, and keys that go together."""
+"""Rules of the run config beyond a single key's range: allowed words, and combinations of keys."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, nearest
 from fl_app.known_names import BY_COLUMN, MODELS, OWN_PARTITION, PARTITIONS, TASKS, TRACKERS
+from fl_app.plugins import is_reference
 from fl_app.sources import NODE, SOURCES, path_in, path_prefixes, source_of
 
-# bytes of a run's name: file systems take 255, of which files named after a run need some
+# A run with more than MANY_CLIENTS clients records matrices every SELDOM rounds, unless `record-matrices` is set.
+MANY_CLIENTS, SELDOM = 100, 10
+# bytes of a run's name: file systems allow 255, and the names of a run's files need some more
 LONGEST_NAME = 200
 
 
 def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], problems: list[str]) -> None:
-    """Add a line to `problems` for every value that is none of the words, references or paths its key takes."""
+    """Add a line to `problems` for every value that is not among its key's words, references or paths."""
 
     def refuse(name: str, allowed: tuple[str, ...], more: str = "", prefixes: tuple[str, ...] = ()) -> None:
         value = values[name]
@@ -26,7 +29,15 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
         problems.append(f"{name}: must be one of {', '.join(allowed)}{more}, got {value!r}{hint}")
 
     if values["method"] not in methods:
-        refuse("method", tuple(methods), " or module:METHOD")
+        several = [name.strip() for name in str(values["method"]).split(",")]
+        if len(several) > 1 and all(name in methods or is_reference(name) for name in several):
+            listed_names = ", ".join(f'"{name}"' for name in several)
+            problems.append(
+                f"method: a run has one method, got {values['method']!r}; for several, write [grid] and below it "
+                f"method = [{listed_names}] into a file, and run `corolla sweep FILE`"
+            )
+        else:
+            refuse("method", tuple(methods), " or module:METHOD")
     dataset, partition, model, task = (str(values[name]) for name in ("dataset", "partition", "model", "task"))
     source = SOURCES.get(dataset.removesuffix(":"))
     if not path_in("dataset", dataset) and (source is None or source.path or dataset.endswith(":")):
@@ -63,7 +74,7 @@ def check_words(values: Mapping[str, Scalar], methods: Mapping[str, type], probl
 
 
 def refuse_files(raw: Mapping[str, Scalar]) -> None:
-    """Raise UserError for a file where a module is to be named: looking for FILE.py as a module would run FILE."""
+    """Raise UserError for a file's name in place of a module's: a search for the module FILE.py would import FILE."""
     found = ((key, re.fullmatch(r"(.+)\.py(:.*)?", str(raw.get(key, "")))) for key in ("method", "model", "task"))
     complain(
         [
@@ -74,8 +85,22 @@ def refuse_files(raw: Mapping[str, Scalar]) -> None:
     )
 
 
+def with_implied(raw: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return the keys that were set and those that they imply.
+
+    `client` implies the partition `by-column`. Many clients imply fewer records of matrices, because these are larger.
+    """
+    implied: dict[str, Scalar] = {}
+    if raw.get("client") and "partition" not in raw and raw.get("dataset") != NODE:
+        implied["partition"] = BY_COLUMN
+    clients = raw.get("num-clients", 0)
+    if isinstance(clients, int) and clients > MANY_CLIENTS and "record-matrices" not in raw:
+        implied["record-matrices"] = SELDOM
+    return {**raw, **implied}
+
+
 def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
-    """Add a line to `problems` for every value that does not go with another's."""
+    """Add a line to `problems` for every value that contradicts another key's value."""
     if values["min-available-clients"] > values["num-clients"] > 0:
         problems.append(
             f"min-available-clients: must be at most num-clients ({values['num-clients']}), "
@@ -84,19 +109,35 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
     if source_of(str(values["dataset"])).has_columns and not values["target"]:
         problems.append(f"target: {values['dataset']} needs the name of the column to learn")
     if values["partition"] == BY_COLUMN and not values["client"]:
-        problems.append("client: partition by-column needs the name of the column that says whose a sample is")
+        problems.append("client: partition by-column needs the name of the column that names each sample's client")
+    hidden = [name for name in ("private", "dp-epsilon") if values[name]]
+    if values["normalize-over"] == "sites" and hidden and values["dataset"] == NODE:
+        problems.append(
+            f"normalize-over: must be site or auto with {hidden[0]}, because each site would send the server sums over its "
+            f"training data, got 'sites'"
+        )
     if values["optimizer"] == "adamw" and values["momentum"]:
         problems.append(f"momentum: adamw has its own moments; leave it 0, got {values['momentum']!r}")
     if values["initial-weights"] and not Path(str(values["initial-weights"])).is_absolute():
         problems.append(f"initial-weights: must be an absolute path, got {values['initial-weights']!r}")
 
 
+def check_client(values: Mapping[str, Any], problems: list[str]) -> None:
+    """Add a line to `problems` if `client` names a column but another partition than `by-column` would ignore it."""
+    client, partition = values["client"], values["partition"]
+    if client and partition != BY_COLUMN and values["dataset"] != NODE:
+        problems.append(
+            f"partition: must be {BY_COLUMN} if client = {client!r} is set, got {partition!r}; leave partition unset, or leave "
+            f"client unset (exclude = {client!r} if the column is no feature)"
+        )
+
+
 def split_names(value: str) -> tuple[str, ...]:
-    """Split a value that holds several, with commas: class names, columns, patterns, metrics."""
+    """Return the items of a value with commas: class names, columns, patterns, metrics."""
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
 
 def complain(problems: Sequence[str]) -> None:
-    """Raise UserError with all of the problems, if there are any."""
+    """Raise UserError with all problems, if there are any."""
     if problems:
         raise UserError("invalid configuration:\n" + "\n".join(f"  {p}" for p in problems))

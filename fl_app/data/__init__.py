@@ -1,12 +1,13 @@
 """Data sets, converted once into memory-mapped arrays, and each client's part of them.
 
-`check` prepares everything before a run. `open_data` opens what a run's clients share, and `open_client` one client's samples: both
-in milliseconds. fl_app/sources.py says which file here reads a data set. torch, torchvision, scikit-learn and PIL are imported only
-while converting.
+`check` prepares everything before a run. `open_data` opens the data set that a run's clients share, and `open_client`
+opens one client's samples. Both take milliseconds. fl_app/sources.py lists the function that reads each data set.
+torch, torchvision, scikit-learn and PIL are imported only during conversion.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,12 +18,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app import tasks
 from fl_app.checksums import DataHashes, Stamp, stamps_in, unchanged
 from fl_app.config import RunConfig
-from fl_app.data import index_files
-from fl_app.data.index_files import Partition, partition_of
+from fl_app.data import index_files, validation
+from fl_app.data.index_files import Partition, client_names, partition_of
+from fl_app.data.moments import Sums
 from fl_app.data.prepared import DataRequest, DatasetInfo, Prepared, Samples, Targets, absolute, data_root, keyed_hash
 from fl_app.errors import UserError
+from fl_app.known_names import BY_COLUMN
+from fl_app.partition import Indices
 from fl_app.sources import FOLDER, NODE, SOURCES, Source, path_in, source_of
 
 __all__ = [
@@ -33,6 +38,7 @@ __all__ = [
     "Prepared",
     "check",
     "check_client_id",
+    "client_names",
     "data_root",
     "open_client",
     "open_data",
@@ -42,106 +48,161 @@ __all__ = [
 ]
 
 
-# part of all clients' training or test samples
+# a run warns if at least this part of all clients' training samples is of classes that a client did not draw
 MANY_SPILLED = 0.05
 
 
 @dataclass(frozen=True)
 class ClientData:
-    """One client's samples x [n, ...] and targets y [n] or [n, k]; `info` describes the whole data set."""
+    """One client's samples x [n, ...] and targets y [n] or [n, k]; `info` describes the whole data set.
+
+    validation: samples and targets that are kept out of training (`validation-ratio`). None: there are none.
+    """
 
     x_train: Samples
     y_train: Targets
     x_test: Samples
     y_test: Targets
     info: DatasetInfo
+    validation: tuple[Samples, Targets] | None = None
+
+    @property
+    def x_validation(self) -> Samples:
+        """The validation samples; empty if there are none."""
+        return self.x_train[:0] if self.validation is None else self.validation[0]
+
+    @property
+    def y_validation(self) -> Targets:
+        """The targets of the validation samples."""
+        return self.y_train[:0] if self.validation is None else self.validation[1]
 
 
 @dataclass(frozen=True)
 class OpenedData:
-    """A run's data set, opened, and its partition; without one, all of it is one client's. stamps: of the files, when opened."""
+    """A run's data set, opened, and its partition. Without a partition one client holds the whole data set.
 
+    stamps: the files' stamps when they were opened. scales_clients: whether each client's mean and standard deviation
+    come from its own samples. They always include its validation samples.
+    """
+
+    config: RunConfig
     data: Prepared
     partition: Partition | None
     stamps: Mapping[Path, Stamp]
+    scales_clients: bool = False
 
     @property
     def unchanged(self) -> bool:
-        """Whether its files are still those that were opened."""
+        """Whether the files are still those that were opened."""
         return unchanged(self.stamps)
 
     @cached_property
     def hashes(self) -> DataHashes:
-        """What the data set and its partition are told from others by."""
+        """Hashes that identify the data set and its partition."""
         return DataHashes(self.data.sha256, self.partition.sha256 if self.partition else "")
 
     @cached_property
     def hidden_hashes(self) -> DataHashes:
-        """`hashes` for those who must not learn what the data are. Raises OSError where the site's key cannot be kept."""
+        """One keyed hash of `hashes`, for parties that must not recognize the data.
+
+        Raises OSError if the site's key cannot be stored.
+        """
         return DataHashes(keyed_hash("".join(self.hashes)), "")
 
     def client(self, client_id: int) -> ClientData:
-        """Return one client's samples."""
+        """Return one client's samples, with its validation samples apart.
+
+        Raises UserError if the client has too few samples to have validation samples.
+        """
+        data = self.data
         if self.partition is None:
-            site = self.data
-            return ClientData(site.x_train, site.y_train, site.x_test, site.y_test, site.info)
-        train, test = self.partition.client(client_id)
-        return ClientData(*_take(self.data, train), *_take(self.data, test), self.data.info)
+            whole = ClientData(data.x_train, data.y_train, data.x_test, data.y_test, data.info)
+        else:
+            train, test = self.partition.client(client_id)
+            whole = ClientData(*_take(data, train), *_take(data, test), data.info)
+        if self.scales_clients:
+            whole = dataclasses.replace(whole, info=data.info.scaled_by(Sums.of(whole.x_train).moments))
+        if not self.config.validation_ratio:
+            return whole
+        kept, held_out = _validation_split(self.config, whole.y_train, client_id)
+        return dataclasses.replace(
+            whole,
+            x_train=whole.x_train[kept],
+            y_train=whole.y_train[kept],
+            validation=(whole.x_train[held_out], whole.y_train[held_out]),
+        )
 
 
 # A client's part ------------------------------------------------------------------------------------------------------
 
 
 def open_client(config: RunConfig, client_id: int, *, data_path: str = "") -> ClientData:
-    """Open one client's samples as `open_data` does. Raises UserError for a client_id outside [0, num-clients), and as that."""
+    """Open one client's samples. Raises UserError as `open_data` does, and for a client_id outside [0, num-clients)."""
     check_client_id(config, client_id)
     return open_data(config, data_path).client(client_id)
 
 
 def open_data(config: RunConfig, data_path: str = "", *, look: bool = False) -> OpenedData:
-    """Open a run's data; milliseconds once data set and partition are prepared (`check` does both).
+    """Open a run's data. This takes milliseconds once data set and partition are prepared (`check` does both).
 
-    data_path: the SuperNode's own data, used by dataset `node` alone, whose client holds all of it. look: as in `prepare`.
-    Raises UserError as `prepare_for` and `partition.split` do.
+    data_path: the SuperNode's own data, used only by dataset `node`; its client holds all of it. look: as in
+    DataRequest. Raises UserError as `prepare_for` and `partition.split` do.
     """
     if config.dataset != NODE:
         data = prepare_for(config, look=look)
         partition = partition_of(config, data)
-        return OpenedData(data, partition, stamps_in(data.directory, partition.directory))
+        scales = config.normalizes_by_site and tasks.normalization(config, data.x_train.dtype) == "mean-std"
+        return OpenedData(config, data, partition, stamps_in(data.directory, partition.directory), scales)
     if not data_path:
         raise UserError(
             "dataset: node needs each SuperNode's own data; start it with --node-config 'data-path=\"/site\"'"
         )
     data = prepare_for(config, data_path, look=look)
-    if data.info.facts.shift and config.normalize != "mean-std":
+    if data.info.facts.shift and tasks.normalization(config, data.x_train.dtype) != "mean-std":
         lines = "; ".join(data.info.facts.remarks)
         raise UserError(
-            f"normalize: must be mean-std, for {data_path} holds numbers far from zero beside their spread: {lines}"
+            f"normalize: must be mean-std, because {data_path} holds numbers far from zero beside their spread: {lines}"
         )
-    return OpenedData(data, None, stamps_in(data.directory))
+    return OpenedData(config, data, None, stamps_in(data.directory))
 
 
 def check_client_id(config: RunConfig, client_id: int) -> None:
-    """Raise UserError for a client that a run does not have."""
+    """Raise UserError unless client_id is in [0, num-clients)."""
     if not 0 <= client_id < config.num_clients:
         raise UserError(f"client {client_id}: must be >= 0 and below num-clients ({config.num_clients})")
 
 
-def check(config: RunConfig, force: bool = False) -> DatasetInfo:
-    """Prepare data set and partition in full, so that everything wrong with them shows before a run starts.
+def count_clients(config: RunConfig) -> int:
+    """Return the number of clients that a column of the data names; 0 unless the partition is `by-column`.
 
-    force: prepare them again if they are there. Not for dataset `node`, whose data only the SuperNodes can see. Raises UserError.
+    Raises UserError as `check` does.
+    """
+    if config.partition != BY_COLUMN or config.dataset == NODE:
+        return 0
+    return len(prepare_for(config, look=True).info.groups)
+
+
+def check(config: RunConfig, force: bool = False) -> DatasetInfo:
+    """Prepare data set and partition in full, so that every error in them shows before a run starts.
+
+    It does not work for dataset `node`: only the SuperNodes can see that data. force: prepare again even if both are
+    prepared. Raises UserError.
     """
     assert config.dataset != NODE
     data = prepare_for(config, force=force, look=True)
-    partition_of(config, data, force)
+    partition = partition_of(config, data, force)
+    if config.validation_ratio:
+        _validation_sizes(config, data, partition)
     return data.info
 
 
 def partition_remarks(config: RunConfig, *, brief: bool = False) -> list[str]:
-    """Say which samples several clients hold, one holds repeatedly, or nobody holds, and whose mixes of classes surprise.
+    """Return remarks about a partition, one line each.
 
-    brief: only what a run warns of: repetitions, and mixes. Raises UserError as `check` does.
+    They name samples that several clients hold, samples that one client holds repeatedly, samples that no client holds,
+    and clients with unexpected class mixes. With `validation-ratio` they also name clients with few validation samples.
+    brief: only a run's warnings. They leave out samples that several clients hold, and samples of a benchmark that no
+    client holds. Raises UserError as `check` does.
     """
     data = prepare_for(config)
     partition, info = partition_of(config, data), data.info
@@ -149,8 +210,34 @@ def partition_remarks(config: RunConfig, *, brief: bool = False) -> list[str]:
         held = index_files.repeated(partition, info.samples)
     else:
         held = index_files.remarks(partition, info.num_train, info.num_test, info.samples)
+    # a benchmark leaves out samples because its paper does
+    if not brief or source_of(config.dataset).known is None:
+        held += index_files.unused(config, partition, info.num_train, info.num_test, info.samples)
     spilled = index_files.spills(config, data.y_train, info.num_classes, info.samples, MANY_SPILLED if brief else 0.0)
-    return [*held, *spilled, *index_files.mix_remarks(config, partition, data)]
+    few = validation.remarks(_validation_sizes(config, data, partition)) if config.validation_ratio else []
+    return [*held, *spilled, *index_files.mix_remarks(config, partition, data), *few]
+
+
+def _validation_split(config: RunConfig, targets: Targets, client_id: int) -> tuple[Indices, Indices]:
+    """Return the places of a client's samples for training and for validation. Raises UserError for fewer than two."""
+    return validation.split(
+        targets,
+        config.validation_ratio,
+        seed=config.seed,
+        client_id=client_id,
+        by_class=tasks.of(config).has_classes,
+    )
+
+
+def _validation_sizes(config: RunConfig, data: Prepared, partition: Partition) -> list[int]:
+    """Return each client's number of validation samples. Raises UserError if a client has too few samples for any."""
+    # a partition may take samples of the data set's test part for training
+    labels = np.concatenate([data.y_train, data.y_test])
+    sizes = []
+    for client_id in range(partition.num_clients):
+        train, _ = partition.client(client_id)
+        sizes.append(len(_validation_split(config, labels[train], client_id)[1]))
+    return sizes
 
 
 def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]:
@@ -170,30 +257,30 @@ def _take(data: Prepared, indices: NDArray[np.int64]) -> tuple[Samples, Targets]
 
 
 def prepare_for(config: RunConfig, data_path: str = "", *, force: bool = False, look: bool = False) -> Prepared:
-    """Open a run's data set, or, for dataset `node`, the site's own at `data_path`.
+    """Open a run's data set, or, for dataset `node`, the site's own data at `data_path`.
 
-    A site may lack classes, and its test set may be missing or empty. force, look: as in `prepare`. Raises UserError as `prepare`
-    does, and for a site that has no training samples, or a class that is not in `classes`.
+    A site may lack classes, and its test set may be missing or empty. force, look: as in DataRequest. Raises UserError
+    as `prepare` does, and for a site that has no training samples, or a class that is not in `classes`.
     """
     return _prepare(DataRequest.of(config, data_path, force=force, look=look))
 
 
 def prepare(dataset: str, root: Path, **more: Any) -> Prepared:
-    """Open a data set, converting it first if no process has yet.
+    """Open a data set. Convert it first if no process has done so.
 
-    dataset: as in the run config, but not `node`. root: the data directory. more: other fields of DataRequest. Raises UserError
-    naming what is wrong with the data.
+    dataset: as in the run config, but not `node`. root: the data directory. more: other fields of DataRequest. Raises
+    UserError naming the error in the data.
     """
     return _prepare(DataRequest(dataset, absolute(path_in("dataset", dataset)), root, **more))
 
 
 def prepare_site(request: DataRequest) -> Prepared:
-    """Open a site's own data: an image folder, an .npz file, a table, or what another source of files reads."""
+    """Open a site's own data: an image folder, an .npz file, a table, or a file of another source."""
     fitting = _sources_reading(request.path)
     if fitting:
         source = fitting[0]
     else:
-        # these two have the clearest errors for what is no data, or not there
+        # these two sources have the clearest errors for missing files and for files that are no data
         source = SOURCES["npz"] if request.path.is_file() else SOURCES["folder"]
     return _ask(source, request)
 
@@ -206,7 +293,7 @@ def _prepare(request: DataRequest) -> Prepared:
 
 
 def _ask(source: Source, request: DataRequest) -> Prepared:
-    """Let a source prepare data. Raises UserError for settings that mean nothing to it."""
+    """Let a source prepare data. Raises UserError for settings that the source does not use."""
     where = str(request.path) if request.site else request.dataset
     if source.labels_only and not request.of_task.has_classes:
         raise UserError(f"task: {where} has labels of classes, got {request.task}")
@@ -217,6 +304,7 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
         for key, value in (
             ("exclude", request.exclude),
             ("categorical", request.categorical),
+            ("impute", request.impute),
             ("na-values", request.na_values),
             ("separator", request.separator),
         ):
@@ -235,20 +323,20 @@ def _ask(source: Source, request: DataRequest) -> Prepared:
 
 
 def _sources_reading(path: Path) -> list[Source]:
-    """Return the sources that read what has a path's suffix, or a directory if there is one."""
+    """Return the sources that read files with a path's suffix, or directories if the path is one."""
     kind = FOLDER if path.is_dir() else path.suffix.lower()
     return [source for source in SOURCES.values() if kind in source.reads]
 
 
 def _refuse_another_kind(source: Source, path: Path) -> None:
-    """Raise UserError if there is something at a path that other sources read, and this one does not."""
+    """Raise UserError if a path exists that other sources read and this source does not."""
     fitting = _sources_reading(path) if path.exists() else []
     if not source.reads or not fitting or source in fitting:
         return
     first, *others = fitting
     meant = f"{first.prefix}:{path}"
     if first.has_columns:
-        meant += " with target=COLUMN, the one to learn"
+        meant += " with target=COLUMN, the column to learn"
     for other in others:
         meant += f", or {other.prefix}:{path} {other.note}"
     what = "folder" if path.is_dir() else path.suffix

@@ -1,9 +1,9 @@
-"""Arrays as users have them, checked and turned into what a prepared data set holds: samples, targets, groups of samples."""
+"""Checks and conversion of a user's arrays into those of a prepared data set: samples, targets, groups of samples."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,19 @@ from fl_app.tasks import Regression, Task
 CHANNELS = (1, 3, 4)
 
 Side = tuple[str, NDArray[Any]]
-"""The training or the test array, with its name in errors before it."""
+"""(name in errors, array) of the training or the test part."""
 
 
 def refuse(path: Path, name: str, rule: str, value: object) -> None:
-    """Raise UserError about an array."""
+    """Raise UserError: the array `name` must `rule`, got `value`."""
     raise UserError(f"dataset: {path}: {name} must {rule}, got {value}")
 
 
 def is_channels_first(shape: Sequence[int]) -> bool:
-    """Tell whether an array of this shape holds images [n, C, H, W] and not [n, H, W, C].
+    """Return whether an array of this shape is read as images [n, C, H, W], not as [n, H, W, C].
 
-    It does if H and W are equal that way and not the other. Where neither is square, the one axis that is 1, 3 or 4 long is C. What
-    could be both is [n, H, W, C].
+    The layout that makes H and W equal wins. If neither does and only axis 1 has length 1, 3 or 4, not axis 3, axis 1
+    is C. In all other cases the array is [n, H, W, C].
     """
     if len(shape) != 4 or shape[1] == shape[2]:
         return False
@@ -38,7 +38,7 @@ def is_channels_first(shape: Sequence[int]) -> bool:
 
 
 def layout_note(path: Path, name: str, shape: Sequence[int]) -> list[str]:
-    """Return a line that says how four axes are read if that is not as [n, H, W, C]."""
+    """Return a line stating that the array is read as [n, C, H, W]; none if it is not."""
     if not is_channels_first(shape):
         return []
     sizes = " x ".join(map(str, shape[1:]))
@@ -48,15 +48,15 @@ def layout_note(path: Path, name: str, shape: Sequence[int]) -> list[str]:
 def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
     """Return samples as they are stored: [n, ...].
 
-    uint8 [n, H, W], [n, H, W, C] and [n, C, H, W] are images and become uint8 [n, C, H, W]. [n, H, W, C] of any other dtype becomes
-    [n, C, H, W] too, and [n] becomes [n, 1].
+    uint8 [n, H, W], [n, H, W, C] and [n, C, H, W] are images and become uint8 [n, C, H, W]. Arrays [n, H, W, C] of any
+    other dtype become [n, C, H, W] too. [n] becomes [n, 1].
 
-    Other integers become int64, other numbers float32. Raises UserError for what is no finite number.
+    Other integers become int64, other numbers float32. Raises UserError for values that are not finite numbers.
     """
     if x.dtype.kind not in "biuf":
         refuse(path, name, "hold numbers", x.dtype)
     if x.ndim < 1 or 0 in x.shape[1:]:
-        refuse(path, name, "have shape [n, ...], nothing of length 0 but n", list(x.shape))
+        refuse(path, name, "have shape [n, ...] without another axis of length 0", list(x.shape))
     if x.dtype == np.uint8 and x.ndim == 3:
         return x[:, None]
     if x.ndim == 1:
@@ -72,7 +72,7 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
     if not np.isfinite(out).all():
         wrong = np.argwhere(~np.isfinite(out))
         first = f"{x[tuple(wrong[0])]} in sample {wrong[0][0]}"
-        more = f", and {len(wrong) - 1} more such" if len(wrong) > 1 else ""
+        more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         refuse(path, name, "hold finite float32 numbers", first + more)
     return out
 
@@ -80,11 +80,11 @@ def samples(path: Path, name: str, x: NDArray[Any]) -> Samples:
 def targets(
     path: Path, task: Task, train: Side, test: Side, classes: Sequence[str], *, site: bool = False, what: str = "images"
 ) -> tuple[Targets, Targets, Sequence[str]]:
-    """Return training and test targets as the task wants them, and the names of the model's outputs.
+    """Return training and test targets in the task's form, and the names of the model's outputs.
 
-    A task with classes gets labels, int64 [n]. Their names are `classes`, or the strings that are the labels, or "0" .. "max".
-    Another task gets float32 [n, k]. site: whether they are one site's, which may lack classes. what: samples are called so in
-    errors. Raises UserError.
+    A task with classes gets labels, int64 [n]. The classes' names are `classes`, or the labels if these are strings, or
+    "0" .. "max". Any other task gets float32 [n, k]. site: whether the data are one site's; a site may lack classes.
+    what: the word for samples in errors. Raises UserError.
     """
     if task.has_classes:
         return _labels(path, train, test, classes, site, what)
@@ -100,10 +100,10 @@ def targets(
 
 
 def stored_targets(request: DataRequest, name: str, y: NDArray[Any]) -> precision.Stored:
-    """Return how training targets that are numbers, [n] or [n, k], are stored so that float32 keeps them apart.
+    """Return how to store training targets that are numbers, [n] or [n, k], so that float32 keeps them apart.
 
-    The built-in regression's metrics do not change with a shift. Raises UserError where targets need one and it would change what
-    they mean: to a task of the user's own, and at a site, which cannot know the others' shift.
+    A shift does not change the metrics of the built-in regression. Raises UserError if targets need a shift that would
+    change their meaning: for a user's own task, and at a site, because a site does not know the others' shift.
     """
     how = precision.stored(y)
     if not any(how.shift):
@@ -114,7 +114,7 @@ def stored_targets(request: DataRequest, name: str, y: NDArray[Any]) -> precisio
         refuse(
             request.path,
             name,
-            f"lie near zero for {who}: float32 does not keep the values apart; subtract the same number everywhere",
+            f"lie near zero for {who}, because float32 does not keep them apart; subtract the same number everywhere",
             f"values from {far} on",
         )
     return precision.Stored(how.shift, tuple(1.0 for _ in how.shift))
@@ -139,13 +139,11 @@ def _labels(
 ) -> tuple[Labels, Labels, Sequence[str]]:
     for name, y in (train, test):
         if y.dtype.kind not in "iubUSO" and len(y):
-            whole = "; save whole numbers as integers" if y.dtype.kind == "f" and (y == np.floor(y)).all() else ""
-            refuse(
-                path,
-                name,
-                "hold integers or names of classes",
-                f"{y.dtype}; numbers are learned with task = regression{whole}",
-            )
+            advice = "numbers are learned with task = regression"
+            if y.dtype.kind == "f" and (y == np.floor(y)).all():
+                shown = listed([f"{value:g}" for value in np.unique(y)[:5]])
+                advice = f"if {shown} are classes, write them as whole numbers, without a point; if they are quantities, {advice}"
+            refuse(path, name, "hold integers or names of classes", f"{y.dtype}; {advice}")
         if y.ndim != 1:
             refuse(path, name, "have shape [n]", list(y.shape))
     if site and not classes:
@@ -160,16 +158,18 @@ def _labels(
 
 
 def refuse_one_class(path: Path, name: str, y_train: Labels, names: Sequence[str]) -> None:
-    """Raise UserError if training labels are of fewer than two classes. name: of their array or column."""
+    """Raise UserError if training labels have fewer than two classes. name: the labels' array or column."""
     present = [names[label] for label in np.unique(y_train)]
     if len(present) < 2:
         raise UserError(f"dataset: {path}: {name} must hold at least two classes, got {listed(present) or 'none'}")
 
 
 def by_name(y_train: NDArray[Any], y_test: NDArray[Any], classes: Sequence[str]) -> bool:
-    """Tell whether labels are names: words and booleans are, and integers if all names of classes are integers.
+    """Return whether labels are names.
 
-    Other integers are places in label order. The values themselves do not count: all sites of a run must answer alike.
+    Words are names. Integers are names if all `classes` are integers, but not 0, 1, 2, ... in order. Booleans are names
+    unless `classes` has other names than False and True. All other labels are places in label order. The result depends
+    on dtypes and `classes` only, not on values: all sites of a run must get the same result.
     """
     if y_train.dtype.kind in "USO" or (y_test.dtype.kind in "USO" and len(y_test)):
         return True
@@ -182,7 +182,7 @@ def by_name(y_train: NDArray[Any], y_test: NDArray[Any], classes: Sequence[str])
 def _numbered(
     path: Path, train: Side, test: Side, classes: Sequence[str], what: str
 ) -> tuple[Labels, Labels, Sequence[str]]:
-    """Return labels that are integers from 0 on, places in label order."""
+    """Return labels that are integers >= 0, as places in label order."""
     y_train, y_test = (y.astype(np.int64) for _, y in (train, test))
     for name, y in ((train[0], y_train), (test[0], y_test)):
         if y.min(initial=0) < 0:
@@ -204,7 +204,7 @@ def _numbered(
 
 
 def _named(path: Path, train: Side, test: Side, classes: Sequence[str]) -> tuple[Labels, Labels, Sequence[str]]:
-    """Return labels that are names as their places among the sorted names, or in `classes`."""
+    """Return labels that are names, as their places in `classes`, or among the sorted names."""
     words = [[word(value) for value in y] for _, y in (train, test)]
     names = list(classes) or sorted(set(words[0]))
     place = {name: k for k, name in enumerate(names)}
@@ -216,18 +216,50 @@ def _named(path: Path, train: Side, test: Side, classes: Sequence[str]) -> tuple
 
 
 def word(value: Any) -> str:
-    """Return a value as a name: of a class, of a client, of a category."""
+    """Return a value as text: the name of a class, a client or a category."""
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
+def spellings(name: str, words: Iterable[str], what: str) -> list[str]:
+    """Return a line naming words that differ only in case, blanks or a number's notation; none if no words do.
+
+    what: the kind of thing that each spelling counts as: "class", "client" or "word".
+    """
+    alike: dict[str, list[str]] = {}
+    for text in sorted(set(words)):
+        alike.setdefault(_plain(text), []).append(text)
+    found = [" and ".join(map(repr, group)) for group in alike.values() if len(group) > 1]
+    return (
+        [f"{name}: each spelling counts as a separate {what}: {listed(found)}; use one spelling for one meaning"]
+        if found
+        else []
+    )
+
+
+def _plain(text: str) -> str:
+    try:
+        return repr(float(text))
+    except ValueError:
+        return " ".join(text.split()).casefold()
+
+
+def class_names(y: NDArray[Any]) -> tuple[str, ...]:
+    """Return the classes' names of labels [n]: integers in numeric order, words sorted; () for any other array."""
+    if y.ndim != 1 or y.dtype.kind not in "iubUSO":
+        return ()
+    if y.dtype.kind in "iu":
+        return tuple(str(value) for value in np.unique(y))
+    return tuple(sorted({word(value) for value in y}))
+
+
 def groups(train: NDArray[Any], test: NDArray[Any]) -> Groups:
-    """Return whose each sample is by a column's values, which are numbered in sorted order."""
+    """Return each sample's group: the place of its value among a column's sorted values."""
     values = np.unique(np.concatenate([train, test]) if len(test) else train)
     return Groups(np.searchsorted(values, train), np.searchsorted(values, test), tuple(str(value) for value in values))
 
 
 def stored(x_train: Samples, y_train: Targets, x_test: Samples, y_test: Targets) -> Arrays:
-    """Return the four arrays, with training and test samples in one dtype."""
+    """Return the four arrays, with training and test samples in one dtype, never float64."""
     dtype = x_train.dtype
     if len(x_test) and x_test.dtype != dtype:
         dtype = np.result_type(x_train, x_test)

@@ -1,43 +1,47 @@
-"""What becomes of each column of a table: a feature and how it is encoded, a target, the client, or left out and why.
+"""The role of each column of a table: a feature and its encoding, a target, the client, or left out with the reason.
 
-The rules (docs/tasks.md, "Columns") look at a column's name and values alone, so that they are the same at every site. What no rule
-can read right is refused, all such columns in one error. Columns go by their names: a test part may have another order.
+The rules (docs/tasks.md, "Columns") use only a column's name and values, so that they are the same at every site. If no
+rule can read a column, it is refused; one error names all refused columns. Columns are matched by name: a test part may
+have another order.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_app.data.arrays import word
+from fl_app.data.arrays import spellings, word
+from fl_app.data.encoding import BOOLEAN, DATE, NUMBER, WORDS, Encoding
+from fl_app.data.parsing import FROM_ZERO, Places, first_structure, missing, no_number, numbers_of, shape_of
 from fl_app.data.prepared import DataRequest, listed
-from fl_app.errors import UserError
+from fl_app.errors import UserError, counted
+from fl_app.keys import closest, nearest
 
 Columns = Mapping[str, NDArray[Any]]
-"""Values by the name of their column."""
+"""Columns' values by name."""
 
-AsWritten = Callable[[str, int], str]
-"""(column, row) -> what the file has there, "" if it cannot be told."""
+Read = tuple[Sequence[Columns], Sequence[str]]
+"""(columns of the training part, then of the test part if there is one; the classes' names, if the data have them)."""
 
 FEW, MANY = 10, 20
-"""Consecutive whole numbers number the rows if there are FEW rows and they are in order, or MANY rows in any order."""
+"""Consecutive whole numbers are row numbers if at least FEW rows are in order, or at least MANY rows in any order."""
 
 MOST_WORDS = 1000
-"""A column of more words is not encoded one by one."""
+"""A categorical column may have at most this many words."""
 
 _WITHOUT_NAME = re.compile(r"|Unnamed: \d+|__index_level_\d+__")
 _SAVED_INDEX = re.compile(r"Unnamed: 0(\.\d+)*|__index_level_\d+__")
-_DATE = re.compile(r"\d{4}-\d\d?-\d\d?([ T]\d\d?:\d\d.*)?|\d\d?[./-]\d\d?[./-]\d{4}.*")
 
 
 @dataclass(frozen=True)
 class Use:
-    """What becomes of a column. role: feature, target, client or left out. how: its encoding, or why it is left out."""
+    """A column's role: feature, target, client or left out. how: its encoding, or why it is left out."""
 
     name: str
     role: str
@@ -48,18 +52,20 @@ class Use:
 class Encoded:
     """The features of a table.
 
-    uses: every column's, in the file's order. names: of the encoded features, [F]. parts: per part of the data the features, each
-    [n] or [n, ...], as numbers. remarks: what a user should know of columns that were not taken as they are.
+    uses: every column's, in the file's order. encodings: those of the columns that are features. names: of the encoded
+    features, [F]. parts: for each part of the data its features as numbers, each [n] or [n, ...]. remarks: lines for
+    the user about columns that were changed or left out.
     """
 
     uses: tuple[Use, ...]
+    encodings: tuple[Encoding, ...]
     names: tuple[str, ...]
     parts: tuple[tuple[NDArray[Any], ...], ...]
     remarks: tuple[str, ...]
 
 
 def by_name(request: DataRequest, parts: Sequence[Columns]) -> list[Columns]:
-    """Return the parts with their columns in the first part's order. Raises UserError if they have other columns than that."""
+    """Return the parts with their columns in the first part's order. Raises UserError if the columns' names differ."""
     first = list(parts[0])
     for part in parts[1:]:
         if set(part) != set(first):
@@ -70,82 +76,127 @@ def by_name(request: DataRequest, parts: Sequence[Columns]) -> list[Columns]:
     return [{name: part[name] for name in first} for part in parts]
 
 
-def encode(request: DataRequest, parts: Sequence[Columns], as_written: AsWritten) -> Encoded:
-    """Return the features of a table's parts, whose columns are in one order. Raises UserError, naming all unfit columns."""
+def unknown(request: DataRequest, train: Columns) -> list[str]:
+    """Return a line for every key that names a column that does not exist, or one that is no feature."""
+    problems = []
+    has = listed(list(train))
+    for key, name in _named(request, train):
+        if name not in train:
+            problems.append(f"{key}: {request.path} has no column {name!r}; it has {has}{nearest(name, train)}")
+        elif key not in ("target", "client") and name in (*request.targets, request.client):
+            role = "target" if name in request.targets else "client"
+            problems.append(f"{key}: {name!r} is the column of {role}")
+    return problems
+
+
+def _named(request: DataRequest, train: Columns) -> list[tuple[str, str]]:
+    """Return (key, column) for every column that a key names."""
+    named: list[tuple[str, Iterable[str]]] = [
+        ("target", request.targets),
+        ("client", [request.client] if request.client else []),
+        ("exclude", request.exclude),
+        ("categorical", declared_in(request.categorical, train)),
+        ("impute", declared_in(request.impute, train)),
+    ]
+    return [(key, name) for key, names in named for name in names]
+
+
+def _meant(request: DataRequest, train: Columns) -> set[str]:
+    """Return the columns that mistyped names likely mean. Errors about these would only repeat the typing error."""
+    wrong = (name for _, name in _named(request, train) if name not in train)
+    return {close for name in wrong if (close := closest(name, train))}
+
+
+def declared_in(items: Sequence[str], train: Columns) -> dict[str, str]:
+    """Return the text after `=` by column, for items `column` or `column=more`. A column's name may contain `=`."""
+    found = {}
+    for item in items:
+        name, _, more = (item, "", "") if item in train else item.partition("=")
+        found[name.strip()] = more.strip()
+    return found
+
+
+def encode(
+    request: DataRequest, parts: Sequence[Columns], training: NDArray[np.int64], places: Places
+) -> tuple[Encoded, list[str]]:
+    """Return the features of a table's parts, and a line for each problem with a column.
+
+    parts: their columns must be in one order. training: the rows of the first part that are for training.
+    """
     train = parts[0]
-    for key, asked in (("exclude", request.exclude), ("categorical", request.categorical)):
-        for name in asked:
-            if name not in train:
-                raise UserError(f"{key}: {request.path} has no column {name!r}; it has {listed(list(train))}")
-            if name in (*request.targets, request.client):
-                raise UserError(f"{key}: {name!r} is the column of {'target' if name in request.targets else 'client'}")
+    categorical, fills = declared_in(request.categorical, train), _fills(request, train)
     uses: list[Use] = []
-    names: list[str] = []
+    encodings: list[Encoding] = []
     features: list[list[NDArray[Any]]] = [[] for _ in parts]
     problems: list[str] = []
+    remarks: list[str] = []
+    meant = _meant(request, train)
     for place, (name, values) in enumerate(train.items()):
+        if name in meant:
+            continue
         if name in request.targets or name == request.client:
             uses.append(Use(name, "target" if name in request.targets else "client"))
             continue
-        if why := _left_out(request, name, values, place):
+        if why := _left_out(request, {**categorical, **declared_in(request.impute, train)}, name, values, place):
             uses.append(Use(name, "left out", why))
+            # the user asked for this in `exclude`: no remark
+            remarks += [f"column {name!r} is left out: {why}"] if name not in request.exclude else []
             continue
         if _WITHOUT_NAME.fullmatch(name):
             problems.append(
-                f"column {place + 1} must have a name ({name!r} stands for none); name it in the header, or exclude it"
+                f"column {place + 1} must have a name ({name!r} means it has none); name it in the header, or exclude it"
             )
             continue
         sides = [part[name] for part in parts]
-        found = _words(name, sides) if name in request.categorical else _numbers(name, sides, as_written)
+        if name in categorical:
+            declared = [text.strip() for text in categorical[name].split("|")] if categorical[name] else []
+            found = _words(name, sides, declared, places)
+        else:
+            found = _numbers(name, sides, training, fills.get(name, NEVER), places)
         if isinstance(found, str):
             problems.append(found)
             continue
-        how, encoded, numbers = found
+        how, encoding, numbers = found
         uses.append(Use(name, "feature", how))
-        names += encoded
+        remarks += _remarks(name, how, encoding, values)
+        encodings.append(encoding)
         for part, more in zip(features, numbers, strict=True):
             part += more
-    _refuse(request, problems)
-    if not names:
+    names = tuple(feature for encoding in encodings for feature in encoding.names)
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        problems.append(f"two features would have the name {twice!r}; rename one of their columns")
+    if not names and not problems and not meant:
         left = [f"{use.name} ({use.how})" for use in uses if use.role == "left out"]
         others = ", ".join(use.name for use in uses if use.role != "left out")
         also = f"; left out: {listed(left)}" if left else ""
-        raise UserError(f"dataset: {request.path} has no columns but {others}: nothing to learn from{also}")
-    return Encoded(tuple(uses), tuple(names), tuple(tuple(side) for side in features), tuple(_remarks(uses, train)))
-
-
-def _refuse(request: DataRequest, problems: Sequence[str]) -> None:
-    """Raise UserError if there are problems; the first few, one a line if they are several."""
-    if not problems:
-        return
-    if len(problems) == 1:
-        raise UserError(f"dataset: {request.path}: {problems[0]}")
-    shown = [f"  {problem}" for problem in problems[:MANY]]
-    if len(problems) > MANY:
-        shown.append(f"  and {len(problems) - MANY} more columns")
-    raise UserError(f"dataset: {request.path}: {len(problems)} columns cannot be features:\n" + "\n".join(shown))
+        problems.append(f"no columns but {others}: nothing to learn from{also}")
+    parts_of_it = tuple(tuple(side) for side in features)
+    return Encoded(tuple(uses), tuple(encodings), names, parts_of_it, tuple(remarks)), problems
 
 
 # Columns that are no features -----------------------------------------------------------------------------------------
 
 
-def _left_out(request: DataRequest, name: str, values: NDArray[Any], place: int) -> str:
-    """Say why a column is no feature; "" if it is one."""
+def _left_out(request: DataRequest, declared: Mapping[str, str], name: str, values: NDArray[Any], place: int) -> str:
+    """Return why a column is left out; "" if it is a feature. declared: the columns that a key declares as features."""
     if name in request.exclude:
         return "exclude"
-    if name in request.categorical:
+    if name in declared:
         return ""
     if _SAVED_INDEX.fullmatch(name) or (place == 0 and _WITHOUT_NAME.fullmatch(name)):
         return "an index that a program saved with the table"
     if _WITHOUT_NAME.fullmatch(name) and missing(values).all():
-        return "empty and without a name, as a comma at the end of every line makes it"
+        return "empty and without a name: every line ends with a comma"
     if numbers_the_rows(values):
         return "it numbers the rows"
     return ""
 
 
 def numbers_the_rows(values: NDArray[Any]) -> bool:
-    """Tell whether a column has consecutive whole numbers, each once: in the rows' order, or in any if there are many rows."""
+    """Return whether a column has consecutive whole numbers, each once.
+
+    Fewer than MANY rows must be in ascending or descending order, and at least FEW.
+    """
     if values.ndim != 1 or values.dtype.kind not in "iuf" or not len(values) or not np.isfinite(values).all():
         return False
     if float(values.max()) - float(values.min()) != len(values) - 1:
@@ -158,172 +209,248 @@ def numbers_the_rows(values: NDArray[Any]) -> bool:
     return bool((ordered[1:] == ordered[:-1] + 1).all())
 
 
-def _remarks(uses: Iterable[Use], train: Columns) -> list[str]:
-    lines = []
-    for use in uses:
-        if use.role == "left out":
-            lines.append(f"column {use.name!r} is left out: {use.how}")
-        elif use.role == "feature":
-            values = train[use.name]
-            if use.how != NUMBER:
-                lines.append(f"column {use.name!r}: {use.how}")
-            elif values.ndim == 1 and values.dtype.kind in "iu" and len(values) >= MANY:
-                if len(np.unique(values)) == len(values):
-                    lines.append(
-                        f"column {use.name!r} has another whole number in every row: if they name the rows, set exclude"
-                    )
-    # what was asked for needs no remark
-    return [line for line in lines if not line.endswith("is left out: exclude")]
+def _remarks(name: str, how: str, encoding: Encoding, values: NDArray[Any]) -> list[str]:
+    """Return lines for the user about a column that became features."""
+    lines = [] if how == NUMBER else [f"column {name!r}: {how}"]
+    if encoding.kind == WORDS:
+        lines += spellings(f"column {name!r}", encoding.words, "word")
+    there = values[~missing(values)]
+    if len(there) < MANY or _count(there) < len(there):
+        return lines
+    if encoding.kind == WORDS:
+        lines.append(f"column {name!r} has a different word in every row: if these name the rows, set exclude")
+    numbers = numbers_of(there)
+    if (
+        encoding.kind == NUMBER
+        and numbers
+        and numbers[1].ndim == 1
+        and bool((numbers[1] == np.floor(numbers[1])).all())
+    ):
+        lines.append(f"column {name!r} has a different whole number in every row: if these name the rows, set exclude")
+    return lines
+
+
+def _count(values: NDArray[Any]) -> int:
+    """Return the number of distinct values in [n]; 0 for an array of more dimensions."""
+    if values.ndim > 1:
+        return 0
+    return len(np.unique(values) if values.dtype.kind in "biuf" else {word(value) for value in values})
 
 
 # Features -------------------------------------------------------------------------------------------------------------
 
-NUMBER = "number"
-
-Features = tuple[str, list[str], list[list[NDArray[Any]]]]
-"""How a column is encoded, the features' names, and per part the features."""
+Features = tuple[str, Encoding, list[list[NDArray[Any]]]]
+"""(encoding in words, encoding, for each part the features)."""
 
 
-def _numbers(name: str, sides: Sequence[NDArray[Any]], as_written: AsWritten) -> Features | str:
-    """Return a column as one feature, or say why it is none."""
-    out: list[list[NDArray[Any]]] = []
-    how = NUMBER
+@dataclass(frozen=True)
+class Fill:
+    """The treatment of missing numbers in a column. allowed: they may be filled in.
+
+    always: the column gets an indicator feature even if no number is missing. value: the number to fill in; None: the
+    median of the training rows. own: whether the median is that of a site's own rows.
+    """
+
+    allowed: bool
+    always: bool = False
+    value: float | None = None
+    own: bool = False
+
+
+NEVER = Fill(allowed=False)
+
+
+def _fills(request: DataRequest, train: Columns) -> dict[str, Fill]:
+    """Return the treatment of missing numbers by column. Raises UserError for a fill value that is no number.
+
+    If the key `impute` is unset, every column of a table may be filled in. At a site none may, because all sites must
+    have the same features.
+    """
+    if not request.impute:
+        return {} if request.site else dict.fromkeys(train, Fill(allowed=True))
+    found = {}
+    for name, text in declared_in(request.impute, train).items():
+        value = None
+        if text:
+            number = numbers_of(np.array([text], dtype=object))
+            try:
+                value = float(number[1][0]) if number else float(text)
+            except ValueError:
+                value = np.nan
+            if not np.isfinite(value):
+                raise UserError(f"impute: must be a column, or column=number, got {name}={text}")
+        found[name] = Fill(allowed=True, always=True, value=value, own=request.site and value is None)
+    return found
+
+
+def _numbers(
+    name: str, sides: Sequence[NDArray[Any]], training: NDArray[np.int64], fill: Fill, places: Places
+) -> Features | str:
+    """Return a column as one feature, or as two if missing numbers are filled in; a text if the column is refused.
+
+    The second feature is 1 where a number is missing. The text is the error.
+    """
+    kind = NUMBER
+    columns: list[NDArray[Any]] = []
     for part, values in zip(("", "test part: "), sides, strict=False):
-        if values.dtype.kind == "O":
-            values = _as_numbers(values)
-        if values.dtype.kind == "b":
-            how = "boolean, as 0 and 1"
-        elif values.dtype.kind not in "iuf":
-            return f"{part}column {name} must hold numbers, got {_no_number(values, name, as_written)}"
-        elif values.dtype.kind == "f" and not np.isfinite(values).all():
-            wrong = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1))
-            return (
-                f"{part}column {name} must have a finite number in every row, row {wrong[0]} has not"
-                f"{_written(as_written, name, int(wrong[0]))}; {len(wrong)} of {len(values)} rows; fill them in, or "
-                f"leave the column out (exclude = {name!r})"
-            )
-        out.append([values])
-    return how, [name], out
+        found = numbers_of(values)
+        if found is None:
+            return f"{part}column {name} must hold numbers, got {no_number(values, name, places)}"
+        if columns and found[0] != kind and not missing(values).all() and DATE in (kind, found[0]):
+            return f"{part}column {name} must hold {kind}s as the training part, got {found[0]}s"
+        kind = kind if columns else found[0]
+        columns.append(found[1])
+        if (
+            values.dtype.kind == "f"
+            and (wrong := np.flatnonzero(np.isinf(values.reshape(len(values), -1)).any(1))).size
+        ):
+            return f"{part}column {name} must have finite numbers, got {_rows(name, wrong, values, places)}"
+    gone = [missing(values) for values in columns]
+    value, filled = None, fill.always or any(side.any() for side in gone)
+    if filled:
+        if not fill.allowed or columns[0].ndim > 1:
+            return _refused(name, gone, places)
+        of_training = columns[0][training]
+        there = of_training[~gone[0][training]]
+        if fill.value is None and not len(there):
+            return f"column {name} has no value in any row for training; leave it out (add {name!r} to exclude)"
+        value = float(np.median(there)) if fill.value is None else fill.value
+    encoding = Encoding(name, kind, fill=value, own_fill=fill.own)
+    how = {NUMBER: NUMBER, BOOLEAN: "boolean, as 0 and 1", DATE: "date, as days since 1970-01-01"}[kind]
+    if value is not None:
+        whose = "the median of the training rows" if fill.value is None else "as impute says"
+        count, rows = sum(int(side.sum()) for side in gone), sum(map(len, gone))
+        how += f"; missing in {count} of {counted(rows, 'row')}: there {value:.6g}, {whose}, and {encoding.names[1]!r} is 1"
+    return how, encoding, [_filled(encoding, side) for side in columns]
 
 
-def _words(name: str, sides: Sequence[NDArray[Any]]) -> Features | str:
-    """Return a column of words as one feature of zeros and ones for each word, sorted, or say why it cannot be that."""
-    for values in sides:
-        if values.ndim > 1 or _first_structure(values) >= 0:
-            return f"column {name} must hold a word or a number per row to be categorical, got {_shape_of(values)}"
-        if (empty := np.flatnonzero(missing(values))).size:
-            return f"column {name} must have a value in every row, row {empty[0]} has none"
-    texts = [np.array([word(value) for value in values], dtype=object) for values in sides]
-    known = sorted(set().union(*texts))
-    if len(known) > MOST_WORDS:
-        return f"column {name} must have at most {MOST_WORDS} words to be categorical, got {len(known)}"
-    parts = [[np.asarray(side == text, np.float32) for text in known] for side in texts]
-    shown = listed(known)
-    return f"one of {len(known)} words, each a feature of 0 and 1: {shown}", [f"{name}={text}" for text in known], parts
-
-
-def _as_numbers(values: NDArray[Any]) -> NDArray[Any]:
-    """Return objects that are all numbers (decimals, say) or all booleans as an array of such; others as they are."""
-    from numbers import Number
-
+def _filled(encoding: Encoding, values: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return the features of a column of numbers. values: NaN where a number is missing."""
+    if encoding.fill is None:
+        return [values]
     gone = missing(values)
-    there = values[~gone] if values.ndim == 1 else values[:0]
-    if not len(there) or values.ndim > 1:
-        return values
-    if all(isinstance(value, bool | np.bool_) for value in there):
-        return values.astype(bool) if not gone.any() else np.where(gone, np.nan, 1.0)
-    if all(isinstance(value, Number) and not isinstance(value, bool | complex) for value in there):
-        return np.array([np.nan if none else float(value) for value, none in zip(values, gone, strict=True)])
-    return values
+    return [np.where(gone, encoding.fill, values.astype(np.float64)), gone.astype(np.float32)]
 
 
-def _no_number(values: NDArray[Any], name: str, as_written: AsWritten) -> str:
-    """Say what a column holds instead of numbers, and what can be done."""
-    leave = f"leave it out (exclude = {name!r})"
-    if values.dtype.kind in "mM":
-        row = 0
-        return f"dates ({values[row]} in row {row}); turn them into numbers, days say, or {leave}"
-    if values.dtype.kind not in "OUS" or not len(values):
-        return f"{values.dtype}; {leave}"
-    if values.ndim > 1 or _first_structure(values) >= 0:
-        return f"{_shape_of(values)}; {leave}"
-    gone = missing(values)
-    numeric = np.array([none or _is_number(value) for value, none in zip(values, gone, strict=True)])
-    row = int(np.argmin(numeric))
-    found = f"{word(values[row])!r}"[:40] + f" in row {row}"
-    if gone.any():
-        empty = int(np.argmax(gone))
-        found += f", and no value in {gone.sum()} rows (the first: row {empty}{_written(as_written, name, empty)})"
-    if numeric.mean() > 0.5:
-        return f"{found}; mend these {np.count_nonzero(~numeric)} rows, name the word in na-values, or {leave}"
-    if _DATE.fullmatch(word(values[row]).strip()):
-        return f"the date {found}; turn dates into numbers, days say, or {leave}"
-    if re.fullmatch(r"\s*-?\d+,\d+\s*", word(values[row])):
-        return f"{found}, a decimal comma; write numbers with a point"
-    return f"{found}; encode it (categorical = {name!r}, a feature for each word), or {leave}"
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _first_structure(values: NDArray[Any]) -> int:
-    """Return the first row that holds a list, an array or a map, -1 if none does."""
-    if values.dtype.kind != "O":
-        return -1
-    rows = (k for k, value in enumerate(values) if isinstance(value, list | tuple | dict | np.ndarray | set))
-    return next(rows, -1)
-
-
-def _shape_of(values: NDArray[Any]) -> str:
-    """Say what the first row with a list or a map has, and the first row that has another shape of it."""
-    row = max(_first_structure(values), 0)
-    first = _structure(values[row])
-    other = next((k for k, value in enumerate(values) if _structure(value) != first), -1)
-    return f"{first} in row {row}" + (f" and {_structure(values[other])} in row {other}" if other >= 0 else "")
-
-
-def _structure(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"a map of {', '.join(map(str, value))}"
-    if isinstance(value, list | tuple | np.ndarray):
-        try:
-            shape = np.shape(value)
-        except ValueError:
-            return "a list of lists of unequal lengths"
-        return f"a list of shape {list(shape)}"
-    return f"{type(value).__name__}"
-
-
-def missing(values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return which rows have no value, bool [n]: None, NaN, NaT, or such an element of an array."""
-    if values.dtype.kind == "O" and values.ndim == 1:
-        import pandas
-
-        lists = (list, tuple, dict, np.ndarray, set)
-        return np.array([not isinstance(value, lists) and bool(pandas.isna(value)) for value in values], bool)
-    if values.dtype.kind in "fcmM":
-        gone = np.isnat(values) if values.dtype.kind in "mM" else np.isnan(values)
-        return np.asarray(gone.any(axis=tuple(range(1, values.ndim))))
-    return np.zeros(len(values), bool)
-
-
-def refuse_missing(request: DataRequest, name: str, values: NDArray[Any], as_written: AsWritten) -> None:
-    """Raise UserError if a row has no value in the target's column, or in that of the clients."""
-    empty = np.flatnonzero(missing(values))
-    if not empty.size:
-        return
-    written = _written(as_written, name, int(empty[0]))
-    advice = "; if that is a name, set na-values = empty: then only empty cells are missing" if written else ""
-    raise UserError(
-        f"dataset: {request.path}: column {name} must have a value in every row, row {empty[0]} has none{written}{advice}"
+def _refused(name: str, gone: Sequence[NDArray[np.bool_]], places: Places) -> str:
+    """Return an error naming the first row that has no number where every row must have one."""
+    part, side = next((part, side) for part, side in zip(("", "test part: "), gone, strict=False) if side.any())
+    empty = np.flatnonzero(side)
+    row = f"row {places.number(int(empty[0]))} has none{places.shown(name, int(empty[0]))}"
+    return (
+        f"{part}column {name} must have a number in every row, {row}; {len(empty)} of {len(side)} rows; fill them in, name the "
+        f"column in impute (at every site), or leave it out (add {name!r} to exclude)"
     )
 
 
-def _written(as_written: AsWritten, name: str, row: int) -> str:
-    text = as_written(name, row)
-    return f" ({text!r} in the file, which pandas takes for a missing value)" if text else ""
+def _rows(name: str, wrong: NDArray[np.int64], values: NDArray[Any], places: Places) -> str:
+    more = f" and in {counted(len(wrong) - 1, 'more row')}" if len(wrong) > 1 else ""
+    return f"{values[wrong[0]]} in row {places.number(int(wrong[0]))}{more}"
+
+
+def _words(name: str, sides: Sequence[NDArray[Any]], declared: Sequence[str], places: Places) -> Features | str:
+    """Return a column of words as one feature of zeros and ones for each word, or the error that refuses it.
+
+    declared: the words in order; empty: those of the data, sorted. Where a word is missing, all features are 0.
+    """
+    for values in sides:
+        if values.ndim > 1 or first_structure(values) >= 0:
+            return (
+                f"column {name} must hold a word or a number per row to be categorical, got {shape_of(values, places)}"
+            )
+    gone = [missing(values) for values in sides]
+    texts = [_texts(values, none) for values, none in zip(sides, gone, strict=True)]
+    there = set().union(*(side[~none] for side, none in zip(texts, gone, strict=True)))
+    known = list(declared) or sorted(there)
+    if not known:
+        return f"column {name} has no word in any row; leave it out (add {name!r} to exclude)"
+    if len(known) > MOST_WORDS:
+        return f"column {name} must have at most {MOST_WORDS} words to be categorical, got {len(known)}"
+    for side, none in zip(texts, gone, strict=True):
+        other = np.flatnonzero(~none & ~np.isin(side, np.array(known, dtype=object)))
+        if other.size:
+            row = places.number(int(other[0]))
+            return f"column {name} must hold one of {listed(known)}, got {side[other[0]]!r} in row {row}"
+    encoding = Encoding(name, WORDS, tuple(known))
+    how = f"one of {len(known)} words, each a feature of 0 and 1: {listed(known)}"
+    if empty := sum(int(none.sum()) for none in gone):
+        how += f"; missing in {empty} of {counted(sum(map(len, gone)), 'row')}: all are 0 there"
+    return how, encoding, [_each_word(encoding, side) for side in texts]
+
+
+def _texts(values: NDArray[Any], gone: NDArray[np.bool_]) -> NDArray[Any]:
+    """Return values as words, objects [n], None where a value is missing.
+
+    Floating-point columns of whole numbers are written as integers: a missing value makes a column of integers floating
+    point.
+    """
+    if values.dtype.kind == "f" and bool((values[~gone] == np.floor(values[~gone])).all()):
+        values = np.where(gone, 0, values).astype(np.int64)
+    return np.array([None if none else word(value) for value, none in zip(values, gone, strict=True)], dtype=object)
+
+
+def _each_word(encoding: Encoding, texts: NDArray[Any]) -> list[NDArray[Any]]:
+    """Return a feature of 0 and 1 for each word, float32 [n]. texts: objects [n]."""
+    return [np.asarray(texts == text, np.float32) for text in encoding.words]
+
+
+def features_of(
+    path: Path, encodings: Sequence[Encoding], table: Columns, places: Places = FROM_ZERO
+) -> list[NDArray[Any]]:
+    """Return the features of new rows, encoded as the training rows were, in the encodings' order.
+
+    table: must hold a column for each encoding. path, places: they name the rows in errors. Raises UserError naming all
+    columns that do not fit.
+    """
+    features: list[NDArray[Any]] = []
+    problems: list[str] = []
+    for encoding in encodings:
+        found = _encoded(encoding, table[encoding.column], places)
+        if isinstance(found, str):
+            problems.append(found)
+        else:
+            features += found
+    if problems:
+        raise UserError(f"{path}: " + "; ".join(problems))
+    return features
+
+
+def _encoded(encoding: Encoding, values: NDArray[Any], places: Places) -> list[NDArray[Any]] | str:
+    """Return the features of a column's values, or the error that refuses them."""
+    name = encoding.column
+    if encoding.kind == WORDS:
+        found = _words(name, [values], encoding.words, places)
+        return found if isinstance(found, str) else found[2][0]
+    numbers = numbers_of(values)
+    if numbers and DATE in (encoding.kind, numbers[0]) and encoding.kind != numbers[0] and not missing(values).all():
+        return f"column {name} must hold {encoding.kind}s, got {numbers[0]}s"
+    empty = np.flatnonzero(missing(values))
+    if encoding.fill is None and empty.size and (numbers or encoding.own_fill):
+        must = f"column {name} must have a number in every row, row {places.number(int(empty[0]))} has none"
+        if encoding.own_fill:
+            return (
+                f"{must}: each site fills in its own median, which never leaves it; export at a site with --data-path, or fill in "
+                "the numbers"
+            )
+        return (
+            f"{must}{places.shown(name, int(empty[0]))}; {len(empty)} of {len(values)} rows; fill them in, or train with the "
+            "column in impute: this model has no value for missing numbers"
+        )
+    fill = NEVER
+    if encoding.fill is not None or encoding.own_fill:
+        # 0 is never used: with a site's own, unknown median, a missing number was refused above
+        fill = Fill(allowed=True, always=True, value=encoding.fill or 0.0)
+    found = _numbers(name, [values], np.arange(len(values)), fill, places)
+    return found if isinstance(found, str) else found[2][0]
+
+
+def without_value(name: str, values: NDArray[Any], places: Places) -> str:
+    """Return an error if a row has no value in the column of the target or the client; "" if all rows have one."""
+    empty = np.flatnonzero(missing(values))
+    if not empty.size:
+        return ""
+    row = int(empty[0])
+    written = places.shown(name, row)
+    advice = "; if that is a name, set na-values = empty: then only empty cells are missing" if written else ""
+    more = f" ({len(empty)} of {len(values)} rows)" if len(empty) > 1 else ""
+    return f"column {name} must have a value in every row, row {places.number(row)} has none{written}{more}{advice}"

@@ -1,8 +1,8 @@
 """Decoding of image files straight into memory-mapped arrays, by a few threads.
 
-Pixels become 8 bits by the rule of the image's mode (MODES): of 16 bits the upper eight stay among those that the data set's values
-need (DEPTHS), floats must lie in [0, 1] and are scaled to 255, palettes become colours, transparency is dropped. A mode without a
-rule is refused.
+The image's mode decides how pixels become 8 bits (MODES). 16-bit images keep the upper 8 of the bits that the data set
+uses (DEPTHS). Float images must lie in [0, 1] and are multiplied by 255. Palettes become colours. Transparency is
+dropped. A mode without a rule is refused.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ Listing = list[tuple[Path, int]]
 DECODE_BATCH = 64
 
 DEPTHS = (8, 10, 12, 14, 16)
-"""Bits that the values of a 16-bit file may use: detectors have 10, 12 or 14."""
+"""Possible numbers of bits that the values of 16-bit files use: detectors have 10, 12 or 14 bits."""
 
 
-# Pillow has no mode of 16 bits for these: it drops the lower eight while it reads
+# Pillow has no 16-bit form of these modes: it drops the lower 8 bits when it reads a file
 _EIGHT_BITS_KEPT = ("RGB", "RGBA", "LA")
-# of 12 bits or fewer, stored in 16, so many values at most are left
+# a file that uses 12 bits or fewer of its 16 is left with at most this many values
 _FEW_VALUES = 16
 
 
 class _ColourFound(Exception):
-    """An image is in colour, and the first one was grayscale."""
+    """An image is in colour, although the first image was grayscale."""
 
 
 class _DeepFound(Exception):
-    """An image has 16 bits, and it is not known how many of them the data set uses."""
+    """An image has 16 bits, but the number of bits that the data set uses is not known yet."""
 
 
 def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> None:
-    """Decode image files straight into x_train.npy and x_test.npy; write the labels, and what to say of them, beside them.
+    """Decode image files straight into x_train.npy and x_test.npy, and write labels and remarks beside them.
 
-    One channel if all images are grayscale, else three (RGB). Raises UserError naming a file that cannot be converted.
+    Images get one channel if all are grayscale, else three (RGB). Raises UserError naming a file that cannot be
+    converted.
     """
     first = train[0][0]
     with _reading(first) as image:
@@ -78,31 +79,34 @@ def decode(directory: Path, train: Listing, test: Listing, image_size: int) -> N
 
 
 def depth_of(largest: int) -> int:
-    """Return how many bits values up to `largest` use: the first of DEPTHS that holds them."""
+    """Return the number of bits for values up to `largest`: the smallest of DEPTHS that holds them."""
     return next(depth for depth in DEPTHS if largest < 2**depth)
 
 
 def depth_note(largest: int) -> str:
-    """Return what is said of 16-bit images."""
+    """Return the remark about 16-bit images with values up to `largest`."""
     depth = depth_of(largest)
-    return f"16-bit images: values up to {largest} use {depth} bits, of which the upper 8 are kept (divided by {2 ** (depth - 8)})"
+    return (
+        f"16-bit images: values up to {largest} use {depth} bits; the upper 8 are kept (divided by {2 ** (depth - 8)})"
+    )
 
 
 def _largest(file: Path) -> int:
-    """Return the largest value of an image whose values need their depth, 0 of any other."""
+    """Return the largest value of a 16-bit image file, 0 for any other image."""
     with _reading(file) as image:
         return largest_value(image)
 
 
 def largest_value(image: Image.Image) -> int:
-    """Return the largest value of a 16-bit image, 0 of any other. Raises ValueError as its rule does."""
+    """Return the largest value of a 16-bit image, 0 for any other image. Raises ValueError as its rule does."""
     return int(_sixteen_bits(image).max()) if _rule(image)[1] is _upper_byte else 0
 
 
 def as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Images, list[str]]:
-    """Return images, uint8 [n, H, W] or [n, H, W, 3], all of one size, and what to say of them; by the rules of image files.
+    """Return images, uint8 [n, H, W] or [n, H, W, 3], all of one size, and remarks. The rules are those of image files.
 
-    names: in errors. files: or what would stand in them. Raises UserError naming one that cannot be converted.
+    names: the images' names in errors. files: paths, or files' contents. Raises UserError naming an image that cannot
+    be converted.
     """
     gray, largest = True, 0
     sizes: dict[tuple[int, int], str] = {}
@@ -113,7 +117,7 @@ def as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Image
     if len(sizes) > 1:
         (expected, like), (got, name) = list(sizes.items())[:2]
         raise UserError(
-            f"dataset: {name} has {got[0]}x{got[1]} pixels, expected {expected[0]}x{expected[1]} as {like}; resize it before"
+            f"dataset: {name} has {got[0]}x{got[1]} pixels, expected {expected[0]}x{expected[1]} as {like}; resize it first"
         )
     found = []
     for name, file in zip(names, files, strict=True):
@@ -123,14 +127,17 @@ def as_array(names: Sequence[str], files: Sequence[Path | bytes]) -> tuple[Image
 
 
 def _reserve(path: Path) -> None:
-    """Allocate a file's blocks, so that a full disk is an OSError here. Under a memory map it would end the process."""
+    """Allocate a file's blocks, so that a full disk raises OSError here.
+
+    Without this, writing to the memory map on a full disk would kill the process.
+    """
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def _decode_into(out: Images, files: list[Path], like: Path | None, depth: int) -> None:
-    """Fill out [n, C, S, S] with the images."""
+    """Decode the images into `out` [n, C, S, S]."""
 
     def fill(i: int) -> None:
         out[i] = _pixels(files[i], out.shape[1], out.shape[2], like, depth)
@@ -139,7 +146,7 @@ def _decode_into(out: Images, files: list[Path], like: Path | None, depth: int) 
 
 
 def _in_threads(function: Callable[[Any], Found], items: Sequence[Any]) -> list[Found]:
-    """Return a function's results for images, by a few threads (PIL decodes without the interpreter lock)."""
+    """Return a function's results for all items, from a few threads (PIL decodes without the interpreter lock)."""
 
     def batch(start: int) -> list[Found]:
         return [function(item) for item in items[start : start + DECODE_BATCH]]
@@ -157,7 +164,7 @@ def _in_threads(function: Callable[[Any], Found], items: Sequence[Any]) -> list[
 
 
 def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int) -> Images:
-    """Return one image, uint8 [channels, side, side]. like: the image whose size all must have; None: resize them."""
+    """Return one image, uint8 [channels, side, side]. like: the first file, named in errors; None: resize to `side`."""
     with _reading(file) as image:
         gray, eight_bit = _rule(image)
         if channels == 1 and not gray:
@@ -177,9 +184,9 @@ def _pixels(file: Path, channels: int, side: int, like: Path | None, depth: int)
 
 
 def read_image(file: Path, shape: tuple[int, ...], *, resize: bool) -> Images:
-    """Return one image as a data set would hold it, uint8 [C, H, W].
+    """Return one image in the form of a data set, uint8 [C, H, W].
 
-    resize: to the side H, as `image-size` does; otherwise it must have H x W pixels. Raises UserError.
+    resize: whether to resize it to side H, as `image-size` does; otherwise it must have H x W pixels. Raises UserError.
     """
     channels, height, width = shape
     if channels not in (1, 3):
@@ -192,8 +199,8 @@ def read_image(file: Path, shape: tuple[int, ...], *, resize: bool) -> Images:
             raise UserError(f"{file} is in colour, the model takes grayscale images")
         if (depth := depth_of(largest_value(image))) < DEPTHS[-1] and eight_bit is _upper_byte:
             raise UserError(
-                f"{file} has 16 bits a pixel and uses {depth}; how many the training images used is not known here: save it "
-                "with 8 bits, scaled as they were"
+                f"{file} has 16 bits a pixel and uses {depth}, but the number that the training images used is not known here: "
+                "save it with 8 bits, scaled as they were"
             )
         image = eight_bit(image, depth).convert("L" if channels == 1 else "RGB")
         if resize:
@@ -227,12 +234,12 @@ def _unchanged(image: Image.Image, depth: int) -> Image.Image:
 
 
 def _upper_byte(image: Image.Image, depth: int) -> Image.Image:
-    """Take the upper eight of `depth` bits."""
+    """Return the image with the upper 8 of `depth` bits."""
     return Image.fromarray((_sixteen_bits(image) >> (depth - 8)).astype(np.uint8))
 
 
 def _sixteen_bits(image: Image.Image) -> NDArray[Any]:
-    """Return integers [H, W]; 32-bit ones must fit into 16."""
+    """Return integers [H, W]. Raises ValueError for 32-bit integers that do not fit into 16 bits."""
     pixels = np.asarray(image)
     if pixels.dtype.itemsize > 2 and (pixels.min() < 0 or pixels.max() > 0xFFFF):
         raise ValueError(f"32-bit integers must be in [0, 65535], got {pixels.min()} .. {pixels.max()}")
@@ -240,7 +247,7 @@ def _sixteen_bits(image: Image.Image) -> NDArray[Any]:
 
 
 def _scaled(image: Image.Image, depth: int) -> Image.Image:
-    """Scale floats in [0, 1] to 255."""
+    """Return floats multiplied by 255, rounded. Raises ValueError unless they are in [0, 1]."""
     pixels = np.asarray(image)
     if not (np.isfinite(pixels).all() and pixels.min() >= 0 and pixels.max() <= 1):
         raise ValueError(
@@ -250,7 +257,7 @@ def _scaled(image: Image.Image, depth: int) -> Image.Image:
 
 
 Rule = tuple[bool, Callable[[Image.Image, int], Image.Image]]
-"""Whether a mode is grayscale, and what makes 8 bits of it, which PIL converts to L or RGB; the number is of bits that are used."""
+"""(whether a mode is grayscale, function from an image and the bits it uses to an 8-bit image that PIL can convert)."""
 
 MODES: dict[str, Rule] = {
     **dict.fromkeys(("1", "L", "LA"), (True, _unchanged)),
@@ -268,14 +275,14 @@ def _rule(image: Image.Image) -> Rule:
 
 @contextlib.contextmanager
 def _reading(file: Path | bytes, name: str = "", key: str = "dataset: ") -> Iterator[Image.Image]:
-    """Open an image, a file or what would stand in one. Raises UserError if it is none, or none that can be converted."""
+    """Open an image from a file or from a file's content. Raises UserError if it cannot be read or converted."""
     try:
         with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
             of_sixteen_bits = image.mode in _EIGHT_BITS_KEPT and ";16" in str(getattr(image, "tile", ""))
             image.load()
             if of_sixteen_bits and 0 < (brightest := int(np.asarray(image).max(initial=0))) < _FEW_VALUES:
                 raise ValueError(
-                    f"of its 16 bits a colour Pillow keeps the upper 8, here 0 .. {brightest}: save it with 8 bits a colour"
+                    f"Pillow keeps the upper 8 of 16 bits a colour, here 0 .. {brightest}: save it with 8 bits a colour"
                 )
             yield image
     except (UserError, _ColourFound, _DeepFound):

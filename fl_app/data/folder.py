@@ -1,7 +1,8 @@
 """Data sets as image folders: train/<class>/* and test/<class>/*.
 
-The key is made of the directories' modification times, which every client process can afford to read. They do not change when a
-file is overwritten in place. `look` compares all files: before a run, and once in every process of a client.
+The key contains the directories' modification times, because every client process can read them quickly. They do not
+change when a file is overwritten in place. Therefore `look` compares all files, before a run and once in every process
+of a client.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from fl_app.data.decode import Listing
 
 RULES = 3
-"""Version of the rules by which files become arrays; conversions of other versions are not used."""
+"""Version of the rules that convert files to arrays. Conversions of other versions are not used."""
 
 IMAGE_SUFFIXES = frozenset(
     (
@@ -29,17 +30,26 @@ IMAGE_SUFFIXES = frozenset(
         *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm"),
     )
 )
-"""What counts as an image: a file with one of these suffixes, in any case, whose name does not begin with a dot."""
+"""An image is a file with one of these suffixes, in upper or lower case, and a name that does not begin with a dot."""
+
+
+_SUBFOLDER = "subfolder of a class folder (not searched: images must lie directly in train/<class>/ and test/<class>/)"
+_BESIDE = "file beside the class folders"
+_PLURALS = {
+    _SUBFOLDER: _SUBFOLDER.replace("subfolder of a class folder", "subfolders of class folders"),
+    _BESIDE: _BESIDE.replace("file", "files"),
+}
+"""Plurals of reasons why an entry is not read."""
 
 
 def prepare(request: DataRequest) -> Prepared:
-    """Open an image folder. A site's own may lack classes and test/."""
+    """Open an image folder. A site's own folder may lack classes and test/."""
     path, site = request.path, request.site
     train = _class_directories(path, "train")
     test = _class_directories(path, "test", required=not site)
     names = request.classes or tuple(train)
     _check_class_directories(path, names, train, test, explicit=bool(request.classes), site=site)
-    # the folder's own time is not among them: a data directory inside the folder would change it
+    # without the folder's own time: a data directory inside the folder would change it
     stamps = [stamp(d) for d in (path / "train", path / "test", *train.values(), *test.values())]
 
     def convert(directory: Path) -> Sequence[str]:
@@ -50,7 +60,9 @@ def prepare(request: DataRequest) -> Prepared:
             images = {name: images_in(side[name]) for name in names if name in side}
             empty = [name for name, files in images.items() if not files]
             if empty and side is train and not site:
-                raise UserError(f"dataset: class {empty[0]!r} has no images in {train[empty[0]]}")
+                raise UserError(
+                    f"dataset: class {empty[0]!r} has no images in {train[empty[0]]}{_below(train[empty[0]])}"
+                )
             listings.append([(file, names.index(name)) for name, files in images.items() for file in files])
         if not listings[0]:
             raise UserError(f"dataset: no images in the class directories of {path / 'train'}")
@@ -96,7 +108,7 @@ def _check_class_directories(
 
 
 def stamp(path: Path) -> int:
-    """Return a path's modification time in nanoseconds, 0 if there is none."""
+    """Return a path's modification time in nanoseconds, 0 if the path does not exist."""
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
@@ -106,7 +118,7 @@ def _files_hash(directories: Iterable[Path]) -> str:
     for directory in directories:
         with os.scandir(directory) as entries:
             for entry in sorted(entries, key=lambda e: e.name):
-                # of the link itself if it leads nowhere; who reads it as an image refuses it
+                # a link that leads nowhere is hashed itself; images_in refuses it if it is an image
                 stat = entry.stat(follow_symlinks=not _is_dangling(entry))
                 found.update(
                     f"{directory}/{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape")
@@ -115,7 +127,7 @@ def _files_hash(directories: Iterable[Path]) -> str:
 
 
 def images_in(folder: Path) -> list[Path]:
-    """List the image files directly in a folder by name. Raises UserError for a link to an image that leads nowhere."""
+    """Return the image files directly in a folder, sorted by name. Raises UserError for a dangling link to an image."""
     with os.scandir(folder) as entries:
         found = sorted((entry for entry in entries if _is_image(entry.name)), key=lambda entry: entry.name)
     for entry in found:
@@ -137,9 +149,9 @@ def _refuse_dangling(entry: os.DirEntry[str]) -> None:
 
 
 def not_read(*sides: tuple[Path, Mapping[str, Path]]) -> list[str]:
-    """Return a line that counts what lies in the folders and is not read, by reason; none if all is read.
+    """Return a line that counts the folders' entries that are not read, by reason; none if all are read.
 
-    sides: the folder of a part, and its class directories by name.
+    sides: (folder, class directories by name) of each part.
     """
     reasons: Counter[str] = Counter()
     for side, directories in sides:
@@ -150,19 +162,24 @@ def not_read(*sides: tuple[Path, Mapping[str, Path]]) -> list[str]:
                         reasons[reason] += 1
     if not reasons:
         return []
-    counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    told = sorted((_PLURALS.get(reason, reason) if count > 1 else reason, count) for reason, count in reasons.items())
+    counts = ", ".join(f"{count} {reason}" for reason, count in told)
     return [f"not read in {sides[0][0].parent}: {counts}"]
 
 
+def _below(directory: Path) -> str:
+    """Return the end of an error about a class folder without images: the names of its subfolders, if it has any."""
+    inner = sorted(path.name for path in directory.glob("*/"))
+    return f"; its subfolders are not searched: {listed(tuple(inner))}" if inner else ""
+
+
 def _why_not_read(entry: os.DirEntry[str], *, beside: bool) -> str:
-    """Return why something in a class directory, or beside them, is no image of a class; "" if it is one, or such a directory."""
+    """Return why an entry of a class directory is not read; "" if it is. beside: it lies beside class directories."""
     if entry.name[0] == ".":
         return "hidden (the name begins with a dot)"
     if entry.is_dir():
-        return (
-            "" if beside else "folders in class folders (images must lie directly in train/<class>/ and test/<class>/)"
-        )
+        return "" if beside else _SUBFOLDER
     if beside:
-        return "files beside the class folders"
+        return _BESIDE
     suffix = os.path.splitext(entry.name)[1].lower()
     return "" if suffix in IMAGE_SUFFIXES else f"{suffix or 'without a suffix'} (no suffix of an image)"

@@ -12,26 +12,28 @@ import numpy as np
 from fl_app import tasks
 from fl_app.checksums import hash_of, refuse_damage
 from fl_app.config import RunConfig
-from fl_app.data.prepared import Prepared
-from fl_app.errors import UserError, describe, listed
+from fl_app.data.prepared import DatasetInfo, Prepared
+from fl_app.errors import UserError, counted, describe, listed
 from fl_app.files import build_once, cache_key
-from fl_app.known_names import BY_CLASS, OWN_PARTITION, PARTITIONS
+from fl_app.known_names import BY_CLASS, BY_COLUMN, FIXED_SIZES, OWN_PARTITION, PARTITIONS
 from fl_app.partition import Column, Indices, Share, spilled, split
+from fl_app.sources import NODE
 
 SAME_MIX = ("dirichlet-client", "pathological")
-"""Partitions whose clients are tested on the mix of classes they train on."""
+"""Partitions that test a client on the class mix it trains on."""
 
 MIX_RULES = 2
-"""Version of the rules by which that mix is kept; partitions of other versions are not used."""
+"""Version of the rules that keep this mix. Partitions of other versions are not used."""
 
 _FOREIGN = 0.1
 
 
 @dataclass(frozen=True)
 class Partition:
-    """All clients' indices: flat int64 [total]; offsets int64 [2N + 1]: training, test of client 0, of client 1, ...
+    """All clients' indices.
 
-    directory: where its files are.
+    flat: int64 [total], training then test indices of client 0, of client 1, ... offsets: int64 [2N + 1], the start of
+    each part in `flat`, and the end. directory: that of the two files.
     """
 
     flat: Indices
@@ -55,7 +57,10 @@ class Partition:
 
 
 def partition_of(config: RunConfig, data: Prepared, force: bool = False) -> Partition:
-    """Open a data set's partition as `open_partition`. Raises UserError too for one by class where the task has none."""
+    """Open a data set's partition.
+
+    Raises UserError as `open_partition` does, and if the partition divides by classes and the task has none.
+    """
     if config.partition in BY_CLASS and not tasks.of(config).has_classes:
         raise UserError(
             f"partition: {config.partition} divides by classes, and task {config.task} has none; take iid, by-column or file:"
@@ -74,10 +79,10 @@ def open_partition(
     force: bool = False,
     groups: Column | None = None,
 ) -> Partition:
-    """Open the partition `config` describes, computing and writing it first if no process has yet, or if `force`.
+    """Open the partition that `config` describes. Compute and write it first if no process has done so, or if `force`.
 
-    y_train, y_test: int64 [n], [m], read only when it must be computed. dataset_key: `Prepared.key`. root: data
-    directory. groups: as `split` takes them. Raises UserError as `split` does, and if what is there is damaged.
+    y_train, y_test: int64 [n], [m], read only to compute it. dataset_key: `Prepared.key`. root: data directory. groups:
+    as in `split`. Raises UserError as `split` does, and if the files are damaged.
     """
     target = root / "partitions" / _key(config, dataset_key)
 
@@ -108,7 +113,7 @@ def open_partition(
     try:
         shares = Partition(np.load(target / "flat.npy", mmap_mode="r"), np.load(target / "offsets.npy"), target)
         sound = shares.num_clients == config.num_clients and len(shares.flat) == shares.offsets[-1]
-        problems = [] if sound else ["flat.npy does not end where offsets.npy says"]
+        problems = [] if sound else ["flat.npy has another length than offsets.npy states"]
     except Exception as error:
         # numpy may raise anything for damaged bytes
         problems = [describe(error)]
@@ -117,37 +122,53 @@ def open_partition(
 
 
 def remarks(partition: Partition, num_train: int, num_test: int, what: str = "images") -> list[str]:
-    """Say how many samples several clients hold, how many one client holds repeatedly, and how many nobody holds.
+    """Return lines that count the samples that several clients hold, and those that one client holds repeatedly.
 
-    num_train, num_test: samples of the data set. what: samples are called so.
+    num_train, num_test: the data set's numbers of samples. what: the word for samples.
     """
     lines = []
     total = num_train + num_test
-    used = np.zeros(total, bool)
     for part, name in enumerate(("training", "test")):
         hands = [partition.client(i)[part] for i in range(partition.num_clients)]
         distinct = [np.unique(hand) for hand in hands]
         holders = np.bincount(np.concatenate(distinct), minlength=total)
-        used |= holders > 0
         if several := np.count_nonzero(holders > 1):
             dealt = np.count_nonzero(holders)
             lines.append(
                 f"{name}: {several} of {dealt} {what} are held by several clients, each by {holders.max()} at most"
             )
         lines += _again(hands, name, what)
-    unused = ~used
-    if unused.any():
-        lines.append(
-            f"unused: {np.count_nonzero(unused[:num_train])} of {num_train} training and "
-            f"{np.count_nonzero(unused[num_train:])} of {num_test} test {what} of the data set"
-        )
     return lines
 
 
-def mix_remarks(config: RunConfig, partition: Partition, data: Prepared) -> list[str]:
-    """Say whose test samples are not in the mix of its training samples, or fewer than asked so that they are.
+def unused(config: RunConfig, partition: Partition, num_train: int, num_test: int, what: str = "images") -> list[str]:
+    """Return a line that counts the samples that no client holds, with the keys that would use them.
 
-    A test sample is foreign if its client trains on no sample of its class. Nothing is said of a task without classes.
+    There is no line if all samples are held. what: the word for samples.
+    """
+    held = np.zeros(num_train + num_test, bool)
+    held[partition.flat] = True
+    train, test = (np.count_nonzero(~part) for part in (held[:num_train], held[num_train:]))
+    if not train and not test:
+        return []
+    line = f"unused: {train} of {num_train} training and {test} of {num_test} test {what} of the data set"
+    sizes = (("train-samples", config.train_samples, train), ("test-samples", config.test_samples, test))
+    cut = [f"{key} = 0" for key, size, left in sizes if size and left and config.partition in FIXED_SIZES]
+    if cut:
+        return [f"{line}; {' and '.join(cut)} would give each client an equal share of all"]
+    if config.partition == "pathological":
+        return [f"{line}; a larger classes-per-client or num-clients would use them"]
+    if config.partition in FIXED_SIZES:
+        return [f"{line}; partition = dirichlet would use them"]
+    return [line]
+
+
+def mix_remarks(config: RunConfig, partition: Partition, data: Prepared) -> list[str]:
+    """Return lines about test samples that do not match the clients' training samples; none for a task without classes.
+
+    A line names clients with many foreign test samples: samples of classes that the client does not train on. Another
+    names clients that have fewer test samples than asked for, so that they keep the class mix of training. The last
+    names classes without test samples.
     """
     if not tasks.of(config).has_classes:
         return []
@@ -155,15 +176,16 @@ def mix_remarks(config: RunConfig, partition: Partition, data: Prepared) -> list
     shares = [partition.client(i) for i in range(partition.num_clients)]
     counts = [[np.bincount(labels[part], minlength=data.info.num_classes) for part in share] for share in shares]
     lines, fewer, foreign = [], [], []
+    names = client_names(config, data.info)
     asked = (config.test_samples or data.info.num_test // config.num_clients) if config.partition in SAME_MIX else 0
     for i, (train, test) in enumerate(counts):
         part = test[train == 0].sum() / max(1, test.sum())
         if part > _FOREIGN:
-            foreign.append(f"client {i}: {100 * part:.0f} %")
+            foreign.append(f"client {names[i] if names else i}: {100 * part:.0f} %")
         if 0 < test.sum() < asked and (config.test_samples or config.partition != "pathological"):
             fewer.append(f"client {i}: {test.sum()}")
     if fewer:
-        lines.append(f"test: fewer than {asked} samples, so that they are in the mix of training: {listed(fewer)}")
+        lines.append(f"test: fewer than {asked} samples, to keep the class mix of training: {listed(fewer)}")
     if foreign:
         lines.append(f"test: samples of classes that a client does not train on: {listed(foreign)}")
     present, testable = (np.bincount(y, minlength=data.info.num_classes) for y in (data.y_train, data.y_test))
@@ -172,8 +194,16 @@ def mix_remarks(config: RunConfig, partition: Partition, data: Prepared) -> list
     return lines
 
 
+def client_names(config: RunConfig, info: DatasetInfo) -> tuple[str, ...]:
+    """Return the names of a run's clients, by client id, if a column of the data names them; else ()."""
+    return info.groups if config.partition == BY_COLUMN and config.dataset != NODE else ()
+
+
 def repeated(partition: Partition, what: str = "images") -> list[str]:
-    """Say which clients hold samples more than once, which only the user's own partition allows. what: samples are called so."""
+    """Return lines naming clients that hold a sample more than once; only a user's own partition allows this.
+
+    what: the word for samples.
+    """
     lines = []
     for part, name in enumerate(("training", "test")):
         hands = [partition.client(i)[part] for i in range(partition.num_clients)]
@@ -182,9 +212,10 @@ def repeated(partition: Partition, what: str = "images") -> list[str]:
 
 
 def spills(config: RunConfig, y_train: Indices, num_classes: int, what: str, least: float = 0.0) -> list[str]:
-    """Say how many training samples clients of `dirichlet-client` hold of other classes than drawn for them, which have no more.
+    """Return a line that counts training samples of other classes than `dirichlet-client` drew for their clients.
 
-    what: samples are called so. least: part of all clients' training samples from which on it is said.
+    A client gets these if the drawn classes have too few samples. what: the word for samples. least: no line if these
+    are less than this part of all clients' training samples.
     """
     if config.partition != "dirichlet-client":
         return []
@@ -200,21 +231,22 @@ def spills(config: RunConfig, y_train: Indices, num_classes: int, what: str, lea
     total, largest = int(counts.sum()), int(np.bincount(y_train, minlength=num_classes).max())
     if not total or total < least * each * config.num_clients:
         return []
+    held = each * config.num_clients
     return [
-        f"training: {np.count_nonzero(counts)} of {config.num_clients} clients are less skewed than dirichlet-alpha = "
-        f"{config.dirichlet_alpha:g} makes them: of {each} {what} each, {total} in all had to be of other classes, as none "
-        f"has more than {largest}; set train-samples to that or less, or raise num-clients"
+        f"training: {np.count_nonzero(counts)} of {counted(config.num_clients, 'client')} are less skewed than dirichlet-alpha = "
+        f"{config.dirichlet_alpha:g} makes them: {total} of {held} {what} ({each} per client) are of other classes than "
+        f"drawn, because no class has more than {largest}; set train-samples to {largest} or less, or raise num-clients"
     ]
 
 
 def _again(hands: Sequence[Indices], name: str, what: str) -> list[str]:
     repetitions = [len(hand) - len(np.unique(hand)) for hand in hands]
     who = [f"client {i}: {n} of {len(hands[i])}" for i, n in enumerate(repetitions) if n]
-    return [f"{name}: {what} that a client holds already, counted again: {listed(who)}"] if who else []
+    return [f"{name}: {what} that one client holds repeatedly: {listed(who)}"] if who else []
 
 
 def _key(config: RunConfig, dataset_key: str) -> str:
-    """Name a partition by exactly what defines it."""
+    """Return a partition's directory name, made of exactly the values that define the partition."""
     parts: list[Any] = [dataset_key, config.partition, config.num_clients]
     seeds = ("seed", "partition-seed")
     parts += [value for key, value in config.own_keys() if config.partition in key.partitions and key.name not in seeds]

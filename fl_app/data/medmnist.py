@@ -1,7 +1,7 @@
 """OrganAMNIST and OrganCMNIST of MedMNIST v2 (Yang et al., Scientific Data 2023), from their official .npz files.
 
-The user puts the file into the data directory. Training and validation images are the training set here; a partition that
-divides all data, as FedOBP's does, has all three parts then.
+The user puts the file into the data directory. Training and validation images together are the training set. A
+partition that divides all data, as FedOBP's does, then uses all three parts.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SPLITS = ("train", "val", "test")
 
 
 def prepare(request: DataRequest) -> Prepared:
-    """Open `medmnist-a` or `medmnist-c`, whose file lies in the data directory. Raises UserError."""
+    """Open `medmnist-a` or `medmnist-c` from its file in the data directory. Raises UserError."""
     known = named_data(request.dataset)
     assert known is not None
     path = (request.root / known.file).resolve()
     if not path.is_file():
         raise UserError(
-            f"dataset: {request.dataset} needs the file {path.name} in the data directory: no {path}. It is MedMNIST's (28 x 28 "
-            "pixels), to be had at medmnist.com or by the Python package medmnist"
+            f"dataset: {request.dataset} needs the file {path.name} in the data directory: no {path}. Get it (28 x 28 pixels) "
+            "from medmnist.com or with the Python package medmnist"
         )
 
     def convert(directory: Path) -> Sequence[str]:

@@ -1,6 +1,6 @@
-"""Data sets known by name: scikit-learn's digits, torchvision's, Tiny-ImageNet as distributed.
+"""Data sets with a name: scikit-learn's digits, those of torchvision, Tiny-ImageNet as distributed.
 
-scikit-learn and torchvision are imported only while converting.
+scikit-learn and torchvision are imported only during conversion.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fl_app.data.decode import Listing
 
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package dataset-fashion-mnist has the files."""
+"""The directory of Debian's package dataset-fashion-mnist."""
 
 DOWNLOAD_TIMEOUT_SECONDS = 30
 
@@ -36,7 +36,7 @@ def prepare_digits(request: DataRequest) -> Prepared:
 
 
 def prepare_torchvision(request: DataRequest) -> Prepared:
-    """Open a data set of torchvision, whose files are kept in <root>/downloads."""
+    """Open a data set of torchvision. Its files are kept in <root>/downloads."""
     known = named_data(request.dataset)
     assert known is not None
     return _open(request, lambda: _torchvision(request.dataset, known, request.root / "downloads"))
@@ -78,8 +78,10 @@ def _torchvision(dataset: str, known: NamedData, downloads: Path) -> tuple[Array
     except (OSError, RuntimeError, EOFError) as error:
         reason = str(error).strip().splitlines()
         raise UserError(
-            f"dataset: {dataset} is not complete in {downloads} and could not be downloaded; connect this machine to "
-            f"the network once, or put torchvision's files there ({reason[-1] if reason else type(error).__name__})"
+            f"dataset: {dataset} is not complete in {downloads} and could not be downloaded "
+            f"({reason[-1] if reason else type(error).__name__}); connect this machine to the network once, or put there "
+            f"{files_of(factory)}; or use your own copy of the images with dataset = folder:/path (`corolla compare --dataset "
+            f"{dataset}` compares such runs with the papers)"
         ) from error
     finally:
         socket.setdefaulttimeout(timeout)
@@ -87,6 +89,20 @@ def _torchvision(dataset: str, known: NamedData, downloads: Path) -> tuple[Array
     x_test, y_test = _channels_first(test, dataset)
     names = getattr(train, "classes", None) or [str(k) for k in range(10)]
     return (x_train, y_train, x_test, y_test), names
+
+
+def files_of(factory: Any) -> str:
+    """Return, in words, the files in the data directory's `downloads` that torchvision reads for a data set."""
+    if hasattr(factory, "base_folder"):
+        names = [entry[0] for entry in (*factory.train_list, *factory.test_list)]
+        names.append(factory.meta["filename"])
+        return f"{factory.filename}, or what is in it: {factory.base_folder}/ with {', '.join(names)}"
+    if hasattr(factory, "split_list"):
+        return " and ".join(factory.split_list[part][1] for part in ("train", "test"))
+    raw = f"{factory.__name__}/raw/"
+    if factory.__name__ == "EMNIST":
+        return f"{raw}{factory.url.rpartition('/')[2]}"
+    return f"{raw} with {', '.join(name for name, _ in factory.resources)}"
 
 
 def _channels_first(side: Any, dataset: str) -> tuple[Images, Labels]:

@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from fl_app.data import arrays, precision
 from fl_app.data.prepared import ARRAYS, Arrays, DataRequest, Facts, Groups, Prepared, note, open_or_convert, save
 from fl_app.errors import UserError
+from fl_app.keys import nearest
 
-RULES = 2
-"""Version of how arrays are read; conversions of other versions are not used."""
+RULES = 3
+"""Version of the rules that read arrays. Conversions of other versions are not used."""
 
 
 def prepare(request: DataRequest) -> Prepared:
-    """Open an .npz file. A site's own may lack classes and test samples."""
+    """Open an .npz file. A site's own file may lack classes and test samples."""
     path = request.path
     if not path.is_file():
         raise UserError(f"dataset: no file {path}")
@@ -37,7 +38,7 @@ def prepare(request: DataRequest) -> Prepared:
         return names
 
     parts = [str(path), stat.st_mtime_ns, stat.st_size, request.classes, request.image_size, request.site]
-    # keys of labels without a column for clients name neither task nor client
+    # the directory's key names the task only without classes, and the column of clients only if there is one
     if not request.of_task.has_classes:
         parts.append(request.task)
     if request.client:
@@ -47,14 +48,15 @@ def prepare(request: DataRequest) -> Prepared:
 
 
 def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> dict[str, NDArray[Any]]:
-    """Read arrays of an .npz file by name. optional: may be missing. Raises UserError."""
+    """Return arrays of an .npz file by name. optional: arrays that may be missing. Raises UserError."""
     try:
         npz = np.load(path, allow_pickle=False)
         if not isinstance(npz, np.lib.npyio.NpzFile):
             raise UserError(f"dataset: {path} is a single array, not an npz file with {', '.join(keys)}")
         with npz:
             if missing := [key for key in keys if key not in npz.files and key not in optional]:
-                raise UserError(f"dataset: {path} has no {missing[0]}; it has {', '.join(npz.files) or 'nothing'}")
+                has = f"it has {', '.join(npz.files) or 'nothing'}{nearest(missing[0], npz.files)}"
+                raise UserError(f"dataset: {path} has no {missing[0]}; {has}")
             return {key: np.asarray(npz[key]) for key in keys if key in npz.files}
     except UserError:
         raise
@@ -63,8 +65,9 @@ def members(path: Path, keys: Sequence[str], optional: Sequence[str] = ()) -> di
 
 
 def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | None, Facts, list[str]]:
-    """Read the four arrays, the names of the model's outputs, whose the samples are if a column says it, more to know, and how axes
-    are read.
+    """Return the four arrays, the outputs' names, the samples' groups, other facts, and lines about the axes' order.
+
+    The groups are None unless an array of the file names each sample's client. Raises UserError.
     """
     path, site = request.path, request.site
     column = [f"{request.client}_train", f"{request.client}_test"] if request.client else []
@@ -93,16 +96,23 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
     if not task.has_classes:
         targets = arrays.stored_targets(request, "y_train", y_train)
         remarks += precision.remarks(y_train, targets, [f"target {k} of y_train" for k in _last(y_train)])
-    facts = Facts(remarks=tuple(remarks), shift=how.shift, scale=how.scale, target_shift=targets.shift)
+    classes, chosen = request.classes, bool(request.classes) or site or not task.has_classes
+    if not chosen and y_train.dtype.kind in "iu":
+        # as in a table: integers are places in label order if they are 0, 1, ..., and names otherwise
+        classes = arrays.class_names(y_train)
     y_train, y_test, names = arrays.targets(
         path,
         task,
         ("y_train", targets.of(y_train)),
         ("y_test", targets.of(y_test)),
-        request.classes,
+        classes,
         site=site,
         what=what,
     )
+    if not chosen:
+        arrays.refuse_one_class(path, "y_train", y_train, names)
+        remarks += arrays.spellings("y_train", names, "class")
+    facts = Facts(remarks=tuple(remarks), shift=how.shift, scale=how.scale, target_shift=targets.shift)
     groups = None
     if column:
         sides = [found.get(name, np.zeros(0)) for name in column]
@@ -115,5 +125,5 @@ def _read_arrays(request: DataRequest) -> tuple[Arrays, Sequence[str], Groups | 
 
 
 def _last(x: NDArray[Any]) -> range:
-    """Return the places in an array's last axis; of [n] one."""
+    """Return the places in an array's last axis; one place for [n]."""
     return range(x.shape[-1] if x.ndim > 1 else 1)

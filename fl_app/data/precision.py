@@ -1,8 +1,9 @@
-"""What keeps numbers apart that float32 would not: features and targets that lie far from zero beside their spread.
+"""Shift and scale of numbers that float32 would not keep apart: features and targets far from zero beside their spread.
 
-Samples are stored as float32 (integers as int64, of which a task makes float32). From 1,709,251,200 to the next float32 it is 128.
-A column of such values is shifted by its smallest training value, one of tiny values is scaled by a power of two, in float64 or in
-integers, before it is stored. All other columns are stored as they are.
+Samples are stored as float32 (integers as int64, but a task converts them to float32). The next float32 after
+1,709,251,200 is 128 larger. A column of large, close values is shifted by its smallest training value before it is
+stored. A column of tiny values is scaled by a power of two. Both are computed in float64 or in integers. All other
+columns are stored unchanged.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ from numpy.typing import NDArray
 from fl_app.errors import listed
 
 FAR = 1000.0
-"""Float32 is too coarse for a column whose largest absolute value is so many times its range: a step is 1e-4 of the range."""
+"""Float32 is too coarse if a column's largest absolute value exceeds this many ranges: a step is 1e-4 of the range."""
 
 TINY = 1e-30
-"""A column with no larger absolute value is scaled: float32 ends at 1e-38."""
+"""A column is scaled if all its absolute values are smaller: float32 ends at 1e-38."""
 
 EXACT = 2**24
-"""Float32 has every integer up to this."""
+"""Float32 represents every integer up to this one."""
 
 FEW_STEPS = 4
-"""A range of no more steps of the column's own type is what rounding left."""
+"""A range of at most this many steps of the column's own type is a remainder of rounding."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How numbers become those that are stored, (value - shift) / scale for every feature. Empty: as they are.
+    """The conversion of numbers for storage, (value - shift) / scale for every feature. Empty: numbers are unchanged.
 
-    shift: [F], of integers an integer. scale: [F], powers of two.
+    shift: [F], integers for integer features. scale: [F], powers of two.
     """
 
     shift: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
 
     def of(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Return numbers x [n, ..., F], or [n] with F = 1, as they are stored: int64, float64, or x itself if nothing changes."""
+        """Return numbers x [n, ..., F], or [n] with F = 1, as stored: int64, float64, or x itself if unchanged."""
         if not self.shift:
             return x
         of_integers = all(isinstance(value, int) for value in self.shift) and set(self.scale) == {1.0}
@@ -52,7 +53,7 @@ class Stored:
 def stored(x: NDArray[Any], *, tokens: bool = False) -> Stored:
     """Return how to store training numbers x [n, ..., F] or [n] so that float32 keeps them apart.
 
-    tokens: whether the model is given integers as they are, which stay what they are.
+    tokens: whether the model receives integers as such; these are never changed.
     """
     if not _may_be_far(x) or (tokens and x.dtype.kind in "iu"):
         return Stored()
@@ -74,10 +75,13 @@ def stored(x: NDArray[Any], *, tokens: bool = False) -> Stored:
 
 
 def remarks(x: NDArray[Any], how: Stored, names: Sequence[str]) -> list[str]:
-    """Say which features of x are shifted or scaled, and of which only rounding is left. names: [F]."""
+    """Return lines about features of x that are shifted or scaled, and about those that hold only rounding errors.
+
+    names: the features' names, [F].
+    """
     lines = []
     for name, shift, scale in zip(names, how.shift, how.scale, strict=False):
-        changes = [f"less {shift:.16g}"] * bool(shift) + [f"divided by {scale:.3g}"] * (scale != 1)
+        changes = [f"minus {shift:.16g}"] * bool(shift) + [f"divided by {scale:.3g}"] * (scale != 1)
         if changes:
             lines.append(f"{name} is stored {' and '.join(changes)}: float32 does not keep its values apart")
     if x.dtype.kind == "f" and _may_be_far(x):
@@ -87,8 +91,8 @@ def remarks(x: NDArray[Any], how: Stored, names: Sequence[str]) -> list[str]:
         ]
         if coarse:
             lines.append(
-                f"{listed(coarse)}: the spread is below {FEW_STEPS} steps of {x.dtype} there, so that only rounding is left of "
-                "the values; save them as float64 or as integers"
+                f"{listed(coarse)}: the spread is below {FEW_STEPS} steps of {x.dtype}, so the differences are only rounding "
+                "errors; save the values as float64 or as integers"
             )
     return lines
 

@@ -1,10 +1,15 @@
 """The prepared form of a data set: memory-mapped arrays that every client process opens in milliseconds.
 
-A data set becomes <root>/datasets/<key>/ with x_train.npy, x_test.npy (images uint8 [n, C, H, W], or float32 or int64 [n, ...]),
-y_train.npy, y_test.npy (labels int64 [n], or float32 [n, k]) and info.json; groups_train.npy, groups_test.npy (int64 [n]) where a
-column says whose each sample is. The key is made of all that defines the data, so that every client process finds it without being
-told. A conversion holds a lock and ends in a rename: many processes at once do it exactly once, and an interrupted one leaves
-nothing that would be used.
+A data set is converted into the directory <root>/datasets/<key>/ with these files:
+
+- x_train.npy, x_test.npy: images uint8 [n, C, H, W], or float32 or int64 [n, ...].
+- y_train.npy, y_test.npy: labels int64 [n], or float32 [n, k].
+- info.json.
+- groups_train.npy, groups_test.npy: int64 [n], if a column names each sample's client.
+
+The key is a hash of everything that defines the data, so every client process can compute it. A conversion holds a lock
+and ends in a rename. So many processes at once convert exactly once, and an interrupted conversion leaves nothing that
+another process would use.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ from numpy.typing import NDArray
 from fl_app import checksums, tasks
 from fl_app.config import RunConfig
 from fl_app.config.rules import split_names
+from fl_app.data.encoding import Encoding
+from fl_app.data.moments import Moments, Sums
 from fl_app.errors import UserError, describe
 from fl_app.files import build_once, cache_key, lock, make_directory, publish_text
 from fl_app.known_names import SCALING
@@ -48,24 +55,24 @@ Arrays = tuple[Samples, Targets, Samples, Targets]
 FORMAT = 2
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 FILES = "files.sha256"
-"""Beside the arrays: a hash of the files they were made of."""
+"""File beside the arrays: a hash of the files they were converted from."""
 GROUPS = "groups.json"
 HASH_KEY = "hash-key"
-"""In the site's own directory."""
+"""File in the site's own directory: the key of keyed hashes."""
 FACTS = "facts.json"
-STATISTICS_BATCH = 1024
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a source of data is asked to prepare.
+    """A request to a source of data to prepare a data set.
 
-    dataset: as in the run config. path: where the user's data lie, absolute; of no meaning to a source without a path. root: the
-    data directory. classes: names in label order; empty: the source's own order. image_size: pixels, 0: as the images are. task:
-    says what targets are. target: the columns they stand in, with commas. client: the column that says whose a sample is.
-    test_ratio: part of the rows for test, of columns that have no test part. exclude, categorical: columns that are no features,
-    and columns of words. na_values, separator: how a CSV file is read, as the keys of these names. site: whether they are one
-    site's own, which may lack classes and test samples. force: convert them again. look: convert them again if files have been
+    dataset: as in the run config. path: the absolute path of the user's data; unused by a source without a path. root:
+    the data directory. classes: names in label order; empty: the source's own order. image_size: pixels; 0: do not
+    resize. task: defines the targets' form. target: the targets' columns, with commas. client: the column that names
+    each sample's client. test_ratio: part of the rows used for test if columns have no test part; test_seed: draws
+    these rows. exclude, categorical, impute: columns that are no features, columns of words, and columns of numbers
+    with missing values. na_values, separator: as the keys of these names, for CSV files. site: whether the data are one
+    site's own, which may lack classes and test samples. force: convert again. look: convert again if files were
     overwritten since.
     """
 
@@ -78,8 +85,10 @@ class DataRequest:
     target: str = ""
     client: str = ""
     test_ratio: float = 0.25
+    test_seed: int = 0
     exclude: tuple[str, ...] = ()
     categorical: tuple[str, ...] = ()
+    impute: tuple[str, ...] = ()
     na_values: tuple[str, ...] = ()
     separator: str = ""
     site: bool = False
@@ -88,7 +97,7 @@ class DataRequest:
 
     @classmethod
     def of(cls, config: RunConfig, data_path: str = "", **more: bool) -> DataRequest:
-        """Return what a run asks for. data_path: where a site's own data lie, for dataset `node`. more: `force` and `look`."""
+        """Return a run's request. data_path: path of a site's own data, for dataset `node`. more: `force`, `look`."""
         site = config.dataset == NODE
         return cls(
             config.dataset,
@@ -100,8 +109,10 @@ class DataRequest:
             config.target,
             config.client,
             config.test_ratio,
+            max(config.partition_seed, 0),
             split_names(config.exclude),
             split_names(config.categorical),
+            split_names(config.impute),
             split_names(config.na_values),
             config.separator,
             site,
@@ -110,7 +121,7 @@ class DataRequest:
 
     @property
     def of_task(self) -> Task:
-        """The task."""
+        """The task object that the field `task` names."""
         return tasks.named(self.task)
 
     @property
@@ -120,17 +131,18 @@ class DataRequest:
 
 
 def absolute(path: str) -> Path:
-    """Return a path of the user's as an absolute one; none stays none."""
+    """Return a user's path as an absolute one; an empty `path` gives Path()."""
     return Path(path).expanduser().resolve() if path else Path()
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a source tells of its data beside the arrays.
+    """Facts about a source's data beside the arrays.
 
-    features: their names in order, () where data name none. columns: (name, role, encoding or reason) of every column of a table.
-    remarks: what its user should know of how the data were read. shift, scale: per feature, target_shift: per target; what is
-    stored is (value - shift) / scale; () where everything is stored as it is.
+    features: their names in order, () if the data have none. columns: (name, role, encoding or reason) of every column
+    of a table. encodings: those of the columns that became features, in order. remarks: lines for the user about how
+    the data were read. shift, scale: per feature; samples are stored as (value - shift) / scale. target_shift: per
+    target; targets are stored less this. () means stored unchanged.
     """
 
     features: tuple[str, ...] = ()
@@ -139,23 +151,26 @@ class Facts:
     shift: tuple[float, ...] = ()
     scale: tuple[float, ...] = ()
     target_shift: tuple[float, ...] = ()
+    encodings: tuple[Encoding, ...] = ()
 
     @classmethod
     def from_json(cls, fields: Mapping[str, list[Any]]) -> Facts:
         """Return the facts that JSON holds as lists."""
         plain: dict[str, Any] = {name: tuple(values) for name, values in fields.items()}
         plain["columns"] = tuple(tuple(column) for column in plain.get("columns", ()))
+        plain["encodings"] = tuple(Encoding.from_json(encoding) for encoding in plain.get("encodings", ()))
         return cls(**plain)
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What a model and a report need to know of a data set.
+    """A data set's description for models and reports.
 
-    Square images are [in_channels, image_size, image_size]; what other samples are is `shape`. classes: names of the model's
-    outputs in order: of the classes in label order, the labels or the numbers. mean, std: per channel, of the training images
-    scaled to [0, 1], or per feature, the last axis of samples that are no images; std is 1 where nothing varies (still):
-    dividing by it is safe. groups: names of the groups that a column makes of the samples. facts: what else the source tells.
+    Square images have shape [in_channels, image_size, image_size]. shape: that of any other sample. classes: names of
+    the model's outputs in order: the classes in label order, the labels, or the target numbers. mean, std: of the
+    training samples, per channel of images scaled to [0, 1], or per feature (the last axis) of other samples. still:
+    whether a channel or feature is constant; its std is then 1, so that dividing by it is safe. groups: the distinct
+    values of the column that names each sample's client. facts: other facts from the source.
     """
 
     in_channels: int
@@ -177,28 +192,38 @@ class DatasetInfo:
 
     @property
     def constant(self) -> bool:
-        """Whether all training samples are one and the same value in every channel: nothing can be learned from them."""
+        """Whether every channel or feature is constant over all training samples: nothing can be learned from them."""
         return bool(self.still) and all(self.still)
 
     @property
     def spread(self) -> tuple[float, ...]:
-        """Standard deviation per channel or feature, 0 where nothing varies."""
+        """Standard deviation per channel or feature; 0 for a constant one."""
         return tuple(0.0 if still else std for still, std in zip(self.still, self.std, strict=True))
 
     @property
     def scaling(self) -> dict[str, list[float]]:
-        """What turns numbers into inputs: mean, std, and what they are stored less and divided by; [] where nothing is done."""
+        """The five lists that SCALING names: mean, std, shift, scale, target-shift; [] for a step that is not done."""
         facts = self.facts
         lists = (self.mean, self.std, facts.shift, facts.scale, facts.target_shift)
         return {name: [*values] for name, values in zip(SCALING, lists, strict=True)}
 
+    def scaled_by(self, moments: Moments) -> DatasetInfo:
+        """Return a copy with the mean and standard deviation of `moments`."""
+        return dataclasses.replace(self, mean=moments.mean, std=moments.std, still=moments.still)
+
     @property
     def remarks(self) -> list[str]:
-        """What its user should know of how the data were read."""
+        """Lines for the user about how the data were read."""
         features = self.facts.features
         constant = [name for name, still in zip(features, self.still, strict=False) if still]
         more = [f"constant in the training part: {listed(constant)}"] if constant and not self.constant else []
         return [*self.facts.remarks, *more]
+
+    def columns_facts(self) -> dict[str, Any]:
+        """Return the rules to read another table: `encodings` of the features' columns, and names of all `others`."""
+        facts = self.facts
+        others = [name for name, role, _ in facts.columns if role != "feature"]
+        return {"encodings": [dataclasses.asdict(encoding) for encoding in facts.encodings], "others": others}
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -207,12 +232,12 @@ class DatasetInfo:
 
     @property
     def samples(self) -> str:
-        """What samples are called."""
+        """The word for samples: "images" or "samples"."""
         return "images" if len(self.input_shape) == 3 else "samples"
 
     @property
     def model_arguments(self) -> dict[str, Any]:
-        """What a model is built with (fl_app/models.py)."""
+        """The keyword arguments that a model is built with (fl_app/models.py)."""
         return {
             "in_channels": self.in_channels,
             "num_classes": self.num_classes,
@@ -222,7 +247,7 @@ class DatasetInfo:
 
     @classmethod
     def from_json(cls, text: str) -> DatasetInfo:
-        """Read what `to_json` wrote."""
+        """Return the info that `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         facts = Facts.from_json(fields.pop("facts", {}))
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
@@ -235,7 +260,7 @@ class DatasetInfo:
 
 @dataclass(frozen=True)
 class Groups:
-    """Whose each sample is: train, test: int64 [n], [m], places in `names`."""
+    """The group of each sample by a column's value. train, test: int64 [n], [m], places in `names`."""
 
     train: Labels
     test: Labels
@@ -243,12 +268,14 @@ class Groups:
 
 
 def keyed_hash(sha256: str) -> str:
-    """Return a hash of a site's data as others may see it: keyed, so that nobody can try out what the data may be.
+    """Return a keyed hash of a site's data that other parties may see.
 
-    Its first digits name the key: two hashes of different keys say nothing of each other.
+    Without the key nobody can test guesses of the data against the hash.
 
-    The site's own directory keeps the key: the same data have the same hash here, and another one elsewhere. Raises UserError for a
-    relative one, and OSError.
+    The hash begins with digits that identify the key. Hashes of different keys cannot be compared.
+
+    The key is stored in the site's own directory. So the same data have the same hash at this site, and a different
+    hash at another site. Raises OSError, and UserError if the site's directory is a relative path.
     """
     directory = site_directory()
     make_directory(directory)
@@ -263,7 +290,7 @@ def keyed_hash(sha256: str) -> str:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A converted data set: read-only memory maps, x [n, ...], y [n] or [n, k]; key names it among all others."""
+    """A converted data set: read-only memory maps, x [n, ...], y [n] or [n, k]. key: the name of its directory."""
 
     root: Path
     info: DatasetInfo
@@ -276,29 +303,34 @@ class Prepared:
 
     @property
     def directory(self) -> Path:
-        """Where its files are."""
+        """The directory of its files."""
         return directory_of(self.root, self.key)
 
     @property
     def sha256(self) -> str:
-        """Hash of its samples, targets, groups and all names, as hexadecimal digits, the same wherever it was converted."""
+        """Hash of samples, targets, groups and all names, as hexadecimal digits; equal on all machines."""
         facts = self.info.facts
-        # numbers are stored less their shift: without it two data sets may look the same
+        # numbers are stored less their shift: without the shift two data sets may have the same files
         told = (facts.features, facts.shift, facts.scale, facts.target_shift)
         names = [f"{name}.npy" for name in (*ARRAYS, *(("groups_train", "groups_test") if self.groups else ()))]
         return checksums.hash_of(self.directory, names, json.dumps([self.info.classes, self.info.groups, *told]))
 
 
 def directory_of(root: Path, key: str) -> Path:
-    """Return where the files of a data set are, by the data directory and its key."""
+    """Return the directory of a data set's files. root: the data directory. key: `Prepared.key`."""
     return root / "datasets" / key
+
+
+def cache_directory() -> Path:
+    """Return this user's directory of files that can be made again: corolla under $XDG_CACHE_HOME or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "corolla"
 
 
 def data_root(config: RunConfig) -> Path:
     """Return `data-dir`, else $COROLLA_DATA_DIR, else corolla under $XDG_CACHE_HOME or ~/.cache."""
     if chosen := config.data_dir or os.environ.get("COROLLA_DATA_DIR"):
         return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "corolla"
+    return cache_directory()
 
 
 def open_or_convert(
@@ -308,11 +340,11 @@ def open_or_convert(
     convert: Callable[[Path], Sequence[str]],
     files: Callable[[], str] | None = None,
 ) -> Prepared:
-    """Open <root>/datasets/<key>, converting the data first if no process has yet, or if the request says so.
+    """Open <root>/datasets/<key>. Convert the data first if no process has done so, or if the request demands it.
 
-    name, parts: what the key is made of, a readable word and all that defines the data, which JSON must hold. convert: writes the
-    four arrays into a directory (see `save`) and returns the class names. files: a hash of what the files are like, which `look`
-    compares with what they were like then.
+    name, parts: the key's parts, a readable word and everything that defines the data, as JSON values. convert: writes
+    the four arrays into a directory (see `save`) and returns the class names. files: returns a hash of the source
+    files; with `look` the data are converted again if the hash has changed since the conversion.
     """
     key = cache_key(name, [FORMAT, *parts])
     directory = directory_of(request.root, key)
@@ -326,17 +358,27 @@ def open_or_convert(
         names = tuple(convert(fresh))
         x_train, _, x_test, _ = _load(fresh)
         images = x_train.dtype == np.uint8
-        mean, std, still = _statistics(x_train) if images else _moments(x_train)
+        found = Sums.of(x_train).moments
         shape = x_train.shape[1:]
         channels, size = _as_image(shape)
         known = () if images and shape == (channels, size, size) else shape
         column = json.loads((fresh / GROUPS).read_text()) if (fresh / GROUPS).exists() else ()
         facts = _facts_in(fresh)
         info = DatasetInfo(
-            channels, size, names, len(x_train), len(x_test), mean, std, known, tuple(column), still, facts
+            channels,
+            size,
+            names,
+            len(x_train),
+            len(x_test),
+            found.mean,
+            found.std,
+            known,
+            tuple(column),
+            found.still,
+            facts,
         )
         if request.site:
-            # nobody looks at a site's data before a run
+            # `check`, which prints remarks before a run, does not see a site's data
             for line in info.remarks:
                 log.warning("%s: %s", name, line)
         (fresh / "info.json").write_text(info.to_json())
@@ -352,15 +394,15 @@ def open_or_convert(
 
 
 def note(directory: Path, lines: Sequence[str]) -> None:
-    """Add lines to the remarks of the facts in a directory (see `Facts`); call it after `save`."""
+    """Add lines to the remarks of the facts in a directory (see `Facts`). Call it after `save`."""
     facts = _facts_in(directory)
     _write_facts(directory, dataclasses.replace(facts, remarks=(*facts.remarks, *lines)))
 
 
 def save(directory: Path, arrays: Arrays, groups: Groups | None = None, facts: Facts | None = None) -> None:
-    """Write the four arrays of a data set, samples as they are and targets as int64 or float32.
+    """Write the four arrays of a data set: samples in their own dtype, targets as int64 or float32.
 
-    groups: whose the samples are. facts: what else is to be known of them.
+    groups: the samples' groups. facts: other facts about the data.
     """
     if facts is not None:
         _write_facts(directory, facts)
@@ -386,7 +428,10 @@ def _write_facts(directory: Path, facts: Facts) -> None:
 
 
 def _as_image(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return what a model is built with: channels and side of [C, S, S], features and length of [T, C], else features and 1."""
+    """Return a model's (in_channels, image_size): (C, S) for [C, S, S], (C, T) for [T, C], else (features, 1).
+
+    An image that is not square counts by its longer side.
+    """
     if len(shape) == 3:
         return shape[0], shape[1] if shape[1] == shape[2] else max(shape[1:])
     if len(shape) == 2:
@@ -395,7 +440,7 @@ def _as_image(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _open(directory: Path) -> tuple[DatasetInfo, Arrays, Groups | None]:
-    """Open what `open_or_convert` has built. Raises UserError if the arrays are not what info.json says."""
+    """Open a directory that `open_or_convert` built. Raises UserError if the arrays do not match info.json."""
     groups, problems = None, []
     try:
         info = DatasetInfo.from_json((directory / "info.json").read_text(encoding="utf-8"))
@@ -409,7 +454,7 @@ def _open(directory: Path) -> tuple[DatasetInfo, Arrays, Groups | None]:
             if inputs and not info.shape:
                 fits = fits and array.dtype == np.uint8
             if not fits:
-                problems.append(f"{name}.npy is not as info.json says")
+                problems.append(f"{name}.npy does not match info.json")
         if info.groups:
             train, test = (np.load(directory / f"groups_{side}.npy", mmap_mode="r") for side in ("train", "test"))
             groups = Groups(train, test, info.groups)
@@ -423,38 +468,6 @@ def _open(directory: Path) -> tuple[DatasetInfo, Arrays, Groups | None]:
 def _load(directory: Path) -> Arrays:
     x_train, y_train, x_test, y_test = (np.load(directory / f"{name}.npy", mmap_mode="r") for name in ARRAYS)
     return x_train, y_train, x_test, y_test
-
-
-Statistics = tuple[tuple[float, ...], tuple[float, ...], tuple[bool, ...]]
-"""Mean and population std, per channel or feature; and whether nothing varies there, where std is 1."""
-
-
-def _statistics(x: Images) -> Statistics:
-    """Return the statistics per channel of x / 255, from exact counts of the 256 values."""
-    counts = np.zeros((x.shape[1], 256), np.int64)
-    for start in range(0, len(x), STATISTICS_BATCH):
-        batch = x[start : start + STATISTICS_BATCH]
-        for channel, row in enumerate(counts):
-            row += np.bincount(batch[:, channel].reshape(-1), minlength=256)
-    values = np.arange(256) / 255
-    weights = counts / counts.sum(1, keepdims=True)
-    mean = weights @ values
-    std = np.sqrt(np.maximum(weights @ values**2 - mean**2, 0))
-    return _statistics_of(mean, std, np.count_nonzero(counts, axis=1) == 1)
-
-
-def _moments(x: Samples) -> Statistics:
-    """Return the statistics per channel of [n, C, H, W], per feature (last axis) of anything else."""
-    channel = 1 if x.ndim == 4 else x.ndim - 1
-    axes = tuple(axis for axis in range(x.ndim) if axis != channel)
-    mean = np.asarray(np.mean(x, axes, dtype=np.float64))
-    std = np.asarray(np.std(x, axes, dtype=np.float64))
-    return _statistics_of(mean, std, np.asarray(x.min(axes) == x.max(axes)) | (std == 0))
-
-
-def _statistics_of(mean: NDArray[Any], std: NDArray[Any], still: NDArray[Any]) -> Statistics:
-    std = np.where(still, 1.0, std)
-    return tuple(map(float, mean)), tuple(map(float, std)), tuple(map(bool, still))
 
 
 def at_least_two(names: Sequence[str], path: Path) -> Sequence[str]:

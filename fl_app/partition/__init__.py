@@ -1,26 +1,30 @@
-"""Who holds which samples: seeded partitions, the same in every process.
+"""Partitions: the samples of each client, drawn by a seed, the same in every process.
 
-All indices point into the concatenation [train; test] of a data set: sample i < num_train is x_train[i], any other is
-x_test[i - num_train]. The partitions:
+All indices point into the concatenation [train; test] of a data set. Sample i < num_train is x_train[i], any other
+sample is x_test[i - num_train]. The partitions:
 
 - `dirichlet-client` (FedCAC, ICCV 2023, after Hsu et al. 2019): client i draws q_i ~ Dir(alpha * prior) over the
-  classes and holds exactly `train_samples` training and `test_samples` test samples with these proportions. Where a class has
-  too few test samples, a client has fewer test samples in the mix of its training samples (`keep_mix`), or is refused. `prior` is
-  the training set's class frequencies scaled to mean one over its classes, so alpha is the concentration per class. Counts
-  are rounded by largest remainder; the FedCAC authors' code gives what rounding down leaves to the last class.
+  classes. It holds exactly `train_samples` training and `test_samples` test samples with these proportions. If a class
+  has too few test samples, the client gets fewer test samples, in the class mix of its training samples (`keep_mix`),
+  or UserError is raised. `prior` is the training set's class frequencies scaled to mean one over its classes, so alpha
+  is the concentration per class. Counts are rounded by largest remainder. Deviation: the FedCAC authors' code rounds
+  down and gives the rest to the last class.
 - `dirichlet` (Li et al. 2022; flwr-datasets' DirichletPartitioner): each class of all data is divided over the clients
-  by Dir(alpha); `test_ratio` of each client's samples, drawn at random, are its test set. `balance`: a client that has more
-  than an equal share gets nothing of the classes that follow (flwr-datasets' self_balancing, PFLlib's and Li's code).
-- `dirichlet-fl-bench`: the same as FL-bench's generate_data.py draws it (fl_bench.py). Its test sets are rounded down.
-- `pathological` (McMahan et al. 2017): `classes_per_client` classes per client, the same for training and test. `assignment`
-  says which (dealing.py). Not flwr-datasets' PathologicalPartitioner, which does not fix sizes.
+  by Dir(alpha). `test_ratio` of each client's samples, drawn at random, are its test set. `balance`: a client that has
+  more than an equal share gets no samples of the following classes (flwr-datasets' self_balancing, PFLlib's and Li's
+  code).
+- `dirichlet-fl-bench`: the same, drawn as FL-bench's generate_data.py does (fl_bench.py). Test set sizes are rounded
+  down.
+- `pathological` (McMahan et al. 2017): `classes_per_client` classes per client, the same for training and test.
+  `assignment` selects them (dealing.py). flwr-datasets' PathologicalPartitioner is not used: it does not fix sizes.
 - `iid`: disjoint uniform shares (those of flwr-datasets' IidPartitioner on shuffled data).
-- `by-column`: client i holds the samples of the i-th value, sorted, of a column of the data: a hospital's, a device's.
-- `file:/path.npz`: the user's own (own_file.py).
+- `by-column`: client i holds the samples with the i-th sorted value of a data column, such as a hospital or a device.
+- `file:/path.npz`: the user's own partition (own_file.py).
 
-`dirichlet-client` and `pathological` deal each class from a shuffled pool, disjointly over clients while it lasts; then
-it is reshuffled and dealt again, so clients may share samples but none holds one twice. (In the FedCAC authors' code every
-client draws from all samples of a class, so clients may share samples at any time.)
+`dirichlet-client` and `pathological` deal each class from a shuffled pool. Clients get disjoint samples until the pool
+is empty. Then it is reshuffled and dealt again: clients may share samples, but no client holds a sample twice.
+Deviation: in the FedCAC authors' code every client draws from all samples of a class, so clients may share samples from
+the start.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_app import extras
-from fl_app.errors import UserError
+from fl_app.errors import UserError, counted
 from fl_app.known_names import BY_COLUMN, OWN_PARTITION
 from fl_app.partition import fl_bench, own_file
 from fl_app.partition.dealing import (
@@ -75,7 +79,13 @@ Share = tuple[Indices, Indices]
 """A client's (training, test) indices."""
 
 Column = tuple[Indices, Indices, tuple[str, ...]]
-"""For each training and each test sample its value in a column, as a place in the values; and the values, sorted."""
+"""(places of the training samples' values, of the test samples' values, the column's sorted values)."""
+
+SHARED = frozenset({"dirichlet-client", "pathological"})
+"""Partitions that share samples among clients when a class runs out.
+
+If `train_samples` is set, these may have more clients than samples.
+"""
 
 DIRICHLET_RESTARTS = 10
 _EQUAL_SHARE = "train-samples and test-samples can be 0, an equal share of all"
@@ -83,7 +93,7 @@ _EQUAL_SHARE = "train-samples and test-samples can be 0, an equal share of all"
 
 @dataclass(frozen=True)
 class _Setting:
-    """What is divided, and how: the arguments of `split`."""
+    """The arguments of `split`."""
 
     y_train: Indices
     y_test: Indices
@@ -134,14 +144,15 @@ def split(
     dataset: str = "the data set",
     groups: Column | None = None,
 ) -> list[Share]:
-    """Divide a data set over clients; a pure function of its arguments (and of the file named by `file:`).
+    """Divide a data set over clients. The result depends only on the arguments (and the file named by `file:`).
 
-    name: one of PARTITIONS or `file:/path.npz`. y_train, y_test: int64 [n], [m] in [0, num_classes); `iid` and `by-column`
-    read their lengths alone. train_samples, test_samples: per client, 0 for an equal share. assignment: of classes to clients,
-    one of ASSIGNMENTS. balance: of `dirichlet`. dataset: its name in errors. groups: of `by-column`.
+    name: one of PARTITIONS or `file:/path.npz`. y_train, y_test: int64 [n], [m] in [0, num_classes); `iid` and
+    `by-column` use only their lengths. train_samples, test_samples: per client; 0: an equal share. assignment: of
+    classes to clients, one of ASSIGNMENTS, for `pathological`. balance: for `dirichlet`. dataset: its name in errors.
+    groups: for `by-column`.
 
-    Returns per client (train, test): int64 indices into [train; test], sorted (as in the file for `file:`). Raises UserError
-    naming the key, the rule and the value where the data cannot be divided so.
+    Returns per client (train, test): int64 indices into [train; test], sorted; for `file:` in the file's order. Raises
+    UserError naming the key, the rule and the value if the data cannot be divided as asked.
     """
     setting = _Setting(
         np.asarray(y_train),
@@ -167,7 +178,8 @@ def split(
         return own_file.read_shares(path, setting.sides, num_clients, dataset)
     if name not in PARTITIONS:
         raise UserError(f"partition: unknown {name!r}")
-    if name != BY_COLUMN and len(y_train) < num_clients:
+    shared = name in SHARED and train_samples > 0
+    if name != BY_COLUMN and not shared and len(y_train) < num_clients:
         raise UserError(f"num-clients: must be <= {len(y_train)}, the training samples of {dataset}, got {num_clients}")
     return [(np.sort(train), np.sort(test)) for train, test in PARTITIONS[name](setting)]
 
@@ -197,10 +209,10 @@ def _dirichlet_client(setting: _Setting) -> list[Share]:
 
 
 def spilled(labels: Indices, num_classes: int, *, num_clients: int, seed: int, alpha: float, size: int) -> Indices:
-    """Count each client's training samples of classes that it takes because its own have no more, int64 [N].
+    """Return each client's number of training samples that `dirichlet-client` replaces by other classes, int64 [N].
 
-    A client's proportions in `dirichlet-client` may ask more of a class than there is. labels: int64 [n]. size: a client's
-    samples. The others: as `split` takes them.
+    A client's proportions may ask for more samples of a class than exist. labels: int64 [n]. size: samples per client.
+    num_classes, num_clients, seed, alpha: as in `split`.
     """
     room = np.bincount(labels, minlength=num_classes)
     mixes = client_mixes(room, alpha, num_clients, seed)
@@ -217,10 +229,11 @@ def _in_the_mix_of(
     room: NDArray[np.int64],
     setting: _Setting,
 ) -> NDArray[np.int64]:
-    """Return test samples per client and class, each client's in the mix of its training samples. Raises UserError.
+    """Return test samples per client and class, int64 [N, K], in the class mix of each client's training samples.
 
-    trained: training samples per class, int64 [N, K]. as_drawn: bool [N], whose are `mixes` [N, K] rounded. tested: as many as are
-    asked, int64 [N, K]. room: test samples of each class.
+    trained: training samples per client and class, int64 [N, K]. as_drawn: bool [N], whether a client's training counts
+    are its row of `mixes` [N, K] rounded. tested: the test samples asked for, int64 [N, K]. room: test samples of each
+    class. Raises UserError if a client would keep fewer than `fewest_kept`.
     """
     kept = tested.copy()
     for i in np.flatnonzero(~(as_drawn & _as_drawn(tested, mixes))):
@@ -238,7 +251,7 @@ def _in_the_mix_of(
 
 
 def _as_drawn(counts: NDArray[np.int64], mixes: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Tell which rows of counts [N, K] are the mixes rounded: nothing was moved from a class that has too few samples."""
+    """Return which rows of counts [N, K] equal the rounded mixes, bool [N]: no class had too few samples."""
     return np.array([np.array_equal(largest_remainder(q, int(c.sum())), c) for q, c in zip(mixes, counts, strict=True)])
 
 
@@ -252,7 +265,7 @@ def _pathological(setting: _Setting) -> list[Share]:
         if size:
             counts = np.stack([allocate(h, size, room, spill=False) for h in mixes])
         else:
-            # every class is divided evenly over its holders, and the first ones get one more
+            # every class is divided evenly over its clients; the first clients get one sample more
             holders, turn = np.maximum(holds.sum(0), 1), np.cumsum(holds, 0) - 1
             counts = holds * (room // holders + (turn < room % holders))
         sums = counts.sum(1)
@@ -267,14 +280,14 @@ def _pathological(setting: _Setting) -> list[Share]:
         if side == "test" and size:
             counts = _in_the_mix_of(trained, as_drawn, mixes, counts, room, setting)
         trained = counts
-        # an equal share is what the held classes have, and moves nothing
+        # equal shares take from the client's own classes only, so they count as drawn
         as_drawn = _as_drawn(counts, mixes) if size else np.ones(len(holds), bool)
         dealt.append([offset + mine for mine in deal(counts, labels, setting.rng(side))])
     return list(zip(*dealt, strict=True))
 
 
 def _assigned(setting: _Setting) -> NDArray[np.bool_]:
-    """Return which classes each client holds, bool [N, K]. Raises UserError if one gets fewer than it should."""
+    """Return which classes each client holds, bool [N, K]. Raises UserError if a client gets too few classes."""
     per_client, train_samples = setting.classes_per_client, setting.train_samples
     present = np.flatnonzero(np.bincount(setting.y_train, minlength=setting.num_classes))
     if per_client > len(present):
@@ -302,11 +315,11 @@ def _iid(setting: _Setting) -> list[Share]:
         need = size * num_clients
         if need > len(labels):
             raise UserError(
-                f"{side}-samples: {num_clients} clients with {size} each need {need} samples but the {word} set "
+                f"{side}-samples: {counted(num_clients, 'client')} with {size} each need {need} samples but the {word} set "
                 f"of {setting.dataset} has {len(labels)}; {_EQUAL_SHARE}"
             )
         order = offset + setting.rng(side).permutation(len(labels))[: need or None]
-        # Where there are fewer test samples than clients, some have none.
+        # with fewer test samples than clients some clients get none
         dealt.append(np.array_split(order, num_clients))
     return list(zip(*dealt, strict=True))
 
@@ -367,12 +380,12 @@ def _fl_bench(setting: _Setting) -> list[Share]:
 
 
 def _all_labels(setting: _Setting) -> Indices:
-    """Return the labels of training and test set. Raises UserError if they cannot give every client `min_samples`."""
+    """Return the labels of training and test set. Raises UserError if they are too few for `min_samples` per client."""
     labels = np.concatenate([setting.y_train, setting.y_test])
     need = setting.num_clients * setting.min_samples
     if need > len(labels):
         raise UserError(
-            f"min-samples: {setting.num_clients} clients with {setting.min_samples} each need {need} samples but "
+            f"min-samples: {counted(setting.num_clients, 'client')} with {setting.min_samples} each need {need} samples but "
             f"{setting.dataset} has {len(labels)}"
         )
     return labels
@@ -393,7 +406,7 @@ def _no_draw(setting: _Setting, draws: int) -> UserError:
 def _by_column(setting: _Setting) -> list[Share]:
     if setting.groups is None:
         raise UserError(
-            f"client: partition by-column needs the name of the column of {setting.dataset} that says whose a sample is"
+            f"client: partition by-column needs the name of the column of {setting.dataset} that names each sample's client"
         )
     train, test, names = setting.groups
     if len(names) != setting.num_clients:
@@ -402,12 +415,18 @@ def _by_column(setting: _Setting) -> list[Share]:
             f"got {setting.num_clients}"
         )
     shares = []
-    for k, name in enumerate(names):
-        mine = np.flatnonzero(train == k)
+    for name, mine, tested in zip(names, _places_of(train, len(names)), _places_of(test, len(names)), strict=True):
         if not len(mine):
             raise UserError(f"client: {name!r} has no training samples in {setting.dataset}")
-        shares.append((mine, len(setting.y_train) + np.flatnonzero(test == k)))
+        shares.append((mine, len(setting.y_train) + tested))
     return shares
+
+
+def _places_of(values: Indices, count: int) -> list[Indices]:
+    """Return the places of each value 0, 1, ... below `count`, in ascending order."""
+    order = np.argsort(values, kind="stable")
+    edges = np.searchsorted(values[order], np.arange(count + 1))
+    return [order[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
 
 
 PARTITIONS: Mapping[str, Callable[[_Setting], list[Share]]] = {
@@ -421,12 +440,17 @@ PARTITIONS: Mapping[str, Callable[[_Setting], list[Share]]] = {
 
 
 def _run_partitioner(partitioner: Any, indices: Indices, labels: Indices) -> list[Indices]:
-    """Run a flwr-datasets Partitioner over `indices` and their labels; return every partition's indices, int64."""
+    """Run a flwr-datasets Partitioner over `indices` and their labels and return every partition's indices, int64."""
     from datasets import Dataset
 
     partitioner.dataset = Dataset.from_dict({"index": indices, "label": labels})
     with warnings.catch_warnings():
-        # it warns of every draw below the minimum size; the outcome is reported here
+        # it warns of every draw below the minimum size; only a failure matters, and the caller reports it
         warnings.simplefilter("ignore")
-        parts = [partitioner.load_partition(i) for i in range(partitioner.num_partitions)]
+        # loading the first partition divides the data; loading each would cost a millisecond and is not needed
+        first = partitioner.load_partition(0)
+        places = getattr(partitioner, "_partition_id_to_indices", None)
+        if places is not None:
+            return [indices[np.asarray(places[i], np.int64)] for i in range(partitioner.num_partitions)]
+        parts = [first, *(partitioner.load_partition(i) for i in range(1, partitioner.num_partitions))]
     return [np.asarray(part.with_format("numpy")["index"][:], np.int64) for part in parts]

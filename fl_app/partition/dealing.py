@@ -1,6 +1,6 @@
-"""How classes are dealt to clients: class mixes, whole counts, hands from shuffled pools, which classes a client holds.
+"""Dealing of classes to clients: class mixes, whole counts, samples from shuffled pools, the classes of each client.
 
-Pure functions: the same arguments, and the same state of a generator, give the same result.
+Pure functions: equal arguments and an equal state of the generator give equal results.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from fl_app.rng import generator
 Indices = NDArray[np.int64]
 
 FEWEST = 10
-"""Test samples that a client keeps where its classes have not enough for all that are asked, unless half of those are fewer."""
+"""If its classes have too few test samples, a client keeps at least this many, or half of those asked for if fewer."""
 
 
 def client_mixes(prior: NDArray[np.generic], alpha: float, num_clients: int, seed: int) -> NDArray[np.float64]:
     """Draw each client's class proportions q ~ Dir(alpha * prior), prior scaled to mean one over its positive entries.
 
-    prior: [K], not negative. Returns float64 [N, K], rows summing to 1, zero where the prior is. Source: FedCAC §4.1.
+    prior: [K], >= 0. Returns float64 [N, K]; rows sum to 1 and are zero where the prior is zero. Source: FedCAC §4.1.
     """
     present = np.flatnonzero(prior)
     weights = np.asarray(prior, np.float64)[present]
@@ -33,11 +33,11 @@ def client_mixes(prior: NDArray[np.generic], alpha: float, num_clients: int, see
 
 
 def allocate(q: NDArray[np.float64], total: int, room: NDArray[np.int64], spill: bool = True) -> NDArray[np.int64]:
-    """Turn proportions into counts with the exact sum `total`, no class above its room.
+    """Return proportions as counts int64 [K] with the exact sum `total`, no class above its room.
 
-    q: [K], not negative. room: int64 [K]. Rounding by largest remainder; what a full class cannot give moves to the
-    other classes by q and then, if spill, to any class by the room left. Returns int64 [K]; its sum falls short of
-    `total` only where the classes allowed have no more.
+    q: [K], >= 0. room: int64 [K]. Counts are rounded by largest remainder. The excess of a full class moves to the
+    other classes by q and then, if spill, to any class by the room left. The sum is below `total` only if the allowed
+    classes have too little room.
     """
     counts = np.zeros(len(q), np.int64)
     while (left := total - int(counts.sum())) > 0:
@@ -51,19 +51,19 @@ def allocate(q: NDArray[np.float64], total: int, room: NDArray[np.int64], spill:
 
 
 def fewest_kept(size: int) -> int:
-    """Return how few of `size` test samples a client may have so that their mix is kept: half of them, or FEWEST."""
+    """Return the fewest of `size` test samples that a client may keep: the smaller of FEWEST and half of them."""
     return min(FEWEST, -(-size // 2))
 
 
 def keep_mix(mix: NDArray[np.float64], size: int, room: NDArray[np.int64]) -> NDArray[np.int64] | None:
-    """Return counts int64 [K] in a mix, each class by largest remainder and within its room; None if there are none.
+    """Return counts int64 [K] in a mix, rounded by largest remainder, each within its room; None if none fit.
 
-    Their sum is `size`, or as near below it as the rooms allow, down to `fewest_kept`. mix: [K], not negative, of sum > 0.
-    room: int64 [K].
+    Their sum is the largest that fits, at most `size` and at least `fewest_kept`. mix: [K], >= 0, with a sum > 0. room:
+    int64 [K].
     """
     mix = mix / mix.sum()
     held = mix > 0
-    # a class of n samples has room for a share of it with less than one more
+    # rounding adds less than 1, so a class with room n fits shares below n + 1
     most = min(size, int(np.min((room[held] + 1) / mix[held])))
     for total in range(most, fewest_kept(size) - 1, -1):
         counts = largest_remainder(mix, total)
@@ -73,7 +73,7 @@ def keep_mix(mix: NDArray[np.float64], size: int, room: NDArray[np.int64]) -> ND
 
 
 def apart(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
-    """Return how far apart two class mixes are, in [0, 1]: the total variation distance of their shares; NaN if one is empty.
+    """Return the total variation distance of two class mixes, in [0, 1]; NaN if one is empty.
 
     first, second: samples per class, int64 [K].
     """
@@ -83,21 +83,24 @@ def apart(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
 
 
 def largest_remainder(weights: NDArray[np.float64], total: int) -> NDArray[np.int64]:
-    """Round `total` times the weights' shares to counts int64 [K] of that sum, the largest fractions up; no weight, no count."""
+    """Return `total` times the weights' shares, rounded to counts int64 [K] with the sum `total`.
+
+    The largest fractions are rounded up. A class without weight gets 0.
+    """
     exact = weights / weights.sum() * total
     counts: NDArray[np.int64] = np.floor(exact).astype(np.int64)
     fractions = np.where(weights > 0, exact - counts, -1.0)
-    # rounding can leave one more than there are classes with weight: the largest fractions get it in turn
+    # floating-point errors can leave more counts than classes with weight: repeat the order of decreasing fractions
     order = np.argsort(-fractions, kind="stable")[: np.count_nonzero(weights)]
     np.add.at(counts, np.resize(order, max(0, total - int(counts.sum()))), 1)
     return counts
 
 
 def deal(counts: NDArray[np.int64], labels: Indices, rng: np.random.Generator) -> list[Indices]:
-    """Deal samples class by class from shuffled pools; a pool that is used up is reshuffled and dealt again.
+    """Deal samples class by class from shuffled pools. An empty pool is reshuffled and dealt again.
 
     counts: int64 [N, K], none above the class's number of samples. labels: int64 [n]. Returns per client int64 indices
-    into labels, none twice.
+    into labels, without repetition.
     """
     hands: list[list[Indices]] = [[] for _ in counts]
     for k in range(counts.shape[1]):
@@ -110,7 +113,7 @@ def deal(counts: NDArray[np.int64], labels: Indices, rng: np.random.Generator) -
             if len(mine) < count:
                 fresh = rng.permutation(samples)
                 held = np.isin(fresh, mine)
-                # what this client holds already goes to the next ones
+                # samples that this client holds already go to the next clients
                 fresh = np.concatenate([fresh[~held], fresh[held]])
                 more = count - len(mine)
                 mine, pool = np.concatenate([mine, fresh[:more]]), fresh[more:]
@@ -126,9 +129,10 @@ def assign_classes(
     rng: np.random.Generator,
     assignment: str = "balanced",
 ) -> NDArray[np.bool_]:
-    """Give each client `per_client` distinct classes (with `blocks` fewer, where the numbers do not divide).
+    """Return which classes each client holds, bool [N, K]: `per_client` distinct ones.
 
-    present: int64, the classes that have samples. assignment: one of ASSIGNMENTS. Returns bool [N, K].
+    `blocks` gives some clients fewer if the numbers do not divide. present: int64, the classes that have samples.
+    assignment: one of ASSIGNMENTS.
     """
     holds = np.zeros((num_clients, num_classes), bool)
     hands = ASSIGNMENTS[assignment](len(present), num_clients, per_client, rng)
@@ -138,7 +142,7 @@ def assign_classes(
 
 
 def _balanced(num_classes: int, num_clients: int, per_client: int, rng: np.random.Generator) -> Iterator[Indices]:
-    """Draw each client's classes at random among the least used, so that all are held equally often, up to one."""
+    """Draw each client's classes at random among the least used. Clients per class differ by at most one."""
     used = np.zeros(num_classes, np.int64)
     for _ in range(num_clients):
         tie = rng.permutation(num_classes)
@@ -148,18 +152,21 @@ def _balanced(num_classes: int, num_clients: int, per_client: int, rng: np.rando
 
 
 def _random(num_classes: int, num_clients: int, per_client: int, rng: np.random.Generator) -> Iterator[Indices]:
-    """Let every client draw its own without replacement (FedCAC's authors): clients may share classes, some classes may be left."""
+    """Draw each client's classes without replacement, independently of other clients (FedCAC's authors).
+
+    Several clients may hold a class, or none.
+    """
     for _ in range(num_clients):
         yield rng.choice(num_classes, per_client, replace=False)
 
 
 def block_size(num_classes: int, num_clients: int, per_client: int) -> int:
-    """Return how many clients hold a class under `blocks`: ceil(N per_client / K)."""
+    """Return the number of clients per class under `blocks`: ceil(N per_client / K)."""
     return -(-num_clients * per_client // num_classes)
 
 
 def _blocks(num_classes: int, num_clients: int, per_client: int, rng: np.random.Generator) -> Iterator[Indices]:
-    """Give each class to the first `block_size` clients that still want one (PFLlib): neighbours hold the same classes."""
+    """Give each class to the first `block_size` clients that lack one (PFLlib): neighbours hold the same classes."""
     wanted = np.full(num_clients, per_client)
     hands: list[list[int]] = [[] for _ in range(num_clients)]
     for k in range(num_classes):

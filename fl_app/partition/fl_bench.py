@@ -1,8 +1,8 @@
-"""FL-bench's Dirichlet partition, draw for draw as its generate_data.py makes it (KarhouTam/FL-bench, early 2025).
+"""FL-bench's Dirichlet partition, draw for draw as in its generate_data.py (KarhouTam/FL-bench, early 2025).
 
-With FL-bench's default seed, 42, it is the split of everybody who ran FL-bench with the same data set, number of clients and
-concentration. FedOBP's stored log of Local on Fashion-MNIST shows it: 54 accuracies of 19 clients are all fractions of the sizes of
-these clients' test sets.
+With FL-bench's default seed, 42, it equals the split of any FL-bench run with the same data set, number of clients and
+concentration. FedOBP's stored log of Local on Fashion-MNIST confirms it: 54 accuracies of 19 clients are all fractions
+with the sizes of these clients' test sets.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ DRAWS = 1000
 """Draws after which `split` gives up; FL-bench never does."""
 
 LARGEST_SEED = 2**32 - 1
-"""Largest seed of numpy's legacy generator, which FL-bench draws with."""
+"""Largest seed of numpy's legacy generator. FL-bench draws with this generator."""
 
 
 def split(
     labels: Indices, num_classes: int, *, num_clients: int, seed: int, alpha: float, min_samples: int, test_ratio: float
 ) -> list[tuple[Indices, Indices]]:
-    """Return per client (train, test), int64 indices in the order drawn; nothing if no draw gave everybody `min_samples`.
+    """Return per client (train, test), int64 indices in the order drawn; [] if no draw gave every client `min_samples`.
 
-    Each class is shuffled and cut at the cumulative shares of a Dirichlet(alpha) draw, rounded down. All classes are drawn again
-    while a client has fewer than `min_samples`. Then each client's samples are shuffled; the first n test_ratio of them, rounded
-    down, are its test set. labels: int64 [n], training set first.
+    Each class is shuffled and cut at the cumulative shares of a Dirichlet(alpha) draw, rounded down. All classes are
+    drawn again while a client has fewer than `min_samples`. Then each client's n samples are shuffled; the first
+    n * test_ratio of them, rounded down, are its test set. labels: int64, training set first.
     """
     rng = np.random.RandomState(seed)
     of_class = [np.flatnonzero(labels == k) for k in range(num_classes)]
@@ -34,7 +34,7 @@ def split(
         pieces = []
         for indices in of_class:
             rng.shuffle(indices)
-            # for a tiny alpha all shares underflow, and their quotients are no numbers
+            # for a tiny alpha all shares underflow, and their quotients are NaN
             shares = np.nan_to_num(rng.dirichlet(np.full(num_clients, alpha)), posinf=0.0)
             ends = (np.cumsum(shares) * len(indices)).astype(int)
             pieces.append(np.split(indices, ends[:-1]))

@@ -18,9 +18,10 @@ from fl_app.errors import UserError
 def read_shares(
     path: Path, sides: Sequence[tuple[str, str, NDArray[np.int64], int]], num_clients: int, dataset: str
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Read every client's (train, test) indices into [train; test], int64, in the file's order.
+    """Return every client's (train, test) indices into [train; test], int64, in the file's order.
 
-    sides: key prefix, word in errors, labels [n] and offset of training and test set. Raises UserError naming the client.
+    sides: (key prefix, word in errors, labels [n], offset) of training and test set. Raises UserError naming the
+    client.
     """
     if not path.is_file():
         raise UserError(f"partition: no file {path}")

@@ -1,9 +1,9 @@
-"""The keys of a private run's sites: an X25519 pair each, and the list of all public halves that every site holds for itself.
+"""The keys of a private run's sites: an X25519 pair each, and each site's own list of all public keys.
 
-A site's private half lies in a file beside its node key, and beside it `peers.txt`: a line per client with its node key, its
-public half and the node key's signature of it. Whoever relays messages cannot put a key of its own in another's place: what is
-not in the list, or not signed, is not used. Where all clients are on one machine (a simulation, one process) the keys follow from
-the seed: that exercises the protocol and hides nothing.
+A site's private key is in a file beside its node key. Beside it is `peers.txt`: a line per client with its node key,
+its public key, and the node key's signature of it. A relay of messages cannot put its own key in another's place: only
+listed and signed keys are used. If all clients are on one machine (a simulation, one process), the keys follow from the
+seed. That exercises the protocol and hides nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fl_app.privacy.masking import derived
 from fl_app.wire import SEED_KEYS
 
 PEERS = "peers.txt"
-# the first word of the statement that a node's public key carries as its comment
+# First word of the statement that a node's public key carries as its comment.
 KEY_TYPE = "x25519"
 _NONCE = 12
 _SIGNED_PREFIX = b"corolla x25519 "
@@ -37,7 +37,7 @@ _SIGNED_PREFIX = b"corolla x25519 "
 
 @dataclass(frozen=True)
 class Keyring:
-    """What a client masks with: its private key, everyone's public one by client id, 32 bytes for the sketches' key."""
+    """A client's keys: its private key, all public keys by client id, and 32 bytes for the sketches' key."""
 
     client_id: int
     num_clients: int
@@ -47,19 +47,22 @@ class Keyring:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sha256 over all public keys in client order: equal at all sites that hold the same list."""
+        """SHA-256 over all public keys in client order, equal at all sites with the same list."""
         return hashlib.sha256(b"".join(self.public_of(i) for i in range(self.num_clients))).hexdigest()
 
     def masks(self, partners: Iterable[int], experiment: str, round: int, attempt: int) -> dict[int, bytes]:
-        """Return the key that is shared with each partner for one attempt at one round, 32 bytes each."""
+        """Return, by partner, the key shared with it for one attempt at one round, 32 bytes each."""
         return {j: derived(self._shared(j), "mask", experiment, round, attempt) for j in partners}
 
     def for_each(self, purpose: str) -> list[bytes]:
-        """Return the keys, 32 bytes, that this client shares for a purpose with each client in order, itself among them."""
+        """Return the keys that this client shares with each client for a purpose, 32 bytes each.
+
+        They are in client order, and include one for the client itself.
+        """
         return [derived(self._shared(j), purpose) for j in range(self.num_clients)]
 
     def seal(self) -> list[str]:
-        """Return the sketches' key, encrypted for every client in order (this one too), as text."""
+        """Return the sketches' key as text, encrypted for each client in order, this one included."""
         sealed = []
         for j in range(self.num_clients):
             nonce = os.urandom(_NONCE)
@@ -68,7 +71,10 @@ class Keyring:
         return sealed
 
     def open(self, sealed: str, sender: int) -> bytes:
-        """Return the sketches' key that another client, or this one, has sealed for this one. Raises UserError if it has not."""
+        """Return the sketches' key that `sender`, possibly this client, sealed for this one.
+
+        Raises UserError if it did not.
+        """
         try:
             raw = base64.b64decode(sealed, validate=True)
             cipher = ChaCha20Poly1305(derived(self._shared(sender), "seal"))
@@ -85,11 +91,14 @@ class Keyring:
 
 
 def open_keyring(where: str, seed: int, client_id: int, num_clients: int) -> Keyring:
-    """Return a client's keys. where: its private key's file, or SEED_KEYS. Raises UserError naming what is missing or wrong."""
+    """Return a client's keys. Raises UserError naming the missing or wrong part.
+
+    where: the file of its private key, or SEED_KEYS.
+    """
     if not where:
         raise UserError(
             "private: this SuperNode has no key for private runs; `corolla node start`, `corolla cluster up` and compose.tls.yaml "
-            "name it, others need --node-config private-keys=FILE (docs/privacy.md)"
+            "set one, other nodes need --node-config private-keys=FILE (docs/privacy.md)"
         )
     if where == SEED_KEYS:
         return _from_seed(seed, client_id, num_clients)
@@ -126,7 +135,7 @@ def _from_file(path: Path, client_id: int, num_clients: int) -> Keyring:
 
 
 def read_private_key(path: Path) -> X25519PrivateKey:
-    """Read a private key. Raises UserError if it is missing, open to others or no such key."""
+    """Return the private key in a file. Raises UserError if it is missing, open to others, or no X25519 key."""
     try:
         mode, content = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
     except OSError as error:
@@ -145,18 +154,18 @@ def read_private_key(path: Path) -> X25519PrivateKey:
     return key
 
 
-# What is made at a site, and listed at the server -----------------------------------------------------------------------
+# Keys that a site makes and the server lists -----------------------------------------------------------------------------
 
 
 def make_private_key() -> bytes:
-    """Make a private key; returns the content of its file."""
+    """Return the file content of a new private key (PEM)."""
     return X25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
 def statement(private: X25519PrivateKey, node_key: ec.EllipticCurvePrivateKey) -> str:
-    """Return a key's public half and the node key's signature of it, as text."""
+    """Return a public key and the node key's signature of it, as text."""
     raw = _raw(private)
     return f"{_text(raw)} {_text(node_key.sign(_SIGNED_PREFIX + raw, ec.ECDSA(hashes.SHA384())))}"
 
@@ -182,7 +191,7 @@ def _entry(line: str) -> tuple[int, tuple[str, bytes, bytes]]:
 
 
 def _verified(path: Path, whose: str, node: str, public: bytes, signature: bytes) -> bytes:
-    """Return a client's public half. Raises UserError unless its node key has signed it."""
+    """Return a client's public key. Raises UserError unless its node key has signed it."""
     try:
         key = serialization.load_ssh_public_key(node.encode())
         assert isinstance(key, ec.EllipticCurvePublicKey) and len(public) == 32

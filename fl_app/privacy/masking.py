@@ -1,15 +1,16 @@
-"""Sums that reveal no summand: fixed point in Z_2^32, and masks that every pair of clients adds and takes away.
+"""Sums that reveal no summand: fixed point in Z_2^32, and pairwise masks that cancel in the sum.
 
-Client i sends y_i = x_i + sum_{j > i} PRG(k_ij) - sum_{j < i} PRG(k_ij) over the members j of its group, modulo 2^32, where k_ij
-is known to i and j alone and belongs to one attempt at one round. Summed over the group the masks are gone; short of one member
-what is left is uniformly random. Integer sums do not depend on their order, so they are equal on all machines.
+Client i sends y_i = x_i + sum_{j > i} PRG(k_ij) - sum_{j < i} PRG(k_ij) over the members j of its group, modulo 2^32.
+Only i and j know k_ij. It belongs to one attempt at one round. In the sum over the group the masks cancel. If one
+member is missing, the rest is uniformly random. Integer sums do not depend on their order, so they are equal on all
+machines.
 
-x_i = rint(2^s a_i w_i) with |w_i| <= R; a_i, client i's weight, sums to N over all N clients of the attempt. s is chosen such that
-every sum lies in [-2^30, 2^30]: masks that do not cancel leave words of which half lie outside, which is how `decode` notices.
-R is the key `private-range` for weights, and BUFFERS_TIMES as much for BatchNorm statistics.
+x_i = rint(2^s a_i w_i) with |w_i| <= R. The clients' weights a_i sum to N over all N clients of the attempt. s is
+chosen such that every sum lies in [-2^30, 2^30]. Masks that do not cancel leave words of which half lie outside, so
+that `decode` notices. R is the key `private-range` for weights, and BUFFERS_TIMES as much for BatchNorm statistics.
 
-Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, without its second masks: no
-mask is ever revealed, an attempt that somebody drops out of is repeated.
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017, without its second
+masks: no mask is ever revealed, because an attempt that loses a client is repeated.
 """
 
 from __future__ import annotations
@@ -27,15 +28,18 @@ from fl_app.wire import GROUP_MIN
 
 Words = NDArray[np.uint32]
 
-# BatchNorm's variances are larger than weights: their range is that of weights times this.
+# BatchNorm's variances are larger than weights: their range is this multiple of the weights' range.
 BUFFERS_TIMES = 64.0
 _BITS = 30
-# words: a chunk of the sum and of a mask fit the cache
+# Words in a chunk: a chunk of the sum and one of a mask fit the cache.
 _CHUNK = 1 << 18
 
 
 def derived(secret: bytes, *labels: object) -> bytes:
-    """Return 32 bytes that follow from a secret and from what they are for (HKDF-SHA256); distinct labels give unrelated ones."""
+    """Return 32 bytes derived from a secret and from labels of their purpose (HKDF-SHA256).
+
+    Distinct labels give unrelated bytes.
+    """
     info = b"".join(len(word).to_bytes(4, "big") + word for word in (str(label).encode() for label in labels))
     return HKDF(hashes.SHA256(), 32, salt=b"corolla", info=info).derive(secret)
 
@@ -48,8 +52,8 @@ def scale(num_clients: int, limit: float) -> int:
 def encode(values: NDArray[np.float32], weight: float, num_clients: int, limit: float) -> Words:
     """Return rint(2^s * weight * values) modulo 2^32, uint32 [n].
 
-    values: float32 [n] within +-limit; weight: in [0, num_clients]. Raises ValueError for values that are not finite or beyond the
-    limit, and for weights out of range.
+    values: float32 [n] within +-limit. weight: in [0, num_clients]. Raises ValueError for values that are not finite or
+    beyond the limit, and for weights out of range.
     """
     if not 0 <= weight <= num_clients:
         raise ValueError(f"weight must be in [0, {num_clients}], got {weight}")
@@ -63,9 +67,10 @@ def encode(values: NDArray[np.float32], weight: float, num_clients: int, limit: 
 
 
 def decode(total: Words, weight: float, num_clients: int, limit: float) -> NDArray[np.float32]:
-    """Return the weighted mean that a sum of encoded values stands for, float32 [n].
+    """Return the weighted mean that a sum of encoded values represents, float32 [n].
 
-    total: uint32 [n], modulo 2^32; weight: the sum of its summands' weights. Raises ValueError if it is no sum of such values.
+    total: uint32 [n], modulo 2^32. weight: the sum of the summands' weights. Raises ValueError if a value is too large
+    for a sum of encoded values.
     """
     signed = total.view(np.int32)
     # rounding adds half a unit per summand
@@ -79,8 +84,8 @@ def decode(total: Words, weight: float, num_clients: int, limit: float) -> NDArr
 def mask(words: Words, client_id: int, keys: Mapping[int, bytes]) -> None:
     """Add a client's pairwise masks, in place.
 
-    words: uint32 [n]; keys: 32 bytes by the id of every other member of its group, for this attempt alone. Raises ValueError for a
-    group below three, or one in which the client is its own partner.
+    words: uint32 [n]. keys: 32 bytes by the id of every other member of its group, for this attempt only. Raises
+    ValueError for a group of fewer than three, or one in which the client is its own partner.
     """
     if len(keys) + 1 < GROUP_MIN or client_id in keys:
         raise ValueError(f"a sum needs {GROUP_MIN} different members, got client {client_id} and {sorted(keys)}")
@@ -99,5 +104,9 @@ def _stream(key: bytes) -> CipherContext:
 
 
 def stream(key: bytes, nbytes: int) -> bytes:
-    """Return the first bytes of a key's pseudorandom stream: AES-128 in counter mode, from a start that is the key's other half."""
+    """Return the first `nbytes` bytes of a key's pseudorandom stream.
+
+    The stream is AES-128 in counter mode. The first 16 bytes of the key are the AES key, the other 16 are the initial
+    counter.
+    """
     return _stream(key).update(bytes(nbytes))

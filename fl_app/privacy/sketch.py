@@ -1,8 +1,11 @@
-"""A mask as the server sees it: its bits in an order, and turned by a pad, that only clients know. Overlaps come out the same.
+"""A mask as the server sees it: permuted, and XORed with a pad, by a key that only clients know.
 
-Client i sends z_i = (M_i o pi)[0:m] xor r; the permutation pi and the pad r follow from a key that all clients share and that
-belongs to one attempt at one round. z_i xor z_j has as many ones as M_i xor M_j, so of masks with K ones each the server gets
-|M_i and M_j| = K - H_ij / 2 with m = d exactly, and with m < d an estimate whose standard deviation docs/privacy.md tells.
+Overlaps do not change.
+
+Client i sends z_i = (M_i o pi)[0:m] xor r. The permutation pi and the pad r follow from a key that all clients share,
+for one attempt at one round. With m = d, z_i xor z_j has as many ones, H_ij, as M_i xor M_j. So for masks with K ones
+each, the server gets |M_i and M_j| = K - H_ij / 2 exactly. With m < d it gets an estimate; docs/privacy.md gives its
+standard deviation.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ Bits = NDArray[np.uint8]
 def sketch(bits: Bits, d: int, m: int, key: bytes) -> Bits:
     """Return the sketch of a mask, uint8 [ceil(m/8)], little bit order, zero padding.
 
-    bits: uint8 [ceil(d/8)], the packed mask; 1 <= m <= d; key: 32 bytes, equal for all clients of the attempt.
+    bits: uint8 [ceil(d/8)], the packed mask. 1 <= m <= d. key: 32 bytes, equal for all clients of the attempt. Raises
+    ValueError if m or the mask's shape does not fit d.
     """
     if not 1 <= m <= d or bits.shape != (-(-d // 8),):
         raise ValueError(
@@ -31,7 +35,10 @@ def sketch(bits: Bits, d: int, m: int, key: bytes) -> Bits:
 
 
 def _order(d: int, key: bytes) -> NDArray[np.uint64]:
-    """Return a permutation of d positions that follows from the key: positions sorted by random bits above their own."""
+    """Return a permutation of d positions that follows from the key, uint64 [d].
+
+    The positions are sorted by random bits; the low bits of each sorted word are the position itself.
+    """
     below = np.uint64(d.bit_length())
     words = np.frombuffer(stream(derived(key, "order"), 8 * d), "<u8") << below | np.arange(d, dtype=np.uint64)
     words.sort()
@@ -39,15 +46,16 @@ def _order(d: int, key: bytes) -> NDArray[np.uint64]:
 
 
 def length(d: int, asked: int) -> int:
-    """Return m, the bits of a sketch of d parameters (key `private-sketch`; 0: all of them)."""
+    """Return m, the number of bits in a sketch of d parameters. asked: the key `private-sketch`; 0 means all."""
     return min(asked or d, d)
 
 
 def overlaps(common: NDArray[np.int64], m: int, d: int, num_selected: int) -> NDArray[np.float64]:
     """Return the overlaps of masks from their sketches, float64 [N, N], symmetric, diagonal 1.
 
-    common: int64 [N, N], ones that two sketches have in common, on the diagonal those that one has; num_selected: K >= 1, ones in
-    every mask. With m = d the quotient of the same integers as from the masks themselves; else clipped to [0, 1].
+    common: int64 [N, N], the ones that two sketches have in common; the diagonal has each sketch's ones. num_selected:
+    K >= 1, ones in every mask. With m = d the overlaps are quotients of the same integers as from the masks themselves.
+    With m < d they are clipped to [0, 1].
     """
     ones = common.diagonal()
     apart = ones[:, None] + ones[None, :] - 2 * common

@@ -1,7 +1,9 @@
-"""Checkpoints of the server: two generations, each durable and checked before it is trusted.
+"""Checkpoints of the server. The last two are kept, each durable and verified before use.
 
-A checkpoint is `checkpoints/round-<t>.safetensors` with the arrays and, written after it, `round-<t>.json` with everything
-else, the arrays' sha256 and its own. Both are published whole and durable; a truncated or altered one is never used.
+A checkpoint is `checkpoints/round-<t>.safetensors` with the arrays and, written after it, `round-<t>.json`. The JSON
+file holds everything else, with the arrays' SHA-256 and its own. Clients' arrays are in separate files (client_files),
+which both checkpoints may name. All files are published whole and durable. A truncated or altered checkpoint is never
+used.
 """
 
 from __future__ import annotations
@@ -10,72 +12,98 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
-import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
 from fl_app.files import explain_full_disk, make_directory, publish, publish_text
+from fl_app.server.client_files import ClientFiles, Personal, read_index
+from fl_app.server.tensor_files import write_tensors
 
 log = logging.getLogger("corolla")
 
 DIRECTORY = "checkpoints"
+# Key of a checkpoint's JSON: the files with the clients' arrays.
+CLIENTS = "client-files"
 _KEEP = 2
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Arrays by name, and what JSON holds: round, versions, record."""
+    """All arrays by name, and the JSON content: round, versions, record, files with clients' arrays."""
 
     arrays: dict[str, NDArray[Any]]
     meta: dict[str, Any]
 
 
-def save(run: Path, round: int, arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any]) -> None:
-    """Write the checkpoint of a round; it is durable when this returns, and only then older ones are deleted.
+def save(
+    run: Path,
+    round: int,
+    arrays: Mapping[str, NDArray[Any]],
+    meta: Mapping[str, Any],
+    personal: Personal | None = None,
+    files: ClientFiles | None = None,
+) -> None:
+    """Write the checkpoint of a round. It is durable when this returns. Older checkpoints are deleted only after that.
 
-    Raises UserError if the disk is full; the checkpoints before are still there then.
+    personal: arrays per client. files: knows which of them are on disk already. Raises UserError if the disk is full;
+    the earlier checkpoints then remain.
     """
     directory = run / DIRECTORY
+    files = files or client_files_of(run)
     with explain_full_disk("output-dir", run):
         make_directory(directory)
         for left in directory.glob(".*.tmp"):  # by a killed server
             left.unlink()
+        clients = files.write(round, personal or {})
         tensors = directory / f"round-{round:06d}.safetensors"
-        publish(tensors, lambda file: _write_tensors(file, arrays))
-        body = json.dumps({**meta, "round": round, "tensors-sha256": sha256_of(tensors)}, allow_nan=False)
+        publish(tensors, lambda file: write_tensors(file, arrays))
+        facts = {**meta, "round": round, "tensors-sha256": sha256_of(tensors), CLIENTS: clients}
+        body = json.dumps(facts, allow_nan=False)
         publish_text(tensors.with_suffix(".json"), f"{hashlib.sha256(body.encode()).hexdigest()}\n{body}\n")
     for old in rounds(run)[:-_KEEP]:
         for suffix in (".json", ".safetensors"):
             (directory / f"round-{old:06d}{suffix}").unlink(missing_ok=True)
-
-
-def _write_tensors(file: Path, arrays: Mapping[str, NDArray[Any]]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
     try:
-        save_file({name: np.asarray(a, order="C") for name, a in arrays.items()}, file)
-    except SafetensorError as error:  # which holds the system's error only in its words
-        if found := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
-        raise
+        named = _named(run)
+    except OSError as error:
+        log.warning("files of clients' arrays that are no longer needed are kept for now: %s", error)
+        return
+    files.collect(named)
+
+
+def _named(run: Path) -> list[str]:
+    """Return the files with clients' arrays that a run's checkpoints name.
+
+    Damaged checkpoints are skipped: they are never used.
+
+    Raises OSError if a checkpoint cannot be read now, because its files are then unknown.
+    """
+    found: list[str] = []
+    for round in rounds(run):
+        with contextlib.suppress(ValueError):
+            meta = _meta(run / DIRECTORY / f"round-{round:06d}.json")
+            found += [of["file"] for of in meta.get(CLIENTS, [])]
+    return found
+
+
+def client_files_of(run: Path) -> ClientFiles:
+    """Return a ClientFiles for a run's checkpoints that knows of no array yet."""
+    return ClientFiles(run / DIRECTORY)
 
 
 def rounds(run: Path) -> list[int]:
-    """Rounds that have a checkpoint, oldest first, checked or not."""
+    """Return the rounds that have a checkpoint, oldest first, verified or not."""
     return sorted(int(p.stem.removeprefix("round-")) for p in (run / DIRECTORY).glob("round-*.json"))
 
 
 def load_latest(run: Path) -> Checkpoint:
-    """Return the newest sound checkpoint; damaged ones are logged and passed over.
+    """Return the newest sound checkpoint. Damaged ones are logged and skipped.
 
     Raises UserError if there is none.
     """
@@ -88,13 +116,19 @@ def load_latest(run: Path) -> Checkpoint:
 
 
 def versions_kept(run: Path) -> dict[int, tuple[str, ...]]:
-    """Client-state generations that the checkpoints on disk name, per client id."""
+    """Return, by client id, the generations of client state that the checkpoints on disk name."""
     found: dict[int, set[str]] = {}
+    for meta in _metas(run):
+        for client_id, version in meta["versions"].items():
+            found.setdefault(int(client_id), set()).add(version)
+    return {client_id: tuple(sorted(filter(None, versions))) for client_id, versions in found.items()}
+
+
+def _metas(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the JSON content of a run's sound checkpoints, oldest first."""
     for round in rounds(run):
         with contextlib.suppress(OSError, ValueError):
-            for client_id, version in _meta(run / DIRECTORY / f"round-{round:06d}.json")["versions"].items():
-                found.setdefault(int(client_id), set()).add(version)
-    return {client_id: tuple(sorted(filter(None, versions))) for client_id, versions in found.items()}
+            yield _meta(run / DIRECTORY / f"round-{round:06d}.json")
 
 
 def _meta(path: Path) -> dict[str, Any]:
@@ -112,4 +146,5 @@ def _load(path: Path) -> Checkpoint:
     tensors = path.with_suffix(".safetensors")
     if sha256_of(tensors) != meta["tensors-sha256"]:
         raise ValueError(f"{tensors.name}: wrong checksum")
-    return Checkpoint(dict(load_file(tensors)), meta)
+    # earlier versions kept the clients' arrays with the others
+    return Checkpoint(dict(load_file(tensors)) | read_index(path.parent, meta.get(CLIENTS, [])), meta)

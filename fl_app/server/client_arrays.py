@@ -1,10 +1,12 @@
-"""What the server keeps per client: in memory up to a limit, on disk beyond it."""
+"""The server's arrays per client: in memory up to a limit, on disk beyond it."""
 
 from __future__ import annotations
 
+import math
 import mmap
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +15,46 @@ from numpy.typing import NDArray
 
 from fl_app.errors import UserError
 
+Moved = Callable[[int, Mapping[str, NDArray[Any]], Mapping[str, NDArray[Any]]], None]
 
-def settle(personal: dict[int, dict[str, NDArray[Any]]], ids: list[int], limit: float, directory: Path) -> None:
-    """Hold at most `limit` bytes (0: any number) of the clients' arrays in memory, and no stack but the last round's.
 
-    personal: arrays by client id, changed in place. A row that is kept holds its whole stack: rows of clients that were not in
-    the last round (`ids`) are copied out of theirs. Raises UserError if what is beyond the limit cannot be written.
+def settle(
+    personal: dict[int, dict[str, NDArray[Any]]],
+    ids: list[int],
+    limit: float,
+    directory: Path,
+    moved: Moved = lambda client_id, before, after: None,
+) -> None:
+    """Keep at most `limit` bytes (0: no limit) of the clients' arrays in memory, and no stack but the last round's.
+
+    personal: arrays by client id, changed in place. ids: the clients of the last round. A row keeps its whole stack in
+    memory. So rows of clients outside the last round are copied out of their stacks. moved: called for each client with
+    moved arrays: client id, arrays before, arrays after. Raises UserError if the arrays beyond the limit cannot be
+    written.
     """
+    taking_part = set(ids)
+
+    def replace(client_id: int, after: dict[str, NDArray[Any]]) -> None:
+        moved(client_id, personal[client_id], after)
+        personal[client_id] = after
+
+    for client_id in personal.keys() - taking_part:
+        if _in_a_stack(personal[client_id]):
+            replace(client_id, to_disk(personal[client_id], directory))
     used = 0
     for client_id, own in sorted(personal.items()):
         used += sum(a.nbytes for a in own.values())
         if used > limit > 0 and not any(isinstance(a, np.memmap) for a in own.values()):
-            personal[client_id] = to_disk(own, directory)
+            replace(client_id, to_disk(own, directory))
     for client_id, own in personal.items():
-        if client_id not in ids or used > limit > 0:
-            personal[client_id] = {
-                name: a if a.base is None or isinstance(a, np.memmap) else a.copy() for name, a in own.items()
-            }
+        if client_id not in taking_part or used > limit > 0:
+            bound = [name for name, a in own.items() if a.base is not None and not isinstance(a, np.memmap)]
+            if bound:
+                replace(client_id, own | {name: own[name].copy() for name in bound})
 
 
 def to_disk(arrays: Mapping[str, NDArray[Any]], directory: Path) -> dict[str, NDArray[Any]]:
-    """Return the arrays as read-only memory maps of a file without a name, which ends with them, even after a crash.
+    """Return the arrays as read-only memory maps of an unnamed file. The file vanishes with them, even after a crash.
 
     Raises UserError if the file cannot be written.
     """
@@ -44,7 +65,7 @@ def to_disk(arrays: Mapping[str, NDArray[Any]], directory: Path) -> dict[str, ND
                 starts[name] = file.seek(-(-file.tell() // 64) * 64)
                 array.tofile(file)
             file.flush()
-            # one map for all arrays: each holds a file descriptor
+            # one map for all arrays: each map holds a file descriptor
             whole = np.memmap(file, np.uint8, "r") if file.tell() else np.empty(0, np.uint8)
             return {
                 name: whole[starts[name] : starts[name] + array.nbytes].view(array.dtype).reshape(array.shape)
@@ -54,11 +75,47 @@ def to_disk(arrays: Mapping[str, NDArray[Any]], directory: Path) -> dict[str, ND
         raise UserError(f"server-memory-limit: clients' models cannot be written to {directory}: {error}") from None
 
 
+def stack(shape: tuple[int, ...], dtype: np.dtype[Any], directory: Path | None) -> NDArray[Any]:
+    """Return an array to be filled: in memory, or as a memory map of an unnamed file in `directory`.
+
+    The file vanishes with the array. Raises UserError if the directory has no room for it.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    if directory is None or not size:
+        return np.empty(shape, dtype)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            # reserve the space: a write to a map that the disk has no room for kills the process
+            os.posix_fallocate(file.fileno(), 0, size)
+            return np.memmap(file, dtype, "r+", shape=shape)
+    except OSError as error:
+        raise UserError(
+            f"server-memory-limit: {directory} has no room for a round's uploads, {size / 1e9:.3g} GB: {error}"
+        ) from None
+
+
+def stack_like(stack_of: NDArray[Any], directory: Path) -> NDArray[Any]:
+    """Return an array to be filled, on disk if `stack_of` is there. Raises UserError as `stack`."""
+    return stack(stack_of.shape, stack_of.dtype, None if _map_of(stack_of) is None else directory)
+
+
 def release(arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Give back the memory that reading memory-mapped arrays took; they are read from their file again when needed."""
+    """Free the memory that reading memory-mapped arrays took. They are read from their file again when needed."""
     for array in arrays.values():
-        base: object = array
-        while isinstance(base, np.ndarray):
-            base = base.base
-        if isinstance(base, mmap.mmap):
-            base.madvise(mmap.MADV_DONTNEED)
+        found = _map_of(array)
+        if found is not None:
+            found.madvise(mmap.MADV_DONTNEED)
+
+
+def _map_of(array: NDArray[Any]) -> mmap.mmap | None:
+    """Return the memory map that holds an array, None if none does."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base if isinstance(base, mmap.mmap) else None
+
+
+def _in_a_stack(arrays: Mapping[str, NDArray[Any]]) -> bool:
+    """Return whether a client's arrays are rows of a memory-mapped stack. Keeping them would keep the stack on disk."""
+    own = sum(-(-array.nbytes // 64) * 64 for array in arrays.values())
+    return any(len(found) > own for found in map(_map_of, arrays.values()) if found is not None)

@@ -1,16 +1,18 @@
-"""Messages between the ServerApp and its clients: short polling, replies as they arrive, one deadline per message."""
+"""Messages between ServerApp and clients: short polling, replies as they arrive, one deadline per message."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
-from fl_app import wire
+from fl_app import debugging, wire
 from fl_app.config import RunConfig
+from fl_app.errors import UserError
 from fl_app.server import superlink
 from fl_app.server.replies import Answer, Inbox
 from fl_app.server.roster import POLL_SECONDS, Roster
@@ -18,7 +20,7 @@ from fl_app.server.roster import POLL_SECONDS, Roster
 
 @dataclass(frozen=True)
 class Reply:
-    """One client's answer: its content, or the cause why there is none."""
+    """One client's reply: its content, or the cause if there is none."""
 
     client_id: int
     content: RecordDict | None
@@ -32,49 +34,61 @@ class Reply:
 
 
 class Exchange:
-    """A grid wrapper that knows clients by id.
+    """A grid wrapper that addresses clients by id.
 
-    progress(what, done, total) is called when the messages are sent, as replies arrive, and while none does. in_flight: bytes of
-    unanswered messages beyond which no further one is sent; where clients take turns on one machine, all at once would fill its
-    memory.
+    progress(what, done, total) is called when messages are sent, when replies arrive, and while none arrives.
+    in_flight: bytes of unanswered messages beyond which no further message is sent. If clients take turns on one
+    machine, all messages at once would fill its memory. hears: whether to log the clients' output and the tracebacks of
+    their errors, for clients on this machine.
     """
 
     def __init__(
-        self, grid: Grid, config: RunConfig, progress: Callable[[str, int, int], None], in_flight: float = math.inf
+        self,
+        grid: Grid,
+        config: RunConfig,
+        progress: Callable[[str, int, int], None],
+        in_flight: float = math.inf,
+        hears: bool = False,
     ) -> None:
         self.grid = grid
         self.config = config
         self.progress = progress
         self.in_flight = in_flight
+        self.hears = hears
+        self._traces: set[str] = set()
         link = superlink.connect(grid)
         self.inbox = Inbox(grid, link)
         self.roster = Roster(grid, config, progress, link)
 
     @property
     def client_ids(self) -> list[int]:
-        """Connected clients, sorted."""
+        """Ids of connected clients, sorted."""
         return self.roster.client_ids
 
+    def meet(self, client_ids: Sequence[int]) -> bool:
+        """Query those of the clients that have not answered yet. Return whether all of them take part."""
+        return self.roster.meet(client_ids)
+
     def refresh(self) -> None:
-        """Take in nodes that came or went since the last round; waits only if too few clients are left."""
+        """Take in nodes that came or went since the last round. Wait only if too few clients are left."""
         self.roster.refresh()
 
     def message(self, client_id: int, content: RecordDict, kind: str, round: int) -> Message:
         """Address a message to a client."""
         return Message(
-            content, self.roster.node_of[client_id], kind, group_id=str(round), ttl=self.config.round_timeout + 60
+            content, self.roster.node(client_id), kind, group_id=str(round), ttl=self.config.round_timeout + 60
         )
 
     def ask(self, what: str, requests: Iterable[Message], timeout: float, total: int) -> Iterator[Reply]:
         """Send `total` messages, built one at a time, and yield every reply as it arrives, failures included.
 
-        timeout: seconds after which a client that has not replied is given up, counted from its message.
+        what: the step, for progress. timeout: seconds after which a client without a reply is given up, counted from
+        its message.
         """
-        client_of_node = {node: client for client, node in self.roster.node_of.items()}
         requests = iter(requests)
         # message id -> client id, bytes
         waiting: dict[str, tuple[int, int]] = {}
-        done, unsent = 0, total
+        done, unsent, in_flight = 0, total, 0
 
         def count() -> None:
             nonlocal done
@@ -84,32 +98,51 @@ class Exchange:
         self.progress(what, done, total)
         try:
             while waiting or unsent:
-                while unsent and sum(size for _, size in waiting.values()) < self.in_flight:
+                while unsent and in_flight < self.in_flight:
                     message = next(requests)
                     unsent -= 1
-                    client_id = client_of_node[message.metadata.dst_node_id]
+                    client_id = self.roster.client(message.metadata.dst_node_id)
                     size = wire.payload_bytes(message.content) if self.in_flight < math.inf else 0
                     message_id = next(iter(self.grid.push_messages([message])), None)
                     if message_id:
                         waiting[message_id] = client_id, size
+                        in_flight += size
                         self.inbox.expect(message_id, timeout)
                     else:
                         count()
                         yield Reply(client_id, None, "the message could not be delivered")
-                    # its arrays are the SuperLink's now
+                    # free its arrays: the SuperLink has them
                     del message
-                answers: list[Answer] = self.inbox.take(POLL_SECONDS) if waiting else []
+                answers: deque[Answer] = deque(self.inbox.take(POLL_SECONDS) if waiting else [])
                 if not answers:
                     self.progress(what, done, total)
-                # each is freed when it has been taken in
+                # free each answer before the next one
                 while answers:
-                    answer = answers.pop(0)
-                    client_id, _ = waiting.pop(answer.message_id)
+                    answer = answers.popleft()
+                    client_id, size = waiting.pop(answer.message_id)
+                    in_flight -= size
                     count()
                     reply = Reply(client_id, answer.content, answer.cause)
                     del answer
+                    self._hear(reply)
                     yield reply
                     del reply
-        finally:  # also where nobody takes the rest
+        finally:  # also if the caller stops early
             for message_id in waiting:
                 self.inbox.forget(message_id)
+
+    def _hear(self, reply: Reply) -> None:
+        """Log a client's output, and its traceback unless an earlier client had the same.
+
+        Raises UserError for a breakpoint in a client.
+        """
+        if not self.hears or reply.content is None:
+            return
+        error, printed, trace = wire.take_aside(reply.content)
+        for line in printed.split("\n") if printed else []:
+            debugging.show_printed(f"client {reply.client_id}", line)
+        if trace and trace not in self._traces:
+            self._traces.add(trace)
+            debugging.show_trace(trace)
+        if debugging.is_refused_breakpoint(error):
+            raise UserError(error)

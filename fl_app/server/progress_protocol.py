@@ -1,8 +1,8 @@
-"""What a run's server says in its log, and how: the contract between the run's process and `corolla run`, which may be far away.
+"""The run's log lines: the contract between the run's process and `corolla run`, possibly on another machine.
 
-Lines of ours start with LOG_MARK, which tells them from Flower's and Ray's. Those that feed a display are written and read here
-and nowhere else: a word for the kind and one value, or, for the end of a round, a sentence for people and the same as data. Imports
-nothing heavy: both sides use it.
+Corolla's lines start with LOG_MARK, which separates them from Flower's and Ray's. Lines that feed a display are written
+and read only in this module. Each is a word for its kind and one value. The line that ends a round is a sentence for
+people, followed by the same as data. Both sides import this module, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,42 +18,48 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fl_app.errors import plain
+from fl_app.debugging import is_aside
+from fl_app.errors import plain, plain_lines
 from fl_app.metrics import moments
 
 log = logging.getLogger("corolla")
 
 LOG_MARK = "corolla: "
-# between two lines of progress
+# The line of a round with more clients also has the spread over clients.
+MANY = 60
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+BINS = 20
+# Seconds between two lines of progress.
 PROGRESS_SECONDS = 0.25
 _FOLDER, _RESUMED, _STOPPED = "run folder: ", "resumed after round ", "stopped after round "
 _ERROR, _PROGRESS, _DATA, _LEFT_OUT = "error: ", "progress: ", " | data: ", " cannot take part: "
+_CRASH = "crashed: "
 
 
 @dataclass(frozen=True)
 class Folder:
-    """The run's folder is made, and its first round begins."""
+    """The run folder has been made, and the first round begins."""
 
     path: Path
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The run goes on after a round it had before."""
+    """The run continues after a round of an earlier start."""
 
     round: int
 
 
 @dataclass(frozen=True)
 class Stopped:
-    """The run ended after a round because somebody asked for it; it can be resumed."""
+    """The run ended after a round at a user's request. It can be resumed."""
 
     round: int
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A client takes no part, and why: its site refuses, say."""
+    """A client takes no part, with the reason, such as its site's refusal."""
 
     who: str
     why: str
@@ -62,6 +68,13 @@ class LeftOut:
 @dataclass(frozen=True)
 class Failure:
     """A line of the error that ended the run."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Crash:
+    """The exception of the user's own code that ended the run, and the place where it was raised."""
 
     text: str
 
@@ -77,10 +90,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Round:
-    """A finished round. The headline metric's means over clients, with the deviation where there is one; None: there are none.
+    """A finished round: the headline metric's means over clients. None: no client has it.
 
-    everyone: of all clients, where they were evaluated; seconds: by phase, `round` is their sum. metric: the headline's name;
-    ratio: whether it is shown in per cent. far: uploads that were used though they lie far from the others'.
+    before, after: means before and after training, with their standard deviation over clients (None for fewer than
+    two). everyone: mean over all clients, if they were evaluated. seconds: by phase; `round` is their sum. metric: the
+    headline's name. ratio: whether it is shown in per cent. far: number of far uploads that were used. partial: the
+    clients that the means leave out, and the reason.
+
+    quantiles: of the clients' metric before training, at QUANTILES. histogram: number of clients in each of BINS equal
+    bins, from 0 to 1 for a ratio, else from the smallest to the largest value. Both are empty for up to MANY clients.
     """
 
     number: int
@@ -100,42 +118,55 @@ class Round:
     metric: str = "accuracy"
     ratio: bool = True
     far: int = 0
+    partial: str = ""
+    quantiles: tuple[float, ...] = ()
+    histogram: tuple[int, ...] = ()
 
 
-Line = Folder | Resumed | Stopped | LeftOut | Failure | Progress | Round
+Line = Folder | Resumed | Stopped | LeftOut | Failure | Crash | Progress | Round
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
 
 
 def folder_line(path: Path) -> str:
-    """Name the run's folder."""
+    """Return the line that names the run's folder."""
     return f"{_FOLDER}{path}"
 
 
 def resumed_line(round: int) -> str:
-    """Name the last round of a run that goes on."""
+    """Return the line of a resumed run that names the last round before its start."""
     return f"{_RESUMED}{round}"
 
 
 def left_out_line(who: str, why: str) -> str:
-    """Name a client that takes no part, and why."""
+    """Return the line for a client that takes no part, with the reason."""
     return f"{who}{_LEFT_OUT}{why}"
 
 
 def stopped_line(round: int) -> str:
-    """Name the last round of a run that was asked to stop."""
+    """Return the line that names the last round of a run that stopped at a user's request."""
     return f"{_STOPPED}{round}"
 
 
 def error_lines(error: Exception) -> Iterator[str]:
-    """Tell why a run ended, one line for each of the message's."""
+    """Yield a line for each line of the error that ended a run."""
     for line in str(error).splitlines():
         yield f"{_ERROR}{line}"
 
 
-def round_line(record: Mapping[str, Any], total: int, metric: str = "accuracy", ratio: bool = True) -> str:
-    """Return the line that ends a round: a sentence for people, then the same as data. record: as in metrics.jsonl."""
+def crash_line(what: str) -> str:
+    """Return the line for the exception of the user's own code that ended the run."""
+    return f"{_CRASH}{what}"
+
+
+def round_line(
+    record: Mapping[str, Any], total: int, metric: str = "accuracy", ratio: bool = True, partial: str = ""
+) -> str:
+    """Return the line that ends a round: a sentence for people, then the same as data.
+
+    record: as in metrics.jsonl. metric, ratio, partial: as in Round.
+    """
     name_before, name_after = moments(metric)
     before, after, loss = (_short(record[name]) for name in (name_before, name_after, "loss"))
     seconds = {phase: round(seconds, 3) for phase, seconds in record["seconds"].items()}
@@ -159,12 +190,14 @@ def round_line(record: Mapping[str, Any], total: int, metric: str = "accuracy", 
             metric,
             ratio,
             len(record.get("far", [])),
+            partial,
+            *_spread(record, name_before, ratio),
         )
     )
 
 
 def sentence(r: Round) -> str:
-    """Tell a finished round in one line, for people."""
+    """Return a finished round as one line for people."""
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases_of(r).items())
     line = (
         f"round {r.number}/{r.total}: {r.metric} {_value(r, r.before, r.before_deviation)} before, "
@@ -174,16 +207,17 @@ def sentence(r: Round) -> str:
     line += f" ({phases})" if phases else ""
     line += f"; all clients {_value(r, r.everyone)}" if r.evaluated else ""
     line += f"; {r.failed} failed" if r.failed else ""
-    return line + (f"; {r.far} far from the others" if r.far else "")
+    line += f"; {r.far} far from the others" if r.far else ""
+    return line + (f"; {r.partial}" if r.partial else "")
 
 
 def phases_of(r: Round) -> dict[str, float]:
-    """Return the phases of a round that took long enough to be shown, in seconds."""
+    """Return the seconds of a round's phases. Phases that are too short to show (below 0.05 s) are left out."""
     return {name: seconds for name, seconds in r.seconds.items() if name != "round" and seconds >= 0.05}
 
 
 def byte_unit(nbytes: float) -> tuple[float, str]:
-    """Return the unit in which so many bytes are told, and its name: a small model's are no megabytes."""
+    """Return a unit for this number of bytes, in bytes, and its name: kB below 100 kB, else MB."""
     return (1e3, "kB") if 0 < nbytes < 1e5 else (1e6, "MB")
 
 
@@ -193,7 +227,7 @@ def _bytes(nbytes: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Write a loss."""
+    """Return a loss as text."""
     return "n/a" if value is None else f"{value:.3f}"
 
 
@@ -209,18 +243,34 @@ def _deviation(record: Mapping[str, Any], name: str) -> float | None:
     return _short(statistics.stdev(values)) if len(values) > 1 else None
 
 
+def _spread(record: Mapping[str, Any], name: str, ratio: bool) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return quantiles and histogram of a metric over the round's clients; both empty unless more than MANY have it."""
+    values = sorted(float(row[name]) for row in record["clients"].values() if row.get(name) is not None)
+    if len(values) <= MANY:
+        return (), ()
+    low, high = (0.0, 1.0) if ratio else (values[0], values[-1])
+    bins = [0] * BINS
+    for value in values:
+        place = (value - low) / (high - low) * BINS if high > low else 0
+        bins[min(int(place), BINS - 1)] += 1
+    # the value with at most that share of all values below it
+    return tuple(round(values[int(share * (len(values) - 1))], 6) for share in QUANTILES), tuple(bins)
+
+
 def _short(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
 
 
 def _write(r: Round) -> str:
-    return f"{sentence(r)}{_DATA}{json.dumps(dataclasses.asdict(r), separators=(',', ':'))}"
+    data = {name: value for name, value in dataclasses.asdict(r).items() if value != ()}
+    return f"{sentence(r)}{_DATA}{json.dumps(data, separators=(',', ':'))}"
 
 
 class LineProgress:
-    """Progress as log lines, at most four a second but for the last; a display turns them into bars.
+    """Progress as log lines, at most four a second except the last. A display turns them into bars.
 
-    Who waits tells where it stands again: what came too soon after the line before it is written then.
+    A waiting caller reports its progress repeatedly. So a report that came too soon after the line before it is written
+    later.
     """
 
     def __init__(self) -> None:
@@ -228,30 +278,34 @@ class LineProgress:
         self._last_line: tuple[str, int, int] | None = None
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Log one line, unless it says what the last one did."""
+        """Log one line, unless it equals the line before it or comes too soon after it."""
         now = time.monotonic()
-        if (what, done, total) != self._last_line and (done >= total or now - self._last >= PROGRESS_SECONDS):
+        # `done` may exceed `total`: only an equal one is the last
+        if (what, done, total) != self._last_line and (done == total or now - self._last >= PROGRESS_SECONDS):
             self._last, self._last_line = now, (what, done, total)
             log.info("%s%s", _PROGRESS, json.dumps(self._last_line))
 
 
 class PlainFormatter(logging.Formatter):
-    """Writes a record's lines without control characters: some of what is logged was written by clients."""
+    """Prefixes a record's lines with LOG_MARK and removes control characters: clients wrote some of the text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format the record, keeping its lines."""
-        return "\n".join(plain(line.replace("\t", " ")) for line in super().format(record).split("\n"))
+        """Return the record's lines. A traceback has no mark: displays show it among the lines of other programs."""
+        mark = "" if is_aside(record) else LOG_MARK
+        return mark + plain_lines(super().format(record))
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
 
 
 def read_line(text: str) -> Line | None:
-    """Read a line of ours back; None for one that is meant for people alone."""
+    """Parse a line of Corolla's. Return None for a line that is for people only."""
     if text.startswith(_FOLDER):
         return Folder(Path(text.removeprefix(_FOLDER)))
     if text.startswith(_ERROR):
         return Failure(text.removeprefix(_ERROR))
+    if text.startswith(_CRASH):
+        return Crash(text.removeprefix(_CRASH))
     try:
         if text.startswith(_RESUMED):
             return Resumed(int(text.removeprefix(_RESUMED)))
@@ -259,7 +313,7 @@ def read_line(text: str) -> Line | None:
             return Stopped(int(text.removeprefix(_STOPPED)))
         if text.startswith(_PROGRESS):
             what, done, total = json.loads(text.removeprefix(_PROGRESS))
-            # JSON can hold what a line cannot
+            # JSON can hold control characters
             return Progress(plain(str(what)), int(done), int(total))
     except (ValueError, TypeError):
         return None
@@ -269,12 +323,15 @@ def read_line(text: str) -> Line | None:
 
 
 def read_round(text: str) -> Round | None:
-    """Read the line that ends a round; None for any other, also for one that quotes such data behind another sentence."""
+    """Parse the line that ends a round. Return None for any other line, even if it quotes a round's data."""
     _, mark, data = text.partition(_DATA)
     if not mark:
         return None
     try:
-        found = Round(**json.loads(data))
+        fields: dict[str, Any] = json.loads(data)
+        for name, value in fields.items():
+            fields[name] = tuple(value) if isinstance(value, list) else value
+        found = Round(**fields)
         return found if _write(found) == text else None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -1,18 +1,22 @@
-"""What a client says about itself when it connects: checked before anything is made of it."""
+"""A client's properties: its answer when it connects, checked before use."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fl_app.checksums import HASHES
-from fl_app.errors import plain
+from fl_app.checksums import HASHES, DataHashes, told_hashes
+from fl_app.data.encoding import Encoding
+from fl_app.data.moments import PIXEL, Sums
+from fl_app.errors import counted, plain
 from fl_app.keys import Scalar
-from fl_app.known_names import SCALING
+from fl_app.known_names import CLIENT_NAME, SCALING
 from fl_app.wire import ERROR, FEATURE_TAGS, FEATURES, PRIVATE, WireError
 
 Properties = dict[str, Scalar]
@@ -22,15 +26,29 @@ SAMPLES = ("train-samples", "test-samples")
 _COUNTS = (("in-channels", 1), ("image-size", 1), ("num-classes", 1), *((name, 0) for name in SAMPLES))
 LIST, SEALED = f"{PRIVATE}-list", f"{PRIVATE}-sealed"  # of private runs
 NORMALIZATION = "normalization"
-"""What numbers are shifted, scaled and normalised by, as JSON."""
-_TEXTS = ("class-counts", "class-names", FEATURES, FEATURE_TAGS, *HASHES, NORMALIZATION, LIST, SEALED, ERROR)
+"""How a client's numbers are normalized, shifted and scaled, as JSON."""
+SUMS = "sums"
+"""Exact sums over a site's training samples (fl_app/data/moments.py).
+
+All sites' sums give common mean and deviation.
+"""
+INPUT = "input"
+"""How samples are stored, and how a table's columns become features, as JSON. An exported model reads raw rows by it.
+"""
+_TEXTS = (
+    *("class-counts", "class-names", CLIENT_NAME, FEATURES, FEATURE_TAGS),
+    *(*HASHES, NORMALIZATION, SUMS, INPUT, LIST, SEALED, ERROR),
+)
 _SAMPLE = "input-shape"
-# names of an error's list
+# Most names in an error.
 _MOST_SHOWN = 20
 
 
 class Shape(NamedTuple):
-    """What a model is built with (fl_app/models.py). input_shape: of a sample that is no square image, else empty."""
+    """The arguments that a model is built with (fl_app/models.py).
+
+    input_shape: shape of a sample that is no square image, else empty.
+    """
 
     in_channels: int
     num_classes: int
@@ -44,16 +62,19 @@ class Shape(NamedTuple):
 
 
 def known(answer: Mapping[str, Scalar]) -> Properties:
-    """Return what a client answered, without anything that nobody asked for."""
+    """Return a client's known properties; drop the rest of its answer."""
     names = ("client-id", "num-clients", *(name for name, _ in _COUNTS), _SAMPLE, *_TEXTS)
     return {name: answer[name] for name in names if name in answer}
 
 
 def check(answer: Mapping[str, Scalar], num_clients: int) -> int:
-    """Return a client's id. Raises WireError unless its properties are what CorollaClient.get_properties gives in this run."""
+    """Return a client's id.
+
+    Raises WireError unless its properties have the form that CorollaClient.get_properties gives them in this run.
+    """
     client_id, partitions = answer.get("client-id"), answer.get("num-clients")
     if type(partitions) is not int or partitions != num_clients:
-        raise WireError(f"num-partitions must be the run's {num_clients} clients, got {_short(partitions)}")
+        raise WireError(f"num-partitions must be the run's {counted(num_clients, 'client')}, got {_short(partitions)}")
     if type(client_id) is not int or not 0 <= client_id < num_clients:
         raise WireError(f"partition-id must be in [0, {num_clients}), got {_short(client_id)}")
     for name, low in _COUNTS:
@@ -67,7 +88,7 @@ def check(answer: Mapping[str, Scalar], num_clients: int) -> int:
 
 
 def check_keys(answer: Mapping[str, Scalar], agreed: str | None, num_clients: int) -> None:
-    """Raise WireError unless a client of a private run holds the list of keys that most do, and has sealed one for each client."""
+    """Raise WireError unless a private run's client has most clients' key list, and sealed a key for each client."""
     if not (named := key_list(answer)) or named != agreed:
         raise WireError(
             f"private: its list of all sites' keys is {_short(answer.get(LIST))}, the others' is {_short(agreed)}"
@@ -75,37 +96,100 @@ def check_keys(answer: Mapping[str, Scalar], agreed: str | None, num_clients: in
     if not re.fullmatch(r"[A-Za-z0-9+/=]+(,[A-Za-z0-9+/=]+)*", sealed := str(answer.get(SEALED, "")), re.ASCII) or (
         sealed.count(",") + 1 != num_clients
     ):
-        raise WireError(f"property {SEALED} must be a key for each of {num_clients} clients, got {_short(sealed)}")
+        raise WireError(
+            f"property {SEALED} must be a key for each of {counted(num_clients, 'client')}, got {_short(sealed)}"
+        )
 
 
 def key_list(answer: Mapping[str, Scalar]) -> str | None:
-    """Return which list of keys a client holds, None if it is no such name."""
+    """Return the hash of a client's key list, None if it is malformed."""
     return str(answer[LIST]) if re.fullmatch("[0-9a-f]{64}", str(answer.get(LIST))) else None
 
 
 class Names(NamedTuple):
-    """What a site's features and classes are called; None where it does not say, () where its data name none."""
+    """A site's names of its features and classes. None: it does not send them. (): its data have no names."""
 
     features: tuple[str, ...] | None
     classes: tuple[str, ...] | None
 
 
-def names(answer: Mapping[str, Scalar]) -> Names:
-    """Return what a site calls its features and classes."""
-    return Names(_names(answer.get(FEATURES)), _names(answer.get("class-names")))
+class Told:
+    """A client's answer. Parts that are compared with other clients' answers are parsed once."""
+
+    def __init__(self, answer: Properties) -> None:
+        self.answer = answer
+
+    @cached_property
+    def num_clients(self) -> int | None:
+        """Number of clients that it was configured with (1 to MOST_CLIENTS); None if it is malformed."""
+        value = self.answer.get("num-clients")
+        return value if type(value) is int and 1 <= value <= MOST_CLIENTS else None
+
+    @cached_property
+    def shape(self) -> Shape | None:
+        """Shape of its data, None if it is malformed."""
+        return shape(self.answer)
+
+    @cached_property
+    def hashes(self) -> DataHashes | None:
+        """Hashes that identify its data; None without them."""
+        return told_hashes(self.answer)
+
+    @cached_property
+    def shared_hashes(self) -> DataHashes | None:
+        """Its hashes if its data are a part of a shared data set, else None."""
+        return self.hashes if self.hashes is not None and self.hashes.partition else None
+
+    @cached_property
+    def key_list(self) -> str | None:
+        """Hash of its key list, None if it is malformed."""
+        return key_list(self.answer)
+
+    @cached_property
+    def names(self) -> Names:
+        """Its names of features and classes."""
+        return Names(_names(self.answer.get(FEATURES)), _names(self.answer.get("class-names")))
+
+    @cached_property
+    def tags(self) -> Tags:
+        """Tags of its names, in a private run."""
+        return Tags(self.answer.get("client-id"), str(self.answer.get(FEATURE_TAGS, "")).split(","))
+
+    @property
+    def sums(self) -> Sums | None:
+        """Its sums, None if it sends none. Raises WireError if they are malformed."""
+        if isinstance(self._sums, WireError):
+            raise self._sums
+        return self._sums
+
+    @cached_property
+    def sums_kind(self) -> tuple[int, int] | None:
+        """Number of features in its sums, and their unit; (0, 0) if it sends none, None if they are malformed."""
+        if isinstance(self._sums, WireError):
+            return None
+        return self._sums.kind if self._sums else (0, 0)
+
+    @cached_property
+    def _sums(self) -> Sums | WireError | None:
+        if (text := self.answer.get(SUMS)) is None:
+            return None
+        try:
+            return Sums.from_json(text)
+        except ValueError as error:
+            return WireError(f"property {SUMS}: {error}")
 
 
-def check_names(answer: Mapping[str, Scalar], agreed: Names | None) -> None:
-    """Raise WireError, with both lists, unless a site calls its features and classes as most do, in the same order."""
-    for what, mine, theirs in zip(Names._fields, names(answer), agreed or (), strict=False):
+def check_names(told: Told, agreed: Names | None) -> None:
+    """Raise WireError, with both lists, unless a site names its features and classes as most do, in the same order."""
+    for what, mine, theirs in zip(Names._fields, told.names, agreed or (), strict=False):
         if mine == theirs:
             continue
         if mine is None or theirs is None:
-            # class names are told where the key report-class-counts lets them be
+            # with report-class-counts = false a site may not send class names
             if what == "classes":
                 continue
             raise WireError(
-                f"property {FEATURES} must be a list of names, as most sites give it, got {_short(answer.get(FEATURES))}"
+                f"property {FEATURES} must be a list of names, as most sites give it, got {_short(told.answer.get(FEATURES))}"
             )
         place = next((k for k, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
         first = f" (number {place + 1}: {mine[place]!r}, not {theirs[place]!r})" if place is not None else ""
@@ -113,13 +197,13 @@ def check_names(answer: Mapping[str, Scalar], agreed: Names | None) -> None:
 
 
 class Tags(NamedTuple):
-    """A private run's tags of a client's names of features and classes, one for each client."""
+    """A private run's tags of a client's feature and class names, one for each client."""
 
     client_id: object
     values: list[str]
 
     def alike(self, other: Tags) -> bool:
-        """Tell whether two clients have the same names."""
+        """Return whether two clients have the same names."""
         mine = self._for(other.client_id)
         return mine is not None and mine == other._for(self.client_id)
 
@@ -127,11 +211,6 @@ class Tags(NamedTuple):
         if type(client_id) is not int or not 0 <= client_id < len(self.values):
             return None
         return self.values[client_id] if len(self.values[client_id]) == 64 else None
-
-
-def tags(answer: Mapping[str, Scalar]) -> Tags:
-    """Read a client's tags."""
-    return Tags(answer.get("client-id"), str(answer.get(FEATURE_TAGS, "")).split(","))
 
 
 def _names(text: object) -> tuple[str, ...] | None:
@@ -148,14 +227,8 @@ def _shown(names: Sequence[str]) -> str:
     return plain(", ".join(name[:40] for name in names[:_MOST_SHOWN])) + more if names else "without names"
 
 
-def num_clients(answer: Mapping[str, Scalar]) -> int | None:
-    """Return of how many clients a node says it is one; None if it is no such number."""
-    value = answer.get("num-clients")
-    return value if type(value) is int and 1 <= value <= MOST_CLIENTS else None
-
-
 def shape(answer: Mapping[str, Scalar]) -> Shape | None:
-    """Return the shape of a client's data, None if it is none."""
+    """Return the shape of a client's data, None if it is malformed."""
     values = [answer.get(name) for name in ("in-channels", "num-classes", "image-size")]
     channels, classes, side = (value if type(value) is int and 1 <= value < 2**31 else 0 for value in values)
     sample = answer.get(_SAMPLE, "")
@@ -166,7 +239,7 @@ def shape(answer: Mapping[str, Scalar]) -> Shape | None:
 
 
 def normalization(text: Scalar | None) -> dict[str, list[float]] | None:
-    """Read what a client tells of its numbers (`DatasetInfo.scaling`); None if it tells nothing, or what is no such thing."""
+    """Return a client's normalization (`DatasetInfo.scaling`); None if it is missing or malformed."""
     try:
         told = json.loads(str(text))
         found = {name: [float(value) for value in told[name]] for name in SCALING}
@@ -176,18 +249,56 @@ def normalization(text: Scalar | None) -> dict[str, list[float]] | None:
     return found if fits and all(map(math.isfinite, chain(*found.values()))) else None
 
 
+def input_facts(text: Scalar | None) -> dict[str, Any] | None:
+    """Return the facts about a client's samples (INPUT); None if they are missing or malformed."""
+    try:
+        told = json.loads(str(text))
+        encodings = [dataclasses.asdict(Encoding.from_json(fields)) for fields in told["encodings"]]
+        return {"dtype": str(told["dtype"]), "encodings": encodings, "others": [str(name) for name in told["others"]]}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def check_sums(told: Told, agreed: tuple[int, int] | None, validation: bool = False) -> None:
+    """Raise WireError unless a site's sums can be added to those of most sites.
+
+    validation: whether sites keep samples for validation. The sums include these; `train-samples` does not.
+    """
+    found = told.sums
+    kind = found.kind if found else (0, 0)
+    if agreed is not None and kind != agreed:
+        raise WireError(
+            f"normalize: it has {_scaled_how(kind)}, the others {_scaled_how(agreed)}; set normalize to a value that suits all "
+            "sites, or normalize-over = site"
+        )
+    train = told.answer.get("train-samples")
+    if found is None or type(train) is not int:
+        return
+    if found.count <= train if validation else found.count % max(train, 1):
+        raise WireError(f"property {SUMS} must be over its {train} training samples, got a count of {found.count}")
+
+
+def _scaled_how(kind: tuple[int, int]) -> str:
+    features, unit = kind
+    if not features:
+        return "samples that are not scaled by mean and std"
+    return (
+        f"{features} channels of images of 8 bits" if unit == PIXEL else f"{features} features or channels of numbers"
+    )
+
+
 def describe(shape: Shape | None) -> str:
-    """Say a shape."""
+    """Return a shape in words."""
     return "no known shape" if shape is None else str(shape)
 
 
-def differing_shapes(clients: Iterable[Mapping[str, Scalar]]) -> str:
-    """Say which clients' data have which shape, one line for each; empty if all have the same."""
+def differing_shapes(clients: Iterable[Told]) -> str:
+    """Return a line for each shape with its clients, "" if all clients have the same shape."""
     shapes: dict[Shape, list[int]] = {}
-    for answer in clients:
-        found, client_id = shape(answer), answer.get("client-id")
-        if found is not None and type(client_id) is int:
-            shapes.setdefault(found, []).append(client_id)
+    for told in clients:
+        client_id = told.answer.get("client-id")
+        if told.shape is not None and type(client_id) is int:
+            shapes.setdefault(told.shape, []).append(client_id)
     lines = [
         f"  clients {sorted(ids)}: {describe(s)}" for s, ids in sorted(shapes.items(), key=lambda item: min(item[1]))
     ]

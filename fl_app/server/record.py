@@ -1,4 +1,4 @@
-"""What is recorded of a round and of an evaluation: built, checked and summarized here, as plain JSON-ready tables."""
+"""Records of rounds and evaluations: built, checked and summarized as plain JSON-ready tables."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fl_app.keys import Scalar
 from fl_app.metrics import (
     COUNTED,
     DIGEST_VERSION,
+    ONE_CLASS,
     POOLED,
     UNSEEN,
     Metric,
@@ -30,7 +31,7 @@ from fl_app.metrics import Record as Record
 from fl_app.tasks import ACCURACY
 from fl_app.wire import Upload, WireError
 
-# no metrics
+# Entries of an upload's metrics that belong to the protocol.
 _OF_THE_PROTOCOL = (
     wire.STATE_VERSION,
     wire.STATE_USED,
@@ -46,12 +47,14 @@ def check_upload(
     own: Reports | None = None,
     declared: Mapping[str, Scalar] | None = None,
     version: str = "",
-    headline: Metric = ACCURACY,
+    measured: Sequence[Metric] = (ACCURACY,),
+    validation: bool = False,
 ) -> dict[str, Scalar]:
-    """Return what a client reported with its upload. Raises WireError for numbers that cannot be.
+    """Return the known metrics of an upload. Raises WireError for impossible numbers.
 
-    own: what the method's client half reports. declared: the client's properties, whose samples the upload must have. version: the
-    generation of client state that the message makes; the client's must be this one, or none.
+    own: metrics of the method's client half. declared: the client's properties; the upload must have the same numbers
+    of samples. version: the generation of client state that the message makes; the client must name this one or none.
+    measured, validation: as in `of_training`.
     """
     metrics = upload.metrics
     if type(metrics.get("test-samples")) is not int or not 0 <= int(metrics["test-samples"]) < 2**53:
@@ -62,7 +65,7 @@ def check_upload(
     named = metrics.get(wire.STATE_VERSION, "")
     if version and named not in ("", version):
         raise WireError(f"{wire.STATE_VERSION} must be {version} or empty, got {reprlib.repr(named)}")
-    return known(metrics, of_training(headline), own)
+    return known(metrics, of_training(measured, validation), own)
 
 
 def check_evaluation(
@@ -71,29 +74,31 @@ def check_evaluation(
     declared: Mapping[str, Scalar] | None = None,
     measured: Sequence[Metric] = (ACCURACY,),
     own: Reports | None = None,
+    validation: bool = False,
 ) -> dict[str, Scalar]:
-    """Return what a client reported of an evaluation. Raises WireError for metrics that cannot be, and as `check_upload`."""
+    """Return the known metrics of an evaluation. Raises WireError for impossible metrics, and as `check_upload`."""
     check_samples(declared, None, test_samples)
-    return known(metrics, of_evaluation(measured), own)
+    return known(metrics, (*of_evaluation(measured, validation), ONE_CLASS), own)
 
 
 def check_samples(declared: Mapping[str, Scalar] | None, train_samples: int | None, test_samples: int) -> None:
-    """Raise WireError unless a client has as many samples as it said when it connected."""
+    """Raise WireError unless a client has as many samples as it reported when it connected."""
     for what, name, got in (
         ("num_examples", "train-samples", train_samples),
         ("test-samples", "test-samples", test_samples),
     ):
         if declared is not None and got is not None and got != declared.get(name):
             raise WireError(
-                f"{what} must be the {declared.get(name)} that the client told when it connected, got {got}"
+                f"{what} must be the {declared.get(name)} that the client reported when it connected, got {got}"
             )
 
 
 def known(metrics: Mapping[str, Scalar], table: Iterable[Metric] = (), own: Reports | None = None) -> dict[str, Scalar]:
-    """Return what a client reported, as far as `table` and the method declare it, the versions of its state, why metrics failed.
+    """Return the known metrics of a client: those that `table` and the method declare, and those of the protocol.
 
-    All else would lie in every record and every checkpoint; it is left out, and `own` names it in the log. Raises WireError for a
-    value that is not what it must be.
+    The protocol's are the versions of client state, hashes of models, and the reasons why metrics failed. Other metrics
+    would fill every record and checkpoint; they are dropped, and `own` names them in the log. Raises WireError for a
+    malformed value.
     """
     rows = {metric.name: metric for metric in (*table, *(own.metrics if own else ()))}
     for error in range_errors(metrics, rows):
@@ -122,7 +127,7 @@ def client_row(
     download_bytes: int,
     notes: Mapping[str, object],
 ) -> Record:
-    """A client's entry in a round's record: what it reported, what travelled, what the method noted."""
+    """Return a client's entry in a round's record: metrics, samples, bytes, seconds, and the method's notes."""
     reported = {name: clean(value) for name, value in metrics.items() if name != "state-version"}
     seconds = {k.removeprefix("seconds-"): reported.pop(k) for k in list(reported) if k.startswith("seconds-")}
     counts = {"train-samples": train_samples, "upload-bytes": upload_bytes, "download-bytes": download_bytes}
@@ -136,15 +141,17 @@ def round_record(
     received_bytes: int,
     notes: Mapping[str, object],
     failures: list[Record],
-    headline: Metric = ACCURACY,
+    measured: Sequence[Metric] = (ACCURACY,),
     own: Reports | None = None,
+    validation: bool = False,
 ) -> Record:
-    """A round's record. clients: entries of those whose uploads were used.
+    """Return a round's record.
 
-    sent_bytes, received_bytes: of all downloads and uploads that travelled, of dropped clients and of earlier attempts too.
+    clients: entries of clients with a used upload. sent_bytes, received_bytes: of all downloads and uploads that
+    travelled, also of dropped clients and earlier attempts.
     """
     rows = list(clients.values())
-    record: Record = {"round": round, **reduced(rows, of_training(headline))}
+    record: Record = {"round": round, **reduced(rows, of_training(measured, validation))}
     record |= reduced(rows, COUNTED) | {"download-bytes": sent_bytes, "upload-bytes": received_bytes}
     record |= reduced(rows, own.metrics if own else ())
     record |= {name: clean(value) for name, value in notes.items()}
@@ -152,7 +159,10 @@ def round_record(
 
 
 def reduced(rows: list[Record], table: Iterable[Metric]) -> Record:
-    """Return what a record holds of all clients' numbers; a largest one only if any client has one."""
+    """Return each metric's mean, pooled mean, sum or maximum over all clients.
+
+    Maxima are absent if no client has one.
+    """
     found: Record = {}
     for metric in table:
         if metric.reduce in ("mean", "mean-and-pooled"):
@@ -176,15 +186,17 @@ def evaluation_record(
     failures: list[Record],
     measured: Sequence[Metric] = (ACCURACY,),
     unseen: frozenset[int] = frozenset(),
+    validation: bool = False,
 ) -> Record:
-    """Record of an evaluation of all clients; its digest is None where a client is absent.
+    """Return the record of an evaluation of all clients. Its digest is None if a client is absent.
 
-    unseen: clients that never train. Means are over the others; theirs stand apart. `evaluated` says of how many clients the means
-    are, `expected` of how many they should be, `undefined` which clients' numbers a metric's mean leaves out.
+    unseen: clients that never train. Means are over the other clients; those of unseen clients are kept apart.
+    `evaluated` is the number of clients in the means. `expected` is the number that should be in them. `undefined`
+    lists, by metric, the clients that its mean leaves out.
     """
     rows = {str(i): clients[i] for i in sorted(clients)}
     absent = sorted(set(range(num_clients)) - set(clients))
-    table = of_evaluation(measured)
+    table = of_evaluation(measured, validation)
     record: Record = {"download-bytes": sent_bytes, "failures": failures, "absent": absent, "clients": rows}
     trained = [row for i, row in rows.items() if int(i) not in unseen]
     record |= {"evaluated": len(trained), "expected": num_clients - len(unseen), **reduced(trained, table)}
@@ -197,13 +209,13 @@ def evaluation_record(
 
 
 def undefined(rows: Mapping[str, Record], table: Iterable[Metric]) -> dict[str, list[int]]:
-    """Return by metric the clients that have no number for it, of those that some clients have one for."""
+    """Return, by metric, the clients without a number for it. Metrics that all or no clients have are left out."""
     found = {metric.name: [int(i) for i, row in rows.items() if row.get(metric.name) is None] for metric in table}
     return {name: ids for name, ids in found.items() if 0 < len(ids) < len(rows)}
 
 
 def clean(value: object) -> object:
-    """Return None for NaN and infinities, which JSON does not have; also for those inside of lists and tables."""
+    """Return None for NaN and infinities, which JSON does not have, also inside lists and tables."""
     if isinstance(value, Mapping):
         return {name: clean(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -212,9 +224,10 @@ def clean(value: object) -> object:
 
 
 def mean_and_pooled(rows: list[Record], name: str, squares: bool = False) -> tuple[float | None, float | None]:
-    """Unweighted and test-sample-weighted mean of a metric over the clients that have it, to 12 digits; None if none has.
+    """Return mean and pooled mean of a metric over the clients that have it, to 12 digits; None if no client has it.
 
-    squares: the second is the root of the weighted mean of squares.
+    The mean is unweighted. The pooled mean is weighted by test samples. squares: pool by the root of the weighted mean
+    of squares.
     """
     pairs = [(row[name], row.get("test-samples", 0)) for row in rows if row.get(name) is not None]
     if not pairs:
@@ -234,20 +247,40 @@ def _short(value: float) -> float | None:
 
 
 def digest(clients: Iterable[Mapping[str, object]], version: int = DIGEST_VERSION) -> str:
-    """Sha256 over the 32-byte hashes of the models that clients were evaluated with, in hexadecimal digits.
+    """Return a SHA-256 over the hashes of the models that clients were evaluated with, in hexadecimal digits.
 
-    clients: entries of an evaluation, in client order. Version 2 takes each client's hash of parameters, then that of buffers where
-    its model has any; version 1, of earlier runs, parameters alone. Of models without buffers both are the same.
+    clients: entries of an evaluation, in client order. The hashes are taken as 32 bytes each. Version 2 takes each
+    client's hash of parameters, then its hash of buffers if the model has any. Version 1, of earlier runs, takes
+    parameters only. Both are equal for models without buffers.
     """
     names = (wire.SHA256, wire.BUFFERS_SHA256) if version > 1 else (wire.SHA256,)
     hashes = (str(row[name]) for row in clients for name in names if name in row)
     return hashlib.sha256(b"".join(bytes.fromhex(each) for each in hashes)).hexdigest()
 
 
-def lacking(config: RunConfig, rounds: Sequence[Record]) -> str:
-    """Say what the rounds of a finished run lack: an evaluation's answers, or the final figure; "" if nothing.
+def one_class_line(rounds: Sequence[Record]) -> str:
+    """Return a warning that the final model predicts one class only, with the number of clients; "" if there are none.
 
-    With `report-accuracy = false`, or without any test sample, there is no figure to be had.
+    A client with only test samples of the predicted class reports nothing. It counts only if all reporting clients
+    predict one class.
+    """
+    evaluation: Record = next((r["evaluation"] for r in reversed(rounds) if r.get("evaluation")), {})
+    tested = [row for row in evaluation.get("clients", {}).values() if row.get("test-samples", 1)]
+    told = [row[ONE_CLASS.name] for row in tested if row.get(ONE_CLASS.name) is not None]
+    wrong = sum(value == 1 for value in told)
+    if not wrong:
+        return ""
+    if wrong == len(told):
+        whose = f"all {len(tested)} clients" if len(tested) > 1 else "the only client"
+    else:
+        whose = f"{wrong} of {len(tested)} clients"
+    return f"{whose}: the model predicts the same class for every sample"
+
+
+def lacking(config: RunConfig, rounds: Sequence[Record]) -> str:
+    """Return the missing results of a finished run: an evaluation's answers, or the final figure; "" if none.
+
+    No final figure is expected with `report-accuracy = false`, or without any test sample.
     """
     evaluations: dict[int, Record] = {r["round"]: r["evaluation"] for r in rounds if r.get("evaluation")}
     lines = []
@@ -261,16 +294,23 @@ def lacking(config: RunConfig, rounds: Sequence[Record]) -> str:
         *_, last = evaluations.values()
         tested = {i: row for i, row in last["clients"].items() if row.get("test-samples")}
         causes = [f"client {i}: {row[wire.METRIC_ERRORS]}" for i, row in tested.items() if row.get(wire.METRIC_ERRORS)]
-        why = listed(causes, "; ") or "it is not defined on their test samples, or those that have any are absent"
+        why = (
+            listed(causes, "; ")
+            or "it is not defined on their test samples, or the clients with test samples are absent"
+        )
         if tested or last["absent"]:
             lines.append(
-                f"{figure}: no client that trains has it ({why}); a run without figures has report-accuracy = false"
+                f"{figure}: no client that trains has it ({why}); set report-accuracy = false for a run without figures"
             )
     return "\n".join(lines)
 
 
-def summarize(config: RunConfig, experiment: str, rounds: list[Record]) -> Record:
-    """Summary of a finished run from its rounds."""
+def summarize(config: RunConfig, experiment: str, rounds: list[Record], ended_early: str = "") -> Record:
+    """Return the summary of a finished run from its rounds.
+
+    ended_early: the reason for an end before the last round, "" without one.
+    """
+    early = {"stopped-early": ended_early} if ended_early else {}
     return {
         "method": config.method,
         "dataset": config.dataset,
@@ -280,5 +320,6 @@ def summarize(config: RunConfig, experiment: str, rounds: list[Record]) -> Recor
         "scale": config.scale,
         "experiment": experiment,
         "rounds": len(rounds),
+        **early,
         **outcome(rounds, tasks.measured(config)),
     }

@@ -1,9 +1,12 @@
-"""Replies as they arrive, each by itself: whom it answers is what the SuperLink says, and nothing in it reaches another one.
+"""Replies as they arrive, each fetched by itself, so that a malformed reply affects no other one.
 
-Flower's own Grid fetches all replies that are ready in one call, puts their objects together there, and asks each body whom it
-answers: one malformed object loses all of them, one that is never completed holds all of them up. Here every reply is asked for
-by itself, and its objects are fetched in a thread of its own, before its own deadline. That needs Flower's internals
-(`superlink.py`); where these are not as expected Flower's own way is taken, once said in the log.
+Flower's own Grid fetches all replies that are ready in one call, assembles their objects there, and reads from each
+body which message it answers. One malformed object loses all replies; an incomplete one holds all of them up. Here each
+reply is requested by itself, and its objects are fetched in a separate thread, before its own deadline. The SuperLink,
+not the reply's body, states which message the reply answers.
+
+This needs Flower's internals (`superlink.py`). If they are not as expected, Flower's own way is used, and the log
+reports it once.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -21,22 +25,24 @@ from flwr.serverapp import Grid
 
 from fl_app.errors import describe
 from fl_app.server import superlink
+from fl_app.server.inprocess import InProcessGrid
 from fl_app.wire import WireError, one_line
 
-# how many times as long as a look at all expected replies took, none is taken: at most a quarter of the time goes there
+# After scanning all expected replies, pause three times as long as the scan took: scans take at most a quarter of the time.
 _REST = 3
-# Seconds that fetching a reply's objects may take, at least.
+# Least time to fetch a reply's objects, in seconds.
 _FETCH_SECONDS = 10.0
 
-# characters of what Flower says about what it cannot read
+# Most characters of Flower's error about a malformed reply.
 _SHORT = 160
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a message: its reply's content, or the cause why there is none.
+    """The outcome of a message: its reply's content, or the cause if there is none.
 
-    kind: "error": the node or the SuperLink says so; "malformed": it cannot be read; "late": it is not there in time.
+    kind: "error": the node or the SuperLink reports one. "malformed": the reply cannot be read. "late": it did not
+    arrive in time.
     """
 
     message_id: str
@@ -46,29 +52,31 @@ class Answer:
 
     @property
     def reason(self) -> str:
-        """The cause, of an error without its code."""
+        """The cause, without the code of an error."""
         return self.cause.partition(": ")[2] if self.kind == "error" else self.cause
 
 
 class Inbox:
-    """The replies that are expected, and those that have come. link: the grid's way to each one by itself, if it has one."""
+    """Expected and received replies. link: the grid's access to single replies, None if it has none."""
 
     def __init__(self, grid: Grid, link: superlink.SuperLink | None = None) -> None:
         self._grid = grid
         self._link = link
-        # message id -> timeout, deadline, both in seconds
-        self._expected: dict[str, tuple[float, float]] = {}
+        # Whether to pause between scans. In one process a scan makes the replies, so there is no pause.
+        self._rests = not isinstance(grid, InProcessGrid)
+        # message id -> timeout, deadline, both in seconds; the first is found at once, even after many removals
+        self._expected: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._fetching: set[str] = set()
         self._received: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        # when the next look may be taken
+        # earliest time of the next scan
         self._rested = 0.0
 
     def expect(self, message_id: str, timeout: float) -> None:
-        """Wait for the reply to a message for `timeout` seconds from now."""
+        """Expect the reply to a message for `timeout` seconds from now."""
         self._expected[message_id] = timeout, time.monotonic() + timeout
 
     def forget(self, message_id: str) -> None:
-        """Wait for a reply no more."""
+        """Stop expecting a reply."""
         self._expected.pop(message_id, None)
         self._fetching.discard(message_id)
 
@@ -78,12 +86,16 @@ class Inbox:
         return bool(self._fetching)
 
     def take(self, wait: float) -> list[Answer]:
-        """Return the answers that have come, or if there are none those that are late; wait up to `wait` seconds for one."""
+        """Return the answers that have arrived, or else the late ones; wait up to `wait` seconds for one."""
         if self._expected:
             self._look()
         answers = self._drain(0)
         if not answers:
-            late = [name for name, (_, deadline) in self._expected.items() if time.monotonic() >= deadline]
+            now = time.monotonic()
+            late = [name for name, (_, deadline) in self._expected.items() if now >= deadline]
+            # without a link, replies come only by a scan
+            if self._link is None and now < self._rested:
+                wait = min(wait, self._rested - now)
             answers = [self._late(name) for name in late] or self._drain(wait)
         for answer in answers:
             self.forget(answer.message_id)
@@ -95,7 +107,10 @@ class Inbox:
         return Answer(message_id, None, f"{what} within {timeout:g} s", "late")
 
     def _drain(self, wait: float) -> list[Answer]:
-        """Take what is in the queue, after up to `wait` seconds; replies that nobody waits for any more are left out."""
+        """Return the answers in the queue, after up to `wait` seconds.
+
+        Replies that are not expected any more are left out.
+        """
         found: list[Answer] = []
         with contextlib.suppress(queue.Empty):
             found.append(self._received.get(timeout=wait) if wait else self._received.get_nowait())
@@ -104,18 +119,22 @@ class Inbox:
         return [answer for answer in found if answer.message_id in self._expected]
 
     def _look(self) -> None:
-        """Ask for the replies that are expected and not on their way."""
-        if self._link is None:
-            for message in self._grid.pull_messages(list(self._expected)):
-                name = str(message.metadata.reply_to_message_id)
-                self._received.put(_answer(name, lambda message=message: message))  # type: ignore[misc]
-            return
+        """Ask for expected replies that are not being fetched, unless the last scan was too recent."""
         started = time.monotonic()
         if started < self._rested:
             return
-        for name, (_, deadline) in list(self._expected.items()):
-            if name not in self._fetching:
-                self._look_for(self._link, name, deadline)
+        if self._link is None:
+            found = list(self._grid.pull_messages(self._expected.keys()))
+            for message in found:
+                name = str(message.metadata.reply_to_message_id)
+                self._received.put(_answer(name, lambda message=message: message))  # type: ignore[misc]
+            # after a scan that found nothing, `take` waits
+            if not found or not self._rests:
+                return
+        else:
+            for name, (_, deadline) in list(self._expected.items()):
+                if name not in self._fetching:
+                    self._look_for(self._link, name, deadline)
         now = time.monotonic()
         self._rested = now + _REST * (now - started)
 
@@ -124,12 +143,12 @@ class Inbox:
             found = link.find(name)
         except superlink.RUN_ENDED:
             raise
-        except Exception as error:  # what the SuperLink says of this reply, and of no other one, cannot be read
+        except Exception as error:  # the SuperLink's announcement of this reply cannot be read
             self._received.put(_malformed(name, error))
             return
         if found is not None:
             self._fetching.add(name)
-            # what had come before anybody looked still has time to be fetched
+            # a reply that arrived before this scan still has time to be fetched
             timeout, _ = self._expected[name]
             deadline = max(deadline, time.monotonic() + _FETCH_SECONDS)
             self._expected[name] = timeout, deadline
@@ -143,7 +162,7 @@ class Inbox:
 
 
 def _answer(name: str, fetch: Callable[[], Message]) -> Answer:
-    """Fetch and read one reply; whatever is wrong with it is its own affair."""
+    """Fetch and read one reply. Any error but TimeoutError makes this reply malformed, and affects no other one."""
     try:
         message = fetch()
         if message.has_error():

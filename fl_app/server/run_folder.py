@@ -10,6 +10,7 @@ import json
 import logging
 import lzma
 import os
+import shutil
 import tarfile
 import time
 import zlib
@@ -23,12 +24,16 @@ from fl_app import plugins, tasks
 from fl_app.checksums import HASHES, DataHashes, sha256_of, shown, told_hashes
 from fl_app.config import RunConfig, scheduled
 from fl_app.config.rules import split_names
-from fl_app.errors import UserError, listed, plain
-from fl_app.figures import Figure, to_json
+from fl_app.errors import UserError, counted, listed, plain
+from fl_app.figures import Figure, from_json, to_json
 from fl_app.files import FILE_MODE, explain_full_disk, lock, make_directory, opener, publish_text
 from fl_app.keys import Scalar, own, show, table_of
+from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
 from fl_app.machine import made_with
+from fl_app.server import client_rows, matrices
+from fl_app.server.client_rows import EVALUATION, TRAINING, RowFiles, RowWriter
+from fl_app.sources import NODE, PLACES, anchored, path_in
 from fl_app.toml import flatten, parse_toml, to_toml
 
 log = logging.getLogger("corolla")
@@ -39,7 +44,7 @@ METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 RUN = "run.json"
 CLIENTS = "clients.json"
-# This file asks the run to end after its round.
+# A run that finds this file ends after its round.
 STOP = "stop"
 # copies of the user's own files that the run uses
 PLUGINS = "plugins"
@@ -47,51 +52,69 @@ MODELS = "models"
 # Keys of run.json.
 STATE_REMOVED, SHAPE, FROZEN, TESTED, MADE_WITH = "state-removed", "shape", "frozen-sha256", "tested", "made-with"
 DATA, INITIAL_WEIGHTS = "data", "initial-weights-sha256"
-# Of data that all clients of a run share; a client that holds its own has its hash in clients.json.
-DATA_HASH, PARTITION_HASH, NORMALIZED_BY = "sha256", "partition-sha256", "normalization"
-# of clients.json
-CLIENT_HASH = HASHES[0]
-ROUNDS, TUNING_RATE = "num-server-rounds", "finetune-learning-rate"
+# Keys of the table `data`. It has hashes only of shared data: clients.json has those of clients with their own data.
+DATA_HASH, PARTITION_HASH, NORMALIZED_BY, READ_BY = "sha256", "partition-sha256", "normalization", "input"
+# Keys of clients.json.
+CLIENT_HASH, NAME = HASHES[0], "name"
+ROUNDS, TUNING_RATE, NORMALIZED_OVER = "num-server-rounds", "finetune-learning-rate", "normalize-over"
 # instead of config.toml, run.json and metrics.jsonl in a collected run (corolla/experiments/collect.py)
 PACKED = "run.tar.xz"
-# characters of a class's name
+# Most characters in the name of a class or a client.
 LONGEST_NAME = 200
 
 
 class RunFolder:
-    """One run's folder; every write is whole or not at all. starts: how often the run was resumed."""
+    """One run's folder. Files are replaced atomically.
 
-    def __init__(self, path: Path, experiment: str, starts: int = 0) -> None:
+    metrics.jsonl grows by a line per round. A crash can leave half a line, which readers skip.
+
+    starts: how often the run was resumed. num_clients: clients of the run. Above `client_rows.MOST`, their rows are not
+    in metrics.jsonl (see client_rows). figures: the figures that the method declares.
+    """
+
+    def __init__(
+        self, path: Path, experiment: str, starts: int = 0, num_clients: int = 0, figures: Sequence[Figure] = ()
+    ) -> None:
         self.path = path
         self.experiment = experiment
         self.starts = starts
+        self.figures = tuple(figures)
+        self._too_large: set[str] = set()
+        self._rows = RowWriter(path) if num_clients > client_rows.MOST else None
 
     @classmethod
     def create(
         cls, config: RunConfig, experiment: str, figures: Sequence[Figure] = (), facts: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """Create `output-dir/<run-name>`. figures: what the method declares, for reports, which need no method then; facts: more
-        that run.json tells.
+        """Create `output-dir/<run-name>`.
 
-        Raises UserError if it exists already or cannot be created.
+        figures: the figures that the method declares. run.json keeps them, so that reports do not need the method.
+        facts: further entries of run.json.
+
+        Raises UserError if the folder exists and must not be overwritten, or if it cannot be created.
         """
         files = plugins.read(config.plugins)
-        for name in folder_names(config):
-            path = folder_of(config, name)
-            try:
-                make_directory(path, exist_ok=False)
-                break
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
-        else:
-            raise _taken(path)
-        folder = cls(path, experiment)
-        with explain_full_disk("output-dir", path):
-            folder.lock()
-            plugins.write(files, path / PLUGINS)
-        folder.write_config(config, {"run-name": name})
+        if config.overwrite:
+            check_free(config)
+        with _replaced(config):
+            for name in folder_names(config):
+                path = folder_of(config, name)
+                try:
+                    make_directory(path, exist_ok=False)
+                    break
+                except FileExistsError:
+                    continue
+                except OSError as error:
+                    raise UserError(f"output-dir: cannot create {path}: {error.strerror}") from None
+            else:
+                raise _taken(path)
+            folder = cls(path, experiment, num_clients=config.num_clients, figures=figures)
+            with explain_full_disk("output-dir", path):
+                folder.lock()
+                plugins.write(files, path / PLUGINS)
+                if folder._rows:
+                    folder._rows.begin()
+            folder.write_config(config, {"run-name": name, "overwrite": False})
         about = {
             "experiment": experiment,
             "starts": 0,
@@ -108,9 +131,10 @@ class RunFolder:
 
     @classmethod
     def resume(cls, config: RunConfig) -> RunFolder:
-        """Open the folder of a run to continue it; nothing is changed before `continue_with`.
+        """Open a run's folder to continue it. The folder does not change before `continue_with`.
 
-        Raises UserError if it is no run folder, or if a key differs that must not change.
+        Raises UserError if it is no run folder, if the run cannot be continued, or if another process runs it. Raises
+        UserError also if a key differs that must not change.
         """
         path = Path(config.resume)
         check_state(path)
@@ -118,71 +142,110 @@ class RunFolder:
         plugins.read(config.plugins)
         try:
             run = json.loads((path / RUN).read_text(encoding="utf-8"))
-            folder = cls(path, str(run["experiment"]), int(run["starts"]) + 1)
+            figures = from_json(run.get("figures", []))
+            folder = cls(path, str(run["experiment"]), int(run["starts"]) + 1, config.num_clients, figures)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"resume: {path / RUN} cannot be read: {error!r}") from None
         folder.lock()
         return folder
 
     def lock(self) -> None:
-        """Hold the folder for this process. Raises UserError if another one still runs it."""
-        try:
-            self._lock = lock(self.path / LOCK, wait=False)
-        except BlockingIOError:
-            raise UserError(f"{self.path} is still being run by another process; end that first") from None
+        """Lock the folder for this process. Raises UserError if another process still runs it."""
+        self._lock = _held(self.path)
 
     def close(self) -> None:
-        """Let others have the folder."""
+        """Unlock the folder, and remove a request to stop."""
         self.forget_stop()
         self._lock.close()
 
     def asked_to_stop(self) -> bool:
-        """Tell whether somebody wants the run to end after this round (see `ask_to_stop`)."""
+        """Return whether the run is to end after this round (see `ask_to_stop`)."""
         return (self.path / STOP).is_file()
 
     def forget_stop(self) -> None:
-        """Remove what asks the run to stop: it has stopped, or goes on."""
+        """Remove a request to stop."""
         with contextlib.suppress(OSError):
             (self.path / STOP).unlink()
 
     def continue_with(self, config: RunConfig) -> None:
-        """Record a resumed start, the keys that changed, and with what it goes on if that is something else."""
+        """Record a resumed start: the changed keys, and this machine's versions and CPU if they changed."""
         self.forget_stop()
-        # older runs: {}, nobody knows
+        # runs of earlier versions have none: {} means unknown
         made, now = read_about(self.path).get(MADE_WITH, [{}]), made_with()
         made = made if made[-1] == now else [*made, now]
         self.note(experiment=self.experiment, starts=self.starts, **{MADE_WITH: made})
-        self.write_config(config, {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": ""})
+        self.write_config(
+            config, {"output-dir": str(self.path.parent), "run-name": self.path.name, "resume": "", "overwrite": False}
+        )
 
     def write_config(self, config: RunConfig, places: Mapping[str, Scalar]) -> None:
-        """Write config.toml: the keys that bear on the run, none of other methods' tables. places: keys about this folder."""
+        """Write config.toml: the keys that affect the run, without other methods' tables.
+
+        places: keys that name this folder.
+        """
         self.write(CONFIG, to_toml(own({**config.resolved, **places}, config.method)))
 
     def rewind(self, round: int, record: Mapping[str, Any]) -> None:
-        """Cut metrics.jsonl after a round, whose line is `record` (empty for round 0); the run is not complete any more."""
+        """Delete the records after a round, and the summary.
+
+        record: the record of that round, empty for round 0. It replaces the round's line in metrics.jsonl.
+        """
         (self.path / SUMMARY).unlink(missing_ok=True)
-        lines = [json.dumps(r, allow_nan=False) for r in read_metrics(self.path) if r["round"] < round]
-        lines += [json.dumps(record, allow_nan=False)] if record else []
+        line, parts = self._parted(record)
+        lines = [json.dumps(r, allow_nan=False) for r in _read_lines(self.path) if r["round"] < round]
+        lines += [json.dumps(line, allow_nan=False)] if line else []
+        with explain_full_disk("output-dir", self.path):
+            matrices.cut(self.path, round)
+            if self._rows:
+                self._rows.cut(round, parts)
         self.write(METRICS, "".join(line + "\n" for line in lines))
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append one round to metrics.jsonl."""
-        line = json.dumps(record, allow_nan=False) + "\n"
+        """Append a round to metrics.jsonl. Clients' rows that are kept elsewhere are written first."""
+        line, parts = self._parted(record)
+        text = json.dumps(line, allow_nan=False) + "\n"
         with explain_full_disk("output-dir", self.path):
+            if self._rows:
+                self._rows.append(int(record["round"]), parts)
             with open(self.path / METRICS, "a", encoding="utf-8", opener=opener) as file:
-                file.write(line)
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
 
-    def write_clients(self, properties: Mapping[int, Mapping[str, Scalar]]) -> None:
-        """Write clients.json, per client its training and test samples, and its class counts if it tells them.
+    def keep_matrices(self, round: int, ids: Sequence[int], found: Mapping[str, matrices.Between]) -> None:
+        """Write the matrices between clients that the round's method noted.
 
-        Clients known from before and absent from `properties` stay. The classes' names go into run.json.
+        A matrix that is too large is left out, and logged once by name. ids: the round's clients in order. The round's
+        checkpoint must be written later: a resumed run does not write these matrices again.
+        """
+        with explain_full_disk("output-dir", self.path):
+            larger = matrices.save(self.path, round, ids, found)
+        for name in larger:
+            if name not in self._too_large:
+                self._too_large.add(name)
+                size = " x ".join(map(str, found[name].values.shape))
+                log.info("%s of %s clients is not recorded: the limit is %d numbers", name, size, matrices.LARGEST)
+
+    def _parted(self, record: Mapping[str, Any]) -> tuple[dict[str, Any], client_rows.Parts]:
+        """Return a round's line of metrics.jsonl, and the clients' rows that are kept elsewhere."""
+        if not self._rows or not record:
+            return dict(record), {}
+        parts = {TRAINING: record["clients"]}
+        line = {name: value for name, value in record.items() if name != "clients"}
+        if "evaluation" in line:
+            parts[EVALUATION] = line["evaluation"]["clients"]
+            line["evaluation"] = {name: value for name, value in line["evaluation"].items() if name != "clients"}
+        return line, parts
+
+    def write_clients(self, properties: Mapping[int, Mapping[str, Scalar]]) -> None:
+        """Write clients.json: each client's sample counts, and its name and class counts if it sends them.
+
+        Clients that are absent from `properties` keep their earlier entries. The classes' names go into run.json.
         """
         about = read_about(self.path)
         every = (tuple(class_names_of(properties[i])) for i in sorted(properties))
         counted = Counter(names for names in every if names)
-        # what most clients say; of several that as many say, the first
+        # the names that most clients send; in a tie, those that come first
         names = list(counted.most_common(1)[0][0]) if counted else about.get("classes")
         if names != about.get("classes"):
             self.note(classes=names)
@@ -200,11 +263,14 @@ class RunFolder:
         self.write(RUN, json.dumps({**read_about(self.path), **facts}) + "\n")
 
     def note_state_removed(self) -> None:
-        """Note that the clients' state is removed now: the run cannot be continued any more."""
+        """Record that the clients have removed their state: the run cannot be resumed any more."""
         self.note(**{STATE_REMOVED: True})
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json; its presence says that the run is complete."""
+        """Write summary.json. A run with this file is complete."""
+        if self._rows:
+            with explain_full_disk("output-dir", self.path):
+                self._rows.close()
         self.write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
     def save_model(self, name: str, layout: Layout, model: Model) -> None:
@@ -218,7 +284,7 @@ class RunFolder:
 
 
 def ask_to_stop(run: Path) -> bool:
-    """Ask whoever runs this folder to end after its round; tell whether the folder is on this machine."""
+    """Ask a run to end after its round. Return False if its folder is not on this machine or cannot be written to."""
     try:
         if not (run / RUN).is_file():
             return False
@@ -229,22 +295,75 @@ def ask_to_stop(run: Path) -> bool:
 
 
 def folder_of(config: RunConfig, name: str) -> Path:
-    """Where the folder of a run of this name lies."""
+    """Return the path of the folder of a run with this name."""
     return Path(config.output_dir).expanduser().resolve() / name
 
 
 def check_free(config: RunConfig) -> None:
-    """Raise UserError if a run's folder is there already; for the server's own machine, before anything is started."""
-    if config.run_name and (path := folder_of(config, config.run_name)).exists():
+    """Raise UserError if the run's folder exists, unless it may be overwritten. Call this on the server's machine.
+
+    `overwrite` needs a `run-name`. A folder is never overwritten if it is no run folder, if a process runs it, or if it
+    holds an input of the new run.
+    """
+    if config.overwrite and not config.run_name:
+        raise UserError("overwrite: needs the run-name of the run to remove")
+    path = folder_of(config, config.run_name)
+    if not config.run_name or not path.exists() and not path.is_symlink():
+        return
+    if not config.overwrite:
         raise _taken(path)
+    if path.is_symlink() or not _is_whole_run(path):
+        raise UserError(f"overwrite: {path} is no run folder; choose another run-name, or remove it yourself")
+    for key, value in anchored(config.resolved, Path()).items():
+        where = value if key in PLACES else path_in(key, str(value))
+        if where and Path(str(where)).is_relative_to(path):
+            raise UserError(f"overwrite: {key} lies in {path}, which would be removed: {where}")
+    _held(path).close()
+
+
+def _held(path: Path) -> IO[bytes]:
+    """Lock a run folder until the result is closed. Raises UserError if another process runs it."""
+    try:
+        return lock(path / LOCK, wait=False)
+    except BlockingIOError:
+        raise UserError(f"{path} is still being run by another process; end that first") from None
+
+
+def _is_whole_run(path: Path) -> bool:
+    """Return whether a run wrote this folder: its run.json names an experiment, and it holds no other runs."""
+    inside = any(is_run(folder) for folder in path.glob("*/"))
+    return is_run(path) and "experiment" in read_about(path) and not inside
+
+
+@contextmanager
+def _replaced(config: RunConfig) -> Iterator[None]:
+    """Move the run to be overwritten aside. Delete it at the end of the block, or put it back after an error."""
+    path = folder_of(config, config.run_name)
+    if not config.overwrite or not path.exists():
+        yield
+        return
+    aside = path.with_name(f".{path.name}.overwritten-{os.getpid()}")
+    with _held(path):
+        path.rename(aside)
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(path, ignore_errors=True)
+            aside.rename(path)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+    log.info("%s was overwritten: the earlier run is removed", path)
 
 
 def _taken(path: Path) -> UserError:
-    return UserError(f"run-name: {path} exists already; choose another name or remove it")
+    return UserError(f"run-name: {path} exists already; choose another name or remove it; --overwrite replaces it")
 
 
 def folder_names(config: RunConfig) -> Iterator[str]:
-    """Yield the names a run's folder may have: `run-name`, or time, method and data set, with a number if others started then."""
+    """Yield the possible names of a run's folder: `run-name`, or else time, method, data set and seed.
+
+    Without `run-name`, a number from 2 is added if the name is taken.
+    """
     if config.run_name:
         yield config.run_name
         return
@@ -258,16 +377,16 @@ def folder_names(config: RunConfig) -> Iterator[str]:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a folder is a run's, as the run wrote it or as it was collected."""
+    """Return whether a folder is a run's, as the run wrote it or as it was collected."""
     return any((folder / name).is_file() for name in (CONFIG, PACKED))
 
 
 @contextmanager
 def open_file(run: Path, name: str) -> Iterator[IO[bytes]]:
-    """Open a file of a run folder for reading, wherever it is: by itself, or compressed in a collected run.
+    """Open a file of a run folder for reading, whether it is plain or compressed in a collected run.
 
-    Raises FileNotFoundError if the run has no such file, and ValueError, also while it is read, if what it is compressed in is
-    damaged or ends early; whatever comes before that can be read.
+    Raises FileNotFoundError if the run has no such file. Raises ValueError, also during reading, if the compressed file
+    is damaged or ends early. Everything before the damage can be read.
     """
     plain, archive, compressed = run / name, run / PACKED, run / f"{name}.gz"
     try:
@@ -287,9 +406,9 @@ def open_file(run: Path, name: str) -> Iterator[IO[bytes]]:
 
 
 def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
-    """Return a file of an archive. Raises FileNotFoundError if there is none of that name.
+    """Return a file of an archive. Raises FileNotFoundError if the archive has none of that name.
 
-    Members are asked one after the other: a look-up by name reads the whole archive first, which fails if its end is missing.
+    The members are tried in turn. A look-up by name would read the whole archive first, and fail if its end is missing.
     """
     for member in archive:
         file = archive.extractfile(member) if member.name == name else None
@@ -299,16 +418,18 @@ def _member(archive: tarfile.TarFile, name: str) -> IO[bytes]:
 
 
 def read_file(run: Path, name: str) -> bytes:
-    """Read a file of a run folder; raises as `open_file` does."""
+    """Return the content of a file of a run folder. Raises as `open_file` does."""
     with open_file(run, name) as file:
         return file.read()
 
 
 def read_config(run: Path) -> dict[str, Scalar]:
-    """Read a run folder's resolved config, flat. Raises UserError if there is none.
+    """Return a run folder's resolved config, flat. Raises UserError if there is none.
 
-    Folders of earlier versions also hold the tables of other methods, and the key `tensorboard`; here it is part of `track`. Such
-    runs fine-tuned at the round's learning rate: their `finetune-learning-rate` is that of the last round.
+    Configs of earlier versions are converted. Their key `tensorboard` becomes part of `track`. Their runs fine-tuned at
+    the round's learning rate, so `finetune-learning-rate` is set to that of the last round. Their `normalize-over` is
+    `sites` if clients shared a data set, and `site` if each had its own. Their files also hold the tables of other
+    methods.
     """
     try:
         saved: dict[str, Scalar] = flatten(parse_toml(read_file(run, CONFIG), run / CONFIG))
@@ -321,23 +442,39 @@ def read_config(run: Path) -> dict[str, Scalar]:
         saved["track"] = ",".join(dict.fromkeys((*trackers, "tensorboard")))
     if saved.get("finetune-epochs") and TUNING_RATE not in saved:
         saved[TUNING_RATE] = _tuning_rate_before(saved)
+    if saved.get("normalize") == "mean-std" and NORMALIZED_OVER not in saved:
+        hidden = saved.get("private") or saved.get("dp-epsilon")
+        before, now = ("site" if saved["dataset"] == NODE else "sites"), ("site" if hidden else "sites")
+        # set only if the default would change the run
+        saved |= {NORMALIZED_OVER: before} if before != now else {}
     return saved
 
 
 def _tuning_rate_before(saved: Mapping[str, Any]) -> float:
-    """Return the learning rate of the last evaluation's fine-tuning in a run without the key; 0, the default, if undecayed."""
+    """Return the fine-tuning rate of a run without that key: the last round's learning rate.
+
+    Return 0, the default, if the learning rate did not decay.
+    """
     rounds = saved[ROUNDS]
     factor = scheduled(saved.get("schedule", "constant"), saved.get("learning-rate-decay", 1.0), rounds, rounds)
     return 0.0 if factor == 1 else float(saved["learning-rate"] * factor)
 
 
-def check_unchanged(run: Path, config: RunConfig) -> None:
-    """Raise UserError if `run` is no run folder, or if a key differs from it that must not change on resume.
+def refuse_fewer_rounds(config: RunConfig, done: int, may_be_equal: bool = True) -> None:
+    """Raise UserError if a run has more rounds than `num-server-rounds`. may_be_equal: accept as many rounds."""
+    if done > config.num_server_rounds or (done == config.num_server_rounds and not may_be_equal):
+        raise UserError(
+            f"num-server-rounds: the run has {counted(done, 'round')} already, got {config.num_server_rounds}"
+        )
 
-    The number of rounds is one of these where a key's meaning depends on it: a cosine schedule, a budget of privacy. The content
-    of the file of `initial-weights` must not change either.
+
+def check_unchanged(run: Path, config: RunConfig) -> None:
+    """Raise UserError if `run` is no run folder, or if a key differs that must not change on resume.
+
+    The number of rounds must not change if the meaning of a key depends on it: a cosine schedule, a privacy budget. The
+    content of the file `initial-weights` must not change either.
     """
-    # a key newer than the run had its default
+    # a key that is newer than the run had its default value
     saved = {**config.defaults, **read_config(run)}
     changed = [
         f"  {key.name}: {saved.get(key.name)!r} in the run, now {value!r}"
@@ -355,18 +492,21 @@ def check_unchanged(run: Path, config: RunConfig) -> None:
 
 
 def check_state(run: Path) -> None:
-    """Raise UserError if a finished run is to be continued whose clients removed their state, or planned a budget for it."""
+    """Raise UserError if a finished run cannot continue.
+
+    That is so if its clients removed their state, or if its privacy budget was planned for its rounds.
+    """
     if read_config(run).get("dp-epsilon") and (run / SUMMARY).exists():
-        raise UserError(f"resume: {run} is finished: dp-epsilon was planned for its rounds")
+        raise UserError(f"resume: {run} is finished, and its dp-epsilon was planned for no more rounds")
     if read_about(run).get(STATE_REMOVED):
         raise UserError(
-            f"resume: the clients of {run} removed their state when it ended, so that it cannot be continued; "
-            "a run started with keep-state = true can"
+            f"resume: the clients of {run} removed their state when it ended; only a run started with keep-state = true can "
+            "be continued"
         )
 
 
 def _check_weights(run: Path, config: RunConfig) -> None:
-    """Raise UserError if the file of `initial-weights` has changed since a run started."""
+    """Raise UserError if the file `initial-weights` has changed since the run started."""
     began, path = read_about(run).get(INITIAL_WEIGHTS), Path(config.initial_weights)
     if began and config.initial_weights and path.is_file() and (now := sha256_of(path)) != began:
         raise UserError(
@@ -376,15 +516,18 @@ def _check_weights(run: Path, config: RunConfig) -> None:
 
 
 def check_data(run: Path, found: DataHashes) -> None:
-    """Raise UserError if the data that all clients share are not those that a run started with."""
+    """Raise UserError if the data that all clients share differ from those that the run started with."""
     if differs := found.difference(read_hashes(run).get(None, found)):
         raise UserError(
-            f"resume: since the run started its {differs} has changed; put the old data back, or start a new run"
+            f"resume: its {differs} has changed since the run started; put the old data back, or start a new run"
         )
 
 
 def read_hashes(run: Path) -> dict[int | None, DataHashes]:
-    """Read the hashes of the data that a run started with: by client where each holds its own, else under None."""
+    """Return the hashes of the data that a run started with.
+
+    The keys are the ids of clients with their own data. The hash of shared data is under None.
+    """
     data = read_about(run).get(DATA, {})
     found: dict[int | None, DataHashes] = {
         int(i): DataHashes(str(facts[CLIENT_HASH]), "")
@@ -397,7 +540,23 @@ def read_hashes(run: Path) -> dict[int | None, DataHashes]:
 
 
 def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rounds of a run folder; lines that are none, such as half a line after a crash, are skipped and logged."""
+    """Yield the rounds of a run folder. Other lines, such as half a line after a crash, are skipped and logged.
+
+    Clients' rows in separate files (client_rows) are read on first access. `clients` is then a mapping that raises
+    UserError if they are damaged.
+    """
+    files = RowFiles(run)
+    apart = files.exist
+    for record in _read_lines(run):
+        if apart:
+            for part, table in ((TRAINING, record), (EVALUATION, record.get("evaluation"))):
+                if table is not None and "clients" not in table:
+                    table["clients"] = files.of(record["round"], part)
+        yield record
+
+
+def _read_lines(run: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rounds of metrics.jsonl, without rows from separate files."""
     for number, line in enumerate(_lines(run, METRICS), 1):
         try:
             record = json.loads(line.decode("utf-8", "replace"))
@@ -410,7 +569,7 @@ def read_metrics(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def _lines(run: Path, name: str) -> Iterator[bytes]:
-    """Yield the lines of a file of a run folder, none if there is none, as far as it can be read."""
+    """Yield the lines of a file of a run folder, as far as it can be read; none if there is no file."""
     try:
         with open_file(run, name) as file:
             yield from file
@@ -431,7 +590,10 @@ _PARTS: dict[str, type] = {
 
 
 def _is_record(record: Any) -> bool:
-    """Tell whether a line of metrics.jsonl is a round's, as far as its readers rely on it; any part may be missing."""
+    """Return whether a line of metrics.jsonl is a round's record, as far as readers rely on it.
+
+    Any part may be missing.
+    """
     if not isinstance(record, dict) or type(record.get("round")) is not int or record["round"] < 1:
         return False
     if not all(isinstance(record[name], kind) for name, kind in _PARTS.items() if name in record):
@@ -447,8 +609,10 @@ def _is_record(record: Any) -> bool:
 
 
 def client_facts(client_id: int, properties: Mapping[str, Scalar]) -> dict[str, Any]:
-    """What clients.json keeps of a client's properties; malformed class counts are dropped and logged."""
+    """Return a client's entry in clients.json. Malformed class counts are dropped and logged."""
     facts: dict[str, Any] = {name: properties.get(name) for name in ("train-samples", "test-samples")}
+    if name := name_of(properties):
+        facts[NAME] = name
     if (hashes := told_hashes(properties)) and not hashes.partition:
         facts[CLIENT_HASH] = hashes.data
     text = str(properties.get("class-counts", ""))
@@ -462,8 +626,13 @@ def client_facts(client_id: int, properties: Mapping[str, Scalar]) -> dict[str, 
     return facts
 
 
+def name_of(properties: Mapping[str, Scalar]) -> str:
+    """Return a client's name from its properties, "" if it has none."""
+    return plain(str(properties.get(CLIENT_NAME, ""))).strip()[:LONGEST_NAME]
+
+
 def class_names_of(properties: Mapping[str, Scalar]) -> list[str]:
-    """Read the names of the classes from a client's properties; empty if there is not one for each."""
+    """Return the names of the classes from a client's properties, [] unless there is one for each class."""
     try:
         names = json.loads(str(properties.get("class-names", "[]")))
     except (ValueError, RecursionError):
@@ -477,7 +646,7 @@ def class_names_of(properties: Mapping[str, Scalar]) -> list[str]:
 
 
 def read_clients(run: Path) -> dict[str, dict[str, Any]]:
-    """Read clients.json, facts by client id; empty if the run has none that can be read."""
+    """Return clients.json, facts by client id; {} if it is missing or cannot be read."""
     try:
         clients: dict[str, dict[str, Any]] = json.loads((run / CLIENTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -486,11 +655,12 @@ def read_clients(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_about(run: Path) -> dict[str, Any]:
-    """Read run.json; empty if it cannot be read.
+    """Return run.json, {} if it cannot be read.
 
-    It holds the experiment's id, how often it was resumed, what it was made with, its method's figures, its metrics, the classes'
-    names, what its model was built with (`shape`), the hash of what of it does not train, hashes of its data and initial weights,
-    what normalised its inputs, and which models were tested if that needs saying.
+    It holds the experiment's id, the number of resumed starts, software versions and CPU, the method's figures, the
+    metrics, and the classes' names. It describes the model: its arguments (`shape`), the hash of its frozen tensors,
+    and a note on which models were tested, where this is needed. It also holds hashes of data and initial weights, and
+    the normalization of inputs.
     """
     try:
         about = json.loads(read_file(run, RUN))
@@ -500,7 +670,7 @@ def read_about(run: Path) -> dict[str, Any]:
 
 
 def read_summary(run: Path) -> dict[str, Any]:
-    """Read summary.json. Raises UserError if the run is not complete."""
+    """Return summary.json. Raises UserError if the run is not complete."""
     try:
         result = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
     except FileNotFoundError:

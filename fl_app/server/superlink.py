@@ -1,6 +1,7 @@
-"""One reply from the SuperLink: found by the message it answers, fetched object by object, put together.
+"""One reply from the SuperLink: found by the message it answers, fetched object by object, and assembled.
 
-Written for Flower 1.39, whose `HttpGrid.pull_messages` it stands in for; `connect` says whether what it relies on is there.
+Written for Flower 1.39, in place of its `HttpGrid.pull_messages`. `connect` checks that the internals it needs are
+there.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from fl_app.wire import WireError
 log = logging.getLogger("corolla")
 
 RUN_ENDED = RunNotRunningException
-# Objects of one reply at most: 40 GB of a large model's 4 MB pieces.
+# Most objects of one reply: 40 GB of a large model's 4 MB pieces.
 MAX_OBJECTS = 10_000
-# a message holds records, these a record, it arrays, they pieces: 5
+# Deepest nesting. A message needs 5: message, records, record, arrays, pieces.
 MAX_DEPTH = 8
-# bytes of a record of numbers and texts; reading one costs some hundred times as much as sending it
+# Most bytes of a record of numbers and texts. Reading one costs about a hundred times as much as sending it.
 MAX_RECORD = 1_000_000
 _RECORDS = ("ConfigRecord", "MetricRecord")
-# objects fetched at the same time, of all replies together
+# Most objects fetched at the same time, over all replies.
 _AT_ONCE = 4
-# seconds between two tries for an object that is not there yet
+# Seconds between two tries for an object that is not there yet.
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 1.0
 
 
@@ -47,29 +48,42 @@ class Found:
 
 
 def has_fixed_nodes(grid: Grid) -> bool:
-    """Tell whether a grid's nodes are there from the beginning: those of one process, and of a simulation."""
-    # Imported here: it takes a second, which clients, who import this file too, need not spend.
+    """Return whether a grid's nodes are there from the beginning, as in one process and in a simulation."""
+    # Imported here: it takes a second, and clients import this file without needing it.
     from flwr.superlink.grid import InMemoryGrid
 
     return type(grid).get_node_ids in (InProcessGrid.get_node_ids, InMemoryGrid.get_node_ids)
 
 
+def known_clients(grid: Grid) -> dict[int, int]:
+    """Return each client's node by client id, if it is known before clients answer (in one process); else {}."""
+    if type(grid).get_node_ids is not InProcessGrid.get_node_ids:
+        return {}
+    return {node - 1: node for node in grid.get_node_ids()}
+
+
 def connect(grid: Grid) -> SuperLink | None:
-    """Return a grid's way to its SuperLink; None where there is none (one process, Ray) or where Flower has changed it."""
+    """Return a grid's access to its SuperLink.
+
+    None if there is no SuperLink (one process, Ray), or if Flower's internals have changed.
+    """
     if has_fixed_nodes(grid):
         return None
     try:
         return SuperLink(grid)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         log.warning(
-            "this version of Flower fetches replies in another way; its own is taken, for all of them together (%s)",
+            "this version of Flower fetches replies in another way: all replies are fetched together, by its own call (%s)",
             error,
         )
         return None
 
 
 class SuperLink:
-    """The calls that `HttpGrid` makes to fetch replies. Raises AttributeError or TypeError where they are not what they were."""
+    """The calls that `HttpGrid` makes to fetch replies.
+
+    Raises AttributeError or TypeError if Flower has changed them.
+    """
 
     def __init__(self, grid: Any) -> None:
         from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
@@ -91,7 +105,10 @@ class SuperLink:
         self._free = threading.BoundedSemaphore(_AT_ONCE)
 
     def find(self, message_id: str) -> Found | None:
-        """Ask for the reply to one message: an unreadable reply then spoils no other one."""
+        """Return the announced reply to one message, None if there is none yet.
+
+        Asking for one message at a time keeps an unreadable reply from spoiling others.
+        """
         response = self._client.PullMessages(self._request(message_ids=[message_id]))
         for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
             if message.metadata.reply_to_message_id == message_id:
@@ -99,14 +116,14 @@ class SuperLink:
         return None
 
     def fetch(self, found: Found, deadline: float) -> Message:
-        """Fetch a reply's objects until `deadline` (of time.monotonic) and put it together.
+        """Fetch a reply's objects until `deadline` (of time.monotonic), and assemble the reply.
 
-        Raises TimeoutError, WireError for too many, too deeply nested, too large or missing objects, and whatever Flower raises for
-        malformed ones.
+        Raises TimeoutError; WireError if objects are too many, too deeply nested, too large or missing; and any error
+        of Flower's for malformed ones.
         """
         try:
             contents = {name: self._object(name, deadline) for name in object_ids(found.tree)}
-        finally:  # the SuperLink need not keep them, whatever they are
+        finally:  # the SuperLink need not keep the objects, even bad ones
             request = ConfirmMessageReceivedRequest(
                 node=self._node, run_id=self._run_id, message_object_id=found.object_id
             )
@@ -146,7 +163,7 @@ def object_ids(tree: ObjectTree) -> list[str]:
 
 
 def check_nesting(root: str, contents: Mapping[str, bytes]) -> None:
-    """Raise WireError unless the objects, by what their heads say, are all there and nested at most MAX_DEPTH deep."""
+    """Raise WireError unless all objects named in the heads are there, and nested at most MAX_DEPTH deep."""
     level = {root}
     for _ in range(MAX_DEPTH):
         if missing := level - set(contents):
@@ -159,7 +176,7 @@ def check_nesting(root: str, contents: Mapping[str, bytes]) -> None:
 
 
 def check_sizes(contents: Mapping[str, bytes]) -> None:
-    """Raise WireError if a record of numbers and texts, by what its head says, has more than MAX_RECORD bytes."""
+    """Raise WireError if a record of numbers and texts has more than MAX_RECORD bytes. The head names its kind."""
     for content in contents.values():
         if len(content) > MAX_RECORD:
             kind = inflatable_object.get_object_type_from_object_content(content)
@@ -168,7 +185,7 @@ def check_sizes(contents: Mapping[str, bytes]) -> None:
 
 
 def _takes(call: Callable[..., Any], *names: str) -> None:
-    """Raise TypeError unless a callable's first parameters have these names, and no other one is needed."""
+    """Raise TypeError unless a callable's first parameters have these names, and no others are required."""
     parameters = inspect.signature(call).parameters
     found = list(parameters)
     needed = [name for name in found[len(names) :] if parameters[name].default is inspect.Parameter.empty]

@@ -1,10 +1,11 @@
-"""Trackers: MLflow, Weights & Biases, TensorBoard follow a run (key `track`).
+"""Trackers: MLflow, Weights & Biases and TensorBoard follow a run (key `track`).
 
-Each is fed by a process of its own (`follow.py`), which reads the run folder as it grows: no tracker can slow a run down, change
-its result, or end it. One that is down is a warning; what it is given at the end of a run has a time limit per piece.
+A separate process (`follow.py`) feeds each tracker from the run folder as it grows. So no tracker can slow a run down,
+change its result, or end it. A tracker that is down causes a warning. At the end of a run, each piece that a tracker
+gets has a time limit.
 
-A simulation's server lies in a network of its own, from which no tracker's server can be reached. There the command that started
-it starts the followers too, which it does where it reads the log; everywhere else the server does.
+A simulation's server is in a network of its own, which cannot reach a tracker's server. So the command that started the
+simulation starts the followers, when it reads the log. Everywhere else the server starts them.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ import fl_app
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError, plain
 from fl_app.keys import Scalar
-from fl_app.known_names import TRACKERS
 from fl_app.server import progress_protocol
 from fl_app.server.progress_protocol import LOG_MARK, Folder, Resumed
 
 FOLLOWER = "corolla.tracking.follow"
-# Seconds a tracker may take for each thing that it is given once the run has ended.
+# Seconds that a tracker may take for each piece once the run has ended.
 SECONDS = 30.0
-# Seconds after which a follower that does not end by itself is ended.
+# Further seconds before a follower that does not end is killed.
 _MORE = 5.0
 
 
@@ -45,7 +45,7 @@ _ENVIRONMENT = {
 
 
 def wanted(config: Mapping[str, Scalar]) -> tuple[str, ...]:
-    """Return the trackers that a flat run config asks for, each once."""
+    """Return the trackers that a flat run config names, each once."""
     return tuple(dict.fromkeys(split_names(str(config.get("track", "")))))
 
 
@@ -57,7 +57,7 @@ def require(config: Mapping[str, Scalar]) -> None:
         # a directory of that name is no package
         if found is None or found.origin is None:
             problems.append(
-                f"track: the package {name} is not installed where the server runs; pip install {TRACKERS[name]}, or leave {name} "
+                f"track: the package {name} is not installed where the server runs; pip install 'corolla[{name}]', or leave {name} "
                 "out of track"
             )
     if problems:
@@ -65,9 +65,10 @@ def require(config: Mapping[str, Scalar]) -> None:
 
 
 class Follower:
-    """The process that feeds one tracker from a run folder. after: the last round that the tracker has had already.
+    """The process that feeds one tracker from a run folder.
 
-    warn: told, from another thread, why the tracker gets no more.
+    after: the last round that the tracker already has. warn: called from another thread, once, if the tracker misses
+    part of the run.
     """
 
     def __init__(self, name: str, run: Path, after: int, warn: Callable[[str], None]) -> None:
@@ -104,16 +105,16 @@ class Follower:
     def _warn_once(self, why: str) -> None:
         if not self._warned:
             self._warned = True
-            self._warn(plain(f"warning: track: {self._name} has not got everything of this run: {why}"))
+            self._warn(plain(f"warning: track: {self._name} misses part of this run: {why}"))
 
     def let_go(self) -> None:
-        """Tell it that the run has ended; it goes on with what is left."""
+        """Signal that the run has ended. The process finishes the rest."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
     def wait(self) -> None:
-        """Return when it has ended, which it is made to if it gives no sign of life for longer than it may take."""
+        """Wait until the process has ended. Kill it if it gives no sign of life for its time limit."""
         try:
             while self._signs.get(timeout=SECONDS + _MORE):
                 pass
@@ -126,7 +127,10 @@ class Follower:
 
 @contextlib.contextmanager
 def following(names: Iterable[str], run: Path, after: int, warn: Callable[[str], None]) -> Iterator[None]:
-    """Let trackers follow a run within it. run: its folder; after: rounds they have had; warn: see Follower."""
+    """Let trackers follow a run within the block. run: its folder. after: the last round they have.
+
+    warn: see Follower.
+    """
     followers = [Follower(name, run, after, warn) for name in names]
     try:
         yield
@@ -135,7 +139,7 @@ def following(names: Iterable[str], run: Path, after: int, warn: Callable[[str],
 
 
 def finish(followers: Iterable[Follower]) -> None:
-    """Wait until trackers have got everything, or their time is over."""
+    """Wait until trackers have everything, or their time is over."""
     several = list(followers)
     for follower in several:
         follower.let_go()
@@ -145,7 +149,11 @@ def finish(followers: Iterable[Follower]) -> None:
 
 @contextlib.contextmanager
 def following_log(config: Mapping[str, Scalar], on_line: Callable[[str], None]) -> Iterator[Callable[[str], None]]:
-    """Yield what takes a run's log lines and passes them on; trackers follow the run as soon as they tell where its folder is."""
+    """Yield a function that takes a run's log lines and passes them on to `on_line`.
+
+    Trackers follow the run from the line that names its folder. For a resumed run, they start at the line that names
+    its round.
+    """
     names = wanted(config)
     followers: list[Follower] = []
     folder: list[Path] = []

@@ -1,7 +1,6 @@
-"""What is learned: one file per task says how arrays become inputs, what the loss is, and what is measured.
+"""Tasks, one file each: the inputs made from arrays, the loss, and the metrics.
 
-torch is imported when something is computed, not before: the command and a client that was only asked for its properties never
-load it.
+torch is imported only for computation. The command never loads it, nor does a client that only returns its properties.
 """
 
 from __future__ import annotations
@@ -13,10 +12,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fl_app import extras, plugins
 from fl_app.config.rules import split_names
 from fl_app.errors import UserError, describe
-from fl_app.metrics import MAX_NUMBER, Metric, range_error
+from fl_app.keys import nearest
+from fl_app.metrics import MAX_NUMBER, ONE_CLASS, Metric, range_error
 from fl_app.tasks.classification import ACCURACY, Classification
 from fl_app.tasks.multi_label import MultiLabel
 from fl_app.tasks.regression import Regression
@@ -40,8 +42,10 @@ __all__ = [
     "measure",
     "measured",
     "named",
+    "normalization",
+    "one_class",
     "of",
-    "recorded_headline",
+    "recorded_metrics",
     "require_packages",
 ]
 
@@ -65,17 +69,29 @@ _TAKEN = frozenset(
         "absent",
         "undefined",
         "metric-errors",
+        ONE_CLASS.name,
     }
 )
 
 
 def of(config: RunConfig) -> Task:
-    """Return a run's task. Raises UserError as `named` does."""
-    return named(config.task)
+    """Return a run's task, with the headline that the key `headline` names.
+
+    Raises UserError as `named` does, and for a headline that is no metric of the task.
+    """
+    task = named(config.task)
+    names = [metric.name for metric in task.metrics]
+    if config.headline and config.headline not in names:
+        raise UserError(
+            f"headline: must be one of {', '.join(names)}, got {config.headline!r}{nearest(config.headline, names)}"
+        )
+    if config.headline:
+        task.judged_by = config.headline
+    return task
 
 
 def named(name: str) -> Task:
-    """Return a task by its name, or the user's own by `module:Class`. Raises UserError if that is no task."""
+    """Return a task by its name, or a user's own by `module:Class`. Raises UserError if the class is no valid task."""
     if name in BUILT_IN or not plugins.is_reference(name):
         return BUILT_IN[name]()
     found = plugins.load("task", name)
@@ -94,24 +110,38 @@ def named(name: str) -> Task:
     return task
 
 
-def measured(config: RunConfig) -> tuple[Metric, ...]:
-    """Return what an evaluation of all clients measures: the headline, and what the key `metrics` asks for.
+def normalization(config: RunConfig, dtype: np.dtype[Any]) -> str:
+    """Return the normalization of stored samples of a dtype: `unit`, `mean-std` or `symmetric`.
 
-    Raises UserError for a name that is none of the task's.
+    `auto` is `unit` for images (uint8), for tokens, and for a task with its own `inputs`; otherwise `mean-std`.
+    """
+    if config.normalize != "auto":
+        return config.normalize
+    task = of(config)
+    left_alone = dtype == np.uint8 or task.input_dtype == "int64" or type(task).inputs is not Task.inputs
+    return "unit" if left_alone else "mean-std"
+
+
+def measured(config: RunConfig) -> tuple[Metric, ...]:
+    """Return the metrics that clients measure: the headline first, then those that the key `metrics` names.
+
+    Raises UserError for a name that is no metric of the task.
     """
     task = of(config)
     known = {metric.name: metric for metric in task.metrics}
     asked = split_names(config.metrics) or tuple(task.usual or known)
     for name in asked:
         if name not in known and name != "all":
-            raise UserError(f"metrics: must be all, or some of {', '.join(known)}, got {name!r}")
-    return tuple(m for m in task.metrics if m is task.headline or m.name in asked or "all" in asked)
+            raise UserError(f"metrics: must be all, or some of {', '.join(known)}, got {name!r}{nearest(name, known)}")
+    others = (m for m in task.metrics if m is not task.headline and (m.name in asked or "all" in asked))
+    return (task.headline, *others)
 
 
 def measure(task: Task, outputs: Tensor, y: Tensor, names: Iterable[str]) -> tuple[dict[str, float], dict[str, str]]:
-    """Return metrics by name, clipped to their ranges, and by name why some are NaN: they could not be had.
+    """Return metrics by name, clipped to their ranges, and the errors by name of metrics that failed; these are NaN.
 
-    A metric that fails costs no other one. A headline beyond all bounds stays, since it shows that training diverged.
+    A metric that fails does not affect the others. A headline beyond MAX_NUMBER is kept: it shows that training
+    diverged.
     """
     names = tuple(names)
     values: dict[str, float] = {}
@@ -135,20 +165,34 @@ def measure(task: Task, outputs: Tensor, y: Tensor, names: Iterable[str]) -> tup
     return values, errors
 
 
+def one_class(task: Task, outputs: Tensor, y: Tensor) -> float:
+    """Return 1 if outputs float32 [n, C] predict one class for all samples, 0 if not.
+
+    NaN: all samples are of the one predicted class, there are fewer than two samples or outputs, or the task has no
+    classes. y: the samples' classes, int64 [n].
+    """
+    if not task.has_classes or outputs.ndim != 2 or outputs.shape[1] < 2 or len(outputs) < 2:
+        return math.nan
+    answers = outputs.argmax(1)
+    alike = bool((answers == answers[0]).all())
+    return math.nan if alike and bool((y == answers[0]).all()) else float(alike)
+
+
 def require_packages(config: RunConfig) -> None:
-    """Raise UserError, naming the metric and the extra, if a run's metrics cannot be computed by a client here."""
+    """Raise UserError, naming the metric and the extra, if a package for a run's metrics is not installed here."""
     computed = of(config).by_torchmetrics
     if name := next((metric.name for metric in measured(config) if metric.name in computed), ""):
         extras.require("torchmetrics", f"metrics: {name} of task {config.task}")
 
 
-def recorded_headline(about: Mapping[str, Any]) -> Metric:
-    """Return the headline metric that a run's run.json tells; accuracy for runs that tell none.
+def recorded_metrics(about: Mapping[str, Any]) -> tuple[Metric, ...]:
+    """Return the metrics that a run's run.json lists, the headline first; accuracy if it lists none.
 
-    Runs of earlier versions do not tell how it is pooled: every headline was averaged over samples.
+    run.json of earlier versions has no field `pooling`. There the headline is a mean over samples.
     """
-    found = about.get("metrics")
+    found = about.get("metrics") or []
     try:
-        return Metric(**{"pooling": "mean"} | found[0]) if found else ACCURACY
+        told = [Metric(**{"pooling": "" if k else "mean"} | one) for k, one in enumerate(found)]
     except (TypeError, KeyError):
-        return ACCURACY
+        told = []
+    return tuple(told) or (ACCURACY,)

@@ -19,22 +19,23 @@ ACCURACY = Metric("accuracy", ratio=True, pooling="mean")
 class Classification(Task):
     """Labels int64 [n], outputs logits [n, C].
 
-    balanced-accuracy: mean recall of the classes that the samples have. macro-f1: mean over the classes that are true or predicted.
-    auc: one class against the rest, mean over the classes that some samples have and some have not; NaN if there is none.
+    balanced-accuracy: mean recall of the classes that the samples have. macro-f1: mean over the classes that are true
+    or predicted. auc: one class against the rest, mean over the classes with both positive and negative samples; NaN if
+    there is no such class.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         ACCURACY,
         Metric("balanced-accuracy", ratio=True),
         Metric("macro-f1", ratio=True),
-        Metric("auc", ratio=True),
+        Metric("auc", ratio=True, undefined="one class"),
     )
     usual: ClassVar[tuple[str, ...]] = ("accuracy",)
     has_classes: ClassVar[bool] = True
 
     @property
     def cross_entropy(self) -> bool:
-        """Whether the loss is this class's."""
+        """Whether the loss is this class's, not a subclass's own."""
         return type(self).loss is Classification.loss
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Multi-label classification: each of several labels holds or not, by binary cross-entropy."""
+"""Multi-label classification: several yes-or-no labels per sample, by binary cross-entropy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 class MultiLabel(Task):
     """Targets float32 [n, L] of 0 and 1, outputs logits [n, L].
 
-    auc: mean over the labels that some samples have and some have not. f1: at probability 1/2, mean over the labels that are true
-    or predicted (macro). Each is NaN if there is no such label.
+    auc: mean over the labels with both positive and negative samples. f1: at probability 1/2, mean over the labels that
+    are true or predicted (macro). Each is NaN if there is no label to average.
     """
 
-    metrics: ClassVar[tuple[Metric, ...]] = (Metric("auc", ratio=True), Metric("f1", ratio=True))
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric("auc", ratio=True, undefined="no label varies"),
+        Metric("f1", ratio=True, undefined="no label is true or predicted"),
+    )
 
     def check(self, y: NDArray[Any]) -> str:
-        """Want zeros and ones."""
+        """Return "" if all targets are 0 or 1, else the rule for an error."""
         return "" if np.isin(y, (0, 1)).all() else "hold zeros and ones"
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:

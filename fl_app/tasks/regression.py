@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 class Regression(Task):
     """Targets and outputs float32 [n, k].
 
-    rmse and mae are over samples and targets together. r2 is the mean over the targets that vary, NaN if none does.
+    rmse and mae are over samples and targets together. r2 is the mean over the targets that are not constant, NaN if
+    all are.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = (
         Metric("rmse", higher_is_better=False, low=0, pooling="root-mean-square"),
         Metric("mae", higher_is_better=False, low=0, pooling="mean"),
-        Metric("r2", high=1),
+        Metric("r2", high=1, undefined="no target varies"),
     )
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:

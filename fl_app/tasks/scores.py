@@ -1,6 +1,6 @@
-"""Scores of predictions, in float64: NaN where one is not defined, and a mean leaves out the parts that are not.
+"""Scores of predictions, in float64. An undefined score is NaN, and a mean leaves NaN out.
 
-Sums are taken of numbers that are centred or counted, so that no score leaves its range by more than the last bits.
+Only centred numbers and counts are summed, so that a score exceeds its range by the last bits at most.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Truth = NDArray[np.bool_]
 
 
 def array(values: Tensor) -> NDArray[Any]:
-    """Return a tensor as an array on the CPU; numbers that are not whole become float64."""
+    """Return a tensor as an array on the CPU. Floating-point numbers become float64."""
     found: NDArray[Any] = values.detach().cpu().numpy()
     return found.astype(np.float64) if found.dtype.kind == "f" else found
 
 
 def mean_defined(values: Floats) -> float:
-    """Return the mean of the values that are numbers, NaN if none is."""
+    """Return the mean of the values that are not NaN; NaN if all are."""
     defined = values[~np.isnan(values)]
     return float(defined.mean()) if len(defined) else math.nan
 
 
 def one_of(labels: NDArray[np.int64], num_classes: int) -> Truth:
-    """Return which class each label is, bool [n, C]."""
+    """Return labels [n] as one-hot rows, bool [n, C]."""
     return np.equal(labels[:, None], np.arange(num_classes))
 
 
@@ -54,9 +54,10 @@ def _quotient(part: Floats, whole: Floats) -> Floats:
 
 
 def aucs(truth: Truth, scores: Floats) -> Floats:
-    """Return each column's area under the ROC curve, float64 [C]; NaN where all samples are alike, or a score is NaN.
+    """Return each column's area under the ROC curve, float64 [C]; NaN if its samples have one class, or a score is NaN.
 
-    truth: bool [n, C]. scores: float64 [n, C], of which only the order counts; equal ones count half (Mann and Whitney 1947).
+    truth: bool [n, C]. scores: float64 [n, C]; only their order matters. Equal scores count half (Mann and Whitney
+    1947).
     """
     return np.array([_auc(*column) for column in zip(truth.T, scores.T, strict=True)])
 
@@ -73,9 +74,10 @@ def _auc(truth: Truth, scores: Floats) -> float:
 
 
 def log_odds(logits: Floats) -> Floats:
-    """Return log(p / (1 - p)) of each class's probability p, float64 [n, C]: their order is p's, also where p rounds to 1.
+    """Return log(p / (1 - p)) of each class's probability p, float64 [n, C].
 
-    It is a class's logit less the log-sum-exp of the other classes' logits. logits: float64 [n, C].
+    It is a class's logit minus the log-sum-exp of the other classes' logits. Its order is that of p, even where p
+    rounds to 1. logits: float64 [n, C].
     """
     n, num_classes = logits.shape
     none = np.full((n, 1), -math.inf)
@@ -92,6 +94,6 @@ def r2_scores(outputs: Floats, targets: Floats) -> Floats:
     """
     errors = np.square(outputs - targets).sum(0)
     spread = np.square(targets - targets.mean(0)).sum(0)
-    # by the values: the mean of equal numbers may differ from them in the last bit
+    # compare the values themselves: the mean of equal numbers may differ from them in the last bit
     varies = targets.max(0) > targets.min(0)
     return 1 - _quotient(errors, np.where(varies, spread, 0.0))

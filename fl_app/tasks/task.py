@@ -1,4 +1,4 @@
-"""What a task is: subclass `Task` in a file of your own, and name it `task = "module:Class"`."""
+"""The base class of tasks: subclass `Task` in a file of your own, and name it `task = "module:Class"`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 class Task:
     """One kind of learning.
 
-    metrics: the first is the headline, what rounds are judged by. usual: names of those an evaluation measures unless the key
-    `metrics` says otherwise; empty: all. by_torchmetrics: names of those that need torchmetrics, an optional package.
-    has_classes: targets are labels, int64 [n]; otherwise numbers, float32 [n, k]. input_dtype: of what the model is given.
+    metrics: the first is the headline, unless the key `headline` names another; rounds are judged by it. usual: names
+    of metrics that are measured unless the key `metrics` is set; empty: all. by_torchmetrics: names of metrics that
+    need torchmetrics, an optional package. has_classes: targets are labels, int64 [n]; otherwise numbers, float32 [n,
+    k]. input_dtype: dtype of the model's inputs.
     """
 
     metrics: ClassVar[tuple[Metric, ...]] = ()
+    # name of the headline metric; empty: the first
+    judged_by: str = ""
     usual: ClassVar[tuple[str, ...]] = ()
     by_torchmetrics: ClassVar[frozenset[str]] = frozenset()
     has_classes: ClassVar[bool] = False
@@ -32,28 +35,31 @@ class Task:
     @property
     def headline(self) -> Metric:
         """The metric that rounds are judged by."""
-        return self.metrics[0]
+        return next((metric for metric in self.metrics if metric.name == self.judged_by), self.metrics[0])
 
     @property
     def cross_entropy(self) -> bool:
-        """Whether the loss is the mean cross-entropy of labels, of which methods may use closed forms."""
+        """Whether the loss is the mean cross-entropy of labels. Methods may use closed forms then."""
         return False
 
     def check(self, y: NDArray[Any]) -> str:
-        """Say what is wrong with targets float32 [n, k], "" if nothing is; asked once, when a data set is prepared."""
+        """Return the rule that targets float32 [n, k] break, as the end of "must ..."; "" if they are valid.
+
+        It is called once, when a data set is prepared.
+        """
         return "" if np.isfinite(y).all() else "hold finite numbers"
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Turn samples as the data set holds them into what the model is given, before `normalize`; on the device.
+        """Return the model's inputs from stored samples, before `normalize`. It runs on the device.
 
-        x: [m, ...], uint8 for images, else float32, or int64 where the data are integers. Images are scaled to [0, 1].
+        x: [m, ...], uint8 for images, else float32, or int64 for integer data. Images are scaled to [0, 1].
         """
         import torch
 
         return x.float().div_(255) if x.dtype is torch.uint8 else x.float()
 
     def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Return the mean loss of a batch, a scalar. outputs: float32, what the model gave; y: the targets."""
+        """Return the mean loss of a batch, a scalar. outputs: the model's, float32; y: the targets."""
         raise NotImplementedError(f"{type(self).__name__} has no loss")
 
     def total(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -61,24 +67,24 @@ class Task:
         return self.loss(outputs, y) * len(y)
 
     def measure(self, outputs: Tensor, y: Tensor, names: Iterable[str]) -> Mapping[str, float]:
-        """Return metrics by name on a client's test data, of which there is some; NaN where one is not defined.
+        """Return metrics by name on a client's test data, at least one sample; NaN means undefined.
 
-        Asked for several, it may raise for one of them: it is asked for each by itself then.
+        If it raises for several names, it is called again for each name alone.
 
-        outputs: float32, what the model gave for all of it; y: the targets. names: of the metrics that are asked for.
+        outputs: the model's for all samples, float32; y: the targets. names: of the metrics to return.
         """
         raise NotImplementedError(f"{type(self).__name__} measures nothing")
 
     def predict(self, outputs: Tensor) -> Tensor:
-        """Turn a model's outputs into predictions; by default they are that."""
+        """Return a model's outputs as predictions; by default unchanged."""
         return outputs
 
 
 class Inputs:
-    """Turns samples [m, ...] of one data set into inputs: the task's, then the key `normalize`. It leaves the samples as they are.
+    """Converts samples [m, ...] of one data set to inputs: first by the task, then by the key `normalize`.
 
-    normalize: as the key of that name; mean, std: of the data set, per channel of images, per feature (the last axis) of anything
-    else, needed by `mean-std` alone. dimensions: of a sample.
+    The samples stay unchanged. normalize: as the key of this name. mean, std: of the data set, per channel of images,
+    per feature (the last axis) of other samples; only `mean-std` needs them. dimensions: number of axes of a sample.
     """
 
     def __init__(
@@ -98,7 +104,7 @@ class Inputs:
         self._shift = shift and [torch.tensor(values, device=device).view(axes) for values in shift]
 
     def __call__(self, samples: Tensor) -> Tensor:
-        """Return what the model is given, float32 [m, ...] unless the task says otherwise."""
+        """Return the model's inputs, float32 [m, ...] unless the task returns another dtype."""
         x = self.task.inputs(samples)
         if self._shift is not None:
             mean, std = self._shift

@@ -1,4 +1,4 @@
-"""What a method's file imports: the two halves it subclasses, what they are given, and how it is registered."""
+"""The classes and functions that a method's file imports: its two halves, their arguments, and its registration."""
 
 from strategies.base.local_update import (
     OWN_MODEL,
@@ -22,6 +22,7 @@ from strategies.base.method import (
     local_epochs,
     no_tensors,
 )
+from strategies.base.overview import Overview
 from strategies.base.strategy import PersonalizedStrategy
 from strategies.base.uploads import Sums, Uploads
 
@@ -35,6 +36,7 @@ __all__ = [
     "Method",
     "Objective",
     "Optimizer",
+    "Overview",
     "PersonalizedStrategy",
     "RoundContext",
     "Sums",

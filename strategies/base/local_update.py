@@ -1,6 +1,6 @@
-"""The client half of a method: what it is given, and the hooks it may override.
+"""The client half of a method: its hooks, their arguments, and the trainer.
 
-torch is imported by the trainer alone: a client that was only asked for its properties never loads it.
+Only the trainer imports torch. A client that is asked only for its properties never loads it.
 """
 
 from __future__ import annotations
@@ -25,52 +25,57 @@ if TYPE_CHECKING:
 P = TypeVar("P")
 
 Objective = Callable[["nn.Module", "Tensor", "Tensor"], "Tensor"]
-"""(module, x, y) -> scalar: what a batch's gradient is taken of, instead of the task's mean loss."""
+"""An objective: (module, x, y) -> scalar. Training takes its gradient on a batch, in place of that of the task's mean loss."""
 
 Correction = Callable[["Tensor", "Tensor"], None]
-"""(weights [d], gradient [d]): changes a step's gradient in place, before weight decay and momentum; both in the device's order."""
+"""A correction: (weights [d], gradient [d]) -> None, both in the device's order.
+
+It changes a step's gradient in place, before weight decay and momentum.
+"""
 
 
 OWN_MODEL = (
-    "before and after training are of each client's own model, which what it receives does not change: a client's before is its "
-    "after of the last time, at first that of the model received"
+    "before and after training, each client's own model is tested. Downloads do not change it: before a round it is as the "
+    "client's last round left it, at first it is the received model"
 )
-"""What `LocalUpdate.tested` tells of a method whose clients keep a second model, their personal one."""
+"""The text of `LocalUpdate.tested` for methods in which every client keeps a second, personal model."""
 
 
 class ClientState(Protocol):
-    """What a client remembers between its rounds, on its own disk: named arrays."""
+    """Named arrays that a client keeps on its own disk between its rounds."""
 
     arrays: MutableMapping[str, NDArray[Any]]
 
 
 class SampleLosses(Protocol):
-    """Losses of training samples, one by one."""
+    """A function that returns the losses of single training samples."""
 
     def __call__(
         self, model: Model, samples: NDArray[np.int64] | None = None, module: nn.Module | None = None
     ) -> NDArray[np.float32]:
-        """Return the losses of chosen training samples, default all, float32 [n]: evaluation mode, nothing augmented.
+        """Return the losses of training samples, float32 [n], in evaluation mode and without augmentation.
 
-        module: what of the network gives the logits, default all of it.
+        - `samples`: positions of the samples, int64 [n]. Default: all samples.
+        - `module`: the part of the network that returns the logits. Default: the whole network.
         """
         ...
 
 
 class Optimizer(Protocol):
-    """Steps on one flat vector, with a momentum or moments of its own that start at zero."""
+    """An optimizer of one flat vector. Its momentum or moments start at zero."""
 
     def step(self, gradient: Tensor, learning_rate: float) -> None:
-        """Move the vector, as torch.optim.SGD or AdamW."""
+        """Move the vector by one step, as torch.optim.SGD or AdamW does."""
         ...
 
 
 class Trainer(Protocol):
     """Local training and evaluation on this client's data and device (client_app/trainer.py).
 
-    `train` is enough for most methods. For a loop of one's own: `batches`, `differentiate`, `step`, on `weights` and
-    `statistics`, which are the module's parameters and BatchNorm statistics as one vector each, in the device's order
-    (`tensor` and `vector` convert). The module is in training mode while `train` or `batches` runs.
+    `train` is enough for most methods. A method's own loop uses `batches`, `differentiate` and `step`. They work on
+    `weights` and `statistics`: the module's parameters and BatchNorm statistics as one vector each, in the device's
+    order. `tensor` and `vector` convert between this order and that of `named_parameters()`. The module is in training
+    mode while `train` or `batches` runs.
     """
 
     task: Task
@@ -81,7 +86,7 @@ class Trainer(Protocol):
 
     @property
     def steps(self) -> int:
-        """Steps taken since the last `train` or `batches` began."""
+        """Number of steps since the last `train` or `batches` began."""
         ...
 
     @property
@@ -91,7 +96,7 @@ class Trainer(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """This round's learning rate."""
+        """This round's learning rate. Inside `LocalUpdate.finetune` it is the learning rate of fine-tuning."""
         ...
 
     @property
@@ -110,80 +115,89 @@ class Trainer(Protocol):
         frozen: frozenset[str] | NDArray[np.bool_] = frozenset(),
         max_batches: int = 0,
     ) -> Model:
-        """Run local SGD from `start` and return the trained model.
+        """Train locally from `start` with the run's optimizer, and return the trained model.
 
-        epochs: default local-epochs. purpose: names the random stream of the batches. frozen: tensors by name, or parameters
-        by position, bool [d], that neither train nor change; no gradient, weight decay or momentum moves them. max_batches: how
-        many to train on, over as many epochs as that takes; 0: all of those of `epochs`.
+        - `epochs`: default `local-epochs`.
+        - `purpose`: names the random stream of the batches. A second training in the same round needs another name.
+        - `objective`: a function in place of the task's mean loss, see `Objective`.
+        - `correction`: a function that changes each step's gradient, see `Correction`.
+        - `frozen`: tensors by name, or parameters by position, bool [d]. They neither train nor change: no gradient,
+          weight decay or momentum moves them.
+        - `max_batches`: number of batches, over as many epochs as they take. 0: all batches of `epochs`.
         """
         ...
 
     def alternate(self, start: Model, sides: Mapping[str, NDArray[np.bool_]], *, epochs: int | None = None) -> Model:
-        """Run local SGD on sides of the parameters in turn, an epoch each, `epochs` times, and return the trained model.
+        """Train on sides of the parameters in turn, one epoch each, `epochs` times. Return the trained model.
 
-        sides: which parameters are frozen, as in `train`, by the purpose that names the side's random stream. Each side has a
-        momentum of its own over all its epochs; all of them move the statistics.
+        - `sides`: a side's name -> its frozen parameters, as in `train`. The name is the purpose of the side's random
+          stream. Each side has its own momentum over all its epochs. All sides move the statistics.
+        - `epochs`: epochs of each side. Default `local-epochs`.
         """
         ...
 
     def load(self, model: Model) -> None:
-        """Put a model's values into the module."""
+        """Copy a model's values into the module."""
         ...
 
     def read(self) -> Model:
-        """Copy the module's values out."""
+        """Return a copy of the module's values."""
         ...
 
     def batches(self, epochs: int | None = None, purpose: str = "train") -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (x, y) over shuffled epochs (default local-epochs), as `train` sees them; `indices` says which samples.
+        """Yield (x, y) over shuffled epochs, as `train` sees them. `indices` holds the current batch's samples.
 
-        After the last one raises UserError if the last epoch's training loss is not finite.
+        `epochs` defaults to `local-epochs`. Raises UserError after the last batch if the last epoch's training loss is
+        not finite.
         """
         ...
 
     @property
     def indices(self) -> Tensor:
-        """Which training samples the current batch holds, int64 [n], on the device."""
+        """Positions of the current batch's training samples, int64 [n], on the device."""
         ...
 
     def samples(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Return (x, y) of chosen training samples, nothing augmented."""
+        """Return (x, y) of the chosen training samples, without augmentation."""
         ...
 
     def differentiate(
         self, x: Tensor, y: Tensor, objective: Objective | None = None, *, counted: bool = True
     ) -> Tensor:
-        """Leave the gradient of the objective, by default the mean loss, in `gradient`; return its value, detached.
+        """Compute the objective's gradient on a batch and leave it in `gradient`. Return the objective's value, detached.
 
-        counted: the batch counts in the training loss that the client reports. Raises UserError if it is not a scalar.
+        - `objective`: default the task's mean loss.
+        - `counted`: whether the batch counts in the training loss that the client reports.
+
+        Raises UserError if the objective does not return a scalar.
         """
         ...
 
     def step(self, learning_rate: float | None = None) -> None:
-        """One gradient step on `weights`, with weight decay and without momentum; default: this round's learning rate."""
+        """Take one gradient step on `weights`, with weight decay and without momentum. Default: this round's learning rate."""
         ...
 
     def optimizer(self, vector: Tensor, *, part: slice = slice(None)) -> Optimizer:
-        """Return the run's optimizer for a vector [d] on the device, or a part of it, of which it then takes gradients.
+        """Return the run's optimizer for a vector [d] on the device, or for a part of it. Its gradients are as long as that part.
 
-        What the user's model holds fixed does not move.
+        Parameters that the user's model holds fixed do not move.
         """
         ...
 
     def tensor(self, vector: Vector) -> Tensor:
-        """Return a float32 or bool [d] in named_parameters order as the device holds it."""
+        """Return a vector in `named_parameters()` order, float32 or bool [d], as a tensor in the device's order."""
         ...
 
     def vector(self, tensor: Tensor) -> Vector:
-        """Return a vector [d] on the device in named_parameters order; the inverse of `tensor`."""
+        """Return a tensor [d] in the device's order as a vector in `named_parameters()` order. The inverse of `tensor`."""
         ...
 
     def network(self, model: Model) -> nn.Module:
-        """Return a second network with a model's values: evaluation mode, without gradients."""
+        """Return a second network with a model's values, in evaluation mode and without gradients."""
         ...
 
     def classifier(self, module: nn.Module | None = None) -> nn.Linear:
-        """Return a module's last Linear layer. Raises UserError if it has none."""
+        """Return a module's last Linear layer; default: that of `module`. Raises UserError if there is none."""
         ...
 
     def logits(self, module: nn.Module, x: Tensor) -> Tensor:
@@ -191,46 +205,62 @@ class Trainer(Protocol):
         ...
 
     def forward(self, module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (features float32 [n, f], logits float32 [n, C]); features: the input of the last Linear layer."""
+        """Return (features float32 [n, f], logits float32 [n, C]). Features are the input of the last Linear layer."""
         ...
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the task's mean loss, a scalar; inside an objective this is what is reported as the training loss."""
+        """Return the task's mean loss, a scalar. If an objective calls it, the client reports this loss as its training loss."""
         ...
 
     def features(self, model: Model) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return (features float32 [n, f], labels int64 [n]) of all training data: evaluation mode, nothing augmented."""
+        """Return (features float32 [n, f], labels int64 [n]) of all training data, in evaluation mode and without augmentation."""
         ...
 
     def fisher(self, model: Model, samples: int = 0) -> Vector:
-        """Return the mean over training samples (0: all, else drawn, stream "fisher") of the squared gradient of a sample's loss.
+        """Return the mean over training samples of the squared gradient of each sample's loss, float32 [d].
 
-        float32 [d]; evaluation mode, nothing augmented.
+        `samples`: the number of samples, drawn from the stream "fisher". 0: all samples. The module is in evaluation
+        mode, and nothing is augmented.
         """
         ...
 
     def loss_gradient(self, model: Model) -> Vector:
-        """Return the gradient of the mean training loss at `model`, float32 [d]; evaluation mode, nothing augmented."""
+        """Return the gradient of the mean training loss at `model`, float32 [d], in evaluation mode and without augmentation."""
         ...
 
     @property
     def sample_losses(self) -> SampleLosses:
-        """Each training sample's loss at a model."""
+        """A function: `sample_losses(model, samples=None, module=None)` returns training samples' losses, float32 [n].
+
+        It runs in evaluation mode and without augmentation.
+
+        - `samples`: positions of the samples, int64 [n]. Default: all samples.
+        - `module`: the part of the network that returns the logits. Default: the whole network.
+        """
         ...
 
     @property
     def leave_out(self) -> Callable[[NDArray[np.int64]], None]:
-        """Make no batches of some training samples, int64 [m], any more."""
+        """A function: `leave_out(samples)` excludes training samples, int64 [m], from all later batches."""
         ...
 
     def evaluate(self, model: Model) -> tuple[float, float]:
-        """Return (loss, the task's headline metric) on the test data, NaN where there is none."""
+        """Return (loss, the task's headline metric) on the test data. Both are NaN without test data."""
         ...
 
 
 @dataclass(frozen=True)
 class RoundContext(Generic[P]):
-    """What a client half is given besides models and state. initial: the run's model for parts that never travel."""
+    """The arguments of a client half's hooks besides models and state.
+
+    - `config`, `params`: the run's configuration and the method's parameters.
+    - `round`: the round's number, from 1. `client_id`: the client's number, from 0.
+    - `layout`: the layout of the whole model. `shared`: names of the tensors that travel.
+    - `initial()`: returns the run's initial model, for tensors that never travel.
+    - `trainer`: trains and evaluates on the client's data.
+    - `num_samples`: number of training samples.
+    - `extras`: the server's additional arrays by name (`download_extras` of the server half).
+    """
 
     config: RunConfig
     params: P
@@ -244,7 +274,7 @@ class RoundContext(Generic[P]):
     extras: Mapping[str, NDArray[Any]]
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """Generator for (seed, round, client id, purpose)."""
+        """Return the generator for (seed, round, client id, purpose)."""
         return rng.generator(self.config.seed, purpose, self.round, self.client_id)
 
     @property
@@ -254,18 +284,24 @@ class RoundContext(Generic[P]):
 
 
 class LocalUpdate(Generic[P]):
-    """The client half of FedAvg, and of every method that only keeps some tensors local. Stateless; see RoundContext.
+    """The client half of FedAvg, and of every method that only keeps some tensors local.
 
-    reports: the numbers that `upload` adds to its metrics. A Metric says what the round's record, trackers and reports make of one;
-    a name alone stands in the clients' entries. The server keeps no others, but for those that figures draw.
+    The object has no state. `state` holds the arrays that a client keeps between rounds, and `ctx` is a `RoundContext`.
+    A round calls `merge`, `train`, `keep_local` and `upload`. It evaluates the `personal` model before and after
+    training.
+
+    - `reports`: numbers that `upload` adds to its metrics. A `Metric` declares how the round's record, trackers and
+      reports use the number. A name alone keeps the number in the clients' entries. The server drops other numbers,
+      except those that figures draw.
+    - `local_from_file`: whether tensors that do not travel start from `initial-weights`, if that key is set. If not,
+      they start from the seed.
     """
 
     reports: ClassVar[tuple[str | Metric, ...]] = ()
-    # what does not travel starts from `initial-weights`, if given; else from the seed
     local_from_file: ClassVar[bool] = True
 
     def merge(self, received: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
-        """Return the model training starts from: received tensors, and the client's own where they do not travel."""
+        """Return the model that training starts from: the received tensors, and the client's own where they do not travel."""
         if not ctx.local:
             return received
         own = ctx.initial()
@@ -275,45 +311,53 @@ class LocalUpdate(Generic[P]):
         return ctx.layout.put(own, received, ctx.shared)
 
     def train(self, start: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
-        """Train locally, leave in `state` what the method keeps, and return the model to upload."""
+        """Train locally and return the model to upload. Store in `state` the arrays that the method keeps."""
         return ctx.trainer.train(start)
 
     def keep_local(self, after: Model, state: ClientState, ctx: RoundContext[P]) -> None:
-        """Store the tensors of the trained model that do not travel; called after `train`."""
+        """Store the tensors of the trained model that do not travel. Called after `train`."""
         if ctx.local:
             kept = ctx.layout.take(after, ctx.local)
             state.arrays["local.params"], state.arrays["local.buffers"] = kept.params, kept.buffers
 
     def personal(self, model: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
-        """Return the model the client would use: what is evaluated, given the merged or the trained one.
+        """Return the model that the client would use. This model is evaluated.
 
-        That is the second model of a method that keeps one (`keep_personal`), as soon as the client has it.
+        `model` is the merged or the trained model. Default: the client's second model once `keep_personal` has stored
+        one, else `model`.
         """
         if "personal.params" in state.arrays:
             return Model(state.arrays["personal.params"], state.arrays["personal.buffers"])
         return model
 
     def export(self, model: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
-        """Return a personal model as it is hashed and collected: as it is, or, where the method wraps the user's network, as that
-        network (the strategy's `exported_layout`).
+        """Return a personal model in the form in which it is hashed and collected. Default: unchanged.
+
+        A method that wraps the user's network returns that network's model. Its server half describes it by
+        `exported_layout`.
         """
         return model
 
     @classmethod
     def tested(cls, params: P) -> str:
-        """Say which models are tested before and after training where `personal` makes others of those training starts from and
-        ends with: two figures whose difference is not what local training adds. "": it does not.
+        """Return a sentence that names the models tested before and after training.
+
+        "" if training starts from and ends with these models. A method needs the sentence if `personal` returns other
+        models. The difference between the two figures is then not the effect of local training.
         """
         return ""
 
     def keep_personal(self, model: Model, state: ClientState) -> None:
-        """Store the client's second model, all tensors of it: from now on its personal one."""
+        """Store all tensors of the client's second model. From then on it is the client's personal model."""
         state.arrays["personal.params"], state.arrays["personal.buffers"] = model.params, model.buffers
 
     def finetune(self, start: Model, state: ClientState, ctx: RoundContext[P], epochs: int) -> Model:
-        """Return what `epochs` more local epochs make of a model; evaluated and dropped (key `finetune-epochs`)."""
+        """Return the model after `epochs` more local epochs. It is evaluated and dropped (key `finetune-epochs`)."""
         return ctx.trainer.train(start, epochs=epochs, purpose="finetune")
 
     def upload(self, before: Model, after: Model, state: ClientState, ctx: RoundContext[P]) -> Upload:
-        """Return what the server gets: the tensors that travel, and the method's extras."""
+        """Return the message to the server: the tensors that travel, and the method's extra arrays and numbers.
+
+        `before` is the model that training started from, `after` the trained model.
+        """
         return Upload(ctx.layout.take(after, ctx.shared), num_examples=ctx.num_samples)

@@ -1,4 +1,4 @@
-"""A registered method, and which tensors travel in the usual cases."""
+"""The registration of a method, and the usual choices of the tensors that travel."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from fl_app import metrics, rng, tasks, trainable_tensors
+from fl_app import metrics, rng, stopping, tasks, trainable_tensors
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
 from fl_app.figures import Figure, Scalars
 from fl_app.layout import Layout
 from strategies.base.local_update import LocalUpdate
+from strategies.base.overview import Overview
 from strategies.base.strategy import PersonalizedStrategy
 from strategies.engine import private
 
@@ -23,9 +24,12 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class Drawings:
-    """The run's model, drawn as often as a method wants: drawings(k) is the k-th, each with initial weights of its own.
+    """Builds the run's model several times: `drawings(k)` is the k-th drawing. Each has different initial weights.
 
-    The first, drawings(0), is the run's. inputs: shape of a sample, channels, height and width of an image; seed: the run's.
+    `drawings(0)` is the run's model.
+
+    - `inputs`: shape of a sample: channels, height and width of an image.
+    - `seed`: the run's seed.
     """
 
     make: Callable[[int], nn.Module]
@@ -33,25 +37,35 @@ class Drawings:
     seed: int
 
     def __call__(self, k: int) -> nn.Module:
-        """Draw the k-th."""
+        """Build the k-th drawing, from 0."""
         return self.make(k)
 
 
 @dataclass(frozen=True)
 class Method(Generic[P]):
-    """A method: its two halves, its parameters, and what travels.
+    """A method: its two halves, its parameters, and the tensors that travel.
 
-    name: of its parameter table too. shared(layout, params): names of the tensors that travel; raises UserError for a model the
-    method cannot be used with. wrap(module, params, seed): the network that is trained instead of the run's model.
-    compose(drawings, params): likewise, for one made of several drawings of the run's model, or beside which something stands.
-    exported(make, names): the network of a run's final models with tensors of these names, where it is neither the run's model,
-    which make() builds, nor the one that trains. figures: what a report draws of the method's records. needs_classes: it is about
-    classes, and only runs tasks that have them.
-    needs_whole: its arrays are as long as what trains, or its clients keep nothing of their own: `share` cannot leave out some.
-    dp_epochs(config): epochs of plain gradient steps that a round is for a client, where it looks at its records by nothing else
-    (it can run with `dp-epsilon`).
-    sums: its server needs no more of clients' models than means over groups of them: it can run private. not_private: of one that
-    cannot, why.
+    - `name`: the method's name, and the name of its parameter table.
+    - `params`: the dataclass of its parameters.
+    - `strategy`, `local_update`: the classes of its server half and its client half.
+    - `shared(layout, params)`: returns the names of the tensors that travel. Raises UserError for a model that does not
+      fit.
+    - `wrap(module, params, seed)`: returns the network to train in place of the run's model.
+    - `compose(drawings, params)`: the same, for a network made of several drawings of the run's model, or of more than
+      the model.
+    - `exported(make, names)`: returns the network of a run's final models. `names` are the names of its tensors, and
+      `make()` builds the run's model. Needed only if that network is neither the run's model nor the trained network.
+    - `figures`: figures that a report draws of the method's records.
+    - `needs_classes`: the method is for classification; other tasks are refused.
+    - `needs_whole`: the key `share` is refused, because the method's arrays are as long as the trained model, or
+      because clients keep nothing.
+    - `dp_epochs(config)`: returns the epochs of plain gradient steps that a client takes in a round. It declares that
+      clients use their records in no other way, so that the method can run with `dp-epsilon`.
+    - `needs_all`: why the server needs all clients' facts about their data before the first round (key `discover`). "":
+      it does not.
+    - `sums`: the server needs only means of clients' models over groups, so that the method can run private.
+    - `not_private`: why a method without `sums` cannot run private.
+    - `overview`: a built-in method's line in the table of all methods.
     """
 
     name: str
@@ -66,26 +80,29 @@ class Method(Generic[P]):
     needs_classes: bool = False
     needs_whole: bool = False
     dp_epochs: Callable[[RunConfig], int] | None = None
+    needs_all: str = ""
     sums: bool = False
     not_private: str = "its server works on single clients' models"
+    overview: Overview | None = None
 
     def check(self, config: RunConfig) -> None:
-        """Raise UserError if a run asks of the method what it cannot do."""
+        """Raise UserError if the method cannot do what the run asks, or if `stop-when` names a number that is not reported."""
+        stopping.rule_of(config)
         if self.needs_classes and not tasks.of(config).has_classes:
-            raise UserError(f"method {config.method}: it is about classes, and task {config.task} has none")
+            raise UserError(f"method {config.method}: it is for classes, and task {config.task} has none")
         for name, patterns in (("train", config.train), ("share", config.share)):
             if self.compose is not None and patterns:
                 raise UserError(
                     f"{name}: method {config.method} trains a network around the model, which has no such parts"
                 )
-        if taken := metrics.taken_names(metrics.declared(self.local_update.reports), tasks.of(config).headline):
+        if taken := metrics.taken_names(metrics.declared(self.local_update.reports), tasks.measured(config)):
             raise UserError(
-                f"method {config.method}: reports: every name once, and none that a record has for something else, got "
+                f"method {config.method}: reports: names must differ, and a record must not use them otherwise, got "
                 f"{', '.join(taken)}"
             )
         if self.needs_whole and config.share:
             raise UserError(
-                f"method {config.method}: it is about all parameters that train; say with train which, and leave share unset, "
+                f"method {config.method}: it works on all parameters that train; choose them with train, and leave share unset, "
                 f"got {config.share!r}"
             )
         able = ("none", *sorted(self.strategy.robust))
@@ -95,23 +112,30 @@ class Method(Generic[P]):
         if config.private:
             private.check(config, self.strategy, "" if self.sums else self.not_private)
         if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
-            raise UserError("dp-epsilon: finetune-epochs would look at records beside the budget; leave it 0")
+            raise UserError("dp-epsilon: finetune-epochs would use records outside the budget; leave it 0")
 
     def reports_counts(self, config: RunConfig) -> bool:
-        """Whether clients tell how many samples they have: not in a private run whose weights do not depend on it."""
+        """Return whether clients report their sample counts. In a private run they do only if the method's weights
+        depend on them.
+        """
         return not config.private or private.weighs_by_size(self.strategy, config)
 
     def dp_epochs_of(self, config: RunConfig) -> int:
-        """How many epochs of noisy steps a round is for a client. Raises UserError if it cannot run with `dp-epsilon`."""
+        """Return the epochs of noisy steps that a client takes in a round.
+
+        Raises UserError if the method cannot run with `dp-epsilon`.
+        """
         if self.dp_epochs is None:
             raise UserError(
-                f"dp-epsilon: method {config.method} cannot run with differential privacy: its clients look at their records by "
+                f"dp-epsilon: method {config.method} cannot run with differential privacy: its clients use their records for "
                 "more than plain gradient steps"
             )
         return self.dp_epochs(config)
 
     def travelling(self, config: RunConfig, layout: Layout) -> frozenset[str]:
-        """Names of the tensors that travel. Raises UserError for a model, or patterns, that the method cannot be used with."""
+        """Return the names of the tensors that travel. Raises UserError for a model, or for patterns, that the method
+        cannot use.
+        """
         if config.dp_epsilon and layout.b:
             raise UserError(
                 f"dp-epsilon: model {config.model} has statistics of whole batches (BatchNorm), which no noise covers; take "
@@ -121,19 +145,23 @@ class Method(Generic[P]):
 
     @property
     def reports(self) -> tuple[metrics.Metric, ...]:
-        """What clients may report beside what every method's do: what the client half declares, and what figures draw."""
+        """The method's own numbers that clients may report: those that its client half declares, and those that figures draw."""
         own = metrics.declared(self.local_update.reports)
         drawn = {figure.record for figure in self.figures if isinstance(figure, Scalars)}
         return (*own, *metrics.declared(sorted(drawn - {metric.name for metric in own})))
 
     @property
     def drawn(self) -> tuple[Figure, ...]:
-        """What a report draws of the method's records: its figures, and the pictures of what clients report."""
+        """The figures that a report draws of the method's records: `figures`, and the pictures of the numbers that
+        clients report.
+        """
         own = [metric.figure for metric in metrics.declared(self.local_update.reports)]
         return (*self.figures, *(figure for figure in own if figure is not None))
 
     def tested(self, config: RunConfig) -> str:
-        """Say which models are tested before and after training where that needs saying (`LocalUpdate.tested`)."""
+        """Return the sentence that names the models tested before and after training, "" if none is needed
+        (`LocalUpdate.tested`).
+        """
         return self.local_update.tested(config.params)
 
     def network(
@@ -146,9 +174,10 @@ class Method(Generic[P]):
         input_shape: tuple[int, ...] = (),
         initial_weights: str = "",
     ) -> nn.Module:
-        """Build the network the method trains, with its initial weights from the seed.
+        """Build the network that the method trains, with initial weights from the seed.
 
-        initial_weights: a safetensors file that gives those of the run's model, before the method wraps it.
+        `initial_weights` is a safetensors file with the initial weights of the run's model, before the method wraps it.
+        Raises UserError if it is given for a method that starts from several models.
         """
         from fl_app import models, weights
 
@@ -177,7 +206,7 @@ class Method(Generic[P]):
         return module
 
     def around(self, drawings: Drawings, config: RunConfig) -> nn.Module:
-        """Build the network the method trains from drawings of the run's model."""
+        """Build the network that the method trains from drawings of the run's model."""
         if self.compose is not None:
             return self.compose(drawings, config.params)
         return drawings(0) if self.wrap is None else self.wrap(drawings(0), config.params, config.seed)
@@ -187,40 +216,41 @@ AnyMethod = Method[Any]
 
 
 def local_epochs(config: RunConfig) -> int:
-    """What a method's training takes that is the usual one."""
+    """Return `local-epochs`: the `dp_epochs` of a method with FedAvg's local training."""
     return config.local_epochs
 
 
 def all_tensors(layout: Layout, params: object) -> frozenset[str]:
-    """All tensors travel."""
+    """Return the names of all tensors: all travel."""
     return layout.names
 
 
 def no_tensors(layout: Layout, params: object) -> frozenset[str]:
-    """Nothing travels."""
+    """Return no names: nothing travels."""
     return frozenset()
 
 
 class HasStatistics(Protocol):
-    """Parameters of a method with the key `batchnorm-statistics`."""
+    """Parameters of a method that has the key `batchnorm-statistics`."""
 
     @property
     def batchnorm_statistics(self) -> str:
-        """What becomes of BatchNorm's running statistics."""
+        """The place of BatchNorm's running statistics: "local" if they stay on the client."""
         ...
 
 
 def all_but_local_statistics(layout: Layout, params: HasStatistics) -> frozenset[str]:
-    """All tensors travel, but for BatchNorm statistics where these are `local`."""
+    """Return the names of all tensors, without BatchNorm's statistics if `batchnorm-statistics` is "local"."""
     if params.batchnorm_statistics == "local":
         return layout.names - {slot.name for slot in layout.buffers}
     return layout.names
 
 
 def all_but_classifier(layout: Layout, params: object = None) -> frozenset[str]:
-    """All tensors travel but the last Linear layer's.
+    """Return the names of all tensors except those of the last Linear layer.
 
-    Raises UserError if the model cannot be split: no Linear layer, or nothing but one, or `train` leaves nothing of either.
+    Raises UserError if the model cannot be split: it has no Linear layer, nothing below it, or the key `train` leaves
+    out all tensors of one part.
     """
     below = layout.names - layout.classifier
     if not layout.classifier:
@@ -230,8 +260,8 @@ def all_but_classifier(layout: Layout, params: object = None) -> frozenset[str]:
     if not below:
         if layout.constants:
             raise UserError(
-                "train: this method splits what trains into body and classifier; of the body, below the last Linear layer, "
-                "no tensor trains"
+                "train: this method trains body and classifier, but no tensor of the body, below the last Linear layer, "
+                "trains"
             )
         what = "nothing below its only Linear layer"
         raise UserError(f"model: this method splits it into body and classifier, but it has {what}")
@@ -239,11 +269,14 @@ def all_but_classifier(layout: Layout, params: object = None) -> frozenset[str]:
 
 
 def check_head_trains(layout: Layout, *tensors: str) -> None:
-    """Raise UserError if `train` leaves out any of the last Linear layer's tensors, or of these of them (`weight`, `bias`)."""
+    """Raise UserError if the key `train` leaves out tensors of the last Linear layer.
+
+    `tensors`: check only these of the layer's tensors (`weight`, `bias`). Default: all of them.
+    """
     lacking = sorted(name for name in layout.constant_head if not tensors or name.rpartition(".")[2] in tensors)
     if lacking:
         raise UserError(
-            f"train: this method needs the last Linear layer{_tensors_said(tensors)} among what trains; the key leaves out "
+            f"train: this method needs to train the last Linear layer{_tensors_said(tensors)}; the key leaves out "
             f"{listed(lacking)}"
         )
 
@@ -253,9 +286,9 @@ def _tensors_said(tensors: tuple[str, ...]) -> str:
 
 
 def all_where_features_are(layout: Layout, params: HasStatistics) -> frozenset[str]:
-    """What `all_but_local_statistics` says, of a model that has features: a last Linear layer and something below it.
+    """Return the names of `all_but_local_statistics`, for a model with features: a last Linear layer and something below it.
 
-    Raises UserError if it has not.
+    Raises UserError for any other model.
     """
     all_but_classifier(layout)
     return all_but_local_statistics(layout, params)

@@ -1,4 +1,4 @@
-"""The server half of a method: what it remembers, the hooks it may override, and what it may call."""
+"""The server half of a method: its state, the hooks that it may override, and the functions that it may call."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from fl_app.errors import UserError
 from fl_app.keys import Scalar, show
 from fl_app.layout import Layout, Model
 from fl_app.metrics import Reports
+from fl_app.server import client_arrays
 from fl_app.server.record import Record
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Download, Expected, Upload
@@ -30,15 +31,18 @@ P = TypeVar("P")
 
 @dataclass
 class RoundState:
-    """What a method may read and note of the round that is being run.
+    """The state of the current round: values that a method may read, and its notes.
 
-    round: its number, from 1. declared: what clients said about their data when they connected. expected: what an upload of
-    the round must look like. uploads: what `personalize` works on, as long as it does. client_notes, round_notes: what the method
-    adds to the round's record.
+    - `round`: the round's number, from 1.
+    - `declared`: by client, the facts about its data that it sent when it connected or was first drawn (key
+      `discover`).
+    - `expected`: the form that every upload of the round must have.
+    - `uploads`: the uploads that `personalize` works on, while it runs.
+    - `client_notes`, `round_notes`: values that the method adds to the round's record.
     """
 
     round: int = 0
-    declared: dict[int, Mapping[str, Scalar]] = field(default_factory=dict)
+    declared: Mapping[int, Mapping[str, Scalar]] = field(default_factory=dict)
     expected: Expected | None = None
     uploads: Uploads | None = None
     client_notes: dict[int, Record] = field(default_factory=dict)
@@ -46,7 +50,7 @@ class RoundState:
 
 
 class Cohorts(Protocol):
-    """The clients of a private run that are summed up together (strategies/engine/cohorts.py)."""
+    """The cohorts of a private run: clients that are summed up together (strategies/engine/cohorts.py)."""
 
     def keep_together(
         self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
@@ -56,20 +60,33 @@ class Cohorts(Protocol):
 
 
 class ServerHalf(ABC, Generic[P]):
-    """The server half of a method: it writes `personalize`, and overrides what its paper changes.
+    """The server half of a method. A subclass writes `personalize`, and overrides the hooks that its paper changes.
 
-    What a subclass remembers lies in three places, all of which are in checkpoints: global_model, what a client without anything
-    of its own is sent; personal, arrays kept per client id (`keep_for`); memory, arrays of no client. layout: of the tensors that
-    travel; full_layout: of the whole model. params: the method's parameters. round: the last round whose uploads were used.
-    reports: the numbers that the method's client half reports.
+    A subclass keeps its state in three places, which are all in checkpoints:
+
+    - `global_model`: the model sent to clients that have no model of their own.
+    - `personal`: arrays by client id (`keep_for`).
+    - `memory`: arrays that belong to no client.
+
+    It may read:
+
+    - `params`: the method's parameters.
+    - `layout`: the tensors that travel. `full_layout`: the whole model.
+    - `round`: the last round with used uploads.
+    - `reports`: the numbers that the method's client half reports.
+    - `told`: scalars that every download has besides the method's own.
     """
 
     params: P
-    # Extra float arrays of uploads that `max-update-norm` screens too: their names, by the words of its messages.
+    # Extra float arrays of uploads that `max-update-norm` screens too: a plural name for messages -> the array's name.
     compared_extras: ClassVar[Mapping[str, str]] = {}
-    # What the key `robust` may be besides "none"; RULES for a method whose means are by `averaging_of`.
+    # Values of the key `robust` besides "none". RULES for a method that takes its means from `averaging_of`.
     robust: ClassVar[frozenset[str]] = frozenset()
-    # Multiplies the bound of `max-update-norm` for methods whose honest uploads lie farther apart; inf: no bound.
+    # True declares two facts. `personalize` needs only means of W and B with `weights`, by `averaging_of(uploads).mean` or
+    # `weighted_mean`. An upload's weight does not depend on other uploads. Uploads are then added up as they come, and no stack is
+    # kept. A subclass that overrides `personalize`, `weights`, `averaging_of`, `compared` or `summed` must declare it again.
+    streams: ClassVar[bool] = False
+    # Factor on the bound of `max-update-norm`, for methods with honest uploads that lie farther apart. inf: no bound.
     spread: ClassVar[float] = 1.0
 
     def __init__(
@@ -83,11 +100,12 @@ class ServerHalf(ABC, Generic[P]):
         self.round = 0
         self.attempt = RoundState()
         self.reports = Reports()
+        self.told: Mapping[str, Scalar] = {}
         self.cohorts: Cohorts | None = None
 
     @classmethod
     def of_settings(cls, config: RunConfig) -> Self:
-        """Return a half without models or state: enough for hooks that read `config` and `params` alone."""
+        """Return a half without models or state. It is enough for hooks that read only `config` and `params`."""
         half = object.__new__(cls)
         half.config, half.params = config, config.params
         return half
@@ -96,27 +114,35 @@ class ServerHalf(ABC, Generic[P]):
 
     @abstractmethod
     def personalize(self, round: int, uploads: Uploads) -> None:
-        """Turn a round's uploads into the next models: set `global_model`, `personal` and `memory`."""
+        """Make the next models from a round's uploads: set `global_model`, `personal` and `memory`."""
 
     def weights(self, uploads: Uploads) -> NDArray[np.float64]:
-        """Return what every upload counts in means, float64 [N], positive, a number for each of `uploads.sizes`.
+        """Return the weight of every upload in means, float64 [N], positive, one for each of `uploads.sizes`. Default: the sizes.
 
-        It is asked in private rounds too, before anything is sent. There `uploads` has ids and sizes alone: what else a hook
-        reads of them, or of the server half beside `config` and `params`, makes a private run refuse the method by name.
+        Private rounds call it before anything is sent. `uploads` then has only ids and sizes. A private run refuses a
+        method by name if this hook reads anything else of `uploads`, or anything but `config` and `params` of the
+        server half.
         """
         return uploads.sizes
 
-    def averaging_of(self, uploads: Uploads) -> Averaging:
-        """Return the mean over clients that the key `robust` asks for, with one choice for all arrays of floats in the uploads.
+    def summed(self, upload: Upload) -> Mapping[str, NDArray[np.float64]]:
+        """Return further arrays of an upload to add up over clients, float64 [...] by name. The sums are in `Uploads.summed`.
 
-        It is to be asked for before anything is written into the stacks.
+        Called only if uploads are not kept (`streams`).
+        """
+        return {}
+
+    def averaging_of(self, uploads: Uploads) -> Averaging:
+        """Return the mean over clients that the key `robust` selects.
+
+        Its choice of clients is the same for all float arrays in the uploads. Call it before you write into the stacks.
         """
         extras = [stack for stack in uploads.extras.values() if stack.dtype.kind == "f"]
         return Averaging(self.config.robust, self.config.robust_liars).of([uploads.W, uploads.B, *extras])
 
     @property
     def averaging(self) -> Averaging:
-        """`averaging_of` all uploads that a plain round's `personalize` works on; elsewhere each mean chooses by its own rows."""
+        """`averaging_of` all uploads that `personalize` works on in a plain round. Elsewhere each mean chooses by its own rows."""
         uploads = self.attempt.uploads
         return (
             Averaging(self.config.robust, self.config.robust_liars) if uploads is None else self.averaging_of(uploads)
@@ -125,15 +151,15 @@ class ServerHalf(ABC, Generic[P]):
     # From models to downloads
 
     def model_for(self, client_id: int) -> Model:
-        """Return the model a client starts its next round from (the tensors that travel)."""
+        """Return the model that a client's next round starts from (the tensors that travel)."""
         return self.global_model
 
     def download_extras(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return the arrays a client is sent beside its model, by name; its half finds them in the context's `extras`."""
+        """Return arrays to send to a client beside its model, by name. Its client half finds them in `ctx.extras`."""
         return {}
 
     def download_for(self, client_id: int, round: int, task: str) -> Download:
-        """Return what the method sends to a client. Raises UserError for a model that no client could take."""
+        """Return the method's message to a client. Raises UserError for a model that no client could take."""
         constants = self.full_layout.constants
         return Download(
             task=task,
@@ -145,14 +171,17 @@ class ServerHalf(ABC, Generic[P]):
             method={trainable_tensors.HASH: constants} if constants else {},
         )
 
-    # What is asked, and how it is checked
+    # Requests to clients, and checks of their uploads
 
     def sample(self, client_ids: list[int], round: int) -> list[int]:
-        """Choose the round's clients: fraction-train of those connected, at least one, sorted. A private run draws cohorts."""
+        """Return the round's clients, sorted: `fraction-train` of the connected ones, at least one.
+
+        A private run draws cohorts instead.
+        """
         return self.drawn(client_ids, round)
 
     def drawn(self, client_ids: list[int], round: int) -> list[int]:
-        """Draw fraction-train of the clients, at least one, sorted."""
+        """Return `fraction-train` of the clients, drawn at random, at least one, sorted."""
         count = self.config.drawn(len(client_ids))
         if count >= len(client_ids):
             return client_ids
@@ -160,57 +189,70 @@ class ServerHalf(ABC, Generic[P]):
         return sorted(int(i) for i in chosen)
 
     def expected(self) -> Expected:
-        """Return what every upload of the round must look like: its tensors, mask, the method's extra arrays."""
+        """Return the form that every upload of the round must have: its tensors, its mask, and the method's extra arrays."""
         return Expected.of(self.layout)
 
     def expected_from(self, client_id: int) -> Expected:
-        """Return what one client's upload must look like, where they differ; `complete` then makes it `expected`."""
+        """Return the form of one client's upload, if clients' uploads differ.
+
+        `complete` then brings the upload into the common form.
+        """
         return self.attempt.expected or self.expected()
 
     def check(self, upload: Upload) -> None:
-        """Check what of an upload only the method understands; raise WireError to drop it."""
+        """Check the parts of an upload that only the method understands. Raise WireError to drop the upload."""
 
     def complete(self, client_id: int, upload: Upload) -> Upload:
-        """Return a checked upload as the round's stacks hold it."""
+        """Return a checked upload in the form that the round's stacks hold."""
         return upload
 
     def compared(self, intake: Intake) -> Mapping[str, Stack]:
-        """Return what of a round's uploads must not lie far apart (key `max-update-norm`): stacks [N, ...] by a plural name."""
+        """Return the stacks in which uploads must not lie far apart (key `max-update-norm`), [N, ...] by a plural name."""
         more = {what: intake.extras[name] for what, name in self.compared_extras.items() if name in intake.extras}
         return {"parameters": intake.W, "BatchNorm statistics": intake.B, **more}
 
     def compared_with(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return what a client was sent of what is `compared`, by the same names: the server's own moves do not count."""
+        """Return the values that a client was sent for the stacks of `compared`, by the same names.
+
+        Distances are also taken from these values, so that the server's own moves do not count.
+        """
         model = self.model_for(client_id)
         extras = self.download_extras(client_id) if self.compared_extras else {}
         own = {what: extras.get(name, model.params) for what, name in self.compared_extras.items()}
         return {"parameters": model.params, "BatchNorm statistics": model.buffers, **own}
 
-    # Private rounds: of a method whose Method says `sums`
+    # Private rounds, for methods with `Method.sums`
 
     def sum_groups(self, ids: list[int]) -> Mapping[int, list[int]]:
-        """Return who is summed up with whom: disjoint groups of at least three that cover `ids`, by a number."""
+        """Return the groups of clients to sum up, by number: disjoint, at least three clients each, together all of `ids`."""
         return {0: ids}
 
     def personalize_sums(self, round: int, sums: Sums) -> None:
-        """Do as `personalize` does: by default with the mean as the only upload, which is nobody's."""
+        """Make the next models from sums, as `personalize` does from uploads.
+
+        Default: call `personalize` with the mean over all clients as the only upload. It has no client id.
+        """
         one = Uploads([], sums.mean.params[None], sums.mean.buffers[None], np.ones(1), None, {}, [])
         self.personalize(round, one)
 
     def keep_together(
         self, ids: NDArray[np.int64], labels: NDArray[np.int64], overlap: NDArray[np.float64]
     ) -> NDArray[np.int64]:
-        """Return a new grouping, int64 [N], changed so that no cohort splits into parts below three (cohorts.grouped).
+        """Return a changed grouping, int64 [N], that splits no cohort into parts of fewer than three clients (cohorts.grouped).
 
-        labels: int64 [N], a group by client id; overlap: float64 [n, n] of the clients `ids`, int64 [n].
+        - `labels`: each client's group, int64 [N].
+        - `overlap`: the similarities of the clients `ids`, float64 [n, n]. `ids`: int64 [n].
         """
         assert self.cohorts is not None, "a run that is not private has no cohorts"
         return self.cohorts.keep_together(ids, labels, overlap)
 
-    # What leaves the run
+    # Models that leave the run
 
     def personal_model(self, client_id: int) -> Model | None:
-        """Return what the server holds of a client's personal model, for the run folder; by default what the client is sent."""
+        """Return the server's copy of a client's personal model, for the run folder. None: only the client can make its model.
+
+        Default: the model that the client is sent.
+        """
         return self.model_for(client_id)
 
     def exported_global(self) -> Model:
@@ -218,25 +260,34 @@ class ServerHalf(ABC, Generic[P]):
         return self.global_model
 
     def exported_layout(self, layout: Layout) -> Layout:
-        """Return how models of a layout leave the run, in files and from clients (`LocalUpdate.export`): as they are, or, where the
-        method wraps the user's network, as that network.
+        """Return the layout of models that leave the run, in files and from clients (`LocalUpdate.export`). Default: unchanged.
+
+        A method that wraps the user's network returns that network's layout.
         """
         return layout
 
     def has_global_model(self) -> bool:
-        """Tell whether `global_model` is a result of the method."""
+        """Return whether `global_model` is a result of the method."""
         return self.layout.d > 0
 
-    # What a method may call
+    # Functions that a method may call
 
     def keep_for(self, client_id: int, **arrays: NDArray[Any]) -> None:
-        """Remember a client's arrays in `personal`; rows of this round's stacks may be given as they are."""
+        """Keep a client's arrays in `personal`. Rows of this round's stacks may be given directly.
+
+        Do not change a kept array in place. An unchanged array that is given again is not written into checkpoints
+        again.
+        """
         self.personal[client_id] = arrays
 
     def last_personal(self, client_id: int) -> Model:
-        """Return the model kept for a client as `params` and `buffers`; the global one if there is none."""
+        """Return the model kept for a client as `params` and `buffers`; the global model if there is none."""
         mine = self.personal.get(client_id)
         return self.global_model if mine is None else Model(mine["params"], mine["buffers"])
+
+    def stack_like(self, stack: Stack) -> Stack:
+        """Return an unfilled stack like one of the round's. It lies on the disk if that one is too large for memory."""
+        return client_arrays.stack_like(stack, self.folder.path)
 
     def note(self, client_id: int, name: str, value: object) -> None:
         """Add a value to the client's entry in this round's metrics."""
@@ -247,7 +298,7 @@ class ServerHalf(ABC, Generic[P]):
         self.attempt.round_notes[name] = value
 
     def summary(self) -> None:
-        """Log what runs."""
+        """Log the run's method, size and parameters."""
         c = self.config
         log.info(
             "%s: %d clients, %d rounds, model %s with %d parameters (%d travel), %s",
@@ -257,12 +308,16 @@ class ServerHalf(ABC, Generic[P]):
             c.model,
             self.full_layout.d,
             self.layout.d,
-            ", ".join(f"{key.name}={show(value)}" for key, value in c.own_keys() if "." in key.name) or "no parameters",
+            ", ".join(f"{key.name}={show(value)}" for key, value in c.own_keys() if "." in key.name)
+            or "the method has no keys",
         )
 
 
 def _sendable(model: Model, layout: Layout, method: str) -> Model:
-    """Return a method's model, or nothing. Raises UserError if a client could not take it: it is the method's mistake."""
+    """Return a method's model; one without any values is returned unchecked.
+
+    Raises UserError if a client could not take it: it is the method's mistake.
+    """
     if not model.params.size and not model.buffers.size:
         return model
     for name, array, length in (("params", model.params, layout.d), ("buffers", model.buffers, layout.b)):

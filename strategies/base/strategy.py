@@ -1,4 +1,4 @@
-"""The class of which a method's server half is made: hooks, and what Flower asks of a Strategy."""
+"""The base class of a method's server half: its hooks, and the methods that Flower requires of a Strategy."""
 
 from __future__ import annotations
 
@@ -21,17 +21,26 @@ P = TypeVar("P")
 
 
 class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
-    """The server half of a method as a Flower Strategy; strategies/engine/rounds.py runs its rounds."""
+    """The server half of a method as a Flower Strategy. strategies/engine/rounds.py runs its rounds.
+
+    The hooks are methods of `ServerHalf` (strategies/base/server_half.py):
+
+    - From uploads to models: `personalize`, which every method writes, `weights`, `summed` and `averaging_of`.
+    - From models to downloads: `model_for` and `download_extras`.
+    - Requests and checks: `sample`, `expected`, `expected_from`, `check`, `complete`, `compared` and `compared_with`.
+    - Private rounds: `sum_groups` and `personalize_sums`.
+    - Models that leave the run: `personal_model`, `exported_global`, `exported_layout` and `has_global_model`.
+    """
 
     _rounds: Rounds | None = None
 
     @cached_property
     def protocol(self) -> RoundProtocol:
-        """What the run's rounds send and take in: models, or masked sums (key `private`)."""
+        """The protocol of the run's rounds: it exchanges models, or masked sums (key `private`)."""
         return PrivateRounds(self) if self.config.private else PlainRounds(self)
 
     def rounds(self, exchange: Exchange) -> Rounds:
-        """Return what runs the rounds over an exchange: one object as long as it is the same exchange."""
+        """Return the object that runs the rounds over an exchange. The same exchange gets the same object."""
         if self._rounds is None or self._rounds.exchange is not exchange:
             self._rounds = Rounds(self, exchange, self.folder, self.protocol)
         return self._rounds
@@ -48,17 +57,17 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
     ) -> Result:
         """Run all rounds (`Rounds.run`).
 
-        The model, the number of rounds and the timeouts come from the run config; Flower's other arguments are not used.
+        The run config gives the model, the number of rounds and the timeouts. Flower's other arguments are ignored.
         """
         self.rounds(grid).run()
         return Result()
 
-    # Flower's hooks, for whoever runs rounds by them. `grid` is an Exchange, and replies are its replies.
+    # Flower's hooks, for callers that run rounds with them. `grid` is an Exchange, and replies are its replies.
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Sample clients by id and build their messages one at a time, as they are sent."""
+        """Choose the round's clients by id. Return an iterator that builds their messages one at a time, as they are sent."""
         rounds = self._over(grid)
         rounds.begin(Attempt(server_round, generation=rounds.generation()))
         return rounds.messages(rounds.sample(), "train")
@@ -68,7 +77,7 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Check and take in replies as they arrive, drop bad ones by name, then personalize.
 
-        Raises TooFewResults if fewer uploads than `min-results` could be used; nothing has changed then.
+        Raises TooFewResults if fewer uploads than `min-results` are usable. Nothing has changed then.
         """
         rounds = self._over()
         for reply in replies:
@@ -79,13 +88,13 @@ class PersonalizedStrategy(ServerHalf[P], Strategy, Generic[P]):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Address every connected client."""
+        """Return an iterator over the evaluation messages to all connected clients."""
         rounds = self._over(grid)
         rounds.begin(Attempt(server_round, generation=rounds.attempt.generation))
         return rounds.messages(rounds.exchange.client_ids, "evaluate")
 
     def aggregate_evaluate(self, server_round: int, replies: Iterator[Reply]) -> MetricRecord | None:  # type: ignore[override]
-        """Collect metrics and hashes per client."""
+        """Collect each client's metrics and the hashes of its model."""
         rounds = self._over()
         for reply in replies:
             rounds.receive_evaluation(reply)

@@ -1,9 +1,12 @@
-"""A round's uploads as stacks, the stacks that replies are decoded into, and what a private round has instead."""
+"""A round's uploads: the stacks that replies are decoded into, the method's view of them, and the sums of a private round."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,15 +15,27 @@ from numpy.typing import NDArray
 from fl_app.errors import UserError
 from fl_app.keys import Scalar
 from fl_app.layout import Model
+from fl_app.server import client_arrays
 from fl_app.wire import Expected, Upload
+
+# a round's uploads of at most this many bytes stay in memory, whatever the limit
+SMALL = 64e6
 
 
 @dataclass(frozen=True)
 class Uploads:
-    """A round's accepted uploads as stacks, rows sorted by client id.
+    """A round's accepted uploads as stacks, with rows sorted by client id.
 
-    W: float32 [N, d]; B: float32 [N, b]; sizes: float64 [N], training samples; bits: uint8 [N, ceil(d/8)] if the method sends
-    masks; extras: arrays by name, [N, ...]; metrics: per client. The stacks are the method's, to work in and to keep.
+    - `ids`: the N clients' ids.
+    - `W`: parameters, float32 [N, d]. `B`: buffers, float32 [N, b].
+    - `sizes`: numbers of training samples, float64 [N].
+    - `bits`: packed masks, uint8 [N, ceil(d/8)], if the method sends masks.
+    - `extras`: the method's arrays by name, [N, ...].
+    - `metrics`: each client's numbers by name.
+    - `summed`: sums over clients by name (`ServerHalf.summed`), if uploads were added up as they came.
+
+    The stacks belong to the method: it may change and keep them. If uploads were added up as they came
+    (`ServerHalf.streams`), `W` and `B` are `Folded` and have no rows.
     """
 
     ids: list[int]
@@ -30,9 +45,10 @@ class Uploads:
     bits: NDArray[np.uint8] | None
     extras: dict[str, NDArray[Any]]
     metrics: list[Mapping[str, Scalar]]
+    summed: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
     def rows(self, chosen: list[int]) -> Uploads:
-        """Copies of the chosen rows of every stack."""
+        """Return copies of the chosen rows of every stack."""
         bits = None if self.bits is None else self.bits[chosen]
         extras = {name: stack[chosen] for name, stack in self.extras.items()}
         ids, metrics = [self.ids[k] for k in chosen], [self.metrics[k] for k in chosen]
@@ -40,9 +56,9 @@ class Uploads:
 
 
 class DeclaredSizes(Uploads):
-    """What the server of a private round knows of uploads when it says what each counts: whose they are, and their sizes.
+    """The uploads that a private round passes to `weights`: only client ids and sizes are known.
 
-    sizes: float64 [N], as clients declared them. Anything else raises UserError with the method's name.
+    sizes: float64 [N], as clients declared them. Any other attribute raises UserError with the method's name.
     """
 
     def __init__(self, method: str, ids: list[int], sizes: Sequence[float]) -> None:
@@ -50,19 +66,23 @@ class DeclaredSizes(Uploads):
         vars(self).update({"_method": method, "ids": ids, "sizes": np.array(sizes, np.float64)})
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what does not arrive in a private run."""
+        """Raise UserError: nothing else of an upload arrives in a private run."""
         raise UserError(
-            f"private: method {self._method} cannot run private: its weights ask for the uploads' {name}, "
-            "and the server has ids and sizes alone"
+            f"private: method {self._method} cannot run private: its weights need the uploads' {name}, "
+            "and the server has only ids and sizes"
         )
 
 
 @dataclass(frozen=True)
 class Sums:
-    """A private round's result. ids: whose uploads are in it, sorted. groups: who was summed up with whom; means: theirs, weighted.
+    """The result of a private round.
 
-    mean: over all, weighted. bits: the sketches of masks, uint8 [N, ceil(m/8)] in the order of ids, if the method sends masks;
-    sketch_bits: m.
+    - `ids`: the clients in the sums, sorted.
+    - `groups`: the members of each sum, by the group's number.
+    - `means`: the weighted mean over each group, by the same number.
+    - `mean`: the weighted mean over all clients.
+    - `bits`: the sketches of masks, uint8 [N, ceil(m/8)], in the order of `ids`, if the method sends masks.
+      `sketch_bits`: m.
     """
 
     ids: list[int]
@@ -75,7 +95,7 @@ class Sums:
 
 @dataclass
 class Intake:
-    """Stacks that replies are decoded into, row by sampled client."""
+    """Stacks that replies are decoded into, with one row for each sampled client."""
 
     ids: list[int]
     expected: Expected
@@ -87,23 +107,31 @@ class Intake:
     metrics: dict[int, Mapping[str, Scalar]] = field(default_factory=dict)
     upload_bytes: dict[int, int] = field(default_factory=dict)
 
+    @cached_property
+    def row_of(self) -> dict[int, int]:
+        """Each client's row in the stacks."""
+        return {client_id: row for row, client_id in enumerate(self.ids)}
+
     @classmethod
-    def of(cls, ids: list[int], expected: Expected) -> Intake:
-        """Allocate stacks for the uploads of these clients; memory is taken as it is written."""
+    def of(cls, ids: list[int], expected: Expected, limit: float = 0, directory: Path | None = None) -> Intake:
+        """Allocate stacks for the uploads of these clients. Memory is taken only when it is written.
+
+        Stacks of more than `limit` bytes in all (0: no limit) are memory maps of unnamed files in `directory`. Stacks
+        of at most `SMALL` bytes always stay in memory. Raises UserError if the files have no room on the disk.
+        """
         n, mask_bytes = len(ids), -(-expected.num_params // 8)
-        return cls(
-            ids,
-            expected,
-            W=np.empty((n, expected.d), np.float32),
-            B=np.empty((n, expected.b), np.float32),
-            bits=np.empty((n, mask_bytes), np.uint8) if mask_bytes else None,
-            extras={name: np.empty((n, *shape), dtype) for name, (dtype, shape) in expected.extras.items()},
-            sizes=np.zeros(n),
-        )
+        shapes = {name: (np.dtype(dtype), (n, *shape)) for name, (dtype, shape) in expected.extras.items()}
+        shapes |= {"W": (np.dtype(np.float32), (n, expected.d)), "B": (np.dtype(np.float32), (n, expected.b))}
+        shapes |= {"bits": (np.dtype(np.uint8), (n, mask_bytes))}
+        whole = sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes.values())
+        place = directory if limit and whole > max(limit, SMALL) else None
+        stacks = {name: client_arrays.stack(shape, dtype, place) for name, (dtype, shape) in shapes.items()}
+        W, B, bits = (stacks.pop(name) for name in ("W", "B", "bits"))
+        return cls(ids, expected, W, B, bits if mask_bytes else None, stacks, np.zeros(n))
 
     def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
-        """Copy an upload into its client's row. nbytes: what travelled."""
-        row = self.ids.index(client_id)
+        """Copy an upload into its client's row. nbytes: the size of the message."""
+        row = self.row_of[client_id]
         self.W[row], self.B[row] = upload.model.params, upload.model.buffers
         self.sizes[row] = upload.num_examples
         if self.bits is not None and upload.mask is not None:
@@ -113,17 +141,20 @@ class Intake:
             self.extras[name][row] = array
         self.metrics[client_id], self.upload_bytes[client_id] = metrics, nbytes
 
+    def skip(self, client_id: int) -> None:
+        """Note that no upload of this client will come."""
+
     @property
     def rows(self) -> list[int]:
         """Rows of the stacks that hold an upload."""
         return [row for row, i in enumerate(self.ids) if i in self.metrics]
 
     def reject(self, client_id: int) -> None:
-        """Leave an accepted upload out again."""
+        """Remove an accepted upload."""
         del self.metrics[client_id], self.upload_bytes[client_id]
 
     def uploads(self) -> Uploads:
-        """Close up the rows of those who sent nothing usable, in place, and return what is left; the stacks are not whole then."""
+        """Move the used rows to the front, in place, and return them. The intake's own stacks are no longer complete."""
         rows = self.rows
         ids = [self.ids[row] for row in rows]
 
@@ -139,6 +170,6 @@ class Intake:
         return Uploads(ids, closed(self.W), closed(self.B), self.sizes[rows], bits, extras, metrics)
 
     def forget_stacks(self) -> None:
-        """Let go of the stacks: from now on they are the method's alone."""
+        """Drop the references to the stacks. From then on only the method holds them."""
         nothing = np.empty((0, 0), np.float32)
         self.W, self.B, self.bits, self.extras = nothing, nothing, None, {}

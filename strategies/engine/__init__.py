@@ -1,1 +1,1 @@
-"""What runs a method: its rounds, plain or private."""
+"""The engine of all methods: it runs their rounds, plain or private."""

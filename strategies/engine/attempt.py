@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fl_app.errors import describe
+from fl_app.errors import DIVERGED, describe
+from fl_app.figures import Figure
 from fl_app.layout import NO_TENSORS
 from fl_app.metrics import Metric, Reports
+from fl_app.server import matrices
 from fl_app.server import record as records
+from fl_app.server.matrices import Between
 from fl_app.server.record import Record
+from fl_app.server.run_folder import name_of
 from fl_app.wire import Expected, WireError
 from strategies.base.server_half import RoundState
 from strategies.base.uploads import Intake
@@ -20,13 +24,14 @@ log = logging.getLogger("corolla")
 
 @dataclass
 class Attempt(RoundState):
-    """One attempt at a round, or an evaluation: all that is true of it and of nothing after it.
+    """One attempt at a round, or one evaluation: all state that ends with it.
 
-    generation: tells the client states of attempts apart. intake: what its uploads are decoded into. sent: bytes per client;
-    received: bytes per client of its upload, of a dropped one too. failures: causes by client. far: uploads that
-    are used though they lie far from the others'. clients: an evaluation's entries.
-    earlier: attempts at the round that do not count; spoilt_by: why this one does not. without: whom a private round's repetition
-    does not ask.
+    generation: distinguishes the client states of different attempts. intake: the stacks or sums that uploads are
+    decoded into. sent: bytes sent to each client. received: bytes of each client's upload, dropped ones included.
+    failures: all failures. causes: each client's last cause. heads: how the logged causes begin. far: far uploads that are
+    used. clients: an evaluation's entries. between: the method's notes between clients, after `record`. earlier:
+    attempts at the same round that do not count. spoilt_by: why this attempt does not count. without: clients that the
+    repetition of a private round does not ask.
     """
 
     generation: int = 0
@@ -34,40 +39,57 @@ class Attempt(RoundState):
     sent: dict[int, int] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
     failures: list[Record] = field(default_factory=list)
+    causes: dict[int, str] = field(default_factory=dict)
+    heads: set[str] = field(default_factory=set)
     far: list[Record] = field(default_factory=list)
     clients: dict[int, Record] = field(default_factory=dict)
+    between: dict[str, Between] = field(default_factory=dict)
     earlier: list[Attempt] = field(default_factory=list)
     without: frozenset[int] = frozenset()
     spoilt_by: str = ""
 
     def fail(self, client_id: int, step: str, became: str, error: Exception) -> None:
         """Note and log why a client's reply to a step is not used."""
-        # Anything but a WireError is something that no check knew of.
+        # Any other exception comes from a fault that no check covers.
         if not isinstance(error, WireError):
             log.debug("client %d", client_id, exc_info=error)
             error = WireError(f"malformed reply: {describe(error)}")
         # A client's own errors may begin with its name.
         cause = str(error).removeprefix(f"client {client_id}: ")
         self.failures.append({"client": client_id, "cause": cause})
-        log.error("%s: client %d %s: %s", step, client_id, became, cause)
+        # an attempt that is repeated fails for the same causes as a rule
+        known = any(attempt.causes.get(client_id) == cause for attempt in self.earlier)
+        self.causes[client_id] = cause
+        if known:
+            log.debug("%s: client %d %s again: %s", step, client_id, became, cause)
+            return
+        # when training diverges, many clients need the same long advice: the log has it once, the record for each
+        head = cause.partition("; ")[0]
+        shown = head if head in self.heads and head.startswith(DIVERGED) else cause
+        self.heads.add(head)
+        log.error("%s: client %s %s: %s", step, self.called(client_id), became, shown)
 
-    def failure_lines(self) -> list[str]:
-        """Return the failures, a line each."""
-        return [f"client {f['client']}: {f['cause']}" for f in self.failures]
+    def called(self, client_id: int) -> str:
+        """Return a client's number, with its name if its data have one: `3 (Bern)`."""
+        name = name_of(self.declared.get(client_id, {}))
+        return f"{client_id} ({name})" if name else str(client_id)
 
-    def record(self, headline: Metric, own: Reports) -> Record:
-        """Return the round's record; earlier attempts count with their failures and with what travelled.
+    def record(
+        self, measured: Sequence[Metric], own: Reports, validation: bool = False, figures: Sequence[Figure] = ()
+    ) -> Record:
+        """Return the round's record. It includes the failures and the bytes of earlier attempts.
 
-        own: the method's metrics.
+        own: the method's metrics. measured, validation: as in fl_app.metrics.of_training. figures: those that the
+        method declares. Its notes between clients are in `between` afterwards, and not in the record.
         """
         intake = self.intake
+        used = [i for i in self.sent if i in intake.metrics]
+        notes = matrices.divided(self.round_notes, self.client_notes, used, figures)
+        self.between = notes.between
         samples = dict(zip(intake.ids, map(int, intake.sizes), strict=True))
         rows = {
-            i: records.client_row(
-                intake.metrics[i], samples[i], intake.upload_bytes[i], sent, self.client_notes.get(i, {})
-            )
-            for i, sent in self.sent.items()
-            if i in intake.metrics
+            i: records.client_row(intake.metrics[i], samples[i], intake.upload_bytes[i], self.sent[i], notes.clients[i])
+            for i in used
         }
         failures = [{**f, "attempt": k} for k, attempt in enumerate(self.earlier, 1) for f in attempt.failures]
         attempts = (*self.earlier, self)
@@ -75,14 +97,25 @@ class Attempt(RoundState):
         received_bytes = sum(sum(attempt.received.values()) for attempt in attempts)
         failures += self.failures
         record = records.round_record(
-            self.round, rows, sent_bytes, received_bytes, self.round_notes, failures, headline, own
+            self.round, rows, sent_bytes, received_bytes, notes.round, failures, measured, own, validation
         )
         return record | {"far": self.far} if self.far else record
 
 
 class TooFewResults(Exception):
-    """An attempt that does not count. absent: without whom it is to be repeated."""
+    """An attempt that does not count. absent: clients that its repetition leaves out."""
 
     def __init__(self, text: str, absent: Iterable[int] = ()) -> None:
         super().__init__(text)
         self.absent = frozenset(absent)
+
+
+def failure_lines(attempts: list[Attempt]) -> list[str]:
+    """Return one line for each failure in the attempts at a round, sorted by client. Equal lines appear once."""
+    failures = [(attempt, failure) for attempt in attempts for failure in attempt.failures]
+    failures.sort(key=lambda found: int(found[1]["client"]))
+    return list(
+        dict.fromkeys(
+            f"client {attempt.called(failure['client'])}: {failure['cause']}" for attempt, failure in failures
+        )
+    )

@@ -1,12 +1,14 @@
 """Cohorts: clients of a private run that are summed up together. The keys, the docs and the file call them companies.
 
-Two sums that differ by one client tell that client's model, and sums over many different sets of clients tell nearly everybody's by
-least squares, however many are in each (So, Ali, Guler, Jiao, Avestimehr: "Securing Secure Aggregation: Mitigating Multi-Round
-Privacy Leakage in Federated Learning", AAAI 2023). So a sum is one over cohorts; they only ever split into parts of at least
-three, and a client counts the same in all sums, beside the others of its cohort. As long as nobody is away from its cohort,
-whatever is made of all sums of a run is the same for all of a cohort, times what each counts.
+Two sums that differ by one client reveal that client's model. Sums over many different sets of clients reveal nearly
+all clients' models by least squares, however large the sets are (So, Ali, Guler, Jiao, Avestimehr: "Securing Secure
+Aggregation: Mitigating Multi-Round Privacy Leakage in Federated Learning", AAAI 2023).
 
-Cohorts are int64 [N], by client id the number of its cohort; OUTSIDE for clients that never train.
+Therefore every sum is over cohorts. Cohorts only split, and only into parts of at least three. Within its cohort a
+client has the same relative weight in all sums. While no client is away from its cohort, every combination of a run's
+sums contains the cohort's clients in proportion to these weights.
+
+Cohorts are int64 [N]: for each client id the number of its cohort, or OUTSIDE for clients that never train.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ Cohorts = NDArray[np.int64]
 
 
 def one(ids: Collection[int], n: int) -> Cohorts:
-    """Return one cohort of all `ids`, of n clients."""
+    """Return one cohort of all `ids`. n: the number of clients."""
     cohorts = np.full(n, OUTSIDE)
     cohorts[list(ids)] = 0
     return cohorts
 
 
 def drawn(ids: Sequence[int], n: int, generator: np.random.Generator) -> Cohorts:
-    """Return as many cohorts of at least three as `ids` make, of nearly equal size, at random."""
+    """Return cohorts of nearly equal size, drawn at random: as many of at least three clients as `ids` allow."""
     cohorts = np.full(n, OUTSIDE)
     for number, own in enumerate(np.array_split(generator.permutation(ids), max(1, len(ids) // GROUP_MIN))):
         cohorts[own] = number
@@ -42,7 +44,7 @@ def drawn(ids: Sequence[int], n: int, generator: np.random.Generator) -> Cohorts
 
 
 def members(cohorts: Cohorts) -> list[list[int]]:
-    """Return every cohort's members, sorted, in the order of their first ones."""
+    """Return every cohort's members, sorted. The cohorts are in the order of their first members."""
     found: dict[int, list[int]] = {}
     for i, number in enumerate(cohorts.tolist()):
         if number != OUTSIDE:
@@ -51,22 +53,26 @@ def members(cohorts: Cohorts) -> list[list[int]]:
 
 
 def present(cohorts: Cohorts, here: Collection[int]) -> list[list[int]]:
-    """Return who of each cohort may be summed up if these clients are there: all that are, nobody where they are one or two."""
+    """Return the members of each cohort that are in `here`. Cohorts with only one or two of them are left out."""
     there = ([i for i in own if i in here] for own in members(cohorts))
     return [own for own in there if len(own) >= GROUP_MIN]
 
 
 def differs(cohorts: Cohorts, own: Sequence[int], sums: Iterable[Collection[int]]) -> bool:
-    """Tell whether one of these sums holds others of a cohort than `own`, sorted: the two sums would tell the difference."""
+    """Return whether one of these sums holds another part of the cohort than `own`. The two sums would reveal the difference.
+
+    own: the cohort's members in the new sum, sorted.
+    """
     number = cohorts[own[0]]
     parts = ([i for i in sorted(ids) if cohorts[i] == number] for ids in sums)
     return any(part and part != list(own) for part in parts)
 
 
 def split(cohorts: Cohorts, here: Collection[int]) -> Cohorts:
-    """Part cohorts of which some are away, so that the others may be summed up.
+    """Split cohorts with absent members, so that the others can be summed up. Return the new cohorts.
 
-    Those away become a cohort of their own, with the lowest ids of the others up to three in all, if that leaves three others.
+    The absent members become a cohort. One or two of them are joined by the present members with the lowest ids, up to
+    three in all. The cohort is split only if at least three other members remain.
     """
     cohorts = cohorts.copy()
     for own in members(cohorts):
@@ -81,10 +87,11 @@ def split(cohorts: Cohorts, here: Collection[int]) -> Cohorts:
 def grouped(
     cohorts: Cohorts, labels: NDArray[np.int64], similarity: NDArray[np.float64]
 ) -> tuple[Cohorts, NDArray[np.int64]]:
-    """Change a grouping so that it splits no cohort into parts below three; the cohorts from now on and the labels, int64 [N].
+    """Change a grouping so that it splits no cohort into parts below three. Return the new cohorts and the labels, int64 [N] each.
 
-    labels: int64 [N], a group by client id; similarity: float64 [N, N]. One or two of a cohort in a group go to the group of three
-    or more of the cohort that they are most similar to on average; where there is none, all go where most are.
+    labels: each client's group, int64 [N]. similarity: float64 [N, N]. If one or two clients of a cohort are in a
+    group, they go to another group with three or more clients of that cohort: the one to which they are most similar on
+    average. If there is none, the whole cohort goes to the group with most of its clients.
     """
     labels = labels.copy()
     for own in members(cohorts):
@@ -99,10 +106,10 @@ def grouped(
 
 
 class CohortStore:
-    """A run's cohorts, and how many samples each client counts with, in a file of its folder, as soon as something changes.
+    """A run's cohorts, and the sample count that each client counts with, in a file of the run folder.
 
-    The server may have sums that no checkpoint knows of when a run goes on from an earlier one, which must not split cohorts in
-    another way then.
+    Every change is written at once. A resumed run may start from an earlier checkpoint. The server may then have sums
+    that the checkpoint does not know. The file keeps the run from splitting cohorts in another way.
     """
 
     def __init__(self, directory: Path, first: Cohorts) -> None:
@@ -113,13 +120,13 @@ class CohortStore:
         self.most: float | None = kept.get("most")
 
     def replace(self, cohorts: Cohorts) -> None:
-        """Replace the cohorts by ones that were made of them."""
+        """Replace the cohorts by new ones that were made from them."""
         if (cohorts != self.cohorts).any():
             self.cohorts = cohorts
             self._save()
 
     def note_sizes(self, sizes: Mapping[int, float], factor: float) -> None:
-        """Note the sizes of clients that are new, at most `factor` times the median of the first ones; 0: no bound."""
+        """Note the sizes of new clients. They are at most `factor` times the median of the first sizes noted; 0: no bound."""
         if not (new := {i: size for i, size in sizes.items() if i not in self.counts}):
             return
         if factor and self.most is None:

@@ -1,4 +1,4 @@
-"""Plain rounds: the server sees every client's model, leaves outliers out by name, and hands the others to the method."""
+"""Plain rounds: the server sees every client's model, drops far uploads by name, and hands the others to the method."""
 
 from __future__ import annotations
 
@@ -18,52 +18,66 @@ from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import Intake, Uploads
 from strategies.engine.attempt import Attempt, TooFewResults
 from strategies.engine.screening import USUAL, Outlier, Screening
+from strategies.engine.streaming import FoldedIntake, streams, why_kept
 from strategies.robust import capped
 
 log = logging.getLogger("corolla")
 
 
 class PlainRounds:
-    """What is special about rounds in which single models arrive (RoundProtocol in strategies/engine/rounds.py)."""
+    """The steps of rounds in which single models arrive (RoundProtocol in strategies/engine/rounds.py)."""
 
     def __init__(self, server: ServerHalf[Any]) -> None:
         self.server, self.config = server, server.config
         self.screening = Screening()
-        # Uploads of the last round that were used though they lay far from the others.
+        # far uploads of the last round that were used
         self.outliers: list[Outlier] = []
+        # the sums of the round's uploads, if no stack is kept
+        self.folded: FoldedIntake | None = None
 
     def announcements(self) -> list[str]:
-        """Say what differential privacy covers, where the run has any."""
-        return privacy_budget(self.config)
+        """Return log lines: the records that differential privacy covers, and why a streaming method's uploads are kept."""
+        lines = privacy_budget(self.config)
+        if streams(type(self.server)) and (why := why_kept(self.config, self.expected())):
+            lines.append(f"a round's uploads are kept as a stack, a row for each client: {why}")
+        return lines
 
     def sample(self, attempt: Attempt, connected: list[int]) -> list[int]:
-        """Let the method choose."""
+        """Return the clients that the method chooses."""
         return self.server.sample(connected, attempt.round)
 
     def expected(self) -> Expected:
-        """What the method says."""
+        """Return the form of uploads that the method expects."""
         return self.server.expected()
 
     def open(self, attempt: Attempt, ids: list[int]) -> Intake:
-        """Allocate the round's stacks."""
+        """Allocate the round's stacks, or sums if these are enough."""
         attempt.expected = self.expected()
-        return Intake.of(ids, attempt.expected)
+        if not streams(type(self.server)) or why_kept(self.config, attempt.expected):
+            return Intake.of(ids, attempt.expected, self.config.server_memory_limit * 1e9, self.server.folder.path)
+        self.folded = FoldedIntake.into_sums(ids, attempt.expected, self.server)
+        return self.folded
 
     def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
-        """Nothing is said beside the model."""
+        """Return no scalars: a plain round sends none beside the model."""
         return {}
 
     def expected_from(self, client_id: int) -> Expected:
-        """What the method says of this client."""
+        """Return the form that the method expects of this client's upload."""
         return self.server.expected_from(client_id)
 
     def check(self, client_id: int, upload: Upload) -> Upload:
-        """Let the method check what it alone understands."""
+        """Let the method check an upload, and return it in the form of the round's stacks."""
         self.server.check(upload)
-        return self.server.complete(client_id, upload)
+        upload = self.server.complete(client_id, upload)
+        if self.folded is not None and not math.isinf(self.server.spread):
+            self.folded.note_moves(client_id, upload, self._sent(client_id))
+        return upload
 
     def screen(self, attempt: Attempt) -> Uploads:
-        """Leave out outliers by name. Raises TooFewResults with less than `min-results`, and has changed nothing then."""
+        """Drop far uploads by name and return the others. Raises TooFewResults below `min-results`, and has changed
+        nothing then.
+        """
         intake = attempt.intake
         outliers = self._outliers(attempt, intake)
         require_results(intake, self.config.min_results, 1)
@@ -77,16 +91,15 @@ class PlainRounds:
         return uploads
 
     def personalize(self, round: int, accepted: Any) -> None:
-        """Let the method make the next models; what is beyond `server-memory-limit` goes to the disk."""
+        """Let the method make the next models."""
         server = self.server
         server.attempt.uploads = accepted
         server.personalize(round, accepted)
-        # the method alone says how long the stacks are kept
+        # from here on only the method holds the stacks
         server.attempt.uploads = None
-        client_arrays.settle(server.personal, accepted.ids, self.config.server_memory_limit * 1e9, server.folder.path)
 
     def suspects(self) -> list[str]:
-        """Name the outliers of the last round that were used: they may be why no client can train on."""
+        """Return a line for each far upload of the last round that was used: it may be why no client can train."""
         return [
             f"client {outlier.client_id} was used though {outlier}: it is the likely cause, and "
             f"max-update-norm = {USUAL:g} drops such uploads"
@@ -94,21 +107,25 @@ class PlainRounds:
         ]
 
     def saved(self) -> Mapping[str, Any]:
-        """Return what a checkpoint holds of the screening."""
+        """Return the state of the screening for a checkpoint."""
         return self.screening.saved()
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `saved` returned, from a checkpoint; {} if it holds nothing."""
+        """Restore the state that `saved` returned, from a checkpoint. {}: there is none."""
         self.screening = Screening.restored(saved)
 
     def _outliers(self, attempt: Attempt, intake: Intake) -> list[Outlier]:
-        """Return what lies far from the others, and leave it out by name, unless nothing is refused."""
+        """Return the far uploads. They are dropped by name if `max-update-norm` is set, else noted and logged."""
         spread = self.server.spread
         if math.isinf(spread):
             return []
         limit = self.config.max_update_norm * spread
-        stacks = self.server.compared(intake)
-        outliers = self.screening.measure(attempt.round, intake, stacks, limit or USUAL * spread, self._sent)
+        if isinstance(intake, FoldedIntake):
+            moves = intake.moved, intake.lengths
+            outliers = self.screening.measure_moves(attempt.round, intake, *moves, USUAL * spread)
+        else:
+            stacks = self.server.compared(intake)
+            outliers = self.screening.measure(attempt.round, intake, stacks, limit or USUAL * spread, self._sent)
         for outlier in outliers:
             if limit:
                 intake.reject(outlier.client_id)
@@ -124,24 +141,25 @@ class PlainRounds:
         return outliers
 
     def _sent(self, client_id: int) -> Mapping[str, NDArray[Any]]:
-        """Return what a client was sent of what is compared; it is read again where it is kept on disk."""
+        """Return the values that a client was sent for the compared stacks. Those on the disk are read again when needed."""
         sent = self.server.compared_with(client_id)
         client_arrays.release(self.server.personal.get(client_id, {}))
         return sent
 
 
 def require_results(intake: Intake, min_results: float, least: int) -> None:
-    """Raise TooFewResults unless such a part of the uploads can be used, and at least so many."""
+    """Raise TooFewResults unless at least a part `min_results` of the uploads is usable, and at least `least` of them."""
     needed = max(least, math.ceil(min_results * len(intake.ids)))
     if len(intake.metrics) < needed:
         raise TooFewResults(f"{len(intake.metrics)} of {len(intake.ids)} uploads usable, {needed} needed")
 
 
 def privacy_budget(config: RunConfig) -> list[str]:
-    """Say what `dp-epsilon` covers, and what not; nothing where it is 0."""
+    """Return a line on the records that `dp-epsilon` covers, and on those that it does not; none if the key is 0."""
     if not config.dp_epsilon:
         return []
+    uncovered = "test and validation" if config.validation_ratio else "test"
     return [
-        f"dp-epsilon: training records are covered within ({config.dp_epsilon:g}, {config.dp_delta:g}) over all rounds; test "
-        "records, and how many there are of both, are not (docs/privacy.md)"
+        f"dp-epsilon: training records are covered within ({config.dp_epsilon:g}, {config.dp_delta:g}) over all rounds; "
+        f"{uncovered} records and all numbers of records are not (docs/privacy.md)"
     ]

@@ -1,9 +1,9 @@
-"""Private rounds (docs/privacy.md): what the server asks for is masked, what it takes in are sums over groups of clients.
+"""Private rounds (docs/privacy.md): clients send masked models, and the server forms sums over groups of clients.
 
-Every pair of a group's members adds and takes away a mask that belongs to this attempt at this round, so the sum of all members'
-uploads is the sum of their models, and nothing less says anything. Who drops out therefore costs the attempt: it is repeated, with
-other masks, among those who answered. Uploads of an attempt that does not count are not kept. What the sums of a whole run say
-together: strategies/engine/cohorts.py.
+Every pair of a group's members adds and subtracts a mask that belongs to this attempt at this round. The sum of all
+members' uploads is therefore the sum of their models, and a sum over fewer members reveals nothing. A dropout costs the
+attempt: it is repeated, with other masks, among the clients that answered. The uploads of an attempt that does not
+count are not kept. strategies/engine/cohorts.py limits the facts that all sums of a run reveal together.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ log = logging.getLogger("corolla")
 class MaskedIntake(Intake):
     """Sums that uploads are added to as they come.
 
-    limit: the largest absolute weight that fits an upload. version: of the client states that the attempt makes. weights: what
-    each upload counts, N in all; totals: uint32 [G, d + b], by group; group_of: the row of `totals` that a client is summed up in.
+    limit: the largest absolute parameter that an upload can hold. version: the version of the client states that the
+    attempt makes. weights: by client, the weight of its upload; together they are N. totals: uint32 [G, d + b], the sum
+    of each group. group_of: by client, its group's row in `totals`.
     """
 
     limit: float
@@ -49,17 +50,15 @@ class MaskedIntake(Intake):
     group_of: Mapping[int, int]
 
     def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
-        """Add an upload to its group's sum; it is nowhere kept. Raises WireError if it was made for another attempt."""
+        """Add an upload to its group's sum and keep no copy. Raises WireError if its masks belong to another attempt."""
         if (made_for := upload.metrics.get(PRIVATE, "")) != self.version:
-            raise WireError(
-                f"its masks are those of attempt {str(made_for)[:20] or 'none'}, asked for was {self.version}"
-            )
+            raise WireError(f"its masks belong to attempt {str(made_for)[:20] or 'none'}, not to {self.version}")
         self.totals[self.group_of[client_id]] += upload.extras[SUM]
         rest = Upload(upload.model, upload.mask, num_examples=upload.num_examples)
         super().accept(client_id, rest, metrics, nbytes)
 
     def sums(self, layout: Layout) -> Sums:
-        """Return what the sums stand for. Raises TooFewResults if masks did not cancel: then nobody can tell whose did not."""
+        """Return the sums as means. Raises TooFewResults if masks did not cancel: the client at fault cannot be found."""
         n, means = len(self.ids), {}
         for row, (label, members) in enumerate(self.groups.items()):
             means[label] = self._mean(self.totals[row], sum(self.weights[i] for i in members), layout, members)
@@ -75,19 +74,21 @@ class MaskedIntake(Intake):
             return Model(params, buffers)
         except ValueError:
             raise TooFewResults(
-                f"the masks of clients {members} do not cancel: one of them has other keys than the others, or sent something else"
+                f"the masks of clients {members} do not cancel: one of them has wrong keys, or sent a wrong upload"
             ) from None
 
 
 def complete_groups(intake: Intake) -> list[list[int]]:
-    """Return whose sums the server has of a private attempt, whether it counts or not: groups of which all have answered."""
+    """Return the groups of a private attempt from which all members answered: the server has their sums, even if it
+    does not count.
+    """
     if not isinstance(intake, MaskedIntake):
         return []
     return [own for own in intake.groups.values() if all(i in intake.metrics for i in own)]
 
 
 class PrivateRounds:
-    """What is special about rounds in which masked sums arrive (RoundProtocol in strategies/engine/rounds.py)."""
+    """The steps of rounds in which masked sums arrive (RoundProtocol in strategies/engine/rounds.py)."""
 
     def __init__(self, server: ServerHalf[Any]) -> None:
         self.server, self.config = server, server.config
@@ -95,10 +96,10 @@ class PrivateRounds:
 
     @cached_property
     def store(self) -> CohortStore:
-        """The run's cohorts, and the sizes that its clients count with; read when they are first needed."""
+        """The run's cohorts, and the sample counts that its clients count with. Read when first needed."""
         n, some = self.config.num_clients, self.config.fraction_train < 1
         ids = sorted(set(range(n)) - self.config.unseen)
-        # Not by the run's seed: runs of the same clients have the same cohorts.
+        # The seed is not the run's: all runs of the same clients have the same cohorts.
         first = cohorts.drawn(ids, n, rng.generator(0, "companies")) if some else cohorts.one(ids, n)
         return CohortStore(self.server.folder.path, first)
 
@@ -115,10 +116,10 @@ class PrivateRounds:
     # An attempt
 
     def sample(self, attempt: Attempt, connected: list[int]) -> list[int]:
-        """Choose whole cohorts, or what is left of them, and nobody who dropped out of the round.
+        """Return the clients of whole cohorts, or of the remaining parts of cohorts, without clients that dropped out of the round.
 
-        Of a cohort that an earlier attempt of the round has in a sum it asks the same ones, or nobody. With `private-absent =
-        company` cohorts may split. Raises TooFewResults if nobody is left.
+        If an earlier attempt at the round has part of a cohort in a sum, the same part is asked, or none of the cohort.
+        With `private-absent = company` cohorts may split. Raises TooFewResults if no client is left.
         """
         here = set(connected) - attempt.without
         whole = self.config.private_absent == "company"
@@ -131,26 +132,26 @@ class PrivateRounds:
         if idle := sorted(here.difference(*able) - self.config.unseen):
             log.info("round %d: clients %s are not asked: others of their companies are away", attempt.round, idle)
         if self.config.fraction_train < 1:
-            # In an order that does not depend on who is there.
+            # The order does not depend on the clients that are connected.
             order = rng.generator(self.config.seed, "sampling", attempt.round).permutation(self.config.num_clients)
             able.sort(key=lambda own: int(order[self.store.cohorts[own[0]]]))
             able = able[: self.config.drawn(len(all_of))]
         if not able:
-            why = "of a company that nobody is away from (private-absent)" if whole else "of a company"
-            why += ", all of them if they answered before" if known else ""
+            why = ", with no member away (private-absent)" if whole else ""
+            why += ", the same ones as in an earlier attempt" if known else ""
             raise TooFewResults(
-                f"private: a round needs {GROUP_MIN} clients {why}, connected and not failed are {sorted(here)}"
+                f"private: a round needs {GROUP_MIN} clients of a company{why}; connected and not failed: {sorted(here)}"
             )
         return sorted(i for own in able for i in own)
 
     def expected(self) -> Expected:
-        """A masked sum as long as the model, and the sketch of the method's mask if it sends one."""
+        """Return the form of an upload: a masked sum as long as the model, and the sketch of the mask if the method sends one."""
         length = self.server.layout.d + self.server.layout.b
         return Expected.of(NO_TENSORS, num_params=self._sketch_bits(), extras={SUM: ("<u4", (length,))})
 
     def open(self, attempt: Attempt, ids: list[int]) -> Intake:
-        """Say what each upload counts and who is summed up with whom; start the sums at 0."""
-        # A client that the server may not count says that it has one sample.
+        """Fix the weight and the group of each upload, and start the sums at 0."""
+        # A client that keeps its sample count secret declares one sample.
         declared = {i: max(1.0, float(attempt.declared[i]["train-samples"])) for i in ids}
         self.store.note_sizes(declared, self.config.max_size_weight)
         sizes = [self.store.counts[i] for i in ids]
@@ -177,7 +178,10 @@ class PrivateRounds:
         )
 
     def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
-        """Return with whom a client masks, what it counts, and where masks are sent the sealed key of their sketches."""
+        """Return the members of a client's group, its weight and the number of clients.
+
+        If masks are sent, the sealed key of their sketches is added.
+        """
         intake = attempt.intake
         if not isinstance(intake, MaskedIntake):
             return {}
@@ -194,7 +198,7 @@ class PrivateRounds:
         return scalars
 
     def expected_from(self, client_id: int) -> Expected:
-        """The same of everybody."""
+        """Return the form of an upload, which is the same for all clients."""
         return self.server.attempt.expected or self.expected()
 
     def check(self, client_id: int, upload: Upload) -> Upload:
@@ -202,69 +206,74 @@ class PrivateRounds:
         return upload
 
     def screen(self, attempt: Attempt) -> Sums:
-        """Unmask the sums. Raises TooFewResults if somebody dropped out, and has changed nothing then."""
+        """Unmask the sums and return them. Raises TooFewResults if a client dropped out, and has changed nothing then."""
         intake = attempt.intake
         assert isinstance(intake, MaskedIntake)
         require_results(intake, self.config.min_results, GROUP_MIN)
         if absent := [i for i in intake.ids if i not in intake.metrics]:
             raise TooFewResults(
-                f"clients {absent} dropped out: what the others sent is masked, they are asked again", absent
+                f"clients {absent} dropped out: without them the sums stay masked, so the others are asked again",
+                absent,
             )
         sums = intake.sums(self.server.layout)
         intake.forget_stacks()
         return sums
 
     def personalize(self, round: int, accepted: Any) -> None:
-        """Let the method make the next models of sums."""
+        """Let the method make the next models from sums."""
         self.server.personalize_sums(round, accepted)
 
     def suspects(self) -> list[str]:
-        """Nobody: no single upload was seen."""
+        """Return nothing: the server has seen no single upload."""
         return []
 
     def saved(self) -> Mapping[str, Any]:
-        """A checkpoint holds nothing of it: the cohorts are in a file of their own."""
+        """Return nothing: the cohorts are in a file of their own."""
         return {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """There is nothing to restore."""
+        """Restore nothing."""
 
     # What the server learns
 
     def _sketch_bits(self) -> int:
-        """Bits of the sketch that stands for a method's mask; 0 if it sends none."""
+        """Return the number of bits in the sketch of a method's mask; 0 if the method sends none."""
         from fl_app.privacy import sketch
 
         d = self.server.expected().num_params
         return sketch.length(d, self.config.private_sketch) if d else 0
 
     def announcements(self) -> list[str]:
-        """Say what the server learns of single clients all the same."""
+        """Return log lines: the facts that the server still learns about single clients."""
         config = self.config
-        groups = ["which clients agree on their masks, and how far (overlaps)", "groups"] if self._sketch_bits() else []
-        noise = ["sample counts, by the noise that dp-epsilon takes"] if config.dp_epsilon else []
+        groups = ["the overlap of each pair of masks", "groups"] if self._sketch_bits() else []
+        noise = ["sample counts, which follow from the noise of dp-epsilon"] if config.dp_epsilon else []
         counts = ["sample counts"] if weighs_by_size(type(self.server), config) else noise
-        accuracies = ["losses and accuracies (report-accuracy = false: not)"] if config.report_accuracy else []
+        accuracies = ["losses and accuracies (not with report-accuracy = false)"] if config.report_accuracy else []
         alone = config.private_absent == "alone"
-        away = ["of who was away for a round roughly its model (private-absent = company: not)"] if alone else []
-        always = ["who is away and how long each takes", *away, "hashes of personal models"]
+        away = (
+            ["roughly the model of a client that is away for a round (not with private-absent = company)"]
+            if alone
+            else []
+        )
+        always = ["absences and the time that each client takes", *away, "hashes of personal models"]
         learns = ["sums over groups of at least three", *groups, *counts, *accuracies, *always]
         lines = [
-            f"private: the server learns {', '.join(learns)}; it is trusted to keep to the protocol (docs/privacy.md)"
+            f"private: the server learns {', '.join(learns)}; it is trusted to follow the protocol (docs/privacy.md)"
         ]
         if self.config.max_update_norm:
-            lines.append("private: max-update-norm leaves nobody out: there is no single upload to measure")
+            lines.append("private: max-update-norm drops no upload: the server sees no single one")
         return lines + privacy_budget(config)
 
 
 # Weights, of sizes alone ----------------------------------------------------------------------------------------------
 
-# Samples of four clients, for which a method's weights are tried before a run starts.
+# Sample counts of four clients. A method's weights are tested with them before a run starts.
 _SIZES = [1.0, 2.0, 4.0, 9.0]
 
 
 def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.float64]:
-    """Return what a method's hook `weights` says each upload counts, float64 [N].
+    """Return the weight of each upload by the method's hook `weights`, float64 [N].
 
     Raises UserError, with the method's name, unless it is a positive number for each size.
     """
@@ -287,22 +296,23 @@ def evaluated(server: ServerHalf[Any], uploads: DeclaredSizes) -> NDArray[np.flo
 
 
 def weighs_by_size(half: type[ServerHalf[Any]], config: RunConfig) -> bool:
-    """Tell whether a method's weights depend on how many samples clients have: only then do these say so in a private run."""
+    """Return whether a method's weights depend on sample counts. Only then do clients of a private run report their counts."""
     server, ids = half.of_settings(config), [0, 1, 2, 3]
     unequal, equal = (evaluated(server, DeclaredSizes(config.method, ids, sizes)) for sizes in (_SIZES, [1.0] * 4))
     return not alike(unequal, equal)
 
 
 def alike(a: NDArray[np.float64], b: NDArray[np.float64]) -> bool:
-    """Tell whether two rows of weights, float64 [N], give the same means."""
+    """Return whether two vectors of weights, float64 [N], give the same means."""
     return bool(np.allclose(a / a[0], b / b[0], rtol=1e-9, atol=0))
 
 
 def check_weights(half: type[ServerHalf[Any]], config: RunConfig) -> None:
-    """Raise UserError unless a method's weights are such that sums of a private run can honour them.
+    """Raise UserError unless the sums of a private run can use the method's weights.
 
-    A client counts the same beside the others of its cohort in all sums of a run, so its weight must not depend on whoever
-    else is there, nor on the round. The mean over all is nobody's: it comes with a size and without an id.
+    Within its cohort a client has the same relative weight in all sums of a run. So its weight must not depend on the
+    other clients of a sum, or on the round. The mean over all clients belongs to no client: the hook gets it with a
+    size and without an id.
     """
     server = half.of_settings(config)
     whole = evaluated(server, DeclaredSizes(config.method, [0, 1, 2, 3], _SIZES))
@@ -310,14 +320,14 @@ def check_weights(half: type[ServerHalf[Any]], config: RunConfig) -> None:
         part = evaluated(server, DeclaredSizes(config.method, chosen, [_SIZES[i] for i in chosen]))
         if not alike(part, whole[chosen]):
             raise UserError(
-                f"private: method {config.method} cannot run private: its weights of the same clients differ with who else "
-                "is there, and then sums of several rounds would tell single models"
+                f"private: method {config.method} cannot run private: a client's weight depends on the other clients of "
+                "the round, so that sums of several rounds would reveal single models"
             )
     evaluated(server, DeclaredSizes(config.method, [], [1.0]))
 
 
 def check(config: RunConfig, half: type[ServerHalf[Any]], why_not: str) -> None:
-    """Raise UserError if a run cannot be private. why_not: what its method has against it, "" if nothing."""
+    """Raise UserError if a run cannot be private. why_not: why its method cannot run private, "" if it can."""
     if not why_not and half.sample is not ServerHalf.sample:
         why_not = "it chooses the clients of a round itself (sample), and a private run asks whole companies"
     if why_not:

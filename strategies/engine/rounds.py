@@ -1,7 +1,8 @@
-"""One run on the server: its rounds from beginning to end, then evaluation, and what is done with clients after the last round.
+"""The rounds of a run on the server, its evaluations, and its last messages to clients.
 
-A round: sample, send, receive and check, screen, personalize, record. It is repeated where too few uploads can be used. What
-differs between plain and private rounds is in `RoundProtocol`; what a method changes is in its server half (strategies/base).
+A round samples clients, sends, receives and checks, screens, personalizes and records. It is repeated if too few
+uploads are usable. `RoundProtocol` lists the steps in which plain and private rounds differ. A method's changes are in
+its server half (strategies/base).
 """
 
 from __future__ import annotations
@@ -9,67 +10,68 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 from flwr.app import Message
 
-from fl_app import tasks, wire
+from fl_app import stopping, tasks, wire
 from fl_app.errors import UserError, listed
 from fl_app.keys import Scalar
 from fl_app.layout import NO_TENSORS, NOTHING, Model
-from fl_app.metrics import EPSILON
+from fl_app.metrics import EPSILON, Metric, moments, undefined_note
 from fl_app.server import checkpoint, client_arrays, progress_protocol
 from fl_app.server import record as records
 from fl_app.server.exchange import Exchange, Reply
 from fl_app.server.record import Record
-from fl_app.server.run_folder import RunFolder
+from fl_app.server.run_folder import RunFolder, name_of, read_metrics
+from fl_app.stopping import StopRule
 from fl_app.wire import Download, Expected, Upload, WireError
 from strategies.base.server_half import ServerHalf
 from strategies.base.uploads import Intake
-from strategies.engine.attempt import Attempt, TooFewResults
+from strategies.engine.attempt import Attempt, TooFewResults, failure_lines
 
 log = logging.getLogger("corolla")
 
 _FORGET_SECONDS = 60.0
-# Generations of client state tell apart attempts and restarts of the server.
+# The number of a generation of client state is starts of the server times this, plus retries of the round.
 _ATTEMPTS_PER_START = 100
 
 
 class RoundProtocol(Protocol):
-    """What plain rounds (plain.py) and private ones (private.py) do each in their way."""
+    """The steps in which plain rounds (plain.py) and private rounds (private.py) differ."""
 
     def announcements(self) -> list[str]:
-        """Return what is said before the first round about what the server learns."""
+        """Return log lines for the start of the run: the facts that the server learns."""
         ...
 
     def sample(self, attempt: Attempt, connected: list[int]) -> list[int]:
-        """Choose whom an attempt asks, sorted. Raises TooFewResults if that can be nobody."""
+        """Return the clients that an attempt asks, sorted. Raises TooFewResults if there can be none."""
         ...
 
     def expected(self) -> Expected:
-        """Return what an upload must look like as it travels."""
+        """Return the form that an upload must have as it travels."""
         ...
 
     def open(self, attempt: Attempt, ids: list[int]) -> Intake:
-        """Return what the uploads of an attempt's clients are decoded into."""
+        """Return the stacks or sums that the uploads of an attempt's clients are decoded into."""
         ...
 
     def scalars(self, attempt: Attempt, client_id: int) -> Mapping[str, Scalar]:
-        """Return what a client is told beside the model it trains."""
+        """Return the scalars that a client is sent beside the model it trains."""
         ...
 
     def expected_from(self, client_id: int) -> Expected:
-        """Return what one client's upload must look like as it travels."""
+        """Return the form that one client's upload must have as it travels."""
         ...
 
     def check(self, client_id: int, upload: Upload) -> Upload:
-        """Return a decoded upload as it is taken in. Raises WireError to drop it."""
+        """Return a decoded upload in the form in which it is taken in. Raises WireError to drop it."""
         ...
 
     def screen(self, attempt: Attempt) -> Any:
-        """Return what all uploads together give `personalize`. Raises TooFewResults, and has changed nothing then."""
+        """Return the argument of `personalize`, made from all uploads. Raises TooFewResults, and has changed nothing then."""
         ...
 
     def personalize(self, round: int, accepted: Any) -> None:
@@ -77,65 +79,99 @@ class RoundProtocol(Protocol):
         ...
 
     def suspects(self) -> list[str]:
-        """Say which uploads of the last round may be why no client can train on its models."""
+        """Return a line for each upload of the last round that may be why no client can train on its models."""
         ...
 
     def saved(self) -> Mapping[str, Any]:
-        """Return what it remembers, as JSON can hold it."""
+        """Return the protocol's state, as JSON can hold it."""
         ...
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `saved` returned, from a checkpoint; {} if it holds nothing."""
+        """Restore the state that `saved` returned, from a checkpoint. {}: there is none."""
         ...
 
 
 class Rounds:
-    """Whole-round control, which Flower's own loop does not give: retries, checkpoints, a record of every round as it ends.
+    """Control of whole rounds, which Flower's own loop lacks: retries, checkpoints, and a record of every round when it ends.
 
-    versions: by client, the generation of its state that was accepted last. kept_versions: generations that durable checkpoints
-    name. spent: by client, the most epsilon that its records have spent so far.
+    versions: by client, the generation of its state that was accepted last. kept_versions: by client, the generations
+    that durable checkpoints name. spent: by client, the most epsilon that its records have spent so far. ended_early:
+    why the run ends before its last round (`stop-when`); "" if it does not.
     """
 
     def __init__(self, server: ServerHalf[Any], exchange: Exchange, folder: RunFolder, protocol: RoundProtocol) -> None:
         self.server, self.exchange, self.folder, self.protocol = server, exchange, folder, protocol
         self.config = server.config
         self.measured = tasks.measured(server.config)
+        self.validation = server.config.validation_ratio > 0
         self.versions: dict[int, str] = {}
         self.kept_versions: dict[int, tuple[str, ...]] = {}
         self.spent: dict[int, float] = {}
+        self.client_files = checkpoint.client_files_of(folder.path)
         self.attempt = Attempt()
+        self.ended_early = ""
+
+    def _called(self, client_id: str) -> str:
+        """Return the client's name from its data; its id if there is none."""
+        return name_of(self.exchange.roster.properties.get(int(client_id), {})) or client_id
 
     # A run
 
     def run(self) -> None:
-        """Run all rounds, then evaluate all clients; every round is recorded when it ends. Ends after a round if asked to stop."""
+        """Run all rounds, then evaluate all clients. Every round is recorded when it ends.
+
+        The run ends after the current round if the user asks it to stop.
+        """
         self.server.summary()
         for line in self.protocol.announcements():
             log.info("%s", line)
         if not checkpoint.rounds(self.folder.path):
             self.save_checkpoint({})
         total, headline = self.config.num_server_rounds, self.measured[0]
-        watch = Stopwatch()
+        watch, rule = Stopwatch(), stopping.rule_of(self.config)
+        # a resumed run's earlier rounds count too
+        watched = [_watched(record, rule) for record in read_metrics(self.folder.path)] if rule else []
+        self._end_by(rule, watched)
         for round in range(self.server.round + 1, total + 1):
-            # The time since the last lap belongs to the round before: its checkpoint and its metrics.
+            if self.ended_early:
+                break
+            # The time since the last lap went into the previous round's checkpoint and metrics.
             watch.start_round("record")
             record = self.train(round, watch)
-            if self.config.evaluates_after(round):
+            between = self.attempt.between
+            watched.append(_watched(record, rule))
+            self._end_by(rule, watched)
+            if self.ended_early or self.config.evaluates_after(round):
                 record["evaluation"] = self.evaluate(round)
                 watch.lap("evaluate")
             record["seconds"] = dict(watch.laps)
-            stopping = round < total and self.folder.asked_to_stop()
-            if stopping or round == total or round % self.config.checkpoint_every == 0:
+            is_last = bool(self.ended_early) or round == total
+            asked = not is_last and self.folder.asked_to_stop()
+            if is_last or round % self.config.record_matrices == 0:
+                self.folder.keep_matrices(round, [int(i) for i in record["clients"]], between)
+            if asked or is_last or round % self.config.checkpoint_every == 0:
                 self.save_checkpoint(record)
             self.folder.append(record)
-            log.info("%s", progress_protocol.round_line(record, total, headline.name, headline.ratio))
-            if stopping:
+            log.info(
+                "%s",
+                progress_protocol.round_line(
+                    record, total, headline.name, headline.ratio, partial(record, headline, self._called)
+                ),
+            )
+            if asked:
                 break
+        if self.ended_early:
+            log.info("%s", self.ended_early)
+
+    def _end_by(self, rule: StopRule | None, watched: list[Record]) -> None:
+        """Set `ended_early` if the rounds so far end the run. watched: the values that the rule reads, one record per round."""
+        if rule is not None and watched:
+            self.ended_early = rule.ended(watched)
 
     # A round, and its repetitions
 
     def train(self, round: int, watch: Stopwatch) -> Record:
-        """Run one round, and return its record.
+        """Run one round and return its record.
 
         With fewer usable replies than `min-results` the round is repeated, up to `round-retries` times, from the same
         models. Raises UserError after the last attempt.
@@ -153,7 +189,10 @@ class Rounds:
         raise UserError(self._why_it_failed(round, spoilt))
 
     def train_once(self, attempt: Attempt, watch: Stopwatch) -> Record:
-        """Make one attempt at a round. Raises TooFewResults if it does not count; then nothing has changed."""
+        """Make one attempt at a round and return the round's record.
+
+        Raises TooFewResults if it does not count; nothing has changed then.
+        """
         self.exchange.refresh()
         self.begin(attempt)
         watch.lap("prepare")
@@ -171,22 +210,37 @@ class Rounds:
     # Its steps
 
     def generation(self, retry: int = 0) -> int:
-        """Number the client states that an attempt makes: another one after every retry and every restart."""
+        """Return the number of the client states that an attempt makes.
+
+        Every retry and every restart of the server has another one.
+        """
         return self.folder.starts * _ATTEMPTS_PER_START + retry
 
     def begin(self, attempt: Attempt) -> None:
-        """Begin an attempt at a round, or what follows the round; the method sees it too."""
-        attempt.declared = dict(self.exchange.roster.properties)
+        """Begin an attempt at a round, or a step that follows the round. The method sees the attempt too."""
+        # the roster's own dictionary: clients that introduce themselves later are in it too
+        attempt.declared = self.exchange.roster.properties
         self.attempt = self.server.attempt = attempt
 
     def sample(self) -> list[int]:
-        """Choose whom the attempt asks, and prepare for their uploads."""
+        """Return the clients that the attempt asks, and prepare for their uploads."""
         attempt = self.attempt
-        connected = sorted(set(self.exchange.client_ids) - self.config.unseen)
-        ids = self.protocol.sample(attempt, connected)
+        ids = self._drawn()
         attempt.intake = self.protocol.open(attempt, ids)
         attempt.sent = dict.fromkeys(ids, 0)
         return ids
+
+    def _drawn(self) -> list[int]:
+        """Return the clients that the protocol chooses of the connected ones.
+
+        A client that is refused when it introduces itself is not connected. The choice is then made again without it.
+        """
+        unseen = self.config.unseen
+        while True:
+            connected = [i for i in self.exchange.client_ids if i not in unseen]
+            ids = self.protocol.sample(self.attempt, connected)
+            if self.exchange.meet(ids):
+                return ids
 
     def messages(self, ids: Iterable[int], task: str) -> Iterator[Message]:
         """Build clients' messages one at a time, as they are sent, and count their bytes."""
@@ -201,7 +255,7 @@ class Rounds:
                     attempt=attempt.generation,
                     state_version=self.versions.get(client_id, ""),
                     keep=self.kept_versions.get(client_id, ()),
-                    method={**download.method, **scalars},
+                    method={**download.method, **self.server.told, **scalars},
                 )
             )
             attempt.sent[client_id] = attempt.sent.get(client_id, 0) + wire.payload_bytes(content)
@@ -210,7 +264,7 @@ class Rounds:
             yield self.exchange.message(client_id, content, kind, attempt.round)
 
     def receive(self, reply: Reply) -> None:
-        """Check a client's upload and take it in; a bad one is dropped by name, and ends nothing."""
+        """Check a client's upload and take it in. A bad one is dropped by name, and ends nothing."""
         attempt, client_id = self.attempt, reply.client_id
         try:
             content = reply.usable()
@@ -221,7 +275,8 @@ class Rounds:
                 self.server.reports,
                 attempt.declared.get(client_id),
                 wire.state_version(attempt.round, attempt.generation),
-                self.measured[0],
+                self.measured,
+                self.validation,
             )
             spent = self._checked_budget(client_id, metrics)
             upload = self.protocol.check(client_id, upload)
@@ -229,43 +284,55 @@ class Rounds:
             self.spent[client_id] = spent
             self._warn_of(client_id, metrics)
         except Exception as error:
+            attempt.intake.skip(client_id)
             attempt.fail(client_id, f"round {attempt.round}", "dropped", error)
 
     def _checked_budget(self, client_id: int, metrics: Mapping[str, Scalar]) -> float:
-        """Return the epsilon that a client says its records have spent. Raises WireError if it was more before.
+        """Return the most epsilon that a client's records have spent, by its reports. Raises WireError if it reported more before.
 
-        What is spent only grows: less means that the site's notes are lost, and then nobody keeps the records' budget.
+        The spent epsilon only grows. A smaller value means that the site has lost its notes, so that nothing limits the
+        budget any more.
         """
         before, spent = self.spent.get(client_id, 0.0), float(metrics.get(EPSILON, 0.0))
         if self.config.dp_epsilon and spent < before * (1 - 1e-6):
             raise WireError(
-                f"{EPSILON}: its records have spent {spent:.4g}, and {before:.4g} before: its site's notes of them are lost"
+                f"{EPSILON}: its records have spent {spent:.4g}, but {before:.4g} before: its site has lost its notes on them"
             )
         return max(before, spent)
 
     def screen(self) -> Any:
-        """Leave out what cannot be used, now that all uploads are there. Raises TooFewResults."""
+        """Drop unusable uploads after all have arrived, and return the argument of `personalize`. Raises TooFewResults."""
         return self.protocol.screen(self.attempt)
 
     def personalize(self, accepted: Any) -> None:
-        """Let the method make the next models; the states that clients made of these are the current ones."""
+        """Let the method make the next models. The client states of this attempt become the current ones.
+
+        Arrays beyond `server-memory-limit` go to the disk.
+        """
         self.server.round = self.attempt.round
         self.protocol.personalize(self.attempt.round, accepted)
+        self._settle(list(self.attempt.intake.metrics))
         for client_id, reported in self.attempt.intake.metrics.items():
             self.versions[client_id] = str(reported.get(wire.STATE_VERSION, ""))
 
+    def _settle(self, ids: list[int]) -> None:
+        """Keep the clients' arrays in memory while there is room. ids: the round's clients; their stacks are in memory anyway."""
+        limit = self.config.server_memory_limit * 1e9
+        client_arrays.settle(self.server.personal, ids, limit, self.folder.path, self.client_files.moved)
+
     def record(self) -> Record:
         """Return the round's record."""
-        record = self.attempt.record(self.measured[0], self.server.reports)
+        record = self.attempt.record(self.measured, self.server.reports, self.validation, self.folder.figures)
         left_out = self.exchange.roster.left_out
         return record | {"left-out": left_out} if left_out else record
 
     # Evaluation
 
     def evaluate(self, round: int) -> Record:
-        """Evaluate every connected client's personalized model, without training."""
+        """Evaluate every connected client's personalized model, without training. Return the record."""
         self.exchange.refresh()
         self.begin(Attempt(round, generation=self.attempt.generation))
+        self.exchange.meet(self.exchange.client_ids)
         ids = self.exchange.client_ids
         messages = self.messages(ids, "evaluate")
         for reply in self.exchange.ask("evaluation", messages, self.config.round_timeout, len(ids)):
@@ -277,11 +344,12 @@ class Rounds:
             self.attempt.failures,
             self.measured,
             self.config.unseen,
+            self.validation,
         )
         for name, ids in record.get("undefined", {}).items():
-            log.warning(
-                "evaluation: the mean of %s leaves out clients %s, which have none", name, listed(list(map(str, ids)))
-            )
+            whose = listed(list(map(str, ids)))
+            told = f"client {whose}, which has none" if len(ids) == 1 else f"clients {whose}, which have none"
+            log.warning("evaluation: the mean of %s leaves out %s", name, told)
         return record
 
     def receive_evaluation(self, reply: Reply) -> None:
@@ -290,7 +358,12 @@ class Rounds:
         try:
             loss, num_examples, metrics = wire.decode_evaluation(reply.usable())
             metrics = records.check_evaluation(
-                metrics, num_examples, attempt.declared.get(client_id), self.measured, self.server.reports
+                metrics,
+                num_examples,
+                attempt.declared.get(client_id),
+                self.measured,
+                self.server.reports,
+                self.validation,
             )
             self._warn_of(client_id, metrics)
             row = {name: records.clean(value) for name, value in metrics.items()}
@@ -301,8 +374,11 @@ class Rounds:
     # After the last round
 
     def collect(self, round: int) -> dict[int, Model]:
-        """Ask every client for its personal model (all tensors, as exported); those that fail are logged."""
+        """Ask every client for its personal model (all tensors, as exported). Return the models by client id; failures
+        are logged.
+        """
         self.begin(Attempt(round, generation=self.attempt.generation))
+        self.exchange.meet(self.exchange.client_ids)
         ids = self.exchange.client_ids
         expected = Expected.of(self.server.exported_layout(self.server.full_layout), dtype=wire.WHOLE)
         models: dict[int, Model] = {}
@@ -319,7 +395,7 @@ class Rounds:
         return models
 
     def forget(self) -> None:
-        """Let the connected clients remove what they keep of a run that is finished; those that do not are logged."""
+        """Ask the connected clients to remove their state of a finished run. Failures are logged."""
         ids, round = self.exchange.client_ids, self.server.round
         download = Download("forget", round, self.attempt.generation, self.folder.experiment, NOTHING)
         messages = (self.exchange.message(i, wire.encode_download(download), "train", round) for i in ids)
@@ -333,7 +409,7 @@ class Rounds:
     # Checkpoints
 
     def save_checkpoint(self, record: Record) -> None:
-        """Make everything the next round depends on durable, with the metrics line of the round it follows."""
+        """Make everything durable that the next round depends on, with the metrics line of the last round."""
         server = self.server
         arrays = {"global.params": server.global_model.params, "global.buffers": server.global_model.buffers}
         for name, array in server.memory.items():
@@ -341,21 +417,19 @@ class Rounds:
                 got = type(array).__name__
                 raise UserError(f"method {self.config.method}: memory[{name!r}] must be a NumPy array, got {got}")
             arrays[f"memory.{name}"] = array
-        for client_id, own in server.personal.items():
-            arrays |= {f"client.{client_id}.{name}": array for name, array in own.items()}
         meta = {
             "versions": {str(i): v for i, v in self.versions.items()},
             "spent": {str(i): spent for i, spent in self.spent.items() if spent},
             "screening": self.protocol.saved(),
             "record": record,
         }
-        checkpoint.save(self.folder.path, server.round, arrays, meta)
+        checkpoint.save(self.folder.path, server.round, arrays, meta, server.personal, self.client_files)
         for own in server.personal.values():
             client_arrays.release(own)
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
-        """Continue from a checkpoint, whose arrays are taken out of it, so that nothing else holds what is put on disk."""
+        """Continue from a checkpoint. Its arrays are taken out of it, so that none stays in memory after it is put on the disk."""
         server, arrays = self.server, saved.arrays
         server.global_model = Model(arrays.pop("global.params"), arrays.pop("global.buffers"))
         for name in list(arrays):
@@ -365,37 +439,52 @@ class Rounds:
             else:
                 client_id, _, key = key.partition(".")
                 server.personal.setdefault(int(client_id), {})[key] = arrays.pop(name)
-        limit = self.config.server_memory_limit * 1e9
-        client_arrays.settle(server.personal, list(server.personal), limit, self.folder.path)
+        self.client_files.adopt(saved.meta.get(checkpoint.CLIENTS, []), server.personal)
+        self._settle(list(server.personal))
         self.versions = {int(i): v for i, v in saved.meta["versions"].items()}
         self.spent = {int(i): float(spent) for i, spent in saved.meta.get("spent", {}).items()}
         self.kept_versions = checkpoint.versions_kept(self.folder.path)
         self.protocol.restore(saved.meta.get("screening", {}))
         server.round = saved.meta["round"]
 
-    # What is said
+    # Messages
 
     def _name(self) -> str:
-        """Name the attempt where its progress is shown."""
+        """Return the attempt's name for the display of its progress."""
         name, repeated = f"round {self.attempt.round}/{self.config.num_server_rounds}", len(self.attempt.earlier)
         return f"{name}, attempt {repeated + 1}" if repeated else name
 
     def _why_it_failed(self, round: int, spoilt: list[Attempt]) -> str:
-        lines = [f"  {line}" for attempt in spoilt for line in attempt.failure_lines()][-5:]
+        lines = [f"  {line}" for line in failure_lines(spoilt)]
         if not spoilt[-1].failures:
             lines.append(f"  {spoilt[-1].spoilt_by}")
         lines += [f"the models came out of round {self.server.round}, where {who}" for who in self.protocol.suspects()]
         return f"round {round} failed in {len(spoilt)} attempts (round-retries)\n" + "\n".join(lines)
 
     def _warn_of(self, client_id: int, metrics: Mapping[str, Scalar]) -> None:
-        """Log which metrics a client could not have, and if its state was damaged: it went on from an earlier generation."""
+        """Log the metrics that a client could not compute, and a damaged state: the client used an earlier generation
+        in its place.
+        """
         if failed := metrics.get(wire.METRIC_ERRORS):
             log.warning("client %d: metric %s", client_id, failed)
         if used := metrics.get(wire.STATE_USED):
             named = self.versions.get(client_id, "")
             log.warning(
-                "client %d: its state of %s is damaged, it went on from %s", client_id, named, wire.one_line(used)
+                "client %d: its state of %s is damaged, it continued from %s", client_id, named, wire.one_line(used)
             )
+
+
+def _watched(record: Record, rule: StopRule | None) -> Record:
+    """Return the values of a round's record that a rule reads. A long run's whole records are large."""
+    return {} if rule is None else {"round": record["round"], rule.record: record.get(rule.record)}
+
+
+def partial(record: Record, headline: Metric, called: Callable[[str], str] = lambda i: i) -> str:
+    """Return a note on the clients that the means of a round's headline leave out, with reasons; "" if there are none.
+
+    called: returns a client's name by its id.
+    """
+    return undefined_note(record["clients"], headline, moments(headline.name)[0], called)
 
 
 class Stopwatch:

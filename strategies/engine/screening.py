@@ -1,72 +1,90 @@
-"""Uploads that lie far from all others: found, and left out by name (key `max-update-norm`).
+"""Screening: far uploads are found, and dropped by name (key `max-update-norm`).
 
-How far an upload lies is its distance from the median of all uploads (per parameter), or from what its client was sent, if that
-is less: what the server itself made of a client is not held against it. The bound is so many times what is usual.
+The distance of an upload is the smaller of two: to the median of all uploads (per parameter), and to the model that its
+client was sent. So the server's own changes to a client's model do not count. The bound is a multiple of the usual
+distance.
 
-Usual is the median of the distances from the median, or of those from what was sent, if that is more: where most clients have the
-same data they agree, and one with other data, honest, is far from their median but has not moved farther than they have. It is at
-least a tenth of the most it has been in the run, and a hundredth of the length of what was sent: where nearly all have
-nothing left to learn, they do not move at all. For one client it is more, up to the most in the run:
+The usual distance is the larger of two medians over clients: distance to the median upload, and distance to the model
+that the client was sent. The second protects honest clients with unusual data. If most clients have the same data,
+their uploads agree. An honest client with other data lies far from their median, but it has not moved farther than they
+have.
 
-- as much as that client's last accepted upload lay away: whom the others' model does not fit goes on moving when they have learned;
-- the most since it was there last: a newcomer moves as far as all did when they began.
+The usual distance is at least a tenth of its maximum in the run, and at least a hundredth of the length of the model
+that was sent. The reason: clients do not move at all when nearly all have nothing left to learn.
 
-A client with more training samples than the median one may be farther, in proportion: it takes more steps. Of one or two uploads
-nobody can say which is far; of three or four medians say less, and the bound is three times as wide.
+For a single client the usual distance is larger in two cases, up to the maximum in the run:
+
+- It is at least the distance of the client's last accepted upload. A client that the others' model does not fit still
+  moves when the others have learned.
+- It is at least the maximum since the client's last round. A new client moves as far as all clients did when they
+  began.
+
+A client with more training samples than the median client may lie farther, in proportion, because it takes more steps.
+With one or two uploads neither is far. With three or four, medians are less reliable, and the bound is three times as
+wide.
+
+If uploads are added up as they come (streaming.py), no median is known. The distance is then that to the model that was
+sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_app.wire import WireError
-from strategies.aggregate import Stack, squared_distance
+from strategies.aggregate import Stack, distances_of_pairs
 from strategies.base.uploads import Intake
 from strategies.robust import distances_to_median
 
-# Times what is usual: an honest client is rarely farther away (docs/security.md).
+# the bound, in usual distances: an honest client is rarely farther away (docs/security.md)
 USUAL = 3.0
-# Uploads below which medians say less, and how much wider the bound is then.
+# with fewer uploads medians are less reliable, and the bound is wider by the factor
 _MANY, _FEW_FACTOR = 5, 3.0
-# Median clients, as many as one client's samples count at most: they are its own word.
+# the most that a client's samples count, as a multiple of the median client's: the client itself reports them
 _LARGEST = 10.0
-# Of the most there was, and of the length of what was sent: less is not usual.
+# The usual distance is at least these parts: of its maximum so far, and of the length of the sent model.
 _OF_MOST, _OF_LENGTH = 0.1, 0.01
 
 Distances = dict[str, NDArray[np.float64]]
-# What a client was sent of what is compared, by the same names.
+Squares = Mapping[str, Mapping[int, float]]
+# returns the values that a client was sent for the compared stacks, by the same names
 Sent = Callable[[int], Mapping[str, NDArray[Any]]]
 
 
 @dataclass(frozen=True)
 class Outlier:
-    """How far a client's upload lies from the others: `what` of it, the farthest, in times what is usual, of which so many are
-    allowed.
+    """A far upload.
+
+    what: its farthest part, in the plural. times: its distance in usual distances. allowed: the bound, likewise.
+    origin: the values that the distance is from, in words.
     """
 
     client_id: int
     what: str
     times: float
     allowed: float
+    origin: str = "the others'"
 
     def __str__(self) -> str:
-        """Return how far the upload lies, in words."""
-        return f"its {self.what} lie {self.times:.3g} times as far from the others' as is usual"
+        """Return the distance of the upload in words."""
+        return f"its {self.what} lie {self.times:.3g} times as far from {self.origin} as is usual"
 
     def refusal(self) -> WireError:
-        """Return the cause why an upload is left out."""
+        """Return the error that drops the upload."""
         return WireError(f"{self}, allowed are {self.allowed:g} times (max-update-norm; 0 leaves nobody out)")
 
 
 @dataclass
 class Screening:
-    """What is remembered of a run's uploads, by what they are of: `usual` distances by round, `last` those of every client's last
-    accepted upload; and `seen`, the last round whose outcome for a client is known.
+    """The distances of a run's uploads so far, by the name of the compared stack.
+
+    usual: the usual distance by round. last: the distance of every client's last accepted upload. seen: by client, the
+    last round with a known outcome.
     """
 
     usual: dict[str, dict[int, float]] = field(default_factory=dict)
@@ -77,22 +95,49 @@ class Screening:
     def measure(
         self, round: int, intake: Intake, stacks: Mapping[str, Stack], limit: float, sent: Sent
     ) -> list[Outlier]:
-        """Note how far a round's uploads lie; return clients farther away than `limit` times what is usual, the farthest first.
+        """Note the distances of a round's uploads. Return those beyond `limit` usual distances, the farthest first.
 
-        stacks: float32 [N, ...] by name, with a row for every row of the intake's. sent: rows like theirs; what has another
-        size, or is not there, says nothing.
+        stacks: float32 [N, ...] by name, with the intake's rows. sent: returns the values that a client was sent, sized
+        like rows. If one client's values for a stack are missing or have another size, only distances from the median
+        count in that stack.
         """
         rows, ids = intake.rows, [intake.ids[row] for row in intake.rows]
-        sizes = intake.sizes[rows]
-        allowed = np.clip(sizes / np.median(sizes), 1, _LARGEST) if rows else sizes
-        if len(rows) < _MANY:
-            limit *= _FEW_FACTOR
         stacks = {what: stack.reshape(len(stack), -1) for what, stack in stacks.items() if stack.size and len(rows) > 2}
         moved, lengths = _moved(stacks, rows, ids, sent)
+        apart = {what: distances_to_median(stack, rows) for what, stack in stacks.items()}
+        return self._judge(round, ids, intake.sizes[rows], apart, moved, lengths, limit)
+
+    def measure_moves(
+        self, round: int, intake: Intake, moved: Squares, lengths: Squares, limit: float
+    ) -> list[Outlier]:
+        """Do as `measure` for uploads that are not kept. The only distances are those from the model that was sent.
+
+        moved, lengths: by compared name and by client, the squares of these distances, and of the lengths of the sent
+        vectors.
+        """
+        rows, ids = intake.rows, [intake.ids[row] for row in intake.rows]
+        known = [what for what, of in moved.items() if len(rows) > 2 and all(i in of for i in ids)]
+        far, long = ({what: np.sqrt([of[what][i] for i in ids]) for what in known} for of in (moved, lengths))
+        found = self._judge(round, ids, intake.sizes[rows], far, far, long, limit)
+        return [replace(outlier, origin="what it was sent") for outlier in found]
+
+    def _judge(
+        self,
+        round: int,
+        ids: list[int],
+        sizes: NDArray[np.float64],
+        away: Distances,
+        moved: Distances,
+        lengths: Distances,
+        limit: float,
+    ) -> list[Outlier]:
+        """Note distances, float64 [n] by compared name, and return the far uploads. away: distances from the median."""
+        allowed = np.clip(sizes / np.median(sizes), 1, _LARGEST) if ids else sizes
+        if len(ids) < _MANY:
+            limit *= _FEW_FACTOR
         found = dict[int, Outlier]()
         self._now = {}
-        for what, stack in stacks.items():
-            apart = distances_to_median(stack, rows)
+        for what, apart in away.items():
             usual = self.usual.setdefault(what, {})
             least = max([_OF_MOST * m for r, m in usual.items() if r < round], default=0.0)
             medians = (
@@ -114,39 +159,45 @@ class Screening:
         return sorted(found.values(), key=lambda outlier: -outlier.times)
 
     def accept(self, round: int, client_ids: Iterable[int], refused: Iterable[int] = ()) -> None:
-        """Remember whose uploads were used, and whose were too far."""
+        """Remember the clients with used uploads, and those with refused ones."""
         used = list(client_ids)
         self.seen |= dict.fromkeys([*used, *refused], round)
         for what, distances in self._now.items():
             self.last.setdefault(what, {}).update({i: distances[i] for i in used if i in distances})
 
     def saved(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Return the screening as JSON can hold it."""
         by_name = {name: {what: _texts(of) for what, of in getattr(self, name).items()} for name in ("usual", "last")}
         return {**by_name, "seen": _texts(self.seen)}
 
     @classmethod
     def restored(cls, saved: Mapping[str, Any]) -> Screening:
-        """Take over what `saved` returned, from a checkpoint; {} if it holds nothing."""
+        """Return the screening that `saved` described, from a checkpoint. {}: there is none."""
         usual, last = ({what: _numbers(of) for what, of in saved.get(name, {}).items()} for name in ("usual", "last"))
         return cls(usual, last, _numbers(saved.get("seen", {})))
 
 
 def _moved(stacks: Mapping[str, Stack], rows: list[int], ids: list[int], sent: Sent) -> tuple[Distances, Distances]:
-    """Return the rows' distances from what their clients were sent, and the lengths of that, float64 [len(rows)] each; of those
-    stacks where that can be said.
+    """Return the rows' distances from the values that their clients were sent, and the lengths of these values.
+
+    Both are float64 [len(rows)] by stack. A stack is left out if a client's values are missing or have another size.
     """
-    found: dict[str, list[tuple[float, float]]] = {what: [] for what in stacks}
+    pairs: dict[str, list[tuple[NDArray[np.float32], NDArray[np.float32]]]] = {what: [] for what in stacks}
     for row, client_id in zip(rows, ids, strict=True):
         starts = sent(client_id) if stacks else {}
         for what, stack in stacks.items():
             start = starts.get(what)
             if start is not None and start.size == stack.shape[1]:
-                start = start.reshape(-1)
-                zeros = np.broadcast_to(np.float32(0), start.shape)
-                found[what].append((squared_distance(stack[row], start), squared_distance(start, zeros)))
-    known = {what: np.sqrt(each).T for what, each in found.items() if each and len(each) == len(rows)}
-    return {what: each[0] for what, each in known.items()}, {what: each[1] for what, each in known.items()}
+                pairs[what].append((stack[row], start.reshape(-1)))
+    moved: Distances = {}
+    lengths: Distances = {}
+    for what, known in pairs.items():
+        if known and len(known) == len(rows):
+            moved[what] = np.sqrt(distances_of_pairs(known))
+            lengths[what] = np.sqrt(
+                distances_of_pairs([(start, np.broadcast_to(np.float32(0), start.shape)) for _, start in known])
+            )
+    return moved, lengths
 
 
 def _texts(of: Mapping[int, Any]) -> dict[str, Any]:

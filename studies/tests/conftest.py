@@ -1,4 +1,4 @@
-"""The fixtures of Corolla's own tests that these use; plug-ins are looked up nowhere once a test is over."""
+"""Fixtures of Corolla's own tests for these tests. After each test no plug-ins are registered."""
 
 from __future__ import annotations
 

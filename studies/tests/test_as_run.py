@@ -1,4 +1,4 @@
-"""studies/as_run.py: FedAvg as Corolla has it; each row beside a naive loop of its code's steps."""
+"""studies/as_run.py: the worker is Corolla's FedAvg, and each row equals a naive loop of its code's steps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_worker_is_fedavg(raw: Mapping[str, Scalar], run: Run) -> None:
         assert tests[record["round"]] == pytest.approx(
             {name: record["evaluation"][name] for name in tests[1]}, abs=1e-9
         )
-    # bit for bit: of two clients the order does not matter to a mean
+    # bit for bit: the mean of two clients does not depend on their order
     assert same(
         worker.global_model.params,
         load_safetensors(folder.path / "models" / "global.safetensors", worker.layout).params,
@@ -96,7 +96,7 @@ def test_apfl_mixes_outputs_and_steps_twice_on_one_gradient(raw: Mapping[str, Sc
     assert steps == 3 and abs(alpha - 0.4) > 1e-5
     assert close(sent.params, vector(w)) and close(row.own[0].params, vector(v))
     assert row.alphas[0] == pytest.approx(alpha, abs=1e-6)
-    assert row.own[1] is row.initial and row.alphas[1] == 0.4  # nobody else's
+    assert row.own[1] is row.initial and row.alphas[1] == 0.4  # other clients' stay
     with torch.no_grad():
         (x, _), *_ = trainer.data.test()
         # the global model is still the first
@@ -192,7 +192,7 @@ def test_flutes_body_never_trains(raw: Mapping[str, Scalar]) -> None:
         H -= 5.0 * slope
     row.global_model = row.fit(row.trainer(1, 1))
     assert close(row.trainer(0, 2).read().params, vector(module))
-    # none of its own yet: everybody's mean
+    # it has no head yet: the mean head
     assert same(row.trainer(2, 2).read().params, row.global_model.params)
     assert len(dict(row.run())) == 3
     body = [row.layout.take(model, row.shared).params for model in (row.global_model, row.initial)]

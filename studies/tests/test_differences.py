@@ -28,7 +28,7 @@ def test_the_difference_is_of_all_samples_and_its_interval_that_of_other_clients
     resampled = gains[chosen].sum(axis=1) / sizes[chosen].sum(axis=1)
     assert half == pytest.approx(1.98 * resampled.std(), rel=0.05)
     again = differences.difference([(ours, theirs), (ours, theirs)])
-    # the same clients twice are no more clients
+    # the same clients twice count once
     assert again == pytest.approx((mean, half))
 
 
@@ -41,7 +41,11 @@ def test_tests_of_other_samples_are_not_compared() -> None:
 def one_test(
     root: Path, name: str, preset: str, right: list[tuple[int, int]], tuned: bool = True, seed: int = 0
 ) -> Path:
-    """Write a run tested once: its two clients' right answers of 10 and of 30, before and (two more each) after fine-tuning."""
+    """Write a run with one test per entry of `right`.
+
+    An entry is the two clients' right answers before fine-tuning, out of 10 and out of 30. After fine-tuning each has
+    two more.
+    """
     path = run_folder(root, name, preset, {"final-accuracy-pooled": 0.5}, seed=seed)
     records = []
     for t, pair in enumerate(right, start=1):

@@ -1,4 +1,4 @@
-"""The data of the early stage's sweep: each client has the images that the split deals to it."""
+"""The data of the early stage's sweep: each client has the images that the split assigns to it."""
 
 from __future__ import annotations
 

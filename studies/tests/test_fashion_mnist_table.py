@@ -1,4 +1,4 @@
-"""The early stage's table: which runs are one row, and how rows are named."""
+"""The early stage's table: the runs of a row, and the names of rows."""
 
 from __future__ import annotations
 

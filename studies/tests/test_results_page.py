@@ -1,4 +1,4 @@
-"""The page of results: what is committed is what the collected runs make, and each of its tables by hand."""
+"""The page of results: the committed page is that of the collected runs, and its tables equal hand-made ones."""
 
 from __future__ import annotations
 
@@ -82,7 +82,10 @@ def test_a_block_has_what_was_run_what_is_far_and_what_is_left(tmp_path: Path) -
 def run_with_curve(
     directory: Path, name: str, preset: str, shift: float = 0.0, rounds: int = 20, **changes: Any
 ) -> None:
-    """A finished run whose accuracy rises by a point a round before training, by two after it, and falls in round 19."""
+    """Write a finished run with a curve.
+
+    Its accuracy rises by a point a round before training, by two after it, and falls in round 19.
+    """
     path = run_tested(directory, name, preset, [0.5], num_server_rounds=rounds, **changes)
     shares = {t: t - 10 if t == 19 else t for t in range(1, rounds + 1)}
     records = [

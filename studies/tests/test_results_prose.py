@@ -1,7 +1,7 @@
-"""What the prose of docs/results.md says in figures, against the runs in studies/results and the presets' published figures.
+"""The figures in the prose of docs/results.md, against the runs in studies/results and the presets' published figures.
 
-Every sentence with a figure is one of the `claims` below, with `{}` where the figure stands; a figure that stands in none, and is
-no setting, is refused.
+Every sentence with a figure is one of the `claims` below, with `{}` in place of the figure. A figure outside all claims
+that is not a setting fails the test.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FIGURE = re.compile(r"\d+\.\d+|\b\d+ points?\b")
 
 @cache
 def column(name: str) -> dict[str, Line]:
-    """The runs of a column by method."""
+    """Return the runs of a column by method."""
     return {line.runs[0].config.method: line for line in results_page.lines_of(name, RESULTS / name)}
 
 
 def best(method: str, stage: str = "before", of: str = COLUMN) -> float:
-    """Best of the tests over all test samples, mean over seeds, in per cent."""
+    """Return the best test over all test samples, mean over seeds, in percent."""
     return 100 * paper_metrics.over_seeds(column(of)[method].runs)[f"{stage}, pooled, best"][0]
 
 
@@ -68,13 +68,13 @@ def seed(number: int, method: str, of: str = COLUMN) -> RecordedRun:
 
 
 def late(run: RecordedRun) -> list[float]:
-    """What a round's clients have before they train, all their samples together, in rounds 301 to 400."""
+    """Return the pooled accuracy of a round's clients before they train, in rounds 301 to 400, in percent."""
     return [100 * record["accuracy-before-pooled"] for t, record in run.rounds.items() if t > 300]
 
 
 @cache
 def beside_logs() -> dict[tuple[str, str, float], RecordedRun]:
-    """The runs beside the authors' logs by (method of the run, method it is, momentum)."""
+    """Return the runs beside the authors' logs, by (the run's method, the method it replays, momentum)."""
     plugins.reset(results_page.SWEEPS)
     runs = compare.load([RESULTS / results_page.LOGS], METHOD_PARAMS)[0]
     return {(run.config.method, is_(run), run.config.momentum): run for run in runs}
@@ -82,23 +82,23 @@ def beside_logs() -> dict[tuple[str, str, float], RecordedRun]:
 
 @cache
 def tried() -> dict[tuple[float, float, int], RecordedRun]:
-    """FedCAC's trials by (beta, momentum, seed)."""
+    """Return FedCAC's trials by (beta, momentum, seed)."""
     runs = compare.load([RESULTS / results_page.TRIED], METHOD_PARAMS)[0]
     return {(run.config.params.beta, run.config.momentum, run.config.seed): run for run in runs}
 
 
 def received(run: RecordedRun) -> list[float]:
-    """What a round's clients have before they train, mean over them, in per cent, by round."""
+    """Return the accuracy of a round's clients before they train, mean over them, in percent, by round."""
     return [100 * record["accuracy-before"] for record in run.rounds.values()]
 
 
 def trained(run: RecordedRun, first: int, last: int) -> float:
-    """What a round's clients have after they trained, mean over them and some rounds, in per cent."""
+    """Return the accuracy after training, mean over a round's clients and rounds `first` to `last`, in percent."""
     return statistics.mean(100 * run.rounds[t]["accuracy-after"] for t in range(first, last + 1))
 
 
 def above_fedper(run: RecordedRun, last: int) -> list[float]:
-    """How far the best test of a run's first rounds is above the best of FedPer's, in points, and half the interval."""
+    """Return the best test of a run's first rounds minus FedPer's best, in points, and half the interval."""
     until = [test for t, test in run.evaluations.items() if t <= last]
     ours = differences.counts(max(until, key=lambda test: float(test["accuracy-pooled"])), "before")
     theirs = differences.best_test(seed(0, "fedper", CUT), "before")
@@ -122,7 +122,7 @@ def logged(method: str) -> list[float]:
 
 
 def as_run(row: str) -> float:
-    """Best of the tests of a row that was run as its code runs it."""
+    """Return the best test of a row that was run as its code runs it."""
     made = json.loads((RESULTS / COLUMN / results_page.AS_RUN / f"{row},seed=0.json").read_text(encoding="utf-8"))
     return max(100 * float(test["accuracy-pooled"]) for test in made["tests"].values())
 
@@ -132,18 +132,18 @@ def early_run() -> RecordedRun:
 
 
 def early_rounds() -> list[int]:
-    """In how many rounds each of the early stage's clients takes part."""
+    """Return the number of rounds of each client in the early stage."""
     took = [i for record in early_run().rounds.values() for i in record["clients"]]
     return [took.count(i) for i in set(took)]
 
 
 def samples_of(record: dict[str, Any]) -> int:
-    """Test samples of the clients of a round, or of an evaluation."""
+    """Return the number of test samples of the clients of a round, or of an evaluation."""
     return sum(row["test-samples"] for row in record["clients"].values())
 
 
 def image_error(method: str) -> float:
-    """Standard error of the difference of two figures over other test images each, in points."""
+    """Return the standard error, in points, of the difference of two figures over different test images."""
     share = best(method) / 100
     sizes = [samples_of(seed(0, method, of).rounds[400]["evaluation"]) for of in (COLUMN, DRAWN)]
     return float(100 * sum(share * (1 - share) / size for size in sizes) ** 0.5)
@@ -151,14 +151,14 @@ def image_error(method: str) -> float:
 
 @cache
 def early() -> dict[str, list[float]]:
-    """The early stage's figures by method, as its table has them: final, pooled, fine-tuned, before, after."""
+    """Return the early stage's figures by method, as in its table: final, pooled, fine-tuned, before, after."""
     rows = fashion_mnist_table.lines([RESULTS / results_page.EARLY])[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return {name: [float(value) for value in values[:5]] for name, *values in cells}
 
 
 def last_clients(run: RecordedRun) -> list[list[float]]:
-    """What the clients of the round before a test have in it, and all others: by test, over their samples, in per cent."""
+    """Return the pooled accuracy, in percent, of the clients of the round before a test, and of all others: by test."""
     found: list[list[float]] = [[], []]
     for t, test in run.evaluations.items():
         trained = run.rounds[t]["clients"]
@@ -168,12 +168,15 @@ def last_clients(run: RecordedRun) -> list[list[float]]:
 
 
 def ahead(runs: list[RecordedRun]) -> list[float]:
-    """How far the clients of the round before a test are ahead of all others, in points, by test."""
+    """Return the lead, in points, of the clients of the round before a test over all others, by test."""
     return [last - others for run in runs for last, others in zip(*last_clients(run), strict=True)]
 
 
 def ahead_otherwise(runs: list[RecordedRun]) -> list[float]:
-    """How far the same clients are ahead in the tests of other rounds, without those who were in the round before such a test."""
+    """Return the same clients' lead in the tests after other rounds.
+
+    Clients that trained in the round just before such a test are left out.
+    """
     found = []
     for run in runs:
         drawn = {t: set(run.rounds[t]["clients"]) for t in run.evaluations}
@@ -187,45 +190,48 @@ def ahead_otherwise(runs: list[RecordedRun]) -> list[float]:
 
 
 def over_samples(rows: Mapping[str, dict[str, Any]], clients: Set[str]) -> float:
-    """What some clients have in a test, over all their samples, in per cent."""
+    """Return the pooled accuracy of some clients in a test, in percent."""
     right = sum(rows[i]["accuracy"] * rows[i]["test-samples"] for i in clients)
     return float(100 * right / sum(rows[i]["test-samples"] for i in clients))
 
 
 def above_at_the_end(method: str, stage: str, of: str) -> list[float]:
-    """As `above`, but of the test after the last round, seed 0."""
+    """Return the same as `above`, for the test after the last round, seed 0."""
     ours, theirs = (seed(0, name, of).rounds[400]["evaluation"] for name in (method, "fedobp"))
     pair = (differences.counts(ours, stage), differences.counts(theirs, "before"))
     return [100 * value for value in differences.difference([pair])]
 
 
 def last_row(method: str, client: str, of: str = COLUMN) -> list[float]:
-    """A client's accuracy in the last test before and after it fine-tunes, in per cent, and its test samples; seed 0."""
+    """Return a client's accuracy before and after fine-tuning, in percent, and its number of test samples.
+
+    The test is the last one of seed 0.
+    """
     row = seed(0, method, of).rounds[400]["evaluation"]["clients"][client]
     return [100 * row["accuracy"], 100 * row["accuracy-finetuned"], row["test-samples"]]
 
 
 def above(method: str, stage: str = "before", of: str = COLUMN, other: str = "fedobp") -> list[float]:
-    """How far above another method before fine-tuning, and half the interval, as the page's tables have them."""
+    """Return a method's lead over another before fine-tuning, and half the interval, as in the page's tables."""
     found = differences.beside(column(of)[method], column(of)[other], stage)
     assert found is not None
     return [100 * value for value in found]
 
 
 def negated(difference: list[float]) -> list[float]:
-    """A difference and its half interval, seen from the other side."""
+    """Return a difference and its half interval, from the other side."""
     return [-difference[0], difference[1]]
 
 
 def lost(method: str) -> dict[str, int]:
-    """How many right answers fine-tuning costs each client, best test against best test, seed 0."""
+    """Return the number of right answers that fine-tuning costs each client, best test against best test, seed 0."""
     before, after = (differences.best_test(seed(0, method), stage) for stage in differences.STAGES)
     assert before is not None and after is not None
     return {i: round(before[i][0] - after[i][0]) for i in before}
 
 
 def claims() -> list[tuple[str, list[Any]]]:
-    """Sentences of the page, and the figures in them."""
+    """Return sentences of the page, and the figures in them."""
     near = [below(method) for method in ("fedobp", "fedper", "fedrep", "lg-fedavg", "local")]
     tuned = {method: best(method, "fine-tuned") - best(method) for method in column(COLUMN)}
     near_cifar = [abs(below(method, CIFAR)) for method in column(CIFAR)]
@@ -270,9 +276,9 @@ def claims() -> list[tuple[str, list[Any]]]:
             [round(samples_of(run.rounds[400]["evaluation"]), -2) for run in (fedavg, seed(0, "fedavg", CIFAR))],
         ),
         ("on CIFAR-10 a client has {} to {} of them.", [min(sizes), max(sizes)]),
-        ("on CIFAR-10 {:.1f}, are not told apart.", [above("fedavg", "fine-tuned", CIFAR)[1]]),
+        ("on CIFAR-10 {:.1f}, are too small to count.", [above("fedavg", "fine-tuned", CIFAR)[1]]),
         (
-            "FedOBP, FedPer, FedRep, LG-FedAvg and Local are {:.1f} to {:.1f} points below print. FLOCO is {:.1f} below",
+            "FedOBP, FedPer, FedRep, LG-FedAvg and Local are {:.1f} to {:.1f} points below print. FLOCO is {:.1f} below, because",
             [min(near), max(near), below("floco")],
         ),
         (
@@ -280,7 +286,7 @@ def claims() -> list[tuple[str, list[Any]]]:
             [-below("fedobp", CIFAR), -below("fedavg", CIFAR), below("fedper", CIFAR), below("local", CIFAR)],
         ),
         (
-            "pFedFDA is {:.1f}, FedSelect {:.1f}, APFL {:.1f}, FLUTE {:.1f} and FedALA {:.1f} points above the printed rows.",
+            "There pFedFDA is {:.1f}, FedSelect {:.1f}, APFL {:.1f}, FLUTE {:.1f} and FedALA {:.1f} points above the printed rows.",
             [-below(method) for method in ("pfedfda", "fedselect", "apfl", "flute", "fedala")],
         ),
         (
@@ -288,18 +294,18 @@ def claims() -> list[tuple[str, list[Any]]]:
             [*above("pfedfda"), *negated(above("fedala")), *negated(above("flute"))],
         ),
         (
-            "FedPer, second in print, is {:.2f} ± {:.2f} below, on CIFAR-10 {:.2f} ± {:.2f} (in print {:.1f});",
+            "FedPer, second in print, is {:.2f} ± {:.2f} below, on CIFAR-10 {:.2f} ± {:.2f} (in print {:.1f}).",
             [
                 *negated(above("fedper")),
                 *negated(above("fedper", of=CIFAR)),
                 printed("fedobp", CIFAR) - printed("fedper", CIFAR),
             ],
         ),
-        ("pFedFDA, second there, {:.1f} below FedOBP in print,", [printed("fedobp", CIFAR) - second.mean]),
+        ("pFedFDA is second in print, {:.1f} below FedOBP;", [printed("fedobp", CIFAR) - second.mean]),
         ("the printed gap of {:.1f} points between FedOBP and FedAvg.", [printed("fedobp") - printed("fedavg")]),
         (
-            "bring FedAvg to {:.2f} ± {:.2f} below FedOBP, on another split to {:.2f} ± {:.2f} below (after its last round {:.2f} ± "
-            "{:.2f}:",
+            "bring FedAvg to {:.2f} ± {:.2f} below FedOBP, on another split to {:.2f} ± {:.2f} below. After the last round of that "
+            "split it is {:.2f} ± {:.2f} below,",
             [
                 part
                 for found in (
@@ -311,16 +317,17 @@ def claims() -> list[tuple[str, list[Any]]]:
             ],
         ),
         (
-            "fine-tuned FedAvg has {:.2f}, FedOBP, under its earlier name, {:.2f}.",
+            "fine-tuned FedAvg has {:.2f} and FedOBP, under its earlier name, {:.2f}.",
             [LOGS["best"]["fedavg"][1], max(LOGS["best"]["fedobp"])],
         ),
         (
-            "On CIFAR-10, with {:.1f} points between them in print, FedAvg is then {:.2f} ± {:.2f} above FedOBP.",
+            "On CIFAR-10 print has {:.1f} points between them; fine-tuned, FedAvg is {:.2f} ± {:.2f} above FedOBP.",
             [printed("fedobp", CIFAR) - printed("fedavg", CIFAR), *above("fedavg", "fine-tuned", CIFAR)],
         ),
         (
-            "have {:.1f}, {:.1f}, {:.1f} and {:.1f} in the four. The ten that were are {:.1f} points ahead of the others in the "
-            "mean of all tests of three seeds ({:.1f} in the tests after other rounds; on CIFAR-10, of one seed, {:.1f} and {:.1f}).",
+            "have {:.1f}, {:.1f}, {:.1f} and {:.1f} in the four tests. The ten other clients are {:.1f} points ahead of them, in the "
+            "mean of all tests of three seeds, and {:.1f} points ahead in the tests after other rounds. On CIFAR-10, with one seed, "
+            "these are {:.1f} and {:.1f} points.",
             [
                 *last_clients(fedavg)[1],
                 *(
@@ -330,14 +337,15 @@ def claims() -> list[tuple[str, list[Any]]]:
                 ),
             ],
         ),
-        ("The best of a seed's four is between {:.1f} and {:.1f}.", [min(bests), max(bests)]),
+        ("The best of a seed's four tests is between {:.1f} and {:.1f}.", [min(bests), max(bests)]),
         (
-            "On another split of the same kind five rows are {:.1f} to {:.1f} points lower, with one seed;",
+            "On another split of the same kind five rows are {:.1f} to {:.1f} points lower, with one seed.",
             [min(moved), max(moved)],
         ),
-        ("printed for them are deviations of {:.2f} to {:.2f}.", [min(printed_std), max(printed_std)]),
+        ("Their printed deviations are {:.2f} to {:.2f}.", [min(printed_std), max(printed_std)]),
         (
-            "our three seeds have {:.2f} for FedOBP, {:.2f} for Local and {:.2f} for FedAvg; printed are {:.2f}, {:.2f} and {:.2f}.",
+            "our three seeds have a deviation of {:.2f} for FedOBP, {:.2f} for Local and {:.2f} for FedAvg; printed are {:.2f}, "
+            "{:.2f} and {:.2f}.",
             [
                 *(statistics.stdev(max(accuracies(run)) for run in column(COLUMN)[method].runs) for method in three),
                 *(published(method).std for method in three),
@@ -348,7 +356,7 @@ def claims() -> list[tuple[str, list[Any]]]:
             [max(published(method).std or 0 for method in ("flute", "feddpa", "fedselect"))],
         ),
         (
-            "FedPer, FedDPA, LG-FedAvg and FedALA change by at most {:.2f} points;",
+            "FedPer, FedDPA, LG-FedAvg and FedALA change by at most {:.2f} points.",
             [max(abs(tuned[method]) for method in ("fedper", "feddpa", "lg-fedavg", "fedala"))],
         ),
         (
@@ -356,11 +364,11 @@ def claims() -> list[tuple[str, list[Any]]]:
             [-tuned["fedobp"], -tuned["fedrep"], tuned["fedselect"], tuned["apfl"], tuned["floco"]],
         ),
         (
-            "client 98, of {} images, falls from {:.0f} to {:.0f} % under FedOBP and from {:.0f} to {:.0f} under FedRep;",
+            "client 98, of {} images, falls from {:.0f} to {:.0f} % under FedOBP and from {:.0f} to {:.0f} under FedRep.",
             [last_row("fedobp", "98")[2], *last_row("fedobp", "98")[:2], *last_row("fedrep", "98")[:2]],
         ),
         (
-            "client 78, of {}, from {:.0f} to {:.0f} under FedOBP and from {:.0f} to {:.0f} under FedAvg.",
+            "client 78, of {}, falls from {:.0f} to {:.0f} under FedOBP and from {:.0f} to {:.0f} under FedAvg.",
             [
                 last_row("fedobp", "78", DRAWN)[2],
                 *last_row("fedobp", "78", DRAWN)[:2],
@@ -368,7 +376,7 @@ def claims() -> list[tuple[str, list[Any]]]:
             ],
         ),
         (
-            "Local alone tells mean and pooled apart: {:.1f} and {:.1f} points below print.",
+            "On CIFAR-10 only Local separates mean and pooled: {:.1f} and {:.1f} points below print.",
             [
                 printed("local", CIFAR)
                 - 100 * paper_metrics.over_seeds(column(CIFAR)["local"].runs)["before, mean, best"][0],
@@ -381,17 +389,18 @@ def claims() -> list[tuple[str, list[Any]]]:
             "speaks for 0.7 ({:.2f} above print, with 0 {:.2f} below);",
             [max(accuracies(local)) - printed("local"), below("local")],
         ),
-        ("in print it is, by {:.1f} points, after 500 rounds", [printed("fedcac", CUT) - printed("fedper", CUT)]),
+        ("In print FedCAC leads by {:.1f} points after 500 rounds.", [printed("fedcac", CUT) - printed("fedper", CUT)]),
         (
-            "FedCAC's best test is {:.2f} ± {:.2f} above FedPer's, but after local training it is {:.1f} below",
+            "FedCAC's best test is {:.2f} ± {:.2f} above FedPer's. After local training it is {:.1f} below",
             [*above("fedcac", of=CUT, other="fedper"), ends["fedper"] - ends["fedcac"]],
         ),
         (
-            "its best test in 60 rounds is {:.2f} ± {:.2f} above FedPer's, in {} rounds {:.2f} ± {:.2f}; after training {:.1f}.",
+            "its best test in 60 rounds is {:.2f} ± {:.2f} above FedPer's, in {} rounds {:.2f} ± {:.2f}. After training it is "
+            "{:.1f} above.",
             [*above_fedper(uncut, 60), len(long), *above_fedper(uncut, 120), trained(uncut, 111, 120) - ends["fedper"]],
         ),
         (
-            "Of the {:.1f} points between FedCAC and FedAvg (in print {:.1f}) training leaves {:.1f} at β 12 and {:.1f} at β 100",
+            "FedCAC is {:.1f} points above FedAvg (in print {:.1f}). After training {:.1f} of these remain at β 12 and {:.1f} at β 100",
             [
                 -above("fedavg", of=CUT, other="fedcac")[0],
                 printed("fedcac", CUT) - printed("fedavg", CUT),
@@ -409,8 +418,8 @@ def claims() -> list[tuple[str, list[Any]]]:
             [statistics.mean(averaged[40:50]), statistics.mean(averaged[50:])],
         ),
         (
-            "**fedcac** has {:.1f} in its best round, {:.1f} points below print, because it was cut: with the paper's β of 100 and {} "
-            "rounds, all else alike, it has {:.1f}, {:.1f} below print; its best test, {:.2f}, is {:.1f} below.",
+            "**fedcac** has {:.1f} in its best round, {:.1f} points below print, because it was cut. - *The paper's β.* With β 100 and "
+            "{} rounds, and otherwise the same settings, it has {:.1f}, {:.1f} below print; its best test, {:.2f}, is {:.1f} below.",
             [
                 max(fedcac),
                 printed("fedcac", CUT) - max(fedcac),
@@ -449,13 +458,13 @@ def claims() -> list[tuple[str, list[Any]]]:
             [min(alone[6:]), max(alone[6:]), printed("local", CUT) - max(alone)],
         ),
         (
-            "Both are above Local, at β 12 FedCAC by {:.2f} ± {:.2f}, FedPer by {:.2f} ± {:.2f} (in print {:.1f} and {:.1f}).",
+            "Both are above Local. At β 12 FedCAC leads by {:.2f} ± {:.2f}, FedPer by {:.2f} ± {:.2f} (in print {:.1f} and {:.1f}).",
             [
                 *(part for method in ("fedcac", "fedper") for part in above(method, of=CUT, other="local")),
                 *(printed(method, CUT) - printed("local", CUT) for method in ("fedcac", "fedper")),
             ],
         ),
-        ("and Local within {:.1f} points after 400 rounds.", [max(abs(values[-1]) for values in off.values())]),
+        ("and Local, are within {:.1f} points after 400 rounds.", [max(abs(values[-1]) for values in off.values())]),
         ("it has {:.2f}, {:.1f} points below print.", [as_run("flute"), printed("flute") - as_run("flute")]),
         ("trains the body too and lies {:.0f} points above", [-below("flute")]),
         (
@@ -463,7 +472,7 @@ def claims() -> list[tuple[str, list[Any]]]:
             [max(accuracies(fedavg)) - as_run("fedala")],
         ),
         (
-            "the printed row is {:.1f} points below the printed FedAvg (both of ours are {:.1f} points below print:",
+            "In print the row is {:.1f} points below FedAvg's. Both of our figures are {:.1f} points below print",
             [printed("fedavg") - printed("fedala"), printed("fedala") - as_run("fedala")],
         ),
         ("it has {:.2f}, {:.1f} points below print, and moves", [as_run("apfl"), printed("apfl") - as_run("apfl")]),
@@ -488,7 +497,7 @@ def claims() -> list[tuple[str, list[Any]]]:
             "all have much the same mean: {:.1f}, {:.1f}, {:.1f} and {:.1f}.",
             [statistics.mean(late(run)) for run in (fedavg, replayed, seed(1, "fedavg"), seed(2, "fedavg"))],
         ),
-        ("It is {:.1f} points below print, whose deviation", [below("floco")]),
+        ("It is {:.1f} points below print, which has", [below("floco")]),
         (
             "of the {} right answers that fine-tuning wins back, {} are of five clients (79, 24, 13, 20, 56).",
             [-sum(lost("floco").values()), -sum(lost("floco")[i] for i in ("79", "24", "13", "20", "56"))],
@@ -538,7 +547,7 @@ def claims() -> list[tuple[str, list[Any]]]:
             ],
         ),
         (
-            "by {:.0f} points in the mean over clients; the {:.0f} points over all images say nothing.",
+            "by {:.0f} points in the mean over clients; the {:.0f} points over all images mean nothing.",
             [own["fedcac"][k] - own["local"][k] for k in (0, 1)],
         ),
     ]

@@ -1,4 +1,4 @@
-"""The sweeps of the collected runs, and the two methods of the user's own that one of them runs."""
+"""The sweeps of the collected runs, and the two user-written methods in one of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sweep_files_expand(path: Path) -> None:
 
 
 def test_the_replayed_clients_are_those_of_the_logs() -> None:
-    """Two rounds of the log of FedAvg."""
+    """Compare two rounds with FedAvg's log."""
     plugins.reset(SWEEPS)
     settings = read_preset(f"{FASHION}/fedper") | {"method": "replayed:METHOD"}
     method = plugins.load("method", "replayed:METHOD")

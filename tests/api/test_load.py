@@ -71,7 +71,7 @@ def test_a_folder_of_runs_is_no_run(start: Start, tmp_path: Path) -> None:
     for name in ("a", "b"):
         start(run_name=name)
     with pytest.raises(
-        UserError, match="runs is no run folder, but holds some: a, b; load one of them, or compare them all"
+        UserError, match="runs is not a run folder but holds several: a, b; load one of them, or compare them all"
     ):
         corolla.load(tmp_path / "runs")
     with pytest.raises(UserError, match="none: this run folder does not exist"):
@@ -105,6 +105,8 @@ def test_compare_is_the_commands_table_as_numbers(
     for row in frame.to_dict("records"):
         assert f"{100 * row['final-accuracy']:.2f} ± {100 * row['final-accuracy-std']:.2f}" in printed
     assert f"{100 * frame['difference'][1]:+.2f}" in printed and frame["verdict"][1] in printed
+    by_client = frame["by-client"][1]
+    assert len(by_client) == frame["pairs"][1] and sum(by_client.values()) / len(by_client) == frame["difference"][1]
 
 
 def test_compare_of_nothing_finished_is_an_error(start: Start) -> None:

@@ -67,7 +67,7 @@ def test_which_methods_need_no_collecting(start: Start) -> None:
         with pytest.raises(UserError, match=f"{said}.*; run with --set collect-personal-models=true"):
             start(method=method, run_name=method).model(client=2)
     with pytest.raises(
-        UserError, match="fedper leaves classifier.bias, classifier.weight on the clients: global alone predicts"
+        UserError, match="fedper leaves classifier.bias, classifier.weight on the clients: global cannot predict alone"
     ):
         corolla.load("runs/fedper").model()
 
@@ -90,7 +90,7 @@ def test_a_flipped_bit_is_noticed(start: Start) -> None:
     content[-5] ^= 1
     file.write_bytes(content)
     found.model(client=0)
-    with pytest.raises(UserError, match="client-1.safetensors is not what client 1 was evaluated with"):
+    with pytest.raises(UserError, match="client-1.safetensors is not the model that client 1 was evaluated with"):
         found.model(client=1)
     file.write_bytes(content[:50])
     with pytest.raises(UserError, match="client-1.safetensors: not a readable safetensors file"):

@@ -223,6 +223,6 @@ def test_a_file_of_ones_own_is_read_again_when_it_has_changed(start: Start, tmp_
 def test_a_folder_on_another_machine_is_said(tmp_path: Path) -> None:
     elsewhere = corolla.Run(tmp_path / "there")
     for what in (lambda: elsewhere.metrics, lambda: elsewhere.summary, elsewhere.report, elsewhere.model):
-        with pytest.raises(UserError, match="is not on this machine, but on the SuperLink's: .*there"):
+        with pytest.raises(UserError, match="is on the SuperLink's machine, not on this one: .*there"):
             what()
-    assert "not on this machine" in elsewhere._repr_html_()
+    assert "not on this one" in elsewhere._repr_html_()

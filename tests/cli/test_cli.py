@@ -70,6 +70,33 @@ def test_set_takes_what_stands_there_for_a_key_of_text() -> None:
     }
 
 
+def test_set_takes_a_methods_table() -> None:
+    assert parse_set(["fedcac={beta=3}"]) == {"fedcac.beta": 3}
+    words = [
+        "seed=1",
+        "fedcac.tau=0.1",
+        "fedcac={tau = 0.3, collaboration = 'none'}",
+        "mine={a-b=true}",
+        "classes={a=1}",
+    ]
+    assert parse_set(words) == {
+        "seed": 1,
+        "fedcac.tau": 0.3,
+        "fedcac.collaboration": "none",
+        "mine.a-b": True,
+        "classes": "{a=1}",
+    }
+    with pytest.raises(UserError) as caught:
+        parse_set(["fedcac={beta=}", "fedcac={beta={a=1}}", "fedcac={}", "fedcac={beta=[1]}"])
+    told = str(caught.value).splitlines()
+    assert [line.partition(": ")[2] for line in told] == [
+        "not an inline TOML table, as in 'fedcac={beta=3, selection=\"random\"}'",
+        "the value must be a string, a number, true or false",
+        "the table is empty",
+        "the value must be a string, a number, true or false",
+    ]
+
+
 def write_npz(path: Path, num_train: int = 40, classes: int = 4, **replace: object) -> Path:
     rng = np.random.default_rng(0)
     arrays: dict[str, object] = {
@@ -115,7 +142,7 @@ BAD = {
         ["dataset=table:table.csv", "target=b"],
         "got float64; numbers are learned with task = regression",
     ),
-    "a table as npz": (["dataset=npz:table.csv"], "table.csv with target=COLUMN, the one to learn?"),
+    "a table as npz": (["dataset=npz:table.csv"], "table.csv with target=COLUMN, the column to learn?"),
     "an npz as table": (["dataset=table:numbers.npz", "target=b"], "table: takes no .npz"),
     "images as npz": (["dataset=npz:images"], "did you mean folder:"),
     "wrong type": (['fedcac.tau="abc"'], "fedcac.tau: expected a number, got 'abc'"),
@@ -148,7 +175,7 @@ BAD = {
         "has its targets in y_train and y_test; leave it unset",
     ),
     "two columns of a name": (["dataset=table:twice.csv", "target=b"], "must have every column once, got 2 named 'a'"),
-    "a word among numbers": (["dataset=table:word.csv", "target=b"], "column a must hold numbers, got 'x' in row 3"),
+    "a word among numbers": (["dataset=table:word.csv", "target=b"], "column a must hold numbers, got 'x' in row 5"),
     "a module as a file": (["model=badmodel.py:wrong"], "did you mean badmodel:wrong?"),
     "no initial weights": (
         ["initial-weights=none.pt"],
@@ -156,7 +183,7 @@ BAD = {
     ),
     "weights that are neither": (
         ["initial-weights=badmodel.py"],
-        "a PyTorch state dict is one that ends in .pt or .pth",
+        "the name of a PyTorch state dict must end in .pt or .pth",
     ),
     "no place for state": (["state-dir=/proc/x"], "state-dir: cannot write under /proc/x: "),
     "infinity": (["learning-rate=inf"], "learning-rate: must be > 0 and finite, got inf"),
@@ -245,7 +272,7 @@ def test_a_setting_without_an_equals_sign_is_explained(corolla, verb: str, words
 def test_a_robust_mean_of_too_few_to_outvote_anybody_is_warned_of(corolla) -> None:  # type: ignore[no-untyped-def]
     few = ("run", "--dry-run", "--clients", "10", "--set", "method=fedavg", "--set", "robust=krum", "--set")
     said = corolla(*few, "fraction-train=0.2")[2]
-    assert said == "warning: robust = krum outvotes nobody among 2 clients a round; from 3 on it can"
+    assert said == "warning: robust = krum cannot exclude an outlier among 2 clients a round; it needs 3 or more"
     assert corolla(*few, "fraction-train=0.3")[2] == ""
 
 
@@ -275,6 +302,16 @@ def test_settings_without_effect_are_named(corolla, tmp_path: Path) -> None:  # 
     )
 
 
+def test_gpus_of_one_process_are_refused(corolla) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = corolla("run", "--in-process", "--gpus-per-client", "0.5")
+    assert code == 2 and err.startswith("error: --gpus-per-client: not with --in-process") and err.endswith("got 0.5")
+
+
+def test_several_methods_are_a_sweep(corolla) -> None:  # type: ignore[no-untyped-def]
+    code, _, err = corolla("run", "--set", "method=fedavg,local")
+    assert code == 2 and '[grid] and below it method = ["fedavg", "local"]' in err and "corolla sweep FILE" in err
+
+
 def test_a_phase_that_is_never_reached_is_named(corolla) -> None:  # type: ignore[no-untyped-def]
     beta = ("run", "--dry-run", "--set", "fedcac.beta=9", "--set")
     code, _, err = corolla(*beta, "num-server-rounds=8")
@@ -283,7 +320,14 @@ def test_a_phase_that_is_never_reached_is_named(corolla) -> None:  # type: ignor
         and err.startswith("warning: fedcac.beta = 9 is above num-server-rounds = 8")
         and err.count("warning") == 1
     )
-    assert corolla(*beta, "num-server-rounds=9")[2] == ""
+    code, _, err = corolla(*beta, "num-server-rounds=9")
+    assert code == 0 and err.startswith("warning: fedcac.beta = 9 is not below num-server-rounds = 9")
+    assert corolla(*beta, "num-server-rounds=10")[2] == ""
+    chosen = corolla("run", "--dry-run", "--set", "method=fedcac", "--set", "num-server-rounds=10")[2]
+    assert chosen.startswith("warning: fedcac.beta = 10 is not below num-server-rounds = 10")
+    # a region begins in that round, not after it
+    region = ("--set", "method=floco", "--set", "floco.projection-round=9", "--set", "num-server-rounds=9")
+    assert corolla("run", "--dry-run", *region)[2] == ""
     assert corolla("run", "--dry-run", "--set", "num-server-rounds=2")[2] == ""  # nobody chose a beta
 
 
@@ -303,7 +347,10 @@ def test_in_process_run_ends_with_a_table_and_exports_load_strictly(corolla, tmp
     assert "fedcac" in out and str(tmp_path / "runs" / "one") in out.replace("\n", "")
     told = " ".join(out.split())
     assert told.startswith("starting server and clients in this process")
-    assert "so it can be below final" in told and "before and after, while it runs: the model a client receives" in told
+    assert (
+        "so it can be below final" in told
+        and "before and after, while it runs: the model that a client receives" in told
+    )
     assert "next: corolla report runs/one " in told
     code, out, _ = corolla("export", "runs/one", "--client", "1")
     assert code == 0 and Path("one-client-1.pt").is_file()
@@ -360,6 +407,95 @@ def test_the_shell_completes(words: str, completes: str) -> None:
     }
     done = subprocess.run([sys.executable, "-m", "corolla"], env={**os.environ, **line}, capture_output=True, text=True)
     assert done.stdout.split() == [completes], done.stderr
+
+
+BASH = """
+{script}
+COMP_WORDS=({words})
+COMP_CWORD=$(( ${{#COMP_WORDS[@]}} - 1 ))
+_corolla_completion corolla
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "completes"),
+    [
+        # as bash takes them apart: at = and :
+        ("corolla run --set method = fedc", ["fedcac", "fedconcat"]),
+        ("corolla run --set method = fedca", ["fedcac"]),
+        ("corolla run --set seed = 1 --set fedcac.coll", ["fedcac.collaboration="]),
+        ("corolla run demo --set fedcac.weighting = sa", ["samples"]),
+        ("corolla data show --set dataset = fol", ["folder:"]),
+        ("corolla sweep digits --set private = ''", ["true", "false"]),
+        ("corolla run --set private =", ["true", "false"]),
+        ("corolla run --set dataset = npz : /x", [""]),
+        ("corolla sweep dig", ["digits"]),
+        ("corolla run --set headline = macro", ["macro-f1"]),
+        ("corolla run --set task = regression --set headline = ''", ["rmse", "mae", "r2"]),
+        ("corolla run --set metrics = al", ["all"]),
+    ],
+)
+def test_bash_completes_keys_and_their_values(words: str, completes: list[str], tmp_path: Path) -> None:
+    """By the script that `--show-completion` prints, in bash itself."""
+    program = tmp_path / "corolla"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m corolla "$@"\n')
+    program.chmod(0o755)
+    from typer._completion_shared import get_completion_script
+
+    script = get_completion_script(prog_name="corolla", complete_var="_COROLLA_COMPLETE", shell="bash")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-c", BASH.format(script=script, words=words)], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines() == completes, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "completes"),
+    [
+        ("corolla run --set method=fedca", ['"method=fedcac"']),
+        ("corolla run --set fedcac.weighting=", ['"fedcac.weighting=samples"']),
+        ("corolla run --set dataset=fol", [r'"dataset=folder\\:"']),
+    ],
+)
+def test_zsh_is_given_whole_words(line: str, completes: list[str]) -> None:
+    given = {"_COROLLA_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": line}
+    done = subprocess.run(
+        [sys.executable, "-m", "corolla"], env={**os.environ, **given}, capture_output=True, text=True
+    )
+    told = done.stdout.strip().removeprefix("_arguments '*: :((").removesuffix("))'").splitlines()
+    assert told[: len(completes)] == completes, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "completes"),
+    [
+        ("export one --client B", ["Basel", "Bern"]),
+        ("export runs/one --output x.pt --client Be", ["Bern"]),
+        ("export nothing --client B", []),
+        ("compare runs/one --metric a", ["accuracy", "auc"]),
+        ("compare one --metric b", ["balanced-accuracy"]),
+    ],
+)
+def test_clients_and_metrics_of_the_runs_that_are_typed(words: str, completes: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text('method = "fedavg"\n')
+    measured = [{"name": name, "ratio": True} for name in ("accuracy", "balanced-accuracy", "auc")]
+    (folder / "run.json").write_text(json.dumps({"metrics": measured}))
+    (folder / "clients.json").write_text(json.dumps({"0": {"name": "Basel"}, "1": {"name": "Bern"}, "2": {}}))
+    line = {
+        "COMP_WORDS": f"corolla {words}",
+        "COMP_CWORD": str(len(words.split())),
+        "_COROLLA_COMPLETE": "complete_bash",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "corolla"], env={**os.environ, **line}, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.stdout.split() == completes, done.stderr
 
 
 def test_runs_lists_run_folders_with_their_state(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -434,7 +570,7 @@ def test_data_show_tells_who_is_tested_on_less(corolla, tmp_path: Path) -> None:
     sets = ["dataset=npz:d.npz", "dirichlet-alpha=0.001", "train-samples=60", "test-samples=20", "data-dir=data"]
     code, out, err = corolla("data", "show", "--clients", "2", *[word for pair in sets for word in ("--set", pair)])
     assert code == 0, err
-    fewer = "test: fewer than 20 samples, so that they are in the mix of training: client 0: 13, client 1: 13"
+    fewer = "test: fewer than 20 samples, to keep the class mix of training: client 0: 13, client 1: 13"
     assert fewer in out
 
 
@@ -452,9 +588,15 @@ def test_data_show_tells_targets_that_are_numbers(corolla, tmp_path: Path) -> No
     code, out, err = corolla("data", "show", "--clients", "2", *[word for pair in sets for word in ("--set", pair)])
     assert code == 0, err
     told = " ".join(out.split())
-    assert "20 training and 0 test samples, 1, 1 outputs" in told and "classes" not in told and "per class" not in told
+    assert (
+        "20 training and 0 test samples, 1 feature, 1 output," in told
+        and "classes" not in told
+        and "per class" not in told
+    )
     assert "training targets, mean ± standard deviation: y: 9.5 ± 5.8" in told
-    assert "0 (a)" in told and "y: 9 ± 5.7" in told and "1 (b)" in told and "y: 10 ± 5.7" in told
+    assert "y: 9 ± 5.7" in told and "y: 10 ± 5.7" in told
+    rows = [[cell.strip() for cell in line.split("│")] for line in out.splitlines() if "│" in line]
+    assert [row[1] for row in rows[-2:]] == ["a", "b"]
 
 
 def test_data_show_takes_presets_and_files_as_run_does(corolla, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -478,12 +620,12 @@ def test_data_show_names_repeated_and_unused_images(corolla, tmp_path: Path) -> 
     code, out, err = corolla("data", "show", *words)
     assert code == 0, err
     assert "training: 1 of 5 images are held by several clients, each by 2 at most" in out
-    assert "training: images that a client holds already, counted again: client 0: 4 of 5" in out
+    assert "training: images that one client holds repeatedly: client 0: 4 of 5" in out
     assert "unused: 35 of 40 training and 16 of 20 test images" in out
     assert "0.035 ± 0.000" in out and "warning: the data set is constant" in err
     assert "held by several" in corolla("data", "show")[1]  # of the default partition
     code, _, err = corolla("run", "--in-process", "--set", "num-server-rounds=1", *words)
-    assert code == 0 and "warning: training: images that a client holds already, counted again: client 0: 4 of 5" in err
+    assert code == 0 and "warning: training: images that one client holds repeatedly: client 0: 4 of 5" in err
 
 
 @pytest.mark.parametrize(
@@ -492,9 +634,9 @@ def test_data_show_names_repeated_and_unused_images(corolla, tmp_path: Path) -> 
         (
             3,
             ["train-samples=0"],
-            "of 449 images each, 947 in all had to be of other classes, as none has more than 137",
+            "947 of 1347 images (449 per client) are of other classes than drawn, because no class has more than 137",
         ),
-        (3, ["train-samples=200", "test-samples=0"], "set train-samples to that or less, or raise num-clients"),
+        (3, ["train-samples=200", "test-samples=0"], "set train-samples to 137 or less, or raise num-clients"),
         (3, ["train-samples=100", "test-samples=20"], ""),
         (3, ["train-samples=0", "partition=iid"], ""),
     ],

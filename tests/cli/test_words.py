@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
+from typer.main import get_command
 
-from corolla.cli.tables import fitting
+from corolla.cli import app
+from corolla.cli.layout import Fitted, fit
+from corolla.cli.tables import show_table
+from fl_app.errors import counted
 from fl_app.server.run_folder import read_about
 from strategies.base import OWN_MODEL
 from tests.conftest import Command
+
+
+def test_a_table_in_a_pipe_is_as_wide_as_its_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    """What has no room between lines stands in plain columns there: no heading, and no number, is cut."""
+    lines = [["method", "final", "balanced-accuracy"], ["fedavg", "87.88 % (5 of 6 clients)", "74.60 %"]]
+    show_table(lines, boxed=True)
+    assert "│ fedavg │ 87.88 % (5 of 6 clients) │" in capsys.readouterr().out
+    show_table([[*line, *line[1:]] for line in lines], boxed=True)
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.split() == ["method", *["final", "balanced-accuracy"] * 2]
+    assert re.split("  +", row) == ["fedavg", *["87.88 % (5 of 6 clients)", "74.60 %"] * 2]
 
 
 def test_a_method_with_a_second_model_says_which_one_is_tested(corolla: Command) -> None:
@@ -26,15 +45,111 @@ def test_a_method_with_a_second_model_says_which_one_is_tested(corolla: Command)
         assert read_about(Path("runs", method))["tested"] == (OWN_MODEL if count else "")
 
 
+def helps(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield every help text with brackets, and the words of its command."""
+    for shown in (command, *command.params):
+        if "[" in (shown.help or ""):
+            yield words, shown.help
+    for name, below in getattr(command, "commands", {}).items():
+        yield from helps(below, (*words, name))
+
+
+def test_brackets_in_a_help_text_are_shown(corolla: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    found = list(helps(get_command(app)))
+    assert any("corolla[onnx]" in text for _, text in found)
+    for words, text in found:
+        _, out, _ = corolla(*words, "--help")
+        shown = " ".join(out.replace("\u2502", " ").split())
+        for part in re.findall(r"\S*\[\S*", text):
+            assert part in shown, (words, part)
+
+
 def test_a_narrow_terminal_has_fewer_columns_of_results_and_none_that_is_cut() -> None:
     lines = [
         ["method", "final", "pooled", "best", "upload", "download", "seconds"],
         ["fedcac", "100.00 %", "98.25 %", "91.67 %", "11.4 MB", "11 MB", "24.4"],
     ]
-    assert fitting(lines, 0) == fitting(lines, 72) == lines
-    assert fitting(lines, 71)[0] == ["method", "final", "best", "upload", "download", "seconds"]
-    assert fitting(lines, 60)[1] == ["fedcac", "100.00 %", "91.67 %", "11.4 MB", "24.4"]
-    assert fitting(lines, 20)[0] == ["method", "final", "seconds"]
+    less = ("pooled", "download", "upload", "best")
+    assert fit(lines, 0, less).lines == fit(lines, 72, less).lines == lines
+    # without lines between cells there is room for all
+    assert not fit(lines, 71, less).missing and not fit(lines, 71, less).lined
+    assert fit(lines, 61, less).lines[0] == ["method", "final", "best", "upload", "download", "seconds"]
+    assert fit(lines, 50, less).lines[1] == ["fedcac", "100.00 %", "91.67 %", "11.4 MB", "24.4"]
+    assert fit(lines, 50, less).missing == ("pooled", "download")
+    assert fit(lines, 33, less).lines[0] == ["method", "final", "seconds"]
+
+
+def drawn(fitted: Fitted, width: int) -> str:
+    console = Console(width=width, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(fitted.drawn(), width=fitted.needed if fitted.widths else None, soft_wrap=not fitted.widths)
+    return captured.get()
+
+
+RUNS = [
+    ["run", "state", "rounds", "method", "dataset", "seed", "accuracy", "written"],
+    [
+        "runs/20261126-092527-fedcac-digits-seed0",
+        "finished",
+        "30/30",
+        "fedcac",
+        "digits",
+        "0",
+        "100.00 %",
+        "2026-11-26 09:25",
+    ],
+    ["runs/k3", "interrupted", "5/30", "mymethod:METHOD", "fashion-mnist", "10", "9.00 %", "2026-11-26 10:25"],
+]
+COMPARED = [
+    ["method", "fedcac.collaboration", "n", "final-accuracy", "final-accuracy-finetuned", "best-accuracy"],
+    ["fedcac", "time-varying", "3", "86.82 ± 1.18 (4 of 6 clients)", "91.67 ± 10.10", "100.00 ± 0.00"],
+    ["fedavg", "–", "3", "6.82 ± 11.18", "1.67 ± 0.10", "n/a"],
+]
+
+
+@pytest.mark.parametrize("width", range(56, 84, 3))
+def test_a_number_and_of_how_many_clients_it_is_stay_on_one_line(width: int) -> None:
+    whole = "86.82 ± 1.18 (4 of 6 clients)"
+    assert whole in drawn(fit(COMPARED, width), width)
+    twice = [[*row, cell] for row, cell in zip(COMPARED, ["final-auc", whole, "n/a"], strict=True)]
+    assert drawn(fit(twice, width), width).count(whole) == 2
+
+
+@pytest.mark.parametrize("lines", [RUNS, COMPARED], ids=["runs", "compare"])
+@pytest.mark.parametrize("width", [160, 120, 100, 80, 72, 60, 50, 40, 30, 20])
+def test_no_width_cuts_a_number_or_a_name(lines: list[list[str]], width: int) -> None:
+    # as `runs` and `compare` do
+    less = ("written", "dataset", "seed", "method") if lines is RUNS else ()
+    fitted = fit(lines, width, less)
+    text = drawn(fitted, width)
+    words = text.split()
+    shown = [row[k] for row in fitted.lines[1:] for k in range(len(row))]
+    for word in (
+        word for cell in shown for word in cell.split() if any(map(str.isdigit, word)) and "/2026" not in word
+    ):
+        assert word in words, f"{word} is cut"
+    assert "…" not in text
+    if fitted.widths:
+        assert max(map(len, text.splitlines())) <= width
+    if width > 60 or not fitted.widths:
+        assert all(row[0] in words for row in lines[1:])
+    # a list has no need to leave anything out
+    assert fitted.widths or not fitted.missing
+    kept = {*lines[0]} - {*fitted.missing}
+    assert {*fitted.lines[0]} == kept
+
+
+def test_a_listing_at_80_columns_has_names_and_figures() -> None:
+    fitted = fit(RUNS, 80, ("written", "dataset", "seed", "method"))
+    assert list(fitted.lines[0]) == ["run", "state", "rounds", "accuracy"]
+    short = fit([[line[0].replace("20261126-092527-", ""), *line[1:]] for line in RUNS], 80, fitted.missing)
+    assert list(short.lines[0]) == ["run", "state", "rounds", "method", "seed", "accuracy"]
+
+
+def test_wide_letters_count_as_they_are_wide() -> None:
+    lines = [["client", "accuracy"], ["東京大学病院", "50.00"]]
+    assert fit(lines, 0).widths == [12, 8]
 
 
 ENDING = """
@@ -82,3 +197,17 @@ def test_it_ends_where_nobody_reads_its_words() -> None:
     command.stdout.close()
     said = command.stderr.read()
     assert command.wait() != 0 and "Traceback" not in said
+
+
+def test_one_is_no_plural() -> None:
+    assert [counted(n, "client") for n in (0, 1, 2)] == ["0 clients", "1 client", "2 clients"]
+    assert [counted(n, "process", "processes") for n in (1, 3)] == ["1 process", "3 processes"]
+
+
+def test_a_run_of_one_client_is_spoken_of_as_such(corolla: Command) -> None:
+    sets = ["num-server-rounds=1", "local-epochs=1", "method=local", "keep-state=true"]
+    words = [word for pair in sets for word in ("--set", pair)]
+    assert corolla("run", "--in-process", "--clients", "1", *words)[0] == 0
+    told = corolla("state")[1]
+    assert "1 experiment, " in told and "  1 client  " in told
+    assert "1 of 1 client: " in corolla("run", "--dry-run", "--clients", "1", *words)[1]

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Message
 
 from client_app.client_app import app
-from client_app.session import Session
+from client_app.flat import FlatModule
+from client_app.session import Network, Session
+from client_app.trainer import LocalTrainer
 from fl_app import checksums, models, server_app, weights
 from fl_app.config import parse
 from fl_app.errors import UserError
 from fl_app.layout import Layout
 from fl_app.server.inprocess import InProcessGrid
-from fl_app.server.run_folder import RunFolder
+from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.weights import save_safetensors
-from strategies import METHOD_PARAMS
-from tests.conftest import Run
+from strategies import METHOD_PARAMS, METHODS
+from tests.conftest import Run, config
 
 DIGITS: dict[str, Any] = {"train-samples": 20, "test-samples": 8, "num-clients": 3, "model": "mlp"}
 
@@ -131,7 +135,7 @@ def test_a_weights_file_that_changes_during_a_run_is_noticed(tmp_path: Path) -> 
         "data-dir": str(tmp_path),
     }
     config = parse(raw, METHOD_PARAMS)
-    with pytest.raises(UserError, match="tensors of model mlp that do not train are not the server's"):
+    with pytest.raises(UserError, match="frozen tensors of model mlp differ from the server's"):
         server_app.run(Overwriting(app, raw, 3), config, lambda what, done, total: None)
 
 
@@ -142,3 +146,128 @@ def test_a_partition_file_that_has_changed_is_another_partition(run: Run, tmp_pa
         np.savez(tmp_path / "part.npz", **parts)
         found.append(final_model(run(method="fedavg", num_clients=2, partition=f"file:{tmp_path / 'part.npz'}")))
     assert found[0] == found[2] != found[1]
+
+
+# networks
+
+
+def run_with(directory: Path, leave: Callable[[Session, Network, FlatModule], None], **keys: Any) -> str:
+    """Return the digest of a run in which clients leave their networks so."""
+    raw: dict[str, Any] = DIGITS | {
+        "num-server-rounds": 2,
+        "local-epochs": 1,
+        "batch-size": 8,
+        "device": "cpu",
+        **{key: str(directory) for key in ("output-dir", "state-dir", "data-dir")},
+        **keys,
+    }
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Session, "leave", leave)
+        folder = server_app.run(InProcessGrid(app, raw, 3), parse(raw, METHOD_PARAMS), lambda *_: None)
+    digest = str(read_summary(folder.path)["digest"])
+    shutil.rmtree(folder.path)
+    return digest
+
+
+def spoilt(session: Session, network: Network, flat: FlatModule) -> None:
+    """Leave a network as a careless client might."""
+    for vector in (flat.weights, flat.statistics, flat.gradient, flat.epoch_loss):
+        vector.fill_(np.nan)
+    for parameter in flat.module.parameters():
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    for buffer in flat.module.buffers():
+        if not buffer.is_floating_point():
+            buffer.fill_(99)
+    for layer in flat.module.modules():
+        layer.eval()
+        layer.register_forward_hook(lambda *_: pytest.fail("a hook of another client was called"))
+        layer.note = "of another client"  # type: ignore[assignment]
+    left(session, network, flat)
+    assert session._left
+
+
+left = Session.leave
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({"method": "fedavg", "momentum": 0.9}, id="fedavg"),
+        pytest.param({"method": "fedavg", "model": "resnet8", "train-samples": 17}, id="batchnorm"),
+        pytest.param({"method": "fedavg", "model": "resnet8", "train": "layer3*,fc*"}, id="constants"),
+        pytest.param({"method": "fedper", "finetune-epochs": 1}, id="local-tensors"),
+        pytest.param({"method": "fedrep"}, id="frozen-parts"),
+        pytest.param({"method": "fedala"}, id="own-loop"),
+        pytest.param({"method": "apfl"}, id="two-models"),
+        pytest.param({"method": "fedcac"}, id="scores"),
+        pytest.param({"method": "feddpa"}, id="fisher"),
+        pytest.param({"method": "moon"}, id="features"),
+        pytest.param({"method": "fedselect"}, id="alternation"),
+    ],
+)
+def test_what_a_client_does_to_a_network_does_not_reach_the_next(tmp_path: Path, keys: dict[str, Any]) -> None:
+    fresh = run_with(tmp_path, lambda *_: None, **keys)
+    assert run_with(tmp_path, spoilt, **keys) == fresh
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        ({"method": "fedavg"}, True),
+        ({"method": "fedem"}, False),
+        ({"method": "fedavg", "model": "module:factory"}, False),
+        ({"method": "module:METHOD"}, False),
+        ({"method": "fedavg", "dp-epsilon": 5.0}, False),
+    ],
+)
+def test_networks_that_may_keep_more_are_built_for_every_client(keys: dict[str, Any], kept: bool) -> None:
+    method = METHODS["fedavg" if ":" in keys["method"] else keys["method"]]
+    fields = {name.replace("-", "_"): value for name, value in keys.items()}
+    session = Session(dataclasses.replace(config(), **fields), method)
+    flat = FlatModule(models.build("mlp", in_channels=1, num_classes=10, image_size=8), torch.device("cpu"))
+    session.leave(Network("key", flat.module, None), flat)  # type: ignore[arg-type]
+    assert bool(session._left) is kept
+
+
+def test_a_model_of_the_users_own_counts_from_zero_at_every_client(tmp_path: Path, monkeypatch: Any) -> None:
+    """What it keeps in its attributes is what its factory gave it."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    keys = {"method": "fedavg", "model": "counting:factory"}
+    assert run_with(tmp_path, left, **keys) == run_with(tmp_path, lambda *_: None, **keys)
+
+
+COUNTING = """
+import torch
+from torch import nn
+
+class Counting(nn.Module):
+    def __init__(self, features, classes):
+        super().__init__()
+        self.linear, self.seen = nn.Linear(features, classes), [0]
+
+    def forward(self, x):
+        self.seen[0] += 1
+        return self.linear(x.flatten(1)) / self.seen[0]
+
+def factory(in_channels, num_classes, image_size):
+    return Counting(in_channels * image_size**2, num_classes)
+"""
+
+
+def test_a_task_that_failed_leaves_no_network(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions: list[Session] = []
+
+    def fail(trainer: LocalTrainer, *_: Any, **__: Any) -> Any:
+        trainer.module.eval()
+        raise UserError("no training")
+
+    def note(session: Session, network: Network, flat: FlatModule) -> None:
+        sessions.append(session)
+
+    monkeypatch.setattr(LocalTrainer, "train", fail)
+    monkeypatch.setattr(Session, "leave", note)
+    with pytest.raises(UserError):
+        run(method="fedavg", num_clients=2)
+    assert not sessions

@@ -11,7 +11,7 @@ import pytest
 from client_app.client import CorollaClient
 from client_app.notes import Notes, OwnData
 from client_app.session import Session
-from client_app.state import State, StateStore, remove, state_root, stored
+from client_app.state import State, StateStore, missing_clients, remove, state_root, stored
 from fl_app.errors import UserError
 from fl_app.layout import NOTHING
 from fl_app.site import site_directory
@@ -296,3 +296,42 @@ def test_state_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/xdg")
     assert state_root("") == Path("/xdg/corolla")
     assert state_root("~/here") == Path.home() / "here"
+
+
+# Many clients ---------------------------------------------------------------------------------------------------------
+
+
+def test_no_directory_has_more_than_a_thousand_entries(tmp_path: Path) -> None:
+    several = [StateStore(tmp_path, "abc", i) for i in range(3200)]
+    for store in several:
+        store.directory.mkdir(parents=True)
+    assert len({store.directory for store in several}) == 3200
+    for directory in (tmp_path / "abc", *(tmp_path / "abc").glob("clients-*")):
+        assert 0 < len(list(directory.iterdir())) <= 1000
+    assert several[7].directory == tmp_path / "abc" / "client-0007"
+    assert several[2719].directory == tmp_path / "abc" / "clients-002000" / "client-2719"
+
+
+@pytest.mark.parametrize("client_id", [499, 500, 1000, 1234567])
+def test_state_in_a_group_is_found_listed_and_removed(tmp_path: Path, client_id: int) -> None:
+    store = StateStore(tmp_path, "abc", client_id)
+    version = store.save(STATE, 1, 0)
+    assert not missing_clients(tmp_path, "abc", {client_id: version})
+    assert missing_clients(tmp_path, "abc", {client_id: "000009-000000"}) == [client_id]
+    (found,) = stored(tmp_path)
+    assert (found.experiment, found.clients) == ("abc", 1)
+    store.forget()
+    assert list(tmp_path.iterdir()) == []
+    store.save(STATE, 1, 0)
+    remove(tmp_path, "abc")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_state_that_lies_beside_the_others_stays_there(tmp_path: Path) -> None:
+    (tmp_path / "abc" / "client-0731").mkdir(parents=True)
+    store = StateStore(tmp_path, "abc", 731)
+    version = store.save(STATE, 1, 0)
+    assert (tmp_path / "abc" / "client-0731" / f"{version}.state").is_file()
+    assert StateStore(tmp_path, "abc", 731).load(version).arrays["count"] == 5
+    assert StateStore(tmp_path, "abc", 732).directory.parent.name == "clients-000000"
+    assert [(e.experiment, e.clients) for e in stored(tmp_path)] == [("abc", 1)]

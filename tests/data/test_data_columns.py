@@ -68,9 +68,7 @@ def test_labels_that_are_words(tmp_path: Path) -> None:
         "target": "outcome",
         "client": "hospital",
         "data_dir": str(tmp_path / "root"),
-        "partition": "iid",
-        "train_samples": 0,
-        "test_samples": 0,
+        "partition": "by-column",
     }
     info = data.check(config(**raw))
     assert info.classes == ("ill", "well")
@@ -105,8 +103,12 @@ def test_a_long_table_has_one_type_per_column(tmp_path: Path) -> None:
         ),
         ({"num_clients": 4}, "num-clients: must be 3, the values of the column client of .*, got 4"),
         (
-            {"partition": "dirichlet-client"},
+            {"partition": "dirichlet-client", "client": "", "exclude": "hospital"},
             "partition: dirichlet-client divides by classes, and task regression has none",
+        ),
+        (
+            {"partition": "iid"},
+            "partition: must be by-column if client = 'hospital' is set, got 'iid'",
         ),
     ],
 )
@@ -122,7 +124,7 @@ def test_a_row_without_its_target_or_client_is_named(tmp_path: Path, suffix: str
     content.loc[3, column] = None
     content.to_csv(path, index=False) if suffix == ".csv" else content.to_parquet(path)
     task = "classification" if target == "outcome" else "regression"
-    with pytest.raises(UserError, match=f"column {column} must have a value in every row, row 3 has none"):
+    with pytest.raises(UserError, match=f"column {column} must have a value in every row, row 5 has none"):
         data.check(config(**table(tmp_path) | {"dataset": f"table:{path}", "target": target, "task": task}))
 
 

@@ -171,6 +171,10 @@ def folder_errors() -> dict[str, tuple[Any, str]]:
         "no test/": (lambda f: (f / "test").rename(f / "tset"), r"has no test/"),
         "no train/": (lambda f: (f / "train").rename(f / "tarin"), r"has no train/"),
         "empty class": (lambda f: (f / "train" / "c").mkdir(), r"class 'c' has no images in .*train/c"),
+        "nested class": (
+            lambda f: (f / "train" / "c" / "left").mkdir(parents=True),
+            r"class 'c' has no images in .*train/c; its subfolders are not searched: left",
+        ),
         "test only": (lambda f: (f / "test" / "c").mkdir(), r"test/c: class 'c' is not one of train/'s a, b"),
         "unreadable": (lambda f: (f / "test" / "b" / "bad.jpg").write_bytes(b"x"), r"test/b/bad.jpg cannot be read"),
         "truncated": (
@@ -234,8 +238,8 @@ def test_what_is_not_read_is_counted_by_reason(tmp_path: Path) -> None:
         "2 .txt (no suffix of an image)",
         "1 .db (no suffix of an image)",
         "1 without a suffix (no suffix of an image)",
-        "1 folders in class folders",
-        "1 files beside the class folders",
+        "1 subfolder of a class folder (not searched: images must lie directly in ",
+        "1 file beside the class folders",
         "1 hidden",
     ):
         assert words in line
@@ -280,7 +284,7 @@ def test_sixteen_bit_images_use_the_bits_of_the_data(tmp_path: Path, largest: in
     pixels = np.concatenate([prepared.x_train, prepared.x_test])
     assert pixels.max() == largest >> (bits - 8) and prepared.info.in_channels == 1
     assert prepared.info.remarks == [
-        f"16-bit images: values up to {largest} use {bits} bits, of which the upper 8 are kept (divided by {2 ** (bits - 8)})"
+        f"16-bit images: values up to {largest} use {bits} bits; the upper 8 are kept (divided by {2 ** (bits - 8)})"
     ]
 
 
@@ -302,7 +306,7 @@ def test_few_bits_of_sixteen_in_colour_are_refused(tmp_path: Path) -> None:
     assert data.prepare(f"folder:{folder}", tmp_path / "root").x_train[0].max() == 0xC0
     (folder / "train" / "a" / "000.png").write_bytes(deep_rgb(4095))
     with pytest.raises(
-        UserError, match="a/000.png cannot be read as an image .of its 16 bits a colour Pillow keeps the upper 8"
+        UserError, match="a/000.png cannot be read as an image .Pillow keeps the upper 8 of 16 bits a colour"
     ):
         data.prepare(f"folder:{folder}", tmp_path / "root", force=True)
 
@@ -311,5 +315,7 @@ def test_a_single_image_of_few_bits_is_refused(tmp_path: Path) -> None:
     for largest in (60_000, 4000):
         Image.fromarray(np.full((8, 8), largest, np.uint16)).save(tmp_path / f"{largest}.png")
     assert decode.read_image(tmp_path / "60000.png", (1, 8, 8), resize=False).max() == 60_000 >> 8
-    with pytest.raises(UserError, match="4000.png has 16 bits a pixel and uses 12; how many the training images used"):
+    with pytest.raises(
+        UserError, match="4000.png has 16 bits a pixel and uses 12, but the number that the training images used"
+    ):
         decode.read_image(tmp_path / "4000.png", (1, 8, 8), resize=False)

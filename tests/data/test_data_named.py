@@ -69,12 +69,28 @@ def test_torchvision_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_offline_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision import datasets
 
-    def offline(**kw: Any) -> None:
+    def offline(self: Any, *args: Any, **kw: Any) -> None:
         raise URLError("Name or service not known")
 
-    monkeypatch.setattr(datasets, "CIFAR100", offline)
-    with pytest.raises(UserError, match="cifar100 is not complete in .*downloads .*network.*Name or service not known"):
-        data.prepare("cifar100", tmp_path)
+    files = {
+        "cifar10": "cifar-10-python.tar.gz, or what is in it: cifar-10-batches-py/ with data_batch_1, data_batch_2, data_batch_3, "
+        "data_batch_4, data_batch_5, test_batch, batches.meta;",
+        "cifar100": "cifar-100-python.tar.gz, or what is in it: cifar-100-python/ with train, test, meta;",
+        "svhn": "train_32x32.mat and test_32x32.mat;",
+        "emnist": "EMNIST/raw/gzip.zip;",
+        "mnist": "MNIST/raw/ with train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz, "
+        "t10k-labels-idx1-ubyte.gz;",
+    }
+    for name, told in files.items():
+        factory = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "svhn": "SVHN", "emnist": "EMNIST", "mnist": "MNIST"}[
+            name
+        ]
+        monkeypatch.setattr(getattr(datasets, factory), "__init__", offline)
+        with pytest.raises(
+            UserError, match=f"{name} is not complete in .*downloads .*Name or service not known"
+        ) as caught:
+            data.prepare(name, tmp_path)
+        assert f"put there {told} or use your own copy of the images with dataset = folder:/path" in str(caught.value)
 
 
 def test_debian_fashion_mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

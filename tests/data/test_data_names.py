@@ -12,7 +12,7 @@ import pytest
 from fl_app import data
 from fl_app.errors import UserError
 from fl_app.server.run_folder import read_summary
-from tests.conftest import config
+from tests.conftest import Command, config
 from tests.data.test_node_data import start
 
 WORDS = {"partition": "iid", "train_samples": 0, "test_samples": 0, "num_clients": 2, "target": "y"}
@@ -94,7 +94,11 @@ def write(tmp_path: Path, source: str, y_train: list[Any], y_test: list[Any]) ->
 
 
 @pytest.mark.parametrize("source", ["npz", "table", "hf"])
-@pytest.mark.parametrize("values", [[0, 1], [False, True], ["no", "yes"]], ids=["int", "bool", "str"])
+@pytest.mark.parametrize(
+    "values",
+    [[0, 1], [False, True], ["no", "yes"], [1, 2], [-1, 1], [3, 10]],
+    ids=["int", "bool", "str", "from 1", "signs", "gaps"],
+)
 def test_labels_follow_one_rule(tmp_path: Path, source: str, values: list[Any]) -> None:
     target = {"target": ""} if source == "npz" else {}
     p = opened(tmp_path, write(tmp_path, source, values * 6, values * 2), **target)
@@ -176,7 +180,43 @@ def test_private_sites_tell_tags_of_their_names_alone(tmp_path: Path) -> None:
     assert "feature-names" not in told and '"bp"' not in told
     sites[2] = site(tmp_path / "turned.csv", ["bp", "age", "y"])
     with pytest.raises(
-        UserError, match="client 2: its features or classes are not called as those of client 0"
+        UserError, match="client 2: its features or classes differ in names or order from those of client 0"
     ) as caught:
         start(tmp_path, sites, **private, run_name="other")
     assert "age" not in str(caught.value)
+
+
+# Whole runs -----------------------------------------------------------------------------------------------------------
+
+
+def accuracy(command: Command, *sets: str) -> float:
+    """Final accuracy, in [0, 1], of FedAvg with two clients."""
+    keys = ("method=fedavg", "partition=iid", "train-samples=0", "test-samples=0", "normalize=mean-std", "target=y")
+    more = ("num-server-rounds=10", "run-name=r", *sets)
+    code, _, err = command("run", "--in-process", "--clients", "2", *(f"--set={key}" for key in (*keys, *more)))
+    assert code == 0, err
+    found: float = read_summary(Path("runs/r"))["final-accuracy"]
+    return found
+
+
+def test_a_run_on_a_test_part_in_another_order(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By position a model that is always right is right in less than half of the rows."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    y = draw.integers(0, 2, 300)
+    near, far = y * 4 - 2 + draw.normal(size=300) * 0.3, 50 - y * 40 + draw.normal(size=300)
+    train = {"near": near[:200], "far": far[:200], "y": y[:200]}
+    test = {"y": y[200:], "far": far[200:], "near": near[200:]}
+    assert accuracy(command, f"dataset={saved(tmp_path / 'd', train, test)}") == 1.0
+
+
+def test_a_run_on_a_timestamp(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds are less than a step of float32 there."""
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    y = draw.integers(0, 2, 300)
+    frame = pandas.DataFrame({"t": 1709251200 + 10 * y + draw.normal(size=300), "y": y})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    assert accuracy(command, "dataset=table:t.csv") == 1.0

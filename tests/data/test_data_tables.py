@@ -12,6 +12,7 @@ import pytest
 from fl_app import data
 from fl_app.errors import UserError
 from tests.conftest import Command, config
+from tests.hospitals import write
 
 ROWS = 60
 G = np.random.default_rng(0)
@@ -22,7 +23,8 @@ def opened(tmp_path: Path, text: str, **more: Any) -> data.Prepared:
     """Open a CSV file's text."""
     path = tmp_path / "t.csv"
     path.write_text(text)
-    raw = {"dataset": f"table:{path}", "target": "y", "data_dir": str(tmp_path / "root"), "partition": "iid", **more}
+    raw = {"dataset": f"table:{path}", "target": "y", "data_dir": str(tmp_path / "root"), **more}
+    raw |= {"partition": "by-column" if "client" in more else "iid"}
     return data.prepare_for(config(**{"train_samples": 0, "test_samples": 0, **raw}))
 
 
@@ -58,10 +60,29 @@ def test_whole_numbers_with_gaps_or_repetitions_are_features(tmp_path: Path) -> 
     frame = FRAME.assign(c=np.arange(ROWS) % 7, d=np.arange(ROWS) * 3)
     info = opened(tmp_path, csv(frame)).info
     assert info.facts.features == ("a", "b", "c", "d")
-    assert info.remarks == ["column 'd' has another whole number in every row: if they name the rows, set exclude"]
+    assert info.remarks == ["column 'd' has a different whole number in every row: if these name the rows, set exclude"]
     assert opened(tmp_path, csv(frame), exclude="d,a").info.facts.features == ("b", "c")
     with pytest.raises(UserError, match="exclude: .* has no column 'e'; it has a, b, y, c, d"):
         opened(tmp_path, csv(frame), exclude="e")
+
+
+@pytest.mark.parametrize(
+    "slip, told",
+    [
+        ({"client": "hosptal"}, "client: .*; did you mean hospital"),
+        ({"client": "HOSPITAL"}, "client: .*; did you mean hospital"),
+        ({"target": "outcme"}, "target: .*; did you mean outcome"),
+        ({"exclude": "patient_id,admited", "impute": ""}, "exclude: .*; did you mean admitted"),
+        ({"categorical": "wards"}, "categorical: .*; did you mean ward"),
+        ({"impute": "cpr=3"}, "impute: .*; did you mean crp"),
+    ],
+)
+def test_a_mistyped_column_is_one_problem(tmp_path: Path, slip: dict[str, str], told: str) -> None:
+    table = write(tmp_path / "h.csv", 60)
+    keys = {"target": "outcome", "client": "hospital", "exclude": "patient_id", "categorical": "ward"} | slip
+    with pytest.raises(UserError, match=rf"{told}\?$") as caught:
+        opened(tmp_path, table.read_text(encoding="utf-8"), **keys)
+    assert "problems" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_column_without_a_name_is_refused_unless_it_is_the_first(tmp_path: Path) -> None:
@@ -80,17 +101,39 @@ def test_nothing_but_an_index_is_nothing_to_learn_from(tmp_path: Path) -> None:
 # Words, dates, booleans, missing values
 
 
-def test_every_unfit_column_is_named_in_one_error(tmp_path: Path) -> None:
-    days = pandas.date_range("2024-01-01", periods=ROWS).strftime("%Y-%m-%d")
+def test_every_problem_of_a_file_is_named_in_one_error(tmp_path: Path) -> None:
+    days = pandas.date_range("2024-01-01", periods=ROWS).strftime("%d.%m.%Y")
     frame = FRAME.assign(day=days, sex=["m", "f"] * (ROWS // 2), dose=[1.0, None, 2.5] * (ROWS // 3), ok=FRAME.a > 0)
+    frame.loc[4, "y"] = None
     with pytest.raises(UserError) as caught:
-        opened(tmp_path, csv(frame))
+        opened(tmp_path, csv(frame), impute="a", client="site", exclude="e,y")
     text = str(caught.value)
-    assert "3 columns cannot be features" in text
-    assert "column day must hold numbers, got the date '2024-01-01' in row 0" in text
-    assert "column sex must hold numbers, got 'm' in row 0; encode it (categorical = 'sex'" in text
-    assert "column dose must have a finite number in every row, row 1 has not; 20 of 60 rows" in text
-    p = opened(tmp_path, csv(frame), exclude="day,dose", categorical="sex", test_ratio=0.0)
+    assert "t.csv: 7 problems:\n" in text
+    assert "client: " in text and "has no column 'site'; it has a, b, y, day, sex, dose, ok" in text
+    assert "has no column 'e'" in text and "exclude: 'y' is the column of target" in text
+    # the header is row 1, as a spreadsheet counts
+    assert "column y must have a value in every row, row 6 has none" in text
+    assert "column day must hold numbers, got the date '01.01.2024' in row 2; write dates as year-month-day" in text
+    assert "column sex must hold numbers, got 'm' in row 2; encode it (add 'sex' to categorical" in text
+    assert (
+        "column dose must have a number in every row, row 3 has none; 20 of 60 rows; fill them in, name the column"
+        in text
+    )
+
+
+def test_rows_are_counted_as_a_spreadsheet_counts_them(tmp_path: Path) -> None:
+    """pandas skips empty lines, which are rows of a spreadsheet; a line break within quotes makes no row."""
+    lines = csv(FRAME.assign(note="n")).splitlines()
+    lines[5] = lines[5].replace(",n", ',"two\nlines"')
+    lines.insert(3, "")
+    lines[20] = "1,2,,n"
+    with pytest.raises(UserError, match="column y must have a value in every row, row 21 has none"):
+        opened(tmp_path, "\n".join(lines) + "\n", exclude="note")
+
+
+def test_words_become_features_of_0_and_1(tmp_path: Path) -> None:
+    frame = FRAME.assign(sex=["m", "f"] * (ROWS // 2), ok=FRAME.a > 0)
+    p = opened(tmp_path, csv(frame), categorical="sex", test_ratio=0.0)
     assert p.info.facts.features == ("a", "b", "sex=f", "sex=m", "ok")
     assert p.x_train[:3, 2:4].tolist() == [[0, 1], [1, 0], [0, 1]]
     assert p.x_train[:, 4].tolist() == (frame.a > 0).astype(float).tolist()
@@ -98,6 +141,122 @@ def test_every_unfit_column_is_named_in_one_error(tmp_path: Path) -> None:
         "column 'sex': one of 2 words, each a feature of 0 and 1: f, m",
         "column 'ok': boolean, as 0 and 1",
     ]
+    fixed = opened(tmp_path, csv(frame), categorical="sex=m|f|x", test_ratio=0.0)
+    assert fixed.info.facts.features == ("a", "b", "sex=m", "sex=f", "sex=x", "ok")
+    assert fixed.x_train[:3, 2:5].tolist() == [[1, 0, 0], [0, 1, 0], [1, 0, 0]]
+    with pytest.raises(UserError, match="column sex must hold one of m, x, got 'f' in row 3"):
+        opened(tmp_path, csv(frame), categorical="sex=m|x")
+
+
+def test_a_column_that_a_key_declares_is_no_index(tmp_path: Path) -> None:
+    text = csv(FRAME.assign(code=np.arange(ROWS)))
+    for key in ("code", "code=" + "|".join(map(str, range(ROWS)))):
+        assert len(opened(tmp_path, text, categorical=key).info.facts.features) == 2 + ROWS
+    assert opened(tmp_path, text, impute="code=0").info.facts.features == ("a", "b", "code", "code missing")
+
+
+def test_a_missing_word_is_none_of_the_words(tmp_path: Path) -> None:
+    """Codes stay what they are: one missing beside them must not make 1 into 1.0."""
+    p = opened(tmp_path, csv(FRAME.assign(code=[1, None, 2] * (ROWS // 3))), categorical="code", test_ratio=0.0)
+    assert p.info.facts.features == ("a", "b", "code=1", "code=2")
+    assert p.x_train[:3, 2:].tolist() == [[1, 0], [0, 0], [0, 1]]
+    assert p.info.remarks[0].endswith("1, 2; missing in 20 of 60 rows: all are 0 there")
+
+
+def test_missing_numbers_are_the_median_of_the_training_rows(tmp_path: Path) -> None:
+    """The test rows' own values are far off, and must not count."""
+    dose = np.where(np.arange(ROWS) % 3 == 1, np.nan, np.arange(ROWS) % 7.0)
+    first = opened(tmp_path, csv(FRAME.assign(dose=dose)))
+    assert first.info.facts.features == ("a", "b", "dose", "dose missing")
+    place = {
+        (float(np.float32(a)), float(np.float32(b))): k for k, (a, b) in enumerate(zip(FRAME.a, FRAME.b, strict=True))
+    }
+    tested = [place[float(a), float(b)] for a, b in first.x_test[:, :2]]
+    dose[tested] = np.where(np.isnan(dose[tested]), np.nan, 1000.0)
+    p = opened(tmp_path, csv(FRAME.assign(dose=dose)))
+    trained = np.setdiff1d(np.arange(ROWS), tested)
+    median = float(np.nanmedian(dose[trained]))
+    assert p.info.facts.encodings[2].fill == median < 7
+    for x, rows in ((p.x_train, trained), (p.x_test, np.array(sorted(tested)))):
+        gone = np.isnan(dose[rows])
+        assert gone.any() and x[:, 3].tolist() == gone.astype(float).tolist()
+        assert x[:, 2].tolist() == np.where(gone, median, dose[rows]).tolist()
+    assert p.info.remarks == [
+        f"column 'dose': number; missing in 20 of 60 rows: there {median:g}, the median of the training rows, and 'dose "
+        "missing' is 1"
+    ]
+    given = opened(tmp_path, csv(FRAME.assign(dose=dose)), impute="dose=2.5,a", test_ratio=0.0)
+    assert given.info.facts.features == ("a", "a missing", "b", "dose", "dose missing")
+    assert set(given.x_train[np.isnan(dose), 3]) == {2.5} and not given.x_train[:, 1].any()
+
+
+def test_booleans_and_dates_may_be_missing_too(tmp_path: Path) -> None:
+    frame = FRAME.assign(ok=[True, None, False, True] * (ROWS // 4), day=["2024-03-01", "", "2024-03-02"] * (ROWS // 3))
+    p = opened(tmp_path, csv(frame), impute="ok=1,day=2024-02-29", test_ratio=0.0)
+    assert p.info.facts.features == ("a", "b", "ok", "ok missing", "day", "day missing")
+    assert p.x_train[:4, 2:4].tolist() == [[1, 0], [1, 1], [0, 0], [1, 0]]
+    # 2024-03-01 is day 19783 of Unix' time; three days so far from 0 are stored less the first
+    assert (p.x_train[:3, 4].astype(float) + p.info.facts.shift[4]).tolist() == [19783, 19782, 19784]
+
+
+def test_an_empty_or_infinite_column_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="column c has no value in any row for training; leave it out"):
+        opened(tmp_path, csv(FRAME.assign(c=np.nan)))
+    with pytest.raises(UserError, match="column a must have finite numbers, got inf in row 2"):
+        opened(tmp_path, csv(FRAME.assign(a=[np.inf] + [1.0] * (ROWS - 1))))
+    with pytest.raises(UserError, match="impute: must be a column, or column=number, got a=high"):
+        opened(tmp_path, csv(), impute="a=high")
+
+
+@pytest.mark.parametrize("form", ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M:%S+00:00"])
+def test_dates_are_days(tmp_path: Path, form: str) -> None:
+    when = pandas.date_range("1969-12-31", periods=ROWS, freq="36h" if "H" in form else "2D")
+    p = opened(tmp_path, csv(FRAME.assign(day=when.strftime(form))), test_ratio=0.0)
+    assert p.x_train[:, 2].tolist() == [-1 + k * (1.5 if "H" in form else 2) for k in range(ROWS)]
+    assert p.info.remarks == ["column 'day': date, as days since 1970-01-01"]
+
+
+def test_a_date_that_is_none_is_named(tmp_path: Path) -> None:
+    frame = FRAME.assign(day=["2024-02-28", "2024-02-29", "2024-02-30"] * (ROWS // 3))
+    with pytest.raises(
+        UserError, match="column day must hold numbers, got '2024-02-30' in row 4; correct these 20 rows"
+    ):
+        opened(tmp_path, csv(frame))
+
+
+def test_different_numbers_in_every_row_are_said_despite_gaps(tmp_path: Path) -> None:
+    """With one missing, pandas reads whole numbers as floating-point ones."""
+    ids = [1000.0 + 7 * k for k in range(ROWS)]
+    frame = FRAME.assign(id=[None, *ids[1:]], code=[f"P{k}" for k in range(ROWS)])
+    lines = opened(tmp_path, csv(frame), categorical="code").info.remarks
+    assert "column 'id' has a different whole number in every row: if these name the rows, set exclude" in lines
+    assert "column 'code' has a different word in every row: if these name the rows, set exclude" in lines
+    with pytest.raises(UserError, match="column code .* and 60 words in 60 rows; leave it out"):
+        opened(tmp_path, csv(frame))
+
+
+def test_odd_spellings_are_said(tmp_path: Path) -> None:
+    y = ["yes", "no", "Yes", "no ", "NO", "maybe"] * (ROWS // 6)
+    frame = FRAME.assign(y=y, site=["Bern", "bern", "Zug"] * (ROWS // 3), ward=["icu", "ICU"] * (ROWS // 2))
+    info = opened(tmp_path, csv(frame), client="site", categorical="ward").info
+    assert info.classes == ("NO", "Yes", "maybe", "no", "no ", "yes")
+    assert info.remarks[1:] == [
+        "column 'ward': each spelling counts as a separate word: 'ICU' and 'icu'; use one spelling for one meaning",
+        "column 'y': each spelling counts as a separate class: 'NO' and 'no' and 'no ', 'Yes' and 'yes'; use one "
+        "spelling for one meaning",
+        "column 'site': each spelling counts as a separate client: 'Bern' and 'bern'; use one spelling for one meaning",
+    ]
+    plain = opened(tmp_path, csv(FRAME.assign(y=["1", "1.0", "two"] * (ROWS // 3)))).info
+    assert plain.remarks == [
+        "column 'y': each spelling counts as a separate class: '1' and '1.0'; use one spelling for one meaning"
+    ]
+
+
+def test_labels_of_0_0_and_1_0_get_the_right_advice(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="float64; if 0, 1 are classes, write them as whole numbers, without a point"):
+        opened(tmp_path, csv(FRAME.assign(y=[0.0, 1.0] * (ROWS // 2))))
+    with pytest.raises(UserError, match="float64; numbers are learned with task = regression$"):
+        opened(tmp_path, csv(FRAME.assign(y=FRAME.a)))
 
 
 def test_dates_and_decimals_of_a_parquet_file(tmp_path: Path) -> None:
@@ -110,21 +269,45 @@ def test_dates_and_decimals_of_a_parquet_file(tmp_path: Path) -> None:
     p = data.prepare_for(config(**raw))
     assert p.x_train[:, 2].tolist() == [k / 4 for k in range(ROWS)]
     frame.assign(day=pandas.date_range("2024-01-01", periods=ROWS)).to_parquet(path)
-    with pytest.raises(UserError, match=r"column day must hold numbers, got dates \(2024-01-01"):
-        data.prepare_for(config(**raw))
+    p = data.prepare_for(config(**raw))
+    assert p.x_train[:, 3].tolist() == [19723 + k for k in range(ROWS)]
     with pytest.raises(UserError, match="separator: .* is no CSV file"):
         data.prepare_for(config(**raw, separator=";"))
+
+
+@pytest.mark.parametrize(
+    ("names", "features", "line"),
+    [
+        (["c"], ("c", "a", "b"), "the file has an index named c: it is read as the first column"),
+        ([None], ("a", "b"), "the file has an index without a name, which is left out"),
+        (["c", None], ("c", "a", "b"), "the file has an index named c: it is read as the first column"),
+        (["c", "d"], ("c", "d", "a", "b"), "the file has an index named c, d: it is read as the first columns"),
+    ],
+)
+def test_the_index_of_a_parquet_file_is_not_lost_without_a_word(
+    tmp_path: Path, names: list[str | None], features: tuple[str, ...], line: str
+) -> None:
+    path = tmp_path / "t.parquet"
+    levels = [G.normal(size=ROWS) for _ in names]
+    index = (
+        pandas.MultiIndex.from_arrays(levels, names=names) if len(names) > 1 else pandas.Index(levels[0], name=names[0])
+    )
+    FRAME.set_index(index).to_parquet(path)
+    p = data.prepare_for(config(dataset=f"table:{path}", target="y", data_dir=str(tmp_path / "root"), test_ratio=0.0))
+    assert p.info.facts.features == features and line in p.info.remarks
+    if "c" in features:
+        assert p.x_train[:, 0].tolist() == levels[0].astype(np.float32).tolist()
 
 
 @pytest.mark.parametrize("name", ["None", "NA", "null"])
 def test_words_for_missing_values_may_be_names(tmp_path: Path, name: str) -> None:
     text = csv(FRAME.assign(y=[name, "ok"] * (ROWS // 2), site=["x", name] * (ROWS // 2)))
-    message = f"column y must have a value in every row, row 0 has none .'{name}' in the file.*set na-values = empty"
+    message = f"column y must have a value in every row, row 2 has none .'{name}' in the file.*set na-values = empty"
     with pytest.raises(UserError, match=message):
         opened(tmp_path, text, client="site")
     info = opened(tmp_path, text, client="site", na_values="empty").info
     assert set(info.classes) == {name, "ok"} and set(info.groups) == {"x", name}
-    with pytest.raises(UserError, match="column y must have a value in every row, row 1 has none .'ok' in the file"):
+    with pytest.raises(UserError, match="column y must have a value in every row, row 3 has none .'ok' in the file"):
         opened(tmp_path, text, na_values="ok,x")
 
 
@@ -149,7 +332,9 @@ def test_decimal_commas_and_commas_at_the_ends_of_rows_are_named(tmp_path: Path)
     ):
         opened(tmp_path, csv(sep=";", decimal=","), separator=";")
     header, *rows = csv().splitlines()
-    with pytest.raises(UserError, match=r"more values than the 3 names of its header \(a, b, y\).*end no row with"):
+    with pytest.raises(
+        UserError, match=r"more values than the 3 names of its header \(a, b, y\).*remove separators at the ends"
+    ):
         opened(tmp_path, "\n".join([header, *(f"{row}," for row in rows)]))
     with pytest.raises(UserError, match="separator: must be one character or tab, got ';;'"):
         opened(tmp_path, csv(), separator=";;")
@@ -178,7 +363,7 @@ def test_numbers_far_from_zero_keep_apart(tmp_path: Path, values: np.ndarray, so
     np.testing.assert_allclose(np.asarray(column, np.float32), exact, atol=1e-5 * exact.max())
     assert p.info.std[-1] == pytest.approx(exact.std(), rel=1e-5)
     (line,) = p.info.remarks
-    assert "is stored less" in line and "float32 does not keep its values apart" in line
+    assert "is stored minus" in line and "float32 does not keep its values apart" in line
 
 
 def test_ordinary_numbers_are_stored_as_they_are(tmp_path: Path) -> None:
@@ -197,7 +382,7 @@ def test_tiny_numbers_and_lost_ones_are_named(tmp_path: Path) -> None:
     x[:, 1] = G.normal(size=ROWS)
     np.savez(tmp_path / "d.npz", x_train=x, y_train=np.arange(ROWS) % 2, x_test=x[:9], y_test=np.arange(9) % 2)
     info = data.prepare(f"npz:{tmp_path / 'd.npz'}", tmp_path / "root").info
-    assert info.remarks[-1].startswith("feature 0 of x_train: the spread is below 4 steps of float32 there")
+    assert info.remarks[-1].startswith("feature 0 of x_train: the spread is below 4 steps of float32, so")
 
 
 def test_constant_is_judged_by_a_columns_own_scale(tmp_path: Path) -> None:
@@ -214,15 +399,15 @@ def test_targets_far_from_zero_keep_apart(tmp_path: Path) -> None:
     y = 1709251200 + G.random(ROWS) * 10
     p = opened(tmp_path, csv(FRAME.assign(y=y)), test_ratio=0.0, task="regression")
     np.testing.assert_allclose(p.y_train[:, 0], y - y.min(), atol=1e-5)
-    assert p.info.facts.target_shift == (y.min(),) and "y is stored less 1709251200" in p.info.remarks[0]
+    assert p.info.facts.target_shift == (y.min(),) and "y is stored minus 1709251200" in p.info.remarks[0]
 
 
 def test_a_site_whose_numbers_lie_far_off_needs_mean_std(tmp_path: Path) -> None:
     FRAME.assign(t=1709251200 + G.random(ROWS)).to_csv(tmp_path / "site.csv", index=False)
     raw = {"dataset": "node", "classes": "u,v", "target": "y", "data_dir": str(tmp_path / "root"), "num_clients": 1}
-    with pytest.raises(UserError, match="normalize: must be mean-std, for .*site.csv holds numbers far from zero"):
-        data.open_client(config(**raw), 0, data_path=str(tmp_path / "site.csv"))
-    part = data.open_client(config(**raw, normalize="mean-std"), 0, data_path=str(tmp_path / "site.csv"))
+    with pytest.raises(UserError, match="normalize: must be mean-std, because .*site.csv holds numbers far from zero"):
+        data.open_client(config(**raw, normalize="unit"), 0, data_path=str(tmp_path / "site.csv"))
+    part = data.open_client(config(**raw), 0, data_path=str(tmp_path / "site.csv"))
     assert part.x_train[:, 2].max() < 1.1
 
 
@@ -246,7 +431,9 @@ def test_an_empty_test_split_is_named(tmp_path: Path) -> None:
 
     whole = Dataset.from_dict({"a": [1.0, 2.5, 3.0], "y": ["u", "v", "u"]})
     DatasetDict(train=whole, test=whole.select([])).save_to_disk(str(tmp_path / "d"))
-    with pytest.raises(UserError, match="has no rows in its split test; take it away, and test-ratio divides train"):
+    with pytest.raises(
+        UserError, match="has no rows in its split test; remove this split, and test-ratio divides train"
+    ):
         data.prepare_for(config(dataset=f"hf:{tmp_path / 'd'}", target="y", data_dir=str(tmp_path / "root")))
 
 

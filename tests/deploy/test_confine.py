@@ -35,6 +35,8 @@ print(json.dumps({
     "write": tried(lambda: open(f"{root}/write/new", "w")), "key": tried(lambda: open(f"{root}/node.key").read()),
     "replace": tried(lambda: os.rename(f"{root}/write/new", f"{root}/site.toml")), "list": tried(lambda: os.listdir(root)),
     "memory": tried(lambda: open(f"/proc/{pid}/mem", "rb").read(1)),
+    "own threads' names": tried(lambda: open(f"/proc/self/task/{os.getpid()}/comm", "w").write("named")),
+    "another's": tried(lambda: open(f"/proc/{pid}/task/{pid}/comm", "w").write("named")),
     "port": tried(lambda: socket.create_connection(("127.0.0.1", port))),
     "other port": tried(lambda: socket.create_connection(("127.0.0.1", port + 1 if port < 65535 else port - 1))),
     "child": subprocess.run([sys.executable, "-c", f"open('{root}/node.key')"], stderr=subprocess.DEVNULL).returncode,
@@ -67,6 +69,8 @@ def test_a_confined_process_reaches_what_was_named_and_nothing_else(tmp_path: Pa
         "replace": "denied",
         "list": "denied",
         "memory": "denied",
+        "own threads' names": "done",
+        "another's": "denied",
         "port": "done",
         "child": 1,
     }, done.stderr
@@ -93,9 +97,9 @@ def test_a_sites_own_files_lie_outside(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.setenv("COROLLA_STATE_DIR", str(tmp_path))
     with pytest.raises(
-        UserError, match="confine: COROLLA_STATE_DIR: applications would write .*, in which .*sites/a lies"
+        UserError, match="confine: COROLLA_STATE_DIR: applications would write .*, which contains .*sites/a"
     ):
         supernode.writable_directories(site, "/etc/site.toml")
     monkeypatch.delenv("COROLLA_STATE_DIR")
-    with pytest.raises(UserError, match="in which .*flwr/site.toml lies"):
+    with pytest.raises(UserError, match="which contains .*flwr/site.toml"):
         supernode.writable_directories(site, str(tmp_path / "flwr" / "site.toml"))

@@ -224,7 +224,7 @@ def test_agents_do_not_run_here(tmp_path: Path, link: SuperLink) -> None:
 
 def test_a_part_that_is_not_what_its_name_says(tmp_path: Path, link: SuperLink) -> None:
     _, opened = gate(tmp_path, link)
-    with pytest.raises(ValueError, match="is not the sha256 of what was sent"):
+    with pytest.raises(ValueError, match="is not the sha256 of the received bytes"):
         opened.pull_object(7, "0" * 64)
 
 
@@ -234,7 +234,7 @@ def test_a_run_waits_until_a_person_has_decided(tmp_path: Path, link: SuperLink)
     assert opened.receive() is None and opened.receive() is None and opened.receive() is None and link.sent == []
     assert [request.run for request in approval.waiting(tmp_path)] == ["7", "8"]
     assert approval.waiting(tmp_path)[1].config["local-epochs"] == 20
-    with pytest.raises(UserError, match="run 5: does not wait for approval here; 7, 8 does"):
+    with pytest.raises(UserError, match="run 5: does not wait for approval here; waiting: 7, 8"):
         approval.decide(tmp_path, "5", True)
     approval.decide(tmp_path, "8", True)
     received = opened.receive()

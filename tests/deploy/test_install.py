@@ -66,3 +66,14 @@ def test_an_image_gets_what_runs_need_of_a_node(tmp_path: Path, torch: str) -> N
     wanted = {word for extra in extras[1].split() for word in project["optional-dependencies"][extra]}
     assert rest == {*project["dependencies"], *wanted} - own
     assert not any(word.startswith(("corolla", "matplotlib")) for word in rest)
+
+
+def test_an_image_gets_every_file_that_the_package_is_built_from() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    wanted = {*wheel["packages"], *wheel["force-include"], project["project"]["readme"]}
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    before = text[: text.index("--editable /app")]
+    copied = {source for line in re.findall(r"^COPY (?!--)(.*) /app/\S*$", before, re.M) for source in line.split()}
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line.startswith("!")}
+    assert wanted <= copied <= kept

@@ -82,9 +82,9 @@ def test_what_is_not_admitted(tmp_path: Path) -> None:
         (0, first, r"does not join by itself in lab .clients that do: 1, 2."),
         (1, second, "client 1: has another key"),
         (2, first, "is supernode-1.pub already"),
-        (2, text, "is no public key"),
+        (2, text, "is not a public key"),
         (2, tmp_path / "none", "No such file"),
-        (2, Path(found.keys) / "ca.crt", "is no public key"),
+        (2, Path(found.keys) / "ca.crt", "is not a public key"),
     ):
         with pytest.raises(UserError, match=expected):
             joining.admit(found, client, public)

@@ -14,12 +14,12 @@ CUT = f"INFO : SuperNode ID: 17\n{FAILED}{FAILED}INFO : Connection successful af
         ("Exit Code: 305\n[code: 2004] Failed to activate SuperNode", "its key is not registered"),
         ("[code: 2001] SuperNode authentication is enabled", "without a key"),
         (f"Handshake failed: CERTIFICATE_VERIFY_FAILED: ...\n{FAILED}", "wrong CA"),
-        (FAILED, "nobody answers at the fleet address, or plaintext meets TLS"),
-        (f"INFO : SuperNode ID: 17\n{FAILED}", "nobody answers at the fleet address"),  # a cut that lasts
-        (f"{CUT}{FAILED}", "nobody answers at the fleet address"),  # and another one
+        (FAILED, "no answer at the fleet address, or plaintext to a TLS port"),
+        (f"INFO : SuperNode ID: 17\n{FAILED}", "no answer at the fleet address"),  # a cut that lasts
+        (f"{CUT}{FAILED}", "no answer at the fleet address"),  # and another one
         ("INFO : SuperNode terminated gracefully.", "its clock is more than 5 s ahead"),
-        ("INFO : SuperNode ID: 17\nINFO : SuperNode terminated gracefully.", "its key was taken back"),
-        (f"{FAILED}INFO : SuperNode terminated gracefully.", "nobody answers"),  # it was told to end
+        ("INFO : SuperNode ID: 17\nINFO : SuperNode terminated gracefully.", "its key was revoked"),
+        (f"{FAILED}INFO : SuperNode terminated gracefully.", "no answer"),  # it was told to end
     ],
 )
 def test_a_supernodes_refusal(log: str, meaning: str) -> None:

@@ -176,7 +176,7 @@ def test_a_supernode_does_not_start_with_other_things_in_the_sites_own_directory
     monkeypatch.setattr(supernode, "install", lambda *given: lambda: None)
     monkeypatch.setattr(supernode, "configure_logging", lambda: None)
     rules = written(tmp_path, f'site-dir = "{tmp_path}/srv"\n')
-    with pytest.raises(UserError, match=r"site-dir: .*/srv must hold nothing else, and .*, such as .*/srv/notes"):
+    with pytest.raises(UserError, match=r"site-dir: .*/srv must hold nothing else, but .*, for example .*/srv/notes"):
         supernode.run("a", str(rules), [])
     monkeypatch.setenv("COROLLA_SITE_DIR", str(tmp_path / "srv" / "notes"))
     supernode.run("a", str(rules), [])

@@ -25,8 +25,15 @@ from fl_app.config import parse
 from fl_app.processes import end_processes, flower_environment, free_ports, processes_with, script
 from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS
+from tests.e2e.browser import find as find_browser
 
 COROLLA = script("corolla")
+
+
+@pytest.fixture(scope="session")
+def browser() -> str:
+    """Return the path of a browser; skip the test without one."""
+    return find_browser()
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 240, every: float = 0.02) -> Any:

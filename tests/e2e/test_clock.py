@@ -35,5 +35,5 @@ def test_a_supernode_with_a_wrong_clock_ends_and_its_log_says_why(lab: Lab, tmp_
     up = lab.cluster("up", "--timeout", "240")
     said = " ".join(up.stderr.split())
     assert up.returncode == 2 and "supernode-0: ended" in said, up.stdout + up.stderr
-    assert "=> ended: it was told to, or the SuperLink refused it: its clock is more than 5 s ahead" in said, said
+    assert "=> ended: on request, or the SuperLink refused it: its clock is more than 5 s ahead" in said, said
     assert lab.started() == []

@@ -233,7 +233,9 @@ def test_truncated_state_is_never_used_but_the_one_before(cluster: Cluster, tmp_
     assert failures(run) == []
     used = [{i: row.get("state-used") for i, row in r["clients"].items()} for r in rounds(run.folder)]
     assert used == [dict.fromkeys("012")] * 2 + [{"0": None, "1": before.stem, "2": None}]
-    assert f"client 1: its state of {file.stem} is damaged, it went on from {before.stem}" in " ".join(run.log.split())
+    assert f"client 1: its state of {file.stem} is damaged, it continued from {before.stem}" in " ".join(
+        run.log.split()
+    )
 
 
 @pytest.mark.nightly

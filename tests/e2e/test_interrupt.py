@@ -42,6 +42,20 @@ def supervisors(directory: Path) -> list[psutil.Process]:
     return sorted(found, key=lambda process: len(process.cmdline()))
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_pool_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    with started(tmp_path, "pool") as process:
+        below = psutil.Process(process.pid).children(recursive=True)
+        # the warm process and its workers
+        assert len(below) == 1 + min(2, os.cpu_count() or 1)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=90)
+    assert process.returncode != 0
+    if number == signal.SIGINT:
+        assert "stopping after this round" in err and "stopped after round" in err and "run --backend pool --re" in err
+    wait_for(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in below), seconds=20)
+
+
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.nightly) for n in (signal.SIGTERM, signal.SIGKILL))]
 )
@@ -86,7 +100,7 @@ def test_a_superlink_that_dies_is_one_sentence_and_the_way_on() -> None:
 
 
 @contextlib.contextmanager
-def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def started(tmp_path: Path, backend: str = "ray") -> Iterator[subprocess.Popen[str]]:
     """A simulation whose second round is done; if the block fails it is ended, and what it said is shown."""
     environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1"}
     for name in RAY:
@@ -97,6 +111,8 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         "run",
         "--clients",
         "2",
+        "--backend",
+        backend,
         "--set",
         "num-server-rounds=5000",
         "--set",
@@ -119,9 +135,12 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             if line.startswith("round 2/"):
                 break
         running = [process.info for process in launched(tmp_path)]
-        assert any(info["name"].startswith("ray::") for info in running)
-        assert {info["nice"] for info in running} == {psutil.Process().nice()}
-        assert len(supervisors(tmp_path)) == 2
+        if backend == "ray":
+            assert any(info["name"].startswith("ray::") for info in running)
+            assert {info["nice"] for info in running} == {psutil.Process().nice()}
+            assert len(supervisors(tmp_path)) == 2
+        else:
+            assert running == supervisors(tmp_path) == []
         yield process
     except BaseException:
         process.kill()

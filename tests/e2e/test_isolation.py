@@ -69,9 +69,9 @@ def short() -> Iterator[Path]:
         yield Path(directory)
 
 
-def corolla_run(directory: Path) -> list[str]:
+def corolla_run(directory: Path, backend: str = "ray") -> list[str]:
     values = FOREVER | {"output-dir": str(directory / "runs"), "state-dir": str(directory / "state")}
-    return [COROLLA, "run", "--clients", "2", *settings(values)]
+    return [COROLLA, "run", "--clients", "2", "--backend", backend, *settings(values)]
 
 
 def flwr_run(directory: Path) -> list[str]:
@@ -122,6 +122,13 @@ def reachable(port: int, uid: int) -> bool:
 
 
 @pytest.mark.e2e
+def test_a_pool_listens_nowhere(short: Path) -> None:
+    with running(corolla_run(short, "pool"), short) as mark:
+        # the command, the warm process, and at least one worker
+        assert len(processes_with(mark)) >= 3 and listeners(mark) == {}
+    assert processes_with(mark) == []
+
+
 def test_nobody_outside_reaches_a_simulation(short: Path) -> None:
     if why := namespace.why_not():
         pytest.skip(f"no network of one's own here: {why}")

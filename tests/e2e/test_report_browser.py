@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -20,25 +19,11 @@ from corolla.report.groups import grouped
 from corolla.report.page import write_report
 from fl_app.figures import Layers
 from tests.conftest import Command
+from tests.e2e.browser import DARK, OPTIONS
 from tests.e2e.conftest import COROLLA, settings
 from tests.report.builders import many_runs
+from tests.report.test_many_clients import many
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-OPTIONS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--enable-logging=stderr",
-    "--window-size=1280,1000",
-    "--virtual-time-budget=20000",
-]
 PROBE = """<script>
 const errors = [];
 addEventListener("error", e => errors.push(String(e.message || e.target.src).slice(0, 200)), true);
@@ -54,14 +39,6 @@ addEventListener("load", () => {
   document.body.append(out);
 });
 </script>"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> str:
-    for name in BROWSERS:
-        if path := shutil.which(name):
-            return path
-    pytest.skip(f"NO BROWSER: none of {', '.join(BROWSERS)} is installed, so the report was not opened in one")
 
 
 def look_at(page: Path, browser: str, tmp_path: Path, script: str = "", *options: str) -> tuple[dict[str, Any], str]:
@@ -145,7 +122,7 @@ def six_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path
     ("options", "dark"),
     [
         ([], False),
-        (["--blink-settings=preferredColorScheme=0"], True),
+        ([DARK], True),
         (["--window-size=500,900"], False),
     ],
 )
@@ -162,6 +139,40 @@ def test_tables_sort_and_open_on_light_dark_and_small_screens(
     assert found["background"] == ("rgb(23, 24, 26)" if dark else "rgb(255, 255, 255)")
     assert found["picture"] is not dark
     assert found["widest"] > 700, "a picture too small to read"
+
+
+FILTER = """
+document.querySelectorAll("details").forEach(d => d.open = true);
+const all = [...document.querySelectorAll("details")].find(d => d.querySelector("summary").textContent === "All 300");
+const input = all.querySelector("input");
+const shown = text => {
+  input.value = text;
+  input.dispatchEvent(new Event("input"));
+  const rows = [...all.querySelectorAll("tbody")].filter(b => b.offsetParent);
+  return [rows.length, rows[0]?.rows[0].cells[0].textContent ?? "", all.querySelector("[role=status]").textContent];
+};
+const found = [shown("final<10"), shown("final>90 mostly=3"), shown("nobody"), shown("client=42"), shown("99.67"), shown("")];
+const press = name => [...all.querySelectorAll("th button")].find(b => b.textContent === name).click();
+press("final (%)");
+document.title = JSON.stringify({found, first: all.querySelector("tbody").rows[0].cells[0].textContent,
+  filters: document.querySelectorAll("input").length});
+"""
+
+
+@pytest.mark.e2e
+def test_the_table_of_many_clients_is_filtered_and_sorted(browser: str, tmp_path: Path) -> None:
+    page, _ = write_report([many(tmp_path / "run", 300)], tmp_path / "out")
+    told = json.loads(look_at(page, browser, tmp_path, FILTER)[0]["title"])
+    # client i has the accuracy i / 300 and data of class i % 4
+    assert told["found"] == [
+        [30, "0", "30 of 300 rows"],
+        [8, "271", "8 of 300 rows"],
+        [0, "", "0 of 300 rows"],
+        [1, "42", "1 of 300 rows"],
+        [1, "299", "1 of 300 rows"],
+        [300, "0", ""],
+    ]
+    assert told["first"] == "299" and told["filters"] == 1
 
 
 METHODS = ("fedavg", "local", "fedper", "fedcac", "fedobp")
@@ -197,9 +208,7 @@ def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_pane
     assert f"10 runs, {len(before)} finished before, {10 - len(before)} to do" in out
     after = stamps(directory)
     assert len(after) == 10 and before.items() <= after.items(), "a finished run was repeated"
-    assert (
-        f"goes on with {directory / interrupted.pop()} after round " in out and not (directory / "unfinished").exists()
-    )
+    assert f"resumes {directory / interrupted.pop()} after round " in out and not (directory / "unfinished").exists()
     assert command(*words)[1].startswith("10 runs, 10 finished before, 0 to do") and stamps(directory) == after
 
     code, _, err = command("report", directory, "--output", tmp_path / "out")

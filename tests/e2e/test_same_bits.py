@@ -1,4 +1,4 @@
-"""The same config gives the same bits in simulation with one and two actors, in process, and over gRPC."""
+"""The same config gives the same bits in simulation with one and two workers, with Ray, in process, and over gRPC."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path:
     common = {"num-server-rounds": 2, "train-samples": 60, "state-dir": str(tmp_path / "state")}
     modes = {
         "deployment": ["--clients", str(CLIENTS), "--superlink", "test"],
-        "two-actors": ["--clients", str(CLIENTS)],
-        "one-actor": ["--clients", str(CLIENTS), "--cpus-per-client", "2"],
+        "two-workers": ["--clients", str(CLIENTS), "--backend", "pool"],
+        "one-worker": ["--clients", str(CLIENTS), "--backend", "pool", "--cpus-per-client", "2"],
+        "ray": ["--clients", str(CLIENTS), "--backend", "ray"],
         "in-process": ["--clients", str(CLIENTS), "--in-process"],
     }
 
@@ -61,6 +62,6 @@ def test_simulation_deployment_and_one_process_agree(cluster: Cluster, tmp_path:
     # a deployment waits more than it computes
     with ThreadPoolExecutor(2) as pool:
         found = dict(zip(modes, pool.map(bits, modes), strict=True))
-    assert found["two-actors"][0] is not None
+    assert found["two-workers"][0] is not None
     for mode in modes:
-        assert found[mode] == found["two-actors"], f"{case}: {mode} differs"
+        assert found[mode] == found["two-workers"], f"{case}: {mode} differs"

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,10 +24,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 HIDE, SHOW, OTHER_SCREEN = "\x1b[?25l", "\x1b[?25h", "\x1b[?1049h"
 
 
+Typing = tuple[Callable[[str], bool], str]
+CTRL_C = "\x03"
+
+
 def on_a_terminal(
-    words: list[str], environment: dict[str, str], interrupt_when: Callable[[str], bool] = lambda text: False
+    words: list[str], environment: dict[str, str], typing: Sequence[Typing] = (), directory: Path | None = None
 ) -> tuple[int, str]:
-    """Run `corolla` in a terminal of 100 x 30; exit code and everything written. Ctrl-C is typed once `interrupt_when` holds."""
+    """Run `corolla` in a terminal of 100 x 30; exit code and everything written.
+
+    typing: what is typed, each once its condition holds for what was written since the one before.
+    """
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     before = termios.tcgetattr(slave)
@@ -39,6 +46,7 @@ def on_a_terminal(
 
     process = subprocess.Popen(
         [COROLLA, *words],
+        cwd=directory,
         stdin=slave,
         stdout=slave,
         stderr=slave,
@@ -46,16 +54,16 @@ def on_a_terminal(
         start_new_session=True,
         preexec_fn=log_in,
     )
-    text, typed, deadline = "", False, time.monotonic() + 240
+    text, since, todo, deadline = "", 0, list(typing), time.monotonic() + 240
     try:
         while time.monotonic() < deadline:
             if select.select([master], [], [], 0.1)[0]:
                 text += os.read(master, 1 << 16).decode(errors="replace")
             elif process.poll() is not None:
                 break
-            if not typed and interrupt_when(text):
-                os.write(master, b"\x03")
-                typed = True
+            if todo and todo[0][0](text[since:]):
+                since = len(text)
+                os.write(master, todo.pop(0)[1].encode())
         assert process.poll() is not None, f"it did not end\n{text[-2000:]}"
     finally:
         if process.poll() is None:
@@ -114,7 +122,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     words = ["run", "--in-process", "--clients", "4", *few_rounds(tmp_path, **{"num-server-rounds": 5000})]
     # a fast machine shows few of the numbers
     some = re.compile(r"[1-9]\d*/5000 done")
-    code, text = on_a_terminal(words, dict(os.environ), interrupt_when=lambda text: bool(some.search(text)))
+    code, text = on_a_terminal(words, dict(os.environ), [(lambda text: bool(some.search(text)), CTRL_C)])
     assert code == 130 and "Traceback" not in text
     assert text.count(HIDE) == text.count(SHOW) > 0
     after = text.rpartition(SHOW)[2]
@@ -127,3 +135,74 @@ def test_a_run_that_fails_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     code, text = on_a_terminal(words, dict(os.environ))
     assert code == 2 and "output-dir: cannot create" in text and "Traceback" not in text
     assert text.count(HIDE) == text.count(SHOW) > 0 and text.rindex(SHOW) < text.index("error:")
+
+
+# A debugger
+
+STOPPING = """
+from corolla.method import FedAvg, LocalUpdate, Method, NoParams, all_tensors
+
+
+class Client(LocalUpdate):
+    def train(self, start, state, ctx):
+        here = f"round {ctx.round} of client {ctx.client_id}"
+        if ctx.client_id == 1:
+            STOP
+        return ctx.trainer.train(start)
+
+
+METHOD = Method("mine", NoParams, FedAvg, Client, all_tensors)
+"""
+PROMPT = "(Pdb) "
+
+
+def debugged(tmp_path: Path, keys: Sequence[tuple[str, str]], stop: str = "breakpoint()") -> tuple[int, str]:
+    """Run two rounds of a method with a breakpoint; keys: what is typed, each once a text is there."""
+    (tmp_path / "mine.py").write_text(STOPPING.replace("STOP", stop))
+    words = ["run", "--in-process", "--clients", "3", *few_rounds(tmp_path, method="mine:METHOD")]
+    typing = [(lambda text, wanted=wanted: wanted in text, key) for wanted, key in keys]
+    return on_a_terminal(words, dict(os.environ), typing, tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_debugger_has_the_terminal_to_itself(tmp_path: Path) -> None:
+    keys = [(PROMPT, "p here\n"), (PROMPT, "p 6 * 7\n"), *[(PROMPT, "c\n")] * 3]
+    code, text = debugged(tmp_path, keys)
+    assert code == 0 and "3/3 done" in text and text.count(HIDE) == text.count(SHOW), text[-3000:]
+    stops = [part for part in text.split(HIDE) if PROMPT in part]
+    assert len(stops) == 3
+    for number, stop in enumerate(stops, 1):
+        _, _, debugger = stop.rpartition(SHOW)
+        # the panel is neither repainted nor moved while somebody types
+        assert "mine.py(" in debugger and "rounds" not in debugger and "replies" not in debugger
+        assert f"round {number} of client 1" in debugger or number > 1
+    assert "'round 1 of client 1'" in stops[0] and "42" in stops[0]
+
+
+@pytest.mark.parametrize(
+    ("stop", "keys"),
+    {
+        "quit": ("breakpoint()", [(PROMPT, "q\n")]),
+        "pdb": ("import pdb; pdb.set_trace()", [(PROMPT, "q\n")]),
+        "end of input": ("breakpoint()", [(PROMPT, "\x04")]),
+        "at the prompt": ("breakpoint()", [(PROMPT, CTRL_C), ("press Ctrl-C again", CTRL_C)]),
+    }.values(),
+)
+def test_who_leaves_a_debugger_ends_the_run(tmp_path: Path, stop: str, keys: list[tuple[str, str]]) -> None:
+    code, text = debugged(tmp_path, keys, stop)
+    assert code == 130 and "dropped" not in text and "BdbQuit" not in text and "Traceback" not in text, text[-3000:]
+    assert text.count(PROMPT) == 1
+    assert f"corolla run --in-process --resume {tmp_path / 'runs' / 'live'}" in text.replace("\r\n", "")
+
+
+def test_two_ctrl_c_after_continue_end_the_run(tmp_path: Path) -> None:
+    stop = "breakpoint()\n            while True: pass"
+    keys = [(PROMPT, "c\n"), ("replies", CTRL_C), ("press Ctrl-C again", CTRL_C)]
+    code, text = debugged(tmp_path, keys, stop)
+    assert code == 130 and text.count(PROMPT) == 1 and "Program interrupted" not in text, text[-3000:]
+
+
+def test_no_progress_shows_lines_alone(tmp_path: Path) -> None:
+    words = ["run", "--in-process", "--no-progress", "--clients", "3", *few_rounds(tmp_path)]
+    code, text = on_a_terminal(words, dict(os.environ))
+    assert code == 0 and HIDE not in text and "\x1b[1A" not in text
+    assert "round 1/3: accuracy" in text and "round 3/3: accuracy" in text

@@ -288,7 +288,7 @@ def test_a_run_beside_foreign_modules(installed: Installed, here: Path) -> None:
     for name, kind in zip(FOREIGN, ("file", "package", "folder", "file"), strict=True):
         put_foreign(here, name, kind)
     run = ["corolla", "run", "small.toml", "--set", "run-name=beside"]
-    simulation = installed.run(here, *run)
+    simulation = installed.run(here, *run, "--backend", "ray")
     assert simulation.returncode == 2
     assert f"error: {here / FOREIGN[0]}.py would be imported by simulated clients" in simulation.stderr
     installed.output(here, *run, "--in-process")

@@ -16,7 +16,7 @@ import pytest
 from corolla import load
 from corolla.experiments import compare, grouping, significance
 from corolla.experiments import runs as folders
-from corolla.experiments.collect import collect, packed
+from corolla.experiments.collect import collect, packed, rounded
 from corolla.experiments.runs import RecordedRun, find
 from corolla.experiments.table import text_table
 from corolla.report import arrays
@@ -55,6 +55,13 @@ def test_collected_runs_compare_as_the_runs_do(runs: Path, tmp_path: Path) -> No
         assert arrays.spent(before) == arrays.spent(after)
 
 
+def test_why_a_metric_is_missing_is_kept() -> None:
+    record = {"round": 1, "clients": {}, "evaluation": {"clients": {"0": {"accuracy": 0.5}, "1": {}}}}
+    record["evaluation"]["clients"]["1"] |= {"metric-errors": "auc: no scores", "accuracy": 1 / 3}
+    kept = rounded(record, ["accuracy"])["evaluation"]["clients"]
+    assert kept == {"0": {"accuracy": 0.5}, "1": {"accuracy": 0.333333, "metric-errors": "auc: no scores"}}
+
+
 def test_no_path_of_the_machine_is_kept_and_the_bytes_are_always_the_same(runs: Path, tmp_path: Path) -> None:
     config = runs / "a" / "config.toml"
     config.write_text(config.read_text().replace('dataset = "digits"', f'dataset = "folder:{tmp_path}/images"'))
@@ -79,7 +86,7 @@ def test_a_collected_run_is_replaced_by_itself_alone(runs: Path, tmp_path: Path)
     collect(find([runs]), tmp_path / "kept")
     collect(find([runs / "a"]), tmp_path / "kept")
     (runs / "b" / "run.json").replace(runs / "a" / "run.json")
-    with pytest.raises(UserError, match=f"{tmp_path}/kept/a is there already and holds another run than {runs}/a"):
+    with pytest.raises(UserError, match=f"{tmp_path}/kept/a exists and holds another run than {runs}/a"):
         collect(find([runs / "a"]), tmp_path / "kept")
 
 
@@ -88,13 +95,13 @@ def test_a_run_is_not_collected_into_itself(runs: Path, tmp_path: Path, command:
     (tmp_path / "same").symlink_to(runs)
     for where in (runs, tmp_path / "same"):
         code, out, err = command("runs", runs, "--collect", where)
-        assert code == 2 and f"--collect: {where}/a is the run itself, of which the rest would be lost" in err, out
+        assert code == 2 and f"--collect: {where}/a is the run itself; the copy would replace it" in err, out
     assert {p: p.read_bytes() for p in (runs / "a").rglob("*") if p.is_file()} == before
 
 
 def test_a_run_that_was_not_collected_is_not_replaced(runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "a", tmp_path / "kept" / "a")
-    with pytest.raises(UserError, match="kept/a is a run that was not collected, of which the rest would be lost"):
+    with pytest.raises(UserError, match="kept/a is a run that was not collected; the copy would replace it"):
         collect(find([runs / "a"]), tmp_path / "kept")
 
 

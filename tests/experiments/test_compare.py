@@ -65,6 +65,20 @@ def test_a_run_of_a_preset_is_put_beside_it_without_differences(tmp_path: Path) 
         "difference": "+0.18",
     }
     assert any("Table 2: FedCAC, CIFAR-10, alpha = 0.1" in text for text in compare.describe(line))
+    # with --json: numbers, in per cent
+    told = compare.as_told(line)
+    assert told == {
+        "preset": "fedcac/cifar10-dirichlet-0.1",
+        "scale": "full",
+        "n": 2,
+        "ours": pytest.approx(87.0),
+        "ours-std": pytest.approx(2**0.5),
+        "published": 86.82,
+        "published-std": 1.18,
+        "difference": pytest.approx(0.18),
+        "ours, fine-tuned": None,
+        "ours, fine-tuned-std": None,
+    }
 
 
 def test_a_run_given_twice_is_no_second_seed(
@@ -231,12 +245,14 @@ def test_nothing_is_printed_before_a_target_that_cannot_be_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_folder(tmp_path, "a", "demo", {"best-accuracy": 0.4})
-    for target in ("5", "nan"):
+    for target in ("500", "-1", "nan"):
         monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", target])
         with pytest.raises(SystemExit):
             cli.main()
         out, err = capsys.readouterr()
-        assert not out and f"--to: accuracy is in [0, 1], got {target}" in err
+        assert not out and f"--to: accuracy is in [0, 1], or up to 100 in per cent, got {target}" in " ".join(
+            err.split()
+        )
 
 
 def test_a_file_of_ones_own_is_told_only_where_it_tells_rows_apart(tmp_path: Path) -> None:
@@ -270,24 +286,29 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert f"no published counterpart: {tmp_path / 'c'} (fedcac, digits, dirichlet 0.1)" in out
     assert f"skipped, not finished: {unfinished}" in err and "--dataset NAME" not in out
     own = run_folder(tmp_path / "own", "e", "fedcac/cifar10-pathological-2", {}, dataset="folder:mine")
-    out, _ = invoke(str(own), "--paper")
+    out, _ = invoke(str(own), "--paper", code=1)
     assert (
         f"no published counterpart: {own} " in out
-        and "--dataset NAME, e.g. cifar10, says what your own data are" in out
+        and "--dataset NAME, e.g. cifar10, compares your own data with a paper's" in out
     )
     out, _ = invoke(str(own), "--paper", "--dataset", "cifar10")
     assert "no published counterpart" not in out and "--dataset NAME" not in out
     shapes = run_folder(tmp_path / "own", "f", "fedcac/cifar10-pathological-2", {}, dataset="fashion-mnist")
     out, _ = invoke(str(own), str(shapes), "--paper", "--dataset", "cifar10")
     assert f"no published counterpart: {shapes} (fedcac, fashion-mnist, " in out and f"counterpart: {own}" not in out
-    for words in (("--paper", "--dataset", "cifar-10"), ("--dataset", "cifar10")):
+    assert invoke(str(own), str(shapes), "--dataset", "cifar10")[0] == out
+    for words in (("--paper", "--dataset", "cifar-10"), ("--dataset", "cifar-10")):
         _, err = invoke(str(own), *words, code=2)
-        assert f"--dataset {words[-1]}: with --paper, what your own data are to count as: digits, mnist," in " ".join(
-            err.split()
+        assert (
+            f"--dataset {words[-1]}: with --paper, name the data set that your own data count as: digits, mnist,"
+            in " ".join(err.split())
         )
     out, _ = invoke(str(tmp_path))
     header, *rows = out.splitlines()
-    assert header.split()[:3] == ["method", "num-server-rounds", "num-clients"] and len(rows) == 3
+    assert header.split()[:3] == ["method", "num-server-rounds", "num-clients"]
+    (told,) = [row for row in rows if row.endswith("chosen on test data")]
+    assert rows.index(told) == 3
+    assert rows[-1].startswith("no table of differences: no other row shares data, clients and seeds")
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,15 @@ def test_every_methods_model_answers_as_the_run_measured(run: Run, tmp_path: Pat
         assert told["metrics"]["clients"] == 1 and told["parameters-sha256"] == rows[str(client)]["sha256"]
 
 
+def test_predictions_are_measured_by_the_runs_headline(run: Run, tmp_path: Path) -> None:
+    folder = run(collect_personal_models=True, headline="macro-f1", **TINY)
+    rows = list(read_metrics(folder.path))[-1]["evaluation"]["clients"]
+    part = data.open_client(parse(read_config(folder.path), METHOD_PARAMS), 0)
+    file, told = export(folder.path, METHODS, 0, tmp_path / "0.pt")
+    metric, value = predict.measure(answers(file, part.x_test)[0], part.y_test, told)
+    assert metric.name == "macro-f1" and value == rows["0"]["macro-f1"]
+
+
 @pytest.mark.parametrize("method", ["fedem", "pfedgate", "floco", "pfedfda"])
 def test_onnx_of_methods_that_wrap_the_network(run: Run, tmp_path: Path, method: str) -> None:
     pytest.importorskip("onnxruntime")
@@ -139,7 +148,7 @@ def test_every_changed_byte_is_found(exported: Path) -> None:
         # of the card every byte, of the model some from all over it
         for at in range(0, len(content), 1 if path.suffix == ".json" else len(content) // 200):
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            with pytest.raises(UserError, match="is not (what was exported|the card that was written)"):
+            with pytest.raises(UserError, match="has changed since it was (exported|written)"):
                 model_card.read(exported)
         path.write_bytes(content[:-1])
         with pytest.raises(UserError):
@@ -222,7 +231,7 @@ def test_images_get_a_class_and_its_probability(corolla, run: Run, tmp_path: Pat
     Path("m.onnx").write_bytes(content)
     for words in (("verify", "m.onnx"), ("predict", "m.onnx", "0.png")):
         code, _, err = corolla(*words)
-        assert code == 2 and "m.onnx is not what was exported: its sha256 is" in err
+        assert code == 2 and "m.onnx has changed since it was exported: its sha256 is" in err
 
 
 def test_numbers_get_their_value(corolla, run: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -299,13 +308,15 @@ def test_what_does_not_fit_is_named(corolla, exported: Path, tmp_path: Path) -> 
     assert "colour.png is in colour, the model takes grayscale images" in complaint("colour.png")
     assert "text.png cannot be read as an image" in complaint("text.png")
     assert "missing.png cannot be read as an image ([Errno 2]" in complaint("missing.png")
-    assert "x holds samples uint8 [1, 9, 9], the model takes uint8 [1, 8, 8]" in complaint("shape.npz")
-    assert "x holds samples float32 [1, 8, 8], the model takes uint8 [1, 8, 8]" in complaint("dtype.npz")
+    assert "x holds samples uint8 [1, 9, 9], but the model takes uint8 [1, 8, 8]" in complaint("shape.npz")
+    assert "x holds samples float32 [1, 8, 8], but the model takes uint8 [1, 8, 8]" in complaint("dtype.npz")
     assert "class 10 must be below 10, the number of classes" in complaint("labels.npz")
     assert "y must have one target for each of the 2 samples, got 1" in complaint("counts.npz")
-    assert "names.npz: has neither x nor x_test" in complaint("names.npz")
+    assert "names.npz: has no array x or x_test" in complaint("names.npz")
     assert "x must hold samples, got none" in complaint("none.npz")
-    assert "one .npz file at a time, or image files, got shape.npz, size.png" in complaint("shape.npz", "size.png")
+    assert "one table or .npz file at a time, or image files, got shape.npz, size.png" in complaint(
+        "shape.npz", "size.png"
+    )
 
 
 def test_images_are_resized_where_the_runs_were(corolla, run: Run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -322,7 +333,7 @@ def test_images_are_resized_where_the_runs_were(corolla, run: Run, tmp_path: Pat
     file, known = export(folder.path, METHODS, None, tmp_path / "m.pt")
     config = parse(read_config(folder.path), METHOD_PARAMS)
     paths = [tmp_path / "f" / "test" / "cat" / "3.png", tmp_path / "f" / "test" / "dog" / "5.png"]
-    _, samples, _ = predict.read_inputs(paths, known)
+    samples = predict.read_inputs(paths, known).samples
     assert np.array_equal(samples, data.prepare_for(config).x_test[[3, 8 + 5]])
     code, out, _ = corolla("predict", file, *paths)
     assert code == 0 and {line.split()[1] for line in out.splitlines()[1:]} <= {"cat", "dog"}
@@ -355,8 +366,8 @@ def test_what_is_needed_and_not_there(
     assert code == 2 and "onnx: onnxruntime is missing; pip install 'corolla[onnx]'" in err
     nodes = tmp_path / "nodes"
     shutil.copytree(folder.path, nodes)
-    site = {"dataset": "node", "classes": ",".join("0123456789")}
+    site = {"dataset": "node", "classes": ",".join("0123456789"), "normalize-over": "site"}
     (nodes / "config.toml").write_text(to_toml({**read_config(nodes), **site}))
     code, _, err = corolla("export", nodes)
-    assert code == 2 and "mean-std's mean and standard deviation are of each node's own data" in err
+    assert code == 2 and "normalize-over: mean and standard deviation are of each node's own data" in err
     assert [p.name for p in tmp_path.glob("*.pt*")] == []

@@ -81,10 +81,10 @@ def test_a_sweep_says_how_long_it_takes_from_rounds_that_it_keeps(
     text = SMALL.format(rounds=40).replace('"fedavg", "local"', '"fedobp"').replace("seed = [0, 1]", "seed = [0]")
     write(tmp_path / "s.toml", text)
     code, out, err = command("sweep", "s.toml", "--in-process")
-    assert code == 0 and "stopped after" not in err and "goes on with" not in out
+    assert code == 0 and "stopped after" not in err and "resumes" not in out
     words = (
-        "1 runs, 0 finished before, 1 to do",
-        "first 2 rounds of 1 runs",
+        "1 run, 0 finished before, 1 to do",
+        "first 2 rounds of 1 run",
         "round 2/40",
         "\nabout ",
         "resumed after round 2",

@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from corolla import cli, presets
 from corolla.experiments import dry_run
@@ -133,13 +132,13 @@ OTHER_METHODS = ("apfl", "fedala", "feddpa", "fedselect", "flute", "pfedfda")
         ("fedcac/cifar100-dirichlet-0.1", "augment=crop-flip-rotate"),
         ("fedcac/cifar10-dirichlet-0.1", "momentum 0.9"),
         ("fedpake/cifar10-dirichlet-0.1", "PFLlib"),
-        ("fedpake/cifar10-dirichlet-0.1/moon", "0 by default in PFLlib"),
-        ("fedpake/cifar10-dirichlet-0.1/fedntd", "0 by default in PFLlib"),
+        ("fedpake/cifar10-dirichlet-0.1/moon", "PFLlib's default 0"),
+        ("fedpake/cifar10-dirichlet-0.1/fedntd", "PFLlib's default 0"),
         ("fedpake/cifar10-dirichlet-0.1/fedgen", "the paper cites another FedGen"),
-        ("fedpake/cifar10-dirichlet-0.1/fedbabu", "not like for like"),
+        ("fedpake/cifar10-dirichlet-0.1/fedbabu", "figures of the other rows are of the global model: not comparable"),
         ("fedpake/cifar10-dirichlet-0.1/fedala", "aggregated global model"),
         ("fedpake/cifar10-dirichlet-0.1-cnn/fedconcat", "hyperparameters are not in the paper"),
-        ("fedpake/cifar10-dirichlet-0.1-cnn", "which simple CNN is not in the paper"),
+        ("fedpake/cifar10-dirichlet-0.1-cnn", "the simple CNN is not in the paper"),
     ],
 )
 def test_what_cannot_be_compared_is_said(name: str, words: str) -> None:
@@ -193,7 +192,7 @@ def test_small_scales_rounds_clients_samples_and_beta() -> None:
     sparse = dict(ALL["fedobp/cifar10-dirichlet-0.1/fedavg"].settings)
     changes = presets.small(parse(sparse, METHOD_PARAMS))
     assert (changes["partition"], changes["fraction-train"], changes["num-clients"]) == ("dirichlet-client", 0.5, 10)
-    with pytest.raises(UserError, match="cannot be cut"):
+    with pytest.raises(UserError, match="cannot cut the clients"):
         presets.small(parse({"partition": "file:/x.npz"}, METHOD_PARAMS))
 
 
@@ -259,14 +258,15 @@ def test_the_command_lists_every_preset_in_order(
     assert names == sorted(names, key=lambda name: name.split("/"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_preset_starts_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], paper: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # Typer builds its commands anew at every call, which takes as long as pricing a preset.
-    monkeypatch.setattr(cli, "app", typer.main.get_command(cli.app))
+    built = cli.whole()
+    monkeypatch.setattr(cli, "whole", lambda: built)
     for name, preset in ALL.items():
         if paper_of(name) != paper:
             continue

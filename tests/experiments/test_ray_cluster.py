@@ -21,14 +21,14 @@ def refused(address: str, directory: Path) -> str:
 
 @pytest.mark.parametrize("address", ["ray://localhost:10001", "localhost", "localhost:70000", "auto", ""])
 def test_an_address_that_is_none(address: str, tmp_path: Path) -> None:
-    assert refused(address, tmp_path).endswith(f"must be HOST:PORT, what `ray start --head` prints, got {address!r}")
+    assert refused(address, tmp_path).endswith(f"must be HOST:PORT, as `ray start --head` prints it, got {address!r}")
 
 
 # Ray would try for more than a minute
 @pytest.mark.timeout(50)
 def test_nobody_listens(tmp_path: Path) -> None:
     address = "127.0.0.1:1"
-    rule = "--ray-address: must be where a Ray cluster's head listens, got"
+    rule = "--ray-address: no Ray cluster's head listens at"
     assert refused(address, tmp_path) == f"{rule} {address}: Connection refused"
     assert refused("no..name:6379", tmp_path).startswith(f"{rule} no..name:6379: ")
 

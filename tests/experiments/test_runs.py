@@ -45,7 +45,7 @@ def test_paths_and_folders_of_runs_are_found_each_once(tmp_path: Path, monkeypat
     *lines, bad = str(caught.value).splitlines()
     assert f"{tmp_path / 'c' / 'bad'} is not a run folder" in bad and "not valid TOML" in bad
     assert lines == [
-        f"{tmp_path / 'logs'}: this run folder holds no run (no config.toml), nor does a folder in it",
+        f"{tmp_path / 'logs'}: this run folder holds no run (no config.toml), and neither do its folders",
         f"{tmp_path / 'nowhere'}: this run folder does not exist",
     ]
 

@@ -13,6 +13,7 @@ import pytest
 from corolla import cli
 from corolla.experiments import compare, cost_to_target, significance
 from corolla.experiments.runs import RecordedRun
+from corolla.report.page import write_report
 from fl_app.config import parse
 from fl_app.metrics import Metric
 from fl_app.tasks import ACCURACY
@@ -70,14 +71,96 @@ def test_pairs_are_clients_of_the_same_seed(tmp_path: Path) -> None:
     write_run(tmp_path, "b7", [0.0, 0.0], method="local", seed=7)  # nobody to compare with
     one, other = groups(tmp_path)
     found = significance.paired(other, one)
-    assert found is not None and (found.pairs, found.seeds, found.share_better) == (6, 3, 1.0)
-    assert found.mean == pytest.approx(0.15) and found.verdict == "better"
+    assert found is not None and (found.pairs, found.seeds, found.share_better) == (2, 3, 1.0)
+    assert found.by_client == pytest.approx({"0": 0.15, "1": 0.15}) and found.mean == pytest.approx(0.15)
     means = np.array([0.15, 0.125, 0.175])
     assert found.over_seeds == pytest.approx(significance.interval(means))
+    # both clients gain 0.15 on average: two equal pairs have no interval
+    assert found.over_clients is None and found.verdict == "not told apart"
     back = significance.paired(one, other)
-    assert back is not None and back.mean == pytest.approx(-0.15) and back.verdict == "worse"
+    assert back is not None and back.mean == pytest.approx(-0.15)
     same = significance.paired(one, one)
-    assert same is not None and same.verdict == "not told apart" and same.over_pairs is None
+    assert same is not None and same.verdict == "not told apart" and same.over_clients is None and same.wilcoxon is None
+
+
+HOSPITALS = {
+    # gains of six hospitals, by seed: one of them gains most of the mean
+    0: [0.02, 0.10, 0.03, 0.45, 0.01, 0.30],
+    1: [0.04, 0.12, -0.01, 0.41, 0.02, 0.34],
+    2: [0.03, 0.08, 0.01, 0.43, 0.03, 0.35],
+}
+
+
+def write_hospitals(root: Path, gains: dict[int, list[float]]) -> None:
+    for seed, values in gains.items():
+        write_run(root, f"a{seed}", [0.5] * len(values), method="fedavg", seed=seed)
+        write_run(root, f"b{seed}", [0.5 + gain for gain in values], method="local", seed=seed)
+
+
+def test_a_client_counts_once_however_many_seeds_there_are(tmp_path: Path) -> None:
+    write_hospitals(tmp_path, HOSPITALS)
+    one, other = groups(tmp_path)
+    found = significance.paired(other, one)
+    assert found is not None and (found.pairs, found.seeds) == (6, 3)
+    averages = [0.03, 0.10, 0.01, 0.43, 0.02, 0.33]
+    assert list(found.by_client.values()) == pytest.approx(averages)
+    # deviation of the six averages 0.18118131; t of 5 degrees of freedom 2.570582
+    half = 2.570582 * 0.18118131 / 6**0.5
+    assert found.mean == pytest.approx(0.92 / 6)
+    assert found.over_clients == pytest.approx((0.92 / 6 - half, 0.92 / 6 + half), rel=1e-5)
+    assert found.over_clients is not None and found.over_clients[0] < 0 < found.over_clients[1]
+    # eighteen values, as if a seed were another hospital, would have told them apart
+    every = np.array([gain for gains in HOSPITALS.values() for gain in gains])
+    as_if = significance.interval(every)
+    assert as_if is not None and as_if[0] > 0
+    assert found.over_seeds is not None and found.over_seeds[0] > 0 and found.verdict == "not told apart"
+    # all six gain: 2 / 2^6
+    assert found.wilcoxon == pytest.approx(0.03125)
+
+
+def test_clients_that_all_gain_alike_are_better(tmp_path: Path) -> None:
+    gains = {seed: [0.1 + 0.01 * i + 0.001 * seed for i in range(6)] for seed in range(3)}
+    write_hospitals(tmp_path, gains)
+    one, other = groups(tmp_path)
+    found, back = significance.paired(other, one), significance.paired(one, other)
+    assert found is not None and found.verdict == "better" and back is not None and back.verdict == "worse"
+
+
+def test_a_client_that_some_seeds_lack_is_averaged_over_the_others(tmp_path: Path) -> None:
+    write_run(tmp_path, "a0", [0.5, 0.5], method="fedavg", seed=0)
+    write_run(tmp_path, "b0", [0.6, 0.9], method="local", seed=0)
+    write_run(tmp_path, "a1", [0.5], method="fedavg", seed=1, num_clients=2)
+    write_run(tmp_path, "b1", [0.8], method="local", seed=1, num_clients=2)
+    one, other = groups(tmp_path)
+    found = significance.paired(other, one)
+    assert found is not None and found.by_client == pytest.approx({"0": 0.2, "1": 0.4})
+    assert found.mean == pytest.approx(0.3) and found.seeds == 2
+
+
+def test_the_effect_of_each_client_is_listed(tmp_path: Path) -> None:
+    write_hospitals(tmp_path, HOSPITALS)
+    lines = significance.clients_table(groups(tmp_path))
+    assert lines[0] == ["client", "local"] and lines[1] == ["0", "+3.00"] and lines[4] == ["3", "+43.00"]
+    assert len(lines) == 7
+    assert significance.clients_table(groups(tmp_path), most=2)[-1] == ["… 4 more", "…"]
+
+
+def test_a_row_of_seeds_is_not_named_after_the_first_of_them(tmp_path: Path) -> None:
+    """A sweep names each run after its seed too; results.tex has the seeds in one row."""
+    for method, seed, made in (("fedavg", 0, "765715"), ("fedavg", 1, "0fa14d"), ("local", 0, "a1360a")):
+        name = f"{method},seed={seed}-{made}"
+        write_run(tmp_path / "runs", name, [0.5, 0.6], method=method, seed=seed, run_name=name)
+    write_report([tmp_path / "runs"], tmp_path, {}, tables=tmp_path / "tables", latex=True)
+    text = (tmp_path / "tables" / "results.tex").read_text()
+    assert "fedavg & fedavg & 2 &" in text and "local,seed=0-a1360a & local & 1 &" in text
+
+
+def test_clients_are_listed_by_their_names_where_all_runs_have_the_same(tmp_path: Path) -> None:
+    write_hospitals(tmp_path, HOSPITALS)
+    for run in tmp_path.iterdir():
+        (run / "clients.json").write_text(json.dumps({"0": {"name": "Basel"}, "1": {"name": run.name}}))
+    lines = significance.clients_table(groups(tmp_path))
+    assert [client for client, _ in lines] == ["client", "Basel", "1", "2", "3", "4", "5"]
 
 
 def test_two_pairs_that_differ_equally_decide_nothing(tmp_path: Path) -> None:
@@ -86,7 +169,7 @@ def test_two_pairs_that_differ_equally_decide_nothing(tmp_path: Path) -> None:
         write_run(tmp_path, f"b{seed}", [0.6], method="local", seed=seed)
     one, other = groups(tmp_path)
     found = significance.paired(other, one)
-    assert found is not None and (found.pairs, found.seeds, found.over_pairs) == (2, 2, None)
+    assert found is not None and (found.pairs, found.seeds, found.over_clients) == (1, 2, None)
     assert found.mean == pytest.approx(0.1) and found.verdict == "undecided: needs 3 seeds"
 
 
@@ -108,10 +191,14 @@ def test_the_seeds_that_would_decide(means: list[float], needed: int | None) -> 
 
 
 def test_a_verdict_says_how_many_seeds_would_decide() -> None:
-    undecided = significance.Comparison(ACCURACY, 9, 3, 0.01, (0.001, 0.02), (-0.01, 0.03), 0.7, 12)
+    clients = {str(i): 0.01 for i in range(9)}
+    undecided = significance.Comparison(ACCURACY, clients, 3, (0.001, 0.02), (-0.01, 0.03), None, 12)
     assert undecided.verdict == "not told apart (n = 12)"
     assert replace(undecided, over_seeds=(0.005, 0.015)).verdict == "better"
-    assert replace(undecided, over_pairs=None, over_seeds=(0.005, 0.015), seeds_needed=None).verdict == "not told apart"
+    assert replace(undecided, over_seeds=(-0.015, -0.005), seeds_needed=None).verdict == "not told apart"
+    # further seeds are no further clients
+    assert replace(undecided, over_clients=(-0.001, 0.02)).verdict == "not told apart"
+    assert replace(undecided, over_clients=None, over_seeds=(0.005, 0.015)).verdict == "not told apart"
     rmse = replace(undecided, metric=Metric("rmse", higher_is_better=False), over_seeds=(0.005, 0.015))
     assert rmse.verdict == "worse"
 
@@ -152,13 +239,19 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     lines = [line.split() for line in out.splitlines()]
     assert ["fedavg", "0", "of", "2", "–", "–", "–"] in lines
     assert ["local", "2", "of", "2", "2", "±", "0", "3.5", "±", "0.71", "15", "±", "7.1"] in lines
-    assert "reached accuracy ≥ 0.8" in out and "a client's final accuracy (in per cent) minus" in out
+    assert "reached accuracy ≥ 80 %" in out and "a client's final accuracy (in per cent) minus" in out
     (row,) = [line for line in lines if line[-4:] == ["undecided:", "needs", "3", "seeds"]]
-    assert row[:4] == ["local", "6", "2", "+21.67"]
+    assert row[:4] == ["local", "3", "2", "+21.67"]
+    assert ["0", "+19.50"] in lines and significance.BY_CLIENT in out
+    # as the tables beside it have it, in per cent
     monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path), "--to", "80"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert "--to: accuracy is in [0, 1], got 80" in capsys.readouterr().err
+    assert capsys.readouterr().out == out
+    monkeypatch.setattr(sys, "argv", ["corolla", "compare", str(tmp_path / "a0")])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "no table of differences: there is only one row" in capsys.readouterr().out
 
 
 def test_a_metric_whose_low_values_are_good(

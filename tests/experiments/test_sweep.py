@@ -145,17 +145,26 @@ seed = [0, 1]
         sweep.read_sweep(write(tmp_path / "s.toml", "grid = [3]\n"))
 
 
+def test_a_single_value_in_a_grid_is_a_list_of_one(tmp_path: Path) -> None:
+    single = 'seed = 3\nmethod = "fedcac"\n[grid.fedcac]\ntau = 0.3\n'
+    listed = 'seed = [3]\nmethod = ["fedcac"]\n[grid.fedcac]\ntau = [0.3]\n'
+    one, same = (points(write(tmp_path / "s.toml", f"[grid]\n{grid}")) for grid in (single, listed))
+    assert one == same and dict(one[0].varying) == {"seed": 3, "method": "fedcac", "fedcac.tau": 0.3}
+    with pytest.raises(UserError, match=r"grid: seed: must be a value or a list of values, got \[\]"):
+        sweep.read_sweep(write(tmp_path / "s.toml", "[grid]\nseed = []\n"))
+
+
 def test_wrong_files_are_refused_with_all_their_problems(tmp_path: Path) -> None:
-    text = 'preset = 3\nsede = 1\nscale = "tiny"\n[settings]\nrun-name = "x"\nseed = [1]\n[grid]\nmethod = "fedavg"\n'
+    text = 'preset = 3\nsede = 1\nscale = "tiny"\n[settings]\nrun-name = "x"\nseed = [1]\n[grid]\nmethod = []\n'
     with pytest.raises(UserError) as caught:
         sweep.read_sweep(write(tmp_path / "s.toml", text))
     for words in (
         "preset: expected",
         "sede: not a part",
         "scale: must be",
-        "run-name: not a setting",
+        "run-name: cannot be set",
         "seed: must be one value",
-        "method: must be a list",
+        "method: must be a value or a list",
     ):
         assert words in str(caught.value)
     with pytest.raises(UserError, match="two are named 'a'"):
@@ -243,7 +252,7 @@ def test_a_killed_sweep_repeats_nothing_finished(
 
     out = again()
     assert f"4 runs, {len(before)} finished before, {4 - len(before)} to do" in out
-    assert f"goes on with {directory / interrupted.pop()} after round " in out
+    assert f"resumes {directory / interrupted.pop()} after round " in out
     after = stamps(directory)
     assert len(after) == 4 and before.items() <= after.items() and not (directory / "unfinished").exists()
 
@@ -315,7 +324,7 @@ def test_a_killed_sweep_goes_on_from_its_checkpoints(
         and not (directory / "unfinished").exists()
     )
     for name, lines in before.items():
-        assert f"goes on with {directory / name} after round " in done.stdout
+        assert f"resumes {directory / name} after round " in done.stdout
         # its seconds would be others
         assert after[name][: len(lines)] == lines, "a round was repeated"
 
@@ -342,7 +351,7 @@ def test_a_damaged_checkpoint_is_not_gone_on_from(
     for file in (local / "checkpoints").glob("*.safetensors"):
         os.truncate(file, 8)
     code, out, _ = sweep_it()
-    assert code == 0 and "2 runs, 1 finished before, 1 to do" in out and "goes on with" not in out
+    assert code == 0 and "2 runs, 1 finished before, 1 to do" in out and "resumes" not in out
     assert {p.name for p in (directory / "unfinished").iterdir()} == {local.name}
 
 
@@ -392,7 +401,7 @@ def test_a_failed_run_does_not_end_the_sweep(
     code, out, err = corolla(capsys, monkeypatch, "sweep", "s.toml", "--in-process")
     assert code == 1 and "RuntimeError: no such luck" in err
     results = (tmp_path / "runs" / "s" / "results.md").read_text()
-    assert "1 runs failed" in results and "| fedavg | 0 |" in results and "| local | 1 |" in results
+    assert "1 run failed" in results and "| fedavg | 0 |" in results and "| local | 1 |" in results
 
 
 def test_two_sweeps_do_not_share_a_directory(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_an_array_goes_on_where_it_was_cut_off(
         if task == 1:
             assert f"finished before: {folders[1]}" in out
         else:
-            assert f"goes on with {folders[task]}" in out and f"resumed after round {done_before}" in out
+            assert f"resumes {folders[task]}" in out and f"resumed after round {done_before}" in out
     assert (folders[1] / "metrics.jsonl").stat().st_mtime_ns == written
     assert (script.parent / "results.csv").exists() and not (
         script.parent / "unfinished"
@@ -129,11 +129,11 @@ def test_a_run_goes_on_under_the_name_that_another_version_gave_it(
     monkeypatch.setenv(sweep.VARIABLE, "")
     directory = tmp_path / "runs" / "s"
     (point,) = sweep.expand(sweep.read_sweep(Path("s.toml")), METHOD_PARAMS, directory, {}, ready)
-    assert run_points([point], True, 1, 0, False, until=2) == {}
+    assert run_points([point], None, False, until=2) == {}
     before = directory / "fedcac-000000"
     (directory / point.name).rename(before)
     said = corolla("sweep", "s.toml", "--in-process", "--only", point.name)
-    assert f"goes on with {before} after round 2" in said and said.count("round 2/3: acc") == 1 == said.count(
+    assert f"resumes {before} after round 2" in said and said.count("round 2/3: acc") == 1 == said.count(
         "round 3/3: acc"
     )
     assert set(digests(directory)) == {before.name} and "finished before" in corolla(

@@ -93,7 +93,7 @@ def test_the_chosen_methods_parameters(method: str) -> None:
         ("seed", -1, "seed: must be >= 0, got -1"),
         ("fedcac__tau", 1.5, "fedcac.tau: must be in [0, 1], got 1.5"),
         ("fedcac__beta", 0, "fedcac.beta: must be >= 1, got 0"),
-        ("normalize", "half", "normalize: must be one of unit, mean-std, symmetric, got 'half'"),
+        ("normalize", "half", "normalize: must be one of auto, unit, mean-std, symmetric, got 'half'"),
         ("fedcac__weighting", "sample", "fedcac.weighting: must be one of samples, uniform, got 'sample'"),
         ("run_name", "../x", "run-name: letters, digits and _.+=,@- only, not starting with a dot, got '../x'"),
         ("run_name", ".hidden", "run-name: "),

@@ -419,6 +419,17 @@ def test_seeds_differ_and_repeat() -> None:
         assert any(not np.array_equal(s[0], t[0]) for s, t in zip(a, c, strict=True))
 
 
+@pytest.mark.parametrize("name", ["dirichlet-client", "pathological"])
+def test_clients_that_share_samples_may_be_more_than_there_are(name: str) -> None:
+    shares = split(name, num_clients=500)
+    assert len(shares) == 500
+    for train, test in shares:
+        assert len(set(train)) == 20 and train.max() < 200
+        assert 5 <= len(set(test)) == len(test) <= 10 and test.min() >= 200
+    # every sample is dealt before one is dealt again
+    assert len(set(np.concatenate([train for train, _ in shares]))) == 200
+
+
 def test_an_empty_test_set_is_allowed_when_no_test_samples_are_asked_for() -> None:
     none = np.zeros(0, np.int64)
     for name in ("dirichlet-client", "pathological", "iid"):
@@ -445,6 +456,8 @@ def test_an_empty_test_set_is_allowed_when_no_test_samples_are_asked_for() -> No
         ("iid", {"test_samples": 26}, "test-samples: 4 clients with 26 each need 104 .* has 100; .* can be 0"),
         ("iid", {"num_clients": 0}, "num-clients: must be >= 1, got 0"),
         ("iid", {"num_clients": 201}, "num-clients: must be <= 200, the training samples of the data set, got 201"),
+        ("dirichlet-client", {"num_clients": 201, "train_samples": 0}, "num-clients: must be <= 200, .*, got 201"),
+        ("pathological", {"num_clients": 201, "train_samples": 0}, "num-clients: must be <= 200, .*, got 201"),
         ("dirichlet", {"min_samples": 76}, "min-samples: 4 clients with 76 each need 304 .* has 300"),
         ("dirichlet", {"min_samples": 75, "alpha": 0.05}, "min-samples: no draw .* at least 75 .*dirichlet-alpha 0.05"),
         ("dirichlet-fl-bench", {"min_samples": 76}, "min-samples: 4 clients with 76 each need 304 .* has 300"),
@@ -534,3 +547,28 @@ def test_what_clients_hold_of_other_classes_than_drawn() -> None:
     )
     for (hand, _), mix, moved in zip(shares, mixes, training, strict=True):
         assert np.count_nonzero(y_train[hand] != mix.argmax()) == moved > 0
+
+
+def test_by_column_gives_each_client_the_rows_of_its_value() -> None:
+    rng = np.random.default_rng(5)
+    train, test = rng.permutation(np.repeat(np.arange(40), 3)), rng.integers(-1, 40, 50)
+    names = tuple(f"site {k}" for k in range(40))
+    shares = split("by-column", num_clients=40, y_train=np.zeros(120), y_test=np.zeros(50), groups=(train, test, names))
+    for k, (mine, tested) in enumerate(shares):
+        assert mine.tolist() == np.flatnonzero(train == k).tolist()
+        # a row of nobody's is nobody's
+        assert tested.tolist() == (120 + np.flatnonzero(test == k)).tolist()
+
+
+def test_dirichlet_partitions_are_read_as_flower_gives_them() -> None:
+    from flwr_datasets.partitioner import DirichletPartitioner
+
+    indices = np.arange(len(Y_ALL))[::-1].copy()
+
+    def partitioner() -> DirichletPartitioner:
+        return DirichletPartitioner(6, "label", 1.0, 3, self_balancing=False, shuffle=True, seed=4)
+
+    theirs = partitioner()
+    found = part._run_partitioner(theirs, indices, Y_ALL[::-1].copy())
+    given = [theirs.load_partition(k)["index"][:] for k in range(6)]
+    assert [share.tolist() for share in found] == given

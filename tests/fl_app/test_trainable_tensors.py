@@ -56,7 +56,7 @@ def test_patterns() -> None:
     assert trainable_tensors.travelling(config(share="*.bias"), layout, frozenset(HEAD)) == {"classifier.bias"}
     with pytest.raises(UserError, match=r"share: no tensor of the model matches 'adapter.\*'; there are fc1.weight"):
         trainable_tensors.travelling(config(share="adapter.*"), layout, layout.names)
-    with pytest.raises(UserError, match=r"share: nothing that method fedavg sends matches 'fc1.\*'"):
+    with pytest.raises(UserError, match=r"share: no tensor that method fedavg sends matches 'fc1.\*'"):
         trainable_tensors.travelling(config(share="fc1.*"), layout, frozenset(HEAD))
 
 
@@ -92,7 +92,7 @@ def test_every_method_shares_parts_or_refuses_by_name(run: Run, method: str) -> 
     if METHODS[method].compose is not None:
         refusal = f"share: method {method} trains a network around the model"
     elif METHODS[method].needs_whole:
-        refusal = f"method {method}: it is about all parameters that train; .*leave share unset"
+        refusal = f"method {method}: it works on all parameters that train; .*leave share unset"
     if refusal:
         with pytest.raises(UserError, match=refusal):
             run(method=method, share=pattern, **IN_TWO_ROUNDS.get(method, {}))
@@ -113,5 +113,5 @@ def test_another_backbone_is_refused_by_name(run: Run, monkeypatch: pytest.Monke
         )
 
     monkeypatch.setattr(CorollaClient, "_prepare", from_another)
-    with pytest.raises(UserError, match="train: the tensors of model mlp that do not train are not the server's"):
+    with pytest.raises(UserError, match="train: the frozen tensors of model mlp differ from the server's"):
         run(train="classifier.*", round_retries=0)

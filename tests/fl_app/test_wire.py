@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.compat.common import recorddict_compat as compat
 from flwr.compat.common.parameter import ndarrays_to_parameters, parameters_to_ndarrays
@@ -389,3 +390,33 @@ def test_a_download_with_arrays_missing() -> None:
     ins = compat.recorddict_to_fitins(wire.encode_download(Download("train", 1, 0, "e", Model(f32(1), f32()))), True)
     with pytest.raises(WireError, match=r"expected the arrays \['params'\], got 0"):
         wire.decode_download([], ins.config)
+
+
+def test_a_message_is_taken_apart_as_flower_does_and_keeps_no_bytes() -> None:
+    """The arrays are the client's own, to write into."""
+    extras = {"packed": np.arange(6, dtype=np.uint8).reshape(2, 3), "scalar": np.array(2.5)}
+    content = wire.encode_download(Download("train", 1, 0, "abc", Model(f32(1, 2, 3), f32(4)), extras=extras))
+    ins = compat.recorddict_to_fitins(content, keep_input=True)
+    expected = parameters_to_ndarrays(ins.parameters)
+    arrays, config = wire.instructions(content, "fit")
+    assert config == dict(ins.config) and not content.array_records["fitins.parameters"]
+    for array, other in zip(arrays, expected, strict=True):
+        assert array.dtype == other.dtype and array.tolist() == other.tolist() and array.flags.writeable
+
+
+def test_what_is_no_array_is_refused() -> None:
+    content = wire.encode_download(Download("train", 1, 0, "abc", Model(f32(1, 2, 3), f32(4))))
+    content.array_records["fitins.parameters"]["0"] = FlowerArray(dtype="", shape=(), stype="", data=b"junk")
+    with pytest.raises(WireError, match="not in NumPy.s format"):
+        wire.instructions(content, "fit")
+
+
+def test_replies_are_flowers_own() -> None:
+    arrays, metrics = [f32(1, 2), np.zeros(3, np.uint8)], {"loss-after": 0.5, "name": "x"}
+    status = Status(Code.OK, "Success")
+    for sent in (arrays, []):
+        fit = FitRes(status, ndarrays_to_parameters(sent), 7, dict(metrics))
+        flowers = compat.fitres_to_recorddict(fit, keep_input=True)
+        assert wire.fit_reply(sent, 7, dict(metrics)) == flowers
+    evaluation = EvaluateRes(status, 0.25, 7, dict(metrics))
+    assert wire.evaluate_reply(0.25, 7, dict(metrics)) == compat.evaluateres_to_recorddict(evaluation)

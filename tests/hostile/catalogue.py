@@ -109,7 +109,7 @@ ATTACKS: tuple[Attack, ...] = (
         "array-pieces-many",
         "one piece named 1,000,000 times",
         structure.pieces("[" + "0," * 999_999 + "0]"),
-        "bytes, its shape",
+        "bytes, expected",
     ),
     objects(
         "array-pickle",
@@ -326,7 +326,9 @@ ATTACKS: tuple[Attack, ...] = (
         "malformed reply",
     ),
     Attack("properties-empty", "properties that are none", "start", "refused", forge.empty_records, "malformed"),
-    Attack("properties-silent", "never says who it is", "start", "refused", structure.silent, "has not said who it is"),
+    Attack(
+        "properties-silent", "never says who it is", "start", "refused", structure.silent, "has not answered within"
+    ),
     Attack(
         "second-of-an-id",
         "takes the partition-id of a connected client at the start",

@@ -90,7 +90,9 @@ class Outcome:
     def verdict(self, attack: Attack) -> tuple[bool, str]:
         """Tell whether what must hold of an attack does, and what the run said."""
         if attack.where in ("start", "join"):
-            lines = [line for line in self.run.log.splitlines() if "cannot take part" in line or "has not said" in line]
+            lines = [
+                line for line in self.run.log.splitlines() if "cannot take part" in line or "has not answered" in line
+            ]
             said = [line for line in lines if attack.says in line]
             alike = sum(other.holds == "refused" and other.says == attack.says for other in ATTACKS)
             return len(said) >= alike, said[0] if said else "nothing"

@@ -23,6 +23,7 @@ from fl_app.config import RunConfig, parse
 from fl_app.data import open_client
 from fl_app.layout import Layout
 from fl_app.privacy import masking
+from fl_app.server import matrices
 from fl_app.server.inprocess import InProcessGrid
 from strategies import METHOD_PARAMS, masks
 from strategies.base.uploads import Intake
@@ -192,7 +193,9 @@ def test_overlaps_are_those_of_the_masks(recorded: Recorded) -> None:
         ids = [int(i) for i in record["clients"]]
         bits = np.array([masks.pack(recorded.sent[record["round"], i][1]) for i in ids])
         exact = masks.overlap(bits, int(recorded.sent[1, 0][1].sum()))
-        assert record["overlap"] == np.round(exact, 6).tolist()
+        overlap = matrices.matrix_of(recorded.run.folder, record, "overlap")
+        assert overlap is not None and overlap.rows.tolist() == ids
+        assert (overlap.values == exact.astype(np.float16)).all()
 
 
 def test_no_single_model_is_closer_than_a_random_one(recorded: Recorded) -> None:

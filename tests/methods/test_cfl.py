@@ -69,7 +69,7 @@ def test_without_splits_it_is_uniform_fedavg_bit_for_bit(tmp_path: Path, kinds: 
         momentum=0.5,
     )
     for ids in ([0, 2], [0, 1, 2, 3], [1, 3]):
-        uploads = federation.round(ids)
+        uploads = federation.round(ids=ids)
         for got, rows in zip(
             (federation.server.global_model.params, federation.server.global_model.buffers),
             (uploads.W, uploads.B),

@@ -17,6 +17,7 @@ from client_app.state import State
 from fl_app.layout import Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import payload_bytes, upload_message
+from strategies import aggregate
 from strategies.base import RoundContext, Uploads
 from strategies.fedamp import METHOD, FedAMP, FedAMPParams, FedAMPUpdate, attention
 from tests.conftest import config, f32, flat_layout
@@ -139,6 +140,25 @@ def test_an_absent_client_is_mixed_with_the_rounds_uploads() -> None:
     play(strategy, 1, [0, 1, 2], [0, 1, 2])
     play(strategy, 2, [1, 2], [1, 2], np.array([[9, 9], [0, 1], [0, 3]], np.float32))
     np.testing.assert_allclose(strategy.model_for(0).params, [0, pull(1) * 1 + pull(9) * 3], rtol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", ["none", "convex"])
+@pytest.mark.parametrize("neighbours", [0, 1])
+def test_absent_clients_of_many_are_mixed_together_as_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, neighbours: int, scaling: str
+) -> None:
+    moved = np.array([[9, 9], [0, 1], [0, 3]], np.float32)
+    clouds = []
+    for many in (2, 100):
+        monkeypatch.setattr(aggregate, "MANY", many)
+        strategy = server(neighbours=neighbours, scaling=scaling, alpha=3.0)
+        play(strategy, 1, [0, 1, 2], [0, 1, 2])
+        play(strategy, 2, [1], [1])
+        play(strategy, 3, [1, 3], [1, 2], moved)
+        models = [strategy.model_for(i) for i in (0, 2)]
+        clouds.append([vector for model in models for vector in (model.params, model.buffers)])
+    for at_once, singly in zip(*clouds, strict=True):
+        np.testing.assert_allclose(at_once, singly, rtol=1e-5)
 
 
 def test_what_is_exported_is_the_clients_own_model() -> None:

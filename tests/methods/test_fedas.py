@@ -112,17 +112,17 @@ def test_without_alignment_and_with_equal_information_it_is_fedper_with_equal_we
     theirs = Federation(tmp_path, "fedper", **common)
     assert theirs.method is FEDPER
     for ids in ([0, 1, 2], [0, 2], [1]):
-        ours.round(ids)
-        theirs.round(ids)
+        ours.round(ids=ids)
+        theirs.round(ids=ids)
         assert same(ours.server.global_model, theirs.server.global_model)
 
 
 def test_a_client_is_evaluated_with_its_own_model(tmp_path: Path) -> None:
     federation = Federation(tmp_path, "fedas")
-    federation.round([0, 1])
+    federation.round(ids=[0, 1])
     state = federation.states[0].arrays
     own = Model(state["personal.params"], state["personal.buffers"])
-    federation.round([1, 2])
+    federation.round(ids=[1, 2])
     assert same(federation.evaluated(0), own)
     assert sum(array.nbytes for array in state.values()) == 4 * (federation.layout.d + federation.layout.b)
     ctx, received = federation.context(0)

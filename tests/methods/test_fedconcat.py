@@ -97,10 +97,10 @@ def test_later_clients_join_the_nearest_centre(tmp_path: Path) -> None:
     for i, labels in enumerate(([0], [0, 0, 0, 0, 0, 1], [2], [2], [1, 2, 2])):
         x, _ = f.data[i]
         f.data[i] = x[: len(labels)], np.array(labels)
-    f.round([0, 2])
+    f.round(ids=[0, 2])
     assert f.server.cluster_of(1) == 0 and 1 not in f.server.personal  # asked for in an evaluation
     f.rounds -= 1
-    f.round([1, 3, 4])
+    f.round(ids=[1, 3, 4])
     assert [f.server.cluster_of(i) for i in range(5)] == [0, 0, 1, 1, 1]
     assert f.server.memory["centres"].tolist() == [[1, 0, 0], [0, 0, 1]]
 
@@ -243,7 +243,7 @@ def test_a_cluster_without_participants_stays(tmp_path: Path) -> None:
     f = federation(tmp_path, rounds=2, fedconcat={"clusters": 3})
     f.round()
     before = f.server.models()
-    f.round([1])
+    f.round(ids=[1])
     for k, model in enumerate(f.server.models()):
         assert same(model, before[k]) == (k != f.server.cluster_of(1))
 
@@ -271,7 +271,7 @@ def test_encoders_are_sent_to_who_has_none(tmp_path: Path) -> None:
 
     f.round()
     assert [sent(i) for i in range(3)] == [4 * (layout.d + layout.b)] * 3
-    f.round([1])
+    f.round(ids=[1])
     assert [sent(i) for i in range(3)] == [classifier + encoders, classifier, classifier + encoders]
     ctx, received = f.context(1)
     assert not received.nbytes and set(ctx.extras) == {"classifier"}

@@ -81,7 +81,7 @@ def test_unseen_clients_get_the_model_of_the_nearest_cluster(run: Run) -> None:
         ),
         (
             {"num_server_rounds": 30, "num_clients": 11, "fedconcat": {"clusters": 5, "size_cap": 2}},
-            "fedconcat.size-cap: 5 clusters of at most so many must hold 11 clients, got 2",
+            "fedconcat.size-cap: must let 5 clusters hold 11 clients, got 2",
         ),
     ],
 )

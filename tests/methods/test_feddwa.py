@@ -41,7 +41,7 @@ def test_rows_are_weights_of_at_most_k(n: int, k: int, seed: int) -> None:
 @pytest.mark.parametrize("guidance", ["trained", "extrapolated"])
 def test_one_client_gets_its_own_model_back(tmp_path: Path, guidance: str) -> None:
     federation = Federation(tmp_path, "feddwa", feddwa={"guidance": guidance}, network=lambda: small(batchnorm=True))
-    uploads = federation.round([1])
+    uploads = federation.round(ids=[1])
     back = federation.server.model_for(1)
     assert back.params.tobytes() == uploads.W[0].tobytes() and back.buffers.tobytes() == uploads.B[0].tobytes()
     assert federation.server.model_for(0) is federation.server.global_model  # the initial model
@@ -56,8 +56,8 @@ def test_it_is_feddac_without_important_parameters_bit_for_bit(
     ours = Federation(tmp_path, "feddwa", feddwa={"neighbours": 2}, **common)
     theirs = Federation(tmp_path, "feddac", feddac={"tau": 0.0, "guidance": "one-step", "neighbours": 2}, **common)
     for ids in ([0, 1, 2, 3], [0, 2, 3], [1, 2]):
-        ours.round(ids)
-        theirs.round(ids)
+        ours.round(ids=ids)
+        theirs.round(ids=ids)
         for i in range(4):
             assert ours.server.model_for(i).params.tobytes() == theirs.server.model_for(i).params.tobytes()
 
@@ -78,7 +78,7 @@ def test_guidance_as_far_again_as_the_client_went(tmp_path: Path) -> None:
 
 def test_guidance_is_trained_on_from_the_model(tmp_path: Path) -> None:
     federation = Federation(tmp_path, "feddwa")
-    uploads = federation.round([2])
+    uploads = federation.round(ids=[2])
     ctx, received = federation.context(2, round=1)
     after = ctx.trainer.train(federation.initial)
     assert uploads.W[0].tobytes() == after.params.tobytes()

@@ -66,7 +66,7 @@ def test_server_step_in_closed_form(n: int, absent: int, seed: int) -> None:
 def test_the_servers_drift_is_the_mean_of_all_clients(tmp_path: Path) -> None:
     federation = Federation(tmp_path, "feddyn", sizes=(10, 6, 8, 5), feddyn={"alpha": 0.3}, momentum=0.5)
     for ids in ([0, 1], [1, 3], [0, 1, 2, 3], [2]):
-        federation.round(ids)
+        federation.round(ids=ids)
         drifts = [s.arrays.get("feddyn.drift", np.zeros(federation.layout.d, np.float32)) for s in federation.states]
         close(federation.server.memory["h"], np.mean(drifts, axis=0, dtype=np.float64))
 

@@ -138,15 +138,15 @@ def test_rounds_by_hand(tmp_path: Path, kinds: dict[str, Any]) -> None:
 
 def test_only_clients_that_were_seen_are_offered(tmp_path: Path) -> None:
     federation = Federation(tmp_path, "fedfomo", sizes=(10, 6, 8, 7))
-    federation.round([1])
+    federation.round(ids=[1])
     assert federation.server.offered(0) == federation.server.offered(1) == []
     assert federation.context(0)[1] is federation.server.global_model
     assert federation.context(1)[1].params.tobytes() == federation.server.personal[1]["params"].tobytes()
-    federation.round([0, 1])
+    federation.round(ids=[0, 1])
     assert (
         federation.server.offered(0) == [1] and federation.server.offered(1) == [0] and not federation.server.offered(2)
     )
-    uploads = federation.round([0, 1, 2])
+    uploads = federation.round(ids=[0, 1, 2])
     assert uploads.extras["scores"][0, 0] != 0 and (uploads.extras["scores"][:, 1:] == 0).all()
     ctx, _ = federation.context(0)
     assert ctx.extras["models"].shape == (1, federation.layout.d)

@@ -211,7 +211,7 @@ def test_check_accepts_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "message"), [((3, 0), "says 3 for w0, which has 2 elements"), ((1, -1), "says -1 for w1")]
+    ("counts", "message"), [((3, 0), "has 3 for w0, a tensor of 2 elements"), ((1, -1), "has -1 for w1")]
 )
 def test_check_refuses_counts_by_name(counts: tuple[int, ...], message: str) -> None:
     with pytest.raises(WireError, match=message):
@@ -221,7 +221,7 @@ def test_check_refuses_counts_by_name(counts: tuple[int, ...], message: str) -> 
 def test_check_compares_counts_with_the_mask() -> None:
     mask = masks.pack(np.array(MASK))
     server(upload_mask=True).check(counted(1, 1, mask=mask))
-    with pytest.raises(WireError, match=r"says \[1, 2\], the mask has \[1, 1\] ones per layer"):
+    with pytest.raises(WireError, match=r"is \[1, 2\], but the mask has \[1, 1\] ones per layer"):
         server(upload_mask=True).check(counted(1, 2, mask=mask))
 
 

@@ -59,7 +59,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, Arrays]]:
 
 
 @pytest.mark.parametrize(
-    "method", [name if name in OWN_MEANS else pytest.param(name, marks=pytest.mark.long) for name in ABLE]
+    "method", [name if name in OWN_MEANS else pytest.param(name, marks=pytest.mark.nightly) for name in ABLE]
 )
 def test_all_that_is_averaged_is_one_clients(run: Run, rounds: list[tuple[Arrays, Arrays]], method: str) -> None:
     own = {**IN_TWO_ROUNDS.get(method, {}), **({method: SETTINGS[method]} if method in SETTINGS else {})}

@@ -125,7 +125,7 @@ def test_clients_train_and_send_their_layers_alone(tmp_path: Path) -> None:
     close(after[linear], np.average(W[[0, 2]], axis=0, weights=sizes[[0, 2]])[linear])
     close(after[~linear], np.average(W[[1, 3]], axis=0, weights=sizes[[1, 3]])[~linear])
     kept = after.copy()
-    federation.round([0])
+    federation.round(ids=[0])
     assert (server.global_model.params[~linear] == kept[~linear]).all()  # nobody trained these
     assert not federation.states[0].arrays
 

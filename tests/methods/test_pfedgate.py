@@ -167,8 +167,8 @@ def test_gates_of_1_are_fedavg_bit_for_bit(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(ours, "module", without_gate)
     for ids in ([0, 1, 2], [0, 2]):
-        ours.round(ids)
-        theirs.round(ids)
+        ours.round(ids=ids)
+        theirs.round(ids=ids)
         assert ours.server.global_model.params.tobytes() == theirs.server.global_model.params.tobytes()
         assert ours.server.global_model.buffers.tobytes() == theirs.server.global_model.buffers.tobytes()
 
@@ -193,7 +193,7 @@ def test_what_is_evaluated_is_what_is_exported(tmp_path: Path, sparsity: float) 
         tmp_path, "pfedgate", pfedgate={"sparsity": sparsity}, network=lambda: small(batchnorm=True)
     )
     for _ in range(2):
-        federation.round([0, 1])
+        federation.round(ids=[0, 1])
     # one that took part, and one that never did
     for i in (0, 2):
         model = federation.evaluated(i)

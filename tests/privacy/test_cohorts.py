@@ -131,7 +131,7 @@ def test_fedcac_with_groups_that_change_and_clients_that_drop_out(
 
 
 def test_a_company_that_cannot_be_left_out_ends_the_run(raw_config: dict[str, Any]) -> None:
-    lines = r"client 2: error 0: gone\n  private: a round needs 3 clients of a company that nobody is away from \(private-absent\)"
+    lines = r"client 2: error 0: gone\n  private: a round needs 3 clients of a company, with no member away \(private-absent\)"
     with pytest.raises(UserError, match=lines):
         run_without(raw_config, (1, 0, 2), private_absent="company")
 

@@ -105,7 +105,7 @@ def test_a_damaged_budget_stops_everything(tmp_path: Path, content: str, own: Ow
     budget = budget_of(tmp_path, config(dp_epsilon=2.0), own=own)
     make_directory(budget.notes.budget.parent)
     budget.notes.budget.write_text(content)
-    with pytest.raises(UserError, match="what was spent cannot be read from"):
+    with pytest.raises(UserError, match="the spent budget cannot be read from"):
         budget.spend("1", Plan(0.1, 10, 1.0), 10)
 
 
@@ -121,7 +121,7 @@ def test_a_run_has_one_budget(tmp_path: Path) -> None:
 
     spent = spend("first", 7)
     for _ in range(2):
-        with pytest.raises(UserError, match="this run spends in experiment first, and not in second as well"):
+        with pytest.raises(UserError, match="this run spends in experiment first, so it cannot spend in second"):
             spend("second", 7)
     assert not notes(tmp_path, experiment="second").budget.exists()
     assert spend("first", 8) > spent  # a resumed run
@@ -388,7 +388,7 @@ def test_records_are_looked_at_by_steps_alone(tmp_path: Path) -> None:
         lambda: trainer.differentiate(*trainer._local.data.chosen(torch.arange(2))),
     ]
     for look in looks:
-        with pytest.raises(UserError, match="dp-epsilon: method fedavg looks at records by"):
+        with pytest.raises(UserError, match="dp-epsilon: method fedavg reads records by"):
             look()
 
 
@@ -407,7 +407,7 @@ class Centred(nn.Module):
 
 def test_a_model_that_mixes_records_by_hand_is_named(tmp_path: Path) -> None:
     trainer = noisy(tmp_path, Centred, Plan(1.0, 1, 1.0))
-    with pytest.raises(UserError, match="does not keep records apart: what it says of one changes with others"):
+    with pytest.raises(UserError, match="does not keep records apart: its output for one changes with others"):
         trainer.train(weights.read(Centred()), epochs=1)
 
 

@@ -1,4 +1,4 @@
-"""Models whose gradients cannot be had record by record are refused before a run."""
+"""Models that give no gradients per record are refused before a run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Attentive(nn.Module):
 @pytest.mark.parametrize(
     ("build", "shape", "words"),
     [
-        (Recurrent, (5, 3), "cannot be had record by record"),
-        (Attentive, (5, 4), "cannot be had record by record"),
+        (Recurrent, (5, 3), "gives no gradients per record"),
+        (Attentive, (5, 4), "gives no gradients per record"),
         (lambda: nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), (3,), "does not keep records apart"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_site_whose_budget_is_spent_says_so_and_stays_away(run: Run, raw_confi
 def test_a_finished_run_that_goes_on_has_nothing_left_to_spend(run: Run, keep_state: bool) -> None:
     whole = {"method": "fedavg", "private": True, "keep_state": keep_state, **ROUNDS}
     folder = run(**whole)
-    with pytest.raises(UserError, match="run is finished: dp-epsilon was planned for its rounds"):
+    with pytest.raises(UserError, match="run is finished, and its dp-epsilon was planned for no more rounds"):
         run(**{**whole, "num_server_rounds": 3, "resume": str(folder.path)})
     assert read_summary(folder.path)["digest"]
 
@@ -120,7 +120,7 @@ def test_a_simulation_takes_its_budgets_along_and_a_deployment_keeps_them(
         ({"method": "fedobp"}, "dp-epsilon: method fedobp cannot run with differential privacy"),
         ({"method": "pfedme"}, "dp-epsilon: method pfedme cannot run"),
         ({"model": "resnet8"}, "dp-epsilon: model resnet8 has statistics of whole batches .* take norm = group"),
-        ({"finetune_epochs": 1}, "dp-epsilon: finetune-epochs would look at records beside the budget"),
+        ({"finetune_epochs": 1}, "dp-epsilon: finetune-epochs would use records outside the budget"),
         ({"dp_epsilon": 0.01}, "dp-epsilon: no noise keeps 24 samples within 0.01"),
         ({"dp_delta": 0.05}, "dp-delta: must be below 1 / 24"),
     ],

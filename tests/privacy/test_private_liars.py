@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -99,7 +100,7 @@ def test_an_upload_of_another_attempt_is_refused(run: Run, monkeypatch: pytest.M
     changing(monkeypatch, 1, replaying)
     first, second = rounds(run(**PRIVATE))
     assert len(first["clients"]) == 5 and list(second["clients"]) == ["0", "2", "3", "4"]
-    assert second["failures"][0]["cause"] == "its masks are those of attempt 000001-000000, asked for was 000002-000000"
+    assert second["failures"][0]["cause"] == "its masks belong to attempt 000001-000000, not to 000002-000000"
 
 
 def test_a_replayed_upload_that_lies_about_its_attempt_spoils_the_round_and_no_model(
@@ -123,12 +124,14 @@ def test_a_client_answers_no_attempt_twice(run: Run, monkeypatch: pytest.MonkeyP
     answers: list[Message] = []
 
     def twice(self: Any, message: Message) -> Message:
+        # a client frees the arrays that it has read
+        again = copy.deepcopy(message)
         reply = handle(self, message)
         if (
             message.metadata.message_type == "train"
             and message.content.config_records["fitins.config"]["task"] == "train"
         ):
-            answers.append(handle(self, message))
+            answers.append(handle(self, again))
         return reply
 
     monkeypatch.setattr(InProcessGrid, "_handle", twice)
@@ -147,7 +150,7 @@ def test_a_client_with_another_key_spoils_every_sum_it_is_in(run: Run, monkeypat
         return dataclasses.replace(other, public_of=agreed.public_of) if client_id == 3 else agreed
 
     monkeypatch.setattr(keyring, "open_keyring", lying)
-    with pytest.raises(UserError, match="do not cancel: one of them has other keys"):
+    with pytest.raises(UserError, match="do not cancel: one of them has wrong keys"):
         run(**PRIVATE)
 
 

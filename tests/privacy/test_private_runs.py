@@ -14,6 +14,7 @@ from flwr.app import Message
 from fl_app import weights, wire
 from fl_app.errors import UserError
 from fl_app.layout import Layout
+from fl_app.server import matrices
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RunFolder, read_summary
 from strategies import METHODS, fedcac
@@ -81,12 +82,19 @@ def test_the_order_of_replies_does_not_matter(run: Run, monkeypatch: pytest.Monk
     )
 
 
+def overlap(folder: RunFolder) -> np.ndarray:
+    """The overlaps of the first round."""
+    found = matrices.matrix_of(folder.path, rounds(folder)[0], "overlap")
+    assert found is not None
+    return found.values
+
+
 def test_fedcac_has_the_overlaps_of_the_masks_exactly(run: Run) -> None:
     plain = run(method="fedcac", run_name="plain", num_clients=7, num_server_rounds=1)
     hidden = run(method="fedcac", run_name="hidden", num_clients=7, num_server_rounds=1, private=True)
-    assert rounds(hidden)[0]["overlap"] == rounds(plain)[0]["overlap"]
+    assert (overlap(hidden) == overlap(plain)).all()
     some = run(method="fedcac", run_name="some", num_clients=7, num_server_rounds=1, private=True, private_sketch=8192)
-    off = np.array(rounds(some)[0]["overlap"]) - rounds(plain)[0]["overlap"]
+    off = overlap(some) - overlap(plain)
     assert 0 < np.abs(off).max() < 0.04
     assert rounds(some)[0]["upload-bytes"] < rounds(plain)[0]["upload-bytes"]
 
@@ -114,7 +122,11 @@ def test_fedcac_groups_are_a_partition_kept_for_some_rounds_and_end_at_beta(run:
     )
     seen = []
     for record in rounds(folder):
-        mates = {int(i): {int(i), *row["collaborators"]} for i, row in record["clients"].items()}
+        linked = matrices.links_of(folder.path, record, "collaborators")
+        assert linked is not None and linked.rows.tolist() == [int(i) for i in record["clients"]]
+        mates = {
+            int(i): {int(i), *linked.columns[own].tolist()} for i, own in zip(linked.rows, linked.values, strict=True)
+        }
         for own in mates.values():
             assert len(own) == 1 or len(own) >= 3
             assert all(mates[i] == own for i in own)
@@ -221,28 +233,26 @@ def test_what_leaks_is_said_at_the_start(run: Run, caplog: pytest.LogCaptureFixt
     caplog.set_level("INFO", "corolla")
     run(method="fedcac", max_update_norm=3.0, **PRIVATE)
     said = [line for line in caplog.messages if line.startswith("private:")]
-    assert (
-        len(said) == 2 and "overlaps" in said[0] and "sample counts" in said[0] and "losses and accuracies" in said[0]
-    )
-    assert "max-update-norm leaves nobody out" in said[1]
+    assert len(said) == 2 and "overlap" in said[0] and "sample counts" in said[0] and "losses and accuracies" in said[0]
+    assert "max-update-norm drops no upload" in said[1]
     caplog.clear()
     run(method="fedavg", run_name="b", report_accuracy=False, **PRIVATE)
     said = [line for line in caplog.messages if line.startswith("private:")]
-    assert len(said) == 1 and "overlaps" not in said[0] and "accuracies" not in said[0]
+    assert len(said) == 1 and "overlap" not in said[0] and "accuracies" not in said[0]
 
 
 @pytest.mark.parametrize(
     "said, expected",
     [
-        ({"private-members": "0,1"}, "asks for a sum of 2 clients, at least 3 hide each other"),
-        ({"private-members": "0,1,1,2"}, "names a group that is none of client"),
-        ({"private-members": "7,8,9"}, "names a group that is none of client"),
+        ({"private-members": "0,1"}, "asks for a sum of 2 clients, but only 3 or more hide each other"),
+        ({"private-members": "0,1,1,2"}, "group does not fit client"),
+        ({"private-members": "7,8,9"}, "group does not fit client"),
         ({"private-weight": 0.0}, "gives client . a weight of 0 among 5 clients"),
         ({"private-weight": 6.0}, "a weight of 6 among 5 clients"),
         ({"private-weight": float("nan")}, "a weight of nan"),
         ({"private-clients": 2}, "among 2 clients"),
         ({"private-sealed": "AAAA"}, "was not sealed by client 0"),
-        ({}, "does not say with whom to mask"),
+        ({}, "does not name the clients to mask with"),
     ],
 )
 def test_a_client_sends_nothing_that_would_not_be_hidden(
@@ -259,16 +269,17 @@ def test_a_client_sends_nothing_that_would_not_be_hidden(
 
 def test_the_docs_name_the_methods_that_can() -> None:
     text = " ".join((Path(__file__).parents[2] / "docs" / "privacy.md").read_text().split())
-    listed = text.partition("those whose server needs sums alone run private: ")[2].partition("; and fedcac as above")[
-        0
-    ]
+    listed = text.partition("if its server needs only sums. `corolla methods` names them: ")[2].partition(
+        "; and fedcac as above"
+    )[0]
     assert listed.split(", ") == [name for name in SUMS if name != "fedcac"]
 
 
 @pytest.mark.parametrize("name", sorted(set(METHODS) - set(SUMS)))
 def test_other_methods_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(
-        UserError, match=f"private: method {name} cannot run private: (its server|it sends|nothing travels|which)"
+        UserError,
+        match=f"private: method {name} cannot run private: (its server|its clients|it sends|nothing travels|which)",
     ):
         METHODS[name].check(config(method=name, num_server_rounds=30, **PRIVATE))
 

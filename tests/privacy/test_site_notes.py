@@ -211,7 +211,7 @@ def test_the_server_refuses_an_epsilon_that_falls(
     shutil.copy(site_directory() / HASH_KEY, tmp_path / "empty")
     monkeypatch.setenv("COROLLA_SITE_DIR", str(tmp_path / "empty"))
     with pytest.raises(
-        UserError, match=r"dp-epsilon: its records have spent [23]\.\d+, and 3\.\d+ before: .* are lost"
+        UserError, match=r"dp-epsilon: its records have spent [23]\.\d+, but 3\.\d+ before: its site has lost its notes"
     ):
         again(folder.path, 3, raw_config, WHOLE, nodes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def test_an_interrupted_run_reports_what_there_is(
     lines = (fedcac / "metrics.jsonl").read_text().splitlines()
     run = folder(tmp_path / "cut", [], finished=False, method="fedcac", num_server_rounds=8)
     (run / "metrics.jsonl").write_text("\n".join([lines[0], "{garbage", *lines[2:5], "7", lines[5][:200]]))
+    shutil.copytree(fedcac / "matrices", run / "matrices")
     monkeypatch.setattr(logging.getLogger("corolla"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="corolla"):
         assert [r["round"] for r in read_metrics(run)] == [1, 3, 4, 5]

@@ -61,6 +61,8 @@ def test_how_and_where_a_run_runs_tells_no_runs_apart(tmp_path: Path) -> None:
     for key in specs(RunConfig):
         if key.about in ("running", "place"):
             other = {bool: not key.default, str: "elsewhere"}.get(key.type, 7)
+            if key.choices:
+                other = next(word for word in key.choices if word != key.default)
             elsewhere[key.name] = "tensorboard" if key.name == "track" else other
     assert {"collect-personal-models", "keep-state", "round-timeout", "state-dir"} <= elsewhere.keys()
     here = [folder(tmp_path / "a", ONE, seed=1), folder(tmp_path / "b", ONE, seed=2, **elsewhere)]

@@ -58,8 +58,8 @@ def test_the_page_is_self_contained_and_every_picture_decodes(
     for path in (fedcac, fedavg, local):
         summary = json.loads((path / "summary.json").read_text())
         assert f"{100 * summary['final-accuracy']:.2f}" in page and summary["digest"][:8] in page
-    assert "pathological" in page and "do not have the same data" in page
-    assert "mean overlap is" in page and 'class="warn"' in page
+    assert "pathological" in page and "have different data" in page
+    assert "Mean overlap: " in page and 'class="warn"' in page
 
 
 def test_a_report_replaces_the_pictures_of_an_earlier_one_and_nothing_else(
@@ -97,14 +97,14 @@ def test_only_a_report_is_replaced_and_one_of_other_runs_is_named(
 
     for runs, said in (([fedavg], False), ([fedavg, local], True)):
         code, out = corolla(*map(str, runs))
-        assert code == 0 and ("(in place of the report of fedavg-run)" in out) == said, out
+        assert code == 0 and ("(replaces the report of fedavg-run)" in out) == said, out
     page, table = tmp_path / "out" / report.PAGE, tmp_path / "out" / "rounds.csv"
-    assert "(in place of the report of fedavg-run, local-run)" in corolla(str(fedavg))[1]
+    assert "(replaces the report of fedavg-run, local-run)" in corolla(str(fedavg))[1]
     for file, content in ((page, "<!doctype html>\n<html>my own"), (table, "a,b\n1,2\n")):
         before = file.read_text()
         file.write_text(content)
         code, out = corolla(str(fedavg))
-        assert code == 2 and f"{file.name} is there and no report" in out and file.read_text() == content
+        assert code == 2 and f"{file.name} exists and is not a report" in out and file.read_text() == content
         file.write_text(before)
     code, out = corolla(str(fedavg))
     assert code == 0 and "in place of" not in out, out
@@ -160,10 +160,10 @@ def test_what_was_tested_instead_of_the_received_model_is_said(
     start: Callable[..., Path], fedavg: Path, tmp_path: Path
 ) -> None:
     page, _ = write(tmp_path / "one", fedavg)
-    assert "But of" not in page
+    assert "is an exception" not in page
     ditto = start("ditto-run", method="ditto", num_server_rounds=1)
     page, _ = write(tmp_path / "two", fedavg, ditto)
-    assert f"But of ditto, {escape(OWN_MODEL)}." in page
+    assert f"ditto is an exception: {escape(OWN_MODEL)}." in page
 
 
 def test_runs_older_than_the_declarations_take_those_of_their_method(fedcac: Path, tmp_path: Path) -> None:

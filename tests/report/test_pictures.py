@@ -14,14 +14,16 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from corolla.report import figures
+from corolla.report import figures, fonts
 from corolla.report.accuracy import accuracy
 from corolla.report.arrays import read_runs
 from corolla.report.by_kind import of_run
 from corolla.report.costs import costs
+from corolla.report.figures import Panel
 from corolla.report.groups import grouped
 from corolla.report.partitions import partitions
 from corolla.report.style import DARK, LIGHT
+from strategies import METHODS
 from tests.report.builders import folder, many_runs, record, write
 
 
@@ -35,6 +37,64 @@ def test_a_legend_is_never_wider_than_the_picture(letters: int) -> None:
     drawing.draw_without_rendering()
     box = drawing.legends[0].get_window_extent()
     assert drawing.bbox.x0 <= box.x0 and box.x1 <= drawing.bbox.x1
+
+
+# letters that matplotlib's own font lacks: one font that comes with matplotlib has the first, none has the others
+RARE, NOWHERE = "\U0001d5a0", "\u5317\u4eac"
+
+
+def named_run(path: Path, names: list[str], classes: list[str]) -> Path:
+    rows = {str(i): {"accuracy-before": 0.5, "collaborators": [0] * (i + 1)} for i in range(len(names))}
+    run = folder(path, [record(t, rows) for t in (1, 2)], figures=METHODS["fedcac"].figures)
+    facts = {str(i): {"name": name, "class-counts": [i + 1, 4]} for i, name in enumerate(names)}
+    (run / "clients.json").write_text(json.dumps(facts))
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**about, "classes": classes}))
+    return run
+
+
+def drawn_words(panels: list[Panel], kind: str = "png") -> list[set[str]]:
+    """Render pictures, and return the words that stand in each."""
+    found = []
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("error")
+        saved = Figure.savefig
+        patch.setattr(Figure, "savefig", lambda self, *args, **more: found.append(self) or saved(self, *args, **more))
+        for panel in panels:
+            assert panel.render(kind)
+    return [{text.get_text() for text in fonts.texts(picture)} for picture in found]
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_names_in_any_script_are_drawn_or_told_by_number(tmp_path: Path, kind: str) -> None:
+    names = ["Zürich", "Αθήνα", "Київ", f"{RARE}-Spital", NOWHERE, "القاهرة"]
+    run = named_run(tmp_path / f"run {NOWHERE}", names, [NOWHERE, f"ja {RARE}"])
+    groups = grouped(read_runs([run]))
+    first = groups[0].first
+    shown = drawn_words([*partitions([first]), *of_run(first), *accuracy(groups)], kind)
+    assert {*names} - {NOWHERE} | {"4"} <= shown[0] and NOWHERE not in shown[0]
+    assert {f"ja {RARE}", "0"} <= shown[0]
+    assert {*names} - {NOWHERE} | {"4"} <= shown[1]
+    assert not any(letter in word for words in shown for word in words for letter in NOWHERE)
+
+
+def test_long_names_are_whole_where_there_is_room_and_told_apart_where_not(tmp_path: Path) -> None:
+    names = [
+        "Kantonsspital Chur",
+        "Universitätsspital Zürich",
+        "Spital Nord-Ost Bau A und B",
+        "Spital Nord-West Bau A und B",
+    ]
+    run = named_run(tmp_path / "run", names, ["no", "yes"])
+    first = grouped(read_runs([run]))[0].first
+    panels = [*partitions([first]), *of_run(first)]
+    for words in drawn_words(panels):
+        assert {"Kantonsspital Chur", "Universitä…al Zürich", "Spital Nord-Ost B… 2", "Spital Nord-West… 3"} <= words
+    for panel in panels:
+        with rc_context(LIGHT):
+            drawing = panel.draw()
+            drawing.draw_without_rendering()
+            assert_nothing_is_cut(panel.name, drawing)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +177,7 @@ def test_clients_that_never_train_are_drawn_apart_and_the_table_says_the_same(tm
     for name, values in (("clients", [0.68, 0.73, 0.93]), ("unseen-accuracy", [0.13, 0.23])):
         (line,) = found[name].draw().axes[0].get_lines()
         assert list(line.get_ydata()) == pytest.approx(values)
-    assert "over all clients but those that never train, who stand apart" in found["accuracy"].caption
+    assert "mean over all of these; clients that never train are on the right" in found["accuracy"].caption
     assert found["clients"].title == "Final accuracy of each client that trains"
     assert found["clients"].caption.endswith("Measured: all clients that train, after round 3.")
     assert found["unseen-accuracy"].title == "Final accuracy of each client that never trains"
@@ -159,7 +219,7 @@ def test_without_such_clients_nothing_is_said_of_them(tmp_path: Path) -> None:
     assert [axes.get_title() for axes in found["accuracy"].draw().axes][-1] == "All clients' own models"
     assert found["clients"].title == "Final accuracy of each client"
     assert not any("never" in panel.caption for panel in found.values())
-    assert "(right, All clients' own models: over all clients)" in found["accuracy"].caption
+    assert "All clients' own models (right): mean over all clients." in found["accuracy"].caption
 
 
 def test_long_runs_are_drawn_as_running_means_without_their_first_rounds(tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ def test_a_run_records_what_it_is_made_of(command: Command, tmp_path: Path, data
         "sha256",
         "partition-sha256",
         "normalization",
+        "input",
     }
     # the same samples under another name, prepared elsewhere
     (tmp_path / "other").mkdir()
@@ -85,10 +86,19 @@ def test_a_run_does_not_go_on_with_other_data(command: Command, tmp_path: Path, 
     metrics = (tmp_path / "one" / "metrics.jsonl").read_bytes()
     write_data(data, 1)
     code, out, err = command(*again(tmp_path, 2))
-    assert code == 2 and "since the run started its data set (sha256 " in " ".join((out + err).split())
+    assert code == 2 and "resume: its data set (sha256 " in " ".join((out + err).split())
     assert (tmp_path / "one" / "metrics.jsonl").read_bytes() == metrics
     write_data(data, 0)
-    assert command(*again(tmp_path, 2))[0] == 0
+    code, _, err = command(*again(tmp_path, 2))
+    assert code == 0 and "recorded no hashes" not in err
+
+
+def test_going_on_with_a_run_that_recorded_no_hashes_is_said(command: Command, tmp_path: Path, data: Path) -> None:
+    assert command(*arguments(tmp_path, data))[0] == 0
+    file = tmp_path / "one" / "run.json"
+    file.write_text(json.dumps({name: value for name, value in json.loads(file.read_text()).items() if name != "data"}))
+    code, _, err = command(*again(tmp_path, 2))
+    assert code == 0 and "has no hashes of its data, because an earlier version made it" in " ".join(err.split())
 
 
 def test_a_run_does_not_go_on_with_another_partition(command: Command, tmp_path: Path, data: Path) -> None:
@@ -101,7 +111,7 @@ def test_a_run_does_not_go_on_with_another_partition(command: Command, tmp_path:
     assert command(*arguments(tmp_path, data, "one", *mine))[0] == 0
     parts(10)
     code, out, err = command(*again(tmp_path, 2))
-    assert code == 2 and "since the run started its partition (sha256 " in " ".join((out + err).split())
+    assert code == 2 and "resume: its partition (sha256 " in " ".join((out + err).split())
 
 
 def test_a_run_does_not_go_on_with_other_initial_weights(run: Run, tmp_path: Path) -> None:
@@ -140,13 +150,13 @@ def test_the_server_refuses_a_site_whose_data_have_changed(
     folder = run(node_configs=nodes, num_server_rounds=1, **setting)
     told = read_clients(folder.path)
     hashes = {i: told[str(i)]["data-sha256"] for i in range(3)}
-    assert len(set(hashes.values())) == 3 and "data" not in read_about(folder.path)
+    assert len(set(hashes.values())) == 3 and set(read_about(folder.path)["data"]) == {"normalization", "input"}
     assert read_hashes(folder.path) == {i: DataHashes(hashes[i], "") for i in range(3)}
     write_data(sites[1], 7)
     caplog.set_level(logging.WARNING, logger="corolla")
     run(node_configs=nodes, num_server_rounds=2, resume=str(folder.path), **setting)
     (line,) = [line for line in caplog.messages if "client 1" in line]
-    assert re.search(r"its data set \(sha256 .*\) is not what the run started with", line)
+    assert re.search(r"its data set \(sha256 .*\) has changed since the run started", line)
     last = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()][-1]
     assert last["round"] == 2 and set(last["clients"]) == {"0", "2"}
 
@@ -179,7 +189,9 @@ def test_the_server_refuses_a_client_that_holds_another_data_set(run: Run, tmp_p
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(client.CorollaClient, "_data_hashes", other)
-        with pytest.raises(UserError, match=r"client 2: its data set \(sha256 000000000000.*\) is not the others'"):
+        with pytest.raises(
+            UserError, match=r"client 2: its data set \(sha256 000000000000.*\) differs from the others'"
+        ):
             run(method="fedavg", num_clients=3, available_timeout=1.0, run_name="one")
         folder = run(method="fedavg", num_clients=3, min_available_clients=2, available_timeout=1.0, run_name="two")
     assert set(read_clients(folder.path)) == {"0", "1"}
@@ -229,12 +241,15 @@ def test_a_site_that_cannot_keep_a_key_takes_part_and_says_so(
     assert read_hashes(folder.path) == {} and "cannot keep a key" in caplog.text
 
 
-def test_a_sweep_runs_again_what_was_made_of_other_data(command: Command, tmp_path: Path, data: Path) -> None:
+@pytest.mark.parametrize("more", ["", "private = true\n"], ids=["open", "private"])
+def test_a_sweep_runs_again_what_was_made_of_other_data(
+    command: Command, tmp_path: Path, data: Path, more: str
+) -> None:
     sweep = tmp_path / "s.toml"
     sweep.write_text(
         f'[settings]\ndataset = "npz:{data}"\nmodel = "mlp"\nnum-clients = 3\nnum-server-rounds = 1\nlocal-epochs = 1\n'
         f'partition = "iid"\ntrain-samples = 0\ntest-samples = 0\ndata-dir = "{tmp_path / "prepared"}"\n'
-        f'state-dir = "{tmp_path / "state"}"\nmethod = "fedavg"\n[grid]\nseed = [0, 1]\n'
+        f'state-dir = "{tmp_path / "state"}"\nmethod = "fedavg"\n{more}[grid]\nseed = [0, 1]\n'
     )
     words = ["sweep", "--in-process", str(sweep), "--output-dir", str(tmp_path / "out")]
     assert command(*words)[0] == 0
@@ -243,7 +258,7 @@ def test_a_sweep_runs_again_what_was_made_of_other_data(command: Command, tmp_pa
     write_data(data, 1)
     code, out, _ = command(*words)
     assert code == 0 and "0 finished before, 2 to do" in out
-    assert out.count("the data have changed since this run, set aside") == 2
+    assert out.count("the data have changed since this run started; set aside") == 2
     assert len(list((tmp_path / "out" / "other-data").iterdir())) == 2
     code, out, _ = command(*words)
     assert code == 0 and "2 finished before, 0 to do" in out

@@ -88,7 +88,7 @@ def test_a_name_alone_stands_in_the_clients_entries(run: Run, plug_in: Path, log
 def test_a_metric_cannot_have_the_name_of_another(plug_in: Path, name: str) -> None:
     (plug_in / "drifting.py").write_text(DECLARED.replace('"drift"', repr(name)))
     config = parse({**SMALL, "method": "drifting:METHOD"}, METHOD_PARAMS)
-    with pytest.raises(UserError, match=f"method drifting:METHOD: reports: every name once.*, got {name}$"):
+    with pytest.raises(UserError, match=f"method drifting:METHOD: reports: names must differ.*, got {name}$"):
         METHODS[config.method].check(config)
 
 

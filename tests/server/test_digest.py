@@ -117,7 +117,7 @@ def test_a_collected_model_with_other_statistics_is_named(run: Run) -> None:
     tensors = load_file(file)
     name = next(name for name in tensors if name.endswith("running_mean"))
     save_file({**tensors, name: tensors[name] + 1}, file)
-    with pytest.raises(UserError, match="is not what client 1 was evaluated with: its buffers-sha256 is"):
+    with pytest.raises(UserError, match="is not the model that client 1 was evaluated with: its buffers-sha256 is"):
         run_models.load(folder.path, 1, METHODS)
     as_recorded_earlier(folder)
     assert run_models.load(folder.path, 1, METHODS).client == 1
@@ -132,7 +132,7 @@ def test_earlier_runs_are_marked_and_never_taken_for_the_same(run: Run) -> None:
     runs = [read_run(folder.path) for folder in folders]
     table = tables.results_table(grouped(runs))
     assert f"{outcome['digest'][:8]}</code> (version 1)" in table and f"{digest[:8]}</code><" in table
-    assert "Digests of version 1 leave BatchNorm statistics out, and are not comparable with others." in table
+    assert "Digests of version 1 do not cover BatchNorm statistics, and are not comparable with others." in table
     assert "version 1" not in tables.results_table(grouped(runs[1:]))
 
 

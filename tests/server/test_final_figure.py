@@ -49,7 +49,7 @@ def test_a_final_evaluation_without_an_answer(run: Run, tmp_path: Path) -> None:
 
 
 def test_an_earlier_evaluation_without_an_answer(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^evaluation after round 1: no client answered .*\nall else of the run is in"):
+    with pytest.raises(UserError, match=r"^evaluation after round 1: no client answered .*\nthe rest of the run is in"):
         run(app=failing_at(1), evaluate_every=1)
     assert read_summary(tmp_path / "runs" / "run")["final-accuracy"] > 0
 

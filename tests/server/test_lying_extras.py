@@ -48,7 +48,7 @@ LIES: dict[str, tuple[dict[str, Any], Callable[[Scene], Upload], str]] = {
     "pfedfda means": ({}, array("means", lambda m: m * 1000), "its class means lie"),
     "pfedfda covariance": ({}, array("covariance", lambda c: c * 1000), "its covariances lie"),
     "fedgen counts": ({}, array("class-counts", lambda c: c * 1000), "must be >= 0 and sum to num_examples 24"),
-    "fedobp counts": ({}, array("personal-parameters", lambda c: c + 10**9), "which has"),
+    "fedobp counts": ({}, array("personal-parameters", lambda c: c + 10**9), "a tensor of"),
     "ifca cluster": ({}, array("cluster", lambda c: c + 100), "must be in 0..3, got 10"),
     "scaffold few steps": ({}, number("steps", 1), "steps must be an integer in 3..3 for 24 samples, got 1"),
     "scaffold many steps": ({}, number("steps", 10**6), "got 1000000"),

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fl_app.errors import UserError
-from fl_app.server.client_arrays import release, to_disk
+from fl_app.server.client_arrays import release, settle, stack, stack_like, to_disk
 from fl_app.server.run_folder import RunFolder, read_summary
 from fl_app.wire import Expected
 from strategies import aggregate, fedcac, feddac, masks
@@ -64,6 +65,49 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
         to_disk({"a": np.arange(5.0)}, tmp_path / "missing")
 
 
+def test_a_rounds_stacks_beyond_the_limit_lie_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.base.uploads.SMALL", 100)
+    expected = Expected(1000, 5, num_params=1000, extras={"x": ("<i8", (2, 3))})
+    # a client's row has 4000 + 20 + 125 + 48 bytes
+    for limit, mapped in ((0, False), (4 * 4193, False), (4 * 4193 - 1, True)):
+        intake = Intake.of([1, 2, 3, 5], expected, limit, tmp_path)
+        assert intake.bits is not None
+        stacks: list[NDArray[Any]] = [intake.W, intake.B, intake.bits, intake.extras["x"]]
+        assert [isinstance(each, np.memmap) for each in stacks] == [mapped] * 4
+        assert [each.shape for each in stacks] == [(4, 1000), (4, 5), (4, 125), (4, 2, 3)]
+        assert intake.extras["x"].dtype == np.int64
+        intake.W[2] = np.arange(1000)
+        release({"W": intake.W[2]})
+        assert (intake.W[2] == np.arange(1000)).all()
+        assert isinstance(stack_like(intake.W, tmp_path), np.memmap) == mapped
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_a_mapped_stack_is_kept_for_are_copied_out_of_it(tmp_path: Path) -> None:
+    W = stack((3, 100), np.dtype(np.float32), tmp_path)
+    W[:] = np.arange(3)[:, None]
+    personal = {i: {"params": W[i], "round": np.array(1)} for i in range(3)}
+    settle(personal, [0, 1, 2], 1, tmp_path)
+    assert all(np.shares_memory(own["params"], W) for own in personal.values())
+    settle(personal, [0, 1], 1, tmp_path)
+    assert [np.shares_memory(own["params"], W) for own in personal.values()] == [True, True, False]
+    before, kept = dict(personal[2]), personal[2]["params"]
+    assert isinstance(kept, np.memmap) and (kept == 2).all() and int(personal[2]["round"]) == 1
+    settle(personal, [0, 1], 1, tmp_path)
+    assert personal[2]["params"] is before["params"]
+
+
+def test_a_stack_that_the_disk_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(
+        UserError, match="server-memory-limit: .* has no room for a round's uploads, 4e-09 GB: .*No space left"
+    ):
+        stack((1,), np.dtype(np.float32), tmp_path)
+
+
 @pytest.mark.parametrize("method", ["fedcac", "feddac", "fedamp"])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_what_lies_on_disk_does_not_change_the_run(
@@ -79,6 +123,33 @@ def test_what_lies_on_disk_does_not_change_the_run(
         for i, limit in enumerate((0.0, 1e-9, 1e-4))
     ]
     assert len(set(digests)) == 1 and spilled
+
+
+@pytest.mark.parametrize(
+    ("method", "own"),
+    [("fedcac", {}), ("feddac", {}), ("fedamp", {}), ("feddwa", {"guidance": "extrapolated"}), ("ifca", {})],
+)
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_stacks_on_the_disk_do_not_change_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, method: str, own: dict[str, Any], fraction: float
+) -> None:
+    monkeypatch.setattr("strategies.base.uploads.SMALL", 0)
+    mapped: list[bool] = []
+    monkeypatch.setattr(
+        "fl_app.server.client_arrays.stack",
+        lambda shape, dtype, place: (mapped.append(place is not None), stack(shape, dtype, place))[1],
+    )
+    config: dict[str, Any] = {
+        "method": method,
+        "num_server_rounds": 3,
+        "fraction_train": fraction,
+        method: own,
+    }
+    digests = [
+        read_summary(run(**config, server_memory_limit=limit, run_name=f"limit-{i}").path)["digest"]
+        for i, limit in enumerate((0.0, 1e-9))
+    ]
+    assert digests[0] == digests[1] and any(mapped) and not all(mapped)
 
 
 @pytest.mark.parametrize("mixing", ["collaborate", "as-critical", "mix", "mix_by_mask"])

@@ -47,8 +47,11 @@ def test_known_numbers_are_kept_and_nothing_else() -> None:
         (upload(loss_before=-1), "metric loss-before"),
         (upload(seconds_train=1e31), "metric seconds-train"),
         (upload(seconds_train="x" * 10), "metric seconds-train"),
-        (upload(2**62), "num_examples must be the 24 that the client told when it connected, got 4611686018427387904"),
-        (upload(test_samples=11), "test-samples must be the 10 that the client told when it connected, got 11"),
+        (
+            upload(2**62),
+            "num_examples must be the 24 that the client reported when it connected, got 4611686018427387904",
+        ),
+        (upload(test_samples=11), "test-samples must be the 10 that the client reported when it connected, got 11"),
         (upload(state_version="000001-000000"), "state-version must be 000002-000000 or empty, got '000001-000000'"),
         (upload(state_used="../x"), "state-used must be a state's version"),
     ],

@@ -18,6 +18,7 @@ from fl_app import models, weights, wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
+from fl_app.server import matrices
 from fl_app.server.inprocess import InProcessGrid
 from fl_app.server.run_folder import RUN, RunFolder, ask_to_stop, read_config, read_metrics, read_summary
 from strategies import METHODS as ALL_METHODS
@@ -76,7 +77,9 @@ def test_a_run(run: Run, method: str, model: str) -> None:
             assert row["test-samples"] == small.get("test_samples", 10)
             assert ("collaborators" in row) == (method == "fedcac")
             assert {"train", "evaluate"} <= set(row["seconds"])
-        assert ("overlap" in record) == (method == "fedcac") and np.shape(record.get("overlap", [])) in ((0,), (n, n))
+        overlap = matrices.matrix_of(folder.path, record, "overlap")
+        assert "overlap" not in record and (overlap is not None) == (method == "fedcac")
+        assert overlap is None or overlap.values.shape == (n, n)
         assert record["upload-bytes"] == n * up and record["download-bytes"] == n * down
         for name in ("accuracy-before", "accuracy-after", "loss"):
             mean = np.mean([row[name] for row in record["clients"].values()])
@@ -337,8 +340,12 @@ def test_without_collecting_local_models_stay_on_the_clients(run: Run, tmp_path:
 
 def test_state_is_removed_with_its_finished_run(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = run(method="local", run_name="one")
-    assert list((tmp_path / "state").iterdir()) == [] and not caplog.records
-    with pytest.raises(UserError, match="clients of .*/one removed their state when it ended.*keep-state = true can"):
+    assert list((tmp_path / "state").iterdir()) == []
+    # a model of so little training may well answer one class
+    assert not [record for record in caplog.records if "predicts the same class" not in record.getMessage()]
+    with pytest.raises(
+        UserError, match="clients of .*/one removed their state when it ended; only .*keep-state = true can"
+    ):
         run(method="local", run_name="one", resume=str(folder.path), num_server_rounds=4)
     kept = run(method="local", run_name="two", keep_state=True)
     longer = run(method="local", run_name="two", resume=str(kept.path), num_server_rounds=4)

@@ -93,6 +93,8 @@ def test_a_client_with_another_model(run: Run, monkeypatch: pytest.MonkeyPatch) 
     def context(self: Any, download: Any) -> Any:
         nonlocal building
         building = self.client_id == 1
+        # else it would use the network that the client before has left
+        self.session._left.clear()
         try:
             return original_context(self, download)
         finally:

@@ -8,18 +8,30 @@ from pathlib import Path
 import pytest
 
 from corolla.cli.listings import methods
+from corolla.cli.reference import method_pages, with_table
 from strategies import METHODS
-from strategies.overview import GROUPS, methods_table
+from strategies.overview import COLUMNS, groups, methods_table, of
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "methods.md"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_method_is_in_one_group() -> None:
-    assert Counter(row.method for rows in GROUPS.values() for row in rows) == Counter(list(METHODS))
-    assert all(all(row) for rows in GROUPS.values() for row in rows)
+    assert Counter(name for names in groups().values() for name in names) == Counter(list(METHODS))
+    assert all(getattr(of(name), column) for name in METHODS for column in ("group", *COLUMNS))
+    assert next(iter(groups())) == of("local").group
 
 
-def test_the_documentation_and_the_command_have_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert methods_table() in DOCS.read_text(encoding="utf-8")
+def test_the_pages_have_the_tables_and_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = method_pages(ROOT)
+    assert len(pages) == len(METHODS) + 2
+    assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
     methods(table=True)
     assert capsys.readouterr().out == methods_table() + "\n"
+
+
+def test_a_table_is_replaced_where_it_stands() -> None:
+    page = "# A\n\n## B\n\nwords\n\n| x |\n| y |\n\nmore\n\n| z |\n"
+    assert with_table(page, "B", "| new |") == page.replace("| x |\n| y |", "| new |")
+    assert with_table("## B\n\n| x |", "B", "| new |") == "## B\n\n| new |\n"
+    with pytest.raises(ValueError, match="no table below 'C'"):
+        with_table(page, "C", "| new |")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -58,11 +59,20 @@ def test_the_howtos_example_is_complete_and_short(here: Path, corolla: Command) 
     assert "Distance of the mentor" in (here / "report.html").read_text()
 
 
+def test_the_howtos_test_holds(here: Path) -> None:
+    (here / "mentor.py").write_text(example())
+    shown = HOWTO.read_text(encoding="utf-8").partition("## Testing\n")[2]
+    code = shown.partition("```python\n")[2].partition("```")[0]
+    assert code.count("assert") == 2
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_methods_own_parameters_are_listed(here: Path, corolla: Command) -> None:
     (here / "mentor.py").write_text(example())
     code, out, _ = corolla("methods", "mentor:METHOD")
     assert code == 0 and "Clients learn from a mentor" in out and "mentor.inertia = 0.9  (in [0, 1))  Part of" in out
-    assert corolla("methods", "fedcac")[1].count("fedcac.") == 8 and "fedprox" in corolla("methods")[1]
+    assert corolla("methods", "fedcac")[1].count("fedcac.") == 9 and "fedprox" in corolla("methods")[1]
     assert "did you mean fedcac?" in corolla("methods", "fedcax")[2]
 
 

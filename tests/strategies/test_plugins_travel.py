@@ -55,10 +55,13 @@ def test_a_node_without_the_file_or_with_another_one_is_named(here: Path, raw_co
     (here / "mine.py").write_text(PLAIN.format(name="mine"))
     raw = {**raw_config, "method": "mine:METHOD"}
     raw["plugins"] = plugins.fingerprint(plugins.files(raw))
-    for plugin in (f"mine.py:{'0' * 16}", f"gone.py:{'0' * 16}"):
-        why = refused(raw, {**raw, "plugins": plugin})
-        assert f"client 0: plugins: {here / 'mine.py' if 'mine' in plugin else 'gone.py'} is not" in why
-    with pytest.raises(UserError, match="plugins: .*mine.py is not the file the run was started with"):
+    for plugin, what in (
+        ("mine.py", f"{here / 'mine.py'} differs from"),
+        ("gone.py", "the run's file gone.py is missing"),
+    ):
+        why = refused(raw, {**raw, "plugins": f"{plugin}:{'0' * 16}"})
+        assert f"client 0: plugins: {what}" in why
+    with pytest.raises(UserError, match="plugins: .*mine.py differs from the file the run was started with"):
         RunFolder.create(parse({**raw, "plugins": f"mine.py:{'0' * 16}"}, METHOD_PARAMS), "e")
     assert not Path(str(raw["output-dir"])).exists()
 
@@ -88,7 +91,7 @@ def net(in_channels, num_classes, image_size):
         ("loss[None]", "objective: must return a scalar tensor, the batch's mean, got shape (1,)"),
         ("0.5", "objective: must return a scalar tensor, the batch's mean, got float"),
         ("loss * float('nan')", "training diverged: its loss is nan"),
-        ("loss + ctx.trainer.forward(module, x)[0].mean()", "has no Linear layer, whose input the features are"),
+        ("loss + ctx.trainer.forward(module, x)[0].mean()", "has no Linear layer, so it has no features"),
         ("loss + 1 / 0", "ZeroDivisionError"),
     ],
 )
@@ -148,7 +151,7 @@ def test_a_run_is_resumed_from_anywhere_with_its_own_copy(here: Path, corolla: C
     assert read_config(run)["plugins"] == plugins.fingerprint({"mentor.py": example().encode()})
     (here / "mentor.py").write_text(example() + "# changed\n")
     code, _, err = corolla("run", "--in-process", "--resume", str(run), "--set", "num-server-rounds=3")
-    assert code == 0 and "warning: mentor.py has changed since the run was started, which goes on with" in err
+    assert code == 0 and "warning: mentor.py has changed since the run started; the run uses its copy" in err
     (here / "mentor.py").unlink()
     code, _, err = corolla("run", "--in-process", "--resume", str(run), "--set", "num-server-rounds=4")
     assert code == 0 and "warning" not in err

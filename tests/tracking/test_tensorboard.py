@@ -62,7 +62,8 @@ def test_tensorboard_that_is_missing_is_said_before_the_run_starts(
         importlib.util, "find_spec", lambda name, *rest: None if name == "tensorboard" else find(name, *rest)
     )
     with pytest.raises(
-        UserError, match="track: the package tensorboard is not installed .*; pip install tensorboard, or leave"
+        UserError,
+        match="track: the package tensorboard is not installed .*; pip install 'corolla.tensorboard.', or leave",
     ):
         run(track="tensorboard")
     assert not (tmp_path / "runs").exists()

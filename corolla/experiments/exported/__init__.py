@@ -1,1 +1,1 @@
-"""Models that leave a run: exported, described, loaded, and used for predictions."""
+"""Models that leave a run: exporting, describing, loading and predicting."""

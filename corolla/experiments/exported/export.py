@@ -1,4 +1,4 @@
-"""Final models of a run folder as files of their own, each with its card."""
+"""Export of a run's final models, each as a file with a card."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from fl_app.files import publish
 def export(
     run: Path,
     methods: Mapping[str, Any],
-    client: int | None = None,
+    client: int | str | None = None,
     output: Path | None = None,
     *,
     onnx: bool = False,
     data_path: str = "",
 ) -> tuple[Path, model_card.Card]:
-    """Write the global model, or a client's, its card, and the run's copies of the user's own files; return the first two.
+    """Write the global model or a client's model, its card, and copies of the run's plugins.
 
-    A client's is what `trained.load` says, the global one where that is what it uses. As PyTorch state dict, which
-    `load_state_dict` accepts strictly, or as ONNX. Tensors that a client does not share are only in a state dict if the run
-    collected personal models; ONNX needs all. methods: the registered Methods. output: default RUN-client-K.pt in the current
-    directory. data_path: the node's own data, for dataset `node`. Raises UserError if the run has no such model, if it cannot be
-    written, and as `described` and `write_onnx` do.
+    Return the model's path and the card. The model is as in `run_models.load`: for a client that is evaluated with the
+    global model, the global one. The file is a PyTorch state dict that `load_state_dict` accepts strictly, or ONNX. A
+    state dict lacks tensors that clients do not share, unless the run collected personal models; ONNX needs all
+    tensors.
+
+    methods: the registered Methods. output: default RUN-client-K.pt in the current directory. data_path: path of the
+    node's data, for dataset `node`. Raises UserError if the run has no such model, if a file cannot be written, and as
+    `described` and `write_onnx` do.
     """
     from corolla.experiments.exported import loading
 
@@ -39,7 +42,7 @@ def export(
     suffix = ".onnx" if onnx else ".pt"
     output = output or Path(f"{run.resolve().name}-{model.name}{suffix}")
     if onnx != (output.suffix == ".onnx"):
-        raise UserError(f"--output: {output} must {'end' if onnx else 'not end'} in .onnx; --onnx says what is written")
+        raise UserError(f"--output: {output} must {'end' if onnx else 'not end'} in .onnx; --onnx selects the format")
     facts = {**model_card.about(model), **loading.described(model, data_path)}
     if model.missing:
         facts["missing"] = list(model.missing)
@@ -55,7 +58,7 @@ def export(
 
 
 def own_files(output: Path) -> Path:
-    """Return where the user's own files that an exported model's run used lie, if there were any: `predict` needs its task."""
+    """Return the folder of an exported model's plugins, if the run used any; `predict` needs them."""
     return output.with_name(f"{output.name}.plugins")
 
 

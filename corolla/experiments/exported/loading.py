@@ -1,7 +1,7 @@
-"""A trained model as something to use: from samples as the data set holds them (pixels, rows) to predictions.
+"""A trained model ready for use: from samples as the data set holds them (pixels, rows) to predictions.
 
-What comes before the network, scaling and `normalize`, is part of it, and so is the task's `predict` after it: who has the ONNX
-file needs nothing else. A PyTorch file stays a state dict, which other programs and `initial-weights` read; its card says the rest.
+Preprocessing (scaling and `normalize`) and the task's `predict` are part of the model, so an ONNX file is complete by
+itself. A PyTorch file stays a state dict, which other programs and `initial-weights` read; its card describes the rest.
 """
 
 from __future__ import annotations
@@ -26,26 +26,29 @@ from corolla.experiments.exported.run_models import Trained, networks
 from fl_app import config as configs
 from fl_app import data, plugins, tasks
 from fl_app.config import RunConfig
+from fl_app.config.rules import split_names
+from fl_app.data import DatasetInfo
+from fl_app.data.encoding import Encoding
 from fl_app.errors import UserError, describe, listed
 from fl_app.files import publish
-from fl_app.server.run_folder import DATA, NORMALIZED_BY
+from fl_app.server.run_folder import DATA, NORMALIZED_BY, READ_BY
 from fl_app.sources import NODE
 from fl_app.tasks import Task
 from fl_app.tasks.task import Inputs
 
-Predictor = Callable[[NDArray[Any]], tuple[NDArray[np.float32], NDArray[np.float32]]]
+Answers = Callable[[NDArray[Any]], tuple[NDArray[np.float32], NDArray[np.float32]]]
 """Samples [n, ...] -> (outputs, predictions), float32 [n, K]."""
 
-# how far ONNX Runtime's outputs may lie from torch's, relative to the largest where that is above 1
+# largest difference between the outputs of ONNX Runtime and torch, relative to the largest output if that exceeds 1
 CLOSE = 1e-5
 SAMPLES, OUTPUTS, PREDICTIONS = "samples", "outputs", "predictions"
 
 
 class Product(nn.Module):
-    """Samples [n, ...] -> (outputs, predictions) float32 [n, K]; outputs alone where the task makes nothing of them."""
+    """Samples [n, ...] -> (outputs, predictions) float32 [n, K]; outputs alone if the task does not change them."""
 
     def __init__(self, module: nn.Module, task: Task, described: Mapping[str, Any]) -> None:
-        """Put a network behind its inputs. described: `input` of a card."""
+        """Combine a network with its preprocessing. described: `input` of a card."""
         super().__init__()
         self.module, self.predict = module, task.predict if predicts(task) else None
         self.inputs = Inputs(
@@ -58,44 +61,54 @@ class Product(nn.Module):
         )
 
     def forward(self, samples: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Return what the model says of samples."""
+        """Return the model's outputs for samples, and the predictions if the task defines them."""
         outputs: Tensor = self.module(self.inputs(samples)).float()
         return outputs if self.predict is None else (outputs, self.predict(outputs))
 
 
 def predicts(task: Task) -> bool:
-    """Tell whether a task makes something else of a model's outputs."""
+    """Return whether a task turns outputs into predictions that differ from them."""
     return type(task).predict is not Task.predict
 
 
-# What a card tells of a model's use -----------------------------------------------------------------------------------
+# The card's description of a model's use ------------------------------------------------------------------------------
 
 
 def described(trained: Trained, data_path: str) -> Card:
-    """Return what a card tells of samples and answers: `input`, `outputs`, `classes`.
+    """Return the card's description of samples and predictions: `input`, `outputs`, `classes`.
 
-    data_path: of the node whose data the model is for, for dataset `node`. What numbers are scaled by is what the run
-    recorded. Raises UserError if it has not, and its data are not here, or have changed since.
+    For tables it also has `features`, the features' names, and `table`, the conversion of columns into features.
+    data_path: path of the node's data, for dataset `node`. Scaling uses the values that the run recorded. Raises
+    UserError if the run recorded none and its data are missing or have changed.
     """
     config, task = trained.config, tasks.of(trained.config)
+    about = trained.run.about.get(DATA, {})
     shape = list(trained.shape.get("input_shape") or (trained.shape["in_channels"], *[trained.shape["image_size"]] * 2))
-    recorded = trained.run.about.get(DATA, {}).get(NORMALIZED_BY)
-    info, dtype = None, "int64" if task.input_dtype == "int64" else "uint8" if len(shape) == 3 else "float32"
+    of_each_node = config.dataset == NODE and config.normalizes_by_site
+    recorded, read_by = None if of_each_node else about.get(NORMALIZED_BY), about.get(READ_BY, {})
+    guessed = "int64" if task.input_dtype == "int64" else "uint8" if len(shape) == 3 else "float32"
+    info, dtype = None, read_by.get("dtype", guessed)
+    scales = tasks.normalization(config, np.dtype(dtype)) == "mean-std"
     if config.dataset != NODE or data_path:
         try:
             found = data.prepare_for(config, data_path)
             if trained.run.data_sha256 not in ("", found.sha256):
                 raise UserError(f"{config.dataset} has changed since the run started")
             info, dtype = found.info, str(found.x_train.dtype)
+            scales = tasks.normalization(config, found.x_train.dtype) == "mean-std"
+            if scales and config.normalizes_by_site and config.dataset != NODE:
+                info = _of_client(trained)
         except UserError as error:
-            # runs of earlier versions, which have no hashes, did not shift numbers
-            unknown = config.normalize == "mean-std" or bool(trained.run.hashes)
+            # runs without hashes are of earlier versions, which did not shift numbers
+            unknown = scales or bool(trained.run.hashes)
             if (unknown and not recorded) or data_path:
-                raise UserError(f"normalize: what the data set's numbers are scaled by is needed: {error}") from None
-    elif config.normalize == "mean-std":
+                raise UserError(
+                    f"normalize: needs the data set, for its mean and standard deviation: {error}"
+                ) from None
+    elif not recorded and (scales or (config.normalize == "auto" and not read_by and len(shape) == 3)):
         raise UserError(
-            "normalize: mean-std's mean and standard deviation are of each node's own data: say with --data-path which, and export "
-            "where they lie"
+            "normalize-over: mean and standard deviation are of each node's own data: export on the node, with their path as "
+            "--data-path"
         )
     if info is not None and list(info.input_shape) != shape:
         raise UserError(
@@ -103,14 +116,20 @@ def described(trained: Trained, data_path: str) -> Card:
         )
     names = trained.run.about.get("classes") or (list(info.classes) if info else None)
     scaling = recorded or (info.scaling if info is not None else {})
-    normalized = scaling if config.normalize == "mean-std" else {}
+    normalized = scaling if scales else {}
+    table = (
+        info.columns_facts() if info is not None else {name: read_by.get(name, []) for name in ("encodings", "others")}
+    )
+    table["others"] = [*dict.fromkeys([*table["others"], *split_names(config.target), *split_names(config.exclude)])]
+    if config.client and config.client not in table["others"]:
+        table["others"].append(config.client)
     return {
         "input": {
             "name": SAMPLES,
             "dtype": dtype,
             "shape": shape,
             "image-size": config.image_size,
-            "normalize": config.normalize,
+            "normalize": tasks.normalization(config, np.dtype(dtype)),
             "mean": normalized.get("mean", []),
             "std": normalized.get("std", []),
             "shift": scaling.get("shift", []),
@@ -120,14 +139,23 @@ def described(trained: Trained, data_path: str) -> Card:
         "outputs": [OUTPUTS, PREDICTIONS] if predicts(task) else [OUTPUTS],
         "classes": names or [str(k) for k in range(trained.shape["num_classes"])],
         "has-classes": task.has_classes,
+        "features": [name for fields in table["encodings"] for name in Encoding.from_json(fields).names],
+        "table": table if table["encodings"] else {},
     }
+
+
+def _of_client(trained: Trained) -> DatasetInfo:
+    """Return the data set's description for one client, with the scaling of its inputs. Raises UserError without a client."""
+    if trained.client is None:
+        raise UserError("normalize-over: each client's inputs are scaled by its own data: choose one with --client")
+    return data.open_client(trained.config, trained.client).info
 
 
 # ONNX -----------------------------------------------------------------------------------------------------------------
 
 
 def require_onnx() -> None:
-    """Raise UserError unless the optional packages are here."""
+    """Raise UserError if the optional packages are not installed."""
     try:
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
@@ -137,10 +165,10 @@ def require_onnx() -> None:
 
 
 def write_onnx(trained: Trained, facts: Card, output: Path) -> None:
-    """Write a model as ONNX, from samples to predictions, any number of them at a time.
+    """Write a model as ONNX, from samples to predictions, with a free batch size.
 
-    facts: of its card, which also go into the file. Raises UserError if the model cannot be translated, or if what ONNX Runtime
-    makes of the translation is not what torch says.
+    facts: the model's card; some of its entries are also stored in the file. Raises UserError if the model cannot be
+    translated, or if ONNX Runtime's outputs differ from torch's.
     """
     product = Product(trained.module, tasks.of(trained.config), facts["input"]).eval()
     example = torch.from_numpy(examples(facts["input"], 3))
@@ -161,7 +189,7 @@ def write_onnx(trained: Trained, facts: Card, output: Path) -> None:
         raise UserError(
             f"onnx: model {trained.config.model} cannot be translated: {describe(error).splitlines()[0]}"
         ) from error
-    for name in ("classes", "task", "method", "run"):
+    for name in ("classes", "task", "method", "run", "input", "features", "table"):
         entry = model.metadata_props.add()
         entry.key, entry.value = f"corolla.{name}", json.dumps(facts[name])
     content = model.SerializeToString()
@@ -170,7 +198,7 @@ def write_onnx(trained: Trained, facts: Card, output: Path) -> None:
 
 
 def _compare(content: bytes, product: Product, inputs: Mapping[str, Any], model: str) -> None:
-    """Raise UserError unless ONNX Runtime's answers are torch's."""
+    """Raise UserError unless ONNX Runtime's outputs equal torch's within CLOSE."""
     session = _session(content, model)
     for count in (1, 7):
         samples = examples(inputs, count)
@@ -184,7 +212,7 @@ def _compare(content: bytes, product: Product, inputs: Mapping[str, Any], model:
 
 
 def examples(inputs: Mapping[str, Any], count: int) -> NDArray[Any]:
-    """Return samples as a card's `input` describes them, [count, *shape], from a fixed stream; integers are 0 but for pixels."""
+    """Return samples that fit a card's `input`, [count, *shape], from a fixed stream. Integers other than pixels are 0."""
     generator, shape = np.random.default_rng(0), (count, *inputs["shape"])
     if inputs["dtype"] == "uint8":
         return generator.integers(0, 256, shape, np.uint8)
@@ -204,7 +232,7 @@ def _session(source: bytes, name: str) -> Any:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keep the exporter's remarks off the terminal."""
+    """Suppress the exporter's warnings and output."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -223,16 +251,19 @@ def _silence() -> Iterator[None]:
 
 
 def config_of(card: Card, methods: Mapping[str, Any]) -> RunConfig:
-    """Return the config a card tells. Raises UserError if it is not one of this version."""
+    """Return the config in a card. Raises UserError if this version does not accept it."""
     return configs.parse_recorded(card["settings"], {name: method.params for name, method in methods.items()})
 
 
-def open_file(file: Path, card: Card, methods: Mapping[str, Any]) -> Predictor:
-    """Return what answers for an exported model. Raises UserError if it cannot be used, or does not fit its card."""
+def open_file(file: Path, card: Card, methods: Mapping[str, Any]) -> Answers:
+    """Return the prediction function of an exported model.
+
+    Raises UserError if the file cannot be used or does not fit its card.
+    """
     return _onnx(file, card) if file.suffix == ".onnx" else _state_dict(file, card, methods)
 
 
-def _onnx(file: Path, card: Card) -> Predictor:
+def _onnx(file: Path, card: Card) -> Answers:
     require_onnx()
     session = _session(file.read_bytes(), str(file))
 
@@ -243,11 +274,11 @@ def _onnx(file: Path, card: Card) -> Predictor:
     return predict
 
 
-def _state_dict(file: Path, card: Card, methods: Mapping[str, Any]) -> Predictor:
+def _state_dict(file: Path, card: Card, methods: Mapping[str, Any]) -> Answers:
     from fl_app import weights
 
     if missing := card.get("missing"):
-        raise UserError(f"{file} lacks {listed(missing)}, which stayed on the clients: it predicts nothing by itself")
+        raise UserError(f"{file} lacks {listed(missing)}, which stayed on the clients: it cannot predict alone")
     config = config_of(card, methods)
     plugins.read(config.plugins)
     state = weights.load_state_dict(file, str(file))
@@ -262,6 +293,11 @@ def _state_dict(file: Path, card: Card, methods: Mapping[str, Any]) -> Predictor
         module.load_state_dict(state)
     except RuntimeError as error:
         raise UserError(f"{file}: does not fit model {config.model}: {describe(error)}") from None
+    return answers_of(module, config, card)
+
+
+def answers_of(module: nn.Module, config: RunConfig, card: Card) -> Answers:
+    """Return the prediction function of a network. card: describes its inputs."""
     product = Product(module.eval(), tasks.of(config), card["input"]).eval()
 
     @torch.no_grad()

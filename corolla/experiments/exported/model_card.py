@@ -1,6 +1,6 @@
-"""The card of an exported model, FILE.json beside FILE: where it comes from, how good it is, what it is given and what it answers.
+"""The card of an exported model, FILE.json beside FILE: its origin, metrics, inputs and outputs.
 
-It holds FILE's sha256, and one of itself: a byte that changes in either is found.
+The card holds the SHA-256 of FILE and of itself, so that a change of either is detected.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from fl_app.checksums import sha256_of
 from fl_app.errors import UserError
 from fl_app.files import publish_text
 from fl_app.server.properties import SAMPLES
+from fl_app.server.run_folder import NAME
 
 Card = dict[str, Any]
 
 FORMAT = 1
 _OWN = "card-sha256"
-# keys that name a place on the machine of the run
+# keys that hold a path on the run's machine
 _PATHS = ("initial-weights",)
-# Keys whose values may hold a path: `kind:/path`.
+# keys with values that may contain a path: `kind:/path`
 _NAMED = ("dataset", "partition")
 
 
 def beside(file: Path) -> Path:
-    """Return where a file's card lies."""
+    """Return the path of a file's card."""
     return file.with_name(f"{file.name}.json")
 
 
 def about(trained: Trained) -> Card:
-    """Return what a card tells of a model's run: what it is, its training, its metrics, its data."""
+    """Return the card's description of a model's run: the model, its training, its metrics and its data."""
     run, config = trained.run, trained.config
     client = None if trained.client is None else str(trained.client)
     clients = run.clients if client is None else {client: run.clients.get(client, {})}
@@ -52,6 +53,7 @@ def about(trained: Trained) -> Card:
             f"final-{metric}": run.summary.get(f"final-{metric}"),
         },
         "model": trained.name,
+        **({} if client is None or NAME not in clients[client] else {"client": clients[client][NAME]}),
         "method": config.method,
         "parameters-sha256": trained.sha256,
         "metrics": measured(trained),
@@ -75,9 +77,9 @@ def about(trained: Trained) -> Card:
 
 
 def measured(trained: Trained) -> Card:
-    """Return the run's last metrics of exactly this model: means over the clients they were measured on, and how many.
+    """Return the last metrics of exactly this model: means over the clients evaluated with it, and their number.
 
-    Empty if none were: a global model that no client uses as it is.
+    Empty if there are none: for example, a global model that no client uses unchanged.
     """
     rounds = list(trained.run.rounds.values())
     rows = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
@@ -91,7 +93,7 @@ def measured(trained: Trained) -> Card:
 
 
 def _class_counts(clients: list[Card]) -> Card:
-    """Sum training samples per class, if all clients told theirs."""
+    """Return the sum of training samples per class; empty unless all clients sent theirs."""
     counts = [facts.get("class-counts") for facts in clients]
     if not counts or not all(counts):
         return {}
@@ -99,7 +101,7 @@ def _class_counts(clients: list[Card]) -> Card:
 
 
 def _without_path(value: str) -> str:
-    """Return `kind:/a/b` as `kind:b`: a card leaves the house, the place of its data need not."""
+    """Return `kind:/a/b` as `kind:b`: a card is passed on, and must not reveal paths."""
     kind, colon, path = value.partition(":")
     return f"{kind}:{Path(path).name}" if colon else value
 
@@ -108,7 +110,7 @@ def _without_path(value: str) -> str:
 
 
 def write(file: Path, facts: Card) -> Card:
-    """Write a file's card. facts: without what is known of the file itself. Returns the card."""
+    """Write a file's card and return it. facts: entries other than those about the file itself."""
     card = {"file": file.name, "sha256": sha256_of(file), "bytes": file.stat().st_size, **facts}
     card[_OWN] = _own_hash(card)
     publish_text(beside(file), _text(card))
@@ -116,7 +118,7 @@ def write(file: Path, facts: Card) -> Card:
 
 
 def read(file: Path) -> Card:
-    """Read and check a file's card, and the file. Raises UserError naming what is missing or is not what was written."""
+    """Read a card, and check it and its file. Raises UserError if either is missing or has changed."""
     path = beside(file)
     for needed in (file, path):
         if not needed.is_file():
@@ -131,12 +133,12 @@ def read(file: Path) -> Card:
     except (OSError, ValueError, KeyError, RecursionError):
         intact = False
     if not intact:
-        raise UserError(f"{path} is not the card that was written: it has changed, or is no card")
+        raise UserError(f"{path} is not a card, or has changed since it was written")
     if card["format"] != FORMAT:
-        raise UserError(f"{path} was written by {card['made-by']}, whose cards this version does not read")
+        raise UserError(f"{path} was written by {card['made-by']}: this version cannot read its cards")
     if (sha256 := sha256_of(file)) != card["sha256"]:
         raise UserError(
-            f"{file} is not what was exported: its sha256 is {sha256} ({file.stat().st_size} bytes), its card says "
+            f"{file} has changed since it was exported: its sha256 is {sha256} ({file.stat().st_size} bytes), in its card "
             f"{card['sha256']} ({card['bytes']} bytes)"
         )
     return card

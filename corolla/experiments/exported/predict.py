@@ -1,72 +1,164 @@
-"""What an exported model says of image files or of an .npz: `corolla predict`."""
+"""Predictions of a trained model for raw samples: a table's rows, image files or an .npz.
+
+`corolla predict` and `Run.model` share this module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 
-from corolla.experiments.exported.loading import Predictor
+from corolla.experiments.exported.loading import Answers, answers_of
 from corolla.experiments.exported.model_card import Card
 from fl_app import tasks
-from fl_app.data import arrays, npz
+from fl_app.config import RunConfig
+from fl_app.config.rules import split_names
+from fl_app.data import arrays, npz, table, table_files
+from fl_app.data.columns import Columns
+from fl_app.data.encoding import Encoding
+from fl_app.data.parsing import FROM_ZERO, Places, missing
 from fl_app.data.precision import Stored
-from fl_app.errors import UserError, listed
+from fl_app.data.prepared import listed
+from fl_app.errors import UserError
 from fl_app.tasks import Metric
 
 BATCH = 512
-# what an .npz may call samples and, if it has them, targets
+# names of an .npz file's arrays: samples, and targets if it has any
 _ARRAYS = (("x", "y"), ("x_test", "y_test"))
 
 
-def read_inputs(inputs: Sequence[Path], card: Card) -> tuple[list[str], NDArray[Any], NDArray[Any] | None]:
-    """Return names of samples, the samples [n, ...] as the model takes them, and their targets, if there are any.
+@dataclass(frozen=True)
+class Inputs:
+    """Samples for a model. names: one per sample. samples: [n, ...] as the model takes them.
 
-    inputs: image files, or one .npz with `x` or `x_test` (and `y` or `y_test`). Raises UserError naming what does not fit.
+    targets: [n, ...], or None. remark: reason why targets in the file are not used; else empty.
+    """
+
+    names: list[str]
+    samples: NDArray[Any]
+    targets: NDArray[Any] | None = None
+    remark: str = ""
+
+
+def read_inputs(inputs: Sequence[Path], card: Card) -> Inputs:
+    """Read the samples for a model.
+
+    inputs: image files, one table with a header, or one .npz with `x` or `x_test` (and `y` or `y_test`). Raises
+    UserError naming the mismatch if they do not fit the model.
     """
     if not inputs:
-        raise UserError("give image files, or an .npz file")
-    if any(path.suffix == ".npz" for path in inputs):
+        raise UserError("give image files, a table or an .npz file")
+    if any(path.suffix in (".npz", *table_files.SUFFIXES) for path in inputs):
         if len(inputs) > 1:
-            raise UserError(f"one .npz file at a time, or image files, got {listed([str(path) for path in inputs])}")
-        return _from_npz(inputs[0], card)
+            raise UserError(
+                f"one table or .npz file at a time, or image files, got {listed([str(path) for path in inputs])}"
+            )
+        return _from_npz(inputs[0], card) if inputs[0].suffix == ".npz" else _from_table(inputs[0], card)
     from fl_app.data.decode import read_image
 
     wanted = card["input"]
     if len(wanted["shape"]) != 3 or wanted["dtype"] != "uint8":
-        raise UserError(f"{inputs[0]}: the model takes {_wanted(card)}, no images; give them as x of an .npz file")
+        raise UserError(f"{inputs[0]}: the model takes {_wanted(card)}, not images; give samples as x of an .npz file")
     resize = bool(wanted["image-size"])
     samples = np.stack([read_image(path, tuple(wanted["shape"]), resize=resize) for path in inputs])
-    return [str(path) for path in inputs], samples, None
+    return Inputs([str(path) for path in inputs], samples)
 
 
-def _from_npz(path: Path, card: Card) -> tuple[list[str], NDArray[Any], NDArray[Any] | None]:
+def _from_table(path: Path, card: Card) -> Inputs:
+    settings = card["settings"]
+    separator, na_values = str(settings.get("separator", "")), split_names(str(settings.get("na-values", "")))
+    rows, places = table_files.read_rows(path, separator, na_values), table_files.places_in(path, separator)
+    samples = from_columns(path, rows, card, places)
+    names = [f"row {places.number(k)}" for k in range(len(samples))]
+    try:
+        return Inputs(names, samples, _targets_in(path, rows, card))
+    except UserError as error:
+        # predictions need no targets
+        return Inputs(names, samples, remark=f"no metric was measured: {error}")
+
+
+def from_columns(where: Path, rows: Columns, card: Card, places: Places = FROM_ZERO) -> NDArray[Any]:
+    """Return a table's rows as samples [n, ...] of the shape and dtype that the model takes.
+
+    Columns are matched by name, in any order. where, places: name the rows in errors. Raises UserError with both lists
+    of columns if one is missing, or if one is not a column of the run's table.
+    """
+    known = card.get("table") or {}
+    if not known:
+        raise UserError(
+            f"{where}: the model takes {_wanted(card)}, not named columns; give samples as x of an .npz file"
+        )
+    encodings = [Encoding.from_json(fields) for fields in known["encodings"]]
+    needed = [encoding.column for encoding in encodings]
+    missing = [name for name in needed if name not in rows]
+    foreign = [name for name in rows if name not in needed and name not in known["others"]]
+    if missing or foreign:
+        wrong = [f"{listed(missing)} {'is' if len(missing) == 1 else 'are'} missing"] * bool(missing)
+        wrong += [f"{listed(foreign)} {'is' if len(foreign) == 1 else 'are'} unknown"] * bool(foreign)
+        raise UserError(
+            f"{where}: its columns must be the model's: {' and '.join(wrong)}; the model has {listed(needed)}; the table "
+            f"has {listed(list(rows))}"
+        )
+    if not len(rows[needed[0]]):
+        raise UserError(f"{where}: has no rows")
+    wanted = card["input"]
+    x = table.samples_of_rows(where, encodings, rows, wanted["shift"], wanted["scale"], places)
+    if list(x.shape[1:]) != wanted["shape"]:
+        raise UserError(f"{where}: its rows give samples {_shape_and_type(x)}, but the model takes {_wanted(card)}")
+    return x.astype(wanted["dtype"], copy=False)
+
+
+def _targets_in(where: Path, rows: Columns, card: Card) -> NDArray[Any] | None:
+    """Return the targets of a table's rows; None without a target column, or if a row has no target."""
+    names = split_names(str(card["settings"].get("target", "")))
+    if not names or any(name not in rows or missing(rows[name]).any() for name in names):
+        return None
+    y = [rows[name] for name in names]
+    return _stored_targets(where, f"column {', '.join(names)}", y[0] if len(y) == 1 else np.stack(y, axis=1), card)
+
+
+def _stored_targets(where: Path, name: str, y: NDArray[Any], card: Card) -> NDArray[Any]:
+    shift = tuple(card.get("target-shift", ()))
+    both = name, Stored(shift, (1.0,) * len(shift)).of(y)
+    return arrays.targets(where, tasks.named(card["task"]), both, both, card["classes"])[0]
+
+
+def _from_npz(path: Path, card: Card) -> Inputs:
     names = [name for pair in _ARRAYS for name in pair]
     found = npz.members(path, names, optional=names)
     named = next((pair for pair in _ARRAYS if pair[0] in found), None)
     if named is None:
-        raise UserError(f"{path}: has neither x nor x_test, samples as in the run's data")
-    wanted, raw = card["input"], found[named[0]]
-    # as the data set stored them (fl_app/data/precision.py); other shapes are refused below
-    how = Stored(tuple(wanted.get("shift", ())), tuple(wanted.get("scale", ())))
-    fits = (raw.shape[-1] if raw.ndim > 1 else 1) == len(how.shift)
-    x = arrays.samples(path, named[0], how.of(raw) if fits else raw)
-    if list(x.shape[1:]) != wanted["shape"] or (x.dtype == np.uint8) != (wanted["dtype"] == "uint8"):
-        raise UserError(f"{path}: {named[0]} holds samples {_shape_and_type(x)}, the model takes {_wanted(card)}")
+        raise UserError(f"{path}: has no array x or x_test with samples as in the run's data")
+    x = from_array(path, named[0], found[named[0]], card)
     y = found.get(named[1])
     if y is not None and len(np.atleast_1d(y)) != len(x):
         arrays.refuse(path, named[1], f"have one target for each of the {len(x)} samples", len(np.atleast_1d(y)))
     if not len(x):
         arrays.refuse(path, named[0], "hold samples", "none")
-    targets = None
-    if y is not None:
-        shift = tuple(card.get("target-shift", ()))
-        both = named[1], Stored(shift, (1.0,) * len(shift)).of(y)
-        targets = arrays.targets(path, tasks.named(card["task"]), both, both, card["classes"])[0]
-    return [f"{path}[{k}]" for k in range(len(x))], x.astype(wanted["dtype"], copy=False), targets
+    targets = None if y is None else _stored_targets(path, named[1], y, card)
+    return Inputs([f"{path}[{k}]" for k in range(len(x))], x, targets)
+
+
+def from_array(where: Path, name: str, raw: NDArray[Any], card: Card) -> NDArray[Any]:
+    """Return an array as samples [n, ...] of the shape and dtype that the model takes.
+
+    where, name: name the array in errors. Raises UserError if it does not fit.
+    """
+    wanted = card["input"]
+    # scale as the data set does (fl_app/data/precision.py); other shapes are refused below
+    how = Stored(tuple(wanted.get("shift", ())), tuple(wanted.get("scale", ())))
+    fits = (raw.shape[-1] if raw.ndim > 1 else 1) == len(how.shift)
+    x = arrays.samples(where, name, how.of(raw) if fits else raw)
+    if list(x.shape[1:]) != wanted["shape"] or (x.dtype == np.uint8) != (wanted["dtype"] == "uint8"):
+        raise UserError(f"{where}: {name} holds samples {_shape_and_type(x)}, but the model takes {_wanted(card)}")
+    return x.astype(wanted["dtype"], copy=False)
 
 
 def _shape_and_type(x: NDArray[Any]) -> str:
@@ -77,8 +169,11 @@ def _wanted(card: Card) -> str:
     return f"{card['input']['dtype']} {card['input']['shape']}"
 
 
-def ask(predictor: Predictor, samples: NDArray[Any], card: Card) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Return (outputs, predictions), float32 [n, K] each. Raises UserError if there are not as many outputs as the card names."""
+def ask(predictor: Answers, samples: NDArray[Any], card: Card) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return (outputs, predictions), float32 [n, K] each.
+
+    Raises UserError if the number of outputs differs from the card's.
+    """
     answers = [predictor(np.ascontiguousarray(samples[at : at + BATCH])) for at in range(0, len(samples), BATCH)]
     outputs, predictions = (np.concatenate(side) for side in zip(*answers, strict=True))
     if predictions.shape[1:] != (len(card["classes"]),):
@@ -89,29 +184,145 @@ def ask(predictor: Predictor, samples: NDArray[Any], card: Card) -> tuple[NDArra
     return outputs, predictions
 
 
+def answers_in_words(predictions: NDArray[np.float32], card: Card) -> NDArray[Any]:
+    """Return predictions [n, K] as class names [n] if targets are classes, else as numbers float64 [n, K]."""
+    if card["has-classes"]:
+        names = np.array(card["classes"], dtype=object)
+        return np.asarray(names[predictions.argmax(1)])
+    shift = card.get("target-shift") or [0.0] * len(card["classes"])
+    return np.asarray(predictions.astype(np.float64) + shift)
+
+
+class Predictor(nn.Module):
+    """A trained network with its preprocessing: `predict(data)` takes raw samples and returns class names or numbers.
+
+    As a module it is the network itself: the same tensors with the same names, called with inputs as in training. card:
+    returns the model's card; called on the first use of samples.
+    """
+
+    def __init__(self, network: nn.Module, config: RunConfig, card: Callable[[], Card]) -> None:
+        super().__init__()
+        # Sharing the registries keeps names, values and devices of tensors equal to the network's. A tuple hides the
+        # network from nn.Module, which would register a submodule.
+        self._parameters, self._buffers, self._modules = network._parameters, network._buffers, network._modules
+        self._non_persistent_buffers_set = network._non_persistent_buffers_set
+        self._network, self._config, self._ask_card = (network,), config, card
+        self.training = network.training
+
+    @property
+    def network(self) -> nn.Module:
+        """The network by itself."""
+        return self._network[0]
+
+    @cached_property
+    def card(self) -> Card:
+        """The model's card: `classes`, `features`, `input`, ...
+
+        Raises UserError if building it needs the run's data and they are missing.
+        """
+        return self._ask_card()
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the outputs: of the classes, labels or numbers."""
+        return list(self.card["classes"])
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the features in order; empty if the data have none."""
+        return list(self.card["features"])
+
+    def predict(self, data: Any) -> NDArray[Any]:
+        """Return class names [n]; for a task without classes, numbers float64 [n, K].
+
+        data: a pandas DataFrame with the columns of the run's table, in any order; or an array of samples [n, ...] in
+        the form of the run's data. Raises UserError if the data do not fit the model.
+        """
+        return answers_in_words(self._predictions(data), self.card)
+
+    def probabilities(self, data: Any) -> NDArray[np.float32]:
+        """Return the task's predictions, float32 [n, K] in the order of `classes`: probabilities if these are classes.
+
+        data: as in `predict`.
+        """
+        return self._predictions(data)
+
+    def _predictions(self, data: Any) -> NDArray[np.float32]:
+        where = Path(type(data).__name__)
+        if hasattr(data, "columns"):
+            rows = {str(name): np.asarray(data[name]) for name in data.columns}
+            samples = from_columns(where, rows, self.card, Places())
+        else:
+            samples = from_array(where, "it", np.asarray(data), self.card)
+            if not len(samples):
+                raise UserError(f"{where}: must hold samples, got none")
+        device = next((tensor.device for tensor in self.parameters()), None)
+        if device is not None and device.type != "cpu":
+            raise UserError(f"predict: the model must be on the CPU, it is on {device}")
+        was_training = self.network.training
+        try:
+            return ask(answers_of(self.network, self._config, self.card), samples, self.card)[1]
+        finally:
+            self.network.train(was_training)
+
+    def forward(self, *inputs: Any, **more: Any) -> Any:
+        """Return the network's outputs for inputs as in training."""
+        return self.network(*inputs, **more)
+
+    def train(self, mode: bool = True) -> Predictor:
+        """Put the network into training or evaluation mode."""
+        self.network.train(mode)
+        self.training = mode
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the network's own class."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_network":
+                raise
+            return getattr(self._network[0], name)
+
+
 def predictions_table(names: Sequence[str], predictions: NDArray[np.float32], card: Card) -> list[list[str]]:
-    """Return predictions as a table, header first: the class and its probability, or every output's value."""
+    """Return predictions as a table, header first: the class and its probability, or the value of every output."""
     classes: list[str] = card["classes"]
     if card["has-classes"]:
-        best = predictions.argmax(1)
-        rows = [[name, classes[k], f"{row[k]:.4f}"] for name, k, row in zip(names, best, predictions, strict=True)]
+        best, words = predictions.max(1), answers_in_words(predictions, card)
+        rows = [[name, word, f"{value:.4f}"] for name, word, value in zip(names, words, best, strict=True)]
         return [["input", "class", "probability" if len(card["outputs"]) > 1 else "output"], *rows]
-    shift = card.get("target-shift") or [0] * len(classes)
-    # a shifted target is far from zero beside its spread
-    digits = 12 if any(shift) else 4
+    # a shifted target is large compared with its spread, so it needs more digits
+    digits = 12 if any(card.get("target-shift") or []) else 4
+    numbers = answers_in_words(predictions, card)
     return [
         ["input", *classes],
-        *(
-            [name, *(f"{float(v) + more:.{digits}g}" for v, more in zip(row, shift, strict=True))]
-            for name, row in zip(names, predictions, strict=True)
-        ),
+        *([name, *(f"{value:.{digits}g}" for value in row)] for name, row in zip(names, numbers, strict=True)),
+    ]
+
+
+def predictions_rows(names: Sequence[str], predictions: NDArray[np.float32], card: Card) -> list[dict[str, Any]]:
+    """Return predictions as `predictions_table`, one mapping per input, with numbers that are not rounded."""
+    words = answers_in_words(predictions, card)
+    if card["has-classes"]:
+        value = "probability" if len(card["outputs"]) > 1 else "output"
+        best = predictions.max(1)
+        return [
+            {"input": name, "class": word, value: float(top)}
+            for name, word, top in zip(names, words, best, strict=True)
+        ]
+    classes: list[str] = card["classes"]
+    return [
+        {"input": name, **dict(zip(classes, map(float, row), strict=True))}
+        for name, row in zip(names, words, strict=True)
     ]
 
 
 def measure(outputs: NDArray[np.float32], targets: NDArray[Any], card: Card) -> tuple[Metric, float]:
-    """Return the task's headline metric on samples with targets."""
+    """Return the run's headline metric, and its value for samples with targets."""
     import torch
 
     task = tasks.named(card["task"])
+    task.judged_by = str(card["settings"].get("headline", ""))
     metric = task.headline
     return metric, task.measure(torch.from_numpy(outputs), torch.from_numpy(targets), (metric.name,))[metric.name]

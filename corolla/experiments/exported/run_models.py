@@ -1,8 +1,9 @@
-"""A run's final models as networks with their weights: what `corolla export` writes and `corolla.Run.model` returns."""
+"""A run's final models as networks with weights, for `corolla export` and `corolla.Run.model`."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +14,26 @@ from corolla.experiments.runs import RecordedRun
 from fl_app import wire
 from fl_app.config import RunConfig
 from fl_app.errors import UserError, listed
+from fl_app.keys import nearest
 from fl_app.server.run_folder import FROZEN, MODELS, SHAPE
 from fl_app.sources import NODE
 
 if TYPE_CHECKING:
     from torch import nn
 
-Shape = Mapping[str, Any]  # what a model is built with
+Shape = Mapping[str, Any]  # arguments of a model's builder
+MOST_NAMES = 20
+"""Most client names in an error about an unknown client."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One of a run's final models, in evaluation mode. client: whose it is, maybe as global one; None: the global one.
+    """One of a run's final models, in evaluation mode.
 
-    missing: tensors that the run folder does not hold; in `module` they are as the run started. hashes: of the parameters, and of
-    the buffers if there are any, as the run's evaluations record them.
+    client: the client that uses it, even if it is the global one; None: the global model itself.
+
+    missing: tensors that the run folder lacks; in `module` they have their initial values. hashes: of the parameters,
+    and of the buffers if there are any, as recorded in evaluations.
     """
 
     run: RecordedRun
@@ -40,13 +46,13 @@ class Trained:
 
     @property
     def sha256(self) -> str:
-        """The hash of its parameters."""
+        """Hash of its parameters."""
         return self.hashes[wire.SHA256]
 
     def is_of(self, told: Mapping[str, Any]) -> bool:
-        """Tell whether it is the model that a client was evaluated with. told: the client's entry in an evaluation.
+        """Return whether a client was evaluated with this model. told: the client's entry in an evaluation.
 
-        Entries of runs whose digest is of version 1 have no hash of buffers, and tell of parameters alone.
+        Digests of version 1 do not cover buffers: entries of these runs have the hash of the parameters only.
         """
         names = (wire.SHA256,) if self.run.outcome["digest-version"] == 1 else (wire.SHA256, wire.BUFFERS_SHA256)
         return all(told.get(name) == self.hashes.get(name) for name in names)
@@ -58,29 +64,45 @@ class Trained:
 
 
 def file_stem(client: int | None) -> str:
-    """Return the name of a model's file."""
+    """Return the name of a model's file without its suffix."""
     return "global" if client is None else f"client-{client}"
 
 
-def load(path: Path, client: int | None, methods: Mapping[str, Any]) -> Trained:
-    """Build the network of a run's global model, or of a client's, with its final weights.
+def client_id(run: RecordedRun, client: object) -> int:
+    """Return a client's number, given its number or name. Raises UserError if the run has no such client."""
+    count = run.summary["num-clients"]
+    names = {str(facts["name"]): int(i) for i, facts in run.clients.items() if facts.get("name")}
+    if isinstance(client, str) and client in names:
+        return names[client]
+    number = int(client) if isinstance(client, str) and re.fullmatch(r"\d{1,9}", client, re.ASCII) else client
+    if type(number) is int and 0 <= number < count:
+        return number
+    known = f", or one of {listed(list(names), most=MOST_NAMES)}" if names else ""
+    hint = nearest(str(number), names)
+    raise UserError(f"client: must be one of 0 to {count - 1}{known}, got {number!r}{hint}")
 
-    A client's is the one the run holds for it, or the global one where that is what the client was evaluated with after the last
-    round; either is compared with the hash that the client told then. methods: the registered Methods. A method whose predictor is
-    a network around the user's model (FedEM's mixture) gives that network, any other the user's own. Raises UserError if the run is
-    not finished, has no such model, or if what it takes to build it is not what it was.
+
+def load(path: Path, client: int | str | None, methods: Mapping[str, Any]) -> Trained:
+    """Build the network of a run's global model, or of a client's model, with its final weights.
+
+    A client's model is the run folder's model for this client. Without one, it is the global model, if the client was
+    evaluated with that after the last round. Its hash must equal the one that the client sent then. A method with a
+    network around the user's model (FedEM's mixture) gives that network; other methods give the user's own.
+
+    methods: the registered Methods. Raises UserError if the run is not finished, has no model of this client, or if
+    anything needed to build the model has changed.
     """
     run = RecordedRun(path, {name: method.params for name, method in methods.items()})
-    count = run.summary["num-clients"]
+    # raises UserError unless the run is finished
+    _ = run.summary
     if client is None:
         return _read(run, None, methods)
-    if client not in range(count):
-        raise UserError(f"client: must be one of 0 to {count - 1}, got {client!r}")
+    client = client_id(run, client)
     held = {file.stem for file in (path / MODELS).glob("*.safetensors")}
     own = file_stem(client) in held or file_stem(None) not in held
     found = _read(run, client if own else None, methods)
     if found.missing and not own:
-        # for its error: the global model is a part of the client's at most
+        # raises UserError: the global model is only a part of the client's
         return _read(run, client, methods)
     if not found.missing:
         _check(found, client)
@@ -88,7 +110,7 @@ def load(path: Path, client: int | None, methods: Mapping[str, Any]) -> Trained:
 
 
 def _check(model: Trained, client: int) -> None:
-    """Raise UserError unless a model's hashes are what the client told of its personal model after the last round."""
+    """Raise UserError unless a model's hashes equal those of the client's personal model after the last round."""
     run = model.run
     rounds = list(run.rounds.values())
     last = rounds[-1].get("evaluation", {}).get("clients", {}) if rounds else {}
@@ -97,21 +119,23 @@ def _check(model: Trained, client: int) -> None:
         return
     if model.config.collect_personal_models and model.client == client:
         file = run.path / MODELS / f"{model.name}.safetensors"
-        raise UserError(f"{file} is not what client {client} was evaluated with: {_difference(model.hashes, told)}")
+        raise UserError(
+            f"{file} is not the model that client {client} was evaluated with: {_difference(model.hashes, told)}"
+        )
     raise UserError(
         f"{run.path} does not hold client {client}'s personal model, which only the client can make{COLLECT}"
     )
 
 
 def _difference(hashes: Mapping[str, str], told: Mapping[str, Any]) -> str:
-    """Say which of a model's hashes is not the recorded one."""
+    """Return a text that names the first hash that differs from the recorded one."""
     names = (wire.SHA256, wire.BUFFERS_SHA256)
     name = next(name for name in names if hashes.get(name) != told.get(name))
-    return f"its {name} is {hashes.get(name)}, recorded is {told.get(name)}"
+    return f"its {name} is {hashes.get(name)}, the recorded one is {told.get(name)}"
 
 
 def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> Trained:
-    """Build the network of one of the model files a run holds."""
+    """Build the network of one of the run folder's model files."""
     from fl_app import weights
     from fl_app.layout import Layout
 
@@ -129,10 +153,10 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
             break
     else:
         raise UserError(f"{file}: model {config.model} has no {listed(sorted(names - layout.names))}")
-    frozen = run.about.get(FROZEN, layout.constants)  # older runs tell none
+    frozen = run.about.get(FROZEN, layout.constants)  # runs of earlier versions do not record it
     if frozen != layout.constants:
         raise UserError(
-            f"{path}: the tensors of model {config.model} that did not train are not those of the run (sha256 "
+            f"{path}: the frozen tensors of model {config.model} differ from the run's (sha256 "
             f"{layout.constants[:12] or 'of none'}, the run's {frozen[:12] or 'of none'})"
         )
     part = weights.load_safetensors(file, layout.subset(names))
@@ -141,28 +165,28 @@ def _read(run: RecordedRun, client: int | None, methods: Mapping[str, Any]) -> T
     return Trained(run, client, config, shape, module.eval(), missing, wire.hashes(part))
 
 
-COLLECT = "; run with --set collect-personal-models=true to have every client's"
+COLLECT = "; run with --set collect-personal-models=true to save every client's model"
 
 
 def refuse_parts(trained: Trained) -> None:
-    """Raise UserError if tensors are missing of a model that must be whole."""
+    """Raise UserError if a model that must be complete lacks tensors."""
     if trained.missing:
         raise UserError(
             f"{trained.run.path}: method {trained.config.method} leaves {listed(list(trained.missing))} on the clients: "
-            f"{trained.name} alone predicts nothing"
+            f"{trained.name} cannot predict alone"
             + (
                 COLLECT
                 if trained.client is not None
-                else "; a client's model does, --client K, of a run with --set collect-personal-models=true"
+                else "; export a client's model, --client K, from a run with --set collect-personal-models=true"
             )
         )
 
 
 def networks(config: RunConfig, shape: Shape, methods: Mapping[str, Any], names: frozenset[str]) -> Iterator[nn.Module]:
-    """Yield the networks a run's final models with these tensors may be of: the user's own, then what the method makes of it."""
+    """Yield the networks that may have these tensors: the user's own, then those that the method builds around it."""
     from fl_app import models, tasks, trainable_tensors, weights
 
-    # where the constants come from
+    # frozen tensors get their values from these weights
     initial = config.initial_weights if config.train else ""
 
     def build() -> nn.Module:
@@ -182,14 +206,14 @@ def networks(config: RunConfig, shape: Shape, methods: Mapping[str, Any], names:
 
 
 def shape_of(run: RecordedRun, config: RunConfig) -> Shape:
-    """Return what a run's model was built with: as the run tells, or for one of an earlier version as its data are."""
+    """Return the arguments of a run's model builder, as recorded; for runs of earlier versions, as derived from the data."""
     recorded = run.about.get(SHAPE)
     if isinstance(recorded, dict):
         return {**recorded, "input_shape": tuple(recorded.get("input_shape", ()))}
     if (shape := known_shape(config)) is not None:
         return shape
     if config.dataset == NODE:
-        raise UserError(f"{run.path} does not tell what its nodes' data are like: it was made by an earlier version")
+        raise UserError(f"{run.path} does not record the shape of its nodes' data: an earlier version made it")
     from fl_app import data
 
     return data.prepare_for(config).info.model_arguments

@@ -1,0 +1,50 @@
+"""The file of `--log-file`: all terminal output and the run's further log lines, each with its time."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.control import Control
+
+from fl_app.errors import UserError
+from fl_app.files import make_directory, opener
+
+WIDTH = 200
+_open: list[IO[str]] = []
+
+
+def begin(path: Path | None) -> Path | None:
+    """Append to a file from this call on; None: log to no file. Return `path`. Raises UserError if it cannot be written."""
+    while _open:
+        _open.pop().close()
+    if path is not None:
+        try:
+            make_directory(path.expanduser().absolute().parent)
+            _open.append(open(path.expanduser(), "a", encoding="utf-8", buffering=1, opener=opener))
+        except OSError as error:
+            raise UserError(f"--log-file: cannot write {path}: {error.strerror}") from None
+    return path
+
+
+def write(text: str) -> None:
+    """Write a text, every line with the time."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    for file in _open:
+        file.writelines(f"{now} {line.rstrip()}\n" for line in text.splitlines())
+
+
+class LoggedConsole(Console):
+    """A console that also writes its output to the log file, as plain text, even if it is quiet."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print, and write to the log file."""
+        super().print(*objects, **options)
+        if _open and not any(isinstance(one, Control) for one in objects):
+            plain = io.StringIO()
+            told = Console(file=plain, width=WIDTH, highlight=False, emoji=False, color_system=None)
+            told.print(*objects, **options)
+            write(plain.getvalue())

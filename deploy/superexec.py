@@ -1,0 +1,147 @@
+"""Flower's SuperExec, which starts a node's applications, with a warm process: `python -m deploy.superexec OPTIONS`.
+
+OPTIONS are flower-superexec's. For every message Flower starts a new Python, which imports PyTorch and Flower's own
+code. Here a warm process has imported them, and is forked (fl_app/forking.py). The child imports the application's
+code, Corolla's included, from the application that the SuperLink sent. Confined applications stay confined: the warm
+process starts under SuperExec's rules.
+
+Written for Flower 1.39. If a version lacks the places that are replaced, Flower's own way is used, and the log reports
+it.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from deploy.pace import Pace
+from fl_app import forking
+from fl_app.forking import Warm
+from fl_app.known_names import PACKAGES
+
+log = logging.getLogger("corolla")
+
+WARM = "--warm"
+# least seconds between two polls for a message of this node
+_SHORTEST = 0.05
+# modules that every application imports
+_IMPORTED = ("flwr.supernode.runtime.run_clientapp", "flwr.compat.client.numpy_client", "flwr.compat.common", "torch")
+
+
+def main() -> None:
+    """Run as SuperExec, or as its warm process."""
+    if sys.argv[1:2] == [WARM]:
+        warm()
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("corolla: %(message)s"))
+    log.addHandler(handler)
+    log.propagate = False
+    launcher: Any = importlib.import_module("flwr.supercore.superexec.executor.subprocess_executor")
+    loop: Any = importlib.import_module("flwr.supercore.superexec.run_superexec")
+    command: Any = importlib.import_module("flwr.supercore.cli.flower_superexec")
+    try:
+        install(launcher, loop)
+    except (AttributeError, TypeError) as error:
+        log.warning(
+            "this Flower starts applications in another way: they are not forked from a warm process (%s)", error
+        )
+    sys.argv[0] = "flower-superexec"
+    command.flower_superexec()
+
+
+def install(launcher: Any, loop: Any) -> None:
+    """Make Flower fork applications from a warm process.
+
+    launcher, loop: Flower's modules. Raises AttributeError if they lack the replaced places.
+    """
+    executor, client = launcher.SubprocessExecutor, launcher.TaskType.CLIENT_APP
+    start, pace = executor.launch, Pace(_SHORTEST)
+    accepted = importlib.import_module("flwr.supercore.superexec.executor.types").LaunchResult.accepted
+    # it needs a second to be ready, while the SuperNode connects
+    forker = Forker()
+
+    def launch(self: Any, spec: Any) -> Any:
+        pace.work()
+        if spec.task_type != client or spec.runtime_dependency_install:
+            return start(self, spec)
+        try:
+            forker.start(spec)
+        except (OSError, AttributeError) as error:
+            log.warning(
+                "an application could not be forked from a warm process, and starts in a new Python (%s)", error
+            )
+            return start(self, spec)
+        return accepted()
+
+    # check now, because the loop calls it only later
+    if not callable(loop.time.sleep):
+        raise AttributeError("run_superexec does not sleep")
+    executor.launch, loop.time = launch, pace
+
+
+class Forker:
+    """Starts ClientApps from a warm process. A warm process that has ended is replaced."""
+
+    def __init__(self) -> None:
+        self._warm = self._start()
+
+    def start(self, spec: Any) -> None:
+        """Start the ClientApp that Flower's ExecutionSpec describes. Raises OSError if no process can be forked."""
+        names = ("runtime_api_address", "token", "insecure", "root_certificates_path", "parent_pid")
+        task = json.dumps({name: getattr(spec, name) for name in names}).encode()
+        try:
+            self._fork(task, spec.suppress_output)
+        except OSError:
+            self._warm.close()
+            self._warm = self._start()
+            self._fork(task, spec.suppress_output)
+
+    def _start(self) -> Warm:
+        return Warm([sys.executable, "-P", "-m", "deploy.superexec", WARM])
+
+    def _fork(self, task: bytes, silent: bool) -> None:
+        with open(os.devnull, "wb") as nowhere:
+            _, link = self._warm.fork(nowhere.fileno() if silent else 2, followed=False)
+        with link:
+            link.sendall(task)
+
+
+def warm() -> None:
+    """Import the modules that applications need, and fork processes for them."""
+    # the collector's passes free nothing here, and take a fifth of the time
+    gc.disable()
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    gc.enable()
+    forking.serve(int(sys.argv[2]), run_application)
+
+
+def run_application(asker: socket.socket) -> None:
+    """Run a ClientApp for one message, as `flwr-clientapp` does."""
+    with asker.makefile("rb") as incoming:
+        task = json.loads(incoming.read())
+    run: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    # an application brings its own copies
+    for name in [name for name in sys.modules if name.partition(".")[0] in PACKAGES]:
+        del sys.modules[name]
+    path = task["root_certificates_path"]
+    run.run_clientapp(
+        runtime_api_address=task["runtime_api_address"],
+        token=task["token"],
+        insecure=task["insecure"],
+        certificates=Path(path).read_bytes() if path else None,
+        parent_pid=task["parent_pid"],
+        runtime_dependency_install=False,
+    )
+
+
+if __name__ == "__main__":
+    main()

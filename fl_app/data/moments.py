@@ -1,0 +1,243 @@
+"""Means and standard deviations of training samples, from exact sums.
+
+Exact sums do not depend on the order of addition. The added sums of several sites equal the sums of one table with all
+their rows. So a deployment and its simulation scale inputs by the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.data.precision import FAR, TINY
+
+PIXEL = 255
+"""8-bit images are divided by this to become inputs."""
+
+_BATCH = 2**22
+_HALF = 12
+"""Bits of a half. A float32's 24 bits are split in two halves: the products' sums in float64 are not rounded."""
+
+_LOWEST = 150
+"""A float32 is a whole number of at most 24 bits times 2 ** (e - 150), with e its exponent's field, at least 1."""
+
+_MOST_DIGITS = 400
+"""No sum of float32 numbers, or of their squares, has more decimal digits, for any number of summands."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and population standard deviation per channel or feature. still: it is constant, and its std is set to 1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    still: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Exact sums over training samples, per channel of images, per feature (the last axis) of anything else.
+
+    count: numbers in each sum. totals, squares: sums of the numbers, and of their squares. unit: the divisor that turns
+    the numbers into inputs, 1 or PIXEL.
+    """
+
+    count: int
+    totals: tuple[Fraction, ...]
+    squares: tuple[Fraction, ...]
+    unit: int = 1
+
+    @classmethod
+    def of(cls, x: NDArray[Any], shift: Sequence[float] = (), scale: Sequence[float] = ()) -> Self:
+        """Return the sums of samples x [n, ...].
+
+        uint8 x is images [n, C, H, W]. Integers are converted to float32, as for a model. shift, scale: those x is
+        stored with; the sums are then those of the original numbers.
+        """
+        images = x.dtype == np.uint8
+        channel = 1 if x.ndim == 4 else x.ndim - 1
+        columns = np.moveaxis(x, channel, -1).reshape(-1, x.shape[channel])
+        totals, squares = _sums_of_bytes(columns) if images else _sums_of_floats(columns)
+        found = cls(len(columns), totals, squares, PIXEL if images else 1)
+        return found._raw(shift, scale) if shift else found
+
+    def _raw(self, shift: Sequence[float], scale: Sequence[float]) -> Self:
+        """Return the sums of value * scale + shift."""
+        totals, squares = [], []
+        for total, square, less, by in zip(self.totals, self.squares, shift, scale, strict=True):
+            a, b = Fraction(less), Fraction(by)
+            totals.append(b * total + self.count * a)
+            squares.append(b * b * square + 2 * a * b * total + self.count * a * a)
+        return type(self)(self.count, tuple(totals), tuple(squares), self.unit)
+
+    def __add__(self, other: Sums) -> Sums:
+        """Return the sums over both. Both must have the same number of features and the same unit."""
+        totals = tuple(a + b for a, b in zip(self.totals, other.totals, strict=True))
+        squares = tuple(a + b for a, b in zip(self.squares, other.squares, strict=True))
+        return Sums(self.count + other.count, totals, squares, self.unit)
+
+    @property
+    def kind(self) -> tuple[int, int]:
+        """(number of features, unit): only sums of equal kind can be added."""
+        return len(self.totals), self.unit
+
+    @property
+    def means(self) -> list[Fraction]:
+        """Mean per channel or feature."""
+        return [total / (self.count * self.unit) for total in self.totals]
+
+    @property
+    def variances(self) -> list[Fraction]:
+        """Population variance per channel or feature."""
+        n = self.count
+        pairs = zip(self.totals, self.squares, strict=True)
+        return [(n * square - total * total) / (n * self.unit) ** 2 for total, square in pairs]
+
+    @property
+    def moments(self) -> Moments:
+        """Mean and standard deviation, each rounded once."""
+        deviations = [math.sqrt(variance) for variance in self.variances]
+        still = tuple(deviation == 0 for deviation in deviations)
+        std = tuple(deviation or 1.0 for deviation in deviations)
+        return Moments(tuple(map(float, self.means)), std, still)
+
+    @property
+    def scaling(self) -> Scaling:
+        """The scaling from raw numbers to inputs. It shifts and scales numbers that float32 would not keep apart."""
+        found, shift, scale = self.moments, [], []
+        means, stds = list(found.mean), list(found.std)
+        for k, (mean, std, still) in enumerate(zip(found.mean, found.std, found.still, strict=True)):
+            spread = 0.0 if still else std
+            largest = max(abs(mean), spread)
+            far = spread > 0 and abs(mean) > FAR * spread
+            tiny = 0 < largest < TINY
+            shift.append(mean if far or tiny else 0.0)
+            scale.append(float(2.0 ** math.floor(math.log2(spread))) if tiny and spread else 1.0)
+            if far or tiny:
+                means[k] = float((self.means[k] - Fraction(mean)) / Fraction(scale[k]))
+                stds[k] = std / scale[k] if spread else std
+        if not any(shift) and set(scale) <= {1.0}:
+            return Scaling(tuple(means), tuple(stds))
+        return Scaling(tuple(means), tuple(stds), tuple(shift), tuple(scale))
+
+    def to_json(self) -> str:
+        """Return the sums as JSON. A sum is [m, e], for m * 2 ** e."""
+        sums = {"totals": [_dyadic(value) for value in self.totals], "squares": [_dyadic(v) for v in self.squares]}
+        return json.dumps({"count": self.count, "unit": self.unit, **sums})
+
+    @classmethod
+    def from_json(cls, text: object) -> Self:
+        """Return the sums that `to_json` wrote. Raises ValueError for sums that no samples have."""
+        words = str(text)
+        if re.search(rf"\d{{{_MOST_DIGITS + 1}}}", words):
+            raise ValueError(f"a number has more than {_MOST_DIGITS} digits")
+        try:
+            told = json.loads(words)
+            count, unit = told["count"], told["unit"]
+            totals, squares = ([_fraction(pair) for pair in told[name]] for name in ("totals", "squares"))
+        except (KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"not a table of sums ({error!r:.80})") from None
+        if type(count) is not int or count < 1 or unit not in (1, PIXEL) or not totals or len(totals) != len(squares):
+            raise ValueError("count, unit and lists of one length are needed")
+        found = cls(count, tuple(totals), tuple(squares), unit)
+        if min(found.variances) < 0:
+            raise ValueError("the squares are smaller than the totals allow")
+        return found
+
+
+def added(several: Iterable[Sums]) -> Sums:
+    """Return the sum of at least one Sums."""
+    return reduce(Sums.__add__, several)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The scaling from raw numbers to inputs: ((value - shift) / scale - mean) / std, per channel or feature.
+
+    Samples are stored as (value - shift) / scale. shift, scale: (): samples are stored unchanged.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    shift: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Sequence[float]]) -> Self:
+        """Return the scaling that a table of run.json holds."""
+        return cls(*(tuple(told[name]) for name in ("mean", "std", "shift", "scale")))
+
+    def stored_with(self, shift: Sequence[float], scale: Sequence[float]) -> Scaling:
+        """Return the same scaling for numbers that are stored with another shift and scale."""
+        if (self.shift, self.scale) == (tuple(shift), tuple(scale)):
+            return self
+        zeros, ones = (0.0,) * len(self.mean), (1.0,) * len(self.mean)
+        mean, std = [], []
+        mine = zip(self.mean, self.std, self.shift or zeros, self.scale or ones, strict=True)
+        for (m, s, a, b), less, by in zip(mine, shift or zeros, scale or ones, strict=True):
+            mean.append(float((Fraction(m) * Fraction(b) + Fraction(a) - Fraction(less)) / Fraction(by)))
+            std.append(float(Fraction(s) * Fraction(b) / Fraction(by)))
+        return Scaling(tuple(mean), tuple(std), tuple(shift), tuple(scale))
+
+
+def _sums_of_bytes(columns: NDArray[Any]) -> tuple[tuple[Fraction, ...], tuple[Fraction, ...]]:
+    """Return the sums of uint8 [m, C] and of the squares, per column."""
+    counts = np.zeros((columns.shape[1], 256), np.int64)
+    for start in range(0, len(columns), _BATCH):
+        batch = columns[start : start + _BATCH]
+        for channel, row in enumerate(counts):
+            row += np.bincount(batch[:, channel], minlength=256)
+    values = np.arange(256)
+    return tuple(map(Fraction, map(int, counts @ values))), tuple(map(Fraction, map(int, counts @ values**2)))
+
+
+def _sums_of_floats(columns: NDArray[Any]) -> tuple[tuple[Fraction, ...], tuple[Fraction, ...]]:
+    """Return the sums of numbers [m, F] and of their squares, per column, exact for the numbers rounded to float32.
+
+    Float32 numbers with one exponent are whole numbers of 24 bits times a power of two. They are summed by exponent.
+    """
+    features = columns.shape[1]
+    totals, squares = [Fraction(0)] * features, [Fraction(0)] * features
+    rows = max(1, _BATCH // features)
+    for start in range(0, len(columns), rows):
+        bits = np.ascontiguousarray(columns[start : start + rows], np.float32).view(np.uint32)
+        exponent = ((bits >> 23) & 255).astype(np.int64)
+        digits = (bits & 0x7FFFFF) | ((exponent > 0).astype(np.uint32) << 23)
+        place = np.maximum(exponent, 1) + 256 * np.arange(features)
+        low, high = digits & (2**_HALF - 1), digits >> _HALF
+        signed = np.where(bits >> 31, -digits.astype(np.int64), digits.astype(np.int64))
+        total, least, middle, most = (
+            np.bincount(place.ravel(), values.ravel(), 256 * features).reshape(features, 256)
+            for values in (signed, low * low, low * high, high * high)
+        )
+        for feature, power in zip(*np.nonzero(least + middle + most), strict=True):
+            unit = Fraction(2) ** (int(power) - _LOWEST)
+            totals[feature] += int(total[feature, power]) * unit
+            parts = (int(part[feature, power]) for part in (least, middle, most))
+            a, b, c = parts
+            squares[feature] += (a + (b << (_HALF + 1)) + (c << (2 * _HALF))) * unit * unit
+    return tuple(totals), tuple(squares)
+
+
+def _dyadic(value: Fraction) -> list[int]:
+    """Return [m, e] of a number m * 2 ** e, with m odd or 0."""
+    below = value.denominator.bit_length() - 1
+    zeros = (value.numerator & -value.numerator).bit_length() - 1 if value.numerator and not below else 0
+    return [value.numerator >> zeros, zeros - below]
+
+
+def _fraction(pair: Sequence[int]) -> Fraction:
+    """Return the number of a pair from `_dyadic`. Raises ValueError for any other value."""
+    m, e = pair
+    if type(m) is not int or type(e) is not int or abs(e) > 4 * _MOST_DIGITS:
+        raise ValueError(f"must be [m, e], of whole numbers, got {pair!r:.80}")
+    return Fraction(m) * Fraction(2) ** e

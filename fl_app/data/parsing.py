@@ -1,0 +1,191 @@
+"""Kinds of a column's values (numbers, booleans, dates or none of these), missing values, and places of rows."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_app.data.arrays import word
+from fl_app.data.encoding import BOOLEAN, DATE, NUMBER
+from fl_app.errors import counted
+
+DAY = np.timedelta64(1, "D") / np.timedelta64(1, "us")
+"""A day in microseconds."""
+
+_ISO = re.compile(r"\s*\d{4}-\d\d?-\d\d?([ T]\d\d?:\d\d.*)?\s*")
+_OTHER_DATE = re.compile(r"\s*\d\d?[./-]\d\d?[./-](\d{4}|\d\d)\b.*")
+
+Numbers = tuple[str, NDArray[Any]]
+"""(kind of a column as in fl_app/data/encoding.py, values as numbers [n, ...], NaN where a value is missing)."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Places of a table's rows in its file.
+
+    number: from a row to its number in errors. written: from a column and a row to the file's text there; "" if it is
+    unknown.
+    """
+
+    number: Callable[[int], int] = lambda row: row
+    written: Callable[[str, int], str] = lambda column, row: ""
+
+    def shown(self, column: str, row: int) -> str:
+        """Return the file's text of a missing value, for an error; "" if the cell is empty or unknown."""
+        text = self.written(column, row)
+        return f" ({text!r} in the file, which pandas takes for a missing value)" if text else ""
+
+
+FROM_ZERO = Places()
+"""Places for rows that are counted from 0."""
+
+
+def missing(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which rows have no value, bool [n]: None, NaN, NaT, or an array that contains NaN or NaT."""
+    if values.dtype.kind == "O" and values.ndim == 1:
+        import pandas
+
+        lists = (list, tuple, dict, np.ndarray, set)
+        return np.array([not isinstance(value, lists) and bool(pandas.isna(value)) for value in values], bool)
+    if values.dtype.kind in "fcmM":
+        gone = np.isnat(values) if values.dtype.kind in "mM" else np.isnan(values)
+        return np.asarray(gone.any(axis=tuple(range(1, values.ndim))))
+    return np.zeros(len(values), bool)
+
+
+def numbers_of(values: NDArray[Any]) -> Numbers | None:
+    """Return a column as numbers: booleans as 0 and 1, dates as days since 1970-01-01. None: it has other values."""
+    kind = values.dtype.kind
+    if kind in "biuf":
+        return BOOLEAN if kind == "b" else NUMBER, values
+    if values.ndim > 1:
+        return None
+    if kind == "M":
+        return DATE, _days(values)
+    if kind not in "OUS":
+        return None
+    gone = missing(values)
+    there = values[~gone]
+    if all(isinstance(value, bool | np.bool_) for value in there) and len(there):
+        return BOOLEAN, values.astype(bool) if not gone.any() else _placed(gone, there.astype(np.float64))
+    if all(isinstance(value, Number) and not isinstance(value, bool | complex) for value in there):
+        return NUMBER, _placed(gone, there.astype(np.float64))
+    if all(isinstance(value, datetime.date | np.datetime64) or _is_iso(value) for value in there):
+        days = _days_of(there)
+        return None if np.isnan(days).any() else (DATE, _placed(gone, days))
+    return None
+
+
+def _placed(gone: NDArray[np.bool_], there: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the present values at their rows, and NaN at rows without a value."""
+    out = np.full(len(gone), np.nan)
+    out[~gone] = there
+    return out
+
+
+def _is_iso(value: Any) -> bool:
+    return isinstance(value, str | bytes) and bool(_ISO.fullmatch(word(value)))
+
+
+def _days_of(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Return dates, or words of the form year-month-day, as days since 1970-01-01; NaN for no date (February 30)."""
+    import pandas
+
+    texts = [word(value).strip() if isinstance(value, str | bytes) else value for value in values]
+    # a date without a time zone is read as UTC: it must be the same number at every site
+    stamps = pandas.to_datetime(pandas.Series(texts, dtype=object), format="ISO8601", utc=True, errors="coerce")
+    return _days(stamps.dt.tz_localize(None).to_numpy())
+
+
+def _days(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Return datetime64 [n] as days since 1970-01-01, NaN for NaT."""
+    since = values.astype("datetime64[us]")
+    return np.where(np.isnat(since), np.nan, since.astype(np.int64) / DAY)
+
+
+# Why a column holds no numbers ----------------------------------------------------------------------------------------
+
+
+def no_number(values: NDArray[Any], name: str, places: Places) -> str:
+    """Return the end of an error: the values that a column holds instead of numbers, and the remedy."""
+    leave = f"leave it out (add {name!r} to exclude)"
+    if values.dtype.kind == "m":
+        return f"durations ({values[0]} in row {places.number(0)}); turn them into numbers such as hours, or {leave}"
+    if values.dtype.kind not in "OUS" or not len(values):
+        return f"{values.dtype}; {leave}"
+    if values.ndim > 1 or first_structure(values) >= 0:
+        return f"{shape_of(values, places)}; {leave}"
+    gone = missing(values)
+    numeric = np.array([none or _is_number(value) for value, none in zip(values, gone, strict=True)])
+    dates = gone | _are_dates(values)
+    fitting = dates if dates.mean() > max(numeric.mean(), 0.5) else numeric
+    row = int(np.argmin(fitting))
+    text = word(values[row])
+    found = f"{text!r}"[:40] + f" in row {places.number(row)}"
+    if gone.any():
+        empty = int(np.argmax(gone))
+        first = f"row {places.number(empty)}{places.shown(name, empty)}"
+        found += f", and no value in {counted(int(gone.sum()), 'row')} (the first: {first})"
+    if fitting.mean() > 0.5:
+        unfit = np.count_nonzero(~fitting)
+        mend = "correct it" if unfit == 1 else f"correct these {unfit} rows"
+        return f"{found}; {mend}, name the word in na-values, or {leave}"
+    if _OTHER_DATE.fullmatch(text):
+        return f"the date {found}; write dates as year-month-day, 2024-12-31, or {leave}"
+    if re.fullmatch(r"\s*-?\d+,\d+\s*", text):
+        return f"{found}, a decimal comma; write numbers with a point"
+    words = {word(value) for value, none in zip(values, gone, strict=True) if not none}
+    if len(words) > max(len(values) / 2, 10):
+        return f"{found}, and {len(words)} words in {len(values)} rows; {leave}"
+    return f"{found}; encode it (add {name!r} to categorical: a feature for each word), or {leave}"
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _are_dates(values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return which values [n] are dates, or words of the form year-month-day, bool [n]."""
+    found = np.array([isinstance(value, datetime.date) or _is_iso(value) for value in values], bool)
+    found[found] = ~np.isnan(_days_of(values[found]))
+    return found
+
+
+def first_structure(values: NDArray[Any]) -> int:
+    """Return the first row that holds a list, a tuple, an array, a map or a set; -1 if none does."""
+    if values.dtype.kind != "O":
+        return -1
+    rows = (k for k, value in enumerate(values) if isinstance(value, list | tuple | dict | np.ndarray | set))
+    return next(rows, -1)
+
+
+def shape_of(values: NDArray[Any], places: Places) -> str:
+    """Return, in words, the shape of the first list or map, and the first row that has another shape."""
+    row = max(first_structure(values), 0)
+    first = _structure(values[row])
+    other = next((k for k, value in enumerate(values) if _structure(value) != first), -1)
+    more = f" and {_structure(values[other])} in row {places.number(other)}" if other >= 0 else ""
+    return f"{first} in row {places.number(row)}{more}"
+
+
+def _structure(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a map of {', '.join(map(str, value))}"
+    if isinstance(value, list | tuple | np.ndarray):
+        try:
+            shape = np.shape(value)
+        except ValueError:
+            return "a list of lists of unequal lengths"
+        return f"a list of shape {list(shape)}"
+    return f"{type(value).__name__}"

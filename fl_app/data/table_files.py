@@ -1,0 +1,156 @@
+"""The columns of CSV and Parquet files, and the places of their rows. pandas is imported only to read them."""
+
+from __future__ import annotations
+
+import csv
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fl_app import extras
+from fl_app.data.columns import Columns
+from fl_app.data.parsing import Places
+from fl_app.data.prepared import DataRequest, listed
+from fl_app.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas
+
+SUFFIXES = (".csv", ".parquet")
+EMPTY_ONLY = ("empty",)
+"""Value of `na-values` that makes only empty cells missing values."""
+
+SEPARATORS = {"": ",", "tab": "\t", "\\t": "\t"}
+"""Characters by the value of the key `separator`. All other values stand for themselves."""
+
+
+def refuse_text_keys(request: DataRequest) -> None:
+    """Raise UserError for keys of CSV files, if the data are no CSV file.
+
+    A site is an exception, because other sites may have a CSV file.
+    """
+    for key, value in (("separator", request.separator), ("na-values", ",".join(request.na_values))):
+        if value and not request.site:
+            raise UserError(f"{key}: {request.path} is no CSV file; leave it unset, got {value!r}")
+
+
+def read_rows(path: Path, separator: str = "", na_values: Sequence[str] = ()) -> Columns:
+    """Return the columns of a CSV or Parquet file, read as a training table is read. Raises UserError."""
+    if not path.is_file():
+        raise UserError(f"no file {path}")
+    extras.require("pandas", str(path))
+    return read(DataRequest("table", path, Path(), na_values=tuple(na_values), separator=separator), [])
+
+
+def places_in(path: Path, separator: str = "") -> Places:
+    """Return the places of the rows of a CSV or Parquet file, as a spreadsheet counts them."""
+    return places(DataRequest("table", path, Path(), separator=separator))
+
+
+def read(request: DataRequest, notes: list[str]) -> Columns:
+    """Return a table's columns. Raises UserError, naming a key that may help, for a file that pandas cannot read.
+
+    notes: receives remarks about how the file was read.
+    """
+    import pandas
+
+    path, is_text = request.path, request.path.suffix == ".csv"
+    options = _reading(request)
+    try:
+        # low_memory reads in parts and guesses a column's type in each: 01 may be "01" in one part and 1 in another
+        frame = pandas.read_csv(path, low_memory=False, **options) if is_text else pandas.read_parquet(path)
+        header = None
+        if is_text:
+            header = pandas.read_csv(
+                path, sep=options["sep"], header=None, nrows=1, dtype=str, keep_default_na=False, index_col=False
+            )
+    except (OSError, ValueError, pandas.errors.ParserError) as error:
+        hint = "" if request.separator or not is_text else "; if commas do not separate its columns, set separator"
+        raise UserError(f"dataset: {path} is not a readable table ({error}){hint}") from error
+    names = [str(name) for name in frame.columns]
+    if header is not None:
+        # pandas adds a number to a repeated name: only the header itself shows the repetition
+        names = [str(name) for name in header.iloc[0]]
+        _refuse_wrong_separator(request, names)
+        if not isinstance(frame.index, pandas.RangeIndex):
+            first = ", ".join(map(str, [frame.index[0], *frame.iloc[0]])) if len(frame) else ""
+            raise UserError(
+                f"dataset: {path}: its rows have more values than the {len(names)} names of its header ({listed(names)}); pandas "
+                f"would read the first column as the rows' names and shift all others ({first[:80]}); remove separators at the "
+                f"ends of rows, or name every column"
+            )
+    else:
+        frame = _with_index(frame, notes)
+        names = [str(name) for name in frame.columns]
+    if twice := next((name for name in names if name and names.count(name) > 1), ""):
+        raise UserError(f"dataset: {path} must have every column once, got {names.count(twice)} named {twice!r}")
+    return {str(name): np.asarray(frame[name]) for name in frame.columns}
+
+
+def _with_index(frame: pandas.DataFrame, notes: list[str]) -> pandas.DataFrame:
+    """Return a Parquet file's columns. An index with a name becomes a column, because it was a column of the table."""
+    import pandas
+
+    if isinstance(frame.index, pandas.RangeIndex) and frame.index.name is None:
+        return frame
+    named = [str(name) for name in frame.index.names if name is not None]
+    if not named:
+        notes.append("the file has an index without a name, which is left out")
+        return frame.reset_index(drop=True)
+    notes.append(f"the file has an index named {listed(named)}: it is read as the first column{'s' * (len(named) > 1)}")
+    unnamed = [name for name in frame.index.names if name is None]
+    return (frame.droplevel(unnamed) if unnamed else frame).reset_index()
+
+
+def _reading(request: DataRequest) -> dict[str, Any]:
+    """Return the options with which pandas reads a CSV file."""
+    options: dict[str, Any] = {"sep": SEPARATORS.get(request.separator, request.separator)}
+    if request.na_values:
+        words = () if request.na_values == EMPTY_ONLY else request.na_values
+        options |= {"keep_default_na": False, "na_values": ["", *words]}
+    return options
+
+
+def _refuse_wrong_separator(request: DataRequest, names: Sequence[str]) -> None:
+    """Raise UserError if a header looks as if its columns had another separator."""
+    missing = [name for name in (*request.targets, request.client) if name and name not in names]
+    if len(names) > 1 and not missing:
+        return
+    text = SEPARATORS.get(request.separator, request.separator).join(names)
+    counts = {name: text.count(sign) for name, sign in ((";", ";"), ("tab", "\t"), ("|", "|"), (",", ","))}
+    used = next((name for name, sign in SEPARATORS.items() if name and sign == request.separator), request.separator)
+    counts.pop(used or ",", None)
+    best = max(counts, key=lambda name: counts[name])
+    if counts[best]:
+        found = "one column" if len(names) == 1 else f"{len(names)} columns"
+        raise UserError(
+            f"separator: {request.path}: pandas made {found} of its header, {text[:80]!r}; set separator = {best!r} if that "
+            "separates them"
+        )
+
+
+def places(request: DataRequest) -> Places:
+    """Return the rows' places: as a spreadsheet counts them (row 1 is the header) in a table, from 0 in other data."""
+    if request.path.suffix == ".csv":
+        lines = functools.cache(lambda: _lines_of(request))
+        return Places(lambda row: lines()[row + 1], lambda column, row: _as_written(request, column, row))
+    return Places(lambda row: row + 2) if request.path.suffix in SUFFIXES else Places()
+
+
+def _lines_of(request: DataRequest) -> list[int]:
+    """Return the spreadsheet's row numbers of a CSV file's header and of each row that pandas reads (no empty ones)."""
+    with open(request.path, encoding="utf-8-sig", newline="") as file:
+        rows = enumerate(csv.reader(file, delimiter=_reading(request)["sep"]), 1)
+        return [number for number, cells in rows if len(cells) > 1 or (cells and cells[0].strip())]
+
+
+def _as_written(request: DataRequest, name: str, row: int) -> str:
+    """Return a cell's text in a CSV file, word for word; "" for an empty cell."""
+    import pandas
+
+    sep = _reading(request)["sep"]
+    text = pandas.read_csv(request.path, sep=sep, dtype=str, keep_default_na=False, usecols=[name])
+    return str(text[name].iloc[row])

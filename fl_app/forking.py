@@ -1,0 +1,180 @@
+"""A warm process that forks children. They share its imports, which take seconds, and start in milliseconds.
+
+`Warm` starts this process and asks it for children. The process imports the modules that its children need, computes
+nothing, and calls `serve`. It must have no threads of OpenMP, torch or CUDA, because threads do not survive a fork.
+Each child gets one end of a socket, and standard output and error chosen by the asker. The asker holds the other end.
+
+Children end with the warm process, and the warm process ends with its asker: any end of the asker closes its end of the
+warm process's socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+# Requests: fork a child, fork a child without keeping its exit code, return a child's exit code.
+# A request is one byte and a pid (0 to fork). The answer is one number, a pid or an exit code.
+_FORK, _FORGET, _STATUS = b"f", b"n", b"s"
+_REQUEST, _ANSWER = struct.Struct("!ci"), struct.Struct("!i")
+# option of prctl(2) that sets the signal that a process gets when its parent ends
+_PARENT_DEATH_SIGNAL = 1
+# seconds for a warm process to end its children and itself
+_END_SECONDS = 5.0
+
+
+class Warm:
+    """A warm process that this process starts.
+
+    command: starts it; the number of its socket is appended. given: its standard input. output: file number of its
+    standard output and error; None: those of this process. environment: its variables; None: those of this process.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        given: bytes = b"",
+        output: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=None if environment is None else dict(environment),
+                pass_fds=[theirs.fileno()],
+                # only the asker gets Ctrl-C, and then ends this process
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None
+        # a process that ended at once has read nothing
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+            stdin.write(given)
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    def fork(self, output: int, followed: bool = True) -> tuple[int, socket.socket]:
+        """Return a new child's pid, and the socket to it. output: file number of its standard output and error.
+
+        followed: whether `status` will be called for the child. Raises OSError if the warm process has ended.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                request = _REQUEST.pack(_FORK if followed else _FORGET, 0)
+                socket.send_fds(self._control, [request], [theirs.fileno(), output])
+                return self._answer(), ours
+            except BaseException:
+                ours.close()
+                raise
+
+    def status(self, pid: int) -> int:
+        """Kill a child that has not ended, and return its exit code as `subprocess` does: negative for a signal.
+
+        Raises OSError if the warm process has ended.
+        """
+        self._control.sendall(_REQUEST.pack(_STATUS, pid))
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process and all its children."""
+        self._control.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _answer(self) -> int:
+        received = self._control.recv(_ANSWER.size, socket.MSG_WAITALL)
+        if len(received) < _ANSWER.size:
+            raise ConnectionError("the process that starts others has ended")
+        return int(_ANSWER.unpack(received)[0])
+
+
+def serve(control: int, work: Callable[[socket.socket], None]) -> None:
+    """Fork a child for every request until the asker ends. Then end all children.
+
+    control: the socket's file number. work: the function that a child calls with its socket; the child ends when it
+    returns or raises.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # keep all objects: a later garbage collection would touch, and so copy, all of them in every child
+    gc.collect()
+    gc.freeze()
+    children, forgotten = set[int](), set[int]()
+    with socket.socket(fileno=control) as asker:
+        while True:
+            received, files, _, _ = socket.recv_fds(asker, _REQUEST.size, 2, socket.MSG_WAITALL)
+            if len(received) < _REQUEST.size:
+                break
+            kind, pid = _REQUEST.unpack(received)
+            forgotten -= {child for child in forgotten if os.waitpid(child, os.WNOHANG)[0]}
+            if kind != _STATUS:
+                answer = os.fork()
+                if answer == 0:
+                    asker.close()
+                    _work(files, work)
+                (children if kind == _FORK else forgotten).add(answer)
+                for file in files:
+                    os.close(file)
+            else:
+                answer = _end(pid)
+                children.discard(pid)
+            asker.sendall(_ANSWER.pack(answer))
+    for pid in children | forgotten:
+        _end(pid)
+
+
+def _end(pid: int) -> int:
+    # a child that has ended keeps its exit code
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _work(files: Sequence[int], work: Callable[[socket.socket], None]) -> NoReturn:
+    code = 1
+    try:
+        _end_with(os.getppid())
+        own, output = files
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        # never closed: when the socket ends, the asker takes this process for ended and asks for its exit code
+        asker = socket.socket(fileno=own)
+        work(asker)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, where it can (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        # the parent may have ended before prctl
+        if os.getppid() != parent:
+            os._exit(1)

@@ -1,0 +1,188 @@
+"""Streaming rounds, for methods that only average on the server: uploads are added up as they come.
+
+They are added in the order of client ids. The server holds a few vectors, for any number of clients in a round. The
+sums equal those over a stack, bit for bit, in whatever order clients answer: an upload waits until those of clients
+with lower ids have come or failed. Waiting uploads beyond `_WAITING_BYTES` lie in an unnamed file in the run folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any, cast
+
+import numpy as np
+
+from fl_app.config import RunConfig
+from fl_app.keys import Scalar
+from fl_app.layout import NOTHING, Model
+from fl_app.wire import Expected, Upload
+from strategies.aggregate import distances_of_pairs
+from strategies.base.server_half import ServerHalf
+from strategies.base.uploads import Intake, Uploads
+from strategies.blocks import COLUMNS, UNIT
+from strategies.folded import Folded, RowSum
+
+log = logging.getLogger("corolla")
+
+# the most bytes of waiting uploads that are kept in memory
+_WAITING_BYTES = 64e6
+# a class that overrides one of these hooks must declare `streams` itself
+_HOOKS = ("personalize", "weights", "averaging_of", "compared", "summed")
+
+
+def streams(half: type[ServerHalf[Any]]) -> bool:
+    """Return whether a method declares `streams`, and no later override may need a stack."""
+
+    def owner(name: str) -> type:
+        return next(each for each in half.__mro__ if name in vars(each))
+
+    return half.streams and all(issubclass(owner("streams"), owner(hook)) for hook in _HOOKS)
+
+
+def why_kept(config: RunConfig, expected: Expected) -> str:
+    """Return why a streaming method's uploads are kept as a stack all the same; "" if they are not."""
+    if config.max_update_norm:
+        return "max-update-norm compares each with all others"
+    if config.robust != "none":
+        return f"robust = {config.robust} compares them"
+    if config.max_size_weight:
+        return "max-size-weight compares their sizes before they count"
+    return "masks come with them" if expected.sends_mask else ""
+
+
+@dataclass(kw_only=True)
+class FoldedIntake(Intake):
+    """Adds uploads to sums.
+
+    moved: by compared name and by client, the squared distance of its upload from the values it was sent. lengths:
+    likewise, the squared length of these values.
+    """
+
+    server: ServerHalf[Any]
+    moved: dict[str, dict[int, float]] = field(default_factory=dict)
+    lengths: dict[str, dict[int, float]] = field(default_factory=dict)
+    _summed: dict[str, RowSum] = field(default_factory=dict)
+    _waiting: dict[int, Upload] = field(default_factory=dict)
+    _gone: set[int] = field(default_factory=set)
+    _next: int = 0
+    _held: float = 0.0
+    _file: IO[bytes] | None = None
+
+    @classmethod
+    def into_sums(cls, ids: list[int], expected: Expected, server: ServerHalf[Any]) -> FoldedIntake:
+        """Start with empty sums. Everything beside the models is stacked."""
+        beside = Intake.of(ids, dataclasses.replace(expected, d=0, b=0))
+        stacks = {f.name: getattr(beside, f.name) for f in dataclasses.fields(Intake) if f.init}
+        intake = cls(**{**stacks, "expected": expected}, server=server)
+        intake._W, intake._B = Folded(expected.d, UNIT), Folded(expected.b, UNIT)
+        return intake
+
+    def note_moves(self, client_id: int, upload: Upload, sent: Mapping[str, Any]) -> None:
+        """Note the distance of an upload from the model that its client was sent."""
+        for what, vector in (("parameters", upload.model.params), ("BatchNorm statistics", upload.model.buffers)):
+            start = sent.get(what)
+            if start is None or start.size != vector.size or not vector.size:
+                continue
+            nothing = np.broadcast_to(np.float32(0), start.shape)
+            distance, length = distances_of_pairs([(vector, start), (start, nothing)])
+            self.moved.setdefault(what, {})[client_id] = distance
+            self.lengths.setdefault(what, {})[client_id] = length
+
+    def accept(self, client_id: int, upload: Upload, metrics: Mapping[str, Scalar], nbytes: int = 0) -> None:
+        """Take in an upload. It is added to the sums when its turn comes."""
+        super().accept(client_id, dataclasses.replace(upload, model=NOTHING), metrics, nbytes)
+        self._hold(self.row_of[client_id], upload)
+        self._add_up()
+
+    def skip(self, client_id: int) -> None:
+        """Let later clients' uploads no longer wait for this client's."""
+        if client_id in self.row_of and client_id not in self.metrics:
+            self._gone.add(self.row_of[client_id])
+            self._add_up()
+
+    def uploads(self) -> Uploads:
+        """Add the uploads that still wait. Return the sums, and the stacks of everything beside the models."""
+        for row in sorted(self._waiting):
+            self._add(row)
+        uploads = super().uploads()
+        summed = {name: total.total() for name, total in self._summed.items()}
+        # a streaming method asks for nothing but means over the rows
+        W, B = cast(Any, self._W), cast(Any, self._B)
+        return dataclasses.replace(uploads, W=W, B=B, summed=summed)
+
+    def forget_stacks(self) -> None:
+        """Drop the sums."""
+        super().forget_stacks()
+        self._W, self._B = Folded(0, UNIT), Folded(0, UNIT)
+        self._summed, self._waiting = {}, {}
+        if self._file is not None:
+            self._file.close()
+
+    def _add_up(self) -> None:
+        while self._next in self._waiting or self._next in self._gone:
+            if self._next in self._waiting:
+                self._add(self._next)
+            self._next += 1
+
+    def _add(self, row: int) -> None:
+        upload, client_id = self._taken(row), self.ids[row]
+        one = Uploads([client_id], self.W, self.B, self.sizes[row : row + 1], None, {}, [self.metrics[client_id]])
+        weight = float(self.server.weights(one)[0])
+        self._W.add(upload.model.params, weight)
+        self._B.add(upload.model.buffers, weight)
+        for name, array in self.server.summed(upload).items():
+            self._summed.setdefault(name, RowSum(array.size, COLUMNS)).add(array)
+
+    # Uploads that wait
+
+    def _hold(self, row: int, upload: Upload) -> None:
+        """Keep an upload until its turn: in memory, or in a file if memory holds `_WAITING_BYTES`."""
+        size = upload.model.params.nbytes + upload.model.buffers.nbytes
+        if row != self._next and self._held + size > _WAITING_BYTES:
+            try:
+                self._write(row, upload.model)
+                upload = dataclasses.replace(upload, model=NOTHING)
+            except OSError as error:
+                log.warning("uploads that wait for those of earlier clients stay in memory: %s", error)
+        self._held += upload.model.params.nbytes + upload.model.buffers.nbytes
+        self._waiting[row] = upload
+
+    def _taken(self, row: int) -> Upload:
+        """Remove a waiting upload and return it."""
+        upload = self._waiting.pop(row)
+        self._held -= upload.model.params.nbytes + upload.model.buffers.nbytes
+        if upload.model is NOTHING and self._file is not None:
+            upload = dataclasses.replace(upload, model=self._read(row))
+        return upload
+
+    def _write(self, row: int, model: Model) -> None:
+        if self._file is None:
+            # unbuffered: a buffer would keep bytes that had no room, and fail again when another upload is read
+            self._file = tempfile.TemporaryFile(dir=self.server.folder.path, buffering=0)  # noqa: SIM115
+        place = self._place(row)
+        for vector in (model.params, model.buffers):
+            left = np.ascontiguousarray(vector, np.float32).view(np.uint8).data
+            while len(left):
+                written = os.pwrite(self._file.fileno(), left, place)
+                left, place = left[written:], place + written
+
+    def _read(self, row: int) -> Model:
+        assert self._file is not None, "an upload without a model was written to the file"
+        d, place = self.expected.d, self._place(row)
+        whole = np.empty(d + self.expected.b, np.float32)
+        left = whole.view(np.uint8).data
+        while len(left):
+            count = os.preadv(self._file.fileno(), [left], place)
+            if not count:
+                raise OSError(f"the upload of client {self.ids[row]} is cut off in the file where it waited")
+            left, place = left[count:], place + count
+        return Model(whole[:d], whole[d:])
+
+    def _place(self, row: int) -> int:
+        """Return the position of an upload in the file, in bytes."""
+        return row * 4 * (self.expected.d + self.expected.b)

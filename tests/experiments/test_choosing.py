@@ -1,0 +1,82 @@
+"""Which row of a sweep is the best, by validation or test data, and that it is said which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from corolla.experiments import choosing
+from corolla.experiments.runs import RecordedRun
+from corolla.experiments.table import Row
+from fl_app.metrics import Metric
+from fl_app.tasks import ACCURACY
+from tests.conftest import Command
+
+RMSE = Metric("rmse", higher_is_better=False, low=0)
+
+
+def row(method: str, tau: float, final: float, validation: float | None = None, metric: Metric = ACCURACY) -> Row:
+    run = RecordedRun(Path(method))
+    vars(run)["settings"] = {"method": method}
+    means: dict[str, Any] = {"final": (final, None)}
+    if validation is not None:
+        means["validation"] = (validation, None)
+    return Row({"method": method, "fedcac.tau": tau}, [run], metric, means)
+
+
+ROWS = [row("fedcac", 0.1, 0.9, 0.5), row("fedcac", 0.3, 0.8, 0.7), row("fedavg", 0.5, 0.7, 0.6)]
+
+
+def test_the_best_is_of_validation_data_where_there_are_any() -> None:
+    assert choosing.best_lines(ROWS) == [
+        "best of fedcac by validation accuracy: method fedcac, fedcac.tau 0.3 (70.00; on test data 80.00)",
+        "best of all by validation accuracy: method fedcac, fedcac.tau 0.3 (70.00; on test data 80.00)",
+    ]
+    assert choosing.best_lines(ROWS, "test")[1:] == [
+        "best of all by test accuracy: method fedcac, fedcac.tau 0.1 (90.00)",
+        choosing.ON_TEST,
+    ]
+    assert choosing.best_lines([*ROWS, row("local", 0, 0.95)])[-1] == choosing.ON_TEST
+    assert choosing.best_lines(ROWS[:1]) == [] == choosing.best_lines([])
+
+
+def test_the_lowest_is_the_best_where_low_is_good() -> None:
+    rows = [row("a", 1, 3.0, 2.0, RMSE), row("a", 2, 1.0, 4.0, RMSE)]
+    assert choosing.best_lines(rows) == ["best of all by validation RMSE: method a, fedcac.tau 1 (2; on test data 3)"]
+
+
+SWEEP = """
+[settings]
+method = "fedavg"
+num-clients = 2
+num-server-rounds = 1
+local-epochs = 1
+train-samples = 20
+test-samples = 10
+
+[grid]
+learning-rate = [0.001, 0.5]
+"""
+
+
+@pytest.mark.parametrize("ratio", ["0.25", "0"])
+def test_a_sweep_says_which_is_best(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("s.toml").write_text(SWEEP)
+    words = ["sweep", "s.toml", "--in-process", "--set", f"validation-ratio={ratio}", "--set", f"data-dir={tmp_path}"]
+    if ratio == "0":
+        code, _, err = command(*words, "--best-by", "validation")
+        assert code == 2 and "--best-by validation: needs validation-ratio above 0, which is 0 in " in err
+        assert not (tmp_path / "runs").exists()
+    code, out, err = command(*words, *(["--best-by", "validation"] if ratio != "0" else []))
+    assert code == 0, err
+    said, written = " ".join(out.split()), (tmp_path / "runs/s/results.md").read_text()
+    by = "test" if ratio == "0" else "validation"
+    assert f"best of all by {by} accuracy: learning-rate " in said and f"best of all by {by} accuracy" in written
+    assert ("chosen on test data, so this figure is too good" in said) == (ratio == "0")
+    header = (tmp_path / "runs/s/results.csv").read_text().splitlines()[0]
+    assert ("final-validation-accuracy-mean" in header) == (ratio != "0")

@@ -1,0 +1,290 @@
+"""A simulation whose clients answer in forked workers: the bits of a run in one process, and what becomes of killed processes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from client_app import worker
+from client_app.client_app import app
+from corolla.experiments.pool import Pool, PoolGrid, workers
+from fl_app import plugins, server_app
+from fl_app.config import parse
+from fl_app.errors import UserError
+from fl_app.forking import Warm
+from fl_app.keys import Scalar
+from fl_app.server.inprocess import InProcessGrid
+from fl_app.server.roster import QUERY
+from fl_app.server.run_folder import RunFolder, read_metrics, read_summary
+from strategies import METHOD_PARAMS
+from tests.conftest import PLUGINS, SMALL, Command
+
+CLIENTS = 4
+
+OWN = """
+import os
+import signal
+from pathlib import Path
+from corolla.method import FedAvg, LocalUpdate, Method, NoParams, all_tensors
+
+class Client(LocalUpdate):
+    def train(self, start, state, ctx):
+        print("at", ctx.round)
+        once = Path(__file__).with_name(f"killed-{ctx.client_id}")
+        if ctx.client_id == 1 and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ctx.client_id == 2 and Path(__file__).with_name("stop").exists():
+            breakpoint()
+        return ctx.trainer.train(start)
+
+METHOD = Method("own_killed", NoParams, FedAvg, Client, all_tensors)
+"""
+
+
+def raw_config(directory: Path, name: str, **more: Scalar) -> dict[str, Scalar]:
+    places: dict[str, Scalar] = {"output-dir": str(directory), "state-dir": str(directory / name), "run-name": name}
+    return {**SMALL, "num-clients": CLIENTS, **places, **{k.replace("_", "-"): v for k, v in more.items()}}
+
+
+@contextlib.contextmanager
+def pool_of(raw: dict[str, Scalar], count: int = 2, **more: Any) -> Iterator[Pool]:
+    setup = worker.Setup.of(raw, CLIENTS)
+    with Pool(count, worker.COMMAND, setup.to_json(), **more) as pool:
+        yield pool
+
+
+def pooled(raw: dict[str, Scalar], count: int = 2) -> RunFolder:
+    with pool_of(raw, count) as pool:
+        return server_app.run(PoolGrid(pool, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
+
+
+CASES: dict[str, dict[str, Scalar]] = {
+    "batchnorm": {"method": "fedcac", "model": "resnet8"},
+    "state": {"method": "scaffold"},
+    "own": {"method": "prototypes:METHOD"},
+    "private": {"method": "fedavg", "private": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pool_has_the_bits_of_one_process(case: str, tmp_path: Path) -> None:
+    plugins.reset(PLUGINS)
+    raw = raw_config(tmp_path, "one", **CASES[case])
+    one = server_app.run(InProcessGrid(app, raw, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
+    two = pooled(raw_config(tmp_path, "two", **CASES[case]))
+    plugins.reset()
+    assert read_summary(one.path)["digest"] == read_summary(two.path)["digest"] is not None
+    losses = [[r["loss"] for r in read_metrics(folder.path)] for folder in (one, two)]
+    assert losses[0] == losses[1]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "own_killed.py").write_text(OWN)
+    plugins.reset(tmp_path)
+    yield "own_killed:METHOD"
+    plugins.reset()
+
+
+def test_a_killed_worker_fails_its_own_message_and_is_replaced(
+    own: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "corolla")
+    folder = pooled(raw_config(tmp_path, "run", method=own, min_results=0.5))
+    first, second = list(read_metrics(folder.path))
+    assert set(first["clients"]) == {"0", "2", "3"} and set(second["clients"]) == {"0", "1", "2", "3"}
+    log = (folder.path / "log.txt").read_text()
+    assert "client 1 dropped: error 8: its process was killed (SIGKILL)" in log
+    # of the clients' own output each line, once
+    assert [log.count(f"client {k}: at 1") for k in range(CLIENTS)] == [1, 0, 1, 1]
+
+
+def test_a_breakpoint_in_a_worker_ends_the_run(own: str, tmp_path: Path) -> None:
+    for name in ("stop", "killed-1"):
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=r"^breakpoint\(\) at own_killed.py:15: .*--in-process"):
+        pooled(raw_config(tmp_path, "run", method=own))
+
+
+def test_what_a_worker_writes_past_python_is_heard(tmp_path: Path) -> None:
+    (tmp_path / "own_writing.py").write_text(
+        OWN.replace("own_killed", "own_writing").replace("print(", 'os.write(2, b"a library says so\\n"); print(')
+    )
+    (tmp_path / "killed-1").touch()
+    plugins.reset(tmp_path)
+    said: list[str] = []
+    raw = raw_config(tmp_path, "run", method="own_writing:METHOD", num_server_rounds=1)
+    with pool_of(raw, say=said.append) as pool:
+        server_app.run(PoolGrid(pool, CLIENTS), parse(raw, METHOD_PARAMS), lambda *_: None)
+    plugins.reset()
+    assert said.count("a library says so") == CLIENTS
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        # a zombie's parent has not asked for it yet
+        if all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_another_warm_process_takes_the_place_of_a_killed_one(tmp_path: Path) -> None:
+    raw = raw_config(tmp_path, "run", num_server_rounds=3)
+    killed: list[psutil.Process] = []
+
+    def kill(what: str, done: int, total: int) -> None:
+        if what == "round 2/3" and not killed:
+            killed.extend([psutil.Process(pool._warm.pid), *children(pool._warm.pid)])
+            assert len(killed) == 3
+            killed[0].kill()
+            # its workers with it
+            assert gone(killed)
+
+    with pool_of(raw) as pool:
+        folder = server_app.run(PoolGrid(pool, CLIENTS), parse(raw, METHOD_PARAMS), kill)
+    took_part = [len(record["clients"]) for record in read_metrics(folder.path)]
+    assert took_part == [4, 4, 4] and read_summary(folder.path)["digest"]
+
+
+def small_pool(count: int, work: str) -> Pool:
+    """Return a pool of workers that do what a Python expression of `asker` says."""
+    code = f"import signal, sys; from fl_app import forking; forking.serve(int(sys.argv[1]), lambda asker: {work})"
+    return Pool(count, [sys.executable, "-c", code], b"")
+
+
+def message(pool: Pool, node: int, nbytes: int = 1) -> Message:
+    grid = PoolGrid(pool, CLIENTS)
+    asked = Message(RecordDict({"text": ConfigRecord({"text": "x" * nbytes})}), node, QUERY)
+    grid.push_messages([asked])
+    return asked
+
+
+def replies(pool: Pool, count: int) -> list[str]:
+    found: list[Message] = []
+    while len(found) < count:
+        found += pool.replies()
+    return [reply.error.reason for reply in found]
+
+
+def test_the_end_of_a_worker_is_nothing_to_a_later_warm_process() -> None:
+    with small_pool(2, "signal.pause()") as pool:
+        pool.send(message(pool, 1))
+        first = [psutil.Process(pool._warm.pid), *children(pool._warm.pid)]
+        assert len(first) == 2
+        first[0].kill()
+        assert gone(first)
+        # nobody has noticed yet: this one needs another warm process
+        pool.send(message(pool, 2))
+        later = pool._warm.pid
+        assert replies(pool, 1) == ["its process ended"]
+        # which would be refused if that one had ended of it
+        pool._warm.fork(1)[1].close()
+        assert pool._warm.pid == later != first[0].pid
+
+
+def test_a_message_that_kills_whoever_takes_it_is_answered_with_an_error() -> None:
+    with small_pool(1, "asker.recv(9) and sys.exit(5)") as pool:
+        pool.send(message(pool, 1, 10_000_000))
+        assert replies(pool, 1) == ["its process ended with exit code 5"]
+
+
+ASKER = """
+import sys
+from client_app import worker
+from corolla.experiments.pool import Pool, PoolGrid
+from fl_app import wire
+from fl_app.server.roster import QUERY
+from flwr.app import Message
+setup = worker.Setup.of({"method": "fedavg", "model": "mlp"}, 2)
+with Pool(2, worker.COMMAND, setup.to_json()) as pool:
+    grid = PoolGrid(pool, 2)
+    ids = set(grid.push_messages([Message(wire.encode_query(), node, QUERY) for node in (1, 2)]))
+    while ids:
+        ids -= {reply.metadata.reply_to_message_id for reply in grid.pull_messages(ids)}
+    print("answered", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_process_that_asked(number: signal.Signals, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", ASKER], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "answered\n"
+    found = children(process.pid)
+    # the warm process and two workers
+    assert len(found) == 3
+    # one that is at work does not look for the end of its asker
+    os.kill(found[-1].pid, signal.SIGSTOP)
+    process.send_signal(number)
+    process.communicate()
+    assert gone(found)
+
+
+def test_workers_are_as_many_as_cores_and_clients_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert [workers(cpus, 20) for cpus in (0.5, 1, 3, 8)] == [16, 8, 2, 1]
+    assert workers(1, 3) == 3
+
+
+def test_a_child_gets_its_own_output_and_its_exit_code_is_known(tmp_path: Path) -> None:
+    code = (
+        "import sys; from fl_app import forking\n"
+        "def work(asker):\n"
+        "    word = asker.recv(10)\n"
+        "    print(word.decode())\n"
+        "    sys.exit(7 if word == b'end' else 0) if word != b'fail' else 1 / 0\n"
+        "forking.serve(int(sys.argv[1]), work)\n"
+    )
+    warm = Warm([sys.executable, "-c", code])
+    codes = {}
+    for word in ("end", "fail", "fine"):
+        with (tmp_path / word).open("wb") as output:
+            pid, link = warm.fork(output.fileno())
+        with link:
+            link.sendall(word.encode())
+            # until it has ended
+            assert link.recv(1) == b""
+            codes[word] = warm.status(pid)
+    pid, link = warm.fork(1)
+    assert warm.status(pid) == -signal.SIGKILL
+    warm.close()
+    assert codes == {"end": 7, "fail": 1, "fine": 0}
+    assert (tmp_path / "end").read_text() == "end\n" and "ZeroDivisionError" in (tmp_path / "fail").read_text()
+    with pytest.raises(OSError):
+        warm.fork(1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--backend", "pool", "--ray-address", "10.0.0.1:6379"], "--ray-address is for --backend ray"),
+        (["--backend", "pool", "--gpus-per-client", "0.5"], "--gpus-per-client is for --backend ray"),
+        (["--backend", "ray", "--in-process"], "--in-process and --backend exclude each other"),
+        (["--backend", "pool", "--superlink", "x"], "--superlink and --backend exclude each other"),
+        (["--backend", "threads"], "'threads' is not one of 'pool', 'ray'"),
+    ],
+)
+def test_a_backend_that_cannot_be_is_refused(words: list[str], said: str, command: Command) -> None:
+    code, _, err = command("run", *words, "--clients", "2")
+    assert code == 2 and said in " ".join(err.split())

@@ -1,0 +1,293 @@
+"""Models of tables in use: columns go by name, what is missing or foreign is refused, and the API answers as the command does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+import torch
+
+import corolla
+from corolla.experiments.exported import model_card
+from corolla.experiments.exported.export import export
+from corolla.experiments.exported.predict import from_columns
+from fl_app.config import parse
+from fl_app.data import open_client
+from fl_app.data.table_files import read_rows
+from fl_app.errors import UserError
+from fl_app.server.run_folder import RunFolder, read_about, read_config, read_metrics
+from strategies import METHOD_PARAMS, METHODS
+from tests.conftest import Command, Run
+
+FIRST_SECOND = 1_709_251_200
+
+
+def patients(rows: int = 240) -> pandas.DataFrame:
+    """Return a table whose columns lie on very different scales, one of them beyond what float32 keeps apart."""
+    generator = np.random.default_rng(5)
+    age, pressure = generator.uniform(26, 86, rows), generator.uniform(92, 176, rows)
+    ward = generator.choice(["icu", "medicine"], rows)
+    second = FIRST_SECOND + generator.uniform(0, 600, rows)
+    risk = (age - 56) / 15 + (pressure - 134) / 30 + (ward == "icu") + (second - FIRST_SECOND - 300) / 300
+    return pandas.DataFrame(
+        {
+            "age": age,
+            "pressure": pressure,
+            "ward": ward,
+            "second": second,
+            "hospital": np.arange(rows) % 3,
+            "outcome": np.where(risk > 0.4, "yes", "no"),
+        }
+    )
+
+
+@pytest.fixture
+def trained(run: Run, tmp_path: Path) -> RunFolder:
+    patients().to_csv(tmp_path / "patients.csv", index=False)
+    return run(
+        method="fedavg", dataset=f"table:{tmp_path / 'patients.csv'}", target="outcome", client="hospital",
+        categorical="ward", partition="by-column", num_clients=3, num_server_rounds=6, local_epochs=6, learning_rate=0.1,
+        collect_personal_models=True, model="mlp",
+    )  # fmt: skip
+
+
+def answers(text: str) -> list[str]:
+    """Return the classes that `corolla predict` printed."""
+    return [line.split()[2] for line in text.splitlines() if line.startswith("row ")]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".onnx"])
+def test_columns_go_by_name(trained: RunFolder, command: Command, tmp_path: Path, suffix: str) -> None:
+    if suffix == ".onnx":
+        pytest.importorskip("onnxruntime")
+    file, _ = export(trained.path, METHODS, 1, tmp_path / f"model{suffix}", onnx=suffix == ".onnx")
+    frame = patients()
+    right, reverse, bare = (tmp_path / f"{name}.csv" for name in ("right", "reverse", "bare"))
+    frame.to_csv(right, index=False)
+    frame[frame.columns[::-1]].to_csv(reverse, index=False)
+    frame[["age", "pressure", "ward", "second"]].to_csv(bare, index=False)
+    said = [command("predict", str(file), str(table)) for table in (right, reverse, bare)]
+    assert [code for code, _, _ in said] == [0, 0, 0]
+    found = answers(said[0][1])
+    assert len(found) == len(frame) and found == answers(said[1][1]) == answers(said[2][1])
+    accuracy = np.mean(np.array(found) == frame.outcome)
+    assert accuracy > 0.85
+    assert f"accuracy {100 * accuracy:.2f} % on 240 samples" in said[0][1] and said[0][1] == said[1][1]
+    assert "accuracy" not in said[2][1]
+
+
+def test_a_shifted_model_answers_as_the_run_measured(trained: RunFolder, tmp_path: Path) -> None:
+    config = parse(read_config(trained.path), METHOD_PARAMS)
+    *_, last = read_metrics(trained.path)
+    frame, loaded = patients(), corolla.load(trained.path)
+    assert read_about(trained.path)["data"]["normalization"]["shift"][-1] > FIRST_SECOND - 1
+    for client in range(3):
+        part = open_client(config, client)
+        model = loaded.model(client)
+        shift = np.array(part.info.facts.shift)
+        rows = part.x_test.astype(np.float64) + shift
+        raw = pandas.DataFrame(rows[:, [4, 1, 0]], columns=["second", "pressure", "age"])
+        raw["ward"] = np.where(rows[:, 2] == 1, "icu", "medicine")
+        measured = np.mean(model.predict(raw) == np.array(part.info.classes)[part.y_test])
+        assert measured == last["evaluation"]["clients"][str(client)]["accuracy"]
+    assert (loaded.model(0).predict(frame) == frame.outcome).mean() > 0.85
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"columns": {"age": "Age"}}, ["age is missing", "Age is unknown"]),
+        ({"columns": {"outcome": "result"}}, ["result is unknown"]),
+    ],
+)
+def test_missing_and_foreign_columns_are_refused_with_both_lists(
+    trained: RunFolder, command: Command, tmp_path: Path, change: dict[str, Any], words: list[str]
+) -> None:
+    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+    frame = patients().rename(**change)
+    frame.to_csv(tmp_path / "other.csv", index=False)
+    code, _, said = command("predict", str(file), str(tmp_path / "other.csv"))
+    assert code == 2 and "the model has age, pressure, ward, second" in said and all(word in said for word in words)
+    assert f"the table has {', '.join(frame.columns)}" in said
+    with pytest.raises(UserError, match="DataFrame: its columns must be the model's"):
+        corolla.load(trained.path).model().predict(frame)
+
+
+def test_values_that_do_not_fit_are_named(trained: RunFolder) -> None:
+    model = corolla.load(trained.path).model()
+    frame = patients(20)
+    with pytest.raises(UserError, match="column ward .*got 'surgery'"):
+        model.predict(frame.assign(ward="surgery"))
+    with pytest.raises(UserError, match="column age must hold numbers, got 'old'"):
+        model.predict(frame.assign(age="old"))
+    with pytest.raises(UserError, match="has no rows"):
+        model.predict(frame.iloc[:0])
+
+
+def test_rows_of_a_file_are_numbered_as_a_spreadsheet_does(
+    trained: RunFolder, command: Command, tmp_path: Path
+) -> None:
+    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+    for column, value, words in (
+        ("ward", "ICU", "got 'ICU' in row 5"),
+        ("age", np.nan, "row 5 has none; 1 of 20 rows; fill them in, or train with the column in impute"),
+    ):
+        frame = patients(20)
+        frame.loc[3, column] = value
+        frame.to_csv(tmp_path / "later.csv", index=False)
+        code, _, said = command("predict", str(file), str(tmp_path / "later.csv"))
+        assert code == 2 and words in said
+
+
+def test_answers_need_no_targets(trained: RunFolder, command: Command, tmp_path: Path) -> None:
+    """A label that is written in another way leaves the answers unmeasured; it is no reason to give none."""
+    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+    frame = patients(20)
+    frame.loc[3, "outcome"] = "Yes "
+    frame.to_csv(tmp_path / "odd.csv", index=False)
+    code, out, said = command("predict", str(file), str(tmp_path / "odd.csv"))
+    assert code == 0 and len(answers(out)) == 20 and "accuracy" not in out
+    assert "no metric was measured" in said and "column outcome must hold labels among no, yes, got 'Yes '" in said
+    assert answers(out) == corolla.load(trained.path).model().predict(frame).tolist()
+
+
+def test_the_card_holds_what_rows_need(trained: RunFolder, tmp_path: Path) -> None:
+    file, _ = export(trained.path, METHODS, None, tmp_path / "model.pt")
+    card = model_card.read(file)
+    assert card["features"] == ["age", "pressure", "ward=icu", "ward=medicine", "second"]
+    assert card["table"]["others"] == ["hospital", "outcome"] and card["classes"] == ["no", "yes"]
+    assert card["input"]["normalize"] == "mean-std" and len(card["input"]["mean"]) == 5
+    # and the run folder, so that the table need not be here
+    (Path(str(card["settings"]["dataset"]).removeprefix("table:"))).unlink(missing_ok=True)
+    (tmp_path / "patients.csv").unlink()
+    again, _ = export(trained.path, METHODS, None, tmp_path / "again.pt")
+    other = model_card.read(again)
+    assert [other[name] for name in ("features", "input", "classes")] == [
+        card[name] for name in ("features", "input", "classes")
+    ]
+    assert other["table"]["encodings"] == card["table"]["encodings"]
+
+
+def test_clients_go_by_number_or_name(trained: RunFolder, command: Command, tmp_path: Path) -> None:
+    clients = json.loads((trained.path / "clients.json").read_text())
+    for name, facts in zip(("Basel", "Bern", "Chur"), clients.values(), strict=True):
+        facts["name"] = name
+    (trained.path / "clients.json").write_text(json.dumps(clients))
+    loaded, frame = corolla.load(trained.path), patients(30)
+    bern = loaded.model("Bern")
+    np.testing.assert_array_equal(bern.probabilities(frame), loaded.model(1).probabilities(frame))
+    assert np.abs(bern.probabilities(frame) - loaded.model("2").probabilities(frame)).max() >= 0
+    code, _, _ = command("export", str(trained.path), "--client", "Bern", "--output", str(tmp_path / "bern.pt"))
+    assert code == 0 and model_card.read(tmp_path / "bern.pt")["model"] == "client-1"
+    with pytest.raises(UserError, match="client: must be one of 0 to 2, or one of Basel, Bern, Chur, got 'Genf'$"):
+        loaded.model("Genf")
+    for slip in ("bern", "Ber", "Bren"):
+        code, _, err = command("export", str(trained.path), "--client", slip)
+        assert code == 2 and f"got {slip!r}; did you mean Bern?" in err
+
+
+def test_a_client_that_is_not_there_is_told_with_twenty_names(trained: RunFolder) -> None:
+    names = [f"site {k:02}" for k in range(30)]
+    for count in (20, 30):
+        clients = {str(k): {"name": name} for k, name in enumerate(names[:count])}
+        (trained.path / "clients.json").write_text(json.dumps(clients))
+        with pytest.raises(UserError) as caught:
+            corolla.load(trained.path).model("Genf")
+        told = str(caught.value)
+        assert "site 00, " in told and "site 19" in told and "site 20" not in told
+        assert ("and 10 more" in told) == (count == 30)
+
+
+def test_a_predictor_is_the_network(trained: RunFolder) -> None:
+    model = corolla.load(trained.path).model(0)
+    assert isinstance(model, torch.nn.Module) and list(model.state_dict()) == list(model.network.state_dict())
+    x = torch.zeros(2, 5)
+    with torch.no_grad():
+        assert torch.equal(model(x), model.network(x))
+    assert model.train().training and model.network.training
+    model.predict(patients(5))
+    assert model.network.training and not model.eval().network.training
+
+
+def test_arrays_where_the_data_are_arrays(run: Run, tmp_path: Path) -> None:
+    model = corolla.load(run(method="fedavg", num_clients=2, num_server_rounds=1).path).model()
+    images = np.random.default_rng(0).integers(0, 256, (5, 8, 8), np.uint8)
+    assert set(model.predict(images)) <= set(map(str, range(10))) and model.probabilities(images).shape == (5, 10)
+    with pytest.raises(UserError, match="not named columns"):
+        model.predict(patients(5))
+    with pytest.raises(UserError, match="the model takes uint8"):
+        model.predict(np.zeros((5, 3)))
+
+
+def test_a_deployments_model_reads_rows_without_the_sites_data(run: Run, tmp_path: Path) -> None:
+    frame = patients()
+    nodes: dict[int, dict[str, Any]] = {}
+    for k, part in frame.groupby("hospital"):
+        part.drop(columns="hospital").to_csv(tmp_path / f"{k}.csv", index=False)
+        nodes[int(str(k))] = {"data-path": str(tmp_path / f"{k}.csv")}
+    folder = run(
+        method="fedavg", dataset="node", classes="no,yes", target="outcome", categorical="ward", num_clients=3,
+        num_server_rounds=6, local_epochs=6, learning_rate=0.1, model="mlp", node_configs=nodes,
+    )  # fmt: skip
+    for k in nodes:
+        (tmp_path / f"{k}.csv").unlink()
+    model = corolla.load(folder.path).model()
+    assert (model.predict(frame.drop(columns="hospital")) == frame.outcome).mean() > 0.85
+    with pytest.raises(UserError, match="hospital is unknown"):
+        model.predict(frame)
+
+
+def test_a_sites_median_stays_there(run: Run, tmp_path: Path) -> None:
+    """Each site fills in its own: who exports without a site's data takes whole rows alone, with the same features."""
+    frame = patients().drop(columns="second").assign(crp=np.arange(240.0))
+    frame.loc[::7, "crp"] = np.nan
+    nodes: dict[int, dict[str, Any]] = {}
+    for k, part in frame.groupby("hospital"):
+        part.drop(columns="hospital").to_csv(tmp_path / f"{k}.csv", index=False)
+        nodes[int(str(k))] = {"data-path": str(tmp_path / f"{k}.csv")}
+    folder = run(
+        method="local", dataset="node", classes="no,yes", target="outcome", categorical="ward", impute="crp,age=50",
+        num_clients=3, collect_personal_models=True, normalize_over="sites", node_configs=nodes,
+    )  # fmt: skip
+    told = json.loads((folder.path / "run.json").read_text())["data"]["input"]["encodings"]
+    assert {fields["column"]: fields["fill"] for fields in told if fields["fill"] is not None} == {"age": 50}
+    config = parse(read_config(folder.path), METHOD_PARAMS)
+    for k in nodes:
+        there = open_client(config, k, data_path=str(tmp_path / f"{k}.csv"))
+        rows = read_rows(tmp_path / f"{k}.csv")
+        whole = ~np.isnan(rows["crp"])
+        _, card = export(folder.path, METHODS, k, tmp_path / "far.pt")
+        with pytest.raises(UserError, match="column crp must have a number in every row, row .* --data-path"):
+            from_columns(tmp_path, rows, card)
+        far = from_columns(tmp_path, {name: values[whole] for name, values in rows.items()}, card)
+        _, card = export(folder.path, METHODS, k, tmp_path / "near.pt", data_path=str(tmp_path / f"{k}.csv"))
+        near = from_columns(tmp_path, rows, card)
+        assert np.array_equal(far, near[whole])
+        trained_on = np.concatenate([there.x_train, there.x_test])
+        assert sorted(map(bytes, near)) == sorted(map(bytes, trained_on))
+        place = card["features"].index("crp")
+        fill = next(fields["fill"] for fields in card["table"]["encodings"] if fields["column"] == "crp")
+        assert set(near[~whole][:, place]) == {np.float32(fill)}
+
+
+def test_rows_count_as_a_spreadsheet_does(trained: RunFolder, command: Command, tmp_path: Path) -> None:
+    file, _ = export(trained.path, METHODS, 1, tmp_path / "model.pt")
+    lines = patients(4).to_csv(index=False).splitlines()
+    # a spreadsheet counts the empty line too
+    (tmp_path / "gap.csv").write_text("\n".join([lines[0], lines[1], "", *lines[2:]]) + "\n")
+    code, out, _ = command("predict", str(file), str(tmp_path / "gap.csv"))
+    assert code == 0 and [line.split()[1] for line in out.splitlines() if line.startswith("row ")] == [
+        "2",
+        "4",
+        "5",
+        "6",
+    ]
+    wrong = lines[2].split(",")
+    wrong[0] = "old"
+    (tmp_path / "gap.csv").write_text("\n".join([lines[0], lines[1], "", ",".join(wrong), lines[3]]) + "\n")
+    code, _, said = command("predict", str(file), str(tmp_path / "gap.csv"))
+    assert code == 2 and "column age must hold numbers, got 'old' in row 4" in said

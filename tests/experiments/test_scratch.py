@@ -1,0 +1,53 @@
+"""A simulation says before it starts that it has no room for temporary files, or no memory to share, and the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from corolla.experiments import scratch
+from corolla.experiments.launch import SimulationSuperLink
+from fl_app.errors import UserError
+from tests.disks import full_disk
+
+WAY_OUT = "make room there, set TMPDIR to another folder, or run with --in-process"
+
+
+@pytest.mark.parametrize("free", [4096, 300_000])
+def test_temporary_files_without_room_name_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    with full_disk(tmp_path, free) as there:
+        if free == 4096:
+            (there / "all").write_bytes(b"x" * free)
+        monkeypatch.setenv("TMPDIR", str(there))
+        with pytest.raises(UserError) as caught:
+            SimulationSuperLink()
+        told = str(caught.value)
+        assert told.startswith(f"TMPDIR: {there} has 0.") and told.endswith(f"{WAY_OUT}, which needs none")
+
+
+def test_a_folder_for_temporary_files_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "gone"))
+    assert scratch.temporary_directory() == Path(tempfile.gettempdir())
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert scratch.temporary_directory() == tmp_path
+
+
+def test_memory_that_cannot_be_shared(tmp_path: Path) -> None:
+    """On a mount of its own, which ends with the process."""
+    program = (
+        "from corolla.experiments.launch import SimulationSuperLink\n"
+        "from fl_app.errors import UserError\n"
+        "try:\n    SimulationSuperLink()\nexcept UserError as error:\n    print(error)\n"
+    )
+    mount = 'mount -t tmpfs -o ro none /dev/shm || exit 77; exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "unshare failed" in done.stderr or done.returncode == 77:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    assert done.stdout.startswith("/dev/shm: cannot be written") and "or run with --in-process" in done.stdout

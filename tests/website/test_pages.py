@@ -1,0 +1,164 @@
+"""The site's generated pages, without building it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import tarfile
+import urllib.request
+from base64 import b64encode
+from pathlib import Path
+
+import pytest
+
+from corolla.cli import whole
+from fl_app.errors import UserError
+from fl_app.known_names import PACKAGES
+from strategies import METHOD_PARAMS
+from website import assets, pages
+
+METHOD_PAGES = pages.ROOT / "docs" / "methods"
+SECTIONS = ["How it works", "Equations", "Parameters", "Deviations", "Limits", "Cost", "When to use it"]
+
+
+def test_every_method_has_a_page_and_the_first_one_links_to_it() -> None:
+    written = {f"methods/{path.name}" for path in METHOD_PAGES.glob("*.md")}
+    assert written == set(pages.method_navigation())
+    index = (METHOD_PAGES / "index.md").read_text(encoding="utf-8")
+    for name in METHOD_PARAMS:
+        assert f"]({pages.slug(name)}.md)" in index, name
+
+
+@pytest.mark.parametrize("method", METHOD_PARAMS)
+def test_a_methods_page_has_its_sections_in_order(method: str) -> None:
+    text = (METHOD_PAGES / f"{pages.slug(method)}.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## (.+)$", text, flags=re.MULTILINE)
+    assert [heading for heading in headings if heading in SECTIONS] == SECTIONS
+
+
+def test_a_method_without_a_page_gets_one_from_its_docstring() -> None:
+    text = pages.method_page("methods/fedcac.md", pages.docstring_page("fedcac"))
+    assert text.startswith("# fedcac\n\nFedCAC") and "Wu, Liu, Niu" in text
+    keys, costs, presets = (text.index(f"\n## {heading}\n") for heading in ("Parameters", "Cost", "Presets"))
+    assert keys < text.index("| `fedcac.tau` | float |") < costs < text.index("model; up + ⌈d/8⌉") < presets
+    pages_of_methods = {page for page in pages.generated() if page.startswith("methods/")}
+    assert pages_of_methods.isdisjoint(f"methods/{path.name}" for path in METHOD_PAGES.glob("*.md"))
+
+
+def test_a_methods_page_gets_its_keys_and_presets() -> None:
+    page = "methods/fedcac.md"
+    text = pages.method_page(page, (pages.ROOT / "docs" / page).read_text(encoding="utf-8"))
+    keys, deviations, presets = (text.index(f"\n## {heading}\n") for heading in ("Parameters", "Deviations", "Presets"))
+    assert keys < text.index("| `fedcac.tau` | float |") < deviations < presets
+    assert "| `fedcac/cifar10-dirichlet-0.1` | " in text[presets:]
+    assert pages.method_page("methods/index.md", "text") == "text"
+
+
+def test_a_method_without_keys_or_presets_gets_no_table_of_them() -> None:
+    text = "# Local\n\n## Parameters\n\nNone.\n"
+    assert "| key |" not in pages.method_page("methods/local.md", text)
+    assert pages.method_page("methods/ifca.md", text).count("| `ifca.") > 1
+    assert "## Presets" not in pages.method_page("methods/ifca.md", text)
+
+
+def test_a_missing_section_for_keys_is_named() -> None:
+    with pytest.raises(ValueError, match=r'docs/methods/ditto.md has no section "Parameters"'):
+        pages.method_page("methods/ditto.md", "# Ditto\n\n## Equations\n")
+
+
+@pytest.mark.parametrize(
+    ("target", "page"),
+    [
+        ("README.md", "index.md"),
+        ("README.md#methods", "index.md#methods"),
+        ("docs/methods/fedcac.md", "methods/fedcac.md"),
+        ("docs/methods/index.md#notation", "methods/index.md#notation"),
+        ("docs/config.md#fedcac", "config.md#fedcac"),
+        ("examples/notebook.ipynb", "guides/notebook-example.md"),
+        ("CITATION.cff", "project/citation.md"),
+        ("examples/cross-device.toml", "guides/cross-device-example.md"),
+        ("fl_app/wire.py", None),
+    ],
+)
+def test_a_link_in_the_repository_is_a_link_in_the_site(target: str, page: str | None) -> None:
+    assert pages.page_of(target) == page
+
+
+def test_every_command_and_option_is_on_the_page_of_commands() -> None:
+    page = pages.cli_page()
+    assert r"\[" not in page
+    for name, command in whole().commands.items():  # type: ignore[attr-defined]
+        if command.hidden:
+            assert f"## corolla {name}\n" not in page
+        else:
+            assert f"## corolla {name}" in page
+    for option in ("--clients-at-once K", "--set KEY=VALUE", "--superlink NAME"):
+        assert f"| `{option}` |" in page
+
+
+def test_a_notebooks_cells_become_text_and_code() -> None:
+    page = pages.generated()["guides/notebook-example.md"]
+    assert page.startswith("# ") and "```python\nfrom corolla import" in page
+
+
+def test_every_source_file_is_listed() -> None:
+    page = pages.files_page()
+    for package in ("fl_app", "strategies", "client_app", "deploy", "corolla"):
+        assert f"## {package}\n" in page
+    assert "| `server/roster.py` | " in page
+    files = [path for package in PACKAGES for path in (pages.ROOT / package).rglob("*.py")]
+    assert page.count("\n| `") == len(files)
+
+
+def test_the_readmes_table_has_every_method() -> None:
+    text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("## Methods\n")[2].partition("\n## ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert sorted(re.findall(r"`([a-z-]+)`", "".join(rows))) == sorted(METHOD_PARAMS)
+
+
+def archive(**files: bytes) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as out:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name.replace("__", "/"))
+            member.size = len(content)
+            out.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def test_an_archive_is_checked_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    content = archive(package__dist__a=b"yes", package__dist__b=b"no")
+    digest = b64encode(hashlib.sha512(content).digest()).decode()
+    package = assets.Package("thing", "1.0", digest, "package/dist/", lambda name: name == "a")
+    asked: list[str] = []
+
+    def registry(address: str, timeout: float) -> io.BytesIO:
+        asked.append(address)
+        return io.BytesIO(content)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(urllib.request, "urlopen", registry)
+    monkeypatch.setattr(assets, "PACKAGES", (package,))
+    assert assets.files() == assets.files() == {"assets/thing/a": b"yes"}
+    assert asked == ["https://registry.npmjs.org/thing/-/thing-1.0.tgz"], "the second time from the cache"
+
+    (tmp_path / "corolla" / "thing-1.0.tgz").write_bytes(b"damaged")
+    assert assets.files() == {"assets/thing/a": b"yes"}, "a damaged archive in the cache is fetched again"
+
+    other = assets.Package("thing", "2.0", "another hash", "package/dist/", package.wanted)
+    monkeypatch.setattr(assets, "PACKAGES", (other,))
+    with pytest.raises(UserError, match="another SHA-512"):
+        assets.files()
+    assert not (tmp_path / "corolla" / "thing-2.0.tgz").exists()
+
+
+def test_without_a_network_the_address_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def unreachable(address: str, timeout: float) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(urllib.request, "urlopen", unreachable)
+    with pytest.raises(UserError, match=r"katex-.*no route to host"):
+        assets.files()
