@@ -1,6 +1,7 @@
 """Reference pages generated from declarations in the code (`corolla reference`).
 
-These are docs/config.md, the defaults in pyproject.toml, and the tables of methods in README.md and docs/methods/.
+These are docs/config.md, the defaults in pyproject.toml, the tables of methods in README.md and docs/methods/, and the table
+of a site's rules in docs/deployment.md.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import tomli_w
 
+from deploy.site import Site
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import KeySpec, Scalar, specs
@@ -78,10 +80,17 @@ def pyproject_with_defaults(text: str, methods: Mapping[str, type]) -> str:
     return head + tables + _END + rest.split(_END, 1)[1]
 
 
-def method_pages(root: Path) -> dict[Path, str]:
-    """Return the pages that have tables of methods, with these tables, by path."""
+def site_table() -> str:
+    """Return a Markdown table of the keys of `site.toml`."""
+    rows = ["| key | meaning; an absent rule allows everything |", "|---|---|"]
+    return "\n".join(rows + [f"| `{spec.name}` | {escape(spec.doc)} |" for spec in specs(Site)])
+
+
+def pages_with_tables(root: Path) -> dict[Path, str]:
+    """Return the pages that have tables of methods or of a site's rules, with these tables, by path."""
     docs = root / "docs" / "methods"
     pages = {root / "README.md": {"Methods": names_table("`{}`")}}
+    pages[root / "docs" / "deployment.md"] = {"What a site decides": site_table()}
     pages[docs / "index.md"] = {"Methods": names_table("[{0}]({0}.md)"), "Side by side": methods_table()}
     pages |= {docs / f"{name}.md": {"Cost": cost_table(name)} for name in METHODS}
     found = {}
@@ -115,7 +124,7 @@ def write(root: Path, methods: Mapping[str, type]) -> None:
         raise UserError(
             f"ROOT: must be a clone of Corolla, with docs/ and Corolla's pyproject.toml, got {root.resolve()}"
         )
-    pages = {page: config_page(methods), pyproject: pyproject_with_defaults(text, methods)} | method_pages(root)
+    pages = {page: config_page(methods), pyproject: pyproject_with_defaults(text, methods)} | pages_with_tables(root)
     for path, text in pages.items():
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from corolla.cli.listings import methods
-from corolla.cli.reference import method_pages, with_table
+from corolla.cli.reference import pages_with_tables, with_table
 from strategies import METHODS
 from strategies.overview import COLUMNS, groups, methods_table, of
 
@@ -22,8 +22,8 @@ def test_every_method_is_in_one_group() -> None:
 
 
 def test_the_pages_have_the_tables_and_the_command_prints_them(capsys: pytest.CaptureFixture[str]) -> None:
-    pages = method_pages(ROOT)
-    assert len(pages) == len(METHODS) + 2
+    pages = pages_with_tables(ROOT)
+    assert len(pages) == len(METHODS) + 3
     assert [path.name for path, text in pages.items() if path.read_text(encoding="utf-8") != text] == []
     methods(table=True)
     assert capsys.readouterr().out == methods_table() + "\n"
