@@ -40,6 +40,7 @@ SOURCES: Mapping[str, str] = {
 API = {
     "Run and read": ("corolla", ("run", "load", "compare", "Run", "RunFailed", "UserError")),
     "Write a method": ("strategies.base", ()),
+    "Server half": ("strategies.base.server_half", ("ServerHalf",)),
     "Test a method": ("corolla.testing", ()),
 }
 """By title, the pages of the Python API: the module, and the names shown; () shows all that the module exports."""

@@ -104,7 +104,7 @@ class ExperimentKeys:
     client: str = key(
         "",
         "Column that names each sample's client (a hospital, a device). Then `partition` is `by-column`; any other is an error. "
-        "The column is no feature ([its form in each source](tasks.md#data)).",
+        "The column is no feature ([its form in each source](tasks.md#clients-by-a-column)).",
         about="data",
         compared=False,
     )
