@@ -18,9 +18,14 @@ Server, layer by layer:
 Deviations and decisions:
 
 - The mean in std/mean is signed as printed, and kept 1e-12 away from 0. `cv = "absolute"` is ours.
-- Deviations of 0 and above 1 are outside the paper's bins. They go to classes 1 and C.
-- The paper names no clustering. Ours is average linkage on 1 - SIM, cut at `delta` (see `delta-meaning`) and at S
-  clusters.
+- Squared deviations of 0 and above 1 are outside the paper's bins. They go to classes 1 and C. With `deviations =
+  "scaled"` they are in [0, 1].
+- Eq. 8 counts differences over the whole layer and divides by the number of high-dispersion parameters. Ours counts
+  both over the latter (`similarity-over`).
+- The paper names no clustering. Ours is average linkage (`linkage`) on 1 - SIM, cut at `delta` (see `delta-meaning`)
+  and at S clusters.
+- `random-micro` and `random-macro` are the ablations of Table 4. The paper does not state the distribution. Ours is
+  uniform, drawn anew in every round.
 - Eq. 11 divides by the limit S. By default we divide by the number of clusters found (`divisor`). The reason: weights
   of usual size deviate by far less than sqrt(1/C). So all clients are in Micro-Class 1 and one Macro-Class. Dividing by
   S then multiplies the high-dispersion parameters by 1/S every round, which does not train. Dividing by the number
@@ -35,13 +40,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app import rng
 from fl_app.figures import Layers
-from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key
+from fl_app.keys import AT_LEAST_ONE, RATIO, Rule, key, specs
 from fl_app.layout import Model
 from strategies.aggregate import Stack, weighted_mean
 from strategies.base import (
@@ -94,6 +100,29 @@ class FedPakeParams(GlobalModelParams):
         "Denominator of the coefficient of variation: the mean as printed (Eq. 2), or its absolute value (ours).",
     )
     normalize: bool = key(False, "Rescale the Macro-Classes' weights of every parameter to the sum 1 (ours).")
+    deviations: Literal["printed", "scaled"] = key(
+        "printed",
+        "Squared deviations that Eq. 6 sorts into bins. `scaled`: each parameter's are divided by their largest over clients, so "
+        "that the bins cover them (ours).",
+    )
+    similarity_over: Literal["high", "all", "printed"] = key(
+        "high",
+        "Parameters that SIM (Eq. 8) counts: those of high dispersion, or `all` of the layer. `printed`: all in the numerator and "
+        "those of high dispersion in the denominator, so that SIM can be negative.",
+    )
+    linkage: Literal["average", "single", "complete"] = key(
+        "average", "Similarity of two clusters: their pairs' mean, largest or smallest one. The paper names no clustering."
+    )
+    random_micro: bool = key(False, "Draw every client's Micro-Class of every parameter at random (Table 4).")
+    random_macro: bool = key(False, "Draw every client's Macro-Class in every layer at random (Table 4).")
+
+
+Draw = Callable[[str], np.random.Generator]
+"""A function from a purpose to the round's generator for it."""
+
+
+def _of_no_round(purpose: str) -> np.random.Generator:
+    return rng.generator(0, purpose)
 
 
 @dataclass(frozen=True)
@@ -140,11 +169,11 @@ def aggregate(
 
 
 def aggregate_layers(
-    W: Stack, sizes: Sequence[int], params: FedPakeParams
+    W: Stack, sizes: Sequence[int], params: FedPakeParams, draw: Draw = _of_no_round
 ) -> tuple[NDArray[np.float32], list[LayerSplit]]:
-    """Return the result of `aggregate`, and each layer's split."""
+    """Return the result of `aggregate`, and each layer's split. draw: for `random_micro` and `random_macro`."""
     _check(W, sizes, params)
-    work = _Aggregation(W, sizes, params)
+    work = _Aggregation(W, sizes, params, draw)
     return work.run(), [LayerSplit(layer.num_high, len(layer.members)) for layer in work.layers]
 
 
@@ -160,21 +189,21 @@ def _check(W: Stack, sizes: Sequence[int], params: FedPakeParams) -> None:
         raise ValueError(f"num_micro must be in [1, 255], got {params.num_micro}")
     if params.num_macro < 1:
         raise ValueError(f"num_macro must be at least 1, got {params.num_macro}")
-    words = {"delta_meaning": ("similarity", "distance"), "divisor": ("found", "limit"), "cv": ("signed", "absolute")}
-    for name, allowed in words.items():
-        if getattr(params, name) not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(params, name)!r}")
+    for spec in specs(FedPakeParams):
+        if spec.choices and (value := getattr(params, spec.field)) not in spec.choices:
+            raise ValueError(f"{spec.field} must be one of {', '.join(spec.choices)}, got {value!r}")
 
 
 @dataclass
 class _Layer:
     """A layer, and the results of the passes over it."""
 
+    size: int
     lowest_cv: float = np.inf
     highest_cv: float = -np.inf
     highest: int = 1  # Micro-Class
     num_high: int = 0
-    # [N, N], high-dispersion parameters in which two clients' classes differ
+    # [N, N], parameters in which two clients' classes differ (`similarity_over`)
     differing: NDArray[np.int64] | int = 0
     members: list[NDArray[np.intp]] = field(default_factory=list)  # rows of each Macro-Class
     # [s, highest + 1], how often a class is a Macro-Class's most frequent
@@ -187,6 +216,7 @@ class _Block:
     """Consecutive columns of a layer."""
 
     layer: _Layer
+    number: int
     at: slice
     lowest_cv: float = np.inf
     highest_cv: float = -np.inf
@@ -199,16 +229,17 @@ class _Aggregation:
     A pass covers all layers at once, as most layers are too small to keep the threads busy.
     """
 
-    def __init__(self, W: Stack, sizes: Sequence[int], params: FedPakeParams) -> None:
+    def __init__(self, W: Stack, sizes: Sequence[int], params: FedPakeParams, draw: Draw) -> None:
         n, d = W.shape
-        self.W, self.params = W, params
-        self.layers = [_Layer() for _ in sizes]
+        self.W, self.params, self.draw = W, params, draw
+        self.layers = [_Layer(size) for size in sizes]
         stops = np.cumsum(sizes, dtype=np.int64).tolist()
-        self.blocks = [
-            _Block(layer, slice(*span))
-            for layer, size, stop in zip(self.layers, sizes, stops, strict=True)
-            for span in blocks(stop - size, stop, _BLOCK)
+        spans = [
+            (layer, span)
+            for layer, stop in zip(self.layers, stops, strict=True)
+            for span in blocks(stop - layer.size, stop, _BLOCK)
         ]
+        self.blocks = [_Block(layer, number, slice(*span)) for number, (layer, span) in enumerate(spans)]
         self.merged, self.cv, self.high = np.empty(d, np.float32), np.empty(d), np.empty(d, dtype=bool)
         # np.empty takes memory only where it is written: in layers with classes above 1
         self.classes = np.empty((n, d), np.uint8)
@@ -225,8 +256,9 @@ class _Aggregation:
         for block, (num_high, differing) in self.through(self.compare, self.blocks):
             block.layer.num_high += num_high
             block.layer.differing += differing
-        for layer in self.layers:
-            layer.members = self.macro_classes(layer)
+        drawn = self.draw("fedpake-macro").integers(self.params.num_macro, size=(len(self.layers), len(self.W)))
+        for layer, groups in zip(self.layers, drawn, strict=True):
+            layer.members = self.macro_classes(layer, groups)
         for block, votes in self.through(self.vote, [b for b in self.blocks if b.layer.num_high]):
             block.layer.votes += votes
         for layer in self.layers:
@@ -259,6 +291,11 @@ class _Aggregation:
             np.sqrt(cv, out=cv)
             cv /= _away_from_zero(mean, self.params.cv)
             self.merged[at], self.cv[at] = mean, cv
+            if self.params.random_micro:
+                continue
+            if self.params.deviations == "scaled":
+                largest = squares.max(axis=0)
+                np.divide(squares, largest, out=squares, where=largest > 0)
             highest = int(min(max(np.ceil(squares.max() * self.params.num_micro), 1), self.params.num_micro))
             if highest > 1 and block.highest == 1:
                 self.classes[:, block.at] = 1
@@ -270,12 +307,17 @@ class _Aggregation:
                 for bound in range(2, highest):
                     above += (squares > bound).view(np.uint8)
                 self.classes[:, at] += above
+        if self.params.random_micro:
+            block.highest, shape = self.params.num_micro, self.classes[:, block.at].shape
+            drawn = self.draw(f"fedpake-micro-{block.number}").integers(1, block.highest, shape, np.uint8, endpoint=True)
+            self.classes[:, block.at] = drawn
         block.lowest_cv, block.highest_cv = float(self.cv[block.at].min()), float(self.cv[block.at].max())
 
     def compare(self, block: _Block) -> tuple[int, NDArray[np.int64] | int]:
         """Mark high dispersion, where the layer's min-max normalised cv exceeds lambda (Eq. 4).
 
-        Returns the number of high parameters, and Eq. 8's counts [N, N] of those in which two clients' classes differ.
+        Returns the number of high parameters, and Eq. 8's counts [N, N] of parameters in which two clients' classes
+        differ.
         """
         layer, at = block.layer, block.at
         spread = layer.highest_cv - layer.lowest_cv
@@ -291,16 +333,25 @@ class _Aggregation:
         classes = self.classes[:, at]
         if block.highest == 1:
             classes[:] = 1
+        over_all = self.params.similarity_over != "high"
+        differing = num_differing(classes, layer.highest) if over_all else 0
         if num_high < high.size:
             # class 0, the same for all clients
             classes *= high.view(np.uint8)
-        return num_high, num_differing(classes, layer.highest)
+        return num_high, differing if over_all else num_differing(classes, layer.highest)
 
-    def macro_classes(self, layer: _Layer) -> list[NDArray[np.intp]]:
-        """Return the rows of each Macro-Class: none if no parameter is high, one if all are in class 1."""
+    def macro_classes(self, layer: _Layer, drawn: NDArray[np.int64]) -> list[NDArray[np.intp]]:
+        """Return the rows of each Macro-Class: none if no parameter is high, one if all are in class 1.
+
+        drawn: the groups with `random_macro`, int64 [N].
+        """
         if not layer.num_high:
             return []
-        group_of = macro_classes(1 - (np.zeros((len(self.W),) * 2) + layer.differing) / layer.num_high, self.params)
+        counted = layer.size if self.params.similarity_over == "all" else layer.num_high
+        if self.params.random_macro:
+            group_of = _numbered_by_first(drawn)
+        else:
+            group_of = macro_classes(1 - (np.zeros((len(self.W),) * 2) + layer.differing) / counted, self.params)
         return [np.flatnonzero(group_of == group) for group in range(int(group_of.max()) + 1)]
 
     def vote(self, block: _Block) -> NDArray[np.int64]:
@@ -310,7 +361,7 @@ class _Aggregation:
         """
         layer, at = block.layer, block.at
         if layer.highest == 1:
-            return np.array([[0, np.count_nonzero(self.high[at])]])
+            return np.array([[0, np.count_nonzero(self.high[at])]] * len(layer.members))
         winners = most_frequent(self.classes[:, at], layer.members, layer.highest)
         self.classes[: len(winners), at] = winners
         return np.array([[np.count_nonzero(row == c) for c in range(layer.highest + 1)] for row in winners], np.int64)
@@ -327,7 +378,8 @@ class _Aggregation:
     def combine(self, block: _Block) -> None:
         """Set high parameters to the weighted sum of the Macro-Classes' means (Eq. 10)."""
         layer, at = block.layer, block.at
-        if layer.highest == 1 and (layer.weights[0, 1] == 1 or self.params.normalize):
+        one_class = layer.highest == 1 and len(layer.members) == 1
+        if one_class and (layer.weights[0, 1] == 1 or self.params.normalize):
             return
         for start, stop in blocks(at.start, at.stop):
             part = slice(start, stop)
@@ -362,19 +414,24 @@ def _away_from_zero(mean: NDArray[np.float64], cv: str) -> NDArray[np.float64]:
 def macro_classes(similarity: NDArray[np.float64], params: FedPakeParams) -> NDArray[np.int64]:
     """Return each client's cluster by the similarity of Micro-Classes, int64 [N], numbered by their first clients.
 
-    similarity: float64 [N, N] in [0, 1]. Average linkage on 1 - similarity is cut by `delta`. If more than S clusters
-    remain, it is cut at S, or at fewer where several merge at one height.
+    similarity: float64 [N, N], at most 1. The tree of `linkage` on 1 - similarity is cut by `delta`. If more than S
+    clusters remain, it is cut at S, or at fewer where several merge at one height.
     """
     from scipy.cluster.hierarchy import fcluster, linkage
     from scipy.spatial.distance import squareform
 
     if len(similarity) < 2:
         return np.zeros(len(similarity), np.int64)
-    tree = linkage(squareform(1 - similarity, checks=False), "average")
+    tree = linkage(squareform(1 - similarity, checks=False), params.linkage)
     largest = 1 - params.delta if params.delta_meaning == "similarity" else params.delta
     labels = fcluster(tree, largest + _ROUNDING, "distance")
     if labels.max() > params.num_macro:
         labels = fcluster(tree, params.num_macro, "maxclust")
+    return _numbered_by_first(labels)
+
+
+def _numbered_by_first(labels: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+    """Return labels [N] renumbered from 0 in the order of their first occurrence."""
     _, first, label_of = np.unique(labels, return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[label_of.reshape(-1)].astype(np.int64)
 
@@ -384,7 +441,11 @@ class FedPake(PersonalizedStrategy[FedPakeParams]):
 
     def personalize(self, round: int, uploads: Uploads) -> None:
         """Aggregate layer by layer, and note each layer's split."""
-        merged, splits = aggregate_layers(uploads.W, self.layout.sizes, self.params)
+
+        def draw(purpose: str) -> np.random.Generator:
+            return rng.generator(self.config.seed, purpose, round)
+
+        merged, splits = aggregate_layers(uploads.W, self.layout.sizes, self.params, draw)
         self.global_model = Model(merged, weighted_mean(uploads.B))
         named = list(zip(self.layout.params, splits, strict=True))
         self.note_round(

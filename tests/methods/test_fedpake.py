@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fl_app.layout import Model
+from fl_app.rng import generator
 from fl_app.server.run_folder import RunFolder
 from strategies import aggregate as reductions
 from strategies import fedpake
@@ -99,6 +100,45 @@ def test_a_mean_of_zero_is_a_large_dispersion() -> None:
     assert split == [LayerSplit(1, 1)]  # (1, -1): deviations 1, 1
 
 
+def test_scaled_deviations_fill_the_bins() -> None:
+    # squared deviations over their largest: 1/4, 1/4, 1 in every high parameter, classes 1, 1, 4. SIM(0, 2) = 0: {0, 1} and {2}.
+    # All shares are 1, the weights 1/2: m=1: 0/2 + 3/2;  m=2: 1/4 + 1;  m=3: 3/4 + 0.
+    got, split = aggregate_layers(W, [4], FedPakeParams(deviations="scaled"))
+    assert split == [LayerSplit(3, 2)]
+    np.testing.assert_allclose(got, [1, 3 / 2, 5 / 4, 3 / 4], rtol=1e-6)
+    # a scale of the weights does not matter
+    small = aggregate_layers(W / np.float32(1024), [4], FedPakeParams(deviations="scaled"))[0]
+    np.testing.assert_array_equal(small, got / np.float32(1024))
+
+
+@pytest.mark.parametrize(
+    ("over", "delta", "macro"),
+    [("high", 0.33, 1), ("high", 0.34, 2), ("all", 0.4, 1), ("all", 0.41, 2), ("printed", 0.0, 1), ("printed", 0.01, 2)],
+)
+def test_the_parameters_that_similarity_counts(over: Any, delta: float, macro: int) -> None:
+    # a fifth parameter of low dispersion: mean 100, squared deviations 0.16, 0.16, 0.64, classes 1 1 3. Clients 0 and 2 differ in
+    # 2 of 3 high parameters, and in 3 of 5: SIM = 1 - 2/3 (high), 1 - 3/5 (all), 1 - 3/3 (printed)
+    stack = np.concatenate([W, f32(99.6, 99.6, 100.8)[:, None]], axis=1)
+    params = FedPakeParams(delta=delta, similarity_over=over)
+    assert aggregate_layers(stack, [5], params)[1] == [LayerSplit(3, macro)]
+
+
+def test_random_macro_classes_of_weights_of_usual_size() -> None:
+    # all in Micro-Class 1: every share is 1, and the high parameters become the sum of the groups' means over s = 2, or over S = 4
+    stack = np.stack([f32(1, 0.1), f32(1, 0.2), f32(1, 0.4), f32(1, 0.6)])
+
+    class Drawn:
+        def integers(self, high: int, size: tuple[int, int]) -> np.ndarray:
+            assert (high, size) == (4, (1, 4))
+            return np.array([[3, 0, 3, 3]])
+
+    for divisor, expected in (("found", (1.1 / 3 + 0.2) / 2), ("limit", (1.1 / 3 + 0.2) / 4)):
+        params = FedPakeParams(random_macro=True, divisor=divisor)  # type: ignore[arg-type]
+        got, split = aggregate_layers(stack, [2], params, lambda purpose: Drawn())  # type: ignore[arg-type, return-value]
+        assert split == [LayerSplit(1, 2)]
+        np.testing.assert_allclose(got, [1, expected], rtol=1e-6)
+
+
 def test_layers_are_separate() -> None:
     stack = np.concatenate([W, W[:, :1] * 7, W], axis=1)
     got, splits = aggregate_layers(stack, [4, 1, 0, 4], FedPakeParams(delta_meaning="distance"))
@@ -147,15 +187,24 @@ def test_macro_classes_by_average_linkage() -> None:
     assert groups(delta=1.0, num_macro=4) == [0, 1, 2, 3]
     assert groups(delta=1.0, num_macro=2) == [0, 0, 1, 1]
     assert macro_classes(np.eye(1), FedPakeParams()).tolist() == [0]
+    assert groups(delta=0.49, delta_meaning="distance", linkage="single") == [0, 0, 1, 1]
+    assert groups(delta=0.5, delta_meaning="distance", linkage="single") == [0, 0, 0, 0]
+    assert groups(delta=0.69, delta_meaning="distance", linkage="complete") == [0, 0, 1, 1]
+    assert groups(delta=0.7, delta_meaning="distance", linkage="complete") == [0, 0, 0, 0]
 
 
 # reference
 
 
+def drawn_for(purpose: str) -> np.random.Generator:
+    return generator(3, purpose, 9)
+
+
 def reference(W: np.ndarray, sizes: Sequence[int], p: FedPakeParams) -> np.ndarray:
-    """METHODS.md word by word, one element and one pair at a time, float64."""
+    """METHODS.md word by word, one element and one pair at a time, float64. Random classes are those of `drawn_for`."""
     out, stop, n = [], 0, len(W)
-    for size in sizes:
+    drawn_groups = drawn_for("fedpake-macro").integers(p.num_macro, size=(len(sizes), n))
+    for layer, size in enumerate(sizes):
         start, stop = stop, stop + size
         X = W[:, start:stop].astype(np.float64)
         mean = X.mean(axis=0)
@@ -168,12 +217,16 @@ def reference(W: np.ndarray, sizes: Sequence[int], p: FedPakeParams) -> np.ndarr
             [min(max(math.ceil(p.num_micro * (X[k, m] - mean[m]) ** 2), 1), p.num_micro) for m in range(size)]
             for k in range(n)
         ]
+        if p.random_micro:
+            E = drawn_for(f"fedpake-micro-{layer}").integers(1, p.num_micro + 1, (n, size), np.uint8).tolist()
         new = mean.copy()
         if len(high):
             sim = np.array(
                 [[1 - sum(E[a][m] != E[b][m] for m in high) / len(high) for b in range(n)] for a in range(n)]
             )
             groups = cluster(sim, p)
+            if p.random_macro:
+                groups = [np.flatnonzero(drawn_groups[layer] == j).tolist() for j in set(drawn_groups[layer])]
             s = len(groups) if p.divisor == "found" else p.num_macro
             value, total = np.zeros(size), np.zeros(size)
             for G in groups:
@@ -225,9 +278,17 @@ def test_against_the_naive_reference(scale: float, meaning: Any, divisor: Any, c
     # a group that resembles each other
     stack[:3] += np.float32(scale) * rng.standard_normal(462).astype(np.float32)
     p = FedPakeParams(0.3, 5, 3, 0.55, meaning, divisor, cv, normalize)
-    kernel = {name: value for name, value in vars(p).items() if name != "batchnorm_statistics"}
-    got = aggregate(stack, sizes, **kernel)
+    got = aggregate_layers(stack, sizes, p)[0]
     np.testing.assert_allclose(got, reference(stack, sizes, p), rtol=2e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("divisor", ["found", "limit"])
+@pytest.mark.parametrize(("micro", "macro"), [(True, False), (False, True), (True, True)])
+def test_random_classes_against_the_naive_reference(micro: bool, macro: bool, divisor: Any) -> None:
+    stack = spread_out(np.random.default_rng(8), 7, 462, 0.6)
+    p = FedPakeParams(0.3, 5, 3, 0.2, divisor=divisor, random_micro=micro, random_macro=macro)
+    got = aggregate_layers(stack, [311, 151], p, drawn_for)[0]
+    np.testing.assert_allclose(got, reference(stack, [311, 151], p), rtol=2e-6, atol=1e-9)
 
 
 def test_blocks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,10 +310,12 @@ def test_results_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Monk
     results = []
     for count in (1, 2, 7):
         monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
-        results.append(
-            aggregate(stack, [500_000, 200_001], delta_meaning="distance", divisor="found", **PRINTED).tobytes()
-        )
-    assert results[0] == results[1] == results[2]
+        found = []
+        for changes in ({"delta_meaning": "distance"}, {"random_micro": True}, {"random_macro": True}):
+            params = FedPakeParams(**PRINTED, **changes)  # type: ignore[arg-type]
+            found.append(aggregate_layers(stack, [500_000, 200_001], params)[0].tobytes())
+        results.append(found)
+    assert results[0] == results[1] == results[2] and len(set(results[0])) == 3
 
 
 # limits
@@ -362,3 +425,23 @@ def test_the_golden_round_in_the_strategy() -> None:
     assert strategy.model_for(4) is strategy.global_model and strategy.has_global_model()
     assert strategy.attempt.round_notes["high-dispersion"] == {"w0": 0.75, "w1": 0.0}
     assert strategy.attempt.round_notes["macro-classes"] == {"w0": 2, "w1": 0}
+
+
+def test_random_classes_follow_from_seed_and_round() -> None:
+    layout = flat_layout([400], [0])
+    initial = Model(np.zeros(400, np.float32), np.zeros(0, np.float32))
+    stack = spread_out(np.random.default_rng(2), 6, 400, 0.6)
+
+    def merged(seed: int, round: int, **changes: bool) -> bytes:
+        params = FedPakeParams(**changes)  # type: ignore[arg-type]
+        half = FedPake(
+            config(seed=seed), params, layout, initial, METHOD.shared(layout, params), RunFolder(Path("unused"), "e")
+        )
+        half.personalize(round, Uploads([*range(6)], stack, stack[:, :0], np.ones(6), None, {}, [{}] * 6))
+        return half.global_model.params.tobytes()
+
+    for name in ("random_micro", "random_macro"):
+        first = merged(1, 1, **{name: True})
+        assert first == merged(1, 1, **{name: True})
+        assert first != merged(1, 2, **{name: True}) and first != merged(2, 1, **{name: True})
+    assert merged(1, 1) == merged(2, 5)
