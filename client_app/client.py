@@ -32,7 +32,7 @@ from fl_app.errors import Diverged, UserError, diverged
 from fl_app.keys import Scalar
 from fl_app.known_names import CLIENT_NAME
 from fl_app.layout import Layout, Model
-from fl_app.metrics import EPSILON, FINETUNED, LOSS, MAX_NUMBER, ONE_CLASS, VALIDATION, range_error
+from fl_app.metrics import EPSILON, FINETUNED, GLOBAL, LOSS, MAX_NUMBER, ONE_CLASS, VALIDATION, range_error
 from fl_app.server.properties import INPUT, NORMALIZATION, SUMS, normalization
 from fl_app.site import site_directory
 from fl_app.sources import NODE, source_of
@@ -104,7 +104,7 @@ class CorollaClient(NumPyClient):
             return [], 0, {**self._failed(error), **aside}
 
     def evaluate(self, parameters: NDArrays, config: Config) -> tuple[float, int, Config]:
-        """Evaluate the personalized model. With `finetune-epochs`, evaluate it again after that many local epochs."""
+        """Evaluate the personalized model, after `finetune-epochs` again, and with `evaluate-global` the global model."""
         aside: dict[str, Scalar] = {}
         try:
             with self._printing_into(aside):
@@ -279,6 +279,10 @@ class CorollaClient(NumPyClient):
         start = update.merge(download.model, state, ctx)
         model = update.personal(start, state, ctx)
         measured = self._measured(model, trainer)
+        if self.config.evaluate_global:
+            received = update.global_model(download.model, state, ctx)
+            of_global = self._measured(received, trainer, GLOBAL.removeprefix("-"))
+            measured |= {name: value for name, value in of_global.items() if not _is_loss(name)}
         if self.config.finetune_epochs:
             trainer.begin_finetuning()
             tuned = update.finetune(model, state, ctx, self.config.finetune_epochs)
@@ -466,7 +470,7 @@ class CorollaClient(NumPyClient):
     def _measured(self, model: Model, trainer: Any, moment: str = "") -> dict[str, float]:
         """Return a model's losses and metrics on test and validation data, by their names in records.
 
-        moment: `before` or `after` training, or `finetuned`; empty for an evaluation.
+        moment: `before` or `after` training, `finetuned` or `global`; empty for an evaluation.
         """
         names = [metric.name for metric in tasks.measured(self.config)]
         end = f"-{moment}" if moment else ""

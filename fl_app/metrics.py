@@ -27,7 +27,7 @@ MAX_NUMBER = 1e30
 ROUNDING = 1e-4
 # Clients without a number that one line names at most.
 MOST_NAMED = 20
-FINETUNED, POOLED, UNSEEN = "-finetuned", "-pooled", "unseen"
+FINETUNED, GLOBAL, POOLED, UNSEEN = "-finetuned", "-global", "-pooled", "unseen"
 VALIDATION = "validation-"
 """Prefix of metrics on validation data (`validation-ratio`). Metrics on test data have no prefix."""
 METRIC_ERRORS = "metric-errors"
@@ -210,18 +210,21 @@ def of_training(measured: Sequence[Metric], validation: bool = False) -> tuple[M
     return (*both, *OF_EVERY_METHOD, *apart)
 
 
-def of_evaluation(measured: Sequence[Metric], validation: bool = False) -> tuple[Metric, ...]:
+def of_evaluation(
+    measured: Sequence[Metric], validation: bool = False, global_model: bool = False
+) -> tuple[Metric, ...]:
     """Return the metrics that clients report after an evaluation, each without and with fine-tuning, and the loss.
 
-    measured, validation: as in `of_training`.
+    measured, validation: as in `of_training`. global_model: whether each metric is also of the global model.
     """
     headline, *others = measured
-    pairs = [
-        [dataclasses.replace(metric, name=metric.name + end, reduce="mean-and-pooled") for end in ("", FINETUNED)]
+    ends = ("", FINETUNED, GLOBAL) if global_model else ("", FINETUNED)
+    groups = [
+        [dataclasses.replace(metric, name=metric.name + end, reduce="mean-and-pooled") for end in ends]
         for metric in (headline, *others)
     ]
     loss = dataclasses.replace(LOSS, reduce="mean-and-pooled")
-    found = (*pairs[0], loss, *(metric for pair in pairs[1:] for metric in pair))
+    found = (*groups[0], loss, *(metric for group in groups[1:] for metric in group))
     return (*found, *map(_of_validation, found)) if validation else found
 
 
@@ -306,7 +309,9 @@ def outcome(rounds: Sequence[Record], measured: Sequence[Metric]) -> Record:
         found[f"best-{headline.name}{POOLED}"] = chosen.get(before + POOLED)
         found[f"best-{VALIDATION}{headline.name}"] = chosen[VALIDATION + before]
         found["best-round"] = chosen["round"]
-    for name in (f"{VALIDATION}{metric.name}{end}" for metric in measured for end in ("", FINETUNED)):
+    of_validation = [f"{VALIDATION}{metric.name}{end}" for metric in measured for end in ("", FINETUNED, GLOBAL)]
+    of_global = [f"{metric.name}{GLOBAL}" for metric in measured]
+    for name in (*of_validation, *of_global, f"{of_global[0]}{POOLED}"):
         if name in final:
             found[f"final-{name}"] = final[name]
     for metric in others:

@@ -168,6 +168,7 @@ METHOD = Method(
     APFLUpdate,
     all_tensors,
     sums=True,
+    global_beside_personal=True,
     overview=Overview(
         group="A global model and a personal one",
         stays="own model, its share",

@@ -73,6 +73,7 @@ METHOD = Method(
     all_tensors,
     sums=True,
     dp_epochs=lambda config: config.local_epochs + (config.params.personal_epochs or config.local_epochs),
+    global_beside_personal=True,
     overview=Overview(
         group="A global model and a personal one",
         stays="own model",

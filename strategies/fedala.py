@@ -270,6 +270,7 @@ METHOD = Method(
     all_tensors,
     needs_whole=True,
     sums=True,
+    global_beside_personal=True,
     overview=Overview(
         group="A global model and a personal one",
         stays="weights of its start",

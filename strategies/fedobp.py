@@ -331,6 +331,7 @@ METHOD = Method(
     figures=FIGURES,
     needs_whole=True,
     sums=True,
+    global_beside_personal=True,
     overview=Overview(
         group="A part of the model",
         stays="few parameters",

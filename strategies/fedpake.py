@@ -111,7 +111,8 @@ class FedPakeParams(GlobalModelParams):
         "those of high dispersion in the denominator, so that SIM can be negative.",
     )
     linkage: Literal["average", "single", "complete"] = key(
-        "average", "Similarity of two clusters: their pairs' mean, largest or smallest one. The paper names no clustering."
+        "average",
+        "Similarity of two clusters: their pairs' mean, largest or smallest one. The paper names no clustering.",
     )
     random_micro: bool = key(False, "Draw every client's Micro-Class of every parameter at random (Table 4).")
     random_macro: bool = key(False, "Draw every client's Macro-Class in every layer at random (Table 4).")
@@ -309,7 +310,9 @@ class _Aggregation:
                 self.classes[:, at] += above
         if self.params.random_micro:
             block.highest, shape = self.params.num_micro, self.classes[:, block.at].shape
-            drawn = self.draw(f"fedpake-micro-{block.number}").integers(1, block.highest, shape, np.uint8, endpoint=True)
+            drawn = self.draw(f"fedpake-micro-{block.number}").integers(
+                1, block.highest, shape, np.uint8, endpoint=True
+            )
             self.classes[:, block.at] = drawn
         block.lowest_cv, block.highest_cv = float(self.cv[block.at].min()), float(self.cv[block.at].max())
 

@@ -274,6 +274,7 @@ METHOD = Method(
     figures=FIGURES,
     needs_whole=True,
     not_private="its server averages each parameter over those clients that share it",
+    global_beside_personal=True,
     overview=Overview(
         group="A part of the model",
         travels="model; up + ⌈d/8⌉",

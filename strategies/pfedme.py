@@ -164,6 +164,7 @@ METHOD = Method(
     PFedMeUpdate,
     all_tensors,
     sums=True,
+    global_beside_personal=True,
     overview=Overview(
         group="A global model and a personal one",
         stays="own model",

@@ -21,7 +21,7 @@ from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.files import explain_full_disk, make_directory, publish, publish_text
 from fl_app.keys import Scalar, own, specs
-from fl_app.metrics import FINETUNED, METRIC_ERRORS, VALIDATION, Record
+from fl_app.metrics import FINETUNED, GLOBAL, METRIC_ERRORS, VALIDATION, Record
 from fl_app.server.run_folder import CONFIG, METRICS, PACKED, RUN, SUMMARY
 from fl_app.toml import to_toml
 
@@ -109,7 +109,7 @@ def rounded(record: Record, metrics: Sequence[str]) -> Record:
     kept["seconds"] = {phase: round(seconds, SECONDS_DIGITS) for phase, seconds in record.get("seconds", {}).items()}
     kept["clients"] = _rows(record.get("clients", {}), _names(metrics, ("-before", "-after")))
     if "evaluation" in record:
-        names = _names(metrics, ("", FINETUNED))
+        names = _names(metrics, ("", FINETUNED, GLOBAL))
         kept["evaluation"] = {**record["evaluation"], "clients": _rows(record["evaluation"].get("clients", {}), names)}
     return kept
 

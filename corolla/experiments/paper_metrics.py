@@ -1,8 +1,8 @@
 """Table of all our figures beside the published one, to find the one that a paper prints (`corolla compare --paper`).
 
 A paper's "accuracy" may be that of the last or of the best test. It may be the mean over clients or over all test
-samples, before or after clients fine-tune. Tests are evaluations of all clients (`evaluate-every`). Figures after
-training exist only for the clients of a round, so they are means over the last rounds.
+samples, before or after clients fine-tune, or of the global model. Tests are evaluations of all clients
+(`evaluate-every`). Figures after training exist only for the clients of a round, so they are means over the last rounds.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from corolla.experiments.table import show
 Figure = tuple[float, float | None]
 
 MEANINGS = {"": "mean over clients", "-pooled": "over all test samples"}
-STAGES = {"": "before", "-finetuned": "fine-tuned"}
+STAGES = {"": "before", "-finetuned": "fine-tuned", "-global": "global"}
 CAPTION = (
-    "tests: evaluations of all clients, before and after a client fine-tunes; last / best of a run's tests. mean: over clients; "
+    "tests: evaluations of all clients, before and after a client fine-tunes, and of the global model; last / best of a run's "
+    "tests. mean: over clients; "
     f"pooled: over all test samples. trained: a round's clients after training, last {LAST_ROUNDS} rounds. distance: median of "
     "the absolute differences from the published figures, without rows that the paper's authors ran with another method"
 )

@@ -28,6 +28,8 @@ FIGURES: Mapping[str, str] = {
     "validation": "final-validation-{}",
     "pooled": "final-{}-pooled",
     "fine-tuned": "final-{}-finetuned",
+    "global": "final-{}-global",
+    "global, pooled": "final-{}-global-pooled",
     "best": "best-{}",
     "best, pooled": "best-{}-pooled",
     "unseen": "unseen-{}",
@@ -36,9 +38,11 @@ FIGURES: Mapping[str, str] = {
 """Figures of the headline metric: heading -> name in summary.json, where {} is the metric's name."""
 COSTS: Mapping[str, str] = {"upload": "upload-bytes", "download": "download-bytes", "seconds": "seconds"}
 # headings in every table of several rows
-IN_TEXT = ("final", "validation", "pooled", "fine-tuned", "best")
+IN_TEXT = ("final", "validation", "pooled", "fine-tuned", "global", "global, pooled", "best")
 # headings for metrics other than the headline
-OF_OTHERS = ("final", "validation", "fine-tuned")
+OF_OTHERS = ("final", "validation", "fine-tuned", "global")
+# headings for which runs have a figure only with the key `evaluate-global`
+OF_GLOBAL = ("global", "global, pooled")
 # additional headings if some clients never train
 UNSEEN = ("unseen", "unseen, fine-tuned")
 CAPTION = (
@@ -96,7 +100,8 @@ class Row:
     def names(self) -> dict[str, Metric]:
         """Metric of each figure that applies to the runs, by name in summary.json, the headline's figures first."""
         found = {summary_name(heading, self.headline): self.headline for heading in self.headings}
-        return found | {summary_name(heading, metric): metric for metric in self.others for heading in OF_OTHERS}
+        headings = [heading for heading in OF_OTHERS if heading in self.headings or heading not in OF_GLOBAL]
+        return found | {summary_name(heading, metric): metric for metric in self.others for heading in headings}
 
 
 def row_of(
@@ -134,6 +139,8 @@ def sweep_rows(points: Sequence[Point], finished: Mapping[str, RecordedRun]) -> 
         headings: tuple[str, ...] = (*IN_TEXT, *UNSEEN) if config.holdout_clients > 0 else IN_TEXT
         if not config.validation_ratio:
             headings = tuple(heading for heading in headings if heading != "validation")
+        if not config.evaluate_global:
+            headings = tuple(heading for heading in headings if heading not in OF_GLOBAL)
         rows.append(row_of(varying, runs, tasks.measured(config), headings))
     return rows
 
@@ -173,6 +180,8 @@ def caption(rows: Sequence[Row]) -> str:
         names.append(f"{name}{unit},")
     pooled = "pooled: over all samples; " if any("pooled" in row.means for row in rows) else ""
     told = CAPTION.format(" ".join(names), pooled, chosen([run for row in rows for run in row.runs]))
+    if any("global" in row.means for row in rows):
+        told += "; global: the global model in place of the clients' personal ones"
     if any("unseen" in row.means for row in rows):
         told += "; unseen: clients that never train; the other figures leave them out"
     return told
@@ -237,6 +246,8 @@ def single_runs(runs: Sequence[RecordedRun]) -> list[list[str]]:
     headings = ["final", *(["pooled"] if is_pooled(runs) else []), "best"]
     if any(run.is_validated for run in runs):
         headings.insert(1, "validation")
+    if any(run.summary.get(summary_name("global", run.headline)) is not None for run in runs):
+        headings.insert(-1, "global")
     others = list(dict.fromkeys(metric for run in runs for metric in run.others))
     lines = [["method", *headings, *(metric.name for metric in others), *COSTS]]
     for run in runs:

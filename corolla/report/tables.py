@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 
 from corolla.experiments import significance
-from corolla.experiments.table import COSTS, UNSEEN, Mean, chosen, size, undefined_notes
+from corolla.experiments.table import COSTS, OF_GLOBAL, UNSEEN, Mean, chosen, size, undefined_notes
 from corolla.report.arrays import ReportedRun
 from corolla.report.figures import styled
 from corolla.report.groups import DATA_KEYS, KEY_SETTINGS, Group, differing, given_name, short
@@ -20,7 +20,7 @@ BRIEF = 2
 SHOWN_FAILURES = 20
 SHOWN_CLIENTS = 20
 # headings of the table of results
-HEADINGS = ("final", "validation", "pooled", "fine-tuned", *UNSEEN, "best", "best, pooled")
+HEADINGS = ("final", "validation", "pooled", "fine-tuned", *OF_GLOBAL, *UNSEEN, "best", "best, pooled")
 
 # a group's rows: its own first, then those of its runs if it has several
 Rows = Sequence[Sequence["Cell"]]
@@ -109,7 +109,7 @@ def results_table(groups: Sequence[Group]) -> str:
     """Return the table of results: one row per group, which unfolds into the rows of its runs."""
     metrics = list(dict.fromkeys(group.first.headline for group in groups))
     known = {heading for group in groups for heading in group.row.means}
-    headings = [h for h in HEADINGS if h in known or h not in ("validation", "fine-tuned", *UNSEEN)]
+    headings = [h for h in HEADINGS if h in known or h not in ("validation", "fine-tuned", *OF_GLOBAL, *UNSEEN)]
     others = columns_of_others(groups)
     unit = " (%)" if metrics[0].ratio and len(metrics) == 1 else ""
     brief = 0 < len({key for group in groups for key in group.settings}) <= BRIEF
@@ -136,6 +136,8 @@ def results_table(groups: Sequence[Group]) -> str:
         f"{chosen([run for group in groups for run in group.runs])}. upload, "
         "download: all clients together. digest: its first 8 digits; equal digests mean the same final models, bit for bit."
     )
+    if "global" in headings:
+        text += " global: the global model in place of the clients' personal ones, after the last round."
     text += "".join(f" {escape(note)}." for note in undefined_notes(run for group in groups for run in group.runs))
     if any(run.finished and run.outcome["digest-version"] == 1 for group in groups for run in group.runs):
         text += " Digests of version 1 do not cover BatchNorm statistics, and are not comparable with others."

@@ -201,6 +201,13 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
         NOT_NEGATIVE,
         compared=False,
     )
+    evaluate_global: bool = key(
+        False,
+        "Evaluations of all clients also measure the global model, on the same data: `<metric>-global`. For "
+        "[methods](methods/index.md#the-global-model) with a global model beside the personal ones; others, and private runs, "
+        "refuse it.",
+        compared=False,
+    )
     # files
     run_name: str = key("", "Name of the run's folder. Empty: time, method and data set.", about="place")
     output_dir: str = key("runs", "Directory of run folders; made absolute by `corolla run`.", about="place")

@@ -75,10 +75,11 @@ def check_evaluation(
     measured: Sequence[Metric] = (ACCURACY,),
     own: Reports | None = None,
     validation: bool = False,
+    global_model: bool = False,
 ) -> dict[str, Scalar]:
     """Return the known metrics of an evaluation. Raises WireError for impossible metrics, and as `check_upload`."""
     check_samples(declared, None, test_samples)
-    return known(metrics, (*of_evaluation(measured, validation), ONE_CLASS), own)
+    return known(metrics, (*of_evaluation(measured, validation, global_model), ONE_CLASS), own)
 
 
 def check_samples(declared: Mapping[str, Scalar] | None, train_samples: int | None, test_samples: int) -> None:
@@ -187,6 +188,7 @@ def evaluation_record(
     measured: Sequence[Metric] = (ACCURACY,),
     unseen: frozenset[int] = frozenset(),
     validation: bool = False,
+    global_model: bool = False,
 ) -> Record:
     """Return the record of an evaluation of all clients. Its digest is None if a client is absent.
 
@@ -196,7 +198,7 @@ def evaluation_record(
     """
     rows = {str(i): clients[i] for i in sorted(clients)}
     absent = sorted(set(range(num_clients)) - set(clients))
-    table = of_evaluation(measured, validation)
+    table = of_evaluation(measured, validation, global_model)
     record: Record = {"download-bytes": sent_bytes, "failures": failures, "absent": absent, "clients": rows}
     trained = [row for i, row in rows.items() if int(i) not in unseen]
     record |= {"evaluated": len(trained), "expected": num_clients - len(unseen), **reduced(trained, table)}

@@ -310,6 +310,12 @@ class LocalUpdate(Generic[P]):
             own = ctx.layout.put(own, kept, ctx.local)
         return ctx.layout.put(own, received, ctx.shared)
 
+    def global_model(self, received: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
+        """Return the received global model as a whole (key `evaluate-global`), with the client's own tensors where they do
+        not travel.
+        """
+        return LocalUpdate.merge(self, received, state, ctx)
+
     def train(self, start: Model, state: ClientState, ctx: RoundContext[P]) -> Model:
         """Train locally and return the model to upload. Store in `state` the arrays that the method keeps."""
         return ctx.trainer.train(start)

@@ -65,6 +65,8 @@ class Method(Generic[P]):
       it does not.
     - `sums`: the server needs only means of clients' models over groups, so that the method can run private.
     - `not_private`: why a method without `sums` cannot run private.
+    - `global_beside_personal`: all clients receive one global model, and use personal models that differ from it. The
+      key `evaluate-global` then measures the received model too.
     - `overview`: a built-in method's line in the table of all methods.
     """
 
@@ -83,6 +85,7 @@ class Method(Generic[P]):
     needs_all: str = ""
     sums: bool = False
     not_private: str = "its server works on single clients' models"
+    global_beside_personal: bool = False
     overview: Overview | None = None
 
     def check(self, config: RunConfig) -> None:
@@ -109,10 +112,26 @@ class Method(Generic[P]):
         if config.robust not in able:
             what = "has no mean over clients that it could replace" if len(able) == 1 else f"can do {', '.join(able)}"
             raise UserError(f"robust: method {config.method} {what}, got {config.robust!r}")
+        if config.evaluate_global:
+            self._check_global(config)
         if config.private:
             private.check(config, self.strategy, "" if self.sums else self.not_private)
         if config.dp_epsilon and self.dp_epochs_of(config) and config.finetune_epochs:
             raise UserError("dp-epsilon: finetune-epochs would use records outside the budget; leave it 0")
+
+    def _check_global(self, config: RunConfig) -> None:
+        """Raise UserError if a run cannot measure a global model beside the personal ones."""
+        if not self.global_beside_personal:
+            raise UserError(
+                f"evaluate-global: method {config.method} has no global model beside its clients' personal models; leave it off"
+            )
+        if config.private:
+            raise UserError(
+                "evaluate-global: the server of a private run would learn how a model that it knows does on each client's test "
+                "data; leave it off"
+            )
+        if not config.report_accuracy:
+            raise UserError("evaluate-global: clients send no metrics with report-accuracy = false; leave it off")
 
     def reports_counts(self, config: RunConfig) -> bool:
         """Return whether clients report their sample counts. In a private run they do only if the method's weights

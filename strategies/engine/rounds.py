@@ -345,6 +345,7 @@ class Rounds:
             self.measured,
             self.config.unseen,
             self.validation,
+            self.config.evaluate_global,
         )
         for name, ids in record.get("undefined", {}).items():
             whose = listed(list(map(str, ids)))
@@ -364,6 +365,7 @@ class Rounds:
                 self.measured,
                 self.server.reports,
                 self.validation,
+                self.config.evaluate_global,
             )
             self._warn_of(client_id, metrics)
             row = {name: records.clean(value) for name, value in metrics.items()}

@@ -113,7 +113,14 @@ def test_scaled_deviations_fill_the_bins() -> None:
 
 @pytest.mark.parametrize(
     ("over", "delta", "macro"),
-    [("high", 0.33, 1), ("high", 0.34, 2), ("all", 0.4, 1), ("all", 0.41, 2), ("printed", 0.0, 1), ("printed", 0.01, 2)],
+    [
+        ("high", 0.33, 1),
+        ("high", 0.34, 2),
+        ("all", 0.4, 1),
+        ("all", 0.41, 2),
+        ("printed", 0.0, 1),
+        ("printed", 0.01, 2),
+    ],
 )
 def test_the_parameters_that_similarity_counts(over: Any, delta: float, macro: int) -> None:
     # a fifth parameter of low dispersion: mean 100, squared deviations 0.16, 0.16, 0.64, classes 1 1 3. Clients 0 and 2 differ in

@@ -112,11 +112,12 @@ def phases(seconds: Mapping[str, float]) -> Iterator[str]:
             "stop_when": "loss: 1 rounds without better by 100",
             "num_server_rounds": 4,
         },
+        {"method": "ditto", "evaluate_global": True, "validation_ratio": 0.2},
         {"private": True, "method": "fedcac"},
         {"dp_epsilon": 5.0, "num_server_rounds": 1},
         {"model": "resnet8", "normalize": "mean-std", "train": "*"},
     ],
-    ids=["plain", "validation", "private", "dp", "buffers"],
+    ids=["plain", "validation", "global", "private", "dp", "buffers"],
 )
 def test_every_field_of_a_run_is_on_the_page(run: Run, keys: dict[str, Any]) -> None:
     assert sorted(set(unlisted(run(**keys)))) == []
