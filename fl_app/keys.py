@@ -143,10 +143,9 @@ class KeySpec:
         """Whether two runs with different values are different experiments."""
         return self.about in ("data", "training")
 
-    def divides(self, partition: str, dataset: str) -> bool:
-        """Return whether it affects runs with this partition and data set: `partitions` is empty or contains either."""
-        kinds = {partition.partition(":")[0], dataset.partition(":")[0]}
-        return not self.partitions or not kinds.isdisjoint(self.partitions)
+    def divides(self, divisions: frozenset[str]) -> bool:
+        """Return whether it affects runs with these `known_names.divisions`: `partitions` is empty or contains one."""
+        return not self.partitions or not divisions.isdisjoint(self.partitions)
 
     @property
     def may_change_on_resume(self) -> bool:

@@ -20,6 +20,19 @@ FIXED_SIZES = ("dirichlet-client", "pathological", "iid")
 PARTITIONS = (*BY_CLASS, "iid")
 """Partitions drawn by a seed."""
 
+UNBALANCED = "blocks-unbalanced"
+"""The value of `pathological-assignment` for PFLlib's unbalanced partition."""
+
+OWN_TEST_PART = "pathological-own-test-part"
+"""The partition `pathological` with `test-samples = -1`, as a word in a key's `partitions`."""
+
+
+def divisions(partition: str, dataset: str, test_samples: int) -> frozenset[str]:
+    """Return the words for a run's division of data that a key's `partitions` may contain."""
+    own = {OWN_TEST_PART} if partition == "pathological" and test_samples < 0 else set()
+    return frozenset({partition.partition(":")[0], dataset.partition(":")[0], *own})
+
+
 BY_COLUMN = "by-column"
 CLIENT_NAME = "client-name"
 """The client property with the client's name in the data, if a column names clients. Private runs do not send it."""

@@ -156,11 +156,9 @@ def _without_effect(runs: Collection[tuple[RunConfig, Collection[str]]]) -> set[
     """Return a warning for each chosen key about the division of data that affects none of the runs."""
     bears: dict[str, bool] = {}
     for config, chosen in runs:
-        # data at the sites are not divided
-        partition = "" if config.dataset == NODE else config.partition
         for key, _ in config.own_keys():
             if key.name in chosen and key.about == "data":
-                bears[key.name] = bears.get(key.name, False) or key.divides(partition, config.dataset)
+                bears[key.name] = bears.get(key.name, False) or key.divides(config.divisions)
     kinds = {"data of the sites" if config.dataset == NODE else f"partition {config.partition}" for config, _ in runs}
     return {f"{name} has no effect with {listed(sorted(kinds))}" for name, does in bears.items() if not does}
 

@@ -175,9 +175,7 @@ def settings(config: RunConfig, metric: str) -> dict[str, Scalar]:
     out = {
         key.name: value
         for key, value in config.own_keys()
-        if key.tells_runs_apart
-        and (key.compared or key.name in counted)
-        and key.divides(config.partition, config.dataset)
+        if key.tells_runs_apart and (key.compared or key.name in counted) and key.divides(config.divisions)
     }
     return out | {"dataset": grouping.kind(config.dataset)}
 

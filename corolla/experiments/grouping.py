@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from fl_app.checksums import SHOWN_DIGITS
 from fl_app.config import RunConfig
 from fl_app.keys import KeySpec, Scalar, bears_on, specs
+from fl_app.known_names import divisions
 from fl_app.sources import named_data
 
 T = TypeVar("T")
@@ -67,9 +68,8 @@ def tells_runs_apart(name: str, config: Mapping[str, Scalar]) -> bool:
     key: KeySpec | None = _KEYS.get(name)
     if key is None:
         return bears_on(name, str(config.get("method")))
-    return key.tells_runs_apart and (
-        name == "seed" or key.divides(str(config.get("partition")), str(config.get("dataset")))
-    )
+    kinds = divisions(str(config.get("partition")), str(config.get("dataset")), int(config.get("test-samples", 0)))
+    return key.tells_runs_apart and (name == "seed" or key.divides(kinds))
 
 
 def differing_settings(every: Sequence[Mapping[str, Scalar]]) -> list[str]:

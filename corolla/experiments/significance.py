@@ -23,6 +23,7 @@ from corolla.experiments.compare import varying_as_text
 from corolla.experiments.runs import RecordedRun, that_train
 from fl_app.config import RunConfig
 from fl_app.keys import Scalar, specs
+from fl_app.known_names import divisions
 from fl_app.metrics import Metric, Record
 
 LEVEL = 0.95
@@ -167,8 +168,8 @@ def _data_settings(run: RecordedRun) -> dict[str, Scalar]:
     Keys of other partitions are left out.
     """
     settings = {key.name: run.settings.get(key.name, key.default) for key in specs(RunConfig)}
-    kinds = str(settings["partition"]), str(settings["dataset"])
-    about_data = [key for key in specs(RunConfig) if key.about == "data" and key.divides(*kinds)]
+    kinds = divisions(str(settings["partition"]), str(settings["dataset"]), int(settings["test-samples"]))
+    about_data = [key for key in specs(RunConfig) if key.about == "data" and key.divides(kinds)]
     return {key.name: settings[key.name] for key in about_data}
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from fl_app.config import RunConfig
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, own
-from fl_app.known_names import BY_COLUMN, OWN_PARTITION
+from fl_app.known_names import BY_COLUMN, OWN_PARTITION, UNBALANCED
 from fl_app.sources import anchored
 from fl_app.toml import flatten, read_toml
 
@@ -221,7 +221,8 @@ def small(config: RunConfig) -> dict[str, Scalar]:
 
     Keys that count rounds shrink in proportion. If only some clients take part in a round, at least five do. The batch
     size is at most 20. `dirichlet` distributes all data, so it becomes `dirichlet-client`, which distributes a given
-    number of samples. Raises UserError for a `file:` partition, since its clients are fixed.
+    number of samples. For the same reason `blocks-unbalanced` becomes `blocks`. Raises UserError for a `file:`
+    partition, since its clients are fixed.
     """
     if config.partition.startswith(OWN_PARTITION):
         raise UserError(f"--scale small: cannot cut the clients of {config.partition}; give a smaller file")
@@ -239,6 +240,8 @@ def small(config: RunConfig) -> dict[str, Scalar]:
         "batch-size": min(config.batch_size, SMALL_BATCH),
         "partition": "dirichlet-client" if config.partition == "dirichlet" else config.partition,
     }
+    if config.pathological_assignment == UNBALANCED:
+        out["pathological-assignment"] = "blocks"
     out |= {name: min(before[name] or most, most) for name, most in SMALL_SAMPLES.items()}
     for key, value in config.own_keys():
         if key.counts_rounds and value:

@@ -36,8 +36,9 @@ from fl_app.keys import (
     specs,
     table_of,
 )
+from fl_app.known_names import divisions
 from fl_app.plugins import is_reference
-from fl_app.sources import source_of
+from fl_app.sources import NODE, source_of
 
 
 @runtime_checkable
@@ -256,6 +257,12 @@ class RunConfig(PrivacyKeys, ExperimentKeys):
     def evaluates_after(self, round: int) -> bool:
         """Return whether all clients are evaluated after a round: the last one, and every `evaluate-every`-th."""
         return round == self.num_server_rounds or (self.evaluate_every > 0 and round % self.evaluate_every == 0)
+
+    @property
+    def divisions(self) -> frozenset[str]:
+        """The words for its division of data (`known_names.divisions`). Data at the sites are not divided."""
+        partition = "" if self.dataset == NODE else self.partition
+        return divisions(partition, self.dataset, self.test_samples)
 
     @property
     def normalizes_by_site(self) -> bool:

@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fl_app.keys import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, POSITIVE_RATIO, Rule, key
-from fl_app.known_names import BY_COLUMN, FIXED_SIZES, MODELS, OVER_CLASSES, OWN_PARTITION, PARTITIONS, TASKS
+from fl_app.known_names import (
+    BY_COLUMN,
+    FIXED_SIZES,
+    MODELS,
+    OVER_CLASSES,
+    OWN_PARTITION,
+    OWN_TEST_PART,
+    PARTITIONS,
+    TASKS,
+)
 from fl_app.sources import NODE, either, sources_that
 
 
@@ -165,11 +174,12 @@ class ExperimentKeys:
         about="data",
         partitions=("pathological",),
     )
-    pathological_assignment: Literal["balanced", "random", "blocks"] = key(
+    pathological_assignment: Literal["balanced", "random", "blocks", "blocks-unbalanced"] = key(
         "balanced",
         "Choice of the clients' classes in the `pathological` partition. `balanced`: numbers of clients per class differ by at "
         "most one. `random`: each client draws its own classes, so some clients share them (as FedCAC's authors). `blocks`: "
-        "consecutive blocks of clients get the same classes (as PFLlib).",
+        "consecutive blocks of clients get the same classes (as PFLlib). `blocks-unbalanced`: the same, and the clients of a class "
+        "get unequal numbers of its samples; it needs `train-samples = 0` and `test-samples = -1`.",
         about="data",
         partitions=("pathological",),
     )
@@ -182,8 +192,9 @@ class ExperimentKeys:
     )
     test_samples: int = key(
         40,
-        "Test samples per client (`dirichlet-client`, `pathological`, `iid`); 0: an equal share of all.",
-        NOT_NEGATIVE,
+        "Test samples per client (`dirichlet-client`, `pathological`, `iid`); 0: an equal share of all. -1, for `pathological`: "
+        "`test-ratio` of each client's own samples, which come from the training and the test set together.",
+        Rule(low=-1),
         about="data",
         partitions=FIXED_SIZES,
     )
@@ -203,11 +214,12 @@ class ExperimentKeys:
     )
     test_ratio: float = key(
         0.25,
-        "Share of each client's samples kept for testing in the `dirichlet` partitions, and share of the rows of "
+        "Share of each client's samples kept for testing in the `dirichlet` partitions, and in `pathological` with "
+        "`test-samples = -1`; share of the rows of "
         f"{_listed(takes_test_ratio=True)} data without a test part.",
         BELOW_ONE,
         about="data",
-        partitions=(*OVER_CLASSES, *_DIVIDED),
+        partitions=(*OVER_CLASSES, OWN_TEST_PART, *_DIVIDED),
     )
     validation_ratio: float = key(
         0.0,

@@ -9,7 +9,7 @@ from typing import Any
 
 from fl_app.errors import UserError
 from fl_app.keys import Scalar, nearest
-from fl_app.known_names import BY_COLUMN, MODELS, OWN_PARTITION, PARTITIONS, TASKS, TRACKERS
+from fl_app.known_names import BY_COLUMN, FIXED_SIZES, MODELS, OWN_PARTITION, PARTITIONS, TASKS, TRACKERS, UNBALANCED
 from fl_app.plugins import is_reference
 from fl_app.sources import NODE, SOURCES, path_in, path_prefixes, source_of
 
@@ -110,6 +110,16 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"target: {values['dataset']} needs the name of the column to learn")
     if values["partition"] == BY_COLUMN and not values["client"]:
         problems.append("client: partition by-column needs the name of the column that names each sample's client")
+    sizes = {name: values[name] for name in ("train-samples", "test-samples")}
+    if sizes["test-samples"] < 0 and values["partition"] in set(FIXED_SIZES) - {"pathological"}:
+        problems.append(f"test-samples: must be >= 0 with partition {values['partition']}, got {sizes['test-samples']}")
+    unbalanced = values["pathological-assignment"] == UNBALANCED and values["partition"] == "pathological"
+    if unbalanced and list(sizes.values()) != [0, -1]:
+        told = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+        problems.append(
+            f"pathological-assignment: {UNBALANCED} divides all samples: it needs train-samples = 0 and test-samples = -1, got "
+            f"{told}"
+        )
     hidden = [name for name in ("private", "dp-epsilon") if values[name]]
     if values["normalize-over"] == "sites" and hidden and values["dataset"] == NODE:
         problems.append(

@@ -15,7 +15,7 @@ from fl_app.config import RunConfig
 from fl_app.data.prepared import DatasetInfo, Prepared
 from fl_app.errors import UserError, counted, describe, listed
 from fl_app.files import build_once, cache_key
-from fl_app.known_names import BY_CLASS, BY_COLUMN, FIXED_SIZES, OWN_PARTITION, PARTITIONS
+from fl_app.known_names import BY_CLASS, BY_COLUMN, FIXED_SIZES, OWN_PARTITION, PARTITIONS, divisions
 from fl_app.partition import Column, Indices, Share, spilled, split
 from fl_app.sources import NODE
 
@@ -153,7 +153,7 @@ def unused(config: RunConfig, partition: Partition, num_train: int, num_test: in
         return []
     line = f"unused: {train} of {num_train} training and {test} of {num_test} test {what} of the data set"
     sizes = (("train-samples", config.train_samples, train), ("test-samples", config.test_samples, test))
-    cut = [f"{key} = 0" for key, size, left in sizes if size and left and config.partition in FIXED_SIZES]
+    cut = [f"{key} = 0" for key, size, left in sizes if size > 0 and left and config.partition in FIXED_SIZES]
     if cut:
         return [f"{line}; {' and '.join(cut)} would give each client an equal share of all"]
     if config.partition == "pathological":
@@ -249,7 +249,9 @@ def _key(config: RunConfig, dataset_key: str) -> str:
     """Return a partition's directory name, made of exactly the values that define the partition."""
     parts: list[Any] = [dataset_key, config.partition, config.num_clients]
     seeds = ("seed", "partition-seed")
-    parts += [value for key, value in config.own_keys() if config.partition in key.partitions and key.name not in seeds]
+    kinds = divisions(config.partition, "", config.test_samples)
+    of_partition = ((key, value) for key, value in config.own_keys() if not kinds.isdisjoint(key.partitions))
+    parts += [value for key, value in of_partition if key.name not in seeds]
     name = config.partition
     if config.partition.startswith(OWN_PARTITION):
         name = "file"

@@ -16,7 +16,9 @@ sample is x_test[i - num_train]. The partitions:
 - `dirichlet-fl-bench`: the same, drawn as FL-bench's generate_data.py does (fl_bench.py). Test set sizes are rounded
   down.
 - `pathological` (McMahan et al. 2017): `classes_per_client` classes per client, the same for training and test.
-  `assignment` selects them (dealing.py). flwr-datasets' PathologicalPartitioner is not used: it does not fix sizes.
+  `assignment` selects them (dealing.py). With `test_samples` = -1 both sets are divided together, and `test_ratio` of
+  each client's samples, drawn at random, are its test set, as in PFLlib. flwr-datasets' PathologicalPartitioner is not
+  used: it does not fix sizes.
 - `iid`: disjoint uniform shares (those of flwr-datasets' IidPartitioner on shuffled data).
 - `by-column`: client i holds the samples with the i-th sorted value of a data column, such as a hospital or a device.
 - `file:/path.npz`: the user's own partition (own_file.py).
@@ -40,7 +42,7 @@ from numpy.typing import NDArray
 
 from fl_app import extras
 from fl_app.errors import UserError, counted
-from fl_app.known_names import BY_COLUMN, OWN_PARTITION
+from fl_app.known_names import BY_COLUMN, OWN_PARTITION, UNBALANCED
 from fl_app.partition import fl_bench, own_file
 from fl_app.partition.dealing import (
     ASSIGNMENTS,
@@ -51,9 +53,11 @@ from fl_app.partition.dealing import (
     block_size,
     client_mixes,
     deal,
+    even_shares,
     fewest_kept,
     keep_mix,
     largest_remainder,
+    uneven_shares,
 )
 from fl_app.rng import generator, seed_sequence
 
@@ -147,8 +151,9 @@ def split(
     """Divide a data set over clients. The result depends only on the arguments (and the file named by `file:`).
 
     name: one of PARTITIONS or `file:/path.npz`. y_train, y_test: int64 [n], [m] in [0, num_classes); `iid` and
-    `by-column` use only their lengths. train_samples, test_samples: per client; 0: an equal share. assignment: of
-    classes to clients, one of ASSIGNMENTS, for `pathological`. balance: for `dirichlet`. dataset: its name in errors.
+    `by-column` use only their lengths. train_samples, test_samples: per client; 0: an equal share; test_samples = -1,
+    for `pathological`: `test_ratio` of each client's samples. assignment: of classes to clients, one of ASSIGNMENTS, for
+    `pathological`. balance: for `dirichlet`. dataset: its name in errors.
     groups: for `by-column`.
 
     Returns per client (train, test): int64 indices into [train; test], sorted; for `file:` in the file's order. Raises
@@ -257,6 +262,8 @@ def _as_drawn(counts: NDArray[np.int64], mixes: NDArray[np.float64]) -> NDArray[
 
 def _pathological(setting: _Setting) -> list[Share]:
     holds = _assigned(setting)
+    if setting.test_samples < 0:
+        return _own_test_parts(setting, holds)
     mixes = holds.astype(np.float64)
     trained, as_drawn = np.zeros(mixes.shape, np.int64), np.ones(len(mixes), bool)
     dealt = []
@@ -265,18 +272,11 @@ def _pathological(setting: _Setting) -> list[Share]:
         if size:
             counts = np.stack([allocate(h, size, room, spill=False) for h in mixes])
         else:
-            # every class is divided evenly over its clients; the first clients get one sample more
-            holders, turn = np.maximum(holds.sum(0), 1), np.cumsum(holds, 0) - 1
-            counts = holds * (room // holders + (turn < room % holders))
+            counts = even_shares(holds, room)
         sums = counts.sum(1)
         short = np.flatnonzero((sums < size) | ((sums == 0) & (side == "train")))
         if len(short):
-            i = int(short[0])
-            names = ", ".join(str(c) for c in np.flatnonzero(holds[i]))
-            raise UserError(
-                f"{side}-samples: client {i} needs {size or 'some'} samples but its classes ({names}) have "
-                f"{sums[i]} for it in the {word} set of {setting.dataset}"
-            )
+            raise _too_few(setting, holds, int(short[0]), side, size, sums, f"the {word} set of ")
         if side == "test" and size:
             counts = _in_the_mix_of(trained, as_drawn, mixes, counts, room, setting)
         trained = counts
@@ -286,10 +286,43 @@ def _pathological(setting: _Setting) -> list[Share]:
     return list(zip(*dealt, strict=True))
 
 
+def _own_test_parts(setting: _Setting, holds: NDArray[np.bool_]) -> list[Share]:
+    """Divide training and test set together; `test_ratio` of each client's samples are its test set."""
+    labels, train = np.concatenate([setting.y_train, setting.y_test]), setting.train_samples
+    room = np.bincount(labels, minlength=setting.num_classes)
+    size = round(train / (1 - setting.test_ratio))
+    if size:
+        counts = np.stack([allocate(h, size, room, spill=False) for h in holds.astype(np.float64)])
+    elif setting.assignment == UNBALANCED:
+        counts = uneven_shares(holds, room, setting.rng("sizes"))
+    else:
+        counts = even_shares(holds, room)
+    sums = counts.sum(1)
+    if len(short := np.flatnonzero(sums < max(size, 1))):
+        raise _too_few(setting, holds, int(short[0]), "train", size, sums, "")
+    rng, shares = setting.rng("test"), []
+    for hand in deal(counts, labels, setting.rng("train")):
+        num_test = len(hand) - train if train else min(round(len(hand) * setting.test_ratio), len(hand) - 1)
+        mine = rng.permutation(hand)
+        shares.append((mine[num_test:], mine[:num_test]))
+    return shares
+
+
+def _too_few(
+    setting: _Setting, holds: NDArray[np.bool_], i: int, side: str, size: int, sums: NDArray[np.int64], where: str
+) -> UserError:
+    names = ", ".join(str(c) for c in np.flatnonzero(holds[i]))
+    return UserError(
+        f"{side}-samples: client {i} needs {size or 'some'} samples but its classes ({names}) have {sums[i]} for it in "
+        f"{where}{setting.dataset}"
+    )
+
+
 def _assigned(setting: _Setting) -> NDArray[np.bool_]:
     """Return which classes each client holds, bool [N, K]. Raises UserError if a client gets too few classes."""
     per_client, train_samples = setting.classes_per_client, setting.train_samples
-    present = np.flatnonzero(np.bincount(setting.y_train, minlength=setting.num_classes))
+    labels = np.concatenate([setting.y_train, setting.y_test]) if setting.test_samples < 0 else setting.y_train
+    present = np.flatnonzero(np.bincount(labels, minlength=setting.num_classes))
     if per_client > len(present):
         raise UserError(f"classes-per-client: must be at most the data set's {len(present)} classes, got {per_client}")
     if 0 < train_samples < per_client:

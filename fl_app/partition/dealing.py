@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.known_names import UNBALANCED
 from fl_app.rng import generator
 
 Indices = NDArray[np.int64]
@@ -177,5 +178,38 @@ def _blocks(num_classes: int, num_clients: int, per_client: int, rng: np.random.
     return (np.array(hand, np.int64) for hand in hands)
 
 
+def even_shares(holds: NDArray[np.bool_], room: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Divide every class evenly over the clients that hold it, int64 [N, K]; the first of them get one sample more.
+
+    holds: bool [N, K]. room: samples of each class, int64 [K].
+    """
+    holders, turn = np.maximum(holds.sum(0), 1), np.cumsum(holds, 0) - 1
+    counts: NDArray[np.int64] = holds * (room // holders + (turn < room % holders))
+    return counts
+
+
+def uneven_shares(holds: NDArray[np.bool_], room: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+    """Divide every class unevenly over the clients that hold it, int64 [N, K] (PFLlib's separate_data, not balanced).
+
+    Of a class with n samples and s clients, each client but the last gets a uniform integer in [low, high). Here high is
+    n / s, and low is its tenth or 1 / K if that is more, both rounded down. The last client gets the rest. holds, room:
+    as in `even_shares`.
+    """
+    counts = np.zeros(holds.shape, np.int64)
+    for k in range(holds.shape[1]):
+        clients = np.flatnonzero(holds[:, k])
+        if len(clients):
+            share = room[k] / len(clients)
+            low, high = int(max(share / 10, 1 / holds.shape[1])), int(share)
+            drawn = rng.integers(low, max(high, low + 1), len(clients) - 1)
+            counts[clients, k] = [*drawn, room[k] - drawn.sum()]
+    return counts
+
+
 Assignment = Callable[[int, int, int, np.random.Generator], Iterator[Indices]]
-ASSIGNMENTS: Mapping[str, Assignment] = {"balanced": _balanced, "random": _random, "blocks": _blocks}
+ASSIGNMENTS: Mapping[str, Assignment] = {
+    "balanced": _balanced,
+    "random": _random,
+    "blocks": _blocks,
+    UNBALANCED: _blocks,
+}

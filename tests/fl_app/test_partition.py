@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 
 from fl_app import known_names
 from fl_app import partition as part
-from fl_app.config import RunConfig
+from fl_app.config import RunConfig, parse
 from fl_app.data import index_files, named
 from fl_app.errors import UserError
+from fl_app.keys import NoParams, specs
 from fl_app.rng import generator
 
 APP = Path(__file__).resolve().parents[2]
@@ -484,6 +486,121 @@ def test_errors(name: str, changes: dict[str, Any], message: str) -> None:
         split(name, **changes)
 
 
+# a client's own test part
+
+
+def test_uneven_shares_by_hand() -> None:
+    # class 0: 100 samples, 4 clients: a share is 25, so three integers in [2, 25) and the rest; class 1: 9 samples, 2 clients: [1/3
+    # rounded down = 0, 4); class 2: its only client has all
+    holds = np.array([[1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 1]], bool)
+    asked: list[tuple[int, int, int]] = []
+
+    class Drawn:
+        def integers(self, low: int, high: int, size: int) -> np.ndarray:
+            asked.append((low, high, size))
+            return np.array({3: [2, 24, 10], 1: [3], 0: []}[size], np.int64)
+
+    counts = part.uneven_shares(holds, np.array([100, 9, 6]), Drawn())  # type: ignore[arg-type]
+    assert asked == [(2, 25, 3), (0, 4, 1), (0, 6, 0)]
+    assert counts.tolist() == [[2, 3, 0], [24, 6, 0], [10, 0, 0], [64, 0, 6]]
+
+
+@pytest.mark.parametrize("assignment", ["balanced", "blocks", "blocks-unbalanced"])
+def test_clients_split_their_own_samples(assignment: str) -> None:
+    # 4 clients with 2 of 4 classes: each class has 60 + 20 samples and 2 clients
+    y_train, y_test = np.arange(240) % 4, np.arange(80) % 4
+    changes = {"assignment": assignment, "train_samples": 0, "test_samples": -1}
+    result = split("pathological", y_train, y_test, 4, **changes)
+    labels_of_all = np.concatenate([y_train, y_test])
+    every = np.concatenate([np.concatenate(share) for share in result])
+    assert np.array_equal(np.sort(every), np.arange(320))
+    counts = np.stack([np.bincount(labels_of_all[np.concatenate(share)], minlength=4) for share in result])
+    assert ((counts > 0).sum(1) == 2).all() and ((counts > 0).sum(0) == 2).all()
+    for train, test in result:
+        assert len(test) == round((len(train) + len(test)) * 0.25)
+    # of both sets of the data
+    assert {bool(i < 240) for _, test in result for i in test} == {True, False}
+    if assignment == "blocks-unbalanced":
+        # two clients of a class with 80 samples: an integer in [4, 40), and the rest
+        first = counts.max(0) - counts.min(0)
+        assert (first > 0).all() and ((counts[counts > 0] >= 4) & (counts[counts > 0] <= 76)).all()
+    else:
+        assert set(counts[counts > 0]) == {40}
+    again = split("pathological", y_train, y_test, 4, **changes)
+    assert all(
+        np.array_equal(a, b)
+        for ours, theirs in zip(result, again, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def test_a_given_number_of_training_samples_and_their_test_part() -> None:
+    # 15 training samples are three quarters of 20
+    for train, test in split("pathological", train_samples=15, test_samples=-1):
+        assert (len(train), len(test)) == (15, 5) and len(set(Y_ALL[np.concatenate([train, test])])) == 2
+
+
+def test_a_client_without_samples_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"train-samples: client 0 needs 400 samples but its classes .* have 120 for it in"
+    ):
+        split("pathological", train_samples=300, test_samples=-1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"partition": "iid", "test-samples": -1}, "test-samples: must be >= 0 with partition iid, got -1"),
+        ({"test-samples": -1}, "test-samples: must be >= 0 with partition dirichlet-client, got -1"),
+        (
+            {"partition": "pathological", "pathological-assignment": "blocks-unbalanced", "train-samples": 0},
+            "it needs train-samples = 0 and test-samples = -1, got train-samples = 0, test-samples = 40",
+        ),
+    ],
+)
+def test_sizes_that_a_partition_cannot_give(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(keys, {"fedcac": NoParams})
+
+
+CHANGED: dict[str, Any] = {
+    "dirichlet_alpha": 0.5,
+    "classes_per_client": 3,
+    "pathological_assignment": "random",
+    "train_samples": 16,
+    "test_samples": 8,
+    "min_samples": 60,
+    "dirichlet_balance": True,
+    "test_ratio": 0.5,
+    "partition_seed": 1,
+}
+
+
+@pytest.mark.parametrize("own_test_part", [False, True])
+@pytest.mark.parametrize("partition", known_names.PARTITIONS)
+def test_a_key_is_said_to_have_no_effect_exactly_where_it_has_none(partition: str, own_test_part: bool) -> None:
+    if own_test_part and partition != "pathological":
+        pytest.skip("only pathological has it")
+    keys = {spec.field: spec for spec in specs(RunConfig) if spec.about == "data" and spec.partitions}
+    assert set(keys) == set(CHANGED)
+    base = RunConfig(
+        partition=partition, num_clients=4, train_samples=20, test_samples=-1 if own_test_part else 10, min_samples=5
+    )
+
+    def shares(config: RunConfig) -> Any:
+        seed = max(config.partition_seed, 0)
+        sizes = (config.train_samples, config.test_samples, config.min_samples, config.test_ratio)
+        own = dict(zip(("train_samples", "test_samples", "min_samples", "test_ratio"), sizes, strict=True))
+        own |= {"seed": seed, "alpha": config.dirichlet_alpha, "classes_per_client": config.classes_per_client}
+        own |= {"assignment": config.pathological_assignment, "balance": config.dirichlet_balance}
+        return [[side.tolist() for side in share] for share in split(config.partition, **own)]
+
+    plain = shares(base)
+    for name, value in CHANGED.items():
+        changed = shares(dataclasses.replace(base, **{name: value})) != plain
+        assert changed == keys[name].divides(base.divisions), name
+
+
 # the index file
 
 
@@ -498,6 +615,8 @@ def test_written_once_and_keyed_by_what_matters(tmp_path: Path, monkeypatch: pyt
     assert key(partition="dirichlet", dirichlet_balance=True) != key(partition="dirichlet")
     assert key(partition="pathological", pathological_assignment="blocks") != key(partition="pathological")
     assert key(pathological_assignment="blocks", dirichlet_balance=True) == key()
+    own = {"partition": "pathological", "test_samples": -1}
+    assert key(**own, test_ratio=0.5) != key(**own)
     assert key(partition_seed=3) == key(seed=3) == key(partition_seed=3, seed=4) != key()
     config = RunConfig(num_clients=3, train_samples=20, test_samples=5)
     written = index_files.open_partition(config, Y_TRAIN, Y_TEST, K, "data", tmp_path)
