@@ -24,6 +24,7 @@ from corolla.presets import Preset, all_presets, small
 from fl_app.config import RunConfig, parse
 from fl_app.errors import UserError, listed
 from fl_app.keys import Scalar, nearest
+from fl_app.metrics import Record
 from fl_app.server.run_folder import SUMMARY
 
 LAST_ROUNDS = 10
@@ -46,9 +47,8 @@ class Line:
 # Our figures ----------------------------------------------------------------------------------------------------------
 
 
-def _last_rounds(run: RecordedRun) -> float | None:
-    values = [r.get("accuracy-before-pooled") for r in run.rounds.values()][-LAST_ROUNDS:]
-    known = [value for value in values if value is not None]
+def _mean_of_last(records: Iterable[Record], name: str) -> float | None:
+    known = [value for record in [*records][-LAST_ROUNDS:] if (value := record.get(name)) is not None]
     return sum(known) / len(known) if known else None
 
 
@@ -59,15 +59,15 @@ Measure = Callable[[RecordedRun], float | None]
 class Reading:
     """One meaning of a paper's "accuracy": its description, and a function that returns it for a run.
 
-    finetuned_words, finetuned: the same for the fine-tuned figure beside it. best_test: the figure is the best of a
-    run's tests, so it depends on their number.
+    finetuned_words, finetuned: the same for the fine-tuned figure beside it. of_tests: the figure is of a run's tests, so
+    it depends on their number.
     """
 
     words: str
     ours: Measure
     finetuned_words: str
     finetuned: Measure
-    best_test: bool = False
+    of_tests: bool = False
 
 
 def _summary(name: str) -> Measure:
@@ -92,15 +92,22 @@ METRICS: dict[str, Reading] = {
         "the best test of all clients (evaluate-every), pooled over all test samples",
         _best_test("accuracy-pooled"),
         *_BEST,
-        best_test=True,
+        of_tests=True,
     ),
     "final-accuracy-finetuned-pooled": Reading(
         "all clients' test data after the last round, each client with its fine-tuned model", _POOLED[1], *_POOLED
     ),
     "last-10-accuracy-pooled": Reading(
         "mean over the last 10 rounds of the accuracy on the round's clients' test data, before training",
-        _last_rounds,
+        lambda run: _mean_of_last(run.rounds.values(), "accuracy-before-pooled"),
         *_POOLED,
+    ),
+    "last-10-tested-accuracy-global-pooled": Reading(
+        "the global model (evaluate-global), mean over the last 10 tests of all clients (evaluate-every), pooled over all test "
+        "samples",
+        lambda run: _mean_of_last(run.evaluations.values(), "accuracy-global-pooled"),
+        *_POOLED,
+        of_tests=True,
     ),
 }
 
@@ -168,10 +175,10 @@ def repeated(runs: Iterable[RecordedRun]) -> list[tuple[RecordedRun, RecordedRun
 def settings(config: RunConfig, metric: str) -> dict[str, Scalar]:
     """Return the keys that define a run's result and that papers state, without the seed.
 
-    A data set counts by its name only. metric: a key of METRICS. `evaluate-every` is included only if the figure is the
-    best of a run's tests.
+    A data set counts by its name only. metric: a key of METRICS. `evaluate-every` is included only if the figure is of
+    a run's tests.
     """
-    counted = {"evaluate-every"} if METRICS[metric].best_test else set()
+    counted = {"evaluate-every"} if METRICS[metric].of_tests else set()
     out = {
         key.name: value
         for key, value in config.own_keys()
@@ -230,7 +237,7 @@ def describe(line: Line) -> list[str]:
         f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")
     ]
     reading = METRICS[metric]
-    tests = sorted({str(len(run.evaluations)) for run in line.runs}) if reading.best_test else []
+    tests = sorted({str(len(run.evaluations)) for run in line.runs}) if reading.of_tests else []
     text.append("ours: " + f"{metric}, " * bool(metric) + reading.words + f"; tests: {', '.join(tests)}" * bool(tests))
     if line.finetuned:
         text.append(f"ours, fine-tuned: {reading.finetuned_words}")

@@ -281,7 +281,8 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
         "classes-per-client": 20,
         "pathological-assignment": "blocks",
         "train-samples": 0,
-        "test-samples": 0,
+        "test-samples": -1,
+        "test-ratio": 0.25,
         "fedpake.num-micro": 8,
         "fedpake.num-macro": 8,
     },
@@ -302,9 +303,23 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
         "fedpake.num-micro": 4,
         "fedpake.num-macro": 4,
     },
+    "fedpake/cifar10-dirichlet-0.1-ablation/random-macro": PAKE_DIRICHLET
+    | PAKE_OWN
+    | {"dataset": "cifar10", "fedpake.num-micro": 4, "fedpake.num-macro": 4, "fedpake.random-macro": True},
+    "fedpake/cifar100-dirichlet-0.01/ditto": PAKE_DIRICHLET
+    | {
+        "method": "ditto",
+        "evaluate-global": True,
+        "evaluate-every": 1,
+        "dataset": "cifar100",
+        "dirichlet-alpha": 0.01,
+        "ditto.proximal-weight": 0.001,
+    },
     "fedpake/cifar100-dirichlet-0.1-50-clients-half/fedala": PAKE_DIRICHLET
     | {
         "method": "fedala",
+        "evaluate-global": True,
+        "evaluate-every": 1,
         "dataset": "cifar100",
         "num-clients": 50,
         "fraction-train": 0.5,

@@ -169,6 +169,33 @@ def test_fedpakes_figure_is_the_mean_of_the_last_ten_rounds(tmp_path: Path) -> N
     assert str(line.preset.published) == "33.57 ± 0.09"
 
 
+def test_dittos_figure_is_of_the_global_model_in_the_last_ten_tests(tmp_path: Path) -> None:
+    path = run_folder(tmp_path, "a", "fedpake/cifar10-dirichlet-0.1/ditto", {})
+    (line,) = lines(path)
+    assert line.ours is None
+    tests = [0.1] * 5 + [0.2 + 0.01 * k for k in range(10)]
+    records = [{"round": t, "evaluation": {"accuracy-global-pooled": a}} for t, a in enumerate(tests, 1)]
+    (path / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (line,) = lines(path)
+    assert line.ours is not None and line.ours[0] == pytest.approx(0.245) and line.differences == []
+    assert any("tests: 15" in words for words in compare.describe(line))
+    (line,) = lines(run_folder(tmp_path, "b", "fedpake/cifar10-dirichlet-0.1/ditto", {}, evaluate_every=50))
+    assert list(line.differences) == [("evaluate-every", 50, 1)]
+
+
+def test_the_ablation_is_put_beside_table_4(tmp_path: Path) -> None:
+    rounds = [0.2] * 10
+    name = "fedpake/cifar10-dirichlet-0.1-ablation"
+    (line,) = lines(run_folder(tmp_path, "micro", f"{name}/random-micro", {}, rounds))
+    assert (line.preset.name, str(line.preset.published)) == (f"{name}/random-micro", "14.86")
+    assert line.ours is not None and line.ours[0] == pytest.approx(0.2) and line.differences == []
+    # the whole method is in Table 1 too
+    assert {line.preset.name for line in lines(run_folder(tmp_path, "own", name, {}, rounds))} == {
+        name,
+        "fedpake/cifar10-dirichlet-0.1",
+    }
+
+
 def test_fedbabus_figure_is_the_fine_tuned_one(tmp_path: Path) -> None:
     tuned = {"final-accuracy-pooled": 0.3, "final-accuracy-finetuned-pooled": 0.8}
     (line,) = lines(run_folder(tmp_path, "a", "fedpake/cifar10-dirichlet-0.1/fedbabu", tuned))
