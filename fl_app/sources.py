@@ -23,6 +23,7 @@ class NamedData:
     """Facts that follow from a data set's name. Its images are [in_channels, image_size, image_size].
 
     torchvision: its class in torchvision.datasets, if it is there. train, test: that class's arguments for either part.
+    first_label: the label of its first class there.
     file: its file's name in the data directory, where the user puts it.
     """
 
@@ -32,6 +33,7 @@ class NamedData:
     torchvision: str = ""
     train: Mapping[str, str | bool] = field(default_factory=lambda: {"train": True})
     test: Mapping[str, str | bool] = field(default_factory=lambda: {"train": False})
+    first_label: int = 0
     file: str = ""
 
 
@@ -86,8 +88,12 @@ def _named(prefix: str, prepare: str, known: NamedData, path: str = "", resizes:
 
 _DIGITS, _TORCHVISION = "fl_app.data.named:prepare_digits", "fl_app.data.named:prepare_torchvision"
 _MEDMNIST, _TINY_IMAGENET = "fl_app.data.medmnist:prepare", "fl_app.data.named:prepare_tiny_imagenet"
-_BYCLASS_TRAIN: Mapping[str, str | bool] = {"split": "byclass", "train": True}
-_BYCLASS_TEST: Mapping[str, str | bool] = {"split": "byclass", "train": False}
+
+
+def _emnist(prefix: str, split: str, num_classes: int, first_label: int = 0) -> Source:
+    train, test = ({"split": split, "train": train} for train in (True, False))
+    return _named(prefix, _TORCHVISION, NamedData(1, num_classes, 28, "EMNIST", train, test, first_label))
+
 
 NODE = "node"
 """Each SuperNode's own data, as a value of `dataset`."""
@@ -96,7 +102,13 @@ REGISTERED: tuple[Source, ...] = (
     _named("digits", _DIGITS, NamedData(1, 10, 8)),
     _named("mnist", _TORCHVISION, NamedData(1, 10, 28, "MNIST")),
     _named("fashion-mnist", _TORCHVISION, NamedData(1, 10, 28, "FashionMNIST")),
-    _named("emnist", _TORCHVISION, NamedData(1, 62, 28, "EMNIST", _BYCLASS_TRAIN, _BYCLASS_TEST)),
+    _emnist("emnist", "byclass", 62),
+    _emnist("emnist-balanced", "balanced", 47),
+    _emnist("emnist-byclass", "byclass", 62),
+    _emnist("emnist-bymerge", "bymerge", 47),
+    _emnist("emnist-digits", "digits", 10),
+    _emnist("emnist-letters", "letters", 26, first_label=1),
+    _emnist("emnist-mnist", "mnist", 10),
     _named("svhn", _TORCHVISION, NamedData(3, 10, 32, "SVHN", {"split": "train"}, {"split": "test"})),
     _named("cifar10", _TORCHVISION, NamedData(3, 10, 32, "CIFAR10")),
     _named("cifar100", _TORCHVISION, NamedData(3, 100, 32, "CIFAR100")),

@@ -9,7 +9,7 @@ bit per parameter, as in FedCAC.
 Server: S is the overlap of the masks. Clients collaborate while their overlap reaches the threshold below; after round
 alpha none do.
 
-    S_avg + sqrt(t/alpha) (S_max - S_avg)
+    S_avg + r (S_max - S_avg), with r = sqrt(t/alpha)
 
 Important parameters mix client i's own values with those of its collaborators:
 
@@ -24,7 +24,7 @@ g_i is client i's guidance model. The server merges u_i on the mask and v_i else
 
 Decisions where the paper is silent:
 
-- gamma = 0.6 and the root come from its code.
+- gamma = 0.6 and the root come from its code. `time-factor = "linear"` is FedCAC's r = t/alpha.
 - The paper mentions an influence of the global model on important parameters without a formula. It is left out.
 - `guidance = "trained"` takes g_i = w_i. Its distance to itself would be 0 and take all the weight. So it gets the
   distance to the nearest other client.
@@ -46,6 +46,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_app.config import RunConfig
 from fl_app.figures import Links, Matrix
 from fl_app.keys import AT_LEAST_ONE, RATIO, key
 from fl_app.layout import Model
@@ -97,6 +98,11 @@ class FedDACParams:
         "Threshold for collaboration: rising until round alpha, or fixed at the mean overlap; `none`: no "
         "collaboration (Fig. 2).",
     )
+    time_factor: Literal["root", "linear"] = key(
+        "root",
+        "How the threshold rises when `collaboration = dynamic`: with the root of t / alpha (authors' code), or with "
+        "t / alpha, as FedCAC's.",
+    )
     weighting: Literal["similarity", "none"] = key(
         "similarity", "Less important parameters weighted by distance, or the plain mean of all clients (Fig. 3)."
     )
@@ -105,17 +111,20 @@ class FedDACParams:
     )
 
 
-def collaborators(overlap: NDArray[np.float64], round: int, alpha: float) -> NDArray[np.bool_]:
+def collaborators(
+    overlap: NDArray[np.float64], round: int, alpha: float, time_factor: str = "root"
+) -> NDArray[np.bool_]:
     """Return which clients share important parameters, bool [N, N], diagonal False; none do for t > alpha or N = 1.
 
-    overlap: float64 [N, N], symmetric; round: t, counted from 1; alpha: at least 1. Raises ValueError if round or alpha
-    is below 1.
+    overlap: float64 [N, N], symmetric; round: t, counted from 1; alpha: at least 1; time_factor: "root" or "linear".
+    Raises ValueError if round or alpha is below 1.
     """
     if round < 1 or alpha < 1:
         raise ValueError(f"round and alpha must be at least 1, got round {round} and alpha {alpha}")
     if overlap.shape[0] < 2 or round > alpha:
         return np.zeros(overlap.shape, dtype=bool)
-    return at_least(overlap, threshold(overlap, math.sqrt(round / alpha)))
+    progress = round / alpha
+    return at_least(overlap, threshold(overlap, math.sqrt(progress) if time_factor == "root" else progress))
 
 
 def important_weights(
@@ -292,7 +301,7 @@ class FedDAC(PersonalizedStrategy[FedDACParams]):
             return np.zeros(overlap.shape, dtype=bool)
         if self.params.collaboration == "static":
             return at_least(overlap, threshold(overlap, 0))
-        return collaborators(overlap, round, self.params.alpha)
+        return collaborators(overlap, round, self.params.alpha, self.params.time_factor)
 
     def model_for(self, client_id: int) -> Model:
         """Return the client's last personalized model, or the initial model if it has none."""
@@ -315,6 +324,11 @@ class FedDACUpdate(LocalUpdate[FedDACParams]):
         if ctx.params.guidance == "one-step":
             extras[GUIDANCE] = ctx.trainer.train(after, epochs=1, purpose="feddac.guidance").params
         return dataclasses.replace(plain, mask=mask, extras=extras)
+
+
+def dp_epochs(config: RunConfig) -> int:
+    """Return the epochs of plain steps in a round: `local-epochs`, and the guidance model's one."""
+    return config.local_epochs + (config.params.guidance == "one-step")
 
 
 FIGURES = (
@@ -351,6 +365,7 @@ METHOD = Method(
     all_but_local_statistics,
     figures=FIGURES,
     needs_whole=True,
+    dp_epochs=dp_epochs,
     not_private="its server compares single clients' models",
     overview=Overview(
         group="Parameters among similar clients",

@@ -85,10 +85,10 @@ def _torchvision(dataset: str, known: NamedData, downloads: Path) -> tuple[Array
         ) from error
     finally:
         socket.setdefaulttimeout(timeout)
-    x_train, y_train = _channels_first(train, dataset)
-    x_test, y_test = _channels_first(test, dataset)
+    x_train, y_train = _channels_first(train, known)
+    x_test, y_test = _channels_first(test, known)
     names = getattr(train, "classes", None) or [str(k) for k in range(10)]
-    return (x_train, y_train, x_test, y_test), names
+    return (x_train, y_train, x_test, y_test), names[known.first_label :]
 
 
 def files_of(factory: Any) -> str:
@@ -105,16 +105,16 @@ def files_of(factory: Any) -> str:
     return f"{raw} with {', '.join(name for name, _ in factory.resources)}"
 
 
-def _channels_first(side: Any, dataset: str) -> tuple[Images, Labels]:
-    """Return images uint8 [n, C, S, S] and labels int64 [n] of a torchvision data set."""
+def _channels_first(side: Any, known: NamedData) -> tuple[Images, Labels]:
+    """Return images uint8 [n, C, S, S] and labels int64 [n], from 0, of a torchvision data set."""
     x = np.asarray(side.data)
-    y = np.asarray(side.labels if dataset == "svhn" else side.targets, np.int64)
-    if dataset == "emnist":
+    y = np.asarray(side.labels if known.torchvision == "SVHN" else side.targets, np.int64) - known.first_label
+    if known.torchvision == "EMNIST":
         # its files hold the images transposed
         x = x.transpose(0, 2, 1)
     if x.ndim == 3:
         return x[:, None], y
-    if dataset != "svhn":
+    if known.torchvision != "SVHN":
         x = x.transpose(0, 3, 1, 2)
     return x, y
 

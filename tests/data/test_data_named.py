@@ -66,6 +66,35 @@ def test_torchvision_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert svhn.info.classes == tuple("0123456789") and svhn.x_train[0, :, 0, 0].tolist() == [0, 1, 2]
 
 
+# labels in torchvision's files: the split's first and last
+SPLITS = {
+    "emnist": ("byclass", 0, 61, "0", "z"),
+    "emnist-balanced": ("balanced", 0, 46, "0", "t"),
+    "emnist-byclass": ("byclass", 0, 61, "0", "z"),
+    "emnist-bymerge": ("bymerge", 0, 46, "0", "t"),
+    "emnist-digits": ("digits", 0, 9, "0", "9"),
+    "emnist-letters": ("letters", 1, 26, "a", "z"),
+    "emnist-mnist": ("mnist", 0, 9, "0", "9"),
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_every_split_of_emnist(tmp_path: Path, name: str) -> None:
+    split, first, last, first_class, last_class = SPLITS[name]
+    raw = np.arange(3 * 28 * 28).reshape(3, 28, 28).astype(np.uint8)
+    target = tmp_path / "downloads" / "EMNIST" / "raw"
+    target.mkdir(parents=True)
+    for side in ("train", "test"):
+        (target / f"emnist-{split}-{side}-images-idx3-ubyte").write_bytes(idx(raw))
+        (target / f"emnist-{split}-{side}-labels-idx1-ubyte").write_bytes(idx(np.array([last, first, last])))
+    found = data.prepare(name, tmp_path)
+    assert found.info.num_classes == last - first + 1 == len(found.info.classes)
+    assert (found.info.classes[0], found.info.classes[-1]) == (first_class, last_class)
+    assert found.y_test.tolist() == found.y_train.tolist() == [last - first, 0, last - first]
+    # the files hold the images transposed
+    assert np.array_equal(found.x_test[:, 0], raw.transpose(0, 2, 1))
+
+
 def test_offline_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchvision import datasets
 

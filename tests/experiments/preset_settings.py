@@ -22,14 +22,23 @@ DAC = {
     "num-server-rounds": 300,
     "batch-size": 100,
     "learning-rate": 0.01,
-    "momentum": 0.9,
-    "train-samples": 500,
-    "test-samples": 100,
+    "drop-last": True,
+    "normalize": "symmetric",
+    "max-update-norm": 0.0,
+}
+DAC_OWN = {
     "method": "feddac",
-    "feddac.tau": 0.3,
     "feddac.alpha": 200,
     "feddac.neighbours": 5,
-    "max-update-norm": 0.0,
+    "feddac.batchnorm-statistics": "local",
+}
+DAC_TEXT = DAC | {"momentum": 0.9, "train-samples": 500, "test-samples": 100}
+DAC_DIRICHLET_CODE = DAC | {
+    "partition": "dirichlet",
+    "dirichlet-alpha": 0.1,
+    "dirichlet-balance": True,
+    "min-samples": 40,
+    "test-ratio": 0.25,
 }
 OBP = {
     "num-clients": 100,
@@ -128,6 +137,16 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
         "fedcac.beta": 170,
         "fedcac.tau": 0.5,
     },
+    "fedcac/cifar100-dirichlet-0.1": CAC
+    | {
+        "method": "fedcac",
+        "dataset": "cifar100",
+        "model": "resnet10",
+        "partition": "dirichlet-client",
+        "dirichlet-alpha": 0.1,
+        "fedcac.beta": 170,
+        "fedcac.tau": 0.4,
+    },
     "fedcac/cifar10-pathological-2": CAC_PATHOLOGICAL
     | {
         "method": "fedcac",
@@ -159,22 +178,108 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
         "fedcac.tau": 0.5,
         "fedcac.non-critical": "as-critical",
     },
-    "feddac/cifar10-pathological-2": DAC
+    "feddac/cifar10-pathological-2": DAC_TEXT
+    | DAC_OWN
     | {
         "dataset": "cifar10",
         "model": "cnn",
         "local-epochs": 10,
         "partition": "pathological",
         "classes-per-client": 2,
-        "pathological-assignment": "random",
+        "pathological-assignment": "blocks",
+        "feddac.tau": 0.3,
     },
-    "feddac/cifar100-dirichlet-0.5": DAC
+    "feddac/cifar100-dirichlet-0.1": DAC_TEXT
+    | DAC_OWN
     | {
         "dataset": "cifar100",
         "model": "resnet10",
         "local-epochs": 5,
         "partition": "dirichlet-client",
+        "dirichlet-alpha": 0.1,
+        "feddac.tau": 0.5,
+    },
+    "feddac/tiny-imagenet-dirichlet-0.5": DAC_TEXT
+    | DAC_OWN
+    | {
+        "dataset": "tiny-imagenet:tiny-imagenet-200",
+        "model": "resnet18",
+        "local-epochs": 5,
+        "partition": "dirichlet-client",
         "dirichlet-alpha": 0.5,
+        "feddac.tau": 0.7,
+    },
+    "feddac/cifar10-dirichlet-0.1-code": DAC_DIRICHLET_CODE
+    | DAC_OWN
+    | {
+        "dataset": "cifar10",
+        "model": "resnet10",
+        "num-server-rounds": 200,
+        "local-epochs": 5,
+        "batch-size": 64,
+        "learning-rate": 0.005,
+        "feddac.tau": 0.3,
+    },
+    "feddac/cifar100-dirichlet-0.1-code": DAC_DIRICHLET_CODE
+    | DAC_OWN
+    | {
+        "dataset": "cifar100",
+        "model": "resnet10",
+        "local-epochs": 5,
+        "feddac.tau": 0.5,
+    },
+    "feddac/tiny-imagenet-pathological-20-code": DAC
+    | DAC_OWN
+    | {
+        "dataset": "tiny-imagenet:tiny-imagenet-200",
+        "model": "resnet18",
+        "num-server-rounds": 400,
+        "local-epochs": 10,
+        "batch-size": 128,
+        "partition": "pathological",
+        "classes-per-client": 20,
+        "pathological-assignment": "blocks",
+        "train-samples": 0,
+        "test-samples": 0,
+        "feddac.tau": 0.7,
+    },
+    "feddac/emnist-pathological-2/pfedme": DAC_TEXT
+    | {
+        "dataset": "emnist-digits",
+        "model": "cnn",
+        "local-epochs": 10,
+        "partition": "pathological",
+        "classes-per-client": 2,
+        "pathological-assignment": "blocks",
+        "method": "pfedme",
+        "pfedme.proximal-weight": 0.1,
+        "pfedme.inner-steps": 5,
+        "pfedme.inner-learning-rate": 0.01,
+        "pfedme.outer-learning-rate": 0.01,
+        "pfedme.beta": 1.0,
+    },
+    "feddac/cifar100-pathological-10/fedrep": DAC_TEXT
+    | {
+        "dataset": "cifar100",
+        "model": "resnet10",
+        "local-epochs": 5,
+        "partition": "pathological",
+        "classes-per-client": 10,
+        "pathological-assignment": "blocks",
+        "method": "fedrep",
+        "fedrep.head-epochs": 1,
+        "fedrep.body-epochs": 5,
+    },
+    "feddac/tiny-imagenet-dirichlet-0.1/fedprox": DAC_TEXT
+    | {
+        "dataset": "tiny-imagenet:tiny-imagenet-200",
+        "model": "resnet18",
+        "local-epochs": 5,
+        "partition": "dirichlet-client",
+        "dirichlet-alpha": 0.1,
+        "method": "fedprox",
+        "fedprox.mu": 0.9,
+        "fedprox.batchnorm-statistics": "local",
     },
     "fedobp/emnist-dirichlet-0.1": OBP
     | {
@@ -361,6 +466,7 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
         "method": "fedbabu",
         "dataset": "cifar10",
         "finetune-epochs": 10,
+        "fedbabu.finetune": "head",
     },
     "fedpake/cifar100-dirichlet-1.0/fedavg": PAKE_DIRICHLET
     | {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from strategies import aggregate, masks
+from strategies import aggregate, fedcac, masks
 from strategies.feddac import (
     collaborators,
     important_weights,
@@ -88,6 +88,17 @@ def test_threshold_follows_the_root_of_time() -> None:
     assert collaborators(O, 100, 100).sum() == 2  # the maximum itself
     assert not collaborators(O, 101, 100).any()
     assert not collaborators(np.eye(1), 1, 100).any()
+
+
+def test_the_linear_time_factor_is_fedcacs_rule() -> None:
+    O = np.array([[1, 0.8, 0.54], [0.8, 1, 0.2], [0.54, 0.2, 1]])  # noqa: E741
+    # mean 0.513, maximum 0.8: at t/alpha = 1/100 the threshold is 0.516, and the pair (0, 2) with 0.54 reaches it
+    assert collaborators(O, 1, 100, "linear").tolist() == fedcac.collaborators(O, 1, 100).tolist()
+    assert collaborators(O, 1, 100, "linear")[0, 2] and not collaborators(O, 1, 100, "root")[0, 2]
+    # a pair with 0.6: mean 0.533, at t/alpha = 24/100 the thresholds are 0.597 and 0.664
+    O[0, 2] = O[2, 0] = 0.6
+    assert collaborators(O, 24, 100, "linear")[0, 2] and not collaborators(O, 24, 100, "root")[0, 2]
+    assert not collaborators(O, 101, 100, "linear").any()
 
 
 def test_important_weights_by_hand() -> None:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from client_app.state import State
+from fl_app.config import parse
 from fl_app.layout import Layout, Model
 from fl_app.server import client_arrays
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import payload_bytes, upload_message
-from strategies import aggregate, masks
+from strategies import METHOD_PARAMS, aggregate, masks
 from strategies.base import RoundContext, Uploads
 from strategies.feddac import (
     METHOD,
@@ -104,6 +105,19 @@ def test_collaboration_none() -> None:
     assert strategy.model_for(0).params[:4].tolist() == W[0, :4].tolist()
     assert strategy.model_for(0).buffers.tolist() == B[0].tolist()
     assert strategy.attempt.client_notes[0]["collaborators"] == []
+
+
+def test_the_time_factor_is_the_configured_one() -> None:
+    # mean 0.533, maximum 0.8: at t/alpha = 24/100 the thresholds are 0.664 and 0.597
+    overlap = np.array([[1, 0.8, 0.6], [0.8, 1, 0.2], [0.6, 0.2, 1]])
+    assert not server(alpha=100).choose(overlap, 24)[0, 2]
+    assert server(alpha=100, time_factor="linear").choose(overlap, 24)[0, 2]
+
+
+def test_dp_counts_the_guidance_models_epoch() -> None:
+    plain = parse({"method": "feddac", "local-epochs": 3}, METHOD_PARAMS)
+    guided = parse({"method": "feddac", "local-epochs": 3, "feddac.guidance": "one-step"}, METHOD_PARAMS)
+    assert (METHOD.dp_epochs_of(plain), METHOD.dp_epochs_of(guided)) == (3, 4)
 
 
 def test_collaboration_static_is_the_mean_overlap_in_every_round() -> None:

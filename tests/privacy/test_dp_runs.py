@@ -44,6 +44,15 @@ def test_every_method_of_plain_steps_stays_within_its_budget(run: Run, method: s
     assert "class-counts" not in json.dumps(told)
 
 
+def test_feddacs_guidance_model_is_within_the_budget(run: Run) -> None:
+    """Its masks and its guidance model follow from noisy steps: the plan counts both trainings, and leaves nothing."""
+    folder = run(method="feddac", feddac={"guidance": "one-step"}, **ROUNDS)
+    plain = run(method="feddac", run_name="plain", **ROUNDS)
+    noise = [list(read_metrics(f.path))[-1]["clients"]["0"]["dp-noise"] for f in (folder, plain)]
+    assert noise[0] > noise[1]
+    assert list(read_metrics(folder.path))[-1]["dp-epsilon"] == pytest.approx(8.0, rel=0.01)
+
+
 def again(
     folder: Path,
     round: int,
