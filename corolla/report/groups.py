@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class Group:
         digits = r"\d*" if any(name[len(stem) :][:1].isdecimal() for name in names) else ""
         return re.sub(rf"[-_.,= ]*(seed|s)?[-_.,= ]*{digits}$", "", stem, flags=re.IGNORECASE)
 
-    @property
+    @cached_property
     def row(self) -> Row:
         """Row of the table of results, as far as the runs are recorded."""
         return row_of(self.settings, self.runs, self.first.metrics, tuple(FIGURES), lambda run: run.outcome)
