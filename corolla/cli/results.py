@@ -53,6 +53,9 @@ def compare(
             help="Also show rounds, bytes and seconds until this accuracy, e.g. 80 or 0.8, or until this RMSE.",
         ),
     ] = None,
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Also show seconds and bytes, per round, per client and in all.")
+    ] = False,
     as_json: JsonOption = False,
     latex: LatexOption = False,
 ) -> None:
@@ -68,21 +71,26 @@ def compare(
         raise UserError(f"--dataset {dataset}: with --paper, name the data set that your own data count as: {known}")
     if metric and (paper or dataset):
         raise UserError(f"--metric {metric}: not with --paper, where each preset names the paper's figure")
+    for option, given in (("--costs", costs), ("--to", to is not None)):
+        if given and (paper or dataset):
+            raise UserError(
+                f"{option}: not with --paper, whose tables hold accuracies only; compare the runs once more"
+            )
+    if as_json and latex:
+        raise UserError("--json and --latex exclude each other")
     found, unfinished = comparing.load(runs, METHOD_PARAMS, metric)
     say_unfinished(unfinished)
     say_partial(found)
     groups = comparing.group(found)
     for run, before in comparing.repeated(found):
         warn(f"{run.path} repeats the settings and the seed of {before.path}: it gets a separate row")
-    if as_json and latex:
-        raise UserError("--json and --latex exclude each other")
     if not (paper or dataset):
         if as_json:
-            show_json({**comparison_json(groups, to), "unfinished": unfinished})
+            show_json({**comparison_json(groups, to, costs), "unfinished": unfinished})
         elif latex:
-            show_latex([*result_tables(groups, to), *difference_tables(groups)])
+            show_latex([*result_tables(groups, to, costs), *difference_tables(groups)])
         else:
-            show_comparison(groups, to)
+            show_comparison(groups, to, costs)
         return
     lines = [line for group in groups for line in comparing.beside(group, METHOD_PARAMS, dataset)]
     tables = [(comparing.paper_table(lines), PAPER_CAPTION)] if lines else []
@@ -123,12 +131,12 @@ def show_beside_papers(lines: Sequence[Line], found: Sequence[RecordedRun], data
         echo("--dataset NAME, e.g. cifar10, compares your own data with a paper's")
 
 
-def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None) -> None:
-    """Print groups of runs side by side, their cost of reaching `to`, and their paired differences."""
+def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool) -> None:
+    """Print groups of runs side by side, with `costs` what they cost, their cost of reaching `to`, and their differences."""
     from corolla.experiments import significance
 
     differences = difference_tables(groups)
-    for place, (table, caption) in enumerate([*result_tables(groups, to), *differences]):
+    for place, (table, caption) in enumerate([*result_tables(groups, to, costs), *differences]):
         if place:
             echo()
         show_table(table)
@@ -137,18 +145,21 @@ def show_comparison(groups: Sequence[Sequence[RecordedRun]], to: float | None) -
         echo(f"\nno table of differences: {significance.why_no_table(groups)}")
 
 
-def result_tables(groups: Sequence[Sequence[RecordedRun]], to: float | None) -> Tables:
+def result_tables(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool) -> Tables:
     """Return the tables of groups of runs side by side, each with its caption.
 
     Raises UserError for a `to` outside the metric's range.
     """
     from corolla.experiments import compare as comparing
     from corolla.experiments import cost_to_target
+    from corolla.experiments import costs as costing
     from corolla.experiments.table import caption, text_table, undefined_notes
 
     rows = comparing.result_rows(groups)
     notes = undefined_notes(run for runs in groups for run in runs)
     tables: list[Table] = [(text_table(rows), "\n".join([caption(rows), *notes]))]
+    if costs:
+        tables.append((costing.accuracy_and_costs_table(groups), costing.CAPTION))
     if to is not None:
         tables.append((cost_to_target.costs_table(groups, to), cost_to_target.CAPTION))
     return tables
@@ -166,14 +177,18 @@ def difference_tables(groups: Sequence[Sequence[RecordedRun]]) -> Tables:
     return tables
 
 
-def comparison_json(groups: Sequence[Sequence[RecordedRun]], to: float | None) -> dict[str, object]:
-    """Return the rows of a comparison as `corolla.compare` does; with `to`, also the cost of reaching it."""
+def comparison_json(groups: Sequence[Sequence[RecordedRun]], to: float | None, costs: bool) -> dict[str, object]:
+    """Return the rows of a comparison as `corolla.compare` does, with what was asked for: costs, and those of reaching `to`."""
     from corolla.api.comparing import rows_of
     from corolla.experiments import cost_to_target
+    from corolla.experiments import costs as costing
 
     rows = rows_of(groups)
     for row, group in zip(rows, groups, strict=True):
         row["runs"] = [str(run.path) for run in group]
+    if costs:
+        for row, group in zip(rows, groups, strict=True):
+            row["costs"] = [costing.costs(run) for run in group]
     if to is not None:
         for row, group in zip(rows, groups, strict=True):
             row["reached"] = [cost_to_target.reached_as_told(run, to) for run in group]

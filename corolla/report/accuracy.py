@@ -96,9 +96,13 @@ def repeated(groups: Sequence[Group]) -> bool:
     return any(len(group.runs) > 1 for group in groups)
 
 
-def drawn(groups: Sequence[Group], name: str) -> Curves:
-    """Return one picture's curves by group number: means over seeds if any group has several runs."""
-    found = {group.number: over_seeds(group, name) if repeated(groups) else curve(group.runs, name) for group in groups}
+def drawn(groups: Sequence[Group], name: str, metric: Metric | None = None) -> Curves:
+    """Return one picture's curves by group number: means over seeds if any group has several runs.
+
+    metric: see `over_seeds`.
+    """
+    seeds = repeated(groups)
+    found = {g.number: over_seeds(g, name, metric) if seeds else curve(g.runs, name) for g in groups}
     return {number: one.smooth() for number, one in found.items() if one}
 
 
@@ -147,10 +151,8 @@ def _titles(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def _caption(groups: Sequence[Group], known: Mapping[str, Curves]) -> str:
-    bands, other = f"Bands: {QUARTILES}{_outer(curves for found in known.values() for curves in found.values())}.", ""
-    if repeated(groups):
-        bands = "A curve of several seeds is their mean, in a band of ± one sample standard deviation."
-    elif len(groups) > TOGETHER:
+    bands, other = bands_told(groups, known), ""
+    if len(groups) > TOGETHER and not bands:
         bands = "The next picture shows their spread."
     firsts = [group.first for group in groups]
     if {*DATA_KEYS, "seed"} & set(differing(firsts)):
@@ -159,6 +161,14 @@ def _caption(groups: Sequence[Group], known: Mapping[str, Curves]) -> str:
         f"Lines: mean over the round's clients, each on its own test data. {_who(groups, known)}{bands} The gap between the "
         f"pictures shows how much local training gains and aggregation loses again. {tested(groups)}{other} {_left_out(groups)}"
     ).rstrip()
+
+
+def bands_told(groups: Sequence[Group], known: Mapping[str, Curves]) -> str:
+    """Return a sentence about the curves' bands; empty if they have none."""
+    if repeated(groups):
+        return "A curve of several seeds is their mean, in a band of ± one sample standard deviation."
+    every = [one for found in known.values() for one in found.values()]
+    return "" if len(groups) > TOGETHER else f"Bands: {QUARTILES}{_outer(every)}."
 
 
 def _left_out(groups: Sequence[Group]) -> str:
@@ -179,8 +189,19 @@ def _tested_before(groups: Sequence[Group]) -> str:
 
 
 def _over_rounds(groups: Sequence[Group], known: Mapping[str, Curves], limits: Limits | None) -> Figure:
+    figure, first = curves_side_by_side(groups, known, _titles(groups))
+    metric_axis(groups)(first)
+    if limits:
+        first.set_ylim(limits)
+    return figure
+
+
+def curves_side_by_side(
+    groups: Sequence[Group], known: Mapping[str, Curves], titles: Mapping[str, str]
+) -> tuple[Figure, Axes]:
+    """Return a picture of curves over rounds, side by side with one y axis, and its leftmost axes. titles: by name."""
     style, last = styled(groups), max(group.last_round for group in groups)
-    figure, first, titles = new_figure(4.4), None, _titles(groups)
+    figure, first = new_figure(4.4), None
     for k, (name, curves) in enumerate(known.items()):
         axes = figure.add_subplot(1, len(known), k + 1, sharey=first)
         first = first or axes
@@ -190,12 +211,10 @@ def _over_rounds(groups: Sequence[Group], known: Mapping[str, Curves], limits: L
         # four pictures leave a title little room
         axes.set_title(textwrap.fill(titles[name], 24) if len(known) == len(SOURCES) else titles[name])
         rounds_axis(axes, last)
-        metric_axis(groups)(axes) if k == 0 else axes.tick_params(labelleft=False)
+        axes.tick_params(labelleft=k == 0)
     assert first is not None
-    if limits:
-        first.set_ylim(limits)
     legend(figure, first)
-    return figure
+    return figure, first
 
 
 def _line(axes: Axes, found: Curve | None, label: str, look: Look, band: bool) -> None:
@@ -291,7 +310,7 @@ def _single_runs(
 # Client by client -----------------------------------------------------------------------------------------------------
 
 
-def _name(picture: str, metric: Metric) -> str:
+def picture_name(picture: str, metric: Metric) -> str:
     """Return a picture's name, which includes the metric unless that is accuracy."""
     return picture if metric.name == "accuracy" else f"{picture}-{metric.name}"
 
@@ -308,7 +327,7 @@ def _sorted(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     apart = any_unseen(drawn)
     alone = " Clients that never train are in the next picture." if apart else ""
     yield Panel(
-        _name("clients", metric),
+        picture_name("clients", metric),
         f"Final {metric.title} of each client{' that trains' if apart else ''}",
         f"Clients sorted by {metric.title} on their own test data: the line starts at the worst client and crosses 50 % at the "
         f"median one. A flat line means equal results for all clients.{seeds}{alone} Measured: {where}.",
@@ -316,7 +335,7 @@ def _sorted(metric: Metric, groups: Sequence[Group]) -> Iterator[Panel]:
     )
     if any(all_clients(group)[0].size > MANY * len(group.runs) for group in drawn):
         yield Panel(
-            _name("histogram", metric),
+            picture_name("histogram", metric),
             f"Distribution of the clients' final {metric.title}",
             f"Share of the clients{' that train' if apart else ''} by {metric.title} on their own test data, as in the picture "
             f"above.{seeds} Dashed: the mean; dotted: the 5 % and the 95 % quantile.",

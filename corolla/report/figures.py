@@ -11,6 +11,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from matplotlib import rc_context
@@ -123,8 +124,19 @@ def legend(figure: Figure, axes: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, handlelength=3.6, fontsize=9.5)
 
 
-def small_multiples(groups: Sequence[Group], draw: Callable[[Axes, Group, bool], None]) -> tuple[Figure, list[Axes]]:
-    """Return one small picture per group, with the others in grey behind it. draw(axes, group, in_focus)."""
+class Labelled(Protocol):
+    """Something that has a picture of its own."""
+
+    @property
+    def label(self) -> str:
+        """Its name in the report."""
+
+
+One = TypeVar("One", bound=Labelled)
+
+
+def small_multiples(groups: Sequence[One], draw: Callable[[Axes, One, bool], None]) -> tuple[Figure, list[Axes]]:
+    """Return one small picture per group or line, with the others in grey behind it. draw(axes, group, in_focus)."""
     columns = 4 if len(groups) > 4 else len(groups)
     rows = math.ceil(len(groups) / columns)
     figure = new_figure(0.4 + 2.35 * rows if columns > 1 else 4.2)

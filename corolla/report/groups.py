@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class Group:
         digits = r"\d*" if any(name[len(stem) :][:1].isdecimal() for name in names) else ""
         return re.sub(rf"[-_.,= ]*(seed|s)?[-_.,= ]*{digits}$", "", stem, flags=re.IGNORECASE)
 
-    @property
+    @cached_property
     def row(self) -> Row:
         """Row of the table of results, as far as the runs are recorded."""
         return row_of(self.settings, self.runs, self.first.metrics, tuple(FIGURES), lambda run: run.outcome)
@@ -140,10 +141,11 @@ def differing(runs: Sequence[ReportedRun]) -> list[str]:
 # Arrays ---------------------------------------------------------------------------------------------------------------
 
 
-def over_seeds(group: Group, name: str) -> Curve | None:
+def over_seeds(group: Group, name: str, metric: Metric | None = None) -> Curve | None:
     """Return the mean over runs of their means, ± one sample standard deviation.
 
-    Only rounds that all runs have count; None if there are none. The band is cut to the metric's range.
+    Only rounds that all runs have count; None if there are none. The band is cut to the range of `metric`, by default
+    the headline.
     """
     curves = [found for run in group.runs if (found := curve([run], name))]
     rounds = sorted(set.intersection(*(set(c.rounds.tolist()) for c in curves))) if curves else []
@@ -151,7 +153,7 @@ def over_seeds(group: Group, name: str) -> Curve | None:
         return None
     values = np.array([c.mean[np.isin(c.rounds, rounds)] for c in curves])
     mean, std = values.mean(axis=0), values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(rounds))
-    low, high = (np.clip(edge, *group.first.headline.range) for edge in (mean - std, mean + std))
+    low, high = (np.clip(edge, *(metric or group.first.headline).range) for edge in (mean - std, mean + std))
     return Curve(np.array(rounds, np.int64), mean, low, high)
 
 

@@ -21,7 +21,9 @@ from corolla.report.costs import costs
 from corolla.report.csv_files import CLIENTS, ROUNDS, clients_csv, rounds_csv
 from corolla.report.figures import DPI, Panel
 from corolla.report.groups import Group, grouped, short
+from corolla.report.losses import losses
 from corolla.report.partitions import partitions
+from corolla.report.swept import swept
 from corolla.report.tables import (
     differences_section,
     failure_list,
@@ -79,7 +81,7 @@ def write_report(
     with _writing("--output", output):
         make_directory(output / PICTURES)
     runs = [run for group in groups for run in group.runs]
-    shared = [*accuracy(groups), *costs(groups), *partitions(runs)]
+    shared = [*swept(groups), *accuracy(groups), *losses(groups), *costs(groups), *partitions(runs)]
     own = {run.number: list(of_run(run)) for run in runs}
     every = [*shared, *(panel for panels in own.values() for panel in panels)]
     drawn = _draw(every, ("png", _DARK, "svg", "pdf") if figures else ("png", _DARK))

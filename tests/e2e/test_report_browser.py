@@ -222,6 +222,7 @@ def test_a_sweep_killed_and_started_again_gives_a_report_with_data_in_every_pane
         "accuracy",
         "accuracy-spread",
         "accuracy-seeds",
+        "loss",
         "clients",
         "communication",
         "seconds",

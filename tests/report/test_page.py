@@ -39,6 +39,7 @@ def test_the_page_is_self_contained_and_every_picture_decodes(
     page, names = write(tmp_path, fedcac, fedavg, local)
     assert names == {
         "accuracy",
+        "loss",
         "clients",
         "communication",
         "seconds",
@@ -68,7 +69,7 @@ def test_a_report_replaces_the_pictures_of_an_earlier_one_and_nothing_else(
     assert "overlap-1" in write(tmp_path, fedcac)[1]
     (tmp_path / report.PICTURES / "logo.png").write_bytes(b"somebody's")
     page, names = write(tmp_path, fedavg)
-    assert names == {"accuracy", "clients", "communication", "seconds", "partition", "logo"}
+    assert names == {"accuracy", "loss", "clients", "communication", "seconds", "partition", "logo"}
     assert 'class="warn"' not in page and "collaborators" not in page
 
 
@@ -77,15 +78,15 @@ def test_the_drawing_says_how_far_it_is_and_standard_output_has_the_paths_alone(
 ) -> None:
     code, out, err = command("report", fedavg, "--output", tmp_path / "one", "--figures", tmp_path / "figures")
     assert code == 0 and out == f"{tmp_path}/one/report.html\n{tmp_path}/one/report-figures\n"
-    # five of them, light, dark, SVG and PDF
-    assert "drawing pictures: 0/20" in err
+    # six of them, light, dark, SVG and PDF
+    assert "drawing pictures: 0/24" in err
     names = [path.stem for path in (tmp_path / "one" / "report-figures").iterdir()]
     every = {f"{name}.{kind}" for name in names for kind in ("png", "svg", "pdf")}
     assert {path.name for path in (tmp_path / "figures").iterdir()} == every
     told: list[tuple[str, int, int]] = []
     with progress.listening(lambda *what: told.append(what)):
         write(tmp_path / "two", fedavg)
-    assert told == [("drawing pictures", done, 10) for done in range(10)]
+    assert told == [("drawing pictures", done, 12) for done in range(12)]
 
 
 def test_only_a_report_is_replaced_and_one_of_other_runs_is_named(
