@@ -328,7 +328,7 @@ class FedDACUpdate(LocalUpdate[FedDACParams]):
 
 def dp_epochs(config: RunConfig) -> int:
     """Return the epochs of plain steps in a round: `local-epochs`, and the guidance model's one."""
-    return config.local_epochs + (config.params.guidance == "one-step")
+    return config.local_epochs + int(config.params.guidance == "one-step")
 
 
 FIGURES = (
