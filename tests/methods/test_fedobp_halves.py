@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 from client_app.state import State
+from corolla.experiments import sweep
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload, WireError, payload_bytes, upload_message
-from strategies import masks
+from strategies import METHOD_PARAMS, masks
 from strategies.base import RoundContext, Uploads
 from strategies.fedobp import COUNTS, METHOD, FedOBP, FedOBPParams, FedOBPUpdate, count_by_layer, personal_mask, select
 from tests.conftest import bools, config, f32, flat_layout
@@ -115,6 +117,20 @@ def test_table_8_makes_88_of_the_classifiers_5130_parameters_personal() -> None:
     # 512 features and 10 classes; the linear quantile's rule: 5129 - floor(5129 * 0.983) = 88; the printed inf{F >= q}: 87
     difference = np.random.default_rng(0).permutation(5130).astype(np.float32)
     assert personal_mask(difference, np.zeros(5130, np.float32), [5120, 10], quantile=0.983).sum() == 88
+
+
+@pytest.mark.parametrize("scale", ["full", "small"])
+def test_the_cifar_10_run_of_table_8_with_cls_makes_88_parameters_personal(scale: str) -> None:
+    plan = dataclasses.replace(sweep.read_sweep(sweep.bundled()["fedobp-table8"]), scale=scale)
+    points = sweep.expand(plan, METHOD_PARAMS, Path("/out"), {}, dict)
+    (chosen,) = [p.parsed for p in points if p.varying["preset"] == "fedobp/cifar10-table8/global-norm-cls"]
+    layout = Layout.of(METHOD.network(chosen, in_channels=3, num_classes=10, image_size=32))
+    assert sum(slot.size for slot in layout.params if slot.name in layout.classifier) == 5130
+    own = Model(np.random.default_rng(0).permutation(layout.d).astype(np.float32), np.zeros(layout.b, np.float32))
+    zeros = Model(np.zeros_like(own.params), own.buffers)
+    loops: Any = Trainer()
+    ctx = RoundContext(chosen, chosen.params, 2, 0, layout, layout.names, lambda: zeros, loops, 12, {})
+    assert FedOBPUpdate().mask(own, zeros, State(), ctx).sum() == 88
 
 
 def test_scope_classifier_needs_a_classifier() -> None:
