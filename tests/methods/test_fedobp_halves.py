@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from client_app.state import State
 from corolla.experiments import sweep
@@ -116,7 +119,9 @@ def test_scope_classifier_takes_the_classifiers_own_quantile() -> None:
 def test_table_8_makes_88_of_the_classifiers_5130_parameters_personal() -> None:
     # 512 features and 10 classes; the linear quantile's rule: 5129 - floor(5129 * 0.983) = 88; the printed inf{F >= q}: 87
     difference = np.random.default_rng(0).permutation(5130).astype(np.float32)
-    assert personal_mask(difference, np.zeros(5130, np.float32), [5120, 10], quantile=0.983).sum() == 88
+    zeros = np.zeros(5130, np.float32)
+    assert personal_mask(difference, zeros, [5120, 10], quantile=0.983).sum() == 88
+    assert personal_mask(difference, zeros, [5120, 10], quantile=0.983, rule="printed").sum() == 87
 
 
 @pytest.mark.parametrize("scale", ["full", "small"])
@@ -155,6 +160,35 @@ def test_score_fisher_is_the_squared_gradient_at_the_own_model() -> None:
     assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [1, 1]
     # personal 0 (1) and 2 (3 = 3)
     assert trainer.starts[1].params.tolist() == [1, 0, 3, 7, 4]
+
+
+def test_score_sensitivity_weighs_the_distance_by_the_own_value() -> None:
+    # |(own - received) * own|: 0.5 * 1, 2 * 2, 0 * 3, 3 * 4, 1 * 5. Above the median, 4: the last two; obp takes 1 and 3
+    trainer, state = Trainer(PREVIOUS, PREVIOUS), State()
+    ctx = context(trainer, score="sensitivity")
+    one_round(f32(0, 0, 0, 0, 0), state, ctx)
+    assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [0, 2]
+    assert trainer.starts[1].params.tolist() == [1.5, 0, 3, 4, 5]
+
+
+# multiples of 1/8: float32 has their products exactly
+vectors = hnp.arrays(np.int32, (2, 6), elements=st.integers(-800, 800)).map(lambda v: (v / 8).astype(np.float32))
+
+
+@given(vectors, st.floats(0, 1))
+def test_sensitivity_is_symmetric_and_follows_scale(pair: np.ndarray, q: float) -> None:
+    own, received = pair
+
+    def mask(own: np.ndarray, received: np.ndarray, score: str = "sensitivity") -> list[bool]:
+        ctx = context(Trainer(own), score=score, quantile=q)
+        update, buffers = FedOBPUpdate(), f32(0)
+        scores = update.scores(Model(own, buffers), Model(received, buffers), State(), ctx)
+        return select(scores, [own.size], quantile=q).tolist()
+
+    assert mask(own, received) == mask(-own, -received) == mask(4 * own, 4 * received)
+    # at a global model of zeros it is Eq. 19's score
+    zeros = np.zeros_like(own)
+    assert mask(own, zeros) == mask(own, zeros, "obp")
 
 
 def test_ema_smooths_scores() -> None:
