@@ -120,13 +120,17 @@ def run(
     # again: the number of clients is known here
     method.check(config)
     assert roster.shape is not None
-    module = method.network(config, **roster.shape._asdict(), initial_weights=config.initial_weights)
+    partly: list[str] = []
+    weights_file = config.initial_weights
+    module = method.network(config, **roster.shape._asdict(), initial_weights=weights_file, told=partly.append)
     layout, initial = Layout.of(module), weights.read(module)
     shared = method.travelling(config, layout)
     folder, agreed = _opened_folder(config, roster, layout)
     run_log = RunLog(folder.path)
     try:
         log.info("%s", folder_line(folder.path))
+        for line in partly:
+            log.warning("%s", line)
         counted = method.reports_counts(config)
         folder.write_clients(_facts(roster.properties, counted))
         strategy = method.strategy(config, config.params, layout, initial, shared, folder)

@@ -6,7 +6,8 @@ floating-point buffers; see Layout. Files are safetensors, one tensor per name o
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ _PYTORCH = (".pt", ".pth")  # files of torch.save
 # Usual keys of the state dict in a checkpoint.
 _STATE_DICTS = ("state_dict", "model_state_dict", "model")
 _PREFIXES = ("module.", "_orig_mod.")
+_PARTIAL = "\n  initial-weights-partial = true takes what fits from the file, and the rest from the seed"
 
 
 def read(module: nn.Module) -> Model:
@@ -66,28 +68,92 @@ def _unflat(tensors: list[Tensor], vector: Vector) -> None:
         tensor.copy_(piece.view(tensor.shape))
 
 
-def initial_model(module: nn.Module, path: str) -> Model:
+def initial_model(
+    module: nn.Module, path: str, *, partial: bool = False, told: Callable[[str], None] = lambda line: None
+) -> Model:
     """Return the model in the file `initial-weights`, as vectors of `module`, which stays as it is.
 
     The file is safetensors or a PyTorch state dict. Names and shapes must equal the module's, except for `module.` and
     `_orig_mod.` before all names. Any floating dtype is converted to float32. Integer tensors (such as
     `num_batches_tracked`) and second names of tied parameters are ignored. Buffers that a state dict never holds keep
-    the module's values. A checkpoint for another number of classes needs a classifier of the right size first.
+    the module's values.
+
+    partial: tensors that the file lacks, or has with another shape, keep the module's values. A tensor whose name is not
+    in the file may come from one of another name (`_by_order`). told: takes a line with the names of both kinds.
 
     Raises UserError if the file is missing or unreadable, does not fit (naming the tensors), or holds NaN or infinity.
+    With `partial` it does not fit if no tensor does.
     """
     layout, state = Layout.of(module), module.state_dict()
     own = {name: torch.from_numpy(array) for name, array in layout.tensors(read(module)).items() if name not in state}
     source = f"initial-weights {path}"
     loaded = _without_prefix(_load(path, source), {*layout.names, *state})
     found = {name: t for name, t in loaded.items() if name in layout.names or name not in state}
+    if partial:
+        return _fit_partly(source, found, layout, read(module), Path(path).suffix in _PYTORCH, told)
     buffers = [slot.name for slot in layout.buffers if slot.name not in own | found]
     if buffers and all(slot.name in found for slot in layout.params):
         raise UserError(
             f"{source}: holds the parameters but not the buffers {listed(buffers)}; save `module.state_dict()`, which has both, "
             "instead of `named_parameters()`"
         )
-    return _fit(source, own | found, layout)
+    return _fit(source, own | found, layout, _PARTIAL)
+
+
+def _fit_partly(
+    source: str,
+    found: Mapping[str, Tensor],
+    layout: Layout,
+    seeded: Model,
+    ordered: bool,
+    told: Callable[[str], None],
+) -> Model:
+    """Return the tensors of the file that fit, and the seeded ones elsewhere. Report both.
+
+    ordered: the file has its tensors in the model's order.
+    """
+    slots = {slot.name: slot for slot in layout.params + layout.buffers}
+    floating = {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+    same = {name for name, tensor in floating.items() if name in slots and tuple(tensor.shape) == slots[name].shape}
+    of = {name: name for name in same} | _by_order(
+        {name: slot.shape for name, slot in slots.items() if name not in floating},
+        {name: tuple(tensor.shape) for name, tensor in floating.items() if name not in slots},
+        ordered,
+    )
+    if not of:
+        raise UserError(f"{source}: no tensor fits the model, in name and shape or in order and shape")
+    renamed = [f"{name} is {theirs} there" for name, theirs in of.items() if name != theirs]
+    drawn = [f"{name} {list(slot.shape)}" for name, slot in slots.items() if name not in of]
+    unused = [f"{name} {list(tensor.shape)}" for name, tensor in floating.items() if name not in of.values()]
+    lists = {"by order and shape": renamed, "from the seed": drawn, "in the file, not used": unused}
+    parts = [f"{what} ({len(names)}): {listed(names, ', ')}" for what, names in lists.items() if names]
+    told("; ".join([f"{source}: {len(of)} of {len(slots)} tensors are from the file", *parts]))
+    rest = {name: torch.from_numpy(array) for name, array in layout.tensors(seeded).items()}
+    return _fit(source, rest | {name: floating[theirs] for name, theirs in of.items()}, layout)
+
+
+def _by_order(
+    wanted: Mapping[str, tuple[int, ...]], offered: Mapping[str, tuple[int, ...]], ordered: bool
+) -> dict[str, str]:
+    """Return the tensors of other names that stand for the wanted ones, by wanted name.
+
+    Both map names to shapes. A block is a module of layers: `layer1.0` for `layer1.0.conv1.weight`. Within a block, the
+    wanted tensors of a shape and a last name match the offered ones in order, if there are equally many. Without
+    `ordered` they must be one and one.
+    """
+
+    def kinds(shapes: Mapping[str, tuple[int, ...]]) -> dict[object, list[str]]:
+        found: dict[object, list[str]] = defaultdict(list)
+        for name, shape in shapes.items():
+            *block, _, last = ["", *name.split(".")]
+            found[(*block, last, shape)].append(name)
+        return found
+
+    theirs, matched = kinds(offered), {}
+    for kind, names in kinds(wanted).items():
+        if len(names) == len(theirs.get(kind, [])) and (ordered or len(names) == 1):
+            matched |= dict(zip(names, theirs[kind], strict=True))
+    return matched
 
 
 def save_safetensors(path: str | Path, layout: Layout, model: Model) -> None:
@@ -177,7 +243,7 @@ def _without_prefix(found: dict[str, Tensor], names: Container[str]) -> dict[str
     return found
 
 
-def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout) -> Model:
+def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout, hint: str = "") -> Model:
     slots = layout.params + layout.buffers
     missing = [f"{s.name} {list(s.shape)}" for s in slots if s.name not in tensors]
     unexpected = [f"{n} {list(t.shape)}" for n, t in tensors.items() if n not in layout.names and t.is_floating_point()]
@@ -190,7 +256,7 @@ def _fit(source: str, tensors: Mapping[str, Tensor], layout: Layout) -> Model:
     groups = {"missing": missing, "unexpected": unexpected, "wrong shape or type": wrong}
     if any(groups.values()):
         lines = [f"  {what} ({len(names)}): {listed(names, '; ')}" for what, names in groups.items() if names]
-        raise UserError(f"{source}: does not fit the model:\n" + "\n".join(lines))
+        raise UserError(f"{source}: does not fit the model:\n" + "\n".join(lines) + hint)
     arrays = {slot.name: tensors[slot.name].to(torch.float32).numpy() for slot in slots}
     infinite = [name for name, array in arrays.items() if not np.isfinite(array).all()]
     if infinite:

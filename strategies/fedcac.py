@@ -23,7 +23,7 @@ Deviations:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,6 +98,11 @@ class FedCACParams:
         "all",
         "Average non-critical parameters over all clients, or over the collaborators like critical ones (Table 3).",
     )
+    vanishing_scores: Literal["ranked", "nonzero"] = key(
+        "ranked",
+        "Critical parameters of a layer whose smallest critical score is at most 1e-10: the top tau as elsewhere, or all "
+        "scores above 1e-20 (authors' code).",
+    )
     batchnorm_statistics: Literal["critical", "local"] = key(
         "critical",
         "BatchNorm running statistics averaged over the collaborators, or kept on the client (authors' code).",
@@ -110,6 +115,10 @@ class FedCACParams:
                 "private: fedcac then has disjoint groups of clients: fedcac.collaboration must not be top, "
                 "fedcac.non-critical must be all, fedcac.neighbours must be 0"
             )
+        if self.vanishing_scores != "ranked" and config.private:
+            yield "fedcac.vanishing-scores: must be ranked in a private run, whose masks have one size, got 'nonzero'"
+        if self.vanishing_scores != "ranked" and self.selection != "sensitivity":
+            yield f"fedcac.vanishing-scores: nonzero needs fedcac.selection = sensitivity, got {self.selection!r}"
 
 
 def collaborators(overlap: NDArray[np.float64], round: int, beta: int) -> NDArray[np.bool_]:
@@ -126,6 +135,24 @@ def collaborators(overlap: NDArray[np.float64], round: int, beta: int) -> NDArra
     if n < 2 or round > beta:
         return np.zeros((n, n), dtype=bool)
     return at_least(overlap, threshold(overlap, round / beta))
+
+
+def with_vanishing(
+    critical: NDArray[np.bool_], importance: NDArray[np.float32], sizes: Sequence[int]
+) -> NDArray[np.bool_]:
+    """Return the mask with the authors' rule for layers whose smallest critical score is at most 1e-10, bool [d].
+
+    In them all scores above 1e-20 are critical; if there are none, all of the layer is. critical: bool [d], the top tau of
+    every layer; importance: float32 [d]; sizes: elements per layer. A layer without critical parameters stays so.
+    """
+    mask, stop = critical.copy(), 0
+    for size in sizes:
+        layer, stop = slice(stop, stop + size), stop + size
+        selected = importance[layer][critical[layer]]
+        if selected.size and selected.min() <= 1e-10:
+            nonzero = importance[layer] > 1e-20
+            mask[layer] = nonzero if nonzero.any() else True
+    return mask
 
 
 def threshold(overlap: NDArray[np.float64], progress: float) -> float:
@@ -228,15 +255,20 @@ def collaborate(
     return mean, personalized
 
 
-def mask_overlap(W: aggregate.Stack, bits: masks.Bits) -> NDArray[np.float64]:
+def mask_overlap(W: aggregate.Stack, bits: masks.Bits, sizes_differ: bool = False) -> NDArray[np.float64]:
     """Return the overlap of the uploads' masks, float64 [N, N].
 
-    If nothing is critical (K = 0), it is 0 off the diagonal. Raises ValueError if the shapes do not fit or the masks
-    have different numbers of ones.
+    If nothing is critical (K = 0), it is 0 off the diagonal. sizes_differ: masks may have different numbers of ones, and
+    row i is then 1 - |M_i - M_j| / 2|M_i|, as in the authors' code. Raises ValueError if the shapes do not fit, or the
+    masks have different numbers of ones without `sizes_differ`.
     """
     n, d = W.shape
     if bits.shape != (n, -(-d // 8)) or bits.dtype != np.uint8:
         raise ValueError(f"masks must be uint8 {(n, -(-d // 8))} for W {W.shape}, got {bits.dtype} {bits.shape}")
+    if sizes_differ:
+        common = masks.common_ones(bits)
+        ones = common.diagonal()[:, None]
+        return 1 - (ones + ones.T - 2 * common) / (2 * np.maximum(ones, 1))
     num_critical = masks.popcount(bits[0])
     if not num_critical and not bits.any():
         return np.eye(n)
@@ -253,8 +285,9 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
     robust = RULES
 
     def expected(self) -> Expected:
-        """Return the form of an upload: a mask with exactly K critical parameters."""
-        return dataclasses.replace(super().expected(), num_params=self.layout.d, num_selected=self.num_critical)
+        """Return the form of an upload: a mask with exactly K critical parameters, or with any number."""
+        selected = self.num_critical if self.params.vanishing_scores == "ranked" else -1
+        return dataclasses.replace(super().expected(), num_params=self.layout.d, num_selected=selected)
 
     @property
     def num_critical(self) -> int:
@@ -275,7 +308,7 @@ class FedCAC(PersonalizedStrategy[FedCACParams]):
         p, n = self.params, len(uploads.ids)
         # the rule must see the stack before results overwrite it
         averaging, weights = self.averaging_of(uploads), self.weights(uploads)
-        overlap = mask_overlap(uploads.W, uploads.bits)
+        overlap = mask_overlap(uploads.W, uploads.bits, sizes_differ=p.vanishing_scores != "ranked")
         chosen = self.choose(overlap, round)
         mean, personalized = personalize(
             uploads.W,
@@ -403,7 +436,10 @@ class FedCACUpdate(LocalUpdate[FedCACParams]):
             ranking = scores.sensitivity(before.params, after.params)
             if ctx.params.selection == "sensitivity-reverse":
                 ranking = -ranking
-        mask = masks.pack(masks.top_k(ranking, ctx.layout.sizes, ctx.params.tau))
+        chosen = masks.top_k(ranking, ctx.layout.sizes, ctx.params.tau)
+        if ctx.params.vanishing_scores == "nonzero":
+            chosen = with_vanishing(chosen, ranking, ctx.layout.sizes)
+        mask = masks.pack(chosen)
         if ctx.config.private:
             own, state.arrays["fedcac.mask"] = plain.model, mask
             state.arrays["fedcac.params"], state.arrays["fedcac.buffers"] = own.params, own.buffers

@@ -10,14 +10,16 @@ by samples (Eq. 2).
 Decisions and deviations:
 
 - The quantile interpolates linearly. So d - 1 - floor((d - 1) q) parameters are personal if all scores differ. The
-  printed inf{F >= q} gives one fewer, but the paper's Table 5 fits the linear rule in 15 of 16 entries. The other one
-  is MEDMNISTA at q = 0.9999: it should be 59, and the printed 53 belongs to 0.99991.
+  printed inf{F >= q} (`quantile-rule = "printed"`) gives floor((1 - q) d), but the paper's Table 5 fits the linear rule
+  in 15 of 16 entries. The other one is MEDMNISTA at q = 0.9999: it should be 59, and the printed 53 belongs to 0.99991.
 - The additional 1/|C| of Eq. 11 is left out.
 - At its first participation a client has nothing personal.
 - `scope = "classifier"` (the paper's CLS) takes scores and quantile of the last Linear layer alone. For Table 8's
   q = 0.983 the printed rule makes 87 of 5,130 personal, as the paper states; the linear one makes 88.
 - Gradient scores are of the last participation (Eq. 5). Fisher scores are the squared gradient of the mean local loss
   at w_i_prev (Eq. 6).
+- `score = "sensitivity"` is |(w_i_prev - w_g) w_i_prev|, the score of the authors' public code: Optimal Brain Damage's
+  first-order term.
 - `ema` (from the authors' code) smooths scores over participations.
 - BatchNorm statistics are the global ones. With `critical` a client starts from its own last ones, and `local` keeps
   them off the wire.
@@ -29,6 +31,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
@@ -40,7 +43,7 @@ from fl_app.figures import Layers
 from fl_app.keys import BELOW_ONE, RATIO, key
 from fl_app.layout import Layout, Model, Vector
 from fl_app.wire import Expected, Upload, WireError
-from strategies import masks
+from strategies import masks, scores
 from strategies.base import (
     ClientState,
     LocalUpdate,
@@ -68,9 +71,15 @@ class FedOBPParams:
         "MEDMNISTA 0.9999/0.99995, MEDMNISTC 0.9997/0.99995.",
         RATIO,
     )
-    score: Literal["obp", "gradient", "fisher"] = key(
+    quantile_rule: Literal["linear", "printed"] = key(
+        "linear",
+        "Threshold at q: interpolated between two scores (the authors' code, Table 5), or the printed inf{F >= q}, "
+        "usually one personal parameter fewer.",
+    )
+    score: Literal["obp", "gradient", "fisher", "sensitivity"] = key(
         "obp",
-        "Importance: distance to the global model (Eq. 19), last local update (Eq. 5), or squared gradient (Eq. 6).",
+        "Importance: squared distance to the global model (Eq. 19), last local update (Eq. 5), squared gradient (Eq. 6), "
+        "or distance times value (the authors' public code).",
     )
     normalization: Literal["none", "global", "layer"] = key(
         "none", "Min-max normalisation of the scores before the quantile; `global` cannot change the mask (Table 8)."
@@ -99,13 +108,19 @@ class FedOBPParams:
 
 
 def personal_mask(
-    local: Vector, received: Vector, sizes: Sequence[int], *, quantile: float, normalization: str = "none"
+    local: Vector,
+    received: Vector,
+    sizes: Sequence[int],
+    *,
+    quantile: float,
+    normalization: str = "none",
+    rule: str = "linear",
 ) -> NDArray[np.bool_]:
     """Return the personal parameters, bool [d]: squared difference above its quantile (FedOBP Eq. 7, 19).
 
     local: float32 [d], the client's trained vector of its last participation; received: float32 [d], the global one;
     sizes: elements per layer; quantile: in [0, 1], over all squared differences; normalization: "none", "global" or
-    "layer".
+    "layer"; rule: of the quantile, as in `select`.
 
     Raises ValueError on shapes that do not fit, arguments out of range and values that are not finite.
     """
@@ -114,36 +129,42 @@ def personal_mask(
     difference = np.abs(np.subtract(local, received))
     if normalization == "layer":
         scores = difference.astype(np.float64)
-        return select(scores * scores, sizes, quantile=quantile, normalization=normalization)
+        return select(scores * scores, sizes, quantile=quantile, normalization=normalization, rule=rule)
     # The absolute difference has the order of its square, and does not underflow. Rounding to float32 can only add
     # ties. Ties matter at the threshold alone, where float64 separates them.
     _check(difference, sizes, quantile, normalization)
-    below = _quantile_below(difference, quantile)
+    rank = _rank(difference.size, quantile, rule)
+    below = _score_at(difference, rank)
     mask: NDArray[np.bool_] = difference > below
-    num_missing = difference.size - 1 - _rank(difference.size, quantile) - int(np.count_nonzero(mask))
+    num_missing = difference.size - 1 - rank - int(np.count_nonzero(mask))
     if num_missing > 0 and below > 0:
         tied = np.flatnonzero(difference == below)
         exact = np.abs(local[tied].astype(np.float64) - received[tied])
-        rank = tied.size - 1 - num_missing
-        mask[tied] = exact > np.partition(exact, rank)[rank]
+        mask[tied] = exact > _score_at(exact, tied.size - 1 - num_missing)
     return mask
 
 
 def select(
-    scores: NDArray[np.floating[Any]], sizes: Sequence[int], *, quantile: float, normalization: str = "none"
+    scores: NDArray[np.floating[Any]],
+    sizes: Sequence[int],
+    *,
+    quantile: float,
+    normalization: str = "none",
+    rule: str = "linear",
 ) -> NDArray[np.bool_]:
-    """Return the scores above their quantile, bool [d]. It interpolates linearly, as in NumPy and torch.
+    """Return the scores above their quantile, bool [d].
 
-    scores: float [d], not negative; sizes: elements per layer, summing to d. If all scores differ,
-    d - 1 - floor((d - 1) * quantile) are selected. "layer" first scales every layer's scores to [0, 1], and a layer of
-    equal scores to 0.
+    scores: float [d], not negative; sizes: elements per layer, summing to d. The rule "linear" interpolates, as NumPy
+    and torch do: if all scores differ, d - 1 - floor((d - 1) * quantile) are selected. "printed" takes the smallest
+    score that at least a share `quantile` does not exceed (Eq. 7): floor((1 - quantile) * d) are selected. "layer"
+    first scales every layer's scores to [0, 1], and a layer of equal scores to 0.
 
     Raises ValueError as `personal_mask`.
     """
     _check(scores, sizes, quantile, normalization)
     if normalization == "layer":
         scores = _scaled_by_layer(scores, sizes)
-    return scores > _quantile_below(scores, quantile)
+    return scores > _score_at(scores, _rank(scores.size, quantile, rule))
 
 
 def _check(scores: NDArray[np.floating[Any]], sizes: Sequence[int], quantile: float, normalization: str) -> None:
@@ -159,16 +180,19 @@ def _check(scores: NDArray[np.floating[Any]], sizes: Sequence[int], quantile: fl
         raise ValueError(f"scores must be finite, got {np.count_nonzero(~np.isfinite(scores))} that are not")
 
 
-def _quantile_below(scores: NDArray[np.floating[Any]], quantile: float) -> float:
-    """Return the score at the interpolated quantile, or just below it.
+def _score_at(scores: NDArray[np.floating[Any]], rank: int) -> float:
+    """Return the score of a rank, counted from 0 at the lowest; -inf at rank -1."""
+    return float(np.partition(scores, rank)[rank]) if rank >= 0 else -math.inf
 
-    No score lies between the two, so this one separates the scores as well.
+
+def _rank(d: int, quantile: float, rule: str) -> int:
+    """Return the rank of the score at the quantile. Exactly the scores above it are above the quantile.
+
+    An interpolated quantile lies between this score and the next one, and no score lies between the two.
     """
-    rank = _rank(scores.size, quantile)
-    return float(np.partition(scores, rank)[rank])
-
-
-def _rank(d: int, quantile: float) -> int:
+    if rule == "printed":
+        # the decimal as written: 0.07 * 100 is above 7 in floats
+        return math.ceil(Fraction(str(quantile)) * d) - 1
     return math.floor((d - 1) * quantile)
 
 
@@ -253,17 +277,16 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         p = ctx.params
         slots = [s for s in ctx.layout.params if p.scope == "all" or s.name in ctx.layout.classifier]
         inside, sizes = ctx.layout.indices(frozenset(s.name for s in slots)), [s.size for s in slots]
+        how: dict[str, Any] = {"quantile": p.quantile, "normalization": p.normalization, "rule": p.quantile_rule}
         if p.score == "obp" and not p.ema:
-            chosen = personal_mask(
-                own.params[inside], start.params[inside], sizes, quantile=p.quantile, normalization=p.normalization
-            )
+            chosen = personal_mask(own.params[inside], start.params[inside], sizes, **how)
         else:
-            scores = self.scores(own, start, state, ctx)
+            importance = self.scores(own, start, state, ctx)
             if p.ema:
-                earlier = state.arrays.get("fedobp.ema", scores)
-                scores = p.ema * earlier + (1 - p.ema) * scores
-                state.arrays["fedobp.ema"] = scores
-            chosen = select(scores[inside], sizes, quantile=p.quantile, normalization=p.normalization)
+                earlier = state.arrays.get("fedobp.ema", importance)
+                importance = p.ema * earlier + (1 - p.ema) * importance
+                state.arrays["fedobp.ema"] = importance
+            chosen = select(importance[inside], sizes, **how)
         mask = np.zeros(ctx.layout.d, dtype=bool)
         mask[inside] = chosen
         return mask
@@ -274,6 +297,8 @@ class FedOBPUpdate(LocalUpdate[FedOBPParams]):
         """Return the importance of every parameter, float64 [d]."""
         if ctx.params.score == "gradient":
             return state.arrays["fedobp.update"].astype(np.float64)
+        if ctx.params.score == "sensitivity":
+            return scores.sensitivity(start.params, own.params).astype(np.float64)
         if ctx.params.score == "fisher":
             root: NDArray[np.float64] = ctx.trainer.loss_gradient(own).astype(np.float64)
         else:

@@ -234,7 +234,8 @@ def describe(line: Line) -> list[str]:
     """Return a line's notes: the figure, the source, the settings that differ, and the preset's notes."""
     preset, metric = line.preset, line.preset.metric
     text = [
-        f"published: {preset.paper}, {preset.source}" + (f", mean of {preset.repeats} runs" if preset.repeats else "")
+        f"published: {preset.paper}, {preset.source}"
+        + (f", mean of {preset.repeats} runs" if preset.repeats > 1 else "")
     ]
     reading = METRICS[metric]
     tests = sorted({str(len(run.evaluations)) for run in line.runs}) if reading.of_tests else []

@@ -10,6 +10,7 @@ entry, the table, the column, and the row's `methods` entry. Keys of other metho
 - `rows`: published figures in per cent, column by column: 86.82±1.18 or 87.02(0.17), "-" for none.
 - `notes`: settings that depart from the paper, or that it does not state.
 - `metric`: our figure that is compared (corolla/experiments/compare.py); "" if a run does not record it.
+- `repeats`: number of the paper's runs per cell; a table's own number wins.
 - `ran` of a method: the method that the table's authors ran instead, under this name.
 """
 
@@ -34,6 +35,7 @@ from fl_app.toml import flatten, read_toml
 PRESETS = Path(__file__).parent
 SMALL_ROUNDS, SMALL_CLIENTS, SMALL_PARTICIPANTS, SMALL_BATCH = 20, 10, 5, 20
 SMALL_SAMPLES = {"train-samples": 100, "test-samples": 40}
+ALL_DATA = ("dirichlet", "dirichlet-fl-bench")
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _cells(stem: str, paper: Mapping[str, Any]) -> Iterator[Preset]:
                     source=f"{table['table']}: {row}, "
                     + ", ".join(label for label in (dataset["label"], column.get("label", "")) if label),
                     metric=entry.get("metric", paper["metric"]),
-                    repeats=paper["repeats"],
+                    repeats=table.get("repeats", paper["repeats"]),
                     notes=(
                         *(note for layer in layers[:-1] for note in layer.get("notes", ())),
                         *other,
@@ -220,9 +222,9 @@ def small(config: RunConfig) -> dict[str, Scalar]:
     """Return the changes that `--scale small` makes to a config: clients, rounds and samples for minutes on a laptop.
 
     Keys that count rounds shrink in proportion. If only some clients take part in a round, at least five do. The batch
-    size is at most 20. `dirichlet` distributes all data, so it becomes `dirichlet-client`, which distributes a given
-    number of samples. For the same reason `blocks-unbalanced` becomes `blocks`. Raises UserError for a `file:`
-    partition, since its clients are fixed.
+    size is at most 20. `dirichlet` and `dirichlet-fl-bench` distribute all data, so they become `dirichlet-client`, which
+    distributes a given number of samples. For the same reason `blocks-unbalanced` becomes `blocks`. Raises UserError for a
+    `file:` partition, since its clients are fixed.
     """
     if config.partition.startswith(OWN_PARTITION):
         raise UserError(f"--scale small: cannot cut the clients of {config.partition}; give a smaller file")
@@ -238,7 +240,7 @@ def small(config: RunConfig) -> dict[str, Scalar]:
         "num-clients": clients,
         "fraction-train": max(config.fraction_train, min(1.0, SMALL_PARTICIPANTS / clients)),
         "batch-size": min(config.batch_size, SMALL_BATCH),
-        "partition": "dirichlet-client" if config.partition == "dirichlet" else config.partition,
+        "partition": "dirichlet-client" if config.partition in ALL_DATA else config.partition,
     }
     if config.pathological_assignment == UNBALANCED:
         out["pathological-assignment"] = "blocks"

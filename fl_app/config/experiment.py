@@ -296,3 +296,9 @@ class ExperimentKeys:
         "it. If part of the model stays on the clients, they read it too, at the same path. Empty: drawn by `seed`.",
         checked=True,
     )
+    initial_weights_partial: bool = key(
+        False,
+        "Take the tensors that fit from `initial-weights`, and all others from the seed. The server's log names them. False: every "
+        "tensor must fit.",
+        checked=True,
+    )

@@ -130,6 +130,8 @@ def check_together(values: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"momentum: adamw has its own moments; leave it 0, got {values['momentum']!r}")
     if values["initial-weights"] and not Path(str(values["initial-weights"])).is_absolute():
         problems.append(f"initial-weights: must be an absolute path, got {values['initial-weights']!r}")
+    if values["initial-weights-partial"] and not values["initial-weights"]:
+        problems.append("initial-weights-partial: needs initial-weights, the file to take tensors from")
 
 
 def check_client(values: Mapping[str, Any], problems: list[str]) -> None:

@@ -192,10 +192,12 @@ class Method(Generic[P]):
         image_size: int,
         input_shape: tuple[int, ...] = (),
         initial_weights: str = "",
+        told: Callable[[str], None] = lambda line: None,
     ) -> nn.Module:
         """Build the network that the method trains, with initial weights from the seed.
 
-        `initial_weights` is a safetensors file with the initial weights of the run's model, before the method wraps it.
+        `initial_weights` is a file with the initial weights of the run's model, before the method wraps it. `told` takes
+        a line about the tensors that a file with only a part of them gives (`initial-weights-partial`).
         Raises UserError if it is given for a method that starts from several models.
         """
         from fl_app import models, weights
@@ -216,7 +218,9 @@ class Method(Generic[P]):
                     raise UserError(
                         f"initial-weights: {self.name} starts from several models, which one file would make equal"
                     )
-                weights.write(module, weights.initial_model(module, initial_weights))
+                partial = config.initial_weights_partial
+                model = weights.initial_model(module, initial_weights, partial=partial, told=told)
+                weights.write(module, model)
             return module
 
         module = self.around(Drawings(drawn, input_shape or (in_channels, image_size, image_size), config.seed), config)

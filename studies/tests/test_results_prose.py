@@ -121,6 +121,23 @@ def logged(method: str) -> list[float]:
     return [accuracy for _, accuracy, _ in LOGS["tests"][method]]
 
 
+def table_8() -> list[tuple[float, float]]:
+    """Return the cells of FedOBP's Table 8 as (printed, logged), row by row of the logs."""
+    rows = {row: told for row, told in LOGS["table-8"].items() if row != "ema"}
+    found = []
+    for row, told in rows.items():
+        cells = [cell for name, cell in presets.all_presets().items() if name.endswith(f"-table8/{row}")]
+        found += [(cell.published.mean, figure) for cell, figure in zip(cells, told, strict=True) if cell.published]
+    return found
+
+
+def peak(score: str, q: float) -> float:
+    """Return the best of the logged tests of a score on CIFAR-10, which must be the one at q."""
+    best_q, figure = max(LOGS["curves-cifar10"][score], key=lambda point: point[1])
+    assert best_q == q
+    return float(figure)
+
+
 def as_run(row: str) -> float:
     """Return the best test of a row that was run as its code runs it."""
     made = json.loads((RESULTS / COLUMN / results_page.AS_RUN / f"{row},seed=0.json").read_text(encoding="utf-8"))
@@ -503,6 +520,16 @@ def claims() -> list[tuple[str, list[Any]]]:
             [-sum(lost("floco").values()), -sum(lost("floco")[i] for i in ("79", "24", "13", "20", "56"))],
         ),
         ("(FLUTE {:.2f}, printed {:.2f};", [LOGS["best"]["flute"][0], printed("flute")]),
+        ("{} of its {} cells equal", [sum(printed == told for printed, told in table_8()), len(table_8())]),
+        (
+            "Printed are {:.2f}, {:.2f}, {:.2f} and {:.2f}, logged {:.2f}, {:.2f}, {:.2f} and {:.2f}.",
+            [pair[side] for side in (0, 1) for pair in table_8() if pair[0] != pair[1]],
+        ),
+        (
+            "their best test, {:.2f}, at . At , where print has the peak, they have {:.2f}.",
+            [peak("obp", 0.997), dict(LOGS["curves-cifar10"]["obp"])[0.9999]],
+        ),
+        ("for gradients ({:.2f}) and for Fisher information ({:.2f})", [peak("gradient", 0.1), peak("fisher", 0.7)]),
         (
             "of the {:,} test images of the first round's clients they guess {:.0f} right, in the log {:.0f}.",
             [samples, samples * first["accuracy-before-pooled"], samples * LOGS["first-round"] / 100],
@@ -558,6 +585,13 @@ def test_no_method_is_measurably_above_fedobp() -> None:
         for stage in differences.STAGES:
             difference, half = above(method, stage)
             assert difference <= half, f"{method}, {stage}"
+
+
+def test_the_cells_of_table_8_that_differ_from_their_logs_are_those_of_logs_with_ema() -> None:
+    last = table_8()[-8:]
+    differ = [k for k, (printed, told) in enumerate(last) if printed != told]
+    assert differ == [4, 5, 6, 7]
+    assert [last[k][0] for k in differ] == [LOGS["table-8"]["ema"][k] for k in differ]
 
 
 def test_no_committed_run_fine_tuned_at_a_decayed_rate() -> None:

@@ -378,6 +378,18 @@ SETTINGS: dict[str, dict[str, Scalar]] = {
         "model": "resnet18-fedobp",
         "fedobp.quantile": 1 - 0.0018,
     },
+    "fedobp/medmnist-a-table8/global-norm-cls": OBP
+    | {
+        "method": "fedobp",
+        "dataset": "medmnist-a",
+        "dirichlet-alpha": 0.1,
+        "partition": "dirichlet-fl-bench",
+        "partition-seed": 42,
+        "momentum": 0.7,
+        "fedobp.quantile": 0.9484,
+        "fedobp.normalization": "global",
+        "fedobp.scope": "classifier",
+    },
     "fedpake/tiny-imagenet-pathological-20": PAKE
     | PAKE_OWN
     | {

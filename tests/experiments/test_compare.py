@@ -132,6 +132,16 @@ def test_one_method_and_partition_in_two_papers(tmp_path: Path) -> None:
     assert line.ours == (0.6, None) and [d[0] for d in line.differences] == ["local-epochs"]
 
 
+def test_every_cell_of_fedobps_table_8_is_beside_its_run(tmp_path: Path) -> None:
+    plan = sweep.read_sweep(sweep.bundled()["fedobp-table8"])
+    points = sweep.expand(plan, METHOD_PARAMS, tmp_path, {}, dict)
+    cells = [str(point.varying["preset"]) for point in points]
+    for cell in cells:
+        (line,) = lines(run_folder(tmp_path, cell, cell, {}))
+        assert line.preset.name == cell and line.differences == []
+    assert len(cells) == 32
+
+
 def test_what_is_so_of_all_rows_is_said_once(tmp_path: Path) -> None:
     for name in ("fedper", "fedrep"):
         run_folder(tmp_path, name, f"fedobp/cifar10-dirichlet-0.1/{name}", {"final-accuracy-pooled": 0.6}, momentum=0.5)

@@ -98,6 +98,7 @@ def test_the_chosen_methods_parameters(method: str) -> None:
         ("run_name", "../x", "run-name: letters, digits and _.+=,@- only, not starting with a dot, got '../x'"),
         ("run_name", ".hidden", "run-name: "),
         ("initial_weights", "a.safetensors", "initial-weights: must be an absolute path, got 'a.safetensors'"),
+        ("initial_weights_partial", True, "initial-weights-partial: needs initial-weights"),
         ("classes", "cat,dog,cat", "classes: every name once, got 'cat,dog,cat'"),
     ],
 )

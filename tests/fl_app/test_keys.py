@@ -48,6 +48,10 @@ OTHER_WORDS: dict[str, Scalar] = {
 }
 
 
+# keys that a key is refused without
+NEEDED: dict[str, dict[str, Scalar]] = {"initial-weights-partial": {"initial-weights": "/w.safetensors"}}
+
+
 def other(spec: KeySpec) -> Scalar:
     """Return an allowed value that is not the default, nor what that means for the data of these tests."""
     if spec.name == "normalize":
@@ -72,7 +76,7 @@ def keys() -> Iterator[Any]:
 
 def configs(method: str, spec: KeySpec, **more: Scalar) -> tuple[RunConfig, RunConfig]:
     """Return a run's config, and the same with another value of one key."""
-    base: dict[str, Scalar] = {"method": method, "num-clients": 4, **more}
+    base: dict[str, Scalar] = {"method": method, "num-clients": 4, **NEEDED.get(spec.name, {}), **more}
     return parse(base, METHOD_PARAMS), parse(base | {spec.name: other(spec)}, METHOD_PARAMS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,7 @@ def test_initial_model_names_what_does_not_fit(tmp_path: Path) -> None:
         "  missing (4): fc2.weight [64, 128]; fc2.bias [64]; classifier.weight [3, 64]; classifier.bias [3]",
         "  unexpected (1): head [3]",
         "  wrong shape or type (2): fc1.weight [4, 64], expected [128, 64]; fc1.bias torch.int8 [128], expected [128]",
+        "  initial-weights-partial = true takes what fits from the file, and the rest from the seed",
     ]
     with pytest.raises(UserError, match=r"missing \(47\): .*; and 42 more"):
         weights.initial_model(small("resnet8"), path)
@@ -183,6 +185,90 @@ def test_parameters_without_buffers_do_where_there_are_none(tmp_path: Path, kind
     torch.save(kind(small("resnet8").named_parameters()), path)
     with pytest.raises(UserError, match=r"not the buffers .*running_mean.*; save `module.state_dict\(\)`"):
         weights.initial_model(small("resnet8"), str(path))
+
+
+def from_file(module: nn.Module, state: dict[str, torch.Tensor], path: Path) -> tuple[Model, str]:
+    """Return a partial file's model, and the line about it."""
+    lines: list[str] = []
+    if path.suffix == ".pt":
+        torch.save(state, path)
+    else:
+        save_file(state, path)
+    model = weights.initial_model(module, str(path), partial=True, told=lines.append)
+    (line,) = lines
+    return model, line.removeprefix(f"initial-weights {path}: ")
+
+
+def test_torchvisions_resnet18_starts_all_of_fedobps_but_its_classifier(tmp_path: Path) -> None:
+    theirs, path = torchvision_resnet("resnet18", 1000), tmp_path / "imagenet.pt"
+    module = models.build("resnet18-fedobp", in_channels=3, num_classes=10, image_size=32)
+    layout = Layout.of(module)
+    model, line = from_file(module, theirs.state_dict(), path)
+    # 122 tensors there, 20 of them num_batches_tracked, which are no part of a model here
+    state = {name: tensor for name, tensor in theirs.state_dict().items() if tensor.is_floating_point()}
+    got, seeded = layout.tensors(model), layout.tensors(weights.read(module))
+    assert len(got) == 104 and len(state) == 102 and set(got) - set(state) == {"classifier.weight", "classifier.bias"}
+    for name, array in got.items():
+        expected = state[name].numpy() if name in state else seeded[name]
+        assert array.tobytes() == expected.tobytes(), name
+    assert line == (
+        "102 of 104 tensors are from the file; from the seed (2): classifier.weight [10, 1000], classifier.bias [10]"
+    )
+    with pytest.raises(UserError, match=r"missing \(2\): classifier.weight(.|\n)*initial-weights-partial = true takes"):
+        weights.initial_model(module, str(path))
+
+
+def test_a_tensor_of_another_shape_comes_from_the_seed(tmp_path: Path) -> None:
+    state = torchvision_resnet("resnet18", 1000).state_dict()
+    module = models.build("resnet18", in_channels=1, num_classes=10, image_size=28)
+    model, line = from_file(module, state, tmp_path / "w.safetensors")
+    assert line == (
+        "99 of 102 tensors are from the file; from the seed (3): conv1.weight [64, 1, 7, 7], fc.weight [10, 512], fc.bias [10]; "
+        "in the file, not used (3): conv1.weight [64, 3, 7, 7], fc.bias [1000], fc.weight [1000, 512]"
+    )
+    got, seeded = (Layout.of(module).tensors(found) for found in (model, weights.read(module)))
+    assert got["fc.weight"].tobytes() == seeded["fc.weight"].tobytes()
+    assert (got["layer4.1.bn2.running_var"] == state["layer4.1.bn2.running_var"].numpy()).all()
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_other_names_match_by_order_and_shape_within_a_block(tmp_path: Path, suffix: str) -> None:
+    def named(*names: str) -> nn.Sequential:
+        """Return two blocks; the first has two equal layers."""
+        blocks = [[nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3)], [nn.Linear(3, 1)]]
+        left = iter(names)
+        return nn.Sequential(*(nn.Sequential(OrderedDict((next(left), layer) for layer in block)) for block in blocks))
+
+    theirs, ours = named("one", "two", "three", "out"), named("a", "b", "c", "head")
+    model, line = from_file(ours, theirs.state_dict(), tmp_path / f"w{suffix}")
+    got, seeded = Layout.of(ours).tensors(model), Layout.of(ours).tensors(weights.read(ours))
+    # safetensors does not keep an order: of the equal layers it cannot tell which is which
+    expected = {"0.c": theirs[0].three, "1.head": theirs[1].out}
+    if suffix == ".pt":
+        expected |= {"0.a": theirs[0].one, "0.b": theirs[0].two}
+    assert f"{2 * len(expected)} of 8 tensors are from the file; by order and shape ({2 * len(expected)}): 0." in line
+    for layer in ("0.a", "0.b", "0.c", "1.head"):
+        told = expected[layer].weight.detach().numpy() if layer in expected else seeded[f"{layer}.weight"]
+        assert got[f"{layer}.weight"].tobytes() == told.tobytes()
+
+
+def test_a_layer_of_another_block_or_one_too_many_does_not_match(tmp_path: Path) -> None:
+    ours = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), b=nn.Linear(2, 3)))
+    state = {
+        "x.weight": torch.ones(2, 2),
+        "y.weight": torch.zeros(2, 2),
+        "deep.z.bias": torch.ones(3),
+        "b.bias": torch.ones(3),
+    }
+    model, line = from_file(ours, state, tmp_path / "w.pt")
+    assert line == (
+        "1 of 4 tensors are from the file; from the seed (3): a.weight [2, 2], a.bias [2], b.weight [3, 2]; "
+        "in the file, not used (3): x.weight [2, 2], y.weight [2, 2], deep.z.bias [3]"
+    )
+    assert model.params[-3:].tolist() == [1, 1, 1]
+    torch.save({"x.weight": torch.ones(5)}, tmp_path / "w.pt")
+    with pytest.raises(UserError, match="no tensor fits the model"):
+        weights.initial_model(ours, str(tmp_path / "w.pt"), partial=True)
 
 
 def test_a_model_whose_own_names_have_the_prefix(tmp_path: Path) -> None:

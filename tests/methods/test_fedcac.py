@@ -14,6 +14,7 @@ from strategies.fedcac import (
     mask_overlap,
     most_alike,
     personalize,
+    with_vanishing,
 )
 from tests.conftest import bools, f32, flat_layout
 
@@ -177,6 +178,22 @@ def test_one_client_keeps_its_model() -> None:
 
 def test_mask_overlap_of_empty_masks() -> None:
     assert (mask_overlap(W, np.zeros((3, 1), np.uint8)) == np.eye(3)).all()
+
+
+def test_layers_with_vanishing_scores_by_hand() -> None:
+    # the largest of 3: 1e-12 is at most 1e-10, so all above 1e-20; nothing above 1e-20, so all; 2, so 2 alone; none
+    importance = f32(0, 1e-12, 1e-15, 0, 1e-21, 0, 2, 1, 0, 0)
+    critical = masks.top_k(importance, (3, 3, 3, 1), 0.5)
+    assert critical.tolist() == bools("010 010 100 0").tolist()
+    assert with_vanishing(critical, importance, (3, 3, 3, 1)).tolist() == bools("011 111 100 0").tolist()
+
+
+def test_overlap_of_masks_of_different_sizes() -> None:
+    unequal = np.stack([masks.pack(bools(m)) for m in ("11110000", "11000000", "00000000")])
+    # 1 - |M_i - M_j| / 2|M_i|: 2 differ, of 4 and of 2; from the empty mask all 4 and 2 differ
+    expected = [[1, 0.75, 0.5], [0.5, 1, 0.5], [-1, 0, 1]]
+    assert mask_overlap(W, unequal, sizes_differ=True).tolist() == expected
+    assert (mask_overlap(W, BITS, sizes_differ=True) == mask_overlap(W, BITS)).all()
 
 
 def test_personalize_refuses_what_does_not_fit() -> None:

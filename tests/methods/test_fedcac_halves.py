@@ -80,6 +80,7 @@ def test_every_mask_must_have_k_ones() -> None:
     layout = flat_layout([5, 3, 1])
     assert server(layout, tau=0.5).expected().num_selected == 2 + 1 + 0
     assert server(layout, tau=0.5).expected().num_params == 9
+    assert server(layout, tau=0.5, vanishing_scores="nonzero").expected().num_selected == -1
 
 
 def test_a_client_that_was_absent_gets_its_old_critical_values_on_the_current_global_model() -> None:
@@ -205,6 +206,14 @@ def test_upload_by_hand() -> None:
     assert upload.model.params.tolist() == AFTER.params.tolist() and upload.model.buffers.tolist() == [1, 2]
     assert upload.num_examples == 12
     assert payload_bytes(upload_message(upload)) == 4 * (8 + 2) + 1
+
+
+def test_vanishing_scores_may_all_be_critical() -> None:
+    tiny = Model(f32(1e-6, -1e-7, 0, 1e-8, -5, 6, 2, 7), f32(1, 2))
+    update, layout = FedCACUpdate(), flat_layout([4, 4], [2])
+    for rule, expected in (("ranked", "1100 0101"), ("nonzero", "1101 0101")):
+        upload = update.upload(BEFORE, tiny, State(), context(layout, tau=0.5, vanishing_scores=rule))
+        assert upload.mask is not None and masks.unpack(upload.mask, 8).tolist() == bools(expected).tolist()
 
 
 def test_selection_is_per_layer() -> None:

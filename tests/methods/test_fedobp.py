@@ -127,6 +127,27 @@ def test_against_the_exact_order(pair: tuple[np.ndarray, np.ndarray], q: float, 
         assert got.sum() == d - 1 - math.floor((d - 1) * q)
 
 
+def test_the_printed_rule_by_hand() -> None:
+    # 0.25, 4, 0, 9, 1 sorted: 0, 0.25, 1, 4, 9. F reaches 0.5 at the third, 1, and 0.6 too; 0.75 at the fourth, 4
+    for q, above in ((0.0, 5), (0.2, 4), (0.5, 2), (0.6, 2), (0.75, 1), (0.8, 1), (0.81, 0), (1.0, 0)):
+        got = personal_mask(PREVIOUS, RECEIVED, [5], quantile=q, rule="printed")
+        assert np.count_nonzero(got) == above, q
+    assert personal_mask(PREVIOUS, RECEIVED, [5], quantile=0.5, rule="printed").tolist() == MASK
+    # three counts of section 4.2; the first is Table 8's CLS on CIFAR-10
+    for d, q, number in ((5130, 0.983, 87), (COLOUR, 0.7, 263_561), (COLOUR, 0.9, 87_853)):
+        assert select(np.arange(d, dtype=np.float64), [d], quantile=q, rule="printed").sum() == number
+
+
+@given(pairs, st.integers(0, 1000))
+def test_the_printed_rule_is_its_formula(pair: tuple[np.ndarray, np.ndarray], per_mille: int) -> None:
+    scores = np.abs(pair[0].astype(np.float64) - pair[1])
+    d = len(scores)
+    # inf {x: F(x) >= q}, with F counted in whole numbers
+    reached = [x for x in scores if 1000 * np.count_nonzero(scores <= x) >= per_mille * d]
+    expected = scores > min(reached) if per_mille else np.full(d, True)
+    assert (personal_mask(*pair, [d], quantile=per_mille / 1000, rule="printed") == expected).all()
+
+
 @given(hnp.arrays(np.int32, st.integers(1, 200), elements=st.integers(0, 10**6), unique=True), st.floats(0, 1))
 def test_numpys_quantile_selects_the_same(scores: np.ndarray, q: float) -> None:
     rank = (scores.size - 1) * q

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from client_app.state import State
+from corolla.experiments import sweep
 from fl_app.errors import UserError
 from fl_app.layout import Layout, Model
 from fl_app.server.run_folder import RunFolder
 from fl_app.wire import Upload, WireError, payload_bytes, upload_message
-from strategies import masks
+from strategies import METHOD_PARAMS, masks
 from strategies.base import RoundContext, Uploads
 from strategies.fedobp import COUNTS, METHOD, FedOBP, FedOBPParams, FedOBPUpdate, count_by_layer, personal_mask, select
 from tests.conftest import bools, config, f32, flat_layout
@@ -114,7 +119,23 @@ def test_scope_classifier_takes_the_classifiers_own_quantile() -> None:
 def test_table_8_makes_88_of_the_classifiers_5130_parameters_personal() -> None:
     # 512 features and 10 classes; the linear quantile's rule: 5129 - floor(5129 * 0.983) = 88; the printed inf{F >= q}: 87
     difference = np.random.default_rng(0).permutation(5130).astype(np.float32)
-    assert personal_mask(difference, np.zeros(5130, np.float32), [5120, 10], quantile=0.983).sum() == 88
+    zeros = np.zeros(5130, np.float32)
+    assert personal_mask(difference, zeros, [5120, 10], quantile=0.983).sum() == 88
+    assert personal_mask(difference, zeros, [5120, 10], quantile=0.983, rule="printed").sum() == 87
+
+
+@pytest.mark.parametrize("scale", ["full", "small"])
+def test_the_cifar_10_run_of_table_8_with_cls_makes_88_parameters_personal(scale: str) -> None:
+    plan = dataclasses.replace(sweep.read_sweep(sweep.bundled()["fedobp-table8"]), scale=scale)
+    points = sweep.expand(plan, METHOD_PARAMS, Path("/out"), {}, dict)
+    (chosen,) = [p.parsed for p in points if p.varying["preset"] == "fedobp/cifar10-table8/global-norm-cls"]
+    layout = Layout.of(METHOD.network(chosen, in_channels=3, num_classes=10, image_size=32))
+    assert sum(slot.size for slot in layout.params if slot.name in layout.classifier) == 5130
+    own = Model(np.random.default_rng(0).permutation(layout.d).astype(np.float32), np.zeros(layout.b, np.float32))
+    zeros = Model(np.zeros_like(own.params), own.buffers)
+    loops: Any = Trainer()
+    ctx = RoundContext(chosen, chosen.params, 2, 0, layout, layout.names, lambda: zeros, loops, 12, {})
+    assert FedOBPUpdate().mask(own, zeros, State(), ctx).sum() == 88
 
 
 def test_scope_classifier_needs_a_classifier() -> None:
@@ -139,6 +160,35 @@ def test_score_fisher_is_the_squared_gradient_at_the_own_model() -> None:
     assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [1, 1]
     # personal 0 (1) and 2 (3 = 3)
     assert trainer.starts[1].params.tolist() == [1, 0, 3, 7, 4]
+
+
+def test_score_sensitivity_weighs_the_distance_by_the_own_value() -> None:
+    # |(own - received) * own|: 0.5 * 1, 2 * 2, 0 * 3, 3 * 4, 1 * 5. Above the median, 4: the last two; obp takes 1 and 3
+    trainer, state = Trainer(PREVIOUS, PREVIOUS), State()
+    ctx = context(trainer, score="sensitivity")
+    one_round(f32(0, 0, 0, 0, 0), state, ctx)
+    assert one_round(RECEIVED, state, ctx).extras[COUNTS].tolist() == [0, 2]
+    assert trainer.starts[1].params.tolist() == [1.5, 0, 3, 4, 5]
+
+
+# multiples of 1/8: float32 has their products exactly
+vectors = hnp.arrays(np.int32, (2, 6), elements=st.integers(-800, 800)).map(lambda v: (v / 8).astype(np.float32))
+
+
+@given(vectors, st.floats(0, 1))
+def test_sensitivity_is_symmetric_and_follows_scale(pair: np.ndarray, q: float) -> None:
+    own, received = pair
+
+    def mask(own: np.ndarray, received: np.ndarray, score: str = "sensitivity") -> list[bool]:
+        ctx = context(Trainer(own), score=score, quantile=q)
+        update, buffers = FedOBPUpdate(), f32(0)
+        scores = update.scores(Model(own, buffers), Model(received, buffers), State(), ctx)
+        return select(scores, [own.size], quantile=q).tolist()
+
+    assert mask(own, received) == mask(-own, -received) == mask(4 * own, 4 * received)
+    # at a global model of zeros it is Eq. 19's score
+    zeros = np.zeros_like(own)
+    assert mask(own, zeros) == mask(own, zeros, "obp")
 
 
 def test_ema_smooths_scores() -> None:

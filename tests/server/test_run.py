@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.clientapp import ClientApp
+from safetensors.torch import load_file, save_file
 
 from client_app.client_app import app as real_app
 from client_app.client_app import client_fn
@@ -373,6 +374,29 @@ def test_initial_weights(run: Run, tmp_path: Path) -> None:
     # round 1 of the second run starts where the first ended
     final, start = rounds(first)[-1]["evaluation"]["clients"], rounds(second)[0]["clients"]
     assert [start[i]["loss-before"] for i in "012"] == [final[i]["loss"] for i in "012"]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedper"])
+def test_a_part_of_the_initial_weights(run: Run, tmp_path: Path, method: str) -> None:
+    first = run(run_name="first", model="mlp", num_server_rounds=1)
+    tensors = load_file(first.path / "models" / "global.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("classifier.")}
+    seeded = models.build("mlp", in_channels=1, num_classes=10, image_size=8, seed=0).state_dict()
+    save_file(kept, tmp_path / "part.safetensors")
+    save_file(seeded | kept, tmp_path / "whole.safetensors")
+    part, whole = (
+        run(
+            method=method,
+            run_name=name,
+            model="mlp",
+            num_server_rounds=1,
+            initial_weights=str(tmp_path / f"{name}.safetensors"),
+            initial_weights_partial=name == "part",
+        )
+        for name in ("part", "whole")
+    )
+    assert read_summary(part.path)["digest"] == read_summary(whole.path)["digest"]
+    assert "from the seed (2): classifier.weight [10, 64], classifier.bias [10]" in (part.path / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("method", ["local", "lg-fedavg", "fedper", "fedbn"])
