@@ -4,9 +4,9 @@ python -m studies.results_page           # rewrite the blocks between the page's
 python -m studies.results_page NAME      # print the tables of the folder studies/results/NAME, write nothing
 python -m studies.results_page print     # likewise the short tables
 
-The page begins with a short table per column: print and ours. A column of a paper's table has a sweep file, sweeps/NAME.toml, and a folder with its collected runs, results/NAME. Three parts have
-their own tables: the early stage of training, the logs of FedOBP's authors, and the trials of FedCAC. The page names missing runs
-of a sweep with the command that makes them.
+The page begins with a short table per column: print and ours. A column of a paper's table has a sweep file, sweeps/NAME.toml, and a
+folder with its collected runs, results/NAME. Three parts have their own tables: the early stage of training, the logs of FedOBP's
+authors, and the trials of FedCAC. The page names missing runs of a sweep with the command that makes them.
 """
 
 from __future__ import annotations

@@ -65,7 +65,9 @@ def presets(
     all_: Annotated[bool, typer.Option("--all", help="List all presets, not only the tables' columns.")] = False,
     cost: Annotated[
         bool,
-        typer.Option("--cost", help="What each column would cost here, from rounds recorded on this machine under runs."),
+        typer.Option(
+            "--cost", help="What each column would cost here, from rounds recorded on this machine under runs."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -79,7 +79,7 @@ def sweep(
         str | None,
         typer.Option(
             metavar="PATTERN",
-            help="Instead of a file: all presets that match, as `corolla presets PATTERN` lists them; COLUMN/* is a paper's column.",
+            help="Instead of a file: all presets that match, as `corolla presets PATTERN` lists them; COLUMN/* is a column.",
             autocompletion=columns_of,
         ),
     ] = None,

@@ -1,7 +1,7 @@
 """The papers' columns beside our figures: method, print, ours, difference, and whether print is of the same method.
 
-`corolla compare --paper` ends with these tables, and docs/results.md begins with them. A footnote says why a row is not
-the run that the paper describes: another method under its name, fewer rounds or seeds, other settings, and the preset's
+`corolla compare --paper` ends with these tables, and docs/results.md begins with them. A footnote gives the reason why a row
+is not the run that the paper describes: another method under its name, fewer rounds or seeds, other settings, and the preset's
 notes. What is true of all rows stands once below the table.
 """
 
@@ -72,12 +72,12 @@ def details(line: Line) -> list[str]:
 
 
 def in_full(line: Line) -> list[str]:
-    """Return all that a row's footnotes say."""
+    """Return all footnotes of a row."""
     return reasons(line) + details(line)
 
 
 def columns(lines: Sequence[Line], texts: Callable[[Line], list[str]] = in_full) -> list[PaperColumn]:
-    """Return lines as columns of the papers' tables, highest print first. texts: returns what footnotes say of a row."""
+    """Return lines as columns of the papers' tables, highest print first. texts: returns a row's footnotes."""
     found: dict[str, list[Line]] = {}
     for line in lines:
         preset = line.preset
@@ -98,7 +98,9 @@ def _column(title: str, lines: Sequence[Line], texts: Callable[[Line], list[str]
         gap = "n/a" if line.ours is None else f"{100 * line.ours[0] - _print(line):+.2f}"
         cells = [line.preset.row, str(line.preset.published), show(line.ours), gap]
         table.append([*cells, same + (f" [{', '.join(map(str, mark))}]" if mark else "")])
-    return PaperColumn(title, table, [f"all rows: {text}" for text in shared] + [f"[{marks[text]}] {text}" for text in marks])
+    return PaperColumn(
+        title, table, [f"all rows: {text}" for text in shared] + [f"[{marks[text]}] {text}" for text in marks]
+    )
 
 
 def _print(line: Line) -> float:

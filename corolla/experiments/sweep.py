@@ -3,8 +3,8 @@
 A sweep file has these parts, all optional:
 
 - `preset`: a preset's name.
-- `presets`: a preset's name or a pattern of names, or a list of them. Every match is a value of the axis `preset`, here of
-  every grid that does not name presets itself, in `[grid]` of that grid.
+- `presets`: a preset's name or a pattern of names, or a list of them. Every match is a value of the axis `preset`. At the
+  top it is an axis of every grid that does not name presets itself, in `[grid]` of that grid.
 - `scale`: "small" cuts every run, as `--scale small` does.
 - `[settings]`: keys of all runs.
 - `[grid]`: a value or a list of values per key; every combination is a run. `method`, `seed` and `preset` are keys like
@@ -168,7 +168,9 @@ def _with_presets(shared: object, grids: Sequence[Mapping[str, Any]], problems: 
             problems.append("grid: preset, presets: exclude each other")
         elif shared is not None and "preset" not in grid:
             grid = {"presets": shared, **grid}
-        out.append({("preset" if key == "presets" else key): _matches(key, value, problems) for key, value in grid.items()})
+        out.append(
+            {("preset" if key == "presets" else key): _matches(key, value, problems) for key, value in grid.items()}
+        )
     return out
 
 

@@ -37,8 +37,7 @@ def test_the_page_begins_with_print_and_ours_of_every_column() -> None:
     headings = re.findall(r"^\*\*\[(.+)\]\(#(.+)\)\*\*", first, re.MULTILINE)
     made = [name for name in results_page.COLUMNS if results_page.any_made(RESULTS / name)]
     assert headings == [
-        (section, results_page.anchor(section))
-        for section in (results_page.section_of(text, name) for name in made)
+        (section, results_page.anchor(section)) for section in (results_page.section_of(text, name) for name in made)
     ]
     rows = [line.strip("| ").split(" | ") for line in first.splitlines() if line.startswith("| ")]
     heads = [row for row in rows if row[0] == "method"]

@@ -244,9 +244,7 @@ def test_problems_of_all_combinations_are_reported_before_anything_is_written(
     assert [p.name for p in tmp_path.iterdir()] == ["s.toml"]
 
 
-def test_a_pattern_of_presets_needs_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
+def test_a_pattern_of_presets_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, _ = command("sweep", "--preset", f"{COLUMN}/*", "--seeds", "0, 1,2", "--dry-run")
     names = out.splitlines()
